@@ -1,0 +1,56 @@
+# make demo | test | lint | clean. Everything is installed into .venv/, from nothing; a second run starts at once.
+#
+#   PYTHON=python3.12       the interpreter (3.11 or newer)
+#   TORCH_INDEX=URL         where the CPU build of torch comes from, if pip's own index does not have it
+#   ARGS="-k ledger -x"     arguments for pytest
+
+PYTHON ?= python3
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+ARGS ?=
+
+BIN := .venv/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+
+# CUDA's packages (several GB) are installed only beside an NVIDIA GPU whose driver answers. Elsewhere torch goes first,
+# as the build that does not depend on them: on Linux that is `+cpu`, the other systems have no CUDA build.
+ifeq ($(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu),gpu)
+CUDA := ,cuda
+else ifeq ($(shell uname -s),Linux)
+TORCH := $(TORCH)+cpu
+OR_ELSE = 2>/dev/null || $(INSTALL) --index-url $(TORCH_INDEX) $(TORCH)
+endif
+
+.PHONY: demo test lint clean
+
+demo: .venv/.demo
+	$(BIN)/python bench/demo.py
+
+test: .venv/.dev
+	$(BIN)/pytest $(ARGS)
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than what it was installed from.
+.venv/.demo: .venv/.torch pyproject.toml
+	$(INSTALL) --editable '.[bench$(CUDA)]'
+	touch $@
+
+.venv/.dev: .venv/.torch pyproject.toml
+	$(INSTALL) --editable '.[dev$(CUDA)]'
+	touch $@
+
+.venv/.torch: $(BIN)/python constraints.txt
+	$(INSTALL) $(TORCH) $(OR_ELSE)
+	touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tiered needs Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv

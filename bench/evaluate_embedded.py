@@ -1,0 +1,158 @@
+"""Measure how often the embedded model answers exactly right, per task, policy and commit rule.
+
+    python bench/evaluate_embedded.py              # all rows, about half an hour on one core
+    python bench/evaluate_embedded.py --quick      # every row with a few examples, two minutes
+
+Every example is from the test split, whose prompts are never trained on (what steered the shipped model is said in
+docs/embedded-model.md). A row is written as soon as it is measured; a second run keeps the rows that the same weights
+and the same seed have given. The file holds no times: accuracy and forwards do not depend on what else a machine does.
+"""
+
+import argparse
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import tiered
+from tiered.embedded import tasks
+from tiered.embedded.scoring import score_examples
+from tiered.models.locate import checkpoint_directory
+from tiered.provenance import provenance
+from tiered.whole_file import write_then_rename
+
+RESULTS = Path(__file__).parent / "results" / "embedded.json"
+# Prompt tokens → examples under "none", whose steps recompute the whole table, and under the dual cache, ten times
+# cheaper. Training saw tables of at most 512 tokens.
+LOOKUPS = {512: (200, 200), 1024: (60, 200), 2048: (30, 100)}
+EXAMPLES = 200
+QUICK_EXAMPLES = 4
+CANVAS = BLOCK = 32
+THRESHOLD = 0.9
+POLICIES = ("fast_dllm_dual", "fast_dllm_prefix", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One row: what is asked, and how it is decoded. `size` None: drawn within the task's own bounds (`sizes`)."""
+
+    task: str
+    size: int | None = None
+    policy: str
+    commit: str = "static"
+    confidence_threshold: float | None = None
+    examples: int = EXAMPLES
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types for JSON, with the canvas and the bounds of the sizes."""
+        spec = tasks.TASKS[self.task]
+        sizes = list(spec.sizes) if self.size is None else [self.size, self.size]
+        return asdict(self) | {"sizes": sizes, "unit": spec.unit, "canvas": CANVAS, "block": BLOCK}
+
+
+def settings(quick: bool) -> list[Setting]:
+    """All rows of the file, the cheap ones first."""
+    rows = [
+        Setting(task=task, policy=policy, commit="threshold", confidence_threshold=THRESHOLD)
+        for policy in ("fast_dllm_dual", "none")
+        for task in tasks.TASKS
+    ]
+    rows += [Setting(task=task, policy=policy) for policy in POLICIES for task in tasks.TASKS]
+    for size, (uncached, cached) in LOOKUPS.items():
+        rows.append(Setting(task="lookup", size=size, policy="fast_dllm_dual", examples=cached))
+        rows.append(Setting(task="lookup", size=size, policy="none", examples=uncached))
+    if not quick:
+        return rows
+    return [replace(row, examples=QUICK_EXAMPLES) for row in rows]
+
+
+def measure(runtime: tiered.Runtime, setting: Setting, seed: int, progress: Progress) -> dict[str, Any]:
+    """The row of one setting: examples `seed` to `seed + examples - 1` of the test split."""
+    examples = [
+        tasks.sample(setting.task, "test", seed + number, size=setting.size) for number in range(setting.examples)
+    ]
+    name = f"{setting.task} {setting.size or ''} {setting.policy} {setting.commit}"
+    bar = progress.add_task(name, total=len(examples))
+    scores = score_examples(
+        runtime.with_policy(setting.policy),
+        examples,
+        max_new_tokens=CANVAS,
+        block_length=BLOCK,
+        commit=setting.commit,
+        confidence_threshold=setting.confidence_threshold,
+        progress=lambda count: progress.advance(bar, count),
+    )
+    progress.remove_task(bar)
+    return setting.as_dict() | {
+        "correct": scores.correct,
+        "exact_match": round(scores.exact_match, 4),
+        "nfe": round(scores.mean_forwards, 2),
+        "tokens_per_forward": round(scores.mean_tokens_per_forward, 3),
+    }
+
+
+def measured_before(path: Path, basis: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows that `path` holds already, if they rest on the same weights and seed."""
+    if not path.exists():
+        return []
+    saved = json.loads(path.read_text())
+    return saved["rows"] if all(saved.get(key) == value for key, value in basis.items()) else []
+
+
+def write(path: Path, head: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """One row a line, so that a difference between two files can be read."""
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    text = json.dumps(head | {"rows": []}, indent=1).removesuffix("[]\n}") + f"[\n{lines}\n ]\n}}\n"
+    write_then_rename(path, lambda part: part.write_text(text))
+
+
+def by_policy(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Exact match of every task within its own bounds, one token a forward."""
+    static = [row for row in rows if row["commit"] == "static" and row["size"] is None]
+    return {
+        policy: {row["task"]: row["exact_match"] for row in static if row["policy"] == policy} for policy in POLICIES
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="embedded", help="'embedded', or the directory of another export")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--seed", type=int, default=0, help="number of the first example")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_EXAMPLES} examples a row")
+    parser.add_argument("--fresh", action="store_true", help="measure again what the file already holds")
+    args = parser.parse_args()
+    if args.quick and args.out == RESULTS:
+        args.out = RESULTS.with_stem("embedded-quick")
+    torch.set_num_threads(args.threads)
+    runtime = tiered.from_pretrained(args.model, policy="none", device="cpu")
+    weights = (checkpoint_directory(args.model) / "model.safetensors").read_bytes()
+    basis = {"model": args.model, "weights_sha256": hashlib.sha256(weights).hexdigest()}
+    basis |= {"split": "test", "seed": args.seed}
+    head, rows = basis | {"device": "cpu"} | provenance(), []
+    known = [] if args.fresh else measured_before(args.out, basis)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        planned = settings(args.quick)
+        bar = progress.add_task("rows", total=len(planned))
+        for setting in planned:
+            wanted = setting.as_dict()
+            row = next((row for row in known if row.items() >= wanted.items()), None)
+            row = row or measure(runtime, setting, args.seed, progress)
+            rows.append(row)
+            write(args.out, head, rows)
+            progress.advance(bar)
+            progress.console.print(json.dumps(row), highlight=False, soft_wrap=True)
+    print(json.dumps({"file": args.out.name, "rows": len(rows), "exact_match": by_policy(rows)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Train the embedded model on CPU.
+
+    python bench/train_embedded.py --out runs/embedded                         # train
+    python bench/train_embedded.py --out runs/embedded --resume                # go on after an interruption
+    python bench/train_embedded.py --out runs/embedded --resume --export DIR   # and write a checkpoint to load
+    python bench/evaluate_embedded.py --model DIR --out DIR/embedded.json      # measure it on the test split
+
+What is trained and how is in `tiered.embedded.training` and docs/embedded-model.md. A run uses two cores, one for each
+of a step's two batches. It validates on the validation split alone.
+"""
+
+import argparse
+import ctypes
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tiered.embedded.training.export import export
+from tiered.embedded.training.loop import train
+from tiered.embedded.training.settings import Settings
+from tiered.embedded.training.trainer import Trainer
+from tiered.models.config_source import read_config
+from tiered.provenance import provenance
+
+# Of glibc's mallopt: free memory kept at the top of the heap; allocations by mmap; heaps.
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
+
+
+def keep_pages() -> None:
+    """Let the allocator keep what a step frees: tens of megabytes come and go at every step.
+
+    One arena for all threads, since the heaps of the others are given back whatever is set.
+    """
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_ARENA_MAX, 1)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and the log")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
+    parser.add_argument("--export", type=Path, metavar="DIR", help="write the averaged weights there in the end")
+    parser.add_argument("--config", default="embedded", help="'embedded', or the path of another LLaDA config.json")
+    parser.add_argument("--threads", type=int, default=2, help="of everything but the two batches of a step")
+    for setting in fields(Settings):
+        parser.add_argument(f"--{setting.name.replace('_', '-')}", type=int, default=setting.default)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    keep_pages()
+    torch.set_num_threads(args.threads)
+    config = read_config(args.config)
+    settings = Settings(**{setting.name: getattr(args, setting.name) for setting in fields(Settings)})
+    trainer, checkpoint = Trainer(config, settings), args.out / "checkpoint.safetensors"
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.resume and checkpoint.exists():
+        trainer.restore(checkpoint)
+    elif checkpoint.exists():
+        raise SystemExit(f"{checkpoint} is there already: add --resume to go on from it, or choose another --out")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress, (args.out / "log.jsonl").open("a") as file:
+
+        def log(line: dict[str, Any]) -> None:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            progress.console.print(json.dumps(line), highlight=False, soft_wrap=True)
+
+        bar = progress.add_task("training", total=settings.steps, completed=trainer.standing.step)
+        train(trainer, checkpoint, log=log, advance=lambda step: progress.update(bar, completed=step))
+    summary = asdict(trainer.standing)
+    if args.export:
+        report = provenance() | {"settings": asdict(settings), "split": "validation"} | summary
+        export(trainer.average, config, args.export, report)
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Books: how many clusters the prefix and the suffix of the current block get. Integers only."""
+
+# A record of 64 rows is large enough for the link's full speed, and an update of M clusters recomputes about 64·M rows
+# however long the context is.
+ROWS_PER_CLUSTER = 64
+
+
+def auto_clusters(*region_rows: int) -> int:
+    """How many clusters `clusters="auto"` gives regions of these many rows in all: about one for 64 rows.
+
+    At least one for each region that has rows, so that `allocate_clusters` can always share them out.
+
+    Raises:
+        ValueError: a negative number of rows.
+    """
+    if any(rows < 0 for rows in region_rows):
+        raise ValueError(f"numbers of rows cannot be negative: {', '.join(map(str, region_rows))}")
+    nearest = (sum(region_rows) + ROWS_PER_CLUSTER // 2) // ROWS_PER_CLUSTER
+    return max(nearest, sum(rows > 0 for rows in region_rows))
+
+
+def allocate_clusters(clusters: int, prefix_rows: int, suffix_rows: int) -> tuple[int, int]:
+    """`clusters` shared between prefix and suffix in proportion to their rows, rounded half up in the prefix's favour.
+
+    A region with rows gets at least one cluster, none gets more clusters than rows, and the two sum to `clusters`.
+
+    Raises:
+        ValueError: negative numbers, fewer clusters than regions with rows, or more clusters than rows.
+    """
+    rows = prefix_rows + suffix_rows
+    if prefix_rows < 0 or suffix_rows < 0:
+        raise ValueError(f"numbers of rows cannot be negative: prefix {prefix_rows}, suffix {suffix_rows}")
+    fewest = (prefix_rows > 0) + (suffix_rows > 0)
+    if not fewest <= clusters <= rows:
+        raise ValueError(
+            f"clusters = {clusters} cannot be shared between a prefix of {prefix_rows} and a suffix of {suffix_rows} "
+            f"rows; allowed: {fewest} to {rows}"
+        )
+    if rows == 0:
+        return 0, 0
+    nearest = (2 * clusters * prefix_rows + rows) // (2 * rows)
+    lowest = max(int(prefix_rows > 0), clusters - suffix_rows)
+    highest = min(prefix_rows, clusters - int(suffix_rows > 0))
+    prefix = min(max(nearest, lowest), highest)
+    return prefix, clusters - prefix

@@ -1,0 +1,83 @@
+"""Books: the bytes that rows take in each codec. Integers only.
+
+    raw           the elements in the model's dtype
+    fp8           1 byte an element (E4M3); one FP32 scale a row
+    nvfp4         4 bits an element (E2M1); one E4M3 scale per 16 elements; one FP32 scale a record
+    nvfp4_delta   as nvfp4, of the row's residual against its centroid; one BF16 projection on the centroid a row
+
+fp8 scales by row so that a row can be written and read alone; 4 bytes are 0.1 % of a row of 4096. The FP32 scale of
+nvfp4 is the record's, so that a record can be rewritten alone.
+
+A row of LLaDA-8B (4096 elements) takes 8192 B raw, 4100 B in fp8 and 2304 B in nvfp4. A record of 64 such rows takes
+147460 B in nvfp4 (4 B over the 64 · 2304 of codes and block scales) and 147588 B in nvfp4_delta (132 B over, 0.09 %).
+The centroids that nvfp4_delta decodes against are not in the record; `centroid_bytes` counts them.
+"""
+
+from enum import StrEnum
+
+NVFP4_GROUP = 16  # elements that share one E4M3 scale
+NVFP4_GROUP_BYTES = NVFP4_GROUP // 2 + 1  # their codes and the scale
+FP32_BYTES = 4
+BF16_BYTES = 2
+
+
+class Codec(StrEnum):
+    """How rows are stored in a tier."""
+
+    RAW = "raw"
+    FP8 = "fp8"
+    NVFP4 = "nvfp4"
+    NVFP4_DELTA = "nvfp4_delta"
+
+
+def codec_bytes(codec: Codec | str, rows: int, width: int, *, element_bytes: int, records: int = 1) -> int:
+    """Bytes of `rows` rows stored with `codec`, in `records` records.
+
+    Args:
+        codec: a `Codec` or its name.
+        rows: rows in all records together.
+        width: elements of a row. The NVFP4 codecs pad it to whole groups of 16.
+        element_bytes: bytes of an element in the model's dtype; only `raw` depends on it.
+        records: parts that are scaled and moved on their own; a record has at least one row.
+
+    Raises:
+        ValueError: an unknown codec, a size that is negative or zero, or more records than rows.
+    """
+    if codec not in list(Codec):
+        raise ValueError(f"unknown codec {str(codec)!r}; allowed: {', '.join(Codec)}")
+    if rows < 0 or width < 1 or element_bytes < 1 or records < 1:
+        raise ValueError(
+            f"rows = {rows} must be 0 or more; width = {width}, element_bytes = {element_bytes} and "
+            f"records = {records} must be positive"
+        )
+    if rows == 0:
+        return 0
+    if records > rows:
+        raise ValueError(f"{rows} rows cannot fill {records} records")
+    match Codec(codec):
+        case Codec.RAW:
+            return rows * width * element_bytes
+        case Codec.FP8:
+            return rows * (width + FP32_BYTES)
+        case Codec.NVFP4:
+            return rows * _nvfp4_row(width) + records * FP32_BYTES
+        case Codec.NVFP4_DELTA:
+            return rows * (_nvfp4_row(width) + BF16_BYTES) + records * FP32_BYTES
+
+
+def centroid_bytes(clusters: int, width: int, *, element_bytes: int) -> int:
+    """Bytes of `clusters` centroids, which stay in the model's dtype.
+
+    Raises:
+        ValueError: a negative number of clusters, or a size that is not positive.
+    """
+    if clusters < 0 or width < 1 or element_bytes < 1:
+        raise ValueError(
+            f"clusters = {clusters} must be 0 or more; width = {width} and element_bytes = {element_bytes} positive"
+        )
+    return clusters * width * element_bytes
+
+
+def _nvfp4_row(width: int) -> int:
+    groups = -(-width // NVFP4_GROUP)
+    return groups * NVFP4_GROUP_BYTES

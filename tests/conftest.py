@@ -1,0 +1,147 @@
+"""What every test runs under: torch's memory poisoned, the network shut, Triton interpreted where there is no GPU."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+# Before the first Hugging Face import: a test that would download fails at once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor
+
+CUDA = torch.cuda.is_available()
+
+if not CUDA:
+    # Triton reads the variable when it is imported, and decorates its own library by it: later is too late.
+    if "triton" in sys.modules:
+        raise RuntimeError("triton was imported before tests/conftest.py could ask for its interpreter")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# Tests share cores: a slow example is no failure.
+settings.register_profile("tiered", deadline=None)
+settings.load_profile("tiered")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where there is none."""
+    if not CUDA:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` and its kin hold NaN (integers: the largest value), in every thread: a row left unwritten shows.
+
+    Torch fills new memory so in deterministic mode. Only warnings, since an operation of which torch has no
+    deterministic form must run in a test as it does outside.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# Imports of ours and of Hugging Face stay inside the fixtures: the variables above come first.
+@pytest.fixture
+def tiny_config() -> dict[str, Any]:
+    """config.json of a LLaDA with 2 layers, width 32, 4 heads on 2 key heads, 128 tokens, 256 positions."""
+    return {
+        "model_type": "llada",
+        "d_model": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "mlp_hidden_size": 48,
+        "vocab_size": 128,
+        "max_sequence_length": 256,
+        "mask_token_id": 127,
+        "eos_token_id": 126,
+        "pad_token_id": 125,
+        "torch_dtype": "float32",
+    }
+
+
+@pytest.fixture
+def tiny_weights(tiny_config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Random float32 weights for `tiny_config` by official name, the same in every test."""
+    from tiered.models.llada_config import llada_shape
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = llada_shape(tiny_config).weight_shapes
+    return {
+        name: torch.randn(shape, generator=generator).mul_(0.3).add_(1.0 if len(shape) == 1 else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.fixture
+def tiny_model(tiny_config: Mapping[str, Any], tiny_weights: Mapping[str, Tensor]):
+    """A LLaDA of `tiny_config` with `tiny_weights`: no checkpoint, no tokenizer."""
+    from tiered.models.llada import LLaDA
+
+    model = LLaDA.from_config(tiny_config)
+    for name, weight in tiny_weights.items():
+        model.get_parameter(model.parameter_name(name)).copy_(weight)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """The embedded model's tokenizer: 111 tokens, so `tiny_model` can read what it writes."""
+    from tiered.models.locate import checkpoint_directory
+    from tiered.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(checkpoint_directory("embedded"))
+
+
+@pytest.fixture
+def write_checkpoint(
+    tmp_path: Path, tiny_config: Mapping[str, Any], tiny_weights: Mapping[str, Tensor]
+) -> Callable[..., Path]:
+    """Writes a checkpoint as Hugging Face lays it out, the tiny one by default; returns its directory.
+
+    Each call makes a directory of its own: one `model.safetensors`, or `shards` files with an index, and with
+    `tokenizer` the embedded model's tokenizer.
+    """
+    from safetensors.torch import save_file
+
+    from tiered.models.locate import checkpoint_directory
+    from tiered.models.tokenizer import TOKENIZER_FILES
+
+    def write(
+        config: Mapping[str, Any] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        *,
+        shards: int = 1,
+        tokenizer: bool = False,
+    ) -> Path:
+        directory = tmp_path / f"checkpoint-{len(list(tmp_path.iterdir()))}"
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps(tiny_config if config is None else config))
+        weights = tiny_weights if weights is None else weights
+        if shards == 1:
+            save_file(dict(weights), directory / "model.safetensors")
+        else:
+            names = list(weights)
+            files = {
+                name: f"model-{1 + i * shards // len(names):05}-of-{shards:05}.safetensors"
+                for i, name in enumerate(names)
+            }
+            for file in set(files.values()):
+                save_file({name: weights[name] for name in names if files[name] == file}, directory / file)
+            index = {"metadata": {}, "weight_map": files}
+            (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+        if tokenizer:
+            for file in TOKENIZER_FILES:
+                shutil.copy(checkpoint_directory("embedded") / file, directory)
+        return directory
+
+    return write

@@ -1,0 +1,545 @@
+"""Whatever is wrong with a checkpoint or an argument: one clear error, before any work starts."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+import tiered
+from tiered.budget import MemoryBudget
+from tiered.commit.factor import Factor
+from tiered.commit.threshold import Threshold
+from tiered.errors import TierCapacityError
+from tiered.features import Account, Tier
+from tiered.ledger import Ledger
+from tiered.models.llada import LLaDA
+from tiered.models.presets import read_preset
+from tiered.policies.none import NoCache
+from tiered.runtime import Runtime
+
+INDEX = "model.safetensors.index.json"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+Q_PROJ = "model.transformer.blocks.0.q_proj.weight"
+WTE = "model.transformer.wte.weight"
+NAN, INF = math.nan, math.inf
+
+Damage = Callable[[Path], object]
+
+
+def complaint(error: type[Exception], act: Callable[[], object]) -> str:
+    """The message of the `error`, and of no subclass of it, that `act` raises."""
+    with pytest.raises(error) as caught:
+        act()
+    assert caught.type is error
+    return str(caught.value)
+
+
+def started(*_: object, **__: object):
+    """Stands in for whatever must not happen."""
+    pytest.fail("work has started")
+
+
+# ---- checkpoints ----
+
+
+def config(**changes: object) -> Damage:
+    """config.json with other values; `...` takes a key out."""
+
+    def damage(directory: Path):
+        file = directory / "config.json"
+        changed = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({key: value for key, value in changed.items() if value is not ...}))
+
+    return damage
+
+
+def weights(changes: Mapping[str, Tensor | None]) -> Damage:
+    """Other tensors in the first shard; `None` takes one out."""
+
+    def damage(directory: Path):
+        changed: dict[str, Tensor | None] = {**load_file(directory / FIRST), **changes}
+        save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, directory / FIRST)
+
+    return damage
+
+
+def written(file: str, content: str | bytes) -> Damage:
+    """`file` with another content."""
+    return lambda directory: (directory / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def removed(*files: str) -> Damage:
+    """Without `files`."""
+    return lambda directory: [(directory / file).unlink() for file in files]
+
+
+def cut(file: str, size: int) -> Damage:
+    """`file` without all bytes behind (below 0: without the last) `size`."""
+    return lambda directory: (directory / file).write_bytes((directory / file).read_bytes()[:size])
+
+
+BAD_CHECKPOINTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
+    "missing shard": (removed(SECOND), FileNotFoundError, ["1 of 2 shards", SECOND]),
+    "all shards missing": (removed(FIRST, SECOND), ValueError, ["no complete checkpoint", "*.safetensors"]),
+    "shard is a directory": (
+        written(INDEX, json.dumps({"weight_map": {WTE: "."}})), FileNotFoundError, ["1 of 1 shards"],
+    ),
+    "truncated data": (cut(SECOND, -100), ValueError, [SECOND, "truncated"]),
+    "truncated header": (cut(FIRST, 100), ValueError, [FIRST, "truncated"]),
+    "empty shard": (cut(FIRST, 0), ValueError, [FIRST, "truncated"]),
+    "index of no JSON": (written(INDEX, "{"), ValueError, [INDEX, "damaged", "weight_map"]),
+    "index without map": (written(INDEX, "{}"), ValueError, [INDEX, "damaged", "weight_map"]),
+    "index is a list": (written(INDEX, "[]"), ValueError, [INDEX, "damaged", "weight_map"]),
+    "map is a number": (written(INDEX, '{"weight_map": 1}'), ValueError, [INDEX, "damaged", "weight_map"]),
+    "map to numbers": (written(INDEX, '{"weight_map": {"a": 1}}'), ValueError, [INDEX, "damaged", "weight_map"]),
+    "index of no text": (written(INDEX, b"\xff\xfe\x00"), ValueError, [INDEX, "damaged", "weight_map"]),
+    "neither index nor single file": (removed(INDEX), FileNotFoundError, ["model.safetensors", INDEX]),
+    "integer weight": (
+        weights({Q_PROJ: torch.zeros(32, 32, dtype=torch.long)}),
+        ValueError, [f"{Q_PROJ} I64", "F32, F16, BF16"],
+    ),
+    "float64 weight": (
+        weights({Q_PROJ: torch.zeros(32, 32, dtype=torch.float64)}),
+        ValueError, [f"{Q_PROJ} F64", "F32, F16, BF16"],
+    ),
+    "wrong shape": (
+        weights({Q_PROJ: torch.zeros(32, 31)}),
+        ValueError, [f"{Q_PROJ} [32, 31] instead of [32, 32]"],
+    ),
+    "transposed embedding": (
+        weights({WTE: torch.zeros(32, 128)}),
+        ValueError, [f"{WTE} [32, 128] instead of [128, 32]"],
+    ),
+    "missing weight": (
+        weights({Q_PROJ: None}), ValueError, [f"1 missing: {Q_PROJ}"],
+    ),
+    "unexpected weight": (weights({"stray": torch.zeros(1)}), ValueError, ["1 unexpected: stray"]),
+    "a head beside a tied embedding": (
+        config(weight_tying=True), ValueError, ["1 unexpected: model.transformer.ff_out.weight"],
+    ),
+    "everything at once": (
+        weights(
+            {
+                WTE: None, Q_PROJ: None, "stray.one": torch.zeros(1), "stray.two": torch.zeros(1),
+                "model.transformer.blocks.0.k_proj.weight": torch.zeros(3, 5),
+                "model.transformer.blocks.0.attn_norm.weight": torch.zeros(32, dtype=torch.float64),
+            }
+        ),
+        ValueError,
+        [
+            "2 missing:", WTE, Q_PROJ, "2 unexpected: stray.one, stray.two", "k_proj.weight [3, 5] instead of [16, 32]",
+            "attn_norm.weight F64",
+        ],
+    ),
+    "no model type": (config(model_type=...), ValueError, ["model_type", "llada, Dream, gidd"]),
+    "unknown model type": (
+        config(model_type="lladaa"), ValueError, ["model_type 'lladaa'", "did you mean 'llada'?", "Dream"],
+    ),
+    "model type of another kind": (config(model_type=["llada"]), ValueError, ["model_type ['llada']", "Dream"]),
+    "Dream": (
+        config(**read_preset("dream-7b")), ValueError, ["Dream can be planned, but not loaded yet", "loadable"],
+    ),
+    "GIDD": (
+        config(**read_preset("gidd-unif-3b")), ValueError, ["GIDD can be planned, but not loaded yet", "loadable"],
+    ),
+    "no config": (removed("config.json"), ValueError, ["no complete checkpoint", "config.json"]),
+    "config of no JSON": (written("config.json", "{'a': 1}"), ValueError, ["config.json is damaged"]),
+    "config of no text": (written("config.json", b"\xff\xfe\x00"), ValueError, ["config.json is damaged"]),
+    "config is a list": (written("config.json", "[]"), ValueError, ["config.json is damaged", "not list"]),
+    "alibi": (config(alibi=True), ValueError, ["alibi = True (allowed: False)", "LLaDA"]),
+    "two unsupported": (
+        config(rope=False, activation_type="gelu"), ValueError,
+        ["rope = False (allowed: True)", "activation_type = 'gelu' (allowed: 'silu')"],
+    ),
+    "size absent": (config(d_model=...), ValueError, ["'d_model'"]),
+    "size of zero": (config(n_layers=0), ValueError, ["n_layers = 0", "positive integer"]),
+    "size as text": (config(n_layers="2"), ValueError, ["n_layers = '2'", "positive integer"]),
+    "odd heads": (config(n_heads=3), ValueError, ["d_model = 32", "n_heads = 3"]),
+    "odd key heads": (config(n_kv_heads=3), ValueError, ["n_heads = 4", "n_kv_heads = 3"]),
+    "no mask token": (config(mask_token_id=...), ValueError, ["mask_token_id = None", "[0, 128)"]),
+    "mask token outside": (config(mask_token_id=128), ValueError, ["mask_token_id = 128", "[0, 128)"]),
+    "end token of another kind": (config(eos_token_id=[0]), ValueError, ["eos_token_id = [0]", "[0, 128)"]),
+    "no epsilon": (config(rms_norm_eps=0), ValueError, ["rms_norm_eps = 0", "positive number"]),
+    "theta as text": (config(rope_theta="1e4"), ValueError, ["rope_theta = '1e4'", "positive number"]),
+    "dtype": (config(torch_dtype="int8"), ValueError, ["torch_dtype = 'int8'", "float32, bfloat16, float16"]),
+    "tokenizer of no JSON": (written("tokenizer.json", "{"), ValueError, ["the tokenizer in", "cannot be read"]),
+    "tokenizer of nothing": (written("tokenizer.json", "{}"), ValueError, ["the tokenizer in", "cannot be read"]),
+    "tokenizer settings of no JSON": (
+        written("tokenizer_config.json", "["), ValueError, ["the tokenizer in", "cannot be read"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tiered.models.checkpoint._assign", started)
+
+
+@pytest.mark.parametrize(("damage", "error", "fragments"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
+def test_bad_checkpoint(
+    write_checkpoint: Callable[..., Path],
+    nothing_loads: None,
+    damage: Damage,
+    error: type[Exception],
+    fragments: list[str],
+):
+    directory = write_checkpoint(shards=2, tokenizer=True)
+    damage(directory)
+    message = complaint(error, lambda: tiered.from_pretrained(directory))
+    assert [fragment for fragment in fragments if fragment not in message] == [], message
+
+
+def test_the_checkpoint_is_good_before_the_damage(write_checkpoint: Callable[..., Path], nothing_loads: None):
+    with pytest.raises(pytest.fail.Exception, match="work has started"):
+        tiered.from_pretrained(write_checkpoint(shards=2, tokenizer=True))
+
+
+# ---- arguments of from_pretrained ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "fragments"),
+    [
+        ({"device": "gpu"}, ValueError, ["'gpu'", "'auto', 'cpu', 'cuda'"]),
+        ({"device": "meta"}, ValueError, ["'meta'", "'auto', 'cpu', 'cuda'"]),
+        ({"device": None}, ValueError, ["None", "'auto', 'cpu', 'cuda'"]),
+        ({"device": "cuda:4096"}, ValueError, ["'cuda:4096'", "CUDA devices"]),
+        ({"dtype": "float8"}, ValueError, ["'float8'", "'auto', 'float32', 'bfloat16', 'float16'"]),
+        ({"dtype": torch.float64}, ValueError, ["torch.float64", "'auto', 'float32'"]),
+        ({"dtype": None}, ValueError, ["None", "'auto', 'float32'"]),
+        ({"memory": "12 GiBi"}, ValueError, ["'12 GiBi'", "GiB"]),
+        ({"memory": "lots"}, ValueError, ["'lots'", "GiB"]),
+        ({"memory": -1}, ValueError, ["-1", "negative"]),
+        ({"memory": 1.5e9}, TypeError, ["1500000000.0", "'12GiB'"]),
+        ({"memory": True}, TypeError, ["True", "'12GiB'"]),
+        ({"policy": "fast_dllm"}, ValueError, ["policy 'fast_dllm'", "did you mean 'fast_dllm_", "allowed:", "none"]),
+        ({"policy": NoCache}, TypeError, ["policy", "NoCache"]),
+        ({"policy": None}, TypeError, ["policy", "None"]),
+        ({"policy": "none", "refresh_interval": 1}, ValueError, ["'refresh_interval'", "policy 'none'"]),
+        (
+            {"policy": "fast_dllm_dual", "refresh_intervall": 1},
+            ValueError,
+            ["'refresh_intervall'", "policy 'fast_dllm_dual'", "did you mean 'refresh_interval'?"],
+        ),
+        ({"policy": NoCache(), "refresh_interval": 1}, ValueError, ["refresh_interval", "NoCache()"]),
+        *[
+            (
+                {"policy": "fast_dllm_dual", "refresh_interval": value},
+                error,
+                [f"refresh_interval = {value!r}", "at least 1"],
+            )
+            for value, error in [
+                (0, ValueError),
+                (-1, ValueError),
+                (1.0, TypeError),
+                (True, TypeError),
+                ("1", TypeError),
+            ]
+        ],
+    ],
+)
+def test_bad_argument(
+    write_checkpoint: Callable[..., Path],
+    nothing_loads: None,
+    arguments: dict[str, Any],
+    error: type[Exception],
+    fragments: list[str],
+):
+    directory = write_checkpoint()
+    message = complaint(error, lambda: tiered.from_pretrained(directory, **arguments))
+    assert [fragment for fragment in fragments if fragment not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "fragments"),
+    [
+        ("someone/no-such-model", ValueError, ["'someone/no-such-model'", "`hf download someone/no-such-model`"]),
+        ("no-such-model", ValueError, ["'no-such-model'", "'embedded'"]),
+        ("./no/such/directory", ValueError, ["'./no/such/directory'", "'embedded'"]),
+        ("llada-8b", ValueError, ["'llada-8b' can be planned", "`hf download GSAI-ML/LLaDA-8B-Instruct`"]),
+        ("llada-1.5", ValueError, ["'llada-1.5' can be planned", "`hf download GSAI-ML/LLaDA"]),
+        ("GSAI-ML/LLaDA-1.5", ValueError, ["can be planned", "`hf download GSAI-ML/LLaDA-1.5`"]),
+        (7, TypeError, ["7", "a string or a Path"]),
+        ({"model_type": "llada"}, TypeError, ["model_type", "a string or a Path"]),
+    ],
+)
+def test_bad_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: Any, error: type[Exception], fragments: list[str]
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))  # whatever this machine has cached
+    message = complaint(error, lambda: tiered.from_pretrained(name))
+    assert [fragment for fragment in fragments if fragment not in message] == [], message
+
+
+# ---- arguments of generate and logits ----
+
+
+@pytest.fixture
+def runtime(tiny_model: LLaDA, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """A runtime in which a forward fails the test."""
+    monkeypatch.setattr(tiny_model, "embed", started)
+    ledger = Ledger()
+    ledger.allocate({Account.WEIGHTS: 1000})
+    return Runtime(tiny_model, policy=NoCache(), ledger=ledger, tokenizer=tokenizer)
+
+
+def refused(runtime: Runtime, error: type[Exception], act: Callable[[], object], fragments: list[str]):
+    """`act` raises the `error` with these `fragments` in its message, and leaves nothing in the books."""
+    before = runtime.ledger.report()
+    message = complaint(error, act)
+    assert [fragment for fragment in fragments if fragment not in message] == [], message
+    assert runtime.ledger.report() == before
+
+
+IDS = torch.arange(6).view(2, 3)
+CHAT = [{"role": "user", "content": "copy: Ada"}]
+
+
+@pytest.mark.parametrize("inputs", [IDS, "copy: Ada", ["copy: Ada", "sort: Ben Ada"], CHAT, [CHAT, CHAT]])
+def test_the_call_is_good_before_the_damage(runtime: Runtime, inputs: Any):
+    with pytest.raises(pytest.fail.Exception, match="work has started"):
+        runtime.generate(inputs, max_new_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "mask", "error", "fragments"),
+    [
+        (torch.zeros(1, 0, dtype=torch.long), None, ValueError, ["empty", "[1, 0]"]),
+        (torch.zeros(0, 3, dtype=torch.long), None, ValueError, ["empty", "[0, 3]"]),
+        (torch.zeros(3, dtype=torch.long), None, ValueError, ["[batch, length]", "torch.int64 [3]"]),
+        (torch.zeros(1, 2, 3, dtype=torch.long), None, ValueError, ["[batch, length]", "[1, 2, 3]"]),
+        (torch.zeros(1, 3), None, ValueError, ["LongTensor", "torch.float32"]),
+        (torch.ones(1, 3, dtype=torch.bool), None, ValueError, ["LongTensor", "torch.bool"]),
+        (IDS - 1, None, ValueError, ["token id -1", "[0, 128)"]),
+        (IDS + 123, None, ValueError, ["token id 128", "[0, 128)"]),
+        (IDS, torch.ones(2, 2), ValueError, ["attention_mask", "[2, 2]", "[2, 3]"]),
+        (IDS, torch.ones(3), ValueError, ["attention_mask", "[3]", "[2, 3]"]),
+        (IDS, torch.full((2, 3), 0.5), ValueError, ["attention_mask", "0 (padding) and 1 (token)"]),
+        (IDS, torch.tensor([[0, 1, 2], [1, 1, 1]]), ValueError, ["attention_mask", "0 (padding) and 1 (token)"]),
+        (IDS, torch.tensor([[0.0, NAN, 1], [1, 1, 1]]), ValueError, ["attention_mask", "0 (padding) and 1 (token)"]),
+        (IDS, torch.tensor([[0, 1, 1], [0, 0, 0]]), ValueError, ["prompts [1] are empty", "attention_mask"]),
+        (IDS, [[1, 1, 1], [1, 1, 1]], TypeError, ["attention_mask", "list"]),
+    ],
+)
+def test_bad_ids(runtime: Runtime, inputs: Tensor, mask: Any, error: type[Exception], fragments: list[str]):
+    refused(runtime, error, lambda: runtime.generate(inputs, attention_mask=mask), fragments)
+    refused(runtime, error, lambda: runtime.logits(inputs, mask), fragments)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "fragments"),
+    [
+        ("", ValueError, ["prompt 0 is empty"]),
+        ("  \n", ValueError, ["prompt 0 is empty"]),
+        (["copy: Ada", ""], ValueError, ["prompt 1 is empty"]),
+        ([], ValueError, ["inputs are empty"]),
+        ((), ValueError, ["inputs are empty"]),
+        ([[]], TypeError, ["a chat is a non-empty list", "[]"]),
+        ([1, 2, 3], TypeError, ["a chat is a non-empty list", "1"]),
+        (["copy: Ada", 7], TypeError, ["a chat is a non-empty list", "'copy: Ada'"]),
+        ([{"role": "user"}], TypeError, ["'role' and 'content'", "{'role': 'user'}"]),
+        ([CHAT, [{"content": "copy: Ada"}]], TypeError, ["'role' and 'content'", "{'content': 'copy: Ada'}"]),
+        ({"role": "user", "content": "copy: Ada"}, TypeError, ["chat messages", "dict"]),
+        (None, TypeError, ["LongTensor", "NoneType"]),
+        (7, TypeError, ["LongTensor", "int"]),
+    ],
+)
+def test_bad_text(runtime: Runtime, inputs: Any, error: type[Exception], fragments: list[str]):
+    refused(runtime, error, lambda: runtime.generate(inputs), fragments)
+
+
+def test_a_mask_beside_text(runtime: Runtime):
+    mask = torch.ones(1, 3)
+    refused(runtime, TypeError, lambda: runtime.generate("copy: Ada", attention_mask=mask), ["attention_mask", "ids"])
+
+
+def test_text_without_a_tokenizer(runtime: Runtime):
+    runtime.tokenizer = None
+    files = ["tokenizer.json", "tokenizer_config.json", "token ids"]
+    for inputs in ("copy: Ada", CHAT):
+        refused(runtime, ValueError, lambda inputs=inputs: runtime.generate(inputs), files)
+
+
+def test_chat_without_a_template(runtime: Runtime, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    refused(runtime, ValueError, lambda: runtime.generate(CHAT), ["no chat template", "string"])
+
+
+def test_logits_take_ids_alone(runtime: Runtime):
+    text: Any = "copy: Ada"
+    refused(runtime, TypeError, lambda: runtime.logits(text), ["LongTensor", "str"])
+
+
+def test_a_prompt_longer_than_the_context(runtime: Runtime):
+    ids = torch.zeros(1, 225, dtype=torch.long)
+    numbers = ["225 tokens", "max_new_tokens = 32", "257", "256"]
+    refused(runtime, ValueError, lambda: runtime.generate(ids, max_new_tokens=32), numbers)
+    with pytest.raises(pytest.fail.Exception, match="work has started"):
+        runtime.generate(ids[:, 1:], max_new_tokens=32)
+
+
+@pytest.mark.parametrize("option", ["max_new_tokens", "block_length", "steps", "seed"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        *[(-1, ValueError), (-32, ValueError)],
+        *[
+            (True, TypeError),
+            ("32", TypeError),
+            (32.0, TypeError),
+            (NAN, TypeError),
+            (INF, TypeError),
+            ([32], TypeError),
+        ],
+    ],
+)
+def test_bad_integer(runtime: Runtime, option: str, value: Any, error: type[Exception]):
+    allowed = [f"{option} = {value!r}", "an int", "is allowed"]
+    refused(runtime, error, lambda: runtime.generate(IDS, **{option: value}), allowed)
+
+
+@pytest.mark.parametrize("option", ["temperature", "cfg_scale", "confidence_threshold", "factor"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        *[(-0.5, ValueError), (-1, ValueError), (NAN, ValueError), (INF, ValueError), (-INF, ValueError)],
+        *[(10**400, ValueError), (True, TypeError), ("0.5", TypeError), ([0.5], TypeError)],
+    ],
+)
+def test_bad_number(runtime: Runtime, option: str, value: Any, error: type[Exception]):
+    allowed = [f"{option} = {value!r}", "a number", "is allowed"]
+    refused(runtime, error, lambda: runtime.generate(IDS, **{option: value}), allowed)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "fragments"),
+    [
+        ({"max_new_tokens": 0}, ValueError, ["max_new_tokens = 0", "at least 1"]),
+        ({"block_length": 0}, ValueError, ["block_length = 0", "at least 1"]),
+        ({"steps": 0}, ValueError, ["steps = 0", "at least 1"]),
+        ({"max_new_tokens": None}, TypeError, ["max_new_tokens = None", "an int"]),
+        ({"temperature": None}, TypeError, ["temperature = None", "a number"]),
+        ({"seed": 2**63}, ValueError, [f"seed = {2**63}", "from 0 to"]),
+        ({"confidence_threshold": 1.01}, ValueError, ["confidence_threshold = 1.01", "from 0 to 1"]),
+        ({"factor": 0}, ValueError, ["factor = 0", "above 0"]),
+        ({"stop_at_eos": 1}, TypeError, ["stop_at_eos = 1", "True or False"]),
+        ({"stop_at_eos": None}, TypeError, ["stop_at_eos = None", "True or False"]),
+        ({"output_history": "yes"}, TypeError, ["output_history = 'yes'", "True or False"]),
+        ({"max_new_tokens": 40}, ValueError, ["max_new_tokens = 40", "block_length = 32", "32 or 64"]),
+        ({"max_new_tokens": 8, "block_length": 16}, ValueError, ["max_new_tokens = 8", "block_length = 16", "16"]),
+        (
+            {"max_new_tokens": 64, "block_length": 16, "steps": 6},
+            ValueError,
+            ["steps = 6", "the 4 blocks", "4 or 8"],
+        ),
+        ({"remasking": "low_confidance"}, ValueError, ["remasking 'low_confidance'", "did you mean 'low_confidence'?"]),
+        ({"remasking": "random", "threshold": 0.9}, ValueError, ["'random'", "'static'", "'threshold'"]),
+        ({"max_new_token": 8}, ValueError, ["option 'max_new_token'", "did you mean 'max_new_tokens'?"]),
+        ({"tresholds": 0.9}, ValueError, ["option 'tresholds'", "did you mean 'threshold'?", "confidence_threshold"]),
+        ({"config": 1}, ValueError, ["option 'config'", "allowed:"]),
+        ({"commit": "treshold"}, ValueError, ["commit rule 'treshold'", "did you mean 'threshold'?", "factor, static"]),
+        ({"alg": "maskgit"}, ValueError, ["commit rule 'maskgit'", "factor, static, threshold"]),
+        ({"commit": 0.9}, TypeError, ["commit", "0.9"]),
+        ({"commit": Threshold}, TypeError, ["commit", "Threshold"]),
+        ({"commit": "threshold"}, ValueError, ["'threshold' takes confidence_threshold", "given: none"]),
+        ({"commit": "static", "factor": 1.0}, ValueError, ["'static' takes no option", "given: factor"]),
+        ({"commit": Factor(factor=1.0), "factor": 2.0}, ValueError, ["factor", "Factor(factor=1.0)"]),
+        ({"threshold": 0.9, "factor": 1.0}, ValueError, ["confidence_threshold and factor", "one of them"]),
+        ({"gen_length": 32, "max_new_tokens": 64}, ValueError, ["32", "64", "one of them"]),
+        ({"threshold": 0.9, "confidence_threshold": 0.8}, ValueError, ["0.9", "0.8", "one of them"]),
+        ({"alg": "random", "remasking": "low_confidence"}, ValueError, ["remasking", "one of them"]),
+        ({"mask_id": 126336}, ValueError, ["mask_id = 126336", "127"]),
+        ({"mask_token_id": 5}, ValueError, ["mask_token_id = 5", "127"]),
+        ({"generation_config": 5}, TypeError, ["generation_config", "a mapping", "int"]),
+        ({"generation_config": [("steps", 8)]}, TypeError, ["generation_config", "a mapping", "list"]),
+        ({"generation_config": {"step": 8}}, ValueError, ["option 'step'", "did you mean 'steps'?"]),
+        ({"generation_config": {5: 8}}, ValueError, ["option 5", "allowed:"]),
+        ({"generation_config": {"mask_token_id": 5}}, ValueError, ["mask_token_id = 5", "127"]),
+        ({"generation_config": {"threshold": 2}}, ValueError, ["confidence_threshold = 2", "from 0 to 1"]),
+        ({"streamer": 5}, TypeError, ["put and end", "5"]),
+        ({"streamer": [].append}, TypeError, ["put and end", "append"]),
+    ],
+)
+def test_bad_option(runtime: Runtime, options: dict[str, Any], error: type[Exception], fragments: list[str]):
+    refused(runtime, error, lambda: runtime.generate(IDS, **options), fragments)
+
+
+def test_a_streamer_needs_both_methods(runtime: Runtime):
+    class PutAlone:
+        def put(self, value: Tensor): ...
+
+    streamer: Any = PutAlone()
+    refused(runtime, TypeError, lambda: runtime.generate(IDS, streamer=streamer), ["put and end", "PutAlone"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        *[(Threshold, {"confidence_threshold": value}) for value in (-0.1, 1.1, NAN, "0.9", True, None)],
+        *[(Factor, {"factor": value}) for value in (0, -1.0, NAN, INF, "1", False, None)],
+    ],
+)
+def test_bad_commit_rule(rule: Callable[..., object], options: Mapping[str, Any]):
+    (name, value), *_ = options.items()
+    with pytest.raises((TypeError, ValueError), match=f"{name} = {value!r}"):
+        rule(**options)
+
+
+# ---- budgets ----
+
+
+@pytest.mark.parametrize(("dtype", "element"), [("auto", 4), ("bfloat16", 2), (torch.float16, 2)])
+def test_weights_beyond_the_budget(
+    write_checkpoint: Callable[..., Path],
+    tiny_weights: Mapping[str, Tensor],
+    nothing_loads: None,
+    dtype: str | torch.dtype,
+    element: int,
+):
+    directory = write_checkpoint()
+    needed = element * sum(weight.numel() for weight in tiny_weights.values())
+    with pytest.raises(TierCapacityError, match="raise `memory`") as caught:
+        tiered.from_pretrained(directory, memory=needed - 1, dtype=dtype)
+    error = caught.value
+    assert (error.needed, error.available, error.tier) == (needed, needed - 1, Tier.DEVICE)
+    with pytest.raises(pytest.fail.Exception, match="work has started"):
+        tiered.from_pretrained(directory, memory=needed, dtype=dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"cfg_scale": 1.0}, {"temperature": 0.5}])
+def test_a_call_beyond_the_budget(tiny_model: LLaDA, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]):
+    def runtime(cap: int | None) -> Runtime:
+        ledger = Ledger(MemoryBudget(device=cap))
+        ledger.allocate({Account.WEIGHTS: 1000})
+        return Runtime(tiny_model, policy=NoCache(), ledger=ledger)
+
+    calls = [lambda r: r.generate(IDS, max_new_tokens=8, **options), lambda r: r.logits(IDS)]
+    for call in calls:
+        free = runtime(None)
+        call(free)
+        needed = free.ledger.report().peak_device_bytes - 1000
+        assert needed > 0
+        with monkeypatch.context() as patch:
+            patch.setattr(tiny_model, "embed", started)
+            small = runtime(1000 + needed - 1)
+            before = small.ledger.report()
+            with pytest.raises(TierCapacityError, match="raise `memory`") as caught:
+                call(small)
+            error = caught.value
+            assert (error.needed, error.available, error.tier) == (needed, needed - 1, Tier.DEVICE)
+            assert small.ledger.report() == before
+            with pytest.raises(pytest.fail.Exception, match="work has started"):
+                call(runtime(1000 + needed))
+
+
+def test_a_failed_call_gives_its_room_back(runtime: Runtime):
+    with pytest.raises(pytest.fail.Exception):
+        runtime.generate(IDS, max_new_tokens=8)
+    assert runtime.ledger.held(Tier.DEVICE) == 1000

@@ -1,0 +1,171 @@
+"""The commands that need no loaded model: `tiered plan`, `tiered models`, and what every command shares."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiered
+from tiered.cli import main as cli
+from tiered.cli.main import main
+from tiered.errors import TierCapacityError
+from tiered.features import Tier
+from tiered.models.presets import ALIASES, PRESETS, read_preset
+from tiered.planning.plan import plan
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face cache of the test's own, not made yet."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    return cache
+
+
+def test_plan_prints_the_card(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "llada-8b", "--context", "32768", "--memory", "24GiB"]) == 0
+    assert capsys.readouterr().out == f"{plan('llada-8b', context=32768, memory='24GiB')}\n"
+
+
+def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]):
+    sizes = "--context 640 --batch 3 --block-length 64 --memory 64GiB --host-memory 1GiB"
+    switches = "--policy fast_dllm_prefix --policy-option refresh_interval=5 --dtype float16 --cfg --sampled --json"
+    assert main(["plan", "dream-7b", *sizes.split(), *switches.split()]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    expected = {"context": 640, "batch": 3, "block_length": 64, "dtype": "float16", "cfg": True, "sampled": True}
+    expected |= {"policy": "fast_dllm_prefix", "policy_options": {"refresh_interval": 5}, "fits": True}
+    assert {name: told[name] for name in expected} == expected
+    assert [told["tiers"][tier]["cap"] for tier in Tier] == [64 * 2**30, 2**30, None]
+
+
+def test_what_does_not_fit_is_no_error(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "llada-8b", "--context", "4096", "--memory", "1GiB", "--json"]) == 0
+    *card, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["fits"] is False
+    assert any("DOES NOT FIT" in line for line in card)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llada-9b", "--context", "64"], "did you mean 'llada-8b'"),
+        (["llada-8b", "--context", "0"], "context = 0"),
+        (["llada-8b", "--context", "64", "--memory", "lots"], "'lots'"),
+        (["llada-8b", "--context", "64", "--policy", "lru"], "unknown policy 'lru'"),
+        (["llada-8b", "--context", "64", "--policy-option", "window"], "'window'; NAME=VALUE is allowed"),
+        (["llada-8b", "--context", "64", "--policy-option", "window=x"], "'window'"),
+        (["llada-8b", "--context", "64", "--policy-option", "refresh_interval=often"], "'often'"),
+        (["acme/absent", "--context", "64"], "hf download acme/absent"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tiered: error: ") and err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (TierCapacityError(2, 1, Tier.DEVICE, "raise it"), 2),
+        (FileNotFoundError("no weights"), 2),
+        (TypeError("no such type"), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_status(error: BaseException, status: int, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object, **__: object):
+        raise error
+
+    monkeypatch.setattr("tiered.cli.plan.plan", fail)
+    assert main(["plan", "llada-8b", "--context", "64"]) == status
+
+
+def test_a_bug_is_no_tidy_error(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object, **__: object):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("tiered.cli.plan.plan", fail)
+    with pytest.raises(KeyError):
+        main(["plan", "llada-8b", "--context", "64"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["--version"], 0, f"tiered {tiered.__version__}"),
+        (["--help"], 0, "generate"),
+        (["plan", "--help"], 0, "--context"),
+        ([], 2, "required: COMMAND"),
+        (["plan", "llada-8b"], 2, "required: --context"),
+        (["plan", "llada-8b", "--context", "many"], 2, "invalid int value: 'many'"),
+        (["fly"], 2, "invalid choice: 'fly'"),
+    ],
+)
+def test_what_argparse_answers(arguments: list[str], status: int, text: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == status
+    assert text in "".join(capsys.readouterr())
+
+
+def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert all(command in out for command in cli.COMMANDS)
+
+
+def test_models_lists_what_can_be_named(hub_cache: Path, capsys: pytest.CaptureFixture[str]):
+    def download(model: str, config: object, *files: str):
+        repository = hub_cache / f"models--{model.replace('/', '--')}"
+        snapshot = repository / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0" * 40)
+        (snapshot / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        for name in files:
+            (snapshot / name).touch()
+
+    llada, dream = read_preset("llada-8b"), read_preset("dream-7b")
+    download("acme/whole", llada, "model.safetensors")
+    download("acme/config-only", llada)
+    download("acme/dream", dream, "model.safetensors")
+    download("acme/other", {"model_type": "llama"}, "model.safetensors")
+    download("acme/variant", llada | {"alibi": True}, "model.safetensors")
+    download("acme/damaged", "{", "model.safetensors")
+    (hub_cache / "models--acme--bare" / "snapshots").mkdir(parents=True)
+
+    assert main(["models", "--json"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    told = json.loads(last)
+    loadable = {model["name"]: model["loadable"] for model in told["models"]}
+    cached = {"acme/config-only": False, "acme/dream": False, "acme/whole": True}
+    assert loadable == {"embedded": True, **dict.fromkeys(PRESETS, False), **cached}
+    assert told["aliases"] == dict(ALIASES)
+    whole = next(model for model in told["models"] if model["name"] == "acme/whole")
+    assert (whole["source"], whole["family"], whole["layers"], whole["kv_bytes_per_token"]) == (
+        *("cache", "LLaDA", 32, 512 * 1024),
+    )
+    assert len(table) == 1 + len(loadable) + 1
+    assert next(line for line in table if "acme/whole" in line).endswith("can be loaded")
+    assert next(line for line in table if "dream-7b" in line).endswith("plan only")
+
+
+def test_models_without_a_cache(capsys: pytest.CaptureFixture[str]):
+    assert main(["models"]) == 0
+    assert capsys.readouterr().out.count("\n") == 2 + len(["embedded", *PRESETS])
+
+
+def test_the_module_runs_and_help_needs_no_torch():
+    code = "import runpy, sys; sys.argv = ['tiered', 'plan', '--help']\n"
+    code += "try: runpy.run_module('tiered', run_name='__main__')\nexcept SystemExit: sys.exit('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("usage: tiered plan")

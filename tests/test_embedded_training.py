@@ -1,0 +1,303 @@
+"""Training of the embedded model: what a batch asks for, that losses fall, that a run goes on, that an export loads."""
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiered
+from tiered.embedded.tasks import LIST_TASKS, TASKS, Example, split_of
+from tiered.embedded.training.batches import (
+    EOS_ID,
+    MASK_ID,
+    TAIL_WEIGHT,
+    TOKENIZER,
+    VOCABULARY,
+    Batch,
+    collate,
+    encode,
+    mask,
+)
+from tiered.embedded.training.checkpoint import optimizer_tensors
+from tiered.embedded.training.curriculum import SHORT_TASKS, Curriculum
+from tiered.embedded.training.export import export
+from tiered.embedded.training.lookup_batches import REACH, lookup_batch, stretched
+from tiered.embedded.training.loop import embedded_tokenizer, train, validate
+from tiered.embedded.training.losses import POINTER_HEADS, mean_cross_entropy, operand_losses, pointer_losses
+from tiered.embedded.training.model import Tap, forward, new_model
+from tiered.embedded.training.optimizer import DECAY_SHARE, WARMUP_STEPS, Muon, optimizers, set_rate
+from tiered.embedded.training.settings import Settings
+from tiered.embedded.training.short_batches import ShortBatches
+from tiered.embedded.training.trainer import Trainer
+from tiered.models.config_source import read_config
+
+SMALL = Settings(
+    steps=6, grow=4, short_tokens=200, lookup_tokens=100, score_every=3, score_examples=1, save_every=2, report_every=2
+)
+
+
+@pytest.fixture
+def config() -> dict[str, Any]:
+    """The embedded model's own, with smaller matrices."""
+    return read_config("embedded") | {"d_model": 24, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 24}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def batches(stream: str, count: int) -> list[Batch]:
+    """The first batches of a run whose curriculum is at its end."""
+    last = Curriculum(list_high=16, lookup_high=300.0)
+    short = ShortBatches(1, 800)
+    return [short.next(last) if stream == "short" else lookup_batch(1, step, last, 800) for step in range(count)]
+
+
+def drawn_examples(batch: Batch) -> list[Example]:
+    """Prompts and answers of a batch, as text."""
+    found = []
+    for ids, prompt, answer in zip(batch.ids.tolist(), batch.prompt.tolist(), batch.answer.tolist(), strict=True):
+        asked = TOKENIZER.decode(ids[1 : prompt - 1], skip_special_tokens=False)
+        found.append(Example("", asked, TOKENIZER.decode(ids[prompt : prompt + answer], skip_special_tokens=False)))
+        assert set(ids[prompt + answer :]) == {EOS_ID}
+    return found
+
+
+@pytest.mark.parametrize("stream", ["short", "lookup"])
+def test_batches_are_training_prompts_with_their_answers(stream: str):
+    for batch in batches(stream, 4):
+        for example in drawn_examples(batch):
+            assert split_of(example.prompt) == "train"
+            if example.prompt.startswith("sort: "):
+                assert example.answer.split() == sorted(example.prompt.removeprefix("sort: ").split())
+            if example.prompt.startswith("lookup "):
+                assert all(pair in example.prompt for pair in example.answer.split())
+
+
+@pytest.mark.parametrize("stream", ["short", "lookup"])
+def test_masks_hide_answers_alone_and_weigh_what_they_hide(stream: str):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.zeros(2)
+    for batch in batches(stream, 6):
+        noised, weight = mask(batch, generator)
+        masked, place = noised == MASK_ID, batch.places()
+        assert torch.equal(masked, weight > 0)
+        assert torch.equal(noised[~masked], batch.ids[~masked])
+        assert not masked[place < 0].any()
+        # The end itself is an answer's token; what fills the canvas behind it weighs little.
+        tail = masked & (place > batch.answer[:, None])
+        answer = masked & (place >= 0) & ~tail
+        scale = (batch.answer[:, None] + 1) ** 0.5
+        assert (weight * scale)[answer].allclose(torch.tensor(1.0))
+        assert (weight * scale)[tail].allclose(torch.tensor(TAIL_WEIGHT))
+        inside = (place >= 0) & (place < batch.answer[:, None])
+        hidden += torch.tensor([(masked & inside).sum(), inside.sum()])
+    # Half of the tokens, or half of the values, which are two tokens in five.
+    assert 0.2 < hidden[0] / hidden[1] < 0.7
+
+
+def test_a_stretched_table_keeps_pairs_and_question_together():
+    positions = stretched(random.Random(0), length=100, keep=48, reach=REACH, rows=50)
+    steps = positions.diff(dim=1)
+    assert (steps >= 1).all() and positions.max() < REACH
+    gaps = (steps > 1).nonzero()[:, 1] + 1
+    assert len(gaps) and set(((gaps - 2) % 5).tolist()) == {0}
+    assert (steps[:, 100 - 48 :] == 1).all()
+
+
+def test_pointers_point_at_the_wanted_digits():
+    pairs = [encode(Example("lookup", "lookup AB=12 CD=34 EF=56 ? EF AB", "EF=56 AB=12"))]
+    batch = collate(pairs, len(pairs[0][0]) + 12)
+    prompt, length = int(batch.prompt[0]), batch.ids.shape[1]
+    # Where the table has the digits of EF and of AB, behind two tokens of frame; and where the answer has them.
+    digits, slots = [15, 16, 5, 6], [prompt + 3, prompt + 4, prompt + 8, prompt + 9]
+    assert [batch.ids[0, digit] for digit in digits] == [batch.ids[0, slot] for slot in slots]
+    # A query at a slot that is the key of its digit: every head looks where it shall.
+    queries, keys = torch.zeros(1, 4, length, length), 40 * length**0.5 * torch.eye(length).expand(1, 4, -1, -1)
+    for slot, digit in zip(slots, digits, strict=True):
+        queries[:, list(POINTER_HEADS), slot, digit] = 1
+    # A row that holds the ids of its pair's letters tells a probe that can read them which key it belongs to.
+    vocab, hidden = len(VOCABULARY), torch.zeros(1, length, 2 * len(VOCABULARY))
+    for digit in [*range(2, 17), *range(prompt, prompt + 10)]:
+        start = digit - (digit - 2) % 5 if digit < prompt else digit - (digit - prompt) % 5
+        for letter in (0, 1):
+            hidden[0, digit, letter * vocab + int(batch.ids[0, start + letter])] = 40.0
+    probe = nn.Linear(2 * vocab, 2 * vocab)
+    with torch.no_grad():
+        probe.weight.copy_(torch.eye(2 * vocab))
+        probe.bias.zero_()
+    tap = Tap(hidden, queries, keys)
+    noised = batch.ids.clone()
+    noised[0, prompt:] = MASK_ID
+    losses = pointer_losses(batch, noised, probe, tap)
+    assert losses["look"] < 1e-3 and losses["know"] < 1e-3
+    # A digit that is in sight is not asked for.
+    assert pointer_losses(batch, batch.ids, probe, tap)["look"] == 0
+
+
+def test_operands_are_asked_for_where_the_total_before_is_in_sight():
+    pairs = [encode(Example("chain", "chain 40+3-5", "+3=43 -5=38"))]
+    batch = collate(pairs, len(pairs[0][0]) + 12)
+    prompt = int(batch.prompt[0])
+    tap = Tap(torch.zeros(1, batch.ids.shape[1], 8), torch.empty(0), torch.empty(0))
+    vocab = len(VOCABULARY)
+    probe = nn.Linear(8, 4 * vocab)
+    nn.init.zeros_(probe.bias)
+    wanted = [" -", "5", "4", "3"]  # of the second total
+    with torch.no_grad():
+        for fact, token in enumerate(wanted):
+            probe.bias[fact * vocab + VOCABULARY[token]] = 40.0
+    second = batch.ids.clone()
+    second[0, prompt + 8 : prompt + 10] = MASK_ID
+    assert operand_losses(batch, second, probe, tap)["operands"] < 1e-3
+    nothing = batch.ids.clone()
+    nothing[0, prompt:] = MASK_ID
+    # The first total still follows from the prompt, and the probe says what belongs to the second.
+    assert operand_losses(batch, nothing, probe, tap)["operands"] > 10
+    assert operand_losses(batch, batch.ids, probe, tap)["operands"] == 0
+    assert mean_cross_entropy(torch.zeros(0, 5), torch.zeros(0, dtype=torch.long)) == 0
+
+
+def test_the_training_forward_is_the_runtimes():
+    runtime = tiered.from_pretrained("embedded", policy="none", device="cpu")
+    ids = batches("short", 1)[0].ids
+    model = new_model(read_config("embedded"), seed=0)
+    model.load_state_dict(runtime.model.state_dict())
+    hidden, tap = forward(model, ids, torch.arange(ids.shape[1])[None], first=3, tap_layer=3)
+    torch.testing.assert_close(model.logits(hidden), runtime.logits(ids)[:, 3:], atol=1e-4, rtol=1e-4)
+    assert tap.queries.shape == tap.keys.shape == (*ids.shape[:1], 6, ids.shape[1], 32)
+    assert hidden.requires_grad
+
+
+def test_muon_is_torchs_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 8), (8, 16), (16, 8), (8, 8)]
+    ours, theirs = (
+        [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in shapes]
+        for _ in range(2)
+    )
+    before = [matrix.detach().clone() for matrix in ours]
+    optimizer = Muon(ours, lr=0.1)
+    reference = torch.optim.Muon(theirs, lr=0.1, momentum=0.95, weight_decay=0.03)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = b.grad = torch.randn(a.shape, generator=generator)
+        optimizer.step()
+        reference.step()
+    for a, b, old in zip(ours, theirs, before, strict=True):
+        # Theirs is bfloat16: eight bits of mantissa, over five steps.
+        assert (a - b).norm() < 0.03 * (b - old).norm()
+    assert len(optimizer_tensors(optimizer)) == len(shapes)
+
+
+def test_every_parameter_has_one_optimizer_and_the_rate_ends_at_zero(config: dict[str, Any]):
+    model, probes = new_model(config, seed=0), nn.Linear(2, 2)
+    made = optimizers(model, probes)
+    held = [
+        parameter for name in ("muon", "adam") for group in made[name].param_groups for parameter in group["params"]
+    ]
+    assert sorted(map(id, held)) == sorted(map(id, model.parameters()))
+    shares = [set_rate(made, step, 1000) for step in range(1001)]
+    assert shares[0] == 1 / WARMUP_STEPS and shares[WARMUP_STEPS] == 1 and shares[1000] == 0
+    assert shares[int(1000 * (1 - DECAY_SHARE / 2))] == pytest.approx(0.5)
+    assert all(group["lr"] == 0 for group in made["muon"].param_groups)
+
+
+def test_the_curriculum_widens_with_steps_and_with_success():
+    start = Curriculum()
+    assert start.advanced(0, 100, 9.0) == start
+    assert start.advanced(50, 100, 9.0).list_high == 11
+    assert start.advanced(1000, 100, 9.0).list_high == 16
+    assert start.advanced(0, 100, 0.1).lookup_high > start.lookup_high
+    assert replace(start, lookup_high=511.0).advanced(0, 100, 0.1).lookup_high == 512
+    followed = start.following(dict.fromkeys(TASKS, 1.0) | {"sort": 0.0})
+    assert followed.weights["sort"] > followed.weights["copy"] > 0
+    assert set(SHORT_TASKS) | {"lookup"} == set(TASKS) and set(LIST_TASKS) < set(SHORT_TASKS)
+
+
+def test_the_loss_falls(config: dict[str, Any], pool: ThreadPoolExecutor):
+    trainer = Trainer(config, replace(SMALL, steps=60, short_tokens=300))
+    trainer.curriculum = replace(trainer.curriculum, weights=dict.fromkeys(TASKS, 0.0) | {"copy": 1.0})
+    held = ShortBatches(7, 400).next(trainer.curriculum)
+
+    def loss() -> float:
+        with torch.no_grad():
+            return trainer.losses("short", held, torch.Generator().manual_seed(0))["short"].item()
+
+    first = loss()
+    for _ in range(40):
+        trainer.step(pool)
+    assert loss() < 0.9 * first
+    assert trainer.standing.step == 40
+
+
+def test_validation_asks_the_runtime():
+    model = new_model(read_config("embedded"), seed=0)
+    model.load_state_dict(tiered.from_pretrained("embedded", device="cpu").model.state_dict())
+    tokenizer = embedded_tokenizer(model.shape.max_context)
+    scores = validate(model, tokenizer, examples=2, first=0, lookup=64)
+    assert set(scores) == set(TASKS)
+    # The shipped model misses some chains: one of two would do.
+    assert all(value == 1 for name, value in scores.items() if name != "chain")
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def scores_of_a_step(*_: object, first: int, **__: object) -> dict[str, float]:
+        return dict.fromkeys(TASKS, first / 10)
+
+    monkeypatch.setattr("tiered.embedded.training.loop.validate", scores_of_a_step)
+    lines: list[dict[str, Any]] = []
+    whole = Trainer(config, SMALL)
+    train(whole, tmp_path / "whole", log=lines.append)
+    assert [line["step"] for line in lines] == [2, 3, 4, 6, 6]
+    assert set(lines[1]["exact match"]) == set(TASKS)
+
+    class KilledError(Exception):
+        pass
+
+    def kill(step: int) -> None:
+        # The last checkpoint is a step old, inside a pool of batches, and behind a validation.
+        if step == 5:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        train(Trainer(config, SMALL), tmp_path / "cut", advance=kill)
+    again = Trainer(config, SMALL)
+    again.restore(tmp_path / "cut")
+    assert again.standing.step == 4
+    train(again, tmp_path / "cut")
+    for one, other in ((whole.model, again.model), (whole.average, again.average)):
+        assert all(map(torch.equal, one.parameters(), other.parameters()))
+    assert whole.curriculum == again.curriculum
+    assert replace(whole.standing, seconds=0) == replace(again.standing, seconds=0)
+
+
+def test_an_export_loads(config: dict[str, Any], tmp_path: Path):
+    trainer = Trainer(config, SMALL)
+    nn.init.normal_(trainer.average.block(2).attn_out.weight)
+    export(trainer.average, config, tmp_path, {"seed": 1})
+    runtime = tiered.from_pretrained(tmp_path, policy="none", device="cpu")
+    assert all(map(torch.equal, trainer.average.parameters(), runtime.model.parameters()))
+    chat = [{"role": "user", "content": "copy: Ada Ben Cleo Dan"}]
+    assert runtime.generate(chat, max_new_tokens=8).text is not None
+    assert json.loads((tmp_path / "training.json").read_text()) == {"seed": 1}
+    assert json.loads((tmp_path / "config.json").read_text()) == config

@@ -1,0 +1,101 @@
+"""What callers pass, as prompts: text through the tokenizer, ids with padding on any side."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tiered.inputs import Prompts, read_inputs
+
+PAD = 125
+
+
+def read(inputs: Any, mask: Tensor | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Prompts:
+    return read_inputs(
+        inputs, mask, tokenizer=tokenizer, tokenizer_missing="there is none", pad_token_id=PAD, vocab_size=128
+    )
+
+
+def unpadded(prompts: Prompts) -> list[list[int]]:
+    return [row[mask].tolist() for row, mask in zip(prompts.ids, prompts.mask, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "packed", "pads"),
+    [
+        ([[1, 1, 1, 1], [1, 1, 1, 1]], [[1, 2, 3, 4], [5, 6, 7, 8]], [0, 0]),
+        ([[0, 0, 1, 1], [1, 1, 1, 1]], [[1, 2, 3, 4], [5, 6, 7, 8]], [2, 0]),
+        ([[1, 1, 0, 0], [1, 1, 1, 1]], [[3, 4, 1, 2], [5, 6, 7, 8]], [2, 0]),
+        ([[1, 0, 1, 0], [0, 1, 1, 1]], [[4, 1, 3], [6, 7, 8]], [1, 0]),
+        ([[0, 0, 1, 1], [0, 1, 0, 1]], [[3, 4], [6, 8]], [0, 0]),  # padding that all have goes
+        ([[0, 1, 0, 0], [0, 0, 0, 1]], [[2], [8]], [0, 0]),
+    ],
+)
+def test_packing(mask: list[list[int]], packed: list[list[int]], pads: list[int]):
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    found, found_pads = read(ids, torch.tensor(mask)).packed()
+    assert (found.tolist(), found_pads.tolist()) == (packed, pads)
+
+
+@given(
+    st.lists(st.lists(st.booleans(), min_size=6, max_size=6).filter(any), min_size=1, max_size=4),
+    st.sampled_from([torch.bool, torch.long, torch.int32, torch.float32]),
+)
+def test_packing_keeps_tokens_and_their_order(mask: list[list[bool]], dtype: torch.dtype):
+    ids = torch.arange(6 * len(mask)).view(len(mask), 6)
+    prompts = read(ids, torch.tensor(mask).to(dtype))
+    packed, pads = prompts.packed()
+    assert packed.shape[1] == max(map(sum, mask)) == max(map(len, unpadded(prompts)))
+    assert [row[pad:].tolist() for row, pad in zip(packed, pads, strict=True)] == unpadded(prompts)
+    assert packed.is_contiguous()
+    assert ids.tolist() == torch.arange(6 * len(mask)).view(len(mask), 6).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_stay_as_they_were_passed(dtype: torch.dtype):
+    ids, mask = torch.tensor([[7, 8, 9], [4, 5, 6]], dtype=dtype), torch.tensor([[1, 1, 0], [0, 1, 1]])
+    prompts = read(ids, mask)
+    assert prompts.ids.dtype == torch.long and torch.equal(prompts.ids, ids.long())
+    assert prompts.mask.dtype == torch.bool and torch.equal(prompts.mask, mask.bool())
+    assert read(ids).mask.all()
+
+
+def test_the_first_and_the_last_id_are_allowed():
+    assert read(torch.tensor([[0, 127]])).ids.tolist() == [[0, 127]]
+
+
+def chat(text: str, *turns: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate((text, *turns))]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "meant"),
+    [
+        ("copy: Ada", ["copy: Ada"]),
+        (["copy: Ada"], ["copy: Ada"]),
+        (["copy: Ada", "sort: Nora Ben Ivan"], ["copy: Ada", "sort: Nora Ben Ivan"]),
+        (("sort: Nora Ben Ivan", "copy: Ada"), ["sort: Nora Ben Ivan", "copy: Ada"]),
+        (chat("copy: Ada"), ["<|user|>copy: Ada<|assistant|>"]),
+        (
+            chat("copy: Ada", "Ada", "add 1 + 2"),
+            ["<|user|>copy: Ada<|assistant|>Ada<|endoftext|><|user|>add 1 + 2<|assistant|>"],
+        ),
+        (
+            [chat("copy: Ada"), tuple(chat("sort: Nora Ben Ivan"))],
+            ["<|user|>copy: Ada<|assistant|>", "<|user|>sort: Nora Ben Ivan<|assistant|>"],
+        ),
+    ],
+    ids=["string", "one string", "strings", "tuple", "chat", "turns", "chats"],
+)
+def test_text(tokenizer: PreTrainedTokenizerBase, inputs: Any, meant: list[str]):
+    prompts = read(inputs, tokenizer=tokenizer)
+    assert unpadded(prompts) == [tokenizer(text)["input_ids"] for text in meant]
+    # Padded on the left, with the model's padding.
+    assert (prompts.ids[~prompts.mask] == PAD).all()
+    assert prompts.mask[:, -1].all()
+    assert prompts.ids.shape[1] == max(map(len, unpadded(prompts)))

@@ -1,0 +1,94 @@
+"""The folders, the names they install under, and the map of them in docs/structures.md."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKED = ["kernels", "offload", "clustering"]
+
+TINY_LLAMA = """
+import transformers
+sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+print(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).num_parameters())
+"""
+
+
+def python(code: str, folder: Path, **environment: str) -> str:
+    """What `code` prints in a fresh interpreter that runs in `folder`."""
+    environment = {**os.environ, **environment}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("room", LINKED)
+def test_the_room_is_reached_through_a_link(room: str):
+    assert os.readlink(ROOT / "tiered" / room) == f"../{room}"
+    assert (ROOT / room).is_dir()
+
+
+@pytest.mark.parametrize("room", LINKED)
+def test_the_room_is_no_top_level_package(room: str):
+    # Hugging Face owns `kernels`: transformers imports from a package of that name, wherever it finds one.
+    assert not (ROOT / room / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("room", LINKED)
+def test_the_room_has_no_name_of_its_own(room: str, tmp_path: Path):
+    locations = f"list(getattr(importlib.util.find_spec({room!r}), 'submodule_search_locations', None) or [])"
+    found = python(f"import importlib.util; print(*{locations}, sep='\\n')", tmp_path)
+    assert not [line for line in found.splitlines() if Path(line).resolve().is_relative_to(ROOT)]
+
+
+@pytest.mark.parametrize("room", LINKED)
+def test_at_the_root_the_room_is_a_bare_folder(room: str):
+    # The folder lies on sys.path there. A specification without an origin runs no file, and any real package wins.
+    code = f"import importlib.util; print(getattr(importlib.util.find_spec({room!r}), 'origin', None))"
+    origin = python(code, ROOT)
+    assert origin == "None" or not Path(origin).resolve().is_relative_to(ROOT)
+
+
+def test_at_the_root_an_installed_package_named_kernels_wins(tmp_path: Path):
+    (tmp_path / "kernels").mkdir()
+    theirs = tmp_path / "kernels" / "__init__.py"
+    theirs.touch()
+    assert python("import kernels; print(kernels.__file__)", ROOT, PYTHONPATH=str(tmp_path)) == str(theirs)
+
+
+@pytest.mark.slow
+def test_transformers_works_at_the_root():
+    assert int(python(TINY_LLAMA, ROOT)) > 0
+
+
+@pytest.mark.slow
+def test_the_rooms_install_inside_tiered(tmp_path: Path):
+    # From an editable install the repository's own files, from a wheel copies of them.
+    modules = [f"tiered.{room}.{file.stem}" for room in LINKED for file in sorted((ROOT / room).glob("*.py"))]
+    code = f"import importlib.util, tiered\nfor name in {modules}: print(importlib.util.find_spec(name).origin)"
+    origins = [Path(line) for line in python(code, tmp_path).splitlines()]
+    assert [f"tiered.{origin.parent.name}.{origin.stem}" for origin in origins] == modules
+    assert modules
+
+
+def test_every_package_is_listed():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
+    folders = {file.parent.relative_to(ROOT) for file in (ROOT / "tiered").rglob("*.py")}
+    assert sorted(listed) == sorted({".".join(folder.parts) for folder in folders} | {f"tiered.{x}" for x in LINKED})
+
+
+def test_the_map_has_one_sentence_for_every_file():
+    # What git would commit: tracked, or new and not ignored; not what is deleted in the working tree.
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    files = sorted({name for name in listed if name and os.path.lexists(ROOT / name)})
+    rows = re.findall(r"^\| `(.+?)` \| (.*) \|$", (ROOT / "docs" / "structures.md").read_text(), re.MULTILINE)
+    assert sorted(name for name, _ in rows) == files
+    assert not [name for name, sentence in rows if not re.fullmatch(r"[A-Z`].*\.", sentence)]

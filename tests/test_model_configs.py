@@ -1,0 +1,231 @@
+"""What each family reads out of config.json: sizes, the table of weights, and what it refuses."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tiered.models.families import FAMILIES, Family, family_of
+from tiered.models.shape import ModelShape
+
+LLADA: Mapping[str, Any] = {
+    "model_type": "llada",
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "mlp_hidden_size": 48,
+    "vocab_size": 64,
+    "max_sequence_length": 128,
+    "torch_dtype": "bfloat16",
+}
+DREAM: Mapping[str, Any] = {
+    "model_type": "Dream",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "torch_dtype": "bfloat16",
+}
+GIDD: Mapping[str, Any] = {
+    "model_type": "gidd",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "noise_type": 1000.0,
+    "torch_dtype": "float32",
+}
+CONFIGS = {"llada": LLADA, "Dream": DREAM, "gidd": GIDD}
+
+
+def shape_of(config: Mapping[str, Any], **changes: Any) -> ModelShape:
+    """The shape of `config` with other values; `...` takes a key out."""
+    changed = {key: value for key, value in {**config, **changes}.items() if value is not ...}
+    return family_of(changed).shape(changed)
+
+
+# The official names, with the tensors of layer 1 for all layers.
+LAYER_TENSORS = {
+    "llada": {
+        "model.transformer.blocks.1.attn_norm.weight": (32,),
+        "model.transformer.blocks.1.q_proj.weight": (32, 32),
+        "model.transformer.blocks.1.k_proj.weight": (32, 32),
+        "model.transformer.blocks.1.v_proj.weight": (32, 32),
+        "model.transformer.blocks.1.attn_out.weight": (32, 32),
+        "model.transformer.blocks.1.ff_norm.weight": (32,),
+        "model.transformer.blocks.1.ff_proj.weight": (48, 32),
+        "model.transformer.blocks.1.up_proj.weight": (48, 32),
+        "model.transformer.blocks.1.ff_out.weight": (32, 48),
+    },
+    "Dream": {
+        "model.layers.1.input_layernorm.weight": (32,),
+        "model.layers.1.self_attn.q_proj.weight": (32, 32),
+        "model.layers.1.self_attn.q_proj.bias": (32,),
+        "model.layers.1.self_attn.k_proj.weight": (16, 32),
+        "model.layers.1.self_attn.k_proj.bias": (16,),
+        "model.layers.1.self_attn.v_proj.weight": (16, 32),
+        "model.layers.1.self_attn.v_proj.bias": (16,),
+        "model.layers.1.self_attn.o_proj.weight": (32, 32),
+        "model.layers.1.post_attention_layernorm.weight": (32,),
+        "model.layers.1.mlp.gate_proj.weight": (48, 32),
+        "model.layers.1.mlp.up_proj.weight": (48, 32),
+        "model.layers.1.mlp.down_proj.weight": (32, 48),
+    },
+    "gidd": {
+        "model.layers.1.attn_layernorm.weight": (32,),
+        "model.layers.1.self_attn.q_proj.weight": (32, 32),
+        "model.layers.1.self_attn.k_proj.weight": (32, 32),
+        "model.layers.1.self_attn.v_proj.weight": (32, 32),
+        "model.layers.1.self_attn.o_proj.weight": (32, 32),
+        "model.layers.1.self_attn.q_norm.weight": (32,),
+        "model.layers.1.self_attn.k_norm.weight": (32,),
+        "model.layers.1.self_attn.k_bias": (4, 8),
+        "model.layers.1.self_attn.v_bias": (4, 8),
+        "model.layers.1.mlp_layernorm.weight": (32,),
+        "model.layers.1.mlp.up_proj.weight": (48, 32),
+        "model.layers.1.mlp.up_proj.bias": (48,),
+        "model.layers.1.mlp.down_proj.weight": (32, 48),
+        "model.layers.1.mlp.down_proj.bias": (32,),
+    },
+}
+OTHER_TENSORS = {
+    "llada": {
+        "model.transformer.wte.weight": (64, 32),
+        "model.transformer.ln_f.weight": (32,),
+        "model.transformer.ff_out.weight": (64, 32),
+    },
+    "Dream": {
+        "model.embed_tokens.weight": (64, 32),
+        "model.norm.weight": (32,),
+        "lm_head.weight": (64, 32),
+    },
+    "gidd": {
+        "model.embed_tokens.weight": (64, 32),
+        "model.norm.weight": (32,),
+        "lm_head.weight": (64, 32),
+    },
+}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_every_tensor_has_its_official_name_and_shape(model_type: str):
+    layer = LAYER_TENSORS[model_type]
+    first = {name.replace(".1.", ".0."): shape for name, shape in layer.items()}
+    assert shape_of(CONFIGS[model_type]).weight_shapes == OTHER_TENSORS[model_type] | layer | first
+
+
+@pytest.mark.parametrize(
+    ("model_type", "expected"),
+    [
+        ("llada", {"kv_heads": 4, "mlp_matrices": 2, "noise": "mask", "prediction_shift": 0, "dtype": "bfloat16"}),
+        ("Dream", {"kv_heads": 2, "mlp_matrices": 2, "noise": "mask", "prediction_shift": 1, "dtype": "bfloat16"}),
+        ("gidd", {"kv_heads": 4, "mlp_matrices": 1, "noise": "uniform", "prediction_shift": 0, "dtype": "float32"}),
+    ],
+)
+def test_sizes_have_the_same_words_in_every_family(model_type: str, expected: dict[str, object]):
+    shape = shape_of(CONFIGS[model_type])
+    expected |= {"family": model_type.lower(), "layers": 2, "width": 32, "heads": 4, "head_dim": 8, "mlp_width": 48}
+    expected |= {"vocab_size": 64, "max_context": 128}
+    assert {name: getattr(shape, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "expected"),
+    [
+        (LLADA, {"n_kv_heads": 2}, {"kv_heads": 2}),
+        (LLADA, {"multi_query_attention": True}, {"kv_heads": 1}),
+        (LLADA, {"mlp_hidden_size": ...}, {"mlp_width": 128}),
+        (LLADA, {"embedding_size": 72}, {"vocab_size": 72}),
+        (LLADA, {"torch_dtype": ...}, {"dtype": "float32"}),
+        (DREAM, {"num_key_value_heads": ...}, {"kv_heads": 4}),
+        (DREAM, {"torch_dtype": ..., "dtype": "torch.float16"}, {"dtype": "float16"}),
+        (GIDD, {"noise_type": -1000.0}, {"noise": "mask"}),
+        (GIDD, {"noise_type": 0.0}, {"noise": "mask"}),
+        (GIDD, {"head_dim": ...}, {"head_dim": 8}),
+    ],
+)
+def test_defaults_and_variants(config: Mapping[str, Any], changes: dict[str, Any], expected: dict[str, Any]):
+    shape = shape_of(config, **changes)
+    assert {name: getattr(shape, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "gone"),
+    [
+        (LLADA, {"weight_tying": True}, {"model.transformer.ff_out.weight"}),
+        (DREAM, {"tie_word_embeddings": True}, {"lm_head.weight"}),
+        (GIDD, {"tie_word_embeddings": True}, {"lm_head.weight"}),
+        (
+            GIDD,
+            {"attention_bias": False},
+            {f"model.layers.{i}.self_attn.{name}_bias" for i in range(2) for name in "kv"},
+        ),
+        (
+            GIDD,
+            {"mlp_bias": ...},
+            {f"model.layers.{i}.mlp.{name}_proj.bias" for i in range(2) for name in ("up", "down")},
+        ),
+        (GIDD, {"use_qk_norm": False}, {f"model.layers.{i}.self_attn.{n}_norm.weight" for i in range(2) for n in "qk"}),
+    ],
+)
+def test_switches_take_tensors_away(config: Mapping[str, Any], changes: dict[str, Any], gone: set[str]):
+    assert set(shape_of(config).weight_shapes) - set(shape_of(config, **changes).weight_shapes) == gone
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        *((LLADA, {key: ...}, f"lacks '{key}'") for key in ("d_model", "n_layers", "n_heads", "max_sequence_length")),
+        *((DREAM, {key: ...}, f"lacks '{key}'") for key in ("hidden_size", "intermediate_size", "vocab_size")),
+        *((GIDD, {key: ...}, f"lacks '{key}'") for key in ("num_hidden_layers", "max_position_embeddings")),
+        (LLADA, {"n_layers": 0}, "n_layers = 0"),
+        (LLADA, {"d_model": 30}, "d_model = 30 must be an even multiple of n_heads = 4"),
+        (LLADA, {"n_kv_heads": 3}, "n_heads = 4 must be a multiple of n_kv_heads = 3"),
+        (LLADA, {"block_type": "sequential", "alibi": True}, "alibi = True .*; block_type = 'sequential'"),
+        (DREAM, {"hidden_size": "32"}, "hidden_size = '32'"),
+        (DREAM, {"num_hidden_layers": True}, "num_hidden_layers = True"),
+        (DREAM, {"hidden_size": 12}, "hidden_size = 12 must be an even multiple of num_attention_heads = 4"),
+        (DREAM, {"num_key_value_heads": 3}, "num_attention_heads = 4 must be a multiple of num_key_value_heads = 3"),
+        (DREAM, {"use_sliding_window": True}, "use_sliding_window = True"),
+        (DREAM, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (DREAM, {"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
+        (DREAM, {"torch_dtype": "int8"}, "torch_dtype = 'int8'; allowed: float32, bfloat16, float16"),
+        (GIDD, {"head_dim": 16}, "hidden_size = 32 must be num_attention_heads = 4 times an even head_dim, not 16"),
+        (GIDD, {"hidden_size": 2, "head_dim": ...}, "hidden_size = 2 must be num_attention_heads = 4"),
+        (GIDD, {"hidden_size": 12, "head_dim": ...}, "an even head_dim, not 3"),
+        (GIDD, {"is_causal": True}, "is_causal = True"),
+        (GIDD, {"noise_type": "uniform"}, "noise_type = 'uniform'"),
+    ],
+)
+def test_a_bad_config_is_named(config: Mapping[str, Any], changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        shape_of(config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "names no model_type; allowed: llada, Dream, gidd"),
+        ({"model_type": "dream"}, "unknown model_type 'dream'; did you mean 'Dream'"),
+        ({"model_type": "llama4"}, "unknown model_type 'llama4'"),
+        ({"model_type": ["llada"]}, "unknown model_type"),
+    ],
+)
+def test_a_foreign_model_type_is_named(config: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        family_of(config)
+
+
+def test_a_loader_is_resolved_when_it_is_wanted():
+    assert FAMILIES["llada"].resolve_loader().__name__ == "LLaDA"
+    assert Family(name="any", shape=FAMILIES["llada"].shape, loader="fractions:Fraction").resolve_loader()(1, 2) == 0.5
+    with pytest.raises(ValueError, match="Nothing can be planned, but not loaded yet; loadable: LLaDA"):
+        Family(name="Nothing", shape=FAMILIES["llada"].shape).resolve_loader()

@@ -1,0 +1,23 @@
+"""The answer for a name that is almost right."""
+
+import pytest
+
+from tiered.names import unknown_name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("thresold", "unknown commit rule 'thresold'; did you mean 'threshold'? allowed: static, threshold"),
+        ("STATIC", "unknown commit rule 'STATIC'; did you mean 'static'? allowed: static, threshold"),
+        ("xyz", "unknown commit rule 'xyz'; allowed: static, threshold"),
+        ("", "unknown commit rule ''; allowed: static, threshold"),
+        (7, "unknown commit rule 7; allowed: static, threshold"),
+    ],
+)
+def test_unknown_name(name: object, message: str):
+    assert str(unknown_name("commit rule", name, ["threshold", "static"])) == message
+
+
+def test_the_nearest_name_keeps_its_case():
+    assert "did you mean 'GSAI-ML/LLaDA-1.5'?" in str(unknown_name("model", "gsai-ml/llada-1.5", ["GSAI-ML/LLaDA-1.5"]))

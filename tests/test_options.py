@@ -1,0 +1,177 @@
+"""Options of `generate`: defaults, what official scripts paste, and how settings come together."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from tiered.aliases import ALIASES, COMMIT_ALIASES, MASK_NAMES, resolve_aliases
+from tiered.commit.factor import Factor
+from tiered.commit.registry import COMMIT_RULES
+from tiered.commit.static import Static
+from tiered.commit.threshold import Threshold
+from tiered.options import OPTION_NAMES, GenerationOptions
+
+MASK = 126336
+DEFAULTS = GenerationOptions()
+
+
+def options(config: Any = None, **given: Any) -> GenerationOptions:
+    return GenerationOptions.of(config, given, mask_token_id=MASK)
+
+
+def test_defaults():
+    assert options() == options({}) == options(DEFAULTS) == DEFAULTS
+    assert (DEFAULTS.max_new_tokens, DEFAULTS.block, DEFAULTS.blocks, DEFAULTS.steps_per_block) == (128, 32, 4, 32)
+    assert DEFAULTS.rule() == Static()
+    assert (DEFAULTS.temperature, DEFAULTS.cfg_scale, DEFAULTS.seed) == (0.0, 0.0, None)
+    assert DEFAULTS.stop_at_eos and not DEFAULTS.output_history
+
+
+@pytest.mark.parametrize(
+    ("given", "block", "blocks", "steps_per_block"),
+    [
+        ({"max_new_tokens": 8}, 8, 1, 8),
+        ({"max_new_tokens": 1}, 1, 1, 1),
+        ({"max_new_tokens": 32}, 32, 1, 32),
+        ({"max_new_tokens": 64}, 32, 2, 32),
+        ({"max_new_tokens": 64, "block_length": 16}, 16, 4, 16),
+        ({"max_new_tokens": 64, "block_length": 64}, 64, 1, 64),
+        ({"max_new_tokens": 64, "steps": 2}, 32, 2, 1),
+        ({"max_new_tokens": 64, "steps": 64}, 32, 2, 32),
+        ({"max_new_tokens": 96, "block_length": 32, "steps": 48}, 32, 3, 16),
+        ({"max_new_tokens": 8, "steps": 12}, 8, 1, 8),
+        ({"max_new_tokens": 8, "steps": 10**30}, 8, 1, 8),
+    ],
+)
+def test_steps_per_block(given: dict[str, int], block: int, blocks: int, steps_per_block: int):
+    chosen = options(**given)
+    assert (chosen.block, chosen.blocks, chosen.steps_per_block) == (block, blocks, steps_per_block)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected", "rule"),
+    [
+        pytest.param(
+            {
+                "steps": 128,
+                "gen_length": 128,
+                "block_length": 32,
+                "temperature": 0.0,
+                "cfg_scale": 0.0,
+                "remasking": "low_confidence",
+                "mask_id": MASK,
+            },
+            {"steps": 128, "max_new_tokens": 128, "block_length": 32},
+            Static(),
+            id="LLaDA",
+        ),
+        pytest.param(
+            {"steps": 64, "gen_length": 64, "block_length": 32, "remasking": "low_confidence", "threshold": 0.9},
+            {"steps": 64, "max_new_tokens": 64, "block_length": 32, "confidence_threshold": 0.9},
+            Threshold(confidence_threshold=0.9),
+            id="Fast-dLLM",
+        ),
+        pytest.param(
+            {"gen_length": 256, "block_length": 32, "threshold": None, "factor": 1.0, "mask_id": None},
+            {"max_new_tokens": 256, "block_length": 32, "factor": 1.0},
+            Factor(factor=1.0),
+            id="Fast-dLLM factor",
+        ),
+        pytest.param(
+            {
+                "max_new_tokens": 128,
+                "return_history": True,
+                "diffusion_steps": 128,
+                "temperature": 0.0,
+                "alg": "confidence_threshold",
+                "threshold": 0.9,
+                "mask_token_id": MASK,
+            },
+            {"steps": 128, "output_history": True, "commit": "threshold", "confidence_threshold": 0.9},
+            Threshold(confidence_threshold=0.9),
+            id="Dream",
+        ),
+        pytest.param({"alg": "random"}, {"commit": "static", "remasking": "random"}, Static(), id="random"),
+        pytest.param({"alg": "low_confidence"}, {"commit": "static"}, Static(), id="low_confidence"),
+        pytest.param(
+            {"max_denoising_steps": 48, "max_new_tokens": 64},
+            {"steps": 48, "max_new_tokens": 64},
+            Static(),
+            id="DiffusionGemma",
+        ),
+    ],
+)
+def test_pasted_lines(line: dict[str, Any], expected: dict[str, Any], rule: object):
+    chosen = options(**line)
+    assert chosen == replace(DEFAULTS, **expected)
+    assert chosen.rule() == rule
+
+
+VALUES: dict[str, Any] = {
+    "max_new_tokens": 64,
+    "block_length": 64,
+    "steps": 64,
+    "commit": "static",
+    "confidence_threshold": 0.5,
+    "output_history": True,
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_every_alias(alias: str):
+    name = ALIASES[alias]
+    assert name in OPTION_NAMES and alias not in OPTION_NAMES
+    assert resolve_aliases({alias: VALUES[name]}, OPTION_NAMES, mask_token_id=MASK) == {name: VALUES[name]}
+    # The same value under both names is no contradiction.
+    assert resolve_aliases({alias: VALUES[name], name: VALUES[name]}, OPTION_NAMES, mask_token_id=MASK) == {
+        name: VALUES[name]
+    }
+
+
+@pytest.mark.parametrize("spelling", COMMIT_ALIASES)
+def test_every_commit_alias(spelling: str):
+    assert spelling not in COMMIT_RULES
+    meant = COMMIT_ALIASES[spelling]
+    assert meant["commit"] in COMMIT_RULES and set(meant) <= set(OPTION_NAMES)
+    for name in ("commit", "alg"):
+        assert resolve_aliases({name: spelling}, OPTION_NAMES, mask_token_id=MASK) == meant
+
+
+@pytest.mark.parametrize("name", MASK_NAMES)
+def test_the_mask_token_is_checked_and_dropped(name: str):
+    assert options(**{name: MASK}) == options(**{name: None}) == options({name: MASK}) == DEFAULTS
+
+
+def test_a_name_means_one_thing():
+    assert not {*ALIASES, *MASK_NAMES} & set(OPTION_NAMES)
+    assert set(OPTION_NAMES) == {field.name for field in fields(GenerationOptions)}
+
+
+def test_options_go_on_top_of_a_config():
+    config = {"gen_length": 64, "steps": 64, "temperature": 0.5}
+    expected = replace(DEFAULTS, max_new_tokens=64, steps=32, temperature=0.5)
+    assert options(config, steps=32) == expected
+    assert options(options(config), diffusion_steps=32) == expected
+    assert config == {"gen_length": 64, "steps": 64, "temperature": 0.5}
+
+
+def test_config_and_options_are_checked_together():
+    # Neither half is valid alone: 48 is no multiple of the default block, nor 128 of 24.
+    assert options({"max_new_tokens": 48}, block_length=24) == replace(DEFAULTS, max_new_tokens=48, block_length=24)
+    assert options({"commit": "factor"}, factor=2.0).rule() == Factor(factor=2.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({}, Static()),
+        ({"commit": "static"}, Static()),
+        ({"confidence_threshold": 0}, Threshold(confidence_threshold=0)),
+        ({"confidence_threshold": 1.0, "commit": "threshold"}, Threshold(confidence_threshold=1.0)),
+        ({"factor": 0.5}, Factor(factor=0.5)),
+        ({"commit": Factor(factor=3)}, Factor(factor=3)),
+    ],
+)
+def test_rule(given: dict[str, Any], rule: object):
+    assert options(**given).rule() == rule

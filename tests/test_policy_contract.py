@@ -1,0 +1,163 @@
+"""The policy contract holds for policies that the library does not have yet: scattered and ragged rows, rows that
+differ from layer to layer, delayed caching, and rows recomputed from stored hidden states."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import tiered
+from tiered.decoding.canvas import PROMPT
+from tiered.features import Feature
+from tiered.forward import Flow, Forward, LayerProgram
+from tiered.models.shape import ModelShape
+from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
+from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
+from tiered.policies.none import NoCache
+from tiered.rows import Rows
+from tiered.runtime import Runtime
+
+GOLDENS = Path(__file__).parent / "goldens" / "llada"
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "confidence_threshold": 0.6, "stop_at_eos": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Custom(Policy):
+    """A policy from a function of the step; `hidden` keeps every layer's input rows as well."""
+
+    name: ClassVar[str] = "custom"
+    rule: Callable[[Step], StepPlan]
+    hidden: bool = False
+
+    def features(self, shape: ModelShape) -> Mapping[Feature, int]:
+        kept = [Feature.KEY, Feature.VALUE] + [Feature.HIDDEN] * self.hidden
+        return dict.fromkeys(kept, shape.layers)
+
+    def start(self) -> PolicyState:
+        return _State(self.rule)
+
+
+class _State(PolicyState):
+    def __init__(self, rule: Callable[[Step], StepPlan]) -> None:
+        self.plan = rule  # type: ignore[method-assign]
+
+    def plan(self, step: Step) -> StepPlan:
+        raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return tiered.from_pretrained(GOLDENS / "llada_tiny_gqa", dtype="float32")
+
+
+@pytest.fixture(params=[0.0, 0.5], ids=["plain", "guided"])
+def history(runtime: Runtime, request: pytest.FixtureRequest) -> Callable[[Policy], list[list[list[int]]]]:
+    """All canvases of a left-padded batch under a policy."""
+    ids = torch.randint(0, 480, (3, 20), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = mask[2, :3] = 0
+
+    def run(policy: Policy) -> list[list[list[int]]]:
+        out = runtime.with_policy(policy).generate(
+            ids, attention_mask=mask, output_history=True, cfg_scale=request.param, **OPTIONS
+        )
+        assert out.history is not None
+        return [state.tolist() for state in out.history]
+
+    return run
+
+
+def test_rows_in_any_order(history: Callable):
+    def shuffled(step: Step) -> StepPlan:
+        block = torch.arange(step.first_row, step.last_row)
+        others = torch.tensor([c for c in range(step.canvas.length) if not step.first_row <= c < step.last_row])
+        order = torch.stack([others[torch.randperm(len(others))] for _ in range(step.canvas.batch)])
+        index = torch.cat([order[:, :5], block.expand(step.canvas.batch, -1), order[:, 5:]], dim=1)
+        return StepPlan(Rows.at(index), slice(5, 5 + len(block)), PassKind.REFRESH)
+
+    assert history(Custom(rule=shuffled)) == history(NoCache())
+
+
+def test_sequences_with_different_numbers_of_rows(history: Callable):
+    # The prefix cache's rows; a third of the sequences get theirs in front of filler rows that must leave no trace.
+    def ragged(step: Step) -> StepPlan:
+        if step.number == 0:
+            return StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH)
+        rows = torch.arange(step.first_row, step.canvas.length).expand(step.canvas.batch, -1)
+        filler = torch.randint(0, step.canvas.length, (step.canvas.batch, 6))
+        index = torch.cat([rows, filler], dim=1)
+        valid = (torch.arange(index.shape[1]) < rows.shape[1]).expand(step.canvas.batch, -1)
+        return StepPlan(Rows.at(index, valid), slice(0, step.last_row - step.first_row), PassKind.STEP)
+
+    assert history(Custom(rule=ragged)) == history(FastDLLMPrefix())
+
+
+def test_a_policy_sees_what_was_committed_when(history: Callable):
+    # Delayed caching needs to know which tokens are new; recomputing all that are not of the prompt, and the prompt
+    # as well, is a full refresh.
+    seen: list[int] = []
+
+    def by_commit(step: Step) -> StepPlan:
+        committed = step.canvas.committed_at
+        assert ((committed[:, : step.canvas.prompt_length] == PROMPT).all()).item()
+        seen.append(int((committed[:, step.canvas.prompt_length :] < 2**31 - 1).sum()))
+        return StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH)
+
+    assert history(Custom(rule=by_commit)) == history(NoCache())
+    assert seen == sorted(seen) and seen[0] == 0 and seen[-1] > 0
+
+
+def _from_hidden(layer_of_all_rows: int) -> Callable[[Step], StepPlan]:
+    """A step computes the block's rows up to a layer, and from there on every row, the others from their stored
+    hidden states."""
+
+    def capture(forward: Forward, layer: int, flow: Flow) -> Flow:
+        forward.store.write(Feature.HIDDEN, layer, flow.rows, flow.hidden[:, None])
+        return forward.dense(layer, flow)
+
+    def plan(step: Step) -> StepPlan:
+        if step.number == 0:
+            whole = StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH)
+            return StepPlan(whole.rows, whole.output, whole.kind, capture)
+        block = StepPlan.of_span(step.first_row, step.last_row, step, PassKind.UPDATE)
+        return StepPlan(block.rows, block.output, block.kind, widen(step))
+
+    def widen(step: Step) -> LayerProgram:
+        columns = slice(step.first_row, step.last_row)
+
+        def program(forward: Forward, layer: int, flow: Flow) -> Flow:
+            if layer == layer_of_all_rows:
+                hidden = forward.store.view(Feature.HIDDEN, layer)[:, 0].clone()
+                hidden[:, columns] = flow.hidden
+                flow = Flow(Rows.span(0, step.canvas.length), hidden, columns)
+            return forward.dense(layer, flow)
+
+        return program
+
+    return plan
+
+
+def test_rows_recomputed_from_stored_hidden_states(history: Callable, runtime: Runtime):
+    layers = runtime.model.shape.layers
+    # From layer 0 on, every row is fresh, since tokens outside the block stand still; from behind the last layer on,
+    # nothing but the block is.
+    assert history(Custom(rule=_from_hidden(0), hidden=True)) == history(NoCache())
+    assert history(Custom(rule=_from_hidden(layers), hidden=True)) == history(FastDLLMDual())
+    assert history(NoCache()) != history(FastDLLMDual())
+
+
+def test_state_is_made_anew_for_every_call(runtime: Runtime):
+    made: list[PolicyState] = []
+
+    class Counted(Custom):
+        def start(self) -> PolicyState:
+            made.append(Custom.start(self))
+            return made[-1]
+
+    policy = Counted(rule=lambda step: StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH))
+    for _ in range(2):
+        runtime.with_policy(policy).generate(torch.arange(5)[None], **OPTIONS)
+    assert len(made) == 2 and made[0] is not made[1]

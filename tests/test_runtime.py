@@ -1,0 +1,214 @@
+"""Promises of the runtime: early stop, budget, interruption, repetition, and what the output object says."""
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiered
+from tiered.embedded import tasks
+from tiered.features import Account, Tier
+from tiered.policies.registry import POLICIES
+from tiered.runtime import Runtime
+
+GOLDENS = Path(__file__).parent / "goldens" / "llada"
+SIZES: dict[str, Any] = {"max_new_tokens": 32, "block_length": 8, "confidence_threshold": 0.8}
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Runtime:
+    return tiered.from_pretrained("embedded")
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[tasks.Example]:
+    """Answers of two to sixteen tokens, so that sequences end in different blocks."""
+    return [tasks.sample(task, "test", seed) for task in ("copy", "add", "remove", "lookup") for seed in range(2)]
+
+
+def chats(examples: list[tasks.Example]) -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": example.prompt}] for example in examples]
+
+
+@pytest.mark.parametrize("guidance", [0.0, 0.3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_stopping_at_the_end_changes_no_text(
+    embedded: Runtime, examples: list[tasks.Example], policy: str, guidance: float
+):
+    runtime = embedded.with_policy(policy)
+    stopped, whole = (
+        runtime.generate(chats(examples), stop_at_eos=stop, cfg_scale=guidance, **SIZES) for stop in (True, False)
+    )
+    assert stopped.text == whole.text
+    assert stopped.num_forwards < whole.num_forwards
+    # Sequences leave one by one, each when it has ended.
+    assert len(set(stopped.forwards)) > 1 and max(stopped.forwards) == stopped.num_forwards
+    eos, pad = embedded.model.eos_token_id, embedded.model.pad_token_id
+    for row in stopped.sequences[:, -SIZES["max_new_tokens"] :]:
+        assert (row[(row == eos).cumsum(0) > 0] == pad).all()
+
+
+def test_answers_are_right(embedded: Runtime, examples: list[tasks.Example]):
+    out = embedded.generate(chats(examples), max_new_tokens=32)
+    assert out.text is not None
+    assert all(tasks.score(example, text) for example, text in zip(examples, out.text, strict=True))
+
+
+def test_figures_of_the_output(embedded: Runtime):
+    example = tasks.sample("add", "test", 0)
+    prompt = chats([example])
+    out = embedded.generate(prompt, max_new_tokens=32, output_history=True, stop_at_eos=False)
+    assert out.num_forwards == out.forwards[0] == len(out.timings.steps) == sum(out.passes.values()) == 32
+    assert out.passes == {"refresh": 1, "step": 31}
+    prompt_length = out.sequences.shape[1] - 32
+    assert out.rows_per_forward == [prompt_length + 32] + [32] * 31
+    # Four digits; the end-of-sequence tokens behind them do not count.
+    assert out.tokens_per_forward.tolist() == [4 / 32]
+    assert out.timings.tokens == 4
+    assert out.timings.tokens_per_second == pytest.approx(4 / out.timings.total)
+    assert out.timings.total >= sum(out.timings.steps) > 0
+    assert out.history is not None and len(out.history) == 33
+    assert (out.history[0][:, prompt_length:] == embedded.model.mask_token_id).all()
+    assert torch.equal(out.history[-1], out.sequences)
+    assert (out.history[0][:, :prompt_length] == out.sequences[:, :prompt_length]).all()
+
+
+def test_books_of_a_call(embedded: Runtime):
+    prompt = chats([tasks.sample("copy", "test", 0)])
+    device = embedded.generate(prompt, max_new_tokens=32).memory.tiers[Tier.DEVICE]
+    shape = embedded.model.shape
+    context = embedded.generate(prompt, max_new_tokens=32).sequences.shape[1]
+    assert device.at_peak[Account.WEIGHTS] == device.current == 4 * shape.parameters
+    assert device.at_peak[Account.KEY] == device.at_peak[Account.VALUE] == 4 * shape.layers * context * shape.kv_width
+    assert device.peak == sum(device.at_peak.values())
+    assert embedded.ledger.held(Tier.DEVICE) == device.current
+    embedded.ledger.check_integrity()
+
+
+def test_the_budget_is_hard_and_exact():
+    ids = torch.randint(0, 480, (2, 40))
+    needed = (
+        tiered.from_pretrained(GOLDENS / "llada_tiny", dtype="float32").generate(ids, max_new_tokens=32).memory
+    ).peak_device_bytes
+    enough = tiered.from_pretrained(GOLDENS / "llada_tiny", dtype="float32", memory=needed)
+    assert enough.generate(ids, max_new_tokens=32).memory.peak_device_bytes == needed
+    short = tiered.from_pretrained(GOLDENS / "llada_tiny", dtype="float32", memory=needed - 1)
+    held = short.ledger.held(Tier.DEVICE)
+    with pytest.raises(tiered.TierCapacityError) as raised:
+        short.generate(ids, max_new_tokens=32)
+    assert raised.value.tier == Tier.DEVICE
+    assert raised.value.needed == needed - held and raised.value.available == needed - 1 - held
+    assert short.ledger.held(Tier.DEVICE) == held
+    assert short.generate(ids[:1], max_new_tokens=32).num_forwards > 0
+
+
+def test_the_plan_is_what_the_call_books():
+    runtime = tiered.from_pretrained(GOLDENS / "llada_tiny_gqa", dtype="float32")
+    for policy in POLICIES:
+        variants: tuple[dict[str, Any], ...] = ({}, {"cfg_scale": 1.0}, {"temperature": 0.7})
+        for options in variants:
+            out = runtime.with_policy(policy).generate(torch.randint(0, 480, (2, 64)), max_new_tokens=64, **options)
+            planned = tiered.plan(
+                GOLDENS / "llada_tiny_gqa",
+                context=128,
+                batch=2,
+                policy=policy,
+                dtype="float32",
+                cfg="cfg_scale" in options,
+                sampled="temperature" in options,
+            )
+            assert planned.tiers[Tier.DEVICE].total == out.memory.peak_device_bytes
+            device = out.memory.tiers[Tier.DEVICE].at_peak
+            assert {name: size for name, size in planned.tiers[Tier.DEVICE].accounts.items() if size} == device
+
+
+def test_one_runtime_serves_calls_in_turn_without_a_trace(embedded: Runtime, examples: list[tasks.Example]):
+    first = embedded.generate(chats(examples[:1]), **SIZES)
+    embedded.generate(chats(examples), **SIZES, temperature=1.0)
+    again = embedded.generate(chats(examples[:1]), **SIZES)
+    assert torch.equal(first.sequences, again.sequences)
+    assert first.memory == again.memory
+
+
+def test_seeds():
+    runtime = tiered.from_pretrained(GOLDENS / "llada_tiny", dtype="float32")
+    ids = torch.randint(0, 480, (1, 12), generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"max_new_tokens": 16, "temperature": 1.5, "stop_at_eos": False}
+
+    def answer(seed: int | None) -> list[int]:
+        return runtime.generate(ids, seed=seed, **options).sequences[0].tolist()
+
+    assert answer(1) == answer(1) != answer(2)
+    torch.manual_seed(7)
+    first = answer(None)
+    assert answer(None) != first
+    torch.manual_seed(7)
+    assert answer(None) == first
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_interrupted_call_leaves_the_runtime_usable(embedded: Runtime, policy: str):
+    runtime = embedded.with_policy(policy)
+    prompt = chats([tasks.sample("sort", "test", 1)])
+    expected = runtime.generate(prompt, max_new_tokens=32).text
+    held = runtime.ledger.held(Tier.DEVICE)
+
+    class Interrupting:
+        drafts = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            pass
+
+        def put_draft(self, value: torch.Tensor) -> None:
+            self.drafts += 1
+            if self.drafts == 3:
+                # A real Ctrl-C, in the middle of a call.
+                signal.raise_signal(signal.SIGINT)
+
+        def end(self) -> None:
+            raise AssertionError("the call did not end")
+
+    assert threading.current_thread() is threading.main_thread()
+    with pytest.raises(KeyboardInterrupt):
+        runtime.generate(prompt, max_new_tokens=32, streamer=Interrupting())
+    assert runtime.ledger.held(Tier.DEVICE) == held
+    assert runtime.generate(prompt, max_new_tokens=32).text == expected
+
+
+def test_a_policy_is_changed_without_loading_again(embedded: Runtime):
+    other = embedded.with_policy("none")
+    assert other.model is embedded.model and other.ledger is embedded.ledger
+    assert embedded.policy.name == "fast_dllm_dual"
+    assert tiered.from_pretrained("embedded", policy="fast_dllm_dual", refresh_interval=4).policy.refresh_interval == 4  # type: ignore[attr-defined]
+
+
+def test_options_come_from_a_config_too(embedded: Runtime):
+    prompt = chats([tasks.sample("copy", "test", 3)])
+    options = tiered.GenerationOptions(max_new_tokens=32, block_length=16)
+    by_object = embedded.generate(prompt, generation_config=options, confidence_threshold=0.9)
+    by_mapping = embedded.generate(prompt, generation_config={"gen_length": 32, "block_length": 16, "threshold": 0.9})
+    assert torch.equal(by_object.sequences, by_mapping.sequences)
+    assert by_object.num_forwards == by_mapping.num_forwards < 32
+
+
+def test_results_may_be_written_by_the_caller(embedded: Runtime):
+    logits = embedded.logits(torch.tensor([[5, 6, 7]]))
+    logits[..., 0] = -torch.inf
+    out = embedded.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8)
+    out.sequences[:, 0] = 1
+
+
+def test_a_call_that_draws_nothing_leaves_torchs_stream_alone(embedded: Runtime):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    embedded.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_logits_of_more_positions_than_the_model_has():
+    runtime = tiered.from_pretrained(GOLDENS / "llada_tiny", dtype="float32")
+    with pytest.raises(ValueError, match="1025 positions; the model was made for 1024"):
+        runtime.logits(torch.zeros(1, 1025, dtype=torch.long))

@@ -1,0 +1,189 @@
+"""From logits to candidates: the token, its confidence, and the random streams behind both."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tiered.commit.base import Candidates
+from tiered.decoding.sampling import SequenceNoise, propose
+
+CPU = torch.device("cpu")
+MASK = 4
+
+
+def random_logits(*shape: int, seed: int = 0, scale: float = 4.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).mul_(scale)
+
+
+def proposed(
+    logits: Tensor, pending: Tensor | None = None, *, temperature: float = 0.0, seed: int = 0, times: int = 1
+) -> Candidates:
+    """The candidates of the last of `times` steps; `logits` stay as they are."""
+    pending = torch.ones(logits.shape[:2], dtype=torch.bool) if pending is None else pending
+    noise = SequenceNoise(seed, len(logits), CPU)
+    remaining = pending.sum(dim=1).tolist()
+    for _ in range(times - 1):
+        propose(logits.clone(), pending, mask_token_id=MASK, temperature=temperature, noise=noise, remaining=remaining)
+    return propose(
+        logits.clone(), pending, mask_token_id=MASK, temperature=temperature, noise=noise, remaining=remaining
+    )
+
+
+def softmax_at(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Probability of `tokens`, in float64 throughout, the mask token's share included."""
+    return logits.double().softmax(dim=-1).gather(-1, tokens[..., None])[..., 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_mask_token_is_never_proposed(temperature: float):
+    logits = random_logits(2, 50, 8)
+    logits[..., MASK] = 30.0  # the argmax everywhere
+    found = proposed(logits, temperature=temperature)
+    assert (found.tokens != MASK).all()
+    if not temperature:
+        others = logits.clone()
+        others[..., MASK] = -math.inf
+        assert torch.equal(found.tokens, others.argmax(-1))
+    # It keeps its share of the probability: where the model wants a mask, no other token is certain.
+    assert found.confidence.max() < 1e-4
+    torch.testing.assert_close(found.confidence, softmax_at(logits, found.tokens), rtol=1e-5, atol=0)
+
+
+def test_the_argmax_without_temperature():
+    logits = random_logits(3, 20, 40)
+    logits[..., MASK] = -10.0
+    assert torch.equal(proposed(logits).tokens, logits.argmax(-1))
+
+
+def test_of_equal_logits_the_first_is_taken():
+    assert (proposed(torch.zeros(1, 3, 8)).tokens == 0).all()
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0.1, 1.0, 10.0, 100.0]), st.sampled_from([0.0, 0.8]))
+def test_confidence_is_the_softmax(seed: int, scale: float, temperature: float):
+    logits = random_logits(2, 5, 300, seed=seed, scale=scale)
+    found = proposed(logits, temperature=temperature, seed=seed)
+    # Of the logits without noise, whatever the temperature.
+    torch.testing.assert_close(found.confidence, softmax_at(logits, found.tokens), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("doubt", [1e-1, 1e-3, 1e-6, 1e-9, 1e-12])
+def test_doubt_is_exact_near_certainty(doubt: float):
+    """1 − p has the accuracy of a float32 number, not that of 1 − (a float32 number)."""
+    vocab = 1000
+    logits = torch.zeros(1, 4, vocab)
+    logits[:, torch.arange(4), torch.tensor([0, 1, 500, 999])] = math.log((vocab - 1) * (1 - doubt) / doubt)
+    found = proposed(logits)
+    # What the rounded logit means, in float64; behind 1 − p, a float64 near 1 has steps of 1.1e-16.
+    exact = (vocab - 1) / ((vocab - 1) + logits.double().amax(-1).exp())
+    torch.testing.assert_close(1 - found.confidence, exact, rtol=2e-6, atol=2e-16)
+    assert exact[0, 0] == pytest.approx(doubt, rel=1e-5)
+
+
+def test_rows_that_are_not_pending_sort_last():
+    pending = torch.tensor([[True, False, True], [False, False, True]])
+    found = proposed(random_logits(2, 3, 8), pending)
+    assert torch.equal(found.confidence == -math.inf, ~pending)
+    assert torch.equal(found.pending, pending)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_samples_follow_the_tempered_softmax(temperature: float):
+    rows = 40_000
+    row = torch.tensor([2.0, 1.0, 0.0, -1.0, 9.0, 0.5, -3.0])  # 9: the mask token
+    found = proposed(row.expand(1, rows, -1), temperature=temperature)
+    allowed = torch.arange(len(row)) != MASK
+    expected = rows * (row[allowed].double() / temperature).softmax(-1)
+    seen = found.tokens.flatten().bincount(minlength=len(row))[allowed]
+    chi_square = ((seen - expected) ** 2 / expected).sum().item()
+    assert chi_square < 20.5  # 5 degrees of freedom: one seed in a thousand is above
+    # Confidence tells tokens apart by the logits alone.
+    torch.testing.assert_close(found.confidence, softmax_at(row.expand(1, rows, -1), found.tokens), rtol=1e-5, atol=0)
+
+
+def test_noise_is_gumbel():
+    noise = SequenceNoise(3, 1, CPU).gumbel(0, 1000, 100)
+    assert noise.dtype == torch.float64
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)  # Euler's constant
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.05)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_batch_draws_what_each_row_draws_alone(times: int):
+    logits = random_logits(3, 6, 50, scale=1.0)
+    pending = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1]], dtype=torch.bool)
+    together = proposed(logits, pending, temperature=1.0, seed=7, times=times)
+    for i in range(3):
+        alone = proposed(logits[i : i + 1], pending[i : i + 1], temperature=1.0, seed=7 + i, times=times)
+        assert torch.equal(together.tokens[i], alone.tokens[0])
+        assert torch.equal(together.confidence[i], alone.confidence[0])
+    other = proposed(logits, pending, temperature=1.0, seed=8, times=times)
+    assert not torch.equal(together.tokens, other.tokens)
+
+
+def test_ranks_are_those_of_each_row_alone():
+    together = SequenceNoise(7, 2, CPU)
+    alone = [SequenceNoise(7 + i, 1, CPU) for i in range(2)]
+    for _ in range(2):
+        scores = together.confidence(10, [0, 3], 5, 8, [True, True])
+        assert torch.equal(scores[0], alone[0].confidence(10, [0], 5, 8, [True])[0])
+        # Without its padding a sequence is shorter, and its block begins earlier.
+        assert torch.equal(scores[1], alone[1].confidence(7, [0], 2, 5, [True])[0])
+
+
+def test_who_waits_draws_nothing():
+    waited, straight = SequenceNoise(1, 2, CPU), SequenceNoise(1, 2, CPU)
+    waited.confidence(10, [0, 0], 5, 8, [True, False])
+    straight.confidence(10, [0, 0], 5, 8, [True, True])
+    behind, ahead = (noise.confidence(10, [0, 0], 5, 8, [True, True]) for noise in (waited, straight))
+    assert torch.equal(behind[0], ahead[0])
+    assert not torch.equal(behind[1], ahead[1])
+    assert torch.equal(behind[1], SequenceNoise(2, 1, CPU).confidence(10, [0], 5, 8, [True])[0])
+
+    logits, pending = random_logits(2, 4, 50, scale=1.0), torch.ones(2, 4, dtype=torch.bool)
+    noise = SequenceNoise(1, 2, CPU)
+    for remaining in ([4, 0], [4, 4]):
+        here = pending & (torch.tensor(remaining)[:, None] > 0)
+        found = propose(logits.clone(), here, mask_token_id=MASK, temperature=1.0, noise=noise, remaining=remaining)
+    assert torch.equal(found.tokens[1], proposed(logits[1:], temperature=1.0, seed=2).tokens[0])
+    assert torch.equal(found.tokens[0], proposed(logits[:1], temperature=1.0, seed=1, times=2).tokens[0])
+
+
+def test_who_stays_keeps_its_stream():
+    kept, whole = SequenceNoise(5, 3, CPU), SequenceNoise(5, 3, CPU)
+    kept.keep([0, 2])
+    scores, expected = kept.confidence(8, [0, 0], 0, 8, [True] * 2), whole.confidence(8, [0] * 3, 0, 8, [True] * 3)
+    assert torch.equal(scores, expected[[0, 2]])
+    assert torch.equal(kept.gumbel(1, 2, 5), whole.gumbel(2, 2, 5))
+
+
+def test_ranks_and_noise_are_independent():
+    streams = [SequenceNoise(seed, 1, CPU) for seed in range(3000)]
+    ranks = torch.cat([stream.confidence(4, [0], 0, 4, [True]) for stream in streams])
+    noise = torch.cat([stream.gumbel(0, 1, 4) for stream in streams])
+    correlations = torch.corrcoef(torch.cat([ranks, noise], dim=1).T)[:4, 4:]
+    assert correlations.abs().max() < 0.08  # four standard deviations of chance
+
+
+def test_torch_seeds_a_call_without_a_seed():
+    def drawn(seed: int | None) -> Tensor:
+        return SequenceNoise(seed, 1, CPU).gumbel(0, 2, 5)
+
+    torch.manual_seed(3)
+    first, second = drawn(None), drawn(None)
+    torch.manual_seed(3)
+    assert torch.equal(drawn(None), first)
+    assert not torch.equal(first, second)
+    assert torch.equal(drawn(9), drawn(9))
+
+
+def test_a_seed_leaves_torchs_stream_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    proposed(random_logits(2, 4, 50), temperature=1.0, seed=1)
+    assert torch.equal(torch.rand(1), expected)

@@ -1,0 +1,143 @@
+"""Streamers: what they are told and when, and transformers' own on the embedded model."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TextDiffusionStreamer, TextIteratorStreamer, TextStreamer
+
+import tiered
+from tiered.features import Tier
+from tiered.models.llada import LLaDA
+from tiered.policies.none import NoCache
+from tiered.runtime import Runtime
+
+PROMPTS = torch.tensor([[5, 6, 7, 8], [125, 125, 9, 10]])
+MASK = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+SIZES: dict[str, Any] = {"max_new_tokens": 12, "block_length": 4}
+
+
+class Plain:
+    """Keeps every call, with a copy of what came."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Tensor | None]] = []
+
+    def put(self, value: Tensor) -> None:
+        self.calls.append(("put", value.clone()))
+
+    def end(self) -> None:
+        self.calls.append(("end", None))
+
+    def named(self, name: str) -> list[Tensor]:
+        return [value for call, value in self.calls if call == name and value is not None]
+
+
+class Drafting(Plain):
+    def put_draft(self, value: Tensor) -> None:
+        self.calls.append(("draft", value.clone()))
+
+
+@pytest.fixture
+def runtime(tiny_model: LLaDA) -> Runtime:
+    return Runtime(tiny_model, policy=NoCache())
+
+
+@pytest.mark.parametrize(
+    ("make", "block"), [(Plain, ["put"]), (Drafting, ["draft", "draft", "put"])], ids=["plain", "drafting"]
+)
+def test_order_of_calls(runtime: Runtime, make: type[Plain], block: list[str]):
+    streamer = make()
+    out = runtime.generate(PROMPTS, attention_mask=MASK, streamer=streamer, steps=6, stop_at_eos=False, **SIZES)
+    assert [name for name, _ in streamer.calls] == ["put", *3 * block, "end"]
+    prompts, *blocks = streamer.named("put")
+    assert torch.equal(prompts, PROMPTS)  # as they were passed, padding and all
+    assert [block.shape for block in blocks] == [(2, 4)] * 3
+    assert torch.equal(torch.cat([prompts, *blocks], dim=1), out.sequences)
+    assert all(value.device.type == "cpu" for _, value in streamer.calls if value is not None)
+
+
+def test_drafts_show_proposals_where_nothing_is_fixed(runtime: Runtime):
+    streamer = Drafting()
+    out = runtime.generate(PROMPTS[:1], streamer=streamer, output_history=True, stop_at_eos=False, **SIZES)
+    drafts, history = streamer.named("draft"), out.history
+    assert history is not None and len(drafts) == out.num_forwards == 12
+    for step, draft in enumerate(drafts):
+        columns = slice(4 + step // 4 * 4, 8 + step // 4 * 4)
+        logits = runtime.logits(history[step])[:, columns].clone()
+        logits[..., runtime.model.mask_token_id] = -torch.inf
+        before = history[step][:, columns]
+        assert torch.equal(draft, logits.argmax(-1).where(before == runtime.model.mask_token_id, before))
+    # Once a block's last token is fixed, the draft is the block.
+    assert all(map(torch.equal, drafts[3::4], streamer.named("put")[1:]))
+
+
+def test_streaming_changes_nothing(runtime: Runtime):
+    options = {"temperature": 0.7, "seed": 1, **SIZES}
+    quiet = runtime.generate(PROMPTS, attention_mask=MASK, **options)
+    streamed = runtime.generate(PROMPTS, attention_mask=MASK, streamer=Drafting(), **options)
+    assert torch.equal(quiet.sequences, streamed.sequences)
+
+
+# ---- transformers' own streamers ----
+
+CHAT = [{"role": "user", "content": "copy: Ada Ben Cleo"}]
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Runtime:
+    return tiered.from_pretrained("embedded")
+
+
+def printed(embedded: Runtime, capsys: pytest.CaptureFixture[str], make: Any, **options: Any) -> tuple[str, Any]:
+    """What a streamer writes to the terminal, and the output of the call."""
+    streamer = make(embedded.tokenizer, **options)
+    out = embedded.generate(CHAT, max_new_tokens=16, block_length=8, streamer=streamer)
+    return capsys.readouterr().out, out
+
+
+def test_text_streamer(embedded: Runtime, capsys: pytest.CaptureFixture[str]):
+    text, out = printed(embedded, capsys, TextStreamer, skip_prompt=True, skip_special_tokens=True)
+    assert out.text[0]
+    assert text.strip() == out.text[0]
+    whole, out = printed(embedded, capsys, TextStreamer)
+    # Prompt and answer; of the padding behind the end, what is in the last block that was denoised.
+    assert embedded.tokenizer is not None
+    assert str(embedded.tokenizer.decode(out.sequences[0])).startswith(whole.strip())
+    assert whole.startswith("<|user|>") and f"<|assistant|> {out.text[0]}<|endoftext|>" in whole
+
+
+def test_text_diffusion_streamer(embedded: Runtime, capsys: pytest.CaptureFixture[str]):
+    text, out = printed(embedded, capsys, TextDiffusionStreamer, skip_prompt=True, skip_special_tokens=True)
+    # Save the cursor, write the draft in yellow; later go back and clear.
+    draft = re.compile(r"\x1b7\x1b\[33m(.*?)\x1b\[0m\x1b8\x1b\[J", re.DOTALL)
+    assert len(draft.findall(text)) == out.num_forwards
+    assert any(draft.findall(text))
+    assert draft.sub("", text).strip() == out.text[0]
+
+
+def test_text_iterator_streamer(embedded: Runtime):
+    tokenizer: PreTrainedTokenizerBase | None = embedded.tokenizer
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=5, skip_special_tokens=True)  # type: ignore[arg-type]
+    out = embedded.generate(CHAT, max_new_tokens=16, block_length=8, streamer=streamer)
+    assert out.text is not None and "".join(streamer).strip() == out.text[0]
+
+
+def test_a_streamer_of_one_sequence_refuses_a_batch(embedded: Runtime):
+    streamer = TextStreamer(embedded.tokenizer)  # type: ignore[arg-type]
+    held = embedded.ledger.held(Tier.DEVICE)
+    with pytest.raises(ValueError, match="batch size 1"):
+        embedded.generate([CHAT, CHAT], max_new_tokens=16, streamer=streamer)
+    assert embedded.ledger.held(Tier.DEVICE) == held
+
+
+def test_no_draft_shows_a_mask_behind_an_answer_that_has_ended():
+    runtime = tiered.from_pretrained("embedded", policy="none")
+    prompts = ("sort: Max Ada", "copy: Ada Ben Cleo Dan Eva Finn Gus")
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    streamer = Drafting()
+    out = runtime.generate(chats, streamer=streamer, max_new_tokens=32, remasking="random", seed=0)
+    assert out.forwards[0] != out.forwards[1]
+    assert not any((draft == runtime.model.mask_token_id).any() for draft in streamer.named("draft"))

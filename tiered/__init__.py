@@ -1,0 +1,57 @@
+"""Memory-tiered inference for diffusion language models.
+
+    import tiered
+    runtime = tiered.from_pretrained("embedded")
+    out = runtime.generate([{"role": "user", "content": "sort: Nora Ben Ivan Cleo"}], max_new_tokens=32)
+    out.text, out.num_forwards, out.memory.peak_device_bytes
+
+Names are imported when they are first used, so that planning needs no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiered.budget import MemoryBudget
+    from tiered.errors import TierCapacityError
+    from tiered.options import GenerationOptions
+    from tiered.output import GenerationOutput
+    from tiered.planning.plan import Plan, plan
+    from tiered.policies.base import Policy
+    from tiered.runtime import Runtime, from_pretrained
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "GenerationOptions": "tiered.options",
+    "GenerationOutput": "tiered.output",
+    "MemoryBudget": "tiered.budget",
+    "Plan": "tiered.planning.plan",
+    "Policy": "tiered.policies.base",
+    "Runtime": "tiered.runtime",
+    "TierCapacityError": "tiered.errors",
+    "from_pretrained": "tiered.runtime",
+    "plan": "tiered.planning.plan",
+}
+
+__all__ = [
+    "GenerationOptions",
+    "GenerationOutput",
+    "MemoryBudget",
+    "Plan",
+    "Policy",
+    "Runtime",
+    "TierCapacityError",
+    "from_pretrained",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tiered' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,54 @@
+"""Names that people paste from LLaDA, Dream and Fast-dLLM scripts, and what they are called here. One such table."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tiered.names import unknown_name
+
+ALIASES: Mapping[str, str] = {
+    "gen_length": "max_new_tokens",  # LLaDA
+    "block_size": "block_length",  # Fast-dLLM v2
+    "diffusion_steps": "steps",
+    "max_denoising_steps": "steps",  # transformers' DiffusionGemma
+    "threshold": "confidence_threshold",  # Fast-dLLM
+    "alg": "commit",  # Dream
+    "return_history": "output_history",
+}
+# Dream's `alg` names the rule by what it looks at.
+COMMIT_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "confidence_threshold": {"commit": "threshold"},
+    "low_confidence": {"commit": "static"},
+    "random": {"commit": "static", "remasking": "random"},
+}
+MASK_NAMES = ("mask_id", "mask_token_id")
+
+
+def resolve_aliases(options: Mapping[str, Any], names: Iterable[str], *, mask_token_id: int) -> dict[str, Any]:
+    """`options` under the library's own `names`.
+
+    A mask token's id, which official scripts pass, is checked against the model's and dropped.
+
+    Raises:
+        ValueError: an unknown name (names the nearest), two names of one option with different values, or another
+            model's mask token.
+    """
+    names = tuple(names)
+    resolved: dict[str, Any] = {}
+
+    def enter(name: str, value: Any, given_as: str) -> None:
+        if name in resolved and resolved[name] != value:
+            raise ValueError(f"{given_as} = {value!r} contradicts {name} = {resolved[name]!r}; give one of them")
+        resolved[name] = value
+
+    for given_as, value in options.items():
+        if given_as in MASK_NAMES:
+            if value is not None and value != mask_token_id:
+                raise ValueError(f"{given_as} = {value!r}, but the model's mask token is {mask_token_id}")
+            continue
+        name = ALIASES.get(given_as, given_as)
+        if name not in names:
+            raise unknown_name("option", given_as, (*names, *ALIASES, *MASK_NAMES))
+        spelled_out = COMMIT_ALIASES.get(value) if name == "commit" and isinstance(value, str) else None
+        for own_name, own_value in (spelled_out or {name: value}).items():
+            enter(own_name, own_value, given_as)
+    return resolved

@@ -1,0 +1,44 @@
+"""Byte sizes as people write them: `"12GiB"`, `"512 MB"`, `4096`."""
+
+import re
+from fractions import Fraction
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{infix}B": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, prefix in enumerate("KMGT", start=1)
+}
+_UNIT_BY_LOWER_CASE = {unit.lower(): size for unit, size in _UNITS.items()}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes in `size`: an int, or a string with a unit (`GB` = 10^9 bytes, `GiB` = 2^30 bytes; case is ignored).
+
+    A fraction of a byte is dropped.
+
+    Raises:
+        TypeError: neither int nor str.
+        ValueError: negative, or not a number with a known unit.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(f"a byte size is an int or a string such as '12GiB', not {size!r}")
+    if isinstance(size, int):
+        if size < 0:
+            raise ValueError(f"a byte size cannot be negative: {size}")
+        return size
+    match = _SIZE.fullmatch(size)
+    unit = _UNIT_BY_LOWER_CASE.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"cannot read {size!r} as a byte size; write a number and one of {', '.join(_UNITS)[2:]}")
+    return int(Fraction(match[1]) * unit)
+
+
+def format_bytes(size: int) -> str:
+    """`size` bytes in the largest binary unit that keeps it at 1 or more: `format_bytes(1536) == "1.50 KiB"`."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"

@@ -1,0 +1,23 @@
+"""Checks of numbers that callers pass: the errors name the value and what is allowed."""
+
+import math
+import sys
+
+
+def check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
+    """Raise `TypeError` where `value` is no int, `ValueError` where it is below `least` or above `most`."""
+    allowed = f"an int of at least {least}" if most is None else f"an int from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} = {value!r}; {allowed} is allowed")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{name} = {value}; {allowed} is allowed")
+
+
+def check_number(name: str, value: object, *, least: float, most: float = math.inf) -> None:
+    """Raise `TypeError` where `value` is no number, `ValueError` where it is not finite or out of range."""
+    allowed = f"a number from {least:g} to {most:g}" if most < math.inf else f"a number of at least {least:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} = {value!r}; {allowed} is allowed")
+    # Written so that NaN fails too, and infinity, and an int that no float can hold.
+    if not least <= value <= min(most, sys.float_info.max):
+        raise ValueError(f"{name} = {value}; {allowed} is allowed")

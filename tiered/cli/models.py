@@ -1,0 +1,51 @@
+"""`tiered models`: what can be named on this machine."""
+
+import argparse
+import json
+
+from tiered.byte_size import format_bytes
+from tiered.models.presets import ALIASES
+from tiered.planning.card import format_count
+from tiered.planning.catalog import KnownModel, known_models
+
+DESCRIPTION = "List the embedded model, the presets, and the checkpoints of known families in the local hub cache."
+HEADER = ("name", "from", "family", "parameters", "layers", "KV per token", "")
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Enter the command."""
+    parser = subparsers.add_parser("models", help="the models that can be planned or loaded", description=DESCRIPTION)
+    parser.add_argument("--json", action="store_true", help="also print the list as JSON, on the last line")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table, and with `--json` the same as one line of JSON after it."""
+    models = known_models()
+    print(_table([HEADER, *map(_cells, models)]))
+    print(f"aliases: {', '.join(f'{alias} = {preset}' for alias, preset in ALIASES.items())}")
+    if args.json:
+        print(json.dumps({"models": [model.as_dict() for model in models], "aliases": dict(ALIASES)}))
+    return 0
+
+
+def _cells(model: KnownModel) -> tuple[str, ...]:
+    return (
+        model.name,
+        model.source,
+        model.family,
+        format_count(model.parameters),
+        str(model.layers),
+        format_bytes(model.kv_bytes_per_token),
+        "can be loaded" if model.loadable else "plan only",
+    )
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """`rows` in columns; those of numbers stand on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = "<<<>>><"
+    return "\n".join(
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True)).rstrip()
+        for row in rows
+    )

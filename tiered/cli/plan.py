@@ -1,0 +1,54 @@
+"""`tiered plan`: the bytes of a call, before anything is loaded."""
+
+import argparse
+import json
+
+from tiered.budget import MemoryBudget
+from tiered.cli.policy_options import add_policy_options, policy_options
+from tiered.models.presets import PRESETS
+from tiered.planning.plan import plan
+
+DESCRIPTION = """Count the bytes of a call from the model's config.json alone: nothing is loaded or downloaded.
+The exit status is 0 whether it fits or not."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Enter the command."""
+    parser = subparsers.add_parser("plan", help="what a call takes in each memory tier", description=DESCRIPTION)
+    names = ", ".join(PRESETS)
+    parser.add_argument(
+        "model", help=f"'embedded', a preset ({names}), a directory, a config.json, or the id of a downloaded model"
+    )
+    parser.add_argument("--context", type=int, required=True, help="positions, prompt and answer together")
+    parser.add_argument("--memory", metavar="SIZE", help="cap of the device tier, such as 24GiB")
+    parser.add_argument("--host-memory", metavar="SIZE", help="cap of the host tier (pinned memory)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
+    add_policy_options(parser)
+    parser.add_argument("--block-length", type=int, default=32, help="positions of a block (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default="auto", help="float32, bfloat16, float16 or auto (default: the checkpoint's)"
+    )
+    parser.add_argument("--cfg", action="store_true", help="classifier-free guidance, which doubles the sequences")
+    parser.add_argument("--sampled", action="store_true", help="a temperature above 0, which takes room for the noise")
+    parser.add_argument("--json", action="store_true", help="also print the plan as JSON, on the last line")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the card, and with `--json` the same as one line of JSON after it."""
+    made = plan(
+        args.model,
+        context=args.context,
+        batch=args.batch,
+        policy=args.policy,
+        memory=MemoryBudget(device=args.memory, host=args.host_memory),
+        block_length=args.block_length,
+        dtype=args.dtype,
+        cfg=args.cfg,
+        sampled=args.sampled,
+        **policy_options(args),
+    )
+    print(made)
+    if args.json:
+        print(json.dumps(made.as_dict()))
+    return 0

@@ -1,0 +1,61 @@
+"""The contract of a commit rule, and the ranking that rules share."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """What the model proposes for the block's rows.
+
+    Attributes:
+        tokens: proposed ids.
+        confidence: float64 score of each proposal; −inf where the row is not pending, so that it sorts last.
+        pending: True where nothing is fixed yet.
+    """
+
+    tokens: Int[Tensor, "batch block"]
+    confidence: Float[Tensor, "batch block"]
+    pending: Bool[Tensor, "batch block"]
+
+    def ranks(self) -> Int[Tensor, "batch block"]:
+        """0 for each sequence's most confident row, 1 for the next; of equals, the leftmost comes first."""
+        return self.confidence.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+
+
+class CommitState(ABC):
+    """The mutable part of a rule: made by `CommitRule.start` for one call."""
+
+    @abstractmethod
+    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
+        """A block begins, with these rows to fix."""
+
+    @abstractmethod
+    def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
+        """Rows to fix now: pending ones, and at least one of every sequence that has any, at the latest in the
+        block's last step."""
+
+    def keep(self, sequences: list[int]) -> None:  # noqa: B027
+        """Called at a block's end when only these sequences (ascending) go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRule(ABC):
+    """Options of a commit rule. Raises `ValueError` or `TypeError` on construction for options out of range."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def start(self, steps_per_block: int) -> CommitState:
+        """Fresh state for one call; rules with a schedule spread a block's tokens over `steps_per_block`."""
+
+
+class Memoryless(CommitState):
+    """State of a rule that looks at nothing but the candidates."""
+
+    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
+        pass

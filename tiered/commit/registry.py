@@ -1,0 +1,43 @@
+"""Every commit rule by name."""
+
+from dataclasses import fields
+
+from tiered.commit.base import CommitRule
+from tiered.commit.factor import Factor
+from tiered.commit.static import Static
+from tiered.commit.threshold import Threshold
+from tiered.names import unknown_name
+
+# A new rule is one file and one entry here.
+COMMIT_RULES: dict[str, type[CommitRule]] = {rule.name: rule for rule in (Static, Threshold, Factor)}
+
+
+def make_commit_rule(commit: str | CommitRule | None, **options: float) -> CommitRule:
+    """The rule of that name; None: the rule that `options` belong to, and `static` without any.
+
+    Raises:
+        TypeError: neither name, rule nor None.
+        ValueError: no such rule, an option that the rule lacks or needs, or options of two rules.
+    """
+    if isinstance(commit, CommitRule):
+        if options:
+            raise ValueError(f"options {options} beside a commit rule object; set them in the object: {commit}")
+        return commit
+    if commit is None:
+        fitting = [
+            name for name, rule in COMMIT_RULES.items() if {field.name for field in fields(rule)} == set(options)
+        ]
+        if not fitting:
+            raise ValueError(f"{' and '.join(options)} belong to different commit rules; give one of them")
+        commit = fitting[0]
+    if not isinstance(commit, str):
+        raise TypeError(f"commit is the name of a rule or a CommitRule, not {commit!r}")
+    if commit not in COMMIT_RULES:
+        raise unknown_name("commit rule", commit, COMMIT_RULES)
+    needed = {field.name for field in fields(COMMIT_RULES[commit])}
+    if needed != set(options):
+        raise ValueError(
+            f"the commit rule {commit!r} takes {', '.join(sorted(needed)) or 'no option of its own'}; "
+            f"given: {', '.join(sorted(options)) or 'none'}"
+        )
+    return COMMIT_RULES[commit](**options)

@@ -1,0 +1,94 @@
+"""The token ids of a batch while they are denoised, and which of them are fixed."""
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+PROMPT = -1
+PENDING = 2**31 - 1
+
+
+class Canvas:
+    """Prompts, padded on the left to one length, and masked answers behind them; every block spans the same columns.
+
+    Attributes:
+        tokens: ids; masks where nothing is fixed yet.
+        committed_at: number of the forward of this call that fixed each token; `PROMPT` in prompts and their padding,
+            `PENDING` where no forward has. Mask tokens inside a prompt are context: they are never denoised.
+        pads: padding columns in front of each prompt.
+        padded: whether any prompt is shorter than the longest.
+        prompt_length, block_length, blocks: columns of the longest prompt, columns of a block, number of blocks.
+    """
+
+    def __init__(
+        self,
+        prompts: Int[Tensor, "batch prompt"],
+        pads: Int[Tensor, " batch"],
+        *,
+        max_new_tokens: int,
+        block_length: int,
+        mask_token_id: int,
+    ) -> None:
+        """`prompts`: left-padded ids, `pads[b]` of them padding."""
+        batch, self.prompt_length = prompts.shape
+        self.block_length = block_length
+        self.blocks = max_new_tokens // block_length
+        self.tokens = torch.cat([prompts, prompts.new_full((batch, max_new_tokens), mask_token_id)], dim=1)
+        self.committed_at = torch.full_like(self.tokens, PROMPT, dtype=torch.int32)
+        self.committed_at[:, self.prompt_length :] = PENDING
+        self.pads = pads
+        self.padded = bool(pads.any())
+
+    @property
+    def batch(self) -> int:
+        """Sequences that are still denoised."""
+        return self.tokens.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Columns: padding, prompt and answer."""
+        return self.tokens.shape[1]
+
+    @property
+    def answers(self) -> Int[Tensor, "batch answer"]:
+        """The columns behind the prompts."""
+        return self.tokens[:, self.prompt_length :]
+
+    def block_span(self, block: int) -> tuple[int, int]:
+        """First column of `block`, and the column behind its last."""
+        start = self.prompt_length + block * self.block_length
+        return start, start + self.block_length
+
+    def pending(self, start: int, stop: int) -> Bool[Tensor, "batch columns"]:
+        """True at columns from `start` to `stop` (exclusive) that no forward has fixed."""
+        return self.committed_at[:, start:stop] == PENDING
+
+    def positions(self) -> Int[Tensor, "batch length"]:
+        """RoPE position of every column: a prompt's first token is at 0. One row where no prompt is padded."""
+        columns = torch.arange(self.length, device=self.tokens.device)[None]
+        # A rotation depends on distances alone; positions that start at the prompt make a padded row's arithmetic the
+        # same, to the bit, as that of the row alone.
+        return (columns - self.pads[:, None]).clamp(min=0) if self.padded else columns
+
+    def key_mask(self) -> Bool[Tensor, "batch length"] | None:
+        """False at padding; None where there is none."""
+        if not self.padded:
+            return None
+        return torch.arange(self.length, device=self.tokens.device)[None] >= self.pads[:, None]
+
+    def commit(
+        self,
+        start: int,
+        chosen: Bool[Tensor, "batch columns"],
+        tokens: Int[Tensor, "batch columns"],
+        forward: int,
+    ) -> None:
+        """Fix `tokens` where `chosen`, in the columns from `start`, as decided by forward number `forward`."""
+        columns = slice(start, start + chosen.shape[1])
+        self.tokens[:, columns] = tokens.where(chosen, self.tokens[:, columns])
+        self.committed_at[:, columns] = self.committed_at[:, columns].masked_fill(chosen, forward)
+
+    def keep(self, sequences: list[int]) -> None:
+        """Go on with these sequences alone (ascending)."""
+        self.tokens, self.committed_at = self.tokens[sequences], self.committed_at[sequences]
+        self.pads = self.pads[sequences]

@@ -1,0 +1,1 @@
+"""The embedded model: a small LLaDA trained by this repository, its tasks and its tokenizer."""

@@ -1,0 +1,168 @@
+"""The tasks of the embedded model: prompts, answers and exact-match scoring, from one seeded generator.
+
+The splits are disjoint by construction: a prompt belongs to the split that a hash of its text names, and the generator
+draws until it meets a prompt of the split it was asked for. No held-out prompt can therefore occur in training,
+whatever the seeds. Validation prompts steer a training run, test prompts measure what came of it. Pure Python: nothing
+here needs a model.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal["train", "validation", "test"]
+
+_NAMES = (
+    "Ada Ben Cleo Dan Eva Finn Gus Hana Ivan Jill Kai Lena Max "
+    "Nora Omar Pia Quin Rosa Sam Tara Uma Vera Will Xena Yan Zoe"
+)
+NAMES: tuple[str, ...] = tuple(_NAMES.split())
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+KEYS: tuple[str, ...] = tuple(a + b for a in LETTERS for b in LETTERS)
+
+# Of this many prompts one belongs to the test split, and one to the validation split.
+HELD_OUT_SHARE = 32
+# Tokens of a lookup prompt besides its pairs and asked keys: user mark, "lookup", "?", assistant mark.
+LOOKUP_FRAME_TOKENS = 4
+PAIR_TOKENS = 5
+KEY_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One instance: the user's message, the one right answer, and the task it came from."""
+
+    task: str
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One family of prompts.
+
+    `make(rng, size)` returns (prompt, answer). `sizes` are the inclusive bounds of `size`, whose unit is `unit`.
+    """
+
+    name: str
+    make: Callable[[random.Random, int], tuple[str, str]]
+    sizes: tuple[int, int]
+    unit: str
+    summary: str
+
+
+def split_of(prompt: str) -> Split:
+    """The split that owns a prompt; a function of its text alone."""
+    number = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=8).digest(), "little")
+    # The two held-out halves were one split while the shipped model was trained (docs/embedded-model.md): whichever
+    # half a prompt is in, the model has never been trained on it.
+    held_out: dict[int, Split] = {0: "test", HELD_OUT_SHARE // 2: "validation"}
+    return held_out.get(number % HELD_OUT_SHARE, "train")
+
+
+def draw(task: str, split: Split, rng: random.Random, *, size: int | None = None, **options: int) -> Example:
+    """The next example of `split` from the caller's random stream; `size` None draws one within the task's bounds."""
+    spec = TASKS[task]
+    while True:
+        prompt, answer = spec.make(rng, rng.randint(*spec.sizes) if size is None else size, **options)
+        if split_of(prompt) == split:
+            return Example(task, prompt, answer)
+
+
+def sample(task: str, split: Split, seed: int, *, size: int | None = None, **options: int) -> Example:
+    """The example that (task, split, seed, size) names: the same on every machine and in every process."""
+    return draw(task, split, random.Random(f"{task}/{split}/{seed}/{size}"), size=size, **options)
+
+
+def score(example: Example, text: str) -> bool:
+    """Exact match, with runs of white space taken as one space."""
+    return " ".join(text.split()) == " ".join(example.answer.split())
+
+
+def _names(rng: random.Random, count: int) -> list[str]:
+    return rng.sample(NAMES, count)
+
+
+def _copy(rng: random.Random, size: int) -> tuple[str, str]:
+    text = " ".join(_names(rng, size))
+    return f"copy: {text}", text
+
+
+def _reverse(rng: random.Random, size: int) -> tuple[str, str]:
+    items = _names(rng, size)
+    return f"reverse: {' '.join(items)}", " ".join(reversed(items))
+
+
+def _sort(rng: random.Random, size: int) -> tuple[str, str]:
+    items = _names(rng, size)
+    return f"sort: {' '.join(items)}", " ".join(sorted(items))
+
+
+def _replace(rng: random.Random, size: int) -> tuple[str, str]:
+    new, *items = _names(rng, size + 1)
+    at = rng.randrange(size)
+    answer = [*items[:at], new, *items[at + 1 :]]
+    return f"replace {items[at]} with {new}: {' '.join(items)}", " ".join(answer)
+
+
+def _insert(rng: random.Random, size: int) -> tuple[str, str]:
+    new, *items = _names(rng, size + 1)
+    at = rng.randrange(size)
+    answer = [*items[: at + 1], new, *items[at + 1 :]]
+    return f"insert {new} after {items[at]}: {' '.join(items)}", " ".join(answer)
+
+
+def _remove(rng: random.Random, size: int) -> tuple[str, str]:
+    items = _names(rng, size)
+    at = rng.randrange(size)
+    return f"remove {items[at]}: {' '.join(items)}", " ".join(items[:at] + items[at + 1 :])
+
+
+def _add(rng: random.Random, size: int, digits: int = 0) -> tuple[str, str]:
+    # The first digit of both operands is 0, so the sum has the operands' width and every digit keeps its column.
+    # `digits` makes the operands smaller than the width allows.
+    a, b = (rng.randrange(10 ** (digits or size - 1)) for _ in range(2))
+    return f"add {a:0{size}d}+{b:0{size}d}", f"{a + b:0{size}d}"
+
+
+def _chain(rng: random.Random, size: int, rising: int = 0) -> tuple[str, str]:
+    # `rising` 1 leaves subtraction out, as far as the total stays below 100.
+    total = rng.randrange(100)
+    prompt, steps = f"chain {total:02d}", []
+    for _ in range(size):
+        ways = [("+", d) for d in range(1, 10) if total + d < 100] + [("-", d) for d in range(1, 10) if total >= d]
+        sign, digit = rng.choice([way for way in ways if way[0] == "+"] or ways if rising else ways)
+        total += digit if sign == "+" else -digit
+        prompt += f"{sign}{digit}"
+        steps.append(f"{sign}{digit}={total:02d}")
+    return prompt, " ".join(steps)
+
+
+def _lookup(rng: random.Random, size: int, asked: int = 0) -> tuple[str, str]:
+    # `size` bounds the tokens of the whole prompt, chat marks included; `asked` 0 draws 1-4 keys.
+    asked = asked or rng.randint(1, 4)
+    count = min((size - LOOKUP_FRAME_TOKENS - KEY_TOKENS * asked) // PAIR_TOKENS, len(KEYS))
+    if count < asked:
+        raise ValueError(f"lookup: {size} tokens hold {count} pairs, fewer than the {asked} keys asked")
+    pairs = [f"{key}={rng.randrange(100):02d}" for key in rng.sample(KEYS, count)]
+    wanted = rng.sample(pairs, asked)
+    return f"lookup {' '.join(pairs)} ? {' '.join(pair[:2] for pair in wanted)}", " ".join(wanted)
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task(name="copy", make=_copy, sizes=(4, 16), unit="names", summary="repeat a list"),
+        Task(name="reverse", make=_reverse, sizes=(4, 16), unit="names", summary="a list from its end"),
+        Task(name="sort", make=_sort, sizes=(4, 16), unit="names", summary="a list in alphabetical order"),
+        Task(name="replace", make=_replace, sizes=(4, 16), unit="names", summary="exchange one name of a list"),
+        Task(name="insert", make=_insert, sizes=(4, 16), unit="names", summary="put a name behind another"),
+        Task(name="remove", make=_remove, sizes=(4, 16), unit="names", summary="leave one name out"),
+        Task(name="add", make=_add, sizes=(4, 4), unit="digits", summary="add two zero-padded numbers"),
+        Task(name="chain", make=_chain, sizes=(2, 6), unit="operations", summary="a running total, step by step"),
+        Task(name="lookup", make=_lookup, sizes=(64, 512), unit="prompt tokens", summary="values of keys in a table"),
+    )
+}
+LIST_TASKS: tuple[str, ...] = ("copy", "reverse", "sort", "replace", "insert", "remove")

@@ -1,0 +1,38 @@
+"""Books: what a training run is, and where it stands."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a run is.
+
+    Attributes:
+        steps: its length; the rate falls to 0 over the last fifth.
+        grow: steps until lists have their full length.
+        seed: of weights and data.
+        short_tokens, lookup_tokens: tokens of a step's two batches.
+        score_every, score_examples: steps between validations, and their examples a task.
+        save_every, report_every: steps between checkpoints, and between lines of the log.
+    """
+
+    steps: int = 5000
+    grow: int = 2000
+    seed: int = 1
+    short_tokens: int = 2900
+    lookup_tokens: int = 2700
+    score_every: int = 350
+    score_examples: int = 16
+    save_every: int = 50
+    report_every: int = 25
+
+
+@dataclass(kw_only=True)
+class Standing:
+    """Where a run stands, in plain types: steps and tokens done, seconds spent, smoothed losses, last validation."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)

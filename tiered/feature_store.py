@@ -1,0 +1,61 @@
+"""The device tier's caches: preallocated tensors for every feature that a policy keeps, written by rows."""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tiered.features import Feature
+from tiered.models.shape import ModelShape
+from tiered.rows import Rows
+
+
+class FeatureStore:
+    """One tensor [layers, batch, heads, length, elements] for each feature; `HIDDEN` and its like have one head.
+
+    Keys are stored after RoPE, so that a cached key is never rotated again. A feature kept for a single layer of many
+    is a workspace that every layer overwrites in turn: that is all a policy without a cache needs.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        features: Mapping[Feature, int],
+        *,
+        batch: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`features`: layers for which each feature is kept, 1 or all (see `Policy.features`)."""
+        self._tensors: dict[Feature, Tensor] = {
+            feature: torch.empty(layers, batch, *_heads_elements(shape, feature, length), dtype=dtype, device=device)
+            for feature, layers in features.items()
+        }
+
+    def view(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length elements"]:
+        """Everything that is stored of `feature` for `layer`: a view, valid until `keep`."""
+        stored = self._tensors[feature]
+        return stored[layer if len(stored) > 1 else 0]
+
+    def write(
+        self, feature: Feature, layer: int, rows: Rows, values: Float[Tensor, "batch heads rows elements"]
+    ) -> None:
+        """Store `values` at `rows`."""
+        rows.put(self.view(feature, layer), values)
+
+    def keep(self, sequences: list[int]) -> None:
+        """Go on with these sequences alone (ascending); the others' room is not given back before the call ends."""
+        for feature, stored in self._tensors.items():
+            # Ascending order makes it safe to move in place, one sequence at a time, without a second copy.
+            for new, old in enumerate(sequences):
+                if new != old:
+                    stored[:, new].copy_(stored[:, old])
+            self._tensors[feature] = stored[:, : len(sequences)]
+
+
+def _heads_elements(shape: ModelShape, feature: Feature, length: int) -> tuple[int, int, int]:
+    if feature in (Feature.KEY, Feature.VALUE):
+        return shape.kv_heads, length, shape.head_dim
+    return 1, length, shape.width

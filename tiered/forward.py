@@ -1,0 +1,121 @@
+"""One forward pass over the rows of a step: the only path through the layers, whatever the policy.
+
+A pass goes over all rows layer by layer and, within a layer, twice over parts of the rows: first keys and values go to
+the store, then each part attends to the whole store and adds its branches to the residual stream in place. So a full
+refresh of a long canvas takes one hidden state of it and the temporaries of one part, and no N×N tensor exists.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tiered.feature_store import FeatureStore
+from tiered.features import Feature
+from tiered.models.base import DiffusionModel
+from tiered.planning.costs import part_rows
+from tiered.rows import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What goes from layer to layer.
+
+    Attributes:
+        rows: the positions of `hidden`.
+        hidden: the residual stream of these rows; a layer may update it in place.
+        output: the rows, by their place in `rows`, whose logits the step needs. A layer may drop all others once
+            nothing reads them, so the last layer asks no query for them.
+    """
+
+    rows: Rows
+    hidden: Float[Tensor, "batch rows width"]
+    output: slice
+
+
+LayerProgram = Callable[["Forward", int, Flow], Flow]
+
+
+class Forward:
+    """The layers of `model` over one call's store.
+
+    `dense` is the layer of a plain pass. It is built from the pieces below it, which a policy's own layer program may
+    call as well, in another order or over other rows.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        store: FeatureStore,
+        positions: Int[Tensor, "batch length"],
+        key_mask: Bool[Tensor, "batch length"] | None = None,
+    ) -> None:
+        """`positions`: RoPE position of every column (one row where all sequences share them); `key_mask`: False at
+        columns that no row may attend to."""
+        self.model = model
+        self.store = store
+        self._rotary = model.rotary(positions)
+        self._key_mask = None if key_mask is None else key_mask[:, None, None, :]
+
+    def keep(self, sequences: list[int]) -> None:
+        """Go on with these sequences alone (ascending)."""
+        self.store.keep(sequences)
+        self._key_mask = None if self._key_mask is None else self._key_mask[sequences]
+        if len(self._rotary.cos) > 1:
+            self._rotary = type(self._rotary)(self._rotary.cos[sequences], self._rotary.sin[sequences])
+
+    def logits(
+        self,
+        ids: Int[Tensor, "batch length"],
+        rows: Rows,
+        output: slice,
+        program: LayerProgram | None = None,
+    ) -> Float[Tensor, "batch output vocab"]:
+        """float32 logits of `rows[output]` after all layers; every layer goes through `program` (None: `dense`)."""
+        flow = Flow(rows, self.model.embed(rows.columns(ids)), output)
+        for layer in range(self.model.shape.layers):
+            flow = program(self, layer, flow) if program else self.dense(layer, flow)
+        return self.model.logits(flow.hidden[:, flow.output])
+
+    def dense(self, layer: int, flow: Flow) -> Flow:
+        """A plain layer: write keys and values of all rows, then attention and MLP of all rows (in the last layer, of
+        the output rows)."""
+        rows, hidden, output = flow.rows, flow.hidden, flow.output
+        parts = rows.parts(part_rows(len(hidden)))
+        normed = None
+        for part in parts:
+            normed = self.model.attention_norm(layer, hidden[:, part])
+            self.write_keys_values(layer, rows[part], normed)
+        if layer == self.model.shape.layers - 1:
+            normed = normed[:, output] if len(parts) == 1 and normed is not None else None
+            rows, hidden = rows[output], hidden[:, output]
+            output = slice(0, rows.count)
+            parts = rows.parts(part_rows(len(hidden)))
+        for part in parts:
+            # One part: its norm is still at hand. Several: computing it again is cheaper than keeping them all.
+            if len(parts) > 1 or normed is None:
+                normed = self.model.attention_norm(layer, hidden[:, part])
+            hidden[:, part] += self.attention(layer, rows[part], normed)
+            normed = None  # not held while the MLP runs: it is as large as the residual stream of the part
+            hidden[:, part] += self.model.feed_forward(layer, hidden[:, part])
+        return Flow(rows, hidden, output)
+
+    def write_keys_values(self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]) -> None:
+        """Project `normed` (see `DiffusionModel.attention_norm`) to keys and values, and store them at `rows`."""
+        keys, values = self.model.keys_values(layer, normed, self._rotary.at(rows))
+        self.store.write(Feature.KEY, layer, rows, keys)
+        self.store.write(Feature.VALUE, layer, rows, values)
+
+    def attention(
+        self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]
+    ) -> Float[Tensor, "batch rows width"]:
+        """`ATTN_OUT` of `rows` over everything that the layer's store holds."""
+        mixed = self.model.attend(
+            layer,
+            self.model.queries(layer, normed, self._rotary.at(rows)),
+            self.store.view(Feature.KEY, layer),
+            self.store.view(Feature.VALUE, layer),
+            self._key_mask,
+        )
+        return self.model.attention_out(layer, mixed)

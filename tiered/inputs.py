@@ -1,0 +1,115 @@
+"""From what a caller passes (text, chats, ids) to prompts that a canvas can hold, with every check on the way."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+Inputs = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]] | Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """Prompts in the caller's own layout: any padding, on any side."""
+
+    ids: Int[Tensor, "batch length"]
+    mask: Bool[Tensor, "batch length"]
+
+    def packed(self) -> tuple[Int[Tensor, "batch longest"], Int[Tensor, " batch"]]:
+        """The same prompts padded on the left to the longest one, and the number of pads of each."""
+        lengths = self.mask.sum(dim=1)
+        longest = int(lengths.max())
+        # A stable sort by the mask moves padding to the front and leaves the tokens in order.
+        order = self.mask.int().argsort(dim=1, stable=True)
+        return self.ids.gather(1, order)[:, -longest:].contiguous(), longest - lengths
+
+
+def read_inputs(
+    inputs: Inputs,
+    attention_mask: Tensor | None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer_missing: str,
+    pad_token_id: int,
+    vocab_size: int,
+) -> Prompts:
+    """Prompts of a string, a list of strings, chat messages (one chat or a list of chats), or ids [batch, length].
+
+    Strings are continued as they stand, as transformers' pipelines do it; chats go through the chat template.
+
+    Raises:
+        TypeError: another kind of input, or a mask beside text.
+        ValueError: an empty prompt, ids out of range, a mask of another shape, or text without a tokenizer
+            (`tokenizer_missing` says why there is none).
+    """
+    if isinstance(inputs, Tensor):
+        return _checked(inputs, attention_mask, vocab_size)
+    if attention_mask is not None:
+        raise TypeError("attention_mask goes with token ids; text is padded and masked here")
+    if tokenizer is None:
+        raise ValueError(f"text needs a tokenizer, and {tokenizer_missing}; pass token ids instead")
+    rows = [torch.tensor(row, dtype=torch.long) for row in _encode(inputs, tokenizer)]
+    for i, row in enumerate(rows):
+        if not len(row):
+            raise ValueError(f"prompt {i} is empty: {inputs!r:.80} has no token")
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id, padding_side="left")
+    lengths = torch.tensor([len(row) for row in rows])
+    return _checked(ids, torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None], vocab_size)
+
+
+def _encode(inputs: object, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Ids of every prompt in `inputs`, which is text or chats."""
+    if isinstance(inputs, str):
+        inputs = [inputs]
+    if not isinstance(inputs, Sequence):
+        raise TypeError(f"inputs are a string, strings, chat messages or a LongTensor, not {type(inputs).__name__}")
+    if not inputs:
+        raise ValueError("inputs are empty; at least one prompt is needed")
+    if all(isinstance(item, str) for item in inputs):
+        return [list(tokenizer(text)["input_ids"]) for text in inputs]  # type: ignore[arg-type]
+    chats = [inputs] if all(isinstance(item, Mapping) for item in inputs) else list(inputs)
+    for chat in chats:
+        _check_chat(chat)
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template; pass the prompt as a string")
+    return [
+        list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])  # type: ignore[index]
+        for chat in chats
+    ]
+
+
+def _check_chat(chat: object) -> None:
+    if not isinstance(chat, Sequence) or isinstance(chat, str) or not chat:
+        raise TypeError(f"a chat is a non-empty list of messages with 'role' and 'content', not {chat!r:.80}")
+    for message in chat:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise TypeError(f"a chat message is a mapping with 'role' and 'content', not {message!r:.80}")
+
+
+def _checked(ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Prompts:
+    if ids.dim() != 2 or ids.dtype not in (torch.long, torch.int):
+        raise ValueError(f"ids are a LongTensor [batch, length], not {ids.dtype} {list(ids.shape)}")
+    if not ids.numel():
+        raise ValueError(f"the prompt is empty: ids have shape {list(ids.shape)}")
+    lowest, highest = ids.min().item(), ids.max().item()
+    if lowest < 0 or highest >= vocab_size:
+        bad = lowest if lowest < 0 else highest
+        raise ValueError(f"token id {bad} is out of range; ids in [0, {vocab_size}) are allowed")
+    if attention_mask is None:
+        return Prompts(ids=ids.long(), mask=torch.ones_like(ids, dtype=torch.bool))
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask is a tensor of the ids' shape, not {type(attention_mask).__name__}")
+    if attention_mask.shape != ids.shape:
+        raise ValueError(f"attention_mask has shape {list(attention_mask.shape)}; the ids have {list(ids.shape)}")
+    if not ((attention_mask == 0) | (attention_mask == 1)).all():
+        raise ValueError("attention_mask holds values other than 0 (padding) and 1 (token)")
+    mask = attention_mask.to(device=ids.device, dtype=torch.bool)
+    empty = (~mask.any(dim=1)).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"prompts {empty} are empty: their attention_mask is 0 everywhere")
+    return Prompts(ids=ids.long(), mask=mask)

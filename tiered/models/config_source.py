@@ -1,0 +1,52 @@
+"""Finds and reads the config.json that a name, a path or a mapping stands for. Never reaches the network."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tiered.models.locate import EMBEDDED, find_directory, is_hub_id, not_found
+from tiered.models.presets import preset_names, preset_of, read_preset
+from tiered.names import unknown_name
+
+
+def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The config that `source` stands for.
+
+    Args:
+        source: "embedded", a directory with a config.json, the path of a config.json, the hub id of a downloaded
+            checkpoint, a preset, or a config itself. Where a directory and a preset share a name, the directory counts.
+
+    Raises:
+        TypeError: none of those types.
+        ValueError: nothing of that name (the nearest preset is named), or what is there is no config.json.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    if not isinstance(source, str | Path):
+        raise TypeError(f"a config is a name, a path or a mapping, not {source!r}")
+    path = Path(os.path.expanduser(source))
+    if path.is_file():
+        return _parse(path)
+    directory = find_directory(source)
+    if directory is not None:
+        if not (directory / "config.json").is_file():
+            raise ValueError(f"{str(source)!r} has no config.json in {directory}")
+        return _parse(directory / "config.json")
+    name = str(source)
+    if preset_of(name) is not None:
+        return read_preset(name)
+    if is_hub_id(name):
+        raise ValueError(not_found(name))
+    raise ValueError(f"{unknown_name('model', name, [EMBEDDED, *preset_names()])}; or a directory with a config.json")
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # broken JSON, or bytes that are no text
+        raise ValueError(f"{path} is damaged, it holds no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is damaged: a config.json holds an object, not {type(config).__name__}")
+    return config

@@ -1,0 +1,55 @@
+"""The config.json files of released models, so that they can be planned before anything is downloaded. No weights."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tiered.names import unknown_name
+
+# Preset → the Hugging Face checkpoints that have this config.
+PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "llada-8b": ("GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-1.5"),
+        "dream-7b": ("Dream-org/Dream-v0-Instruct-7B", "Dream-org/Dream-v0-Base-7B"),
+        "gidd-unif-3b": ("dvruette/gidd-unif-3b",),
+        "gidd-mask-3b": ("dvruette/gidd-mask-3b",),
+        "gidd-unif-10b": ("dvruette/gidd-unif-10b",),
+    }
+)
+
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "llada-1.5": "llada-8b",
+        "gidd-3b": "gidd-unif-3b",
+        "gidd-10b": "gidd-unif-10b",
+    }
+)
+
+_FOLDER = Path(__file__).parent / "presets"
+
+
+def preset_names() -> list[str]:
+    """Every name that `read_preset` takes, aliases last."""
+    return [*PRESETS, *ALIASES]
+
+
+def preset_of(name: str) -> str | None:
+    """The preset that `name` stands for: itself, an alias, or a checkpoint's id on the Hugging Face hub; else None."""
+    name = ALIASES.get(name, name)
+    if name in PRESETS:
+        return name
+    return next((preset for preset, checkpoints in PRESETS.items() if name in checkpoints), None)
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """The config.json of the preset, alias or hub id `name`.
+
+    Raises:
+        ValueError: no such preset; names the nearest one.
+    """
+    preset = preset_of(name)
+    if preset is None:
+        raise unknown_name("preset", name, preset_names())
+    return json.loads((_FOLDER / f"{preset}.json").read_text(encoding="utf-8"))

@@ -1,0 +1,96 @@
+"""Books: a model's sizes, as planning, caching and weight checking need them. Integers only, from config.json alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+
+# Bytes an element takes, by the names that config.json and safetensors users write.
+BYTES_PER_ELEMENT: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a dense diffusion LM, in elements and rows; the same words for every family.
+
+    Attributes:
+        family: name of the model family, as in `tiered.models.families`.
+        layers: transformer layers.
+        width: hidden size (the length of a row's hidden state).
+        heads, kv_heads, head_dim: query heads, key/value heads, elements of a head.
+        mlp_width: elements of the MLP's inner layer.
+        mlp_matrices: matrices that read the MLP's input (2 with a gate, 1 without).
+        vocab_size: rows of the embedding, which is also the width of the logits.
+        max_context: positions that the model was made for.
+        dtype: dtype of the checkpoint, a key of `BYTES_PER_ELEMENT`.
+        noise: noise process the model was trained on, "mask" or "uniform".
+        prediction_shift: 1 where row p predicts position p + 1 (Dream), else 0.
+        weight_shapes: every tensor of the checkpoint, by its official name, with its shape.
+    """
+
+    family: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+    mlp_matrices: int
+    vocab_size: int
+    max_context: int
+    dtype: str
+    noise: str = "mask"
+    prediction_shift: int = 0
+    weight_shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all weights."""
+        return sum(prod(shape) for shape in self.weight_shapes.values())
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of one row's key, or value, in one layer."""
+        return self.kv_heads * self.head_dim
+
+
+def positive(config: Mapping[str, object], key: str, default: int | None = None) -> int:
+    """`config[key]` as a size; `default` stands in for a key that is absent or null.
+
+    Raises:
+        ValueError: absent without a default, or not a positive integer.
+    """
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"config.json lacks {key!r}, which this model family needs")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"config.json: {key} = {value!r}; a positive integer is allowed")
+    return value
+
+
+def checkpoint_dtype(config: Mapping[str, object]) -> str:
+    """The dtype that config.json names (`torch_dtype`, or `dtype` in newer files); float32 where it names none.
+
+    Raises:
+        ValueError: a dtype that no checkpoint of these families has.
+    """
+    name = str(config.get("torch_dtype") or config.get("dtype") or "float32").removeprefix("torch.")
+    if name not in BYTES_PER_ELEMENT:
+        raise ValueError(f"config.json: torch_dtype = {name!r}; allowed: {', '.join(BYTES_PER_ELEMENT)}")
+    return name
+
+
+def require(config: Mapping[str, object], allowed: Mapping[str, tuple[object, ...]], family: str) -> None:
+    """Check that each key, where config.json has it, holds one of the values that our forward implements.
+
+    Raises:
+        ValueError: names every key, its value and what is allowed.
+    """
+    wrong = [
+        f"{key} = {config[key]!r} (allowed: {', '.join(map(repr, values))})"
+        for key, values in allowed.items()
+        if key in config and config[key] not in values
+    ]
+    if wrong:
+        raise ValueError(f"config.json asks for what the {family} forward does not have: {'; '.join(wrong)}")

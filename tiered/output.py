@@ -1,0 +1,87 @@
+"""What `generate` returns: answers, and the figures of the call from the ledger and the clock."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tiered.memory_report import MemoryReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Wall-clock seconds of a call.
+
+    Attributes:
+        total: from the first forward to the last commit.
+        first_block: until the first block was final.
+        steps: of every forward with its commit.
+        tokens: tokens of all answers, without those from the end-of-sequence token on.
+    """
+
+    total: float
+    first_block: float
+    steps: list[float] = field(repr=False)
+    tokens: int
+
+    @property
+    def ms_per_forward(self) -> float:
+        """Milliseconds of a forward with its commit, on average."""
+        return 1000 * sum(self.steps) / len(self.steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all answers over `total`; prompt, end-of-sequence and padding not counted."""
+        return self.tokens / self.total
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types for JSON, without the list of steps."""
+        return {
+            "total_s": self.total,
+            "first_block_s": self.first_block,
+            "ms_per_forward": self.ms_per_forward,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOutput:
+    """The result of `Runtime.generate`. Names follow transformers' `DiffusionGemmaGenerationOutput` where it has them.
+
+    Attributes:
+        sequences: the prompts as they were passed, padding included, and the answers behind them. From the first
+            end-of-sequence token on an answer holds padding, unless `stop_at_eos` was off.
+        text: answers up to their end, without special tokens; None without a tokenizer.
+        num_forwards: forwards of the batch (NFE); with guidance, one forward serves both canvases.
+        forwards: forwards that each sequence took part in.
+        tokens_per_forward: TPF of each sequence: its answer's tokens (end-of-sequence and padding not counted) over
+            its forwards.
+        passes: forwards by kind (`refresh`, `update`, `step`).
+        rows_per_forward: rows of each sequence that every forward recomputed.
+        memory: bytes in each tier, from the ledger.
+        timings: seconds.
+        history: with `output_history`, `sequences` before the first forward and after each one that changed something.
+    """
+
+    sequences: Int[Tensor, "batch length"]
+    text: list[str] | None
+    num_forwards: int
+    forwards: list[int]
+    tokens_per_forward: Float[Tensor, " batch"]
+    passes: dict[str, int]
+    rows_per_forward: list[int]
+    memory: MemoryReport
+    timings: Timings
+    history: list[Int[Tensor, "batch length"]] | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures in plain types, for JSON; without ids and history."""
+        return {
+            "text": self.text,
+            "num_forwards": self.num_forwards,
+            "tokens_per_forward": self.tokens_per_forward.tolist(),
+            "passes": self.passes,
+            "timings": self.timings.as_dict(),
+            "memory": self.memory.as_dict(),
+        }

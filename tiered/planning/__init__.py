@@ -1,0 +1,1 @@
+"""Bytes before loading: what a model, a policy and a context will take in each tier."""

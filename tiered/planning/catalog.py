@@ -1,0 +1,92 @@
+"""The models that can be named on this machine: the embedded one, the presets, and cached hub checkpoints."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tiered.models.config_source import read_config
+from tiered.models.families import FAMILIES, family_of
+from tiered.models.locate import EMBEDDED, find_directory
+from tiered.models.presets import PRESETS
+from tiered.planning.workload import kv_bytes_per_token
+
+Source = Literal["embedded", "preset", "cache"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownModel:
+    """A model that `plan` takes by name.
+
+    Attributes:
+        name: what to call it by.
+        source: where its config.json comes from.
+        family: name of its family.
+        parameters: elements of its weights.
+        layers: transformer layers.
+        kv_bytes_per_token: bytes of one token's keys and values in all layers, in the checkpoint's dtype.
+        loadable: whether its weights are here and its family has a loader; otherwise it can be planned only.
+    """
+
+    name: str
+    source: Source
+    family: str
+    parameters: int
+    layers: int
+    kv_bytes_per_token: int
+    loadable: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON."""
+        return asdict(self)
+
+
+def known_models() -> list[KnownModel]:
+    """The embedded model, then every preset, then the cached checkpoints of known families by name."""
+    return [
+        _known(EMBEDDED, "embedded"),
+        *(_known(name, "preset") for name in PRESETS),
+        *(_known(name, "cache") for name in _cached_models() if _can_be_planned(name)),
+    ]
+
+
+def _known(name: str, source: Source) -> KnownModel:
+    config = read_config(name)
+    family = family_of(config)
+    shape = family.shape(config)
+    # A preset's name may be a directory's too; the preset itself has no weights.
+    directory = None if source == "preset" else find_directory(name)
+    return KnownModel(
+        name=name,
+        source=source,
+        family=family.name,
+        parameters=shape.parameters,
+        layers=shape.layers,
+        kv_bytes_per_token=kv_bytes_per_token(shape, shape.dtype),
+        loadable=family.loader is not None and directory is not None and any(directory.glob("*.safetensors")),
+    )
+
+
+def _cached_models() -> Iterator[str]:
+    """Ids of the models in the local Hugging Face cache."""
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except CacheNotFound:
+        return
+    yield from sorted(repository.repo_id for repository in repositories if repository.repo_type == "model")
+
+
+def _can_be_planned(name: str) -> bool:
+    directory = find_directory(name)
+    if directory is None or not (directory / "config.json").is_file():
+        return False
+    try:
+        config = read_config(directory)
+        if config.get("model_type") not in FAMILIES:
+            return False
+        family_of(config).shape(config)
+    except ValueError:  # damaged, or a variant of a known family that is not implemented
+        return False
+    return True

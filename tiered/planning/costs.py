@@ -1,0 +1,98 @@
+"""Books: the bytes that loading and one call take on the device, by account. Plan and reservation both read them here.
+
+The formulas follow `tiered.forward` tensor by tensor; a test holds them against what torch allocates.
+"""
+
+from collections.abc import Mapping
+
+from tiered.features import Account, Feature
+from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+
+# Rows of all sequences together that pass a layer at a time. Each weight that is read serves so many rows: an H100
+# needs about 300 in bfloat16 before arithmetic, not memory, sets the pace, and a CPU no more than 256. Larger parts
+# gain nothing, and their temporaries grow in proportion.
+PART_ROWS = 512
+
+_FLOAT32 = 4
+_FLOAT64 = 8
+_TOKEN_ID = 8
+
+
+def part_rows(batch: int) -> int:
+    """Rows of each of `batch` sequences that pass a layer at a time."""
+    return max(1, PART_ROWS // batch)
+
+
+def weight_bytes(shape: ModelShape, dtype: str) -> int:
+    """Bytes of all weights in `dtype`."""
+    return shape.parameters * BYTES_PER_ELEMENT[dtype]
+
+
+def feature_bytes(shape: ModelShape, feature: Feature, *, layers: int, rows: int, dtype: str) -> int:
+    """Bytes of `feature` for `rows` rows in `layers` layers, raw in `dtype`."""
+    elements = shape.kv_width if feature in (Feature.KEY, Feature.VALUE) else shape.width
+    return layers * rows * elements * BYTES_PER_ELEMENT[dtype]
+
+
+def call_bytes(
+    shape: ModelShape,
+    features: Mapping[Feature, int],
+    *,
+    batch: int,
+    context: int,
+    block_length: int,
+    dtype: str,
+    sampled: bool = False,
+) -> dict[Account, int]:
+    """Bytes that one call reserves on the device beside the weights.
+
+    Args:
+        shape: sizes of the model.
+        features: what the policy keeps, as `Policy.features(shape)` gives it: layers for which each feature is kept.
+        batch: sequences that go through a forward together; with guidance, twice those asked for.
+        context: positions of the canvas, prompt and answer together.
+        block_length: positions of a block.
+        dtype: of weights and activations, a key of `BYTES_PER_ELEMENT`.
+        sampled: whether tokens are drawn at a temperature above 0.
+    """
+    kept = {
+        Account(feature): feature_bytes(shape, feature, layers=layers, rows=batch * context, dtype=dtype)
+        for feature, layers in features.items()
+    }
+    entries = block_length * shape.vocab_size
+    # First the normed rows, and the head's output in the model's dtype on its way to float32; later, Gumbel noise of
+    # one sequence in float64 with its logits gathered.
+    normed = 2 * batch * block_length * shape.width * _FLOAT32
+    rounded = batch * entries * BYTES_PER_ELEMENT[dtype] if dtype != "float32" else 0
+    noise = entries * (_FLOAT64 + _FLOAT32) if sampled else 0
+    logits = batch * entries * _FLOAT32 + max(normed + rounded, noise)
+    # A part's temporaries are gone when the logits come, so their room serves both; what exceeds the logits is booked
+    # with the activations.
+    temporaries = _part_bytes(shape, batch=batch, context=context, dtype=dtype)
+    columns = _column_bytes(shape) * batch * context
+    residual = batch * context * shape.width * BYTES_PER_ELEMENT[dtype]
+    return {
+        **kept,
+        Account.LOGITS: logits,
+        Account.ACTIVATIONS: residual + columns + max(0, temporaries - logits),
+    }
+
+
+def _column_bytes(shape: ModelShape) -> int:
+    """What a call keeps for one column: the token as it was passed, packed, and on the canvas; its committed step and
+    masks; the angles of its position."""
+    return 4 * _TOKEN_ID + 4 + 3 + shape.head_dim * _FLOAT32
+
+
+def _part_bytes(shape: ModelShape, *, batch: int, context: int, dtype: str) -> int:
+    """Temporaries of the part of a full refresh that passes a layer at a time, at their largest."""
+    element = BYTES_PER_ELEMENT[dtype]
+    rows = min(context, part_rows(batch)) * batch
+    query_width = shape.heads * shape.head_dim
+    # A rotation holds its input in float32 and the dtype, both products of one half, one half done, and the result.
+    rotation = rows * query_width * (element + 3 * _FLOAT32)
+    # Normed rows, queries, attention's output before and after the heads are joined, the branch.
+    attention = rows * element * (2 * shape.width + 3 * query_width)
+    # Normed rows; gate, up projection and their product.
+    feed_forward = rows * element * (shape.width + (shape.mlp_matrices + 1) * shape.mlp_width)
+    return max(rotation, attention, feed_forward)

@@ -1,0 +1,237 @@
+"""The bytes of a call before anything is loaded: what fits, how far the context goes, and what to change."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiered.budget import MemoryBudget
+from tiered.errors import TierCapacityError
+from tiered.features import Account, Tier
+from tiered.models.config_source import read_config
+from tiered.models.families import Family, family_of
+from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+from tiered.names import unknown_name
+from tiered.planning.advice import Advice, advise
+from tiered.planning.card import plan_card
+from tiered.planning.hidden_costs import HiddenCosts
+from tiered.planning.workload import Workload, kv_bytes_per_token
+from tiered.policies import DEFAULT_POLICY
+
+if TYPE_CHECKING:
+    from tiered.policies.base import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPlan:
+    """Bytes of one tier by account, and its cap (None: uncapped)."""
+
+    accounts: Mapping[Account, int]
+    cap: int | None
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return sum(self.accounts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the total stays within the cap."""
+        return self.cap is None or self.total <= self.cap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one call takes in each tier. Prints as a card.
+
+    Attributes:
+        model: what was asked for, by name.
+        family: name of the model family.
+        workload: the model's sizes, what the policy keeps, and the call's sizes.
+        policy: name of the policy.
+        policy_options: its options.
+        tiers: bytes and cap of every tier. The device's are exact: what the runtime books.
+        largest_context: positions that fit the device's cap with all else equal, in whole blocks; 0 where not even
+            one block fits, None without a cap.
+        hidden: what hidden states would take if a policy kept them; part of no tier's total.
+        warnings: what is allowed and still worth knowing.
+        advice: what would make it fit; empty where it does.
+    """
+
+    model: str
+    family: str
+    workload: Workload
+    policy: str
+    policy_options: Mapping[str, Any]
+    tiers: Mapping[Tier, TierPlan]
+    largest_context: int | None
+    hidden: HiddenCosts
+    warnings: tuple[str, ...]
+    advice: tuple[Advice, ...]
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the model."""
+        return self.workload.shape
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tier stays within its cap."""
+        return all(tier.fits for tier in self.tiers.values())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return kv_bytes_per_token(self.shape, self.workload.dtype)
+
+    def require_fit(self) -> None:
+        """Raise `TierCapacityError`, with the advice as its hint, for the first tier that is too small."""
+        for name, tier in self.tiers.items():
+            if tier.cap is not None and tier.total > tier.cap:
+                hint = "; or ".join(advice.text for advice in self.advice)
+                raise TierCapacityError(tier.total, tier.cap, name, hint)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON. Sizes are bytes, contexts positions."""
+        shape, workload = self.shape, self.workload
+        return {
+            "model": self.model,
+            "family": self.family,
+            "parameters": shape.parameters,
+            "layers": shape.layers,
+            "width": shape.width,
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "vocab_size": shape.vocab_size,
+            "max_context": shape.max_context,
+            "noise": shape.noise,
+            "context": workload.context,
+            "batch": workload.batch,
+            "cfg": workload.guidance,
+            "sampled": workload.sampled,
+            "block_length": workload.block_length,
+            "dtype": workload.dtype,
+            "policy": self.policy,
+            "policy_options": dict(self.policy_options),
+            "fits": self.fits,
+            "tiers": {
+                name.value: {
+                    "accounts": {account.value: size for account, size in tier.accounts.items()},
+                    "total": tier.total,
+                    "cap": tier.cap,
+                    "fits": tier.fits,
+                }
+                for name, tier in self.tiers.items()
+            },
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "largest_context": self.largest_context,
+            "if_hidden_states_were_kept": self.hidden.as_dict(),
+            "warnings": list(self.warnings),
+            "advice": [{"text": advice.text, "change": dict(advice.change)} for advice in self.advice],
+        }
+
+    def __str__(self) -> str:
+        return plan_card(self)
+
+
+def plan(
+    path_or_config: str | Path | Mapping[str, Any],
+    *,
+    context: int,
+    batch: int = 1,
+    policy: "str | Policy" = DEFAULT_POLICY,
+    memory: MemoryBudget | int | str | None = None,
+    block_length: int = 32,
+    dtype: str = "auto",
+    cfg: bool = False,
+    sampled: bool = False,
+    **policy_options: Any,
+) -> Plan:
+    """Count the bytes of a call from the model's config.json alone; nothing is loaded or downloaded.
+
+    Args:
+        path_or_config: a name, path or config that `tiered.models.config_source.read_config` takes.
+        context: positions of the canvas, prompt and answer together. Past what the model was made for, the plan warns.
+        batch: sequences.
+        policy: name of a policy, with its options as further keywords, or a policy.
+        memory: cap of the device tier (`"24GiB"`), or a `MemoryBudget`.
+        block_length: positions of a block.
+        dtype: of weights and activations; "auto" takes the checkpoint's.
+        cfg: classifier-free guidance, which doubles the sequences.
+        sampled: whether tokens are drawn at a temperature above 0, which takes room for the noise.
+
+    Raises:
+        TypeError, ValueError: an argument out of range, no such model, policy or option. Names what is allowed.
+    """
+    # Imported here so that importing this module, as `tiered plan --help` does, needs no torch.
+    from tiered.policies.registry import make_policy
+
+    config = read_config(path_or_config)
+    family = family_of(config)
+    shape = family.shape(config)
+    chosen = make_policy(policy, **policy_options)
+    budget = MemoryBudget.of(memory)
+    workload = Workload(
+        shape=shape,
+        features=chosen.features(shape),
+        batch=_size("batch", batch),
+        context=_size("context", context),
+        block_length=_size("block_length", block_length),
+        dtype=_dtype(dtype, shape),
+        guidance=_switch("cfg", cfg),
+        sampled=_switch("sampled", sampled),
+    )
+    cap = budget.cap(Tier.DEVICE)
+    return Plan(
+        model=_name(path_or_config, config, family),
+        family=family.name,
+        workload=workload,
+        policy=chosen.name,
+        policy_options=asdict(chosen),
+        tiers={
+            tier: TierPlan(accounts=workload.accounts() if tier is Tier.DEVICE else {}, cap=budget.cap(tier))
+            for tier in Tier
+        },
+        largest_context=None if cap is None else workload.largest("context", cap, multiple=block_length),
+        hidden=HiddenCosts.of(workload),
+        warnings=tuple(_warnings(workload, family)),
+        advice=() if cap is None else tuple(advise(workload, cap, make_policy("none").features(shape))),
+    )
+
+
+def _name(path_or_config: str | Path | Mapping[str, Any], config: Mapping[str, Any], family: Family) -> str:
+    if isinstance(path_or_config, Mapping):
+        return str(config.get("_name_or_path") or f"a {family.name} config")
+    return str(path_or_config)
+
+
+def _warnings(workload: Workload, family: Family) -> Iterator[str]:
+    if workload.context > workload.shape.max_context:
+        yield (
+            f"a context of {workload.context} is beyond the {workload.shape.max_context} positions that the model was "
+            "made for; generate refuses it"
+        )
+    if family.loader is None:
+        yield f"{family.name} can be planned, but not loaded yet"
+
+
+def _size(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} = {value!r}; a positive int is allowed")
+    if value < 1:
+        raise ValueError(f"{name} = {value}; a positive int is allowed")
+    return value
+
+
+def _switch(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} = {value!r}; True or False is allowed")
+    return value
+
+
+def _dtype(dtype: object, shape: ModelShape) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name != "auto" and name not in BYTES_PER_ELEMENT:
+        raise unknown_name("dtype", name, ["auto", *BYTES_PER_ELEMENT])
+    return shape.dtype if name == "auto" else name

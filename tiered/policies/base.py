@@ -1,0 +1,104 @@
+"""The contract of a caching policy: what it keeps, and which rows each step recomputes.
+
+A policy is a frozen dataclass of options. `start` makes the state of one call, and the decoding loop asks that state
+for a `StepPlan` before every forward and tells it afterwards what was committed. See docs/add-a-policy.md.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from jaxtyping import Bool
+from torch import Tensor
+
+from tiered.decoding.canvas import Canvas
+from tiered.features import Feature
+from tiered.forward import LayerProgram
+from tiered.models.shape import ModelShape
+from tiered.rows import Rows
+
+
+class PassKind(StrEnum):
+    """What a forward was for; the output object counts passes by kind."""
+
+    REFRESH = "refresh"  # every row
+    UPDATE = "update"  # rows beside those of a step, because the policy chose to renew them
+    STEP = "step"  # only the rows that any step of the policy needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Where the loop stands before a forward.
+
+    Attributes:
+        canvas: tokens, committed steps and pads of every sequence; read it, never write it.
+        block: number of the current block; `start` and `stop` are its columns.
+        number: forwards done in this block (0: the block begins).
+        first_row, last_row: span of rows whose logits the commit rule needs. The block itself, except where a family
+            predicts position p from row p − 1 and the span begins one row earlier.
+    """
+
+    canvas: Canvas
+    block: int
+    start: int
+    stop: int
+    number: int
+    first_row: int
+    last_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The rows that a forward recomputes.
+
+    Attributes:
+        rows: which, in any order, as long as the needed rows (`Step`) follow one another in ascending order.
+        output: where in `rows` the needed rows stand.
+        kind: what the pass is for.
+        program: how a row goes through a layer, where that is not `Forward.dense`: a policy that captures hidden
+            states, keeps a branch's output, or recomputes other rows from layer to layer brings its own.
+    """
+
+    rows: Rows
+    output: slice
+    kind: PassKind
+    program: LayerProgram | None = None
+
+    @classmethod
+    def of_span(cls, start: int, stop: int, step: Step, kind: PassKind) -> "StepPlan":
+        """Columns `start` to `stop`, which include the rows that `step` needs."""
+        assert start <= step.first_row and step.last_row <= stop, (start, stop, step)
+        return cls(Rows.span(start, stop), slice(step.first_row - start, step.last_row - start), kind)
+
+
+class PolicyState(ABC):
+    """The mutable part of a policy: made by `Policy.start` for one call, and gone with it."""
+
+    @abstractmethod
+    def plan(self, step: Step) -> StepPlan:
+        """The rows of the next forward."""
+
+    # Most policies need neither of the two below, hence no abstract methods.
+    def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:  # noqa: B027
+        """Called after every commit; `committed` is True where the block's tokens were fixed in this step."""
+
+    def keep(self, sequences: list[int]) -> None:  # noqa: B027
+        """Called at a block's end when only these sequences (ascending) go on. State by sequence must follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy(ABC):
+    """Options of a caching policy. Raises `ValueError` or `TypeError` on construction for options out of range."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def features(self, shape: ModelShape) -> Mapping[Feature, int]:
+        """What is kept on the device, by the number of layers: `shape.layers`, or 1 for a workspace that each layer
+        overwrites. `KEY` and `VALUE` are always there."""
+
+    @abstractmethod
+    def start(self) -> PolicyState:
+        """Fresh state for one call."""

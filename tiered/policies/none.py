@@ -1,0 +1,27 @@
+"""No cache: every step recomputes every row. The yardstick of exactness, and the cheapest in bytes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tiered.features import Feature
+from tiered.models.shape import ModelShape
+from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoCache(Policy):
+    """The official samplers' behaviour. Keys and values live in a workspace of one layer."""
+
+    name: ClassVar[str] = "none"
+
+    def features(self, shape: ModelShape) -> Mapping[Feature, int]:
+        return {Feature.KEY: 1, Feature.VALUE: 1}
+
+    def start(self) -> PolicyState:
+        return _EveryRow()
+
+
+class _EveryRow(PolicyState):
+    def plan(self, step: Step) -> StepPlan:
+        return StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH)

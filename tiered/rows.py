@@ -1,0 +1,94 @@
+"""Which token positions of each sequence go through a layer."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from tiered.kernels.scatter_rows_ref import scatter_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`count` rows of every sequence: a span that all share, or an index of their own; build with `span` or `at`.
+
+    Attributes:
+        count: rows of each sequence.
+        start: first column of a span; None where `index` says it.
+        index: column of every row, in any order, where rows are scattered.
+        valid: False at rows that must leave no trace in the store: a sequence that waits for the others, or filler
+            where sequences have different numbers of rows. They are computed, and never written.
+    """
+
+    count: int
+    start: int | None = None
+    index: Int[Tensor, "batch rows"] | None = None
+    valid: Bool[Tensor, "batch rows"] | None = None
+
+    @classmethod
+    def span(cls, start: int, stop: int) -> "Rows":
+        """Columns `start` to `stop` (exclusive) of every sequence."""
+        return cls(count=stop - start, start=start)
+
+    @classmethod
+    def at(cls, index: Int[Tensor, "batch rows"], valid: Bool[Tensor, "batch rows"] | None = None) -> "Rows":
+        """Columns `index[b]` of sequence b, in any order. Columns of valid rows are distinct within a sequence."""
+        return cls(count=index.shape[1], index=index, valid=valid)
+
+    def only(self, sequences: Bool[Tensor, " batch"]) -> "Rows":
+        """The same rows, valid in `sequences` alone."""
+        chosen = sequences[:, None].expand(-1, self.count)
+        return Rows(self.count, self.start, self.index, chosen if self.valid is None else self.valid & chosen)
+
+    def doubled(self) -> "Rows":
+        """The same rows for a batch that is there twice over, as classifier-free guidance has it."""
+        twice = [None if tensor is None else torch.cat([tensor, tensor]) for tensor in (self.index, self.valid)]
+        return Rows(self.count, self.start, *twice)
+
+    def __getitem__(self, part: slice) -> "Rows":
+        """The rows numbered by `part` (step 1)."""
+        first, last, _ = part.indices(self.count)
+        return Rows(
+            count=last - first,
+            start=None if self.start is None else self.start + first,
+            index=None if self.index is None else self.index[:, part],
+            valid=None if self.valid is None else self.valid[:, part],
+        )
+
+    def parts(self, size: int) -> list[slice]:
+        """Slices of at most `size` rows that cover all rows in order."""
+        return [slice(first, min(first + size, self.count)) for first in range(0, self.count, size)]
+
+    def columns(self, ids: Int[Tensor, "batch length"]) -> Int[Tensor, "batch rows"]:
+        """The entries of `ids` at the rows."""
+        return ids[:, self.start : self.start + self.count] if self.start is not None else ids.gather(1, self._index())
+
+    def take(
+        self, source: Shaped[Tensor, "batch heads length elements"]
+    ) -> Shaped[Tensor, "batch heads rows elements"]:
+        """The rows of `source`; a span is a view. A batch of 1 in `source` stands for every sequence."""
+        if self.start is not None:
+            return source[:, :, self.start : self.start + self.count]
+        index = self._index()
+        sequences = torch.arange(index.shape[0], device=index.device) if source.shape[0] > 1 else index.new_zeros(1)
+        return source[sequences[:, None], :, index].transpose(1, 2)
+
+    def put(
+        self,
+        target: Float[Tensor, "batch heads length elements"],
+        values: Float[Tensor, "batch heads rows elements"],
+    ) -> None:
+        """Write `values` into our rows of `target`, valid ones only."""
+        if self.start is None:
+            scatter_rows(target, values, self._index(), self.valid)
+            return
+        destination = target[:, :, self.start : self.start + self.count]
+        if self.valid is None:
+            destination.copy_(values)
+        else:
+            torch.where(self.valid[:, None, :, None], values, destination, out=destination)
+
+    def _index(self) -> Int[Tensor, "batch rows"]:
+        assert self.index is not None, "rows are a span or an index"
+        return self.index
