@@ -117,8 +117,8 @@ def main() -> None:
         console.print(table(batch, figures))
         show_answers(console, batch, figures)
     console.print(
-        "\nNFE: forwards of the batch. TPF: tokens per forward of a sequence. tokens/s: tokens of all answers; both leave\n"
-        "end-of-sequence and padding out. Peak bytes: weights, caches, logits, activations.",
+        "\nNFE: forwards of the batch. TPF: tokens per forward of a sequence. tokens/s: tokens of all answers.\n"
+        "Both leave end-of-sequence and padding out. Peak bytes: weights, caches, logits, activations.",
         highlight=False,
         soft_wrap=True,
     )

@@ -1,6 +1,6 @@
 """What a cached step costs beside a full one: the dual cache's step against a pass over every position.
 
-    python bench/step_cost.py [--quick]
+    python bench/step_cost.py [--quick] [--out FILE.json]
 
 A random model in float32 on the CPU. Rounds of both kinds of step alternate, so that a slow spell of the machine hits
 both; the figures are medians. The floor is what counting positions promises: block length over context. Peak memory is
@@ -73,6 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a smaller model and context, for a first look")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of full and cached steps")
+    parser.add_argument("--out", type=Path, help="also write the last line there")
     arguments = parser.parse_args()
     width, layers, context = (256, 4, 1024) if arguments.quick else (512, 8, 2048)
 
@@ -99,22 +100,21 @@ def main() -> None:
     ratio = dual_step / full_step
     print(f"full step {1000 * full_step:.1f} ms, cached step {1000 * dual_step:.2f} ms")
     print(f"ratio {ratio:.4f}, {ratio / floor:.2f} times the floor")
-    print(
-        json.dumps(
-            {
-                "dual_over_full": ratio,
-                "floor": floor,
-                "over_floor": ratio / floor,
-                "full_step_ms": 1000 * full_step,
-                "dual_step_ms": 1000 * dual_step,
-                "peak_bytes": None if before is None or after is None else after - before,
-                "predicted_bytes": sum(booked.values()),
-                "predicted_by_account": booked,
-                "rounds": arguments.rounds,
-                **provenance(),
-            }
-        )
-    )
+    record = {
+        "dual_over_full": ratio,
+        "floor": floor,
+        "over_floor": ratio / floor,
+        "full_step_ms": 1000 * full_step,
+        "dual_step_ms": 1000 * dual_step,
+        "peak_bytes": None if before is None or after is None else after - before,
+        "predicted_bytes": sum(booked.values()),
+        "predicted_by_account": booked,
+        "rounds": arguments.rounds,
+        **provenance(),
+    }
+    if arguments.out:
+        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record))
 
 
 if __name__ == "__main__":
