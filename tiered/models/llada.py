@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tiered.models.base import DiffusionModel
 from tiered.models.llada_config import LLaDAConfig, read_llada_config
+from tiered.models.projection import project
 from tiered.models.rope import Rotary
 
 _OFFICIAL_PREFIX = "model.transformer."
@@ -89,26 +90,28 @@ class LLaDA(DiffusionModel):
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
     ) -> tuple[Float[Tensor, "batch kv_heads rows head_dim"], Float[Tensor, "batch kv_heads rows head_dim"]]:
         block = self.block(layer)
-        return rotary.rotate(self._heads(block.k_proj(normed))), self._heads(block.v_proj(normed))
+        keys, values = (self._heads(project(normed, weight)) for weight in (block.k_proj.weight, block.v_proj.weight))
+        return rotary.rotate(keys), values
 
     def queries(
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
     ) -> Float[Tensor, "batch heads rows head_dim"]:
-        return rotary.rotate(self._heads(self.block(layer).q_proj(normed)))
+        return rotary.rotate(self._heads(project(normed, self.block(layer).q_proj.weight)))
 
     def attention_out(
         self, layer: int, mixed: Float[Tensor, "batch rows heads_width"]
     ) -> Float[Tensor, "batch rows width"]:
-        return self.block(layer).attn_out(mixed)
+        return project(mixed, self.block(layer).attn_out.weight)
 
     def feed_forward(self, layer: int, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows width"]:
         block = self.block(layer)
         normed = block.ff_norm(hidden)
-        return block.ff_out(F.silu(block.ff_proj(normed)) * block.up_proj(normed))
+        gated = F.silu(project(normed, block.ff_proj.weight)) * project(normed, block.up_proj.weight)
+        return project(gated, block.ff_out.weight)
 
     def logits(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows vocab"]:
         head = self.wte.weight if self.config.head_tied else self.ff_out.weight
-        return F.linear(self.ln_f(hidden), head).float()
+        return project(self.ln_f(hidden), head).float()
 
     def _heads(self, projected: Float[Tensor, "batch rows heads_width"]) -> Float[Tensor, "batch heads rows head_dim"]:
         return projected.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)

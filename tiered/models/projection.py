@@ -1,0 +1,16 @@
+"""Multiplying rows by a weight, fast for the few rows of a cached step as well."""
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+# Row counts at which a CPU's matrix product is 1.2 to 1.9 times faster with the weight as its left factor (float32,
+# widths 512 to 4096, MKL on AVX2); below and above it makes no difference or loses. CUDA's library chooses for itself.
+_FEW_ROWS = range(16, 257)
+
+
+def project(hidden: Float[Tensor, "*rows width"], weight: Float[Tensor, "out width"]) -> Float[Tensor, "*rows out"]:
+    """`hidden` · `weight`ᵀ; the result may have its rows as the innermost axis in memory."""
+    if hidden.is_cpu and hidden.shape[:-1].numel() in _FEW_ROWS:
+        return (weight @ hidden.flatten(0, -2).t()).t().unflatten(0, hidden.shape[:-1])
+    return F.linear(hidden, weight)
