@@ -14,7 +14,7 @@ def scatter_rows(
 
     The columns of a sequence's valid rows are distinct; those of invalid rows may be anything in range.
     """
-    if valid is not None:
+    if valid is not None and index.shape[1]:
         # No host synchronisation, and no race: an invalid row repeats the write of its sequence's first valid row, or,
         # where there is none, writes back what stands there.
         first = valid.int().argmax(dim=1, keepdim=True)

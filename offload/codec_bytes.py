@@ -15,10 +15,9 @@ The centroids that nvfp4_delta decodes against are not in the record; `centroid_
 
 from enum import StrEnum
 
-NVFP4_GROUP = 16  # elements that share one E4M3 scale
-NVFP4_GROUP_BYTES = NVFP4_GROUP // 2 + 1  # their codes and the scale
-FP32_BYTES = 4
-BF16_BYTES = 2
+from tiered.kernels.record_layout import CODE_BYTES, GROUP, PROJECTION_BYTES, RECORD_SCALE_BYTES
+
+FP8_SCALE_BYTES = 4  # FP32, one a row
 
 
 class Codec(StrEnum):
@@ -58,11 +57,11 @@ def codec_bytes(codec: Codec | str, rows: int, width: int, *, element_bytes: int
         case Codec.RAW:
             return rows * width * element_bytes
         case Codec.FP8:
-            return rows * (width + FP32_BYTES)
+            return rows * (width + FP8_SCALE_BYTES)
         case Codec.NVFP4:
-            return rows * _nvfp4_row(width) + records * FP32_BYTES
+            return rows * _nvfp4_row(width) + records * RECORD_SCALE_BYTES
         case Codec.NVFP4_DELTA:
-            return rows * (_nvfp4_row(width) + BF16_BYTES) + records * FP32_BYTES
+            return rows * (_nvfp4_row(width) + PROJECTION_BYTES) + records * RECORD_SCALE_BYTES
 
 
 def centroid_bytes(clusters: int, width: int, *, element_bytes: int) -> int:
@@ -79,5 +78,4 @@ def centroid_bytes(clusters: int, width: int, *, element_bytes: int) -> int:
 
 
 def _nvfp4_row(width: int) -> int:
-    groups = -(-width // NVFP4_GROUP)
-    return groups * NVFP4_GROUP_BYTES
+    return -(-width // GROUP) * (CODE_BYTES + 1)  # the codes of a group and its scale

@@ -30,8 +30,18 @@ BOOKS = [
     "tiered/models/shape.py",
     "tiered/models/*_config.py",
     "tiered/planning/*.py",
+    "tiered/tiers/events.py",
+    "tiered/tiers/eviction.py",
+    "tiered/tiers/record.py",
+    "tiered/tiers/record_book.py",
+    "tiered/tiers/stats.py",
     "offload/codec_bytes.py",
+    "offload/ring_books.py",
+    "offload/slabs.py",
     "clustering/allocation.py",
+    "clustering/pieces.py",
+    "kernels/byte_segments.py",
+    "kernels/record_layout.py",
 ]
 TENSORS = {"torch", "transformers", "safetensors", "cupy", "triton"}
 

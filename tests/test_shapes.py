@@ -27,6 +27,30 @@ for policy in POLICIES:
                     {"cfg_scale": 0.5}, {"remasking": "random"}, {"output_history": True, "stop_at_eos": False}):
         options |= {"max_new_tokens": 16, "block_length": 8}
         out = runtime.with_policy(policy).generate(ids, attention_mask=mask, **options)
+
+from tiered.clustering.regions import cluster_regions
+from tiered.kernels.drift_reference import DriftReference
+from tiered.kernels.full_drift_ref import full_drift
+from tiered.kernels.proxy_drift_ref import proxy_drift
+from tiered.ledger import Ledger
+from tiered.offload.codec_bytes import Codec
+from tiered.tiers.hidden_records import HiddenRecords
+from tiered.tiers.opening import open_tiers
+
+hidden = runtime.hidden_states(ids, mask)
+for rows, valid in zip(hidden, mask.bool().expand(len(hidden), -1, -1)):
+    indices = cluster_regions(rows, ((0, 6), (9, 14)), 3, valid=valid)
+    indices[0].moved(torch.tensor([0]), rows[0, :1], rows[0, 1:2])
+    for codec in Codec:
+        with open_tiers(Ledger(), device="cpu", dtype=rows.dtype) as tiers:
+            records = HiddenRecords.store(tiers, rows[0], indices[0], layer=0, codec=codec)
+            ticket, columns = records.fetch(tiers, [2, 0])
+            ticket.wait(torch.zeros_like(rows[0]), columns)
+            tiers.evict([]), tiers.stats(), tiers.check_integrity()
+queries, keys, changing = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 20, 8), torch.tensor([[3, 4], [7, 9]])
+reference = DriftReference.of(queries, keys, changing)
+proxy_drift(queries, keys.gather(2, changing[:, None, :, None].expand(-1, 2, -1, 8)), reference)
+full_drift(queries, keys, keys)
 print("checked", tuple(out.sequences.shape))
 """
 

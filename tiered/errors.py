@@ -23,3 +23,7 @@ class TierCapacityError(RuntimeError):
         self.available = available
         self.tier = tier
         self.hint = hint
+
+
+class RecordLostError(RuntimeError):
+    """A record's last bytes went with a copy that failed. Storing it again makes it readable again."""

@@ -31,6 +31,7 @@ class Account(StrEnum):
     ATTN_OUT = Feature.ATTN_OUT.value
     FFN_OUT = Feature.FFN_OUT.value
     CENTROIDS = "centroids"
-    STAGING = "staging"
+    STAGING = "staging"  # rings that records pass through
+    SPARE = "spare"  # memory and file space of the arenas that no record fills
     LOGITS = "logits"
     ACTIVATIONS = "activations"

@@ -41,8 +41,7 @@ class Ledger:
         if cap is not None and self.held(tier) + needed > cap:
             raise TierCapacityError(needed, cap - self.held(tier), tier, hint or "raise `memory`")
         self._current[tier].update(amounts)
-        if self.held(tier) > self._at_peak[tier].total():
-            self._at_peak[tier] = self._current[tier].copy()
+        self._note_peak(tier)
 
     def release(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE) -> None:
         """Take `amounts` (bytes by account) off the books again.
@@ -57,6 +56,17 @@ class Ledger:
                     f"{self._current[tier][account]} are booked"
                 )
         self._current[tier].subtract(amounts)
+
+    def rebook(self, source: Account, destination: Account, amount: int, tier: Tier) -> None:
+        """Move `amount` bytes of `tier` from one account to another; what the tier holds in all stays the same.
+
+        Raises:
+            ValueError: more than is booked under `source`, or a negative amount.
+        """
+        self.release({source: amount}, tier)
+        self._current[tier][destination] += amount
+        if destination is not Account.SPARE:  # what a record leaves behind makes the arena no fuller
+            self._note_peak(tier)
 
     @contextmanager
     def holding(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE, *, hint: str = "") -> Iterator[None]:
@@ -97,6 +107,11 @@ class Ledger:
             moved={f"{source}->{destination}": size for (source, destination), size in self._moved.items()},
             allocator_peak=allocator_peak,
         )
+
+    def _note_peak(self, tier: Tier) -> None:
+        # Of equal heights the last one counts: an arena is as high when it is obtained as when records fill it.
+        if self.held(tier) >= self._at_peak[tier].total():
+            self._at_peak[tier] = self._current[tier].copy()
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` with the numbers where the books contradict themselves."""

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from tiered.kernels.choice import for_device
 from tiered.kernels.scatter_rows_ref import scatter_rows
 
 
@@ -81,7 +82,7 @@ class Rows:
     ) -> None:
         """Write `values` into our rows of `target`, valid ones only."""
         if self.start is None:
-            scatter_rows(target, values, self._index(), self.valid)
+            for_device(scatter_rows, target.device)(target, values, self._index(), self.valid)
             return
         destination = target[:, :, self.start : self.start + self.count]
         if self.valid is None:

@@ -16,7 +16,7 @@ from tiered.decoding.loop import Denoised, Denoiser
 from tiered.decoding.sampling import SequenceNoise
 from tiered.feature_store import FeatureStore
 from tiered.features import Account
-from tiered.forward import Forward
+from tiered.forward import Flow, Forward
 from tiered.inputs import Inputs, Prompts, read_inputs
 from tiered.ledger import Ledger
 from tiered.models.base import DiffusionModel
@@ -184,23 +184,42 @@ class Runtime:
             TierCapacityError: the pass does not fit the budget.
             TypeError, ValueError: ids or mask of the wrong type, shape or range.
         """
+        prompts = self._read_ids(input_ids, attention_mask)
+        batch, length = prompts.ids.shape
+        with self._reserve(NoCache(), batch, length, block_length=length):
+            forward = self._uncached(prompts)
+            return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length))
+
+    @torch.no_grad()
+    def hidden_states(
+        self, input_ids: Int[Tensor, "batch length"], attention_mask: Tensor | None = None
+    ) -> Float[Tensor, "layers batch length width"]:
+        """The input rows of every layer in one uncached forward, in the model's dtype; those of padding rows mean
+        nothing. They are what a hidden-state cache stores at a block's first step.
+
+        Raises:
+            TierCapacityError: the pass, or what it returns, does not fit the budget.
+            TypeError, ValueError: ids or mask of the wrong type, shape or range.
+        """
+        prompts = self._read_ids(input_ids, attention_mask)
+        (batch, length), shape = prompts.ids.shape, self.model.shape
+        kept = shape.layers * batch * length * shape.width * self.dtype.itemsize
+        with self.ledger.holding({Account.HIDDEN: kept}), self._reserve(NoCache(), batch, length, block_length=1):
+            forward = self._uncached(prompts)
+            states = torch.empty(shape.layers, batch, length, shape.width, dtype=self.dtype, device=self.device)
+            flow = Flow(Rows.span(0, length), self.model.embed(prompts.ids), slice(0, length))
+            for layer in range(shape.layers):
+                states[layer] = flow.hidden
+                if layer < shape.layers - 1:  # what comes out of the last layer is no layer's input
+                    flow = forward.dense(layer, flow)
+            return states
+
+    def _read_ids(self, input_ids: Tensor, attention_mask: Tensor | None) -> Prompts:
         if not isinstance(input_ids, Tensor):
             raise TypeError(f"input_ids are a LongTensor [batch, length], not {type(input_ids).__name__}")
         prompts = self._read(input_ids, attention_mask)
-        batch, length = prompts.ids.shape
-        self._check_length(length, f"the {length} ids")
-        policy = NoCache()
-        with self._reserve(policy, batch, length, block_length=length):
-            padded = not bool(prompts.mask.all())
-            positions = prompts.mask.long().cumsum(dim=1).sub_(1).clamp_(min=0) if padded else None
-            forward = Forward(
-                self.model,
-                self._store(policy, batch, length),
-                torch.arange(length, device=self.device)[None] if positions is None else positions,
-                prompts.mask if padded else None,
-            )
-            rows = Rows.span(0, length)
-            return forward.logits(prompts.ids, rows, slice(0, length))
+        self._check_length(prompts.ids.shape[1], f"the {prompts.ids.shape[1]} ids")
+        return prompts
 
     def _read(self, inputs: Inputs, attention_mask: Tensor | None) -> Prompts:
         prompts = read_inputs(
@@ -242,6 +261,18 @@ class Runtime:
             length=length,
             dtype=self.dtype,
             device=self.device,
+        )
+
+    def _uncached(self, prompts: Prompts) -> Forward:
+        """One forward over `prompts`, with a store that every layer overwrites."""
+        batch, length = prompts.ids.shape
+        padded = not bool(prompts.mask.all())
+        positions = prompts.mask.long().cumsum(dim=1).sub_(1).clamp_(min=0) if padded else None
+        return Forward(
+            self.model,
+            self._store(NoCache(), batch, length),
+            torch.arange(length, device=self.device)[None] if positions is None else positions,
+            prompts.mask if padded else None,
         )
 
     def _forward(self, canvas: Canvas, policy: Policy, sequences: int) -> Forward:

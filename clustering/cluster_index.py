@@ -1,0 +1,108 @@
+"""The clusters of one layer of one sequence: who belongs where, in which order, and what stands for them."""
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tiered.clustering.cluster_sums import add_by_cluster
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClusterIndex:
+    """Clusters over some columns of a canvas. Nothing here is ever written again: a change makes a new index.
+
+    Attributes:
+        rows: canvas columns in cluster-major order: a cluster's members follow each other, ascending.
+        sizes: members of each cluster, at least one. On the host, since they decide the sizes of records.
+        counts: the same on the device, since a copy from the host would wait for what the device is doing.
+        shares: clusters of each region of the canvas (prefix, suffix), in the order of their numbers.
+        centroids: mean of each cluster's rows as they are, not of unit norm: residuals are taken against it.
+        medoids: canvas column of the member nearest (cosine) to the centroid when the clusters were made.
+        version: of the centroids; a delta decodes only against the version that it was made with.
+    """
+
+    rows: Int[Tensor, " n"]
+    sizes: tuple[int, ...]
+    counts: Int[Tensor, " clusters"]
+    shares: tuple[int, ...]
+    centroids: Float[Tensor, "clusters width"]
+    medoids: Int[Tensor, " clusters"]
+    version: int = 0
+
+    @property
+    def clusters(self) -> int:
+        """How many there are."""
+        return len(self.sizes)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each cluster begins in `rows`."""
+        return tuple(accumulate(self.sizes[:-1], initial=0)) if self.sizes else ()
+
+    def slice_of(self, cluster: int) -> slice:
+        """Where the members of `cluster` stand in `rows`.
+
+        Raises:
+            ValueError: no such cluster.
+        """
+        if not 0 <= cluster < self.clusters:
+            raise ValueError(f"cluster = {cluster}; allowed: 0 to {self.clusters - 1}")
+        start = self.starts[cluster]
+        return slice(start, start + self.sizes[cluster])
+
+    def members(self, cluster: int) -> Int[Tensor, " members"]:
+        """Canvas columns of the members of `cluster`, ascending; a view.
+
+        Raises:
+            ValueError: no such cluster.
+        """
+        return self.rows[self.slice_of(cluster)]
+
+    def cluster_of(self, length: int) -> Int[Tensor, " length"]:
+        """The cluster of every column of a canvas of `length` columns, −1 where there is none."""
+        device = self.rows.device
+        clusters = torch.arange(self.clusters, device=device).repeat_interleave(self.counts, output_size=len(self.rows))
+        return torch.full((length,), -1, device=device).scatter_(0, self.rows, clusters)
+
+    @torch.no_grad()
+    def moved(
+        self,
+        clusters: Int[Tensor, " moved"],
+        old_rows: Float[Tensor, "moved width"],
+        new_rows: Float[Tensor, "moved width"],
+    ) -> "ClusterIndex":
+        """The next version, in which row i, a member of `clusters[i]`, has changed from `old_rows[i]` to `new_rows[i]`.
+
+        Centroids move by Σ(new − old) / size. Differences and sums are float32, then rounded to the centroids' dtype:
+        with float32 centroids many moves stay at the mean of the rows, with bfloat16 each move rounds anew. Members and
+        medoids stay. No host synchronisation.
+
+        Raises:
+            ValueError: shapes that do not fit.
+        """
+        expected = (len(clusters), self.centroids.shape[1])
+        if old_rows.shape != expected or new_rows.shape != expected:
+            raise ValueError(
+                f"old_rows {list(old_rows.shape)} and new_rows {list(new_rows.shape)} must be {list(expected)}"
+            )
+        sums = torch.zeros_like(self.centroids, dtype=torch.float32)
+        add_by_cluster(sums[None], (new_rows.float() - old_rows.float())[None], clusters[None])
+        centroids = (self.centroids.float() + sums / self.counts[:, None]).to(self.centroids.dtype)
+        return replace(self, centroids=centroids, version=self.version + 1)
+
+    def check(self) -> None:
+        """Assert that the parts agree. Copies the tensors' values to the host: for tests and debugging."""
+        rows, medoids = self.rows.tolist(), self.medoids.tolist()
+        assert sum(self.sizes) == len(rows) and all(size > 0 for size in self.sizes), self.sizes
+        assert self.counts.tolist() == list(self.sizes), f"sizes {self.sizes} on the device: {self.counts.tolist()}"
+        assert sum(self.shares) == self.clusters and all(share >= 0 for share in self.shares), self.shares
+        assert len(set(rows)) == len(rows) and all(row >= 0 for row in rows), "columns are distinct, none negative"
+        assert self.centroids.shape[0] == len(medoids) == self.clusters, "one centroid and one medoid a cluster"
+        assert self.centroids.isfinite().all(), "centroids are finite"
+        for cluster, medoid in enumerate(medoids):
+            members = rows[self.slice_of(cluster)]
+            assert members == sorted(members), f"the members of cluster {cluster} ascend"
+            assert medoid in members, f"the medoid {medoid} of cluster {cluster} is a member"

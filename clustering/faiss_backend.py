@@ -1,0 +1,81 @@
+"""The iterations of spherical k-means through faiss, on the CPU, one group after the other."""
+
+import importlib
+from types import ModuleType
+
+import torch
+from jaxtyping import Float32
+from torch import Tensor
+
+from tiered.clustering.lloyd import Fit
+from tiered.clustering.unit_rows import UnitRows, normalised
+
+UNLIMITED = 1 << 30
+
+
+def import_faiss() -> ModuleType:
+    """The package faiss.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module("faiss")
+    except ImportError as error:
+        raise ImportError("backend = 'faiss' needs faiss-cpu: pip install 'tiered[faiss]'") from error
+
+
+def faiss_lloyd(
+    units: UnitRows, start: Float32[Tensor, "groups clusters width"], iterations: int, tolerance: float | None
+) -> Fit:
+    """`lloyd` through faiss: same meaning, same stopping rule. Everything is copied to the CPU and back.
+
+    faiss fills an empty cluster with half of a large one, `lloyd` with the farthest row: from there they differ.
+
+    Raises:
+        ImportError: faiss is not installed.
+    """
+    groups, n, _ = units.rows.shape
+    nearest = torch.zeros(groups, n, dtype=torch.int64)
+    cosine = torch.zeros(groups, n, dtype=torch.float32)
+    directions = start.cpu().clone()
+    done = 0
+    for group in range(groups):
+        one = units.groups(slice(group, group + 1))
+        columns = torch.arange(n) if one.valid is None else one.valid[0].nonzero()[:, 0].cpu()
+        rows = one.take(columns[None].to(start.device))[0].cpu()
+        passes = _train(rows, directions[group], iterations, tolerance)
+        done = max(done, passes)
+        cosine[group, columns], nearest[group, columns] = _search(rows, directions[group])
+    return Fit(directions.to(start.device), nearest.to(start.device), cosine.to(start.device), done)
+
+
+def _train(
+    rows: Float32[Tensor, "n width"],
+    directions: Float32[Tensor, "clusters width"],
+    iterations: int,
+    tolerance: float | None,
+) -> int:
+    """Move `directions` in place; returns the iterations done."""
+    faiss = import_faiss()
+    clusters, width = directions.shape
+    training = faiss.Clustering(width, clusters)
+    training.niter = iterations
+    training.spherical = True  # normalises the centroids alone: `rows` are unit rows already
+    training.max_points_per_centroid = UNLIMITED  # by default faiss trains on a sample of 256 rows a cluster
+    training.min_points_per_centroid = 1  # by default it warns on stderr below 39
+    training.early_stop_threshold = -1.0 if tolerance is None else tolerance
+    training.check_input_data_for_NaNs = False  # the caller has checked
+    faiss.copy_array_to_vector(directions.numpy().ravel(), training.centroids)
+    training.train(rows.numpy(), faiss.IndexFlatIP(width))
+    found = torch.from_numpy(faiss.vector_to_array(training.centroids)).view(1, clusters, width)
+    # A cluster of nothing but zero rows comes back as a zero vector.
+    directions.copy_(normalised(found, directions[None])[0])
+    return training.iteration_stats.size()
+
+
+def _search(rows: Float32[Tensor, "n width"], directions: Float32[Tensor, "clusters width"]) -> tuple[Tensor, Tensor]:
+    index = import_faiss().IndexFlatIP(directions.shape[1])
+    index.add(directions.numpy())
+    cosine, nearest = index.search(rows.numpy(), 1)
+    return torch.from_numpy(cosine)[:, 0], torch.from_numpy(nearest)[:, 0]

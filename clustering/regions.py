@@ -1,0 +1,165 @@
+"""Clusters of hidden rows before and after the current block."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tiered.clustering.allocation import allocate_clusters, auto_clusters
+from tiered.clustering.cluster_index import ClusterIndex
+from tiered.clustering.spherical import Backend, spherical_kmeans
+from tiered.clustering.summaries import means_and_medoids
+
+Span = tuple[int, int]
+
+
+@torch.no_grad()
+def cluster_regions(
+    hidden: Float[Tensor, "groups length width"],
+    regions: tuple[Span, Span],
+    clusters: int | Literal["auto"] = "auto",
+    *,
+    valid: Bool[Tensor, "groups length"] | None = None,
+    previous: Sequence[ClusterIndex] | None = None,
+    dtype: torch.dtype | None = None,
+    iterations: int = 10,
+    tolerance: float | None = None,
+    seed: int = 0,
+    backend: Backend = "torch",
+) -> list[ClusterIndex]:
+    """An index for every group (a layer of a sequence), with clusters over the prefix and over the suffix apart.
+
+    Clusters are numbered through: those of the prefix, then those of the suffix. Groups with the same shares are
+    clustered at once. The host reads from the device once for the numbers of valid rows (where `valid` is given), once
+    for the sizes of all clusters, and as often as `spherical_kmeans` does for each region and each share of it: with
+    `tolerance=None` and one sequence, or several without padding, three times in all.
+
+    Args:
+        hidden: rows of the canvas; what lies outside the regions, or is invalid, may hold anything.
+        regions: columns (start, stop) of prefix and suffix, the prefix first; stop is exclusive, either may be empty.
+        clusters: of a group, shared between its regions by their valid rows (`allocate_clusters`); "auto" for about one
+            for 64 valid rows.
+        valid: False at padding.
+        previous: the groups' last indices. A region with as many clusters as it had starts from their centroids, and
+            versions go on from theirs; without, they are 0.
+        dtype: of the centroids; that of `hidden` by default.
+        iterations, tolerance, seed, backend: see `spherical_kmeans`.
+
+    Raises:
+        ValueError: regions outside the canvas or over each other, a number of clusters that a group cannot have,
+            `previous` for another number of groups or another width, and what `spherical_kmeans` refuses.
+        TypeError, ImportError: see `spherical_kmeans`.
+    """
+    groups, length, _ = hidden.shape
+    _check(hidden, regions, clusters, valid, previous)
+    rows = _valid_rows(regions, valid, groups)
+    shares = [allocate_clusters(auto_clusters(*counts) if clusters == "auto" else clusters, *counts) for counts in rows]
+    assignment = torch.full((groups, length), -1, dtype=torch.int64, device=hidden.device)
+    for region, (first, stop) in enumerate(regions):
+        # Groups of one call have the same number of clusters, and all start warm or all cold.
+        calls: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
+        for group, share in enumerate(shares):
+            warm = previous is not None and previous[group].shares[region] == share[region]
+            calls[share[region], sum(share[:region]), warm].append(group)
+        for (count, offset, warm), members in calls.items():
+            if count == 0:
+                continue
+            part = _selector(members)
+            padded = any(rows[group][region] < stop - first for group in members)
+            found = spherical_kmeans(
+                hidden[part, first:stop],
+                count,
+                valid=valid[part, first:stop] if valid is not None and padded else None,
+                start=_starts(previous, members, region) if previous is not None and warm else None,
+                iterations=iterations,
+                tolerance=tolerance,
+                seed=seed,
+                backend=backend,
+            ).assignment
+            assignment[part, first:stop] = found.where(found < 0, found + offset)
+    versions = [0] * groups if previous is None else [index.version + 1 for index in previous]
+    return _indices(hidden, assignment, shares, versions, dtype or hidden.dtype)
+
+
+def _check(
+    hidden: Tensor,
+    regions: tuple[Span, Span],
+    clusters: int | str,
+    valid: Tensor | None,
+    previous: Sequence[ClusterIndex] | None,
+) -> None:
+    groups, length, width = hidden.shape
+    (first, end), (suffix, last) = regions
+    if not 0 <= first <= end <= suffix <= last <= length:
+        raise ValueError(f"regions = {regions} must be two spans of {length} columns, in order and apart")
+    if isinstance(clusters, str) and clusters != "auto":
+        raise ValueError(f"clusters = {clusters!r}; allowed: an int or 'auto'")
+    if valid is not None and (valid.dtype != torch.bool or valid.shape != (groups, length)):
+        raise ValueError(f"valid is {valid.dtype} {list(valid.shape)}; allowed: torch.bool {[groups, length]}")
+    if previous is not None and len(previous) != groups:
+        raise ValueError(f"previous has {len(previous)} indices for {groups} groups")
+    for index in previous or ():
+        if index.centroids.shape[1] != width or len(index.shares) != len(regions):
+            raise ValueError(
+                f"an earlier index has width {index.centroids.shape[1]} and {len(index.shares)} regions; "
+                f"allowed: width {width} and {len(regions)} regions"
+            )
+
+
+def _valid_rows(
+    regions: tuple[Span, Span], valid: Bool[Tensor, "groups length"] | None, groups: int
+) -> list[tuple[int, int]]:
+    """Valid rows of each group's prefix and suffix."""
+    if valid is None:
+        (first, end), (suffix, last) = regions
+        return [(end - first, last - suffix)] * groups
+    counts = torch.stack([valid[:, first:stop].sum(1) for first, stop in regions], dim=1)
+    return [(prefix, suffix) for prefix, suffix in counts.tolist()]
+
+
+def _selector(groups: list[int]) -> slice | list[int]:
+    """`groups` (ascending) as a slice where they are evenly spaced, as the layers of one sequence are: their hidden
+    rows are a view then, and not copied."""
+    step = groups[1] - groups[0] if len(groups) > 1 else 1
+    evenly = list(range(groups[0], groups[-1] + 1, step)) == groups
+    return slice(groups[0], groups[-1] + 1, step) if evenly else groups
+
+
+def _starts(previous: Sequence[ClusterIndex], groups: list[int], region: int) -> Float[Tensor, "groups clusters width"]:
+    parts = []
+    for group in groups:
+        index = previous[group]
+        offset = sum(index.shares[:region])
+        parts.append(index.centroids[offset : offset + index.shares[region]])
+    return torch.stack(parts)
+
+
+def _indices(
+    hidden: Float[Tensor, "groups length width"],
+    assignment: Int[Tensor, "groups length"],
+    shares: list[tuple[int, int]],
+    versions: list[int],
+    dtype: torch.dtype,
+) -> list[ClusterIndex]:
+    most = max(1, *map(sum, shares))
+    centroids, medoids = means_and_medoids(hidden, assignment, most)
+    slot = assignment.where(assignment >= 0, most)
+    order = slot.argsort(dim=1, stable=True)
+    counts = slot.new_zeros(len(shares), most + 1).scatter_add_(1, slot, torch.ones_like(slot))
+    sizes = counts.tolist()
+    return [
+        # Copies of exact size: an index must not keep the other groups' memory alive.
+        ClusterIndex(
+            rows=order[group, : sum(sizes[group][: sum(share)])].clone(),
+            sizes=tuple(sizes[group][: sum(share)]),
+            counts=counts[group, : sum(share)].clone(),
+            shares=share,
+            centroids=centroids[group, : sum(share)].to(dtype, copy=True),
+            medoids=medoids[group, : sum(share)].clone(),
+            version=version,
+        )
+        for group, (share, version) in enumerate(zip(shares, versions, strict=True))
+    ]

@@ -1,0 +1,64 @@
+"""Rows as directions: what spherical k-means looks at."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int
+from torch import Tensor
+
+from tiered.clustering.tiles import tiles
+
+# Below this norm the squares of a row leave float32's range: the row counts as zero, which has no direction.
+ZERO_NORM = 1e-18
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitRows:
+    """Rows of unit norm in float32, made from `rows` when they are looked at; zero and invalid rows are zeros.
+
+    Attributes:
+        rows: as the caller has them.
+        valid: False at rows that are not there; None where all are.
+        inverse: 1 / norm of each row, 0 at zero rows and invalid ones.
+        finite: whether every valid row has a finite norm in float32; still on the device.
+    """
+
+    rows: Float[Tensor, "groups n width"]
+    valid: Bool[Tensor, "groups n"] | None
+    inverse: Float32[Tensor, "groups n"]
+    finite: Bool[Tensor, ""]
+
+    @classmethod
+    def of(cls, rows: Float[Tensor, "groups n width"], valid: Bool[Tensor, "groups n"] | None = None) -> "UnitRows":
+        """`rows` (float16, bfloat16, float32 or float64), read once for their norms."""
+        norms = torch.empty(rows.shape[:2], dtype=torch.float32, device=rows.device)
+        for here, span, tile in tiles(rows, torch.ones_like(norms), gaps=False):
+            norms[here, span] = torch.linalg.vector_norm(tile, dim=-1)
+        if valid is not None:
+            norms = norms.where(valid, 0)
+        inverse = torch.where(norms > ZERO_NORM, 1 / norms, 0)
+        return cls(rows, valid, inverse, norms.isfinite().all())
+
+    def groups(self, part: slice) -> "UnitRows":
+        """Some of the groups, as views."""
+        valid = None if self.valid is None else self.valid[part]
+        return UnitRows(self.rows[part], valid, self.inverse[part], self.finite)
+
+    def tiles(self, *, columns: int = 1, skip: Sequence[bool] | None = None) -> Iterator[tuple[slice, slice, Tensor]]:
+        """The unit rows tile by tile; see `tiles`."""
+        return tiles(self.rows, self.inverse, gaps=self.valid is not None, columns=columns, skip=skip)
+
+    def take(self, picks: Int[Tensor, "groups picks"]) -> Float32[Tensor, "groups picks width"]:
+        """The unit rows that are numbered by `picks`; zero rows are zeros, and invalid ones anything."""
+        inverse = self.inverse.gather(1, picks)[..., None]
+        picked = self.rows.gather(1, picks[..., None].expand(-1, -1, self.rows.shape[2])).float()
+        return picked.mul_(inverse)
+
+
+def normalised(
+    vectors: Float32[Tensor, "groups k width"], otherwise: Float32[Tensor, "groups k width"]
+) -> Float32[Tensor, "groups k width"]:
+    """`vectors` at unit norm, and `otherwise` in place of those that have no direction, NaN among them."""
+    norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    return torch.where(norms > ZERO_NORM, vectors / norms, otherwise)

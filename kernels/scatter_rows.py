@@ -1,0 +1,117 @@
+"""Write rows of keys or values into their columns of a layer's store, in Triton: each valid row once, no other."""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tiered.kernels.compilation import Compilation
+from tiered.kernels.launch import launch
+
+BLOCK_ROWS = 32
+
+
+@triton.jit
+def _scatter(
+    target,
+    values,
+    index,
+    valid,
+    target_batch,
+    target_head,
+    target_column,
+    target_element,
+    value_batch,
+    value_head,
+    value_row,
+    value_element,
+    index_batch,
+    index_row,
+    valid_batch,
+    valid_row,
+    rows,
+    length,
+    elements,
+    MASKED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_ELEMENTS: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    written = row < rows
+    column = tl.load(index + batch * index_batch + row * index_row, written, other=0).to(tl.int64)
+    if MASKED:
+        written &= tl.load(valid + batch * valid_batch + row * valid_row, written, other=0) != 0
+    # A column out of range is the caller's mistake; it must not become somebody else's memory.
+    written &= (column >= 0) & (column < length)
+    element = tl.arange(0, BLOCK_ELEMENTS)
+    mask = written[:, None] & (element < elements)[None, :]
+    value_at = batch * value_batch + head * value_head + row.to(tl.int64) * value_row
+    value = tl.load(values + value_at[:, None] + (element * value_element)[None, :], mask)
+    target_at = batch * target_batch + head * target_head + column * target_column
+    tl.store(target + target_at[:, None] + (element * target_element)[None, :], value, mask)
+
+
+def scatter_rows(
+    target: Float[Tensor, "batch heads length elements"],
+    values: Float[Tensor, "batch heads rows elements"],
+    index: Int[Tensor, "batch rows"],
+    valid: Bool[Tensor, "batch rows"] | None = None,
+) -> None:
+    """As in scatter_rows_ref.py."""
+    batch, heads, length, elements = target.shape
+    rows = index.shape[1]
+    if values.shape != (batch, heads, rows, elements) or values.dtype != target.dtype:
+        raise ValueError(
+            f"values {tuple(values.shape)} of {values.dtype} do not fit target {tuple(target.shape)} of {target.dtype} "
+            f"with {rows} rows"
+        )
+    if values.numel() == 0:
+        return
+    # Without flags the kernel reads none; any pointer does.
+    flags = index if valid is None else valid.view(torch.uint8)
+    launch(
+        _scatter,
+        (-(-rows // BLOCK_ROWS), heads, batch),
+        target,
+        values,
+        index,
+        flags,
+        *target.stride(),
+        *values.stride(),
+        *index.stride(),
+        *flags.stride(),
+        rows,
+        length,
+        elements,
+        MASKED=valid is not None,
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_ELEMENTS=1 << (elements - 1).bit_length(),
+        on=target,
+    )
+
+
+_STRIDES = "target_batch target_head target_column value_batch value_head value_row index_batch valid_batch"
+_CONSTEXPRS = "target_element value_element index_row valid_row MASKED BLOCK_ROWS BLOCK_ELEMENTS"
+COMPILATIONS = tuple(
+    Compilation(
+        kernel=_scatter,
+        signature={
+            "target": f"*{dtype}",
+            "values": f"*{dtype}",
+            "index": "*i64",
+            "valid": "*u8",
+            **dict.fromkeys([*_STRIDES.split(), "rows", "length", "elements"], "i32"),
+            **dict.fromkeys(_CONSTEXPRS.split(), "constexpr"),
+        },
+        constexprs={
+            **dict.fromkeys(["target_element", "value_element", "index_row", "valid_row"], 1),
+            "MASKED": masked,
+            "BLOCK_ROWS": BLOCK_ROWS,
+            "BLOCK_ELEMENTS": elements,
+        },
+    )
+    for dtype, elements, masked in [("bf16", 128, True), ("bf16", 128, False), ("fp32", 256, True)]
+)

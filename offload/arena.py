@@ -1,0 +1,278 @@
+"""Memory for records: slots of size classes over chunks that are obtained as needed. Host and device alike."""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from tiered.offload.chunk import Chunk
+from tiered.offload.errors import ArenaFullError, TransferError
+from tiered.offload.fence import Fence, Region
+from tiered.offload.slab_fences import SlabFences
+from tiered.offload.slabs import Place, SlabBook
+
+MOST_CHUNK_BYTES = 64 << 30  # one registration: CUDA refuses single calls from 512 GiB
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStats:
+    """What an arena holds, in bytes.
+
+    Attributes:
+        requested_bytes: asked for by the records in it.
+        held_bytes: the rooms of their slots.
+        actual_bytes: what the system gave up for all chunks.
+        pinned_bytes: those of `actual_bytes` that are pinned.
+    """
+
+    requested_bytes: int
+    held_bytes: int
+    actual_bytes: int
+    pinned_bytes: int
+
+    @property
+    def pinned(self) -> bool:
+        """Whether there is memory, and all of it is pinned."""
+        return 0 < self.actual_bytes == self.pinned_bytes
+
+
+class Slot:
+    """The room of one record.
+
+    Attributes:
+        nbytes: bytes of the record.
+        room_bytes: bytes of the slot.
+        offset: first byte in the arena's address space.
+        chunk: the chunk that it lies in.
+        start: first byte in the chunk.
+        fence: what is under way on these bytes, by earlier users too. Tell it of accesses before `release`.
+    """
+
+    __slots__ = ("_arena", "_bytes", "_place", "chunk", "fence", "nbytes", "offset", "room_bytes", "start")
+
+    def __init__(self, arena: "Arena", place: Place, chunk: Chunk, start: int, fence: Fence) -> None:
+        self._arena = arena
+        self._place = place
+        self._bytes: Tensor | None = chunk.bytes[start : start + place.nbytes]
+        self.nbytes = place.nbytes
+        self.room_bytes = place.room
+        self.offset = place.offset
+        self.chunk = chunk
+        self.start = start
+        self.fence = fence
+
+    @property
+    def bytes(self) -> UInt8[Tensor, " nbytes"]:
+        """The record's bytes, a view of exactly `nbytes`.
+
+        Raises:
+            ValueError: released, or the arena is closed.
+        """
+        if self._bytes is None:
+            raise ValueError(f"the slot at offset {self.offset} was released")
+        return self._bytes
+
+    def follows(self, other: "Slot") -> bool:
+        """Whether this slot begins where the room of `other` ends, in the same chunk: one copy can span both."""
+        return self.chunk is other.chunk and self.start == other.start + other.room_bytes
+
+    def release(self) -> None:
+        """Give the slot back. What is under way on its bytes may go on: the next user waits for it.
+
+        Raises:
+            ValueError: released already, or the arena is closed.
+        """
+        self._arena._release(self)
+
+
+class Arena:
+    """Slots over slabs of `slab_bytes`, in chunks. Its memory grows up to `capacity` and stays until `close`.
+
+    For the manager's caller alone: not for several threads. Slots in one chunk are neighbours in memory where their
+    offsets are; across chunks they are not (`Slot.follows`).
+
+    Args:
+        region: what kind of bytes these are, for the fences.
+        slab_bytes: a multiple of 4096; the largest record.
+        capacity: the most bytes that all chunks may take from the system; None: no limit.
+        allocate_chunk: obtains memory of a size (a `Pinner`'s `allocate`, or `device_chunks`).
+        on_grow: told the bytes before they are obtained; raises to refuse.
+        on_shrink: told the bytes that were given back, or that were refused after `on_grow`.
+        chunk_bytes: what `place` obtains at a time where `capacity` allows, in whole slabs; one slab by default.
+            Pinning costs by call as well as by byte.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        slab_bytes: int,
+        capacity: int | None,
+        allocate_chunk: Callable[[int], Chunk],
+        on_grow: Callable[[int], object] = lambda nbytes: None,
+        on_shrink: Callable[[int], object] = lambda nbytes: None,
+        *,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        self.book = SlabBook(slab_bytes)
+        chunk_bytes = slab_bytes if chunk_bytes is None else chunk_bytes
+        if capacity is not None and capacity < 0:
+            raise ValueError(f"capacity = {capacity} bytes must be 0 or more")
+        if not slab_bytes <= chunk_bytes <= MOST_CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes = {chunk_bytes} must be slab_bytes = {slab_bytes} to {MOST_CHUNK_BYTES}")
+        self.region = region
+        self.slab_bytes = slab_bytes
+        self.capacity = capacity
+        self._allocate_chunk = allocate_chunk
+        self._on_grow = on_grow
+        self._on_shrink = on_shrink
+        self._chunk_slabs = chunk_bytes // slab_bytes
+        self._fences = SlabFences(region)
+        self.actual_bytes = 0  # what the chunks take from the system
+        self._chunks: list[Chunk] = []
+        self._homes: list[tuple[Chunk, int]] = []  # slab → its chunk and first byte there
+        self._slots: dict[int, Slot] = {}  # in use, by offset
+        self._closed = False
+
+    def reserve(self, nbytes: int) -> None:
+        """Obtain memory until there are slabs of `nbytes` in all, so that `place` does not have to.
+
+        Raises:
+            ArenaFullError: more than `capacity`; nothing has changed.
+            PinError: the system refused a chunk; the chunks before it stay.
+            ValueError: closed, or `nbytes` is negative.
+        """
+        self._check_open()
+        if nbytes < 0:
+            raise ValueError(f"cannot reserve {nbytes} bytes: 0 or more")
+        missing = -(-nbytes // self.slab_bytes) - self.book.slabs
+        if missing > self._allowed_slabs():
+            raise self._full(missing * self.slab_bytes, self._allowed_slabs() * self.slab_bytes)
+        most = MOST_CHUNK_BYTES // self.slab_bytes
+        while missing > 0:
+            self._grow(min(missing, most))
+            missing -= most
+
+    def place(self, nbytes: int) -> Slot:
+        """A slot for a record of `nbytes`; its content is undefined. May obtain a chunk.
+
+        Raises:
+            ArenaFullError: no slot of its class is free, and `capacity` allows no other slab.
+            PinError: the system refused a chunk.
+            ValueError: closed, or `nbytes` is not 1 to `slab_bytes`.
+        """
+        self._check_open()
+        place = self.book.allocate(nbytes)
+        if place is None:
+            allowed = self._allowed_slabs()
+            if allowed < 1:
+                raise self._full(self.book.room_for(nbytes), self.book.free_bytes(nbytes))
+            self._grow(min(self._chunk_slabs, allowed))
+            place = self.book.allocate(nbytes)
+            assert place is not None, "a new slab holds a record of any size"
+        chunk, first = self._homes[place.slab]
+        slot = Slot(self, place, chunk, first + place.offset % self.slab_bytes, self._fences.fence(place))
+        self._slots[place.offset] = slot
+        return slot
+
+    def stats(self) -> ArenaStats:
+        """What is requested, held and obtained now; all 0 after `close`."""
+        return ArenaStats(
+            requested_bytes=0 if self._closed else self.book.requested_bytes,
+            held_bytes=0 if self._closed else self.book.held_bytes,
+            actual_bytes=self.actual_bytes,
+            pinned_bytes=sum(chunk.actual_bytes for chunk in self._chunks if chunk.pinned),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` with the numbers where the books are not what the chunks hold."""
+        self.book.check_integrity()
+        stats = self.stats()
+        booked = 0 if self._closed else self.book.capacity_bytes
+        obtained = sum(chunk.bytes.numel() for chunk in self._chunks), sum(chunk.actual_bytes for chunk in self._chunks)
+        if obtained != (booked, self.actual_bytes) or (self.capacity is not None and obtained[1] > self.capacity):
+            raise RuntimeError(f"chunks of {obtained} bytes, slabs of {booked}, capacity {self.capacity}, {stats}")
+        held = sum(slot.nbytes for slot in self._slots.values()), sum(slot.room_bytes for slot in self._slots.values())
+        if held != (stats.requested_bytes, stats.held_bytes):
+            raise RuntimeError(f"the slots hold {held} bytes, {stats}")
+        for offset, slot in self._slots.items():
+            expected = slot.chunk.bytes[slot.start :].data_ptr()
+            if slot.offset != offset or slot.bytes.numel() != slot.nbytes or slot.bytes.data_ptr() != expected:
+                raise RuntimeError(f"the slot at offset {offset} is not at {slot.start} of its chunk")
+
+    def close(self) -> None:
+        """Wait for what is under way in the slots, then free all chunks. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        for fence in self._fences.unfinished():
+            for event in fence.before_write():
+                with suppress(TransferError):  # that it ended is enough
+                    event.synchronize()
+        for slot in self._slots.values():
+            slot._bytes = None
+        self._slots.clear()
+        while self._chunks:
+            chunk = self._chunks.pop()
+            chunk.free()
+            self.actual_bytes -= chunk.actual_bytes
+            self._on_shrink(chunk.actual_bytes)
+        self._homes.clear()
+
+    def _release(self, slot: Slot) -> None:
+        self._check_open()
+        self.book.release(slot._place)
+        del self._slots[slot.offset]
+        slot._bytes = None
+
+    def _allowed_slabs(self) -> int:
+        """Slabs that `capacity` still has room for."""
+        return sys.maxsize if self.capacity is None else (self.capacity - self.actual_bytes) // self.slab_bytes
+
+    def _grow(self, slabs: int) -> None:
+        """One more chunk, booked before it is there; all or nothing."""
+        asked = slabs * self.slab_bytes
+        self._on_grow(asked)
+        chunk: Chunk | None = None
+        try:
+            chunk = self._allocate_chunk(asked)
+            if self.capacity is not None and self.actual_bytes + chunk.actual_bytes > self.capacity:
+                raise self._full(chunk.actual_bytes, self.capacity - self.actual_bytes)
+            if rounding := chunk.actual_bytes - asked:
+                self._on_grow(rounding)
+        except BaseException:
+            if chunk is not None:
+                chunk.free()
+            self._on_shrink(asked)
+            raise
+        self.actual_bytes += chunk.actual_bytes
+        self._chunks.append(chunk)
+        self._homes += [(chunk, slab * self.slab_bytes) for slab in range(slabs)]
+        self.book.add_slabs(slabs)
+
+    def _full(self, needed: int, available: int) -> ArenaFullError:
+        return ArenaFullError(needed, available, self.capacity or 0, f"the arena of {self.region}s")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"the arena of {self.region}s is closed")
+
+
+def device_chunks(device: torch.device) -> Callable[[int], Chunk]:
+    """What makes chunks of a device's own memory, for `Arena`.
+
+    The function raises ArenaFullError where the device has no memory left.
+    """
+
+    def allocate(nbytes: int) -> Chunk:
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(device)
+            raise ArenaFullError(nbytes, free, total, f"{device} (memory=MemoryBudget(device=…))") from error
+        return Chunk(memory, pinned=False, actual_bytes=nbytes)
+
+    return allocate

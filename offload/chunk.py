@@ -1,0 +1,61 @@
+"""A piece of memory that an arena is made of."""
+
+import os
+import weakref
+from collections.abc import Callable
+
+from jaxtyping import UInt8
+from torch import Tensor
+
+
+class Chunk:
+    """Bytes that are there until `free`, or until nobody holds the chunk.
+
+    Args:
+        bytes: the memory; all of it is the arena's.
+        pinned: whether the device's copy engines may reach it.
+        actual_bytes: what the system gave up for it, rounding included.
+        before: called once, before the memory goes; never in a forked child, where CUDA is not usable.
+        after: called by `free` once the memory is gone.
+    """
+
+    def __init__(
+        self,
+        bytes: UInt8[Tensor, " nbytes"],
+        *,
+        pinned: bool,
+        actual_bytes: int,
+        before: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._bytes: Tensor | None = bytes
+        self.pinned = pinned
+        self.actual_bytes = actual_bytes
+        self._after = after
+        self._finalizer = weakref.finalize(self, _in_process, os.getpid(), before)
+        self._finalizer.atexit = False  # the system takes everything back then
+
+    @property
+    def bytes(self) -> UInt8[Tensor, " nbytes"]:
+        """The memory.
+
+        Raises:
+            ValueError: freed.
+        """
+        if self._bytes is None:
+            raise ValueError("the chunk is freed")
+        return self._bytes
+
+    def free(self) -> None:
+        """Give the memory back. A view that is still held keeps it mapped, but not pinned. May be called again."""
+        if self._bytes is None:
+            return
+        self._finalizer()  # the registration ends before the mapping does
+        self._bytes = None
+        self._after()
+
+
+def _in_process(process: int, action: Callable[[], object]) -> None:
+    """Run `action`, unless this is a child of the process that it belongs to."""
+    if os.getpid() == process:
+        action()

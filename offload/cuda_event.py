@@ -1,0 +1,110 @@
+"""The end of a job on a CUDA stream."""
+
+import time
+
+import torch
+
+from tiered.offload.errors import TransferError
+from tiered.offload.fence import Event
+from tiered.offload.host_event import HostEvent
+from tiered.offload.transport import Lane, Settled, Times
+
+
+class CudaClock:
+    """Places CUDA events on the host's clock. An hour on, their distance from the first mark is known to 0.25 ms: so
+    distances between events of one job, which are exact to a microsecond, are taken between those."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._mark = mark(torch.cuda.current_stream(device))
+        self._mark.synchronize()
+        self._marked_at = time.monotonic_ns()
+
+    def ns(self, event: torch.cuda.Event) -> int:
+        """When `event`, which has ended, did so."""
+        return self._marked_at + ns_between(self._mark, event)
+
+
+class CudaEvent:
+    """Ends when the device has done the job. `issued` is the host's part: it ends once the job is on its stream, or has
+    failed before."""
+
+    __slots__ = ("_broken", "_clock", "arrival", "end", "issued", "start")
+
+    def __init__(self, issued: HostEvent, clock: CudaClock) -> None:
+        self.issued = issued
+        self.arrival: torch.cuda.Event | None = None  # of `compute`: when its stream got to the wait
+        self.start: torch.cuda.Event | None = None
+        self.end: torch.cuda.Event | None = None
+        self._clock = clock
+        self._broken: RuntimeError | None = None
+
+    @property
+    def lane(self) -> Lane | None:
+        return self.issued.lane
+
+    @property
+    def nbytes(self) -> int:
+        return self.issued.nbytes
+
+    @property
+    def failed(self) -> bool:
+        return self.done() and (self.issued.failed or self._broken is not None)
+
+    @property
+    def times(self) -> Times:
+        submitted = self.issued.times.submitted
+        if not self.done() or self.failed:
+            return Times(submitted, None, self.issued.times.ended if self.issued.failed else None)
+        assert self.start is not None and self.end is not None, "what is on the stream has been marked"
+        if self.arrival is None:
+            started = self._clock.ns(self.start)
+        else:
+            submitted = self._clock.ns(self.arrival)
+            started = submitted + ns_between(self.arrival, self.start)
+        return Times(submitted, started, started + ns_between(self.start, self.end))
+
+    def done(self) -> bool:
+        if not self.issued.done():
+            return False
+        if self.issued.failed:
+            return True
+        assert self.end is not None, "what is on the stream has been marked"
+        try:
+            return self.end.query()
+        except RuntimeError as error:  # the device is lost: nothing on it goes on
+            self._broken = error
+            return True
+
+    def synchronize(self) -> None:
+        self.issued.synchronize()
+        assert self.end is not None, "what is on the stream has been marked"
+        try:
+            self.end.synchronize()
+        except RuntimeError as error:
+            self._broken = error
+            raise TransferError(f"{self.issued}: the device failed: {error}") from error
+
+
+def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event at the end of what is on `stream` now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def ns_between(first: torch.cuda.Event, second: torch.cuda.Event) -> int:
+    """Time between two events that have ended."""
+    return round(first.elapsed_time(second) * 1e6)
+
+
+def host_part(event: Event) -> Event:
+    """What the host has to wait for before a stream can wait for `event`: all of it, where only the host sees it."""
+    if isinstance(event, Settled):
+        return Settled(host_part(event.event))
+    return event.issued if isinstance(event, CudaEvent) else event
+
+
+def stream_part(event: Event) -> torch.cuda.Event | None:
+    """What a stream has to wait for, once `host_part(event)` has ended; None where nothing is left."""
+    event = event.event if isinstance(event, Settled) else event
+    return event.end if isinstance(event, CudaEvent) else None

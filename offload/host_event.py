@@ -1,0 +1,71 @@
+"""The end of a job that the host runs or hands over."""
+
+import os
+import threading
+import time
+
+from tiered.offload.errors import TransferError
+from tiered.offload.transport import Lane, Times
+
+
+class HostEvent:
+    """Ends when whoever runs the job says so. In a forked child, where nobody will, an unfinished one has failed."""
+
+    __slots__ = ("_cause", "_ended", "_ended_at", "_failure", "_nbytes", "_pid", "_started_at", "_submitted_at", "lane")
+
+    def __init__(self, lane: Lane | None, nbytes: int = 0) -> None:
+        self.lane = lane
+        self._nbytes = nbytes
+        self._failure: str | None = None
+        self._cause: BaseException | None = None
+        self._ended = threading.Event()
+        self._pid = os.getpid()
+        self._submitted_at = time.monotonic_ns()
+        self._started_at: int | None = None
+        self._ended_at: int | None = None
+
+    def __str__(self) -> str:
+        return "compute" if self.lane is None else f"{self.lane} of {self._nbytes} bytes"
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    @property
+    def failed(self) -> bool:
+        return self._left_behind() or (self._ended.is_set() and self._failure is not None)
+
+    @property
+    def times(self) -> Times:
+        return Times(self._submitted_at, self._started_at, self._ended_at)
+
+    def done(self) -> bool:
+        return self._ended.is_set() or self._left_behind()
+
+    def synchronize(self) -> None:
+        if self._left_behind():
+            raise TransferError(f"{self}: threads do not survive a fork; only the parent process sees its end")
+        self._ended.wait()
+        if self._failure is not None:
+            # A new one each time: raising one exception again and again lengthens its traceback.
+            raise TransferError(self._failure) from self._cause
+
+    def start(self) -> None:
+        """The job begins."""
+        self._started_at = time.monotonic_ns()
+
+    def end(self, nbytes: int) -> None:
+        """The job has moved `nbytes`."""
+        self._nbytes = nbytes
+        self._ended_at = time.monotonic_ns()
+        self._ended.set()
+
+    def fail(self, message: str, cause: BaseException | None) -> None:
+        """The job failed; nothing where it has ended already."""
+        if not self._ended.is_set():
+            self._failure, self._cause = f"{self}: {message}", cause
+            self._ended_at = time.monotonic_ns()
+            self._ended.set()
+
+    def _left_behind(self) -> bool:
+        return not self._ended.is_set() and os.getpid() != self._pid

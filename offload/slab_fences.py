@@ -1,0 +1,47 @@
+"""The fences of a slab book's slots, which outlive the slots: new users wait for what earlier users left unfinished."""
+
+from tiered.offload.fence import Fence, Region
+from tiered.offload.slabs import Place
+
+
+class SlabFences:
+    """One fence a slot. Not for several threads, as the fences themselves."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self._rooms: dict[int, int] = {}  # slab → the class that its fences are of
+        self._fences: dict[int, dict[int, Fence]] = {}  # slab → slot → fence
+        self._former: dict[int, list[tuple[int, int, Fence]]] = {}  # slab → (first byte, end, fence) of earlier classes
+
+    def fence(self, place: Place) -> Fence:
+        """The fence of a place that was just taken. It waits for every unfinished access to any of its bytes.
+
+        An access by an earlier user counts when that user's fence knew of it before the slot was released.
+        """
+        slab, room = place.slab, place.room
+        if self._rooms.get(slab) != room:
+            self._recut(slab, room)
+        fences = self._fences[slab]
+        fence = fences.get(place.index)
+        # An idle fence may end in a failed copy, which is no business of the new user.
+        if fence is None or fence.idle():
+            first, end = place.index * room, (place.index + 1) * room
+            former = self._former[slab]
+            former[:] = [(start, stop, old) for start, stop, old in former if not old.idle()]
+            fence = fences[place.index] = Fence(self.region)
+            fence.inherit(old for start, stop, old in former if start < end and first < stop)
+        return fence
+
+    def unfinished(self) -> list[Fence]:
+        """The fences with an access under way, of slots in use and of released ones."""
+        current = [fence for fences in self._fences.values() for fence in fences.values()]
+        former = [fence for entries in self._former.values() for _, _, fence in entries]
+        return [fence for fence in [*current, *former] if not fence.idle()]
+
+    def _recut(self, slab: int, room: int) -> None:
+        """The slab changes its class: what is unfinished in its old slots is kept by bytes."""
+        old = self._rooms.get(slab, 0)
+        former = self._former.setdefault(slab, [])
+        former += [(index * old, (index + 1) * old, fence) for index, fence in self._fences.get(slab, {}).items()]
+        self._rooms[slab] = room
+        self._fences[slab] = {}

@@ -1,0 +1,137 @@
+"""What carries bytes between the tiers: the contract of every transport.
+
+Jobs of one lane run in the order of their submission. A job starts when every event in its `after` has ended; where one
+of them failed, the job fails too and never touches its destination. A job that fails takes only those with it that
+wait for it. `after` may mix events of any lane, of `compute`, and of anything else that is an `Event`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from tiered.offload.errors import TransferError
+from tiered.offload.fence import Event
+
+
+class Lane(StrEnum):
+    """A direction that bytes move in."""
+
+    FETCH = "fetch"  # host → device
+    STORE = "store"  # device → host
+    LOAD = "load"  # disk → host
+    SPILL = "spill"  # host → disk
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One contiguous piece. Both sides belong to the caller, who keeps them alive and, by their fences, unchanged."""
+
+    source: UInt8[Tensor, " n"]
+    destination: UInt8[Tensor, " n"]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When a job was handed over, when it began (all it waits for had ended) and when it ended: ns of
+    `time.monotonic_ns`, None where that has not happened. For `compute`, `started - submitted` is exposed time: the
+    compute stream stood still for a transfer.
+    """
+
+    submitted: int | None
+    started: int | None
+    ended: int | None
+
+
+@runtime_checkable
+class TransferEvent(Event, Protocol):
+    """The end of a job."""
+
+    @property
+    def lane(self) -> Lane | None:
+        """The job's lane; None for `compute`."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the job moves; for `run`, what its work said once it has ended, and 0 before."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended badly. Never blocks."""
+        ...
+
+    @property
+    def times(self) -> Times: ...
+
+
+class Settled:
+    """Ends with `event`, and never fails. For what must only be over, well or badly: bytes that are about to be
+    overwritten do not care how their last write and reads went."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: Event) -> None:
+        self.event: Event = event.event if isinstance(event, Settled) else event
+
+    def done(self) -> bool:
+        return self.event.done()
+
+    def synchronize(self) -> None:
+        with suppress(TransferError):
+            self.event.synchronize()
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Carries copies. Every method but `close` raises TransferError on a closed transport and in a forked child."""
+
+    device: torch.device
+
+    def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
+        """Copy every piece, in order. Never blocks. Pieces that `check_copies` refuses fail the job, before any byte
+        of it has moved."""
+        ...
+
+    def run(self, lane: Lane, work: Callable[[], int], after: Iterable[Event] = ()) -> TransferEvent:
+        """Run host-side `work`, a file read or write, on the lane's thread. Never blocks.
+
+        Args:
+            lane: LOAD or SPILL.
+            work: returns the bytes that it moved; what it raises is the job's failure.
+
+        Raises:
+            ValueError: another lane; on a GPU those are streams, which the host's work would not be in order with.
+        """
+        ...
+
+    def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
+        """Let the compute stream wait for `after`, then run `work` there; the event ends when that work has.
+
+        A failure is the event's, not raised here: where something in `after` failed, `work` does not run. On CUDA
+        `work` launches kernels on the caller's current stream.
+        """
+        ...
+
+    def close(self) -> None:
+        """Wait for what is under way and stop all threads. A second call does nothing; in a forked child, none does."""
+        ...
+
+
+def check_copies(copies: Iterable[Copy]) -> None:
+    """Raise ValueError where a piece is not contiguous bytes on both sides, or its sides differ in length."""
+    for copy in copies:
+        for name, side in (("source", copy.source), ("destination", copy.destination)):
+            if side.dtype != torch.uint8 or side.dim() != 1 or not side.is_contiguous():
+                raise ValueError(
+                    f"the {name} of a copy has shape {tuple(side.shape)}, strides {side.stride()} and type "
+                    f"{side.dtype}; allowed: one contiguous dimension of torch.uint8"
+                )
+        if copy.source.numel() != copy.destination.numel():
+            raise ValueError(f"a copy of {copy.source.numel()} bytes into {copy.destination.numel()} bytes")

@@ -1,0 +1,111 @@
+"""Rows to records and back in every codec."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.codecs import CODECS, Nvfp4Codec
+
+SIZES, OFFSETS, WIDTH = [3, 1, 7], [0, 8192, 3072], 40  # out of order, with gaps between
+CLUSTERS = [1, 0, 1]
+
+
+def records(codec: Codec, rows: Tensor, centroids: Tensor) -> Tensor:
+    buffer = torch.full((16384,), 0xA5, dtype=torch.uint8)
+    delta = codec is Codec.NVFP4_DELTA
+    CODECS[codec].encode(rows, SIZES, buffer, OFFSETS, centroids if delta else None, CLUSTERS if delta else None)
+    return buffer
+
+
+def rows_of(codec: Codec, buffer: Tensor, dtype: torch.dtype, out: Tensor, centroids: Tensor, places=None) -> Tensor:
+    chosen = centroids[CLUSTERS] if codec is Codec.NVFP4_DELTA else None
+    CODECS[codec].decode(buffer, OFFSETS, SIZES, dtype, out, places, chosen)
+    return out
+
+
+@pytest.fixture
+def centroids() -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1)) * 5
+
+
+@pytest.fixture
+def rows(centroids: Tensor) -> Tensor:
+    noise = torch.randn(sum(SIZES), WIDTH, generator=torch.Generator().manual_seed(2))
+    return centroids[[1] * 3 + [0] + [1] * 7] + noise
+
+
+def test_every_codec_is_in_the_table():
+    assert list(CODECS) == list(Codec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", Codec)
+def test_records_take_their_bytes_and_no_more(codec: Codec, dtype: torch.dtype, rows: Tensor, centroids: Tensor):
+    rows, centroids = rows.to(dtype), centroids.to(dtype)
+    buffer = records(codec, rows, centroids)
+    outside = torch.ones(len(buffer), dtype=torch.bool)
+    for size, offset in zip(SIZES, OFFSETS, strict=True):
+        outside[offset : offset + codec_bytes(codec, size, WIDTH, element_bytes=dtype.itemsize)] = False
+    assert (buffer[outside] == 0xA5).all()
+    # And all of them: with other bytes before, the same record.
+    again = torch.zeros_like(buffer)
+    delta = codec is Codec.NVFP4_DELTA
+    CODECS[codec].encode(rows, SIZES, again, OFFSETS, centroids if delta else None, CLUSTERS if delta else None)
+    assert torch.equal(again[~outside], buffer[~outside])
+
+
+# Relative error of Gaussian rows; of the delta, whose residual is a fifth of the row, a fifth of NVFP4's.
+@pytest.mark.parametrize(
+    ("codec", "least", "most"),
+    [(Codec.RAW, 0, 0), (Codec.FP8, 0.02, 0.03), (Codec.NVFP4, 0.08, 0.11), (Codec.NVFP4_DELTA, 0.012, 0.024)],
+)
+def test_the_error_is_that_of_the_format(codec: Codec, least: float, most: float, rows: Tensor, centroids: Tensor):
+    out = rows_of(codec, records(codec, rows, centroids), rows.dtype, torch.empty_like(rows), centroids)
+    assert least <= ((out - rows).norm() / rows.norm()).item() <= most
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_rows_go_where_they_are_wanted(codec: Codec, rows: Tensor, centroids: Tensor):
+    buffer = records(codec, rows, centroids)
+    plain = rows_of(codec, buffer, rows.dtype, torch.empty_like(rows), centroids)
+    places = torch.randperm(20, generator=torch.Generator().manual_seed(3))[: len(rows)]
+    out = rows_of(codec, buffer, rows.dtype, torch.full((20, WIDTH), 7.0), centroids, places)
+    assert torch.equal(out[places], plain)
+    untouched = torch.ones(20, dtype=torch.bool)
+    untouched[places] = False
+    assert (out[untouched] == 7).all()
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_another_dtype_gets_the_rounded_rows(codec: Codec, rows: Tensor, centroids: Tensor):
+    buffer = records(codec, rows, centroids)
+    plain = rows_of(codec, buffer, rows.dtype, torch.empty_like(rows), centroids)
+    out = rows_of(codec, buffer, rows.dtype, torch.empty(len(rows), WIDTH, dtype=torch.bfloat16), centroids)
+    assert torch.equal(out, plain.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.zeros(11, WIDTH), torch.full((11, WIDTH), 1e-42), torch.full((11, WIDTH), 3e38)]
+)
+@pytest.mark.parametrize("codec", [Codec.FP8, Codec.NVFP4])
+def test_extreme_rows_stay_finite(codec: Codec, rows: Tensor, centroids: Tensor):
+    out = rows_of(codec, records(codec, rows, centroids), rows.dtype, torch.empty_like(rows), centroids)
+    assert out.isfinite().all()
+    assert torch.allclose(out, rows, rtol=0.07, atol=1e-40)
+
+
+def test_the_base_may_be_the_mean_alone():
+    centroid = torch.ones(1, WIDTH)
+    rows = centroid * torch.tensor([[0.5], [2.0], [4.0]])  # on the line of the centroid: a projection leaves nothing
+    errors = {}
+    for base in ("projection", "mean"):
+        codec, buffer, out = (
+            Nvfp4Codec(delta=True, base=base),
+            torch.zeros(1024, dtype=torch.uint8),
+            torch.empty(3, WIDTH),
+        )
+        codec.encode(rows, [3], buffer, [0], centroid, [0])
+        codec.decode(buffer, [0], [3], torch.float32, out, None, centroid)
+        errors[base] = (out - rows).norm().item()
+    assert errors["projection"] == 0 < errors["mean"]

@@ -1,0 +1,60 @@
+"""How often clustering makes the host wait for the device, counted by the calls that would."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiered.clustering.regions import cluster_regions
+from tiered.clustering.spherical import spherical_kmeans
+
+CALLS = ("tolist", "item", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+REGIONS = ((0, 50), (58, 100))
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the calls that were made."""
+    made: list[str] = []
+
+    def noted(name: str, original: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **options: object) -> object:
+            made.append(name)
+            return original(*arguments, **options)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(Tensor, name, noted(name, getattr(Tensor, name)))
+    yield made
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("clusters", [2, 9])
+@pytest.mark.parametrize(("tolerance", "expected"), [(None, 1), (0.0, 1 + 4)])
+def test_k_means(clusters: int, tolerance: float | None, expected: int, reads: list[str]):
+    rows, valid = random(3, 100, 16), torch.ones(3, 100, dtype=torch.bool)
+    result = spherical_kmeans(rows, clusters, valid=valid, iterations=5, tolerance=tolerance)
+    assert result.iterations == 5
+    assert reads == ["tolist"] * expected
+
+
+@pytest.mark.parametrize(("groups", "clusters"), [(1, 2), (6, 20)])
+def test_regions(groups: int, clusters: int, reads: list[str]):
+    hidden, valid = random(groups, 100, 8), torch.ones(groups, 100, dtype=torch.bool)
+    indices = cluster_regions(hidden, REGIONS, clusters)
+    assert reads == ["tolist"] * 3
+    reads.clear()
+    cluster_regions(hidden, REGIONS, clusters, valid=valid, previous=indices)
+    assert reads == ["tolist"] * 4
+
+
+def test_a_move(reads: list[str]):
+    index = cluster_regions(random(1, 100, 8), REGIONS, 6)[0]
+    reads.clear()
+    index.moved(index.cluster_of(100)[:10], random(10, 8), random(10, 8) + 1)
+    assert reads == []

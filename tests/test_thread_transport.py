@@ -1,0 +1,236 @@
+"""What threads alone do: compute beside the caller, modes of torch, delays, and the end of the interpreter."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiered.offload.delay import Point
+from tiered.offload.errors import TransferError
+from tiered.offload.host_event import HostEvent
+from tiered.offload.thread_transport import ThreadTransport
+from tiered.offload.transport import Copy, Lane, Times, TransferEvent
+
+MOMENT = 0.05
+
+
+@pytest.fixture(params=[False, True], ids=["inline", "compute_thread"])
+def transport(request: pytest.FixtureRequest) -> Iterator[ThreadTransport]:
+    transport = ThreadTransport(compute_thread=request.param)
+    yield transport
+    transport.close()
+
+
+def slowly_filled(transport: ThreadTransport, buffer: Tensor, value: float) -> TransferEvent:
+    """The event of a load that takes a while."""
+
+    def work() -> int:
+        time.sleep(MOMENT)
+        buffer.fill_(value)
+        return buffer.nbytes
+
+    return transport.run(Lane.LOAD, work)
+
+
+def doubled(source: Tensor, result: Tensor) -> Callable[[], None]:
+    def work() -> None:
+        torch.mul(source, 2, out=result)
+
+    return work
+
+
+def ns(times: Times) -> tuple[int, int, int]:
+    assert times.submitted is not None and times.started is not None and times.ended is not None
+    return times.submitted, times.started, times.ended
+
+
+@pytest.mark.parametrize("transport", [True], indirect=True)
+def test_what_was_not_waited_for_is_stale(transport: ThreadTransport):
+    """The control: asynchrony is real, so a missing wait shows in a result."""
+    source, result = torch.zeros(8), torch.zeros(8)
+    loaded = slowly_filled(transport, source, 5)
+    event = transport.compute(doubled(source, result), after=[loaded])
+    stale = transport.copy(Lane.FETCH, [Copy(as_bytes(source), as_bytes(torch.zeros(8)))])
+    assert result.tolist() == [0] * 8 and not event.done()  # the caller went on, nothing is there yet
+    stale.synchronize()
+    assert not loaded.done()  # and a copy that was told to wait for nothing has read what was there before
+    event.synchronize()
+    assert result.tolist() == [10] * 8
+
+
+@pytest.mark.parametrize("transport", [False], indirect=True)
+def test_inline_compute_is_there_on_return(transport: ThreadTransport):
+    source, result = torch.zeros(8), torch.zeros(8)
+    event = transport.compute(doubled(source, result), after=[slowly_filled(transport, source, 5)])
+    assert event.done() and result.tolist() == [10] * 8
+    submitted, started, _ = ns(event.times)
+    assert started - submitted > MOMENT / 2 * 1e9  # exposed
+
+
+@pytest.mark.parametrize("transport", [False], indirect=True)
+def test_inline_compute_lets_an_interrupt_through(transport: ThreadTransport):
+    """It is the caller's thread that Ctrl-C hits, and no lane dies of it."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        transport.compute(interrupted)
+    assert not transport.compute(lambda: None).failed
+
+
+def test_computations_keep_their_order(transport: ThreadTransport):
+    order: list[int] = []
+    events = [transport.compute(lambda number=number: order.append(number)) for number in range(50)]
+    events[-1].synchronize()
+    assert order == list(range(50))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_work_runs_in_the_callers_modes(transport: ThreadTransport, mode: Callable[[], torch.inference_mode]):
+    seen: list[tuple[bool, bool]] = []
+    made: list[Tensor] = []
+
+    def work() -> None:
+        seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        made.append(torch.zeros(1))
+
+    with mode():
+        expected = (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
+        transport.compute(work).synchronize()
+        transport.run(Lane.LOAD, lambda: work() or 0).synchronize()
+    assert seen == [expected, expected]
+    assert [tensor.is_inference() for tensor in made] == [expected[0]] * 2
+
+
+def test_inference_tensors_can_be_copied(transport: ThreadTransport):
+    """The model's buffers are made in inference mode; a thread that is not in it may not write them."""
+    with torch.inference_mode():
+        source, destination = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    transport.copy(Lane.FETCH, [Copy(source, destination)]).synchronize()
+    assert destination.tolist() == [1] * 8
+
+
+@pytest.mark.parametrize("compute_thread", [False, True])
+def test_where_delays_are_asked_for(compute_thread: bool):
+    asked: list[tuple[Point, Lane | None]] = []
+
+    def delay(point: Point, lane: Lane | None) -> float:
+        asked.append((point, lane))
+        return 0.0
+
+    transport = ThreadTransport(compute_thread=compute_thread, delay=delay)
+    pieces = [Copy(torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8))] * 2
+    fetched = transport.copy(Lane.FETCH, pieces)
+    fetched.synchronize()
+    loaded = transport.run(Lane.LOAD, lambda: 0, after=[fetched])
+    loaded.synchronize()
+    transport.compute(lambda: None, after=[fetched, loaded]).synchronize()
+    transport.close()
+    assert asked == [
+        *((Point.SUBMIT, Lane.FETCH), (Point.COPY, Lane.FETCH), (Point.COPY, Lane.FETCH)),
+        *((Point.SUBMIT, Lane.LOAD), (Point.WAIT, Lane.LOAD), (Point.COPY, Lane.LOAD)),
+        *((Point.SUBMIT, None), (Point.WAIT, None), (Point.WAIT, None)),
+    ]
+
+
+@pytest.mark.parametrize("point", Point)
+def test_a_delay_sleeps(point: Point):
+    transport = ThreadTransport(delay=lambda at, _: MOMENT if at is point else 0.0)
+    before = time.monotonic()
+    first = transport.copy(Lane.FETCH, [Copy(torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8))])
+    transport.copy(Lane.STORE, [], after=[first]).synchronize()
+    assert time.monotonic() - before >= MOMENT
+    transport.close()
+
+
+@pytest.mark.parametrize(("error", "later"), [(OSError("bad sector"), None), (SystemExit("killed"), "thread .* died")])
+@pytest.mark.parametrize("point", [Point.COPY, Point.WAIT])
+def test_a_fault_that_a_delay_injects(point: Point, error: BaseException, later: str | None):
+    faults = [error]
+
+    def delay(at: Point, lane: Lane | None) -> float:
+        if at is point and faults:
+            raise faults.pop()
+        return 0.0
+
+    transport = ThreadTransport(delay=delay)
+    pieces = [Copy(torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8))]
+    ready = transport.run(Lane.SPILL, lambda: 0) if point is Point.WAIT else transport.compute(lambda: None)
+    failed = transport.copy(Lane.FETCH, pieces, after=[ready])
+    with pytest.raises(TransferError, match=str(error)):
+        failed.synchronize()
+    next_one = transport.copy(Lane.FETCH, pieces)
+    if later is None:
+        next_one.synchronize()
+        assert pieces[0].destination.tolist() == [1] * 4
+    else:
+        with pytest.raises(TransferError, match=later):
+            next_one.synchronize()
+    transport.close()
+
+
+def test_an_end_is_final():
+    """A thread that is hit between a job's end and the next job fails what it still has, the ended job among it."""
+    ended, failed = HostEvent(Lane.FETCH, 4), HostEvent(Lane.FETCH, 4)
+    ended.end(4)
+    failed.fail("first", OSError())
+    for event in (ended, failed):
+        event.fail("second", OSError())
+    ended.synchronize()
+    assert not ended.failed
+    with pytest.raises(TransferError, match="fetch of 4 bytes: first"):
+        failed.synchronize()
+
+
+def test_lanes_run_at_the_same_time(transport: ThreadTransport):
+    """Each of two works ends only once the other has begun."""
+    meeting = threading.Barrier(2, timeout=20)
+    events = [transport.run(lane, lambda: meeting.wait() * 0) for lane in (Lane.LOAD, Lane.SPILL)]
+    for event in events:
+        event.synchronize()
+
+
+def test_many_callers(transport: ThreadTransport):
+    """Every job of every caller is run once."""
+    ran: list[tuple[int, int]] = []
+
+    def call(caller: int) -> None:
+        events = [transport.run(Lane.LOAD, lambda key=(caller, number): ran.append(key) or 0) for number in range(200)]
+        events[-1].synchronize()
+
+    callers = [threading.Thread(target=call, args=[caller]) for caller in range(4)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join()
+    assert sorted(ran) == [(caller, number) for caller in range(4) for number in range(200)]
+    for caller in range(4):
+        assert [number for c, number in ran if c == caller] == list(range(200))
+
+
+def test_the_interpreter_ends_where_nobody_closes():
+    """What was handed over is finished first; no thread keeps the process alive, and none is killed at its work."""
+    script = """
+        import time, torch
+        from tiered.offload.thread_transport import ThreadTransport
+        from tiered.offload.transport import Lane
+        transport = ThreadTransport(compute_thread=True)
+        first = transport.run(Lane.LOAD, lambda: time.sleep(0.3) or 0)
+        transport.run(Lane.SPILL, lambda: print("finished", flush=True) or 0, after=[first])
+        transport.compute(lambda: None).synchronize()
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "finished\n", "")

@@ -1,0 +1,30 @@
+"""Law 2 under random delays: asynchronous answers are the synchronous ones, bit for bit; and the test can tell."""
+
+import pytest
+
+from tiered.offload.fence import Region
+from tiered.tiers.fuzz import run_schedule, without
+
+SCHEDULES = 1000
+TRIES = 1000  # schedules until a missing wait must have shown; it takes 1 to 90 as a rule
+
+
+@pytest.mark.slow
+def test_no_schedule_changes_a_bit():
+    outcomes = {seed: run_schedule(seed) for seed in range(SCHEDULES)}
+    assert {seed: outcome for seed, outcome in outcomes.items() if outcome.corrupt} == {}
+    assert sum(outcome.answers for outcome in outcomes.values()) > 3 * SCHEDULES  # schedules that compare something
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("access", ["read", "write"])
+@pytest.mark.parametrize("region", Region)
+def test_every_wait_is_needed(region: Region, access: str):
+    faulty = without(region, access)
+    assert any(run_schedule(seed, traffic=faulty).corrupt for seed in range(TRIES))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_job_after_another_is_right_too(seed: int):
+    outcome = run_schedule(seed, asynchronous=False)
+    assert not outcome.corrupt

@@ -1,0 +1,53 @@
+"""Ten thousand stores and fetches leave memory, descriptors and threads where they were."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiered.budget import MemoryBudget
+from tiered.features import Feature, Tier
+from tiered.ledger import Ledger
+from tiered.tiers.opening import open_tiers
+from tiered.tiers.record import RecordKey
+
+CYCLES, WIDTH, ROWS, SLOT = 10_000, 48, 4, 8192
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's count of resident pages")
+def test_nothing_grows(tmp_path: Path):
+    ledger = Ledger(MemoryBudget(host=5 * SLOT, disk=8 * (SLOT + 4096), disk_path=tmp_path))
+    before = descriptors(), threading.active_count()
+    rows = torch.randn(ROWS, WIDTH)
+    with open_tiers(ledger, device="cpu", slot_bytes=SLOT) as tiers:
+        bank = tiers.bank(torch.randn(4, WIDTH))
+        early = None
+        for cycle in range(CYCLES):
+            key = RecordKey(Feature.HIDDEN, 0, 0, cycle % 12)  # more than the host tier holds
+            tiers.store([key], rows, [ROWS], codec="nvfp4_delta", bank=bank, clusters=[cycle % 4])
+            tiers.fetch([RecordKey(Feature.HIDDEN, 0, 0, (cycle * 5) % min(12, cycle + 1))]).wait()
+            if cycle == CYCLES // 10:
+                tiers.synchronize()
+                early = resident_bytes(), tiers.stats().pinned_actual, descriptors(), threading.active_count()
+        tiers.synchronize()
+        late = resident_bytes(), tiers.stats().pinned_actual, descriptors(), threading.active_count()
+        assert early is not None
+        assert late[0] - early[0] < 4 << 20  # over 9000 cycles: half a KiB leaked in each would show
+        assert late[1:] == early[1:]
+        stats = tiers.stats()
+        assert sum(stats.stored.values()) == sum(stats.asked.values()) == CYCLES
+        assert stats.misses > 0 and stats.lost == 0
+        bank.release()
+    assert (descriptors(), threading.active_count()) == before
+    assert all(ledger.held(tier) == 0 for tier in Tier)

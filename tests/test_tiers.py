@@ -1,0 +1,363 @@
+"""The tier manager: what is stored comes back, from whichever tier, within the budget."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiered.budget import MemoryBudget
+from tiered.errors import TierCapacityError
+from tiered.features import Account, Feature, Tier
+from tiered.ledger import Ledger
+from tiered.offload.codec_bytes import Codec
+from tiered.offload.link import Link, LinkSpeed
+from tiered.offload.thread_transport import ThreadTransport
+from tiered.tiers.events import Way
+from tiered.tiers.fuzz import round_trip
+from tiered.tiers.manager import TierManager
+from tiered.tiers.opening import open_tiers
+from tiered.tiers.record import RecordKey
+
+WIDTH, ROWS, SLOT = 96, 10, 16384  # a record takes 4096 bytes at most: four in a staging slot
+DISK = 8 * (SLOT + 4096)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(MemoryBudget(device="1MiB", host=4 * SLOT, disk=DISK, disk_path=tmp_path))  # 2 of 4 are a ring
+
+
+@pytest.fixture
+def tiers(ledger: Ledger) -> Iterator[TierManager]:
+    with open_tiers(ledger, device="cpu", slot_bytes=SLOT) as tiers:
+        yield tiers
+        tiers.check_integrity()
+    ledger.check_integrity()
+    assert all(ledger.held(tier) == 0 for tier in Tier)
+
+
+def keys(*parts: int) -> list[RecordKey]:
+    return [RecordKey(Feature.HIDDEN, 0, 0, part) for part in parts]
+
+
+def rows_of(*parts: int) -> Tensor:
+    return torch.cat([torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(part)) for part in parts])
+
+
+def store(tiers: TierManager, *parts: int, codec: Codec | str = "raw", **options) -> None:
+    tiers.store(keys(*parts), rows_of(*parts), [ROWS] * len(parts), codec=codec, **options)
+
+
+def placed(tiers: TierManager, part: int) -> set[Tier]:
+    return set(tiers._book.find(*keys(part)).places)
+
+
+@pytest.mark.parametrize("path", ["resident", "host", "disk", "device to host", "device to disk"])
+@pytest.mark.parametrize("codec", Codec)
+def test_the_way_makes_no_difference_to_a_bit(tiers: TierManager, codec: Codec, path: str):
+    bank = tiers.bank(rows_of(7)[:3].clone()) if codec is Codec.NVFP4_DELTA else None
+    clusters = [2, 0] if bank else None
+    tier = Tier.DEVICE if path in ("resident", "device to host", "device to disk") else Tier.HOST
+    store(tiers, 1, 2, codec=codec, bank=bank, clusters=clusters, tier=tier)
+    for _ in range({"resident": 0, "host": 0, "disk": 1, "device to host": 1, "device to disk": 2}[path]):
+        assert tiers.evict(keys(1, 2)) == 2
+    centroids = [bank.centroids[cluster] for cluster in clusters] if bank and clusters else [None, None]
+    expected = [round_trip(rows_of(part), codec, centroids[number]) for number, part in enumerate((1, 2))]
+    if bank:
+        bank.release()
+    assert torch.equal(tiers.fetch(keys(2, 1)).wait(), torch.cat(expected[::-1]))
+
+
+def test_raw_records_are_the_rows(tiers: TierManager):
+    store(tiers, *range(20))
+    assert torch.equal(tiers.fetch(keys(*range(20))).wait(), rows_of(*range(20)))
+
+
+def test_rows_may_go_into_the_consumers_tensor(tiers: TierManager):
+    store(tiers, 1, 2, 3)
+    out, places = torch.zeros(50, WIDTH), torch.randperm(50)[: 3 * ROWS]
+    assert tiers.fetch(keys(3, 1, 2)).wait(out, places) is out
+    assert torch.equal(out[places], rows_of(3, 1, 2))
+    assert out.count_nonzero() == 3 * ROWS * WIDTH
+
+
+def test_a_fetch_gets_what_was_stored_when_it_asked(tiers: TierManager):
+    store(tiers, *range(8))
+    old = tiers.fetch(keys(*range(4)))
+    tiers.store(keys(*range(8)), rows_of(*range(10, 18)), [ROWS] * 8, codec="raw")
+    gone = tiers.fetch(keys(3))
+    tiers.forget(keys(3))
+    assert torch.equal(tiers.fetch(keys(5)).wait(), rows_of(15))
+    assert torch.equal(old.wait(), rows_of(*range(4)))
+    assert torch.equal(gone.wait(), rows_of(13))
+    with pytest.raises(KeyError, match="nothing is stored as hidden of layer 0, sequence 0, part 3"):
+        tiers.fetch(keys(3))
+
+
+def test_a_delta_is_decoded_against_the_centroids_it_was_made_with(tiers: TierManager, ledger: Ledger):
+    first = tiers.bank(rows_of(7)[:2].clone(), version=1)
+    store(tiers, 1, 2, codec="nvfp4_delta", bank=first, clusters=[0, 1])
+    second = tiers.bank(first.centroids + 1, version=2)
+    store(tiers, 2, codec="nvfp4_delta", bank=second, clusters=[1])
+    expected = torch.cat(
+        [
+            round_trip(rows_of(1), Codec.NVFP4_DELTA, first.centroids[0]),
+            round_trip(rows_of(2), Codec.NVFP4_DELTA, second.centroids[1]),
+        ]
+    )
+    size = first.centroids.nbytes
+    first.release()
+    second.release()
+    assert ledger.held(Tier.DEVICE, Account.CENTROIDS) == 2 * size  # records still need both
+    assert torch.equal(tiers.fetch(keys(1, 2)).wait(), expected)
+    store(tiers, 1)
+    assert ledger.held(Tier.DEVICE, Account.CENTROIDS) == size
+    with pytest.raises(ValueError, match="given back"):
+        store(tiers, 3, codec="nvfp4_delta", bank=first, clusters=[0])
+
+
+def test_the_host_tier_overflows_to_disk_and_comes_back(tiers: TierManager):
+    store(tiers, *range(20))
+    assert sum(Tier.HOST in placed(tiers, part) for part in range(20)) == 8
+    tiers.synchronize()
+    assert torch.equal(tiers.fetch(keys(0)).wait(), rows_of(0))
+    assert placed(tiers, 0) == {Tier.HOST, Tier.DISK}  # and so it may leave again without a copy
+    stats = tiers.stats()
+    assert (stats.hits, stats.misses) == (0, 1)
+    assert stats.evicted[Tier.HOST] == 13 and stats.evicted_clean == 0
+    assert tiers.evict(keys(0)) == 1
+    assert tiers.stats().evicted_clean == 1
+
+
+def test_records_that_drift_least_leave_first(tiers: TierManager):
+    store(tiers, *range(8))
+    for part in range(8):
+        tiers.touch(*keys(part), drift=abs(part - 3) + 1.0)
+    store(tiers, 8)
+    assert [part for part in range(9) if Tier.HOST not in placed(tiers, part)] == [3]
+
+
+def test_full_tiers_say_so_and_nothing_is_lost(ledger: Ledger):
+    with open_tiers(Ledger(MemoryBudget(host=2 * SLOT)), device="cpu", slot_bytes=SLOT) as tiers:
+        store(tiers, *range(6))
+        with pytest.raises(TierCapacityError, match="disk_path") as caught:
+            store(tiers, 6, 7, 8)
+        assert caught.value.tier is Tier.HOST
+        tiers.check_integrity()
+        assert len(tiers) == 6 and keys(6)[0] not in tiers
+        store(tiers, 6, 7)
+        assert torch.equal(tiers.fetch(keys(*range(8))).wait(), rows_of(*range(8)))
+    with open_tiers(ledger, device="cpu", slot_bytes=SLOT) as tiers:
+        with pytest.raises(TierCapacityError):
+            store(tiers, *range(60))
+        tiers.check_integrity()
+        stored = [part for part in range(60) if keys(part)[0] in tiers]
+        assert stored == list(range(len(stored))) and len(stored) >= 32
+        assert torch.equal(tiers.fetch(keys(*stored)).wait(), rows_of(*stored))
+
+
+@pytest.mark.parametrize(
+    ("budget", "tier"),
+    [
+        (MemoryBudget(device=5 * SLOT - 1), Tier.DEVICE),
+        (MemoryBudget(disk=SLOT, disk_path="."), Tier.DISK),
+    ],
+)
+def test_what_does_not_fit_is_told_at_the_door(budget: MemoryBudget, tier: Tier):
+    ledger = Ledger(budget)
+    with pytest.raises(TierCapacityError, match="slot_bytes") as caught:
+        open_tiers(ledger, device="cpu", slot_bytes=SLOT)
+    assert caught.value.tier is tier
+    assert all(ledger.held(tier) == 0 for tier in Tier)
+
+
+def test_the_ledger_has_rings_arenas_and_records(tiers: TierManager, ledger: Ledger):
+    assert ledger.held(Tier.DEVICE) == ledger.held(Tier.DEVICE, Account.STAGING) == 5 * SLOT
+    assert ledger.held(Tier.DISK) == DISK
+    assert ledger.held(Tier.HOST) == ledger.held(Tier.HOST, Account.STAGING) == 2 * SLOT
+    store(tiers, 1, 2)
+    record = ROWS * WIDTH * 4
+    assert ledger.held(Tier.HOST, Account.HIDDEN) == 2 * record
+    assert ledger.held(Tier.HOST) == 3 * SLOT
+    store(tiers, 3, tier=Tier.DEVICE)
+    assert ledger.held(Tier.DEVICE, Account.HIDDEN) == record
+    tiers.reserve(Tier.HOST, 2 * SLOT)
+    assert ledger.held(Tier.HOST) == 4 * SLOT
+    with pytest.raises(TierCapacityError, match="host"):
+        tiers.reserve(Tier.HOST, 2 * SLOT + 1)
+    with pytest.raises(ValueError, match="only memory"):
+        tiers.reserve(Tier.DISK, 1)
+
+
+def test_neighbours_travel_in_one_copy(tiers: TierManager):
+    store(tiers, *range(8))
+    tiers.fetch(keys(5, 2, 7, 0, 1, 3, 6, 4)).wait()
+    tiers.synchronize()
+    ways = tiers.stats().ways
+    assert (ways[Way.STORE].jobs, ways[Way.STORE].copies) == (2, 2)
+    assert (ways[Way.FETCH].jobs, ways[Way.FETCH].copies) == (2, 2)
+
+
+def test_a_slow_link_is_hidden_or_exposed(tmp_path: Path):
+    seconds = 0.05
+    link = Link(fetch=LinkSpeed(latency=seconds))
+    with open_tiers(Ledger(), device="cpu", slot_bytes=SLOT, transport=ThreadTransport(link=link)) as tiers:
+        store(tiers, 1, 2)
+        hidden = tiers.fetch(keys(1))
+        hidden._batches[0].arrival.synchronize()  # type: ignore[union-attr]
+        assert hidden.arrived()
+        hidden.wait()
+        stats = tiers.stats().ways[Way.FETCH]
+        assert (stats.late, stats.busy_ns >= seconds * 1e9) == (0, True)
+        assert stats.exposed_ns < stats.busy_ns / 5
+        ticket = tiers.fetch(keys(2))
+        assert not ticket.arrived()
+        ticket.wait()
+        stats = tiers.stats().ways[Way.FETCH]
+        assert stats.late == 1
+        assert stats.exposed_ns >= 0.5 * seconds * 1e9
+        assert stats.gigabytes_per_second is not None
+
+
+def test_store_and_fetch_do_not_wait_for_a_copy():
+    link = Link(fetch=LinkSpeed(latency=0.6), store=LinkSpeed(latency=0.6))
+    transport = ThreadTransport(link=link, compute_thread=True)
+    with open_tiers(Ledger(), device="cpu", slot_bytes=SLOT, transport=transport) as tiers:
+        begin = time.monotonic()
+        store(tiers, *range(4))
+        tickets = [tiers.fetch(keys(part)) for part in range(4)]  # one more than there are slots
+        answers = [ticket.wait() for ticket in tickets]
+        assert time.monotonic() - begin < 0.5
+        tiers.synchronize()
+        assert torch.equal(torch.cat(answers), rows_of(*range(4)))
+
+
+@pytest.mark.parametrize(
+    ("complaint", "change"),
+    [
+        ("unknown codec 'int3'", {"codec": "int3"}),
+        ("not in disk", {"tier": Tier.DISK}),
+        ("must be distinct", {"keys": keys(1, 1)}),
+        ("are not the 20 rows", {"sizes": [10, 9]}),
+        ("are not the 20 rows", {"sizes": [20, 0]}),
+        ("are not the 20 rows", {"sizes": [20]}),
+        ("float32", {"rows": rows_of(1, 2).double()}),
+        ("float32", {"rows": rows_of(1, 2).flatten()}),
+        ("needs both", {"codec": "nvfp4_delta"}),
+        ("must be finite", {"codec": "nvfp4", "rows": rows_of(1, 2).index_fill(0, torch.tensor([4]), torch.nan)}),
+        ("must be finite", {"codec": "fp8", "rows": rows_of(1, 2).index_fill(0, torch.tensor([4]), torch.inf)}),
+        ("does not fit a slab", {"rows": torch.zeros(50, WIDTH), "sizes": [45, 5]}),
+    ],
+)
+def test_bad_stores_are_refused_before_anything_happens(tiers: TierManager, complaint: str, change: dict):
+    store(tiers, 1)
+    arguments = {"keys": keys(1, 2), "rows": rows_of(3, 4), "sizes": [ROWS, ROWS], "codec": "raw"} | change
+    with pytest.raises(ValueError, match=complaint):
+        tiers.store(**arguments)
+    assert len(tiers) == 1
+    assert torch.equal(tiers.fetch(keys(1)).wait(), rows_of(1))
+
+
+def test_banks_must_fit_the_rows(tiers: TierManager):
+    bank = tiers.bank(torch.zeros(2, WIDTH + 1))
+    with pytest.raises(ValueError, match=f"centroids of width {WIDTH + 1}"):
+        store(tiers, 1, codec="nvfp4_delta", bank=bank, clusters=[0])
+    bank.release()
+    bank = tiers.bank(torch.zeros(2, WIDTH))
+    for clusters in ([2], [-1], [0, 1]):
+        with pytest.raises(ValueError, match="one of 2 centroids"):
+            store(tiers, 1, codec="nvfp4_delta", bank=bank, clusters=clusters)
+    with pytest.raises(ValueError, match="needs both"):
+        store(tiers, 1, codec="nvfp4", bank=bank, clusters=[0])
+    bank.release()
+
+
+@pytest.mark.parametrize(
+    ("out", "places", "complaint"),
+    [
+        (torch.empty(19, WIDTH), None, "needed are 20 rows"),
+        (torch.empty(20, WIDTH - 1), None, f"width {WIDTH}"),
+        (None, torch.arange(20), "give `out` as well"),
+        (torch.empty(40, WIDTH), torch.arange(19), "needed are 20 places"),
+        (torch.empty(40, WIDTH), torch.arange(20, dtype=torch.int32), "int64"),
+    ],
+)
+def test_an_answer_that_does_not_fit_costs_nothing(tiers: TierManager, out: Tensor, places: Tensor, complaint: str):
+    store(tiers, 1, 2)
+    ticket = tiers.fetch(keys(1, 2))
+    with pytest.raises(ValueError, match=complaint):
+        ticket.wait(out, places)
+    assert torch.equal(ticket.wait(), rows_of(1, 2))
+    with pytest.raises(ValueError, match="already"):
+        ticket.wait()
+
+
+def test_a_fetch_is_of_one_width(tiers: TierManager):
+    store(tiers, 1)
+    tiers.store(keys(2), torch.zeros(3, 16), [3], codec="raw")
+    with pytest.raises(ValueError, match=r"one width: 2 keys have \[16, 96\]"):
+        tiers.fetch(keys(1, 2))
+    with pytest.raises(ValueError, match="one or more records"):
+        tiers.fetch([])
+    assert torch.equal(tiers.fetch(keys(1)).wait(), rows_of(1))
+
+
+def test_tickets_that_hold_every_slot_can_be_closed(tiers: TierManager):
+    store(tiers, *range(8))
+    held = [tiers.fetch(keys(part)) for part in range(3)]
+    waiting = tiers.fetch(keys(3, 4))
+    with pytest.raises(TierCapacityError, match="close the tickets") as caught:
+        waiting.wait()
+    assert caught.value.tier is Tier.DEVICE
+    held[1].close()
+    assert torch.equal(waiting.wait(), rows_of(3, 4))
+    assert torch.equal(held[0].wait(), rows_of(0))
+    with held[2]:
+        pass
+    tiers.check_integrity()
+
+
+def test_a_fetch_given_up_frees_its_records(tiers: TierManager):
+    store(tiers, *range(8))
+    held = [tiers.fetch(keys(part)) for part in range(3)]
+    waiting = tiers.fetch(keys(3, 4))
+    assert tiers.evict(keys(3, 5)) == 1  # a record that a fetch is about to read stays
+    tiers.forget(keys(4))
+    waiting.close()
+    tiers.check_integrity()
+    assert tiers.evict(keys(3)) == 1
+    for ticket in held:
+        ticket.close()
+
+
+def test_an_answer_that_came_in_parts_is_whole(tiers: TierManager):
+    store(tiers, *range(12), tier=Tier.DEVICE)
+    store(tiers, *range(4, 12))  # the first four stay on the device and are there at once
+    blocking = [tiers.fetch(keys(part)) for part in (5, 6, 7)]
+    ticket = tiers.fetch(keys(*range(12)))
+    with pytest.raises(TierCapacityError):
+        ticket.wait()
+    with pytest.raises(ValueError, match="another tensor"):
+        ticket.wait(torch.empty(120, WIDTH))
+    for other in blocking:
+        other.close()
+    assert torch.equal(ticket.wait(), rows_of(*range(12)))
+
+
+def test_closing_gives_everything_back(ledger: Ledger, tmp_path: Path):
+    tiers = open_tiers(ledger, device="cpu", slot_bytes=SLOT)
+    bank = tiers.bank(rows_of(7)[:2].clone())
+    store(tiers, *range(20), codec="nvfp4_delta", bank=bank, clusters=[0] * 20)
+    bank.release()
+    ticket, taken = tiers.fetch(keys(1, 17)), tiers.fetch(keys(2))
+    tiers.close()
+    tiers.close()
+    assert all(ledger.held(tier) == 0 for tier in Tier)
+    assert list(tmp_path.iterdir()) == []
+    for call in (ticket.wait, taken.wait, lambda: store(tiers, 1), lambda: tiers.fetch(keys(1))):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+    ticket.close()

@@ -1,0 +1,826 @@
+"""One contract for all transports. A row in `RIGS` adds a transport."""
+
+import gc
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiered.offload.cuda_event import CudaEvent
+from tiered.offload.cuda_transport import CudaTransport
+from tiered.offload.delay import Point
+from tiered.offload.errors import CorruptRecordError, TransferError
+from tiered.offload.fence import Event, Fence, Region
+from tiered.offload.gather import Gather
+from tiered.offload.thread_transport import ThreadTransport
+from tiered.offload.transport import Copy, Lane, Settled, TransferEvent, Transport
+
+SIZE = 64
+COPY_LANES = (Lane.FETCH, Lane.STORE)
+PATIENCE = 20.0  # seconds until a test says that something hangs
+MOMENT = 0.05  # long enough for a job that wrongly does not wait to run
+
+
+class Gate:
+    """An event that a test ends when it likes."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._failure: str | None = None
+
+    def open(self, failure: str | None = None) -> None:
+        self._failure = failure
+        self._open.set()
+
+    def done(self) -> bool:
+        return self._open.is_set()
+
+    def synchronize(self) -> None:
+        assert self._open.wait(PATIENCE), "a gate that nobody opened"
+        if self._failure is not None:
+            raise TransferError(self._failure)
+
+
+@dataclass
+class FakeMark:
+    """A CUDA event that knows which stream recorded it, and when."""
+
+    stream: str | None = None
+    at: int | None = None
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self, stream: "FakeStream") -> None:
+        stream.log.append(("record", stream.name, id(self)))
+        self.stream, self.at = stream.name, time.monotonic_ns()
+
+    def query(self) -> bool:
+        assert self.at is not None, "the query of an event that was never recorded"
+        return True
+
+    def synchronize(self) -> None:
+        assert self.query()
+        FakeStream.log.append(("host waits", str(self.stream), id(self)))
+
+    def elapsed_time(self, other: "FakeMark") -> float:
+        assert self.at is not None and other.at is not None
+        return (other.at - self.at) / 1e6
+
+
+class FakeStream:
+    """A CUDA stream on which everything is over as soon as it is issued, so that the host's part alone is tested."""
+
+    log: ClassVar[list[tuple[str, str, int]]] = []
+
+    def __init__(self, device: object = None, priority: int = 0, name: str = "side") -> None:
+        self.name = f"{name} {id(self)}"
+
+    def wait_event(self, event: FakeMark) -> None:
+        assert event.at is not None, "to wait for an event that is not recorded yet is not to wait"
+        self.log.append(("wait", self.name, id(event)))
+
+    def synchronize(self) -> None:
+        self.log.append(("synchronize", self.name, 0))
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """torch.cuda's streams and events, faked; returns the log of what was asked of them."""
+    log: list[tuple[str, str, int]] = []
+    monkeypatch.setattr(FakeStream, "log", log)
+    current = FakeStream(name="current")
+
+    @contextmanager
+    def stream(_: FakeStream) -> Iterator[None]:
+        yield
+
+    for name, fake in {
+        "Stream": FakeStream,
+        "Event": FakeMark,
+        "current_stream": lambda _: current,
+        "stream": stream,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return log
+
+
+def jitter(_: Point, __: Lane | None) -> float:
+    """Seconds by which the transport with delays is held up."""
+    return random.choice([0.0, 0.0, 0.0005])
+
+
+@dataclass
+class Rig:
+    """A transport under test, and the memory that it copies between."""
+
+    make: Callable[[], Transport]
+    device: str = "cpu"
+    made: list[Transport] = field(default_factory=list)
+
+    def transport(self) -> Transport:
+        self.made.append(self.make())
+        return self.made[-1]
+
+    def host(self, value: int = 0, size: int = SIZE) -> Tensor:
+        return torch.full((size,), value, dtype=torch.uint8, pin_memory=self.device == "cuda")
+
+    def on_device(self, value: int = 0, size: int = SIZE) -> Tensor:
+        filled = torch.full((size,), value, dtype=torch.uint8, device=self.device)
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # the fill is on a stream that no job of a test waits for
+        return filled
+
+    def ends(self, lane: Lane) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """Makers of a source and a destination for `lane`."""
+        return {Lane.FETCH: (self.host, self.on_device), Lane.STORE: (self.on_device, self.host)}.get(
+            lane, (self.host, self.host)
+        )
+
+
+RIGS: dict[str, Callable[[], Rig]] = {
+    "thread": lambda: Rig(ThreadTransport),
+    "compute_thread": lambda: Rig(partial(ThreadTransport, compute_thread=True)),
+    "delays": lambda: Rig(partial(ThreadTransport, compute_thread=True, delay=jitter)),
+    "fake_cuda": lambda: Rig(lambda: CudaTransport(torch.device("cpu"))),
+    "cuda": lambda: Rig(lambda: CudaTransport(torch.device("cuda")), device="cuda"),
+}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.gpu] if name == "cuda" else []) for name in RIGS])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    if request.param == "fake_cuda":
+        request.getfixturevalue("fake_cuda")
+    rig = RIGS[request.param]()
+    yield rig
+    for transport in rig.made:
+        transport.close()
+    assert not lane_threads()
+
+
+@pytest.fixture
+def transport(rig: Rig) -> Transport:
+    return rig.transport()
+
+
+def lane_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tiered ")]
+
+
+def end(*events: Event) -> None:
+    for event in events:
+        event.synchronize()
+
+
+def failure(event: Event, names: str | None = None) -> TransferError:
+    with pytest.raises(TransferError, match=names) as caught:
+        event.synchronize()
+    assert event.done()
+    return caught.value
+
+
+def nothing() -> int:
+    return 0
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def work() -> int:
+        raise error
+
+    return work
+
+
+# --- what a job does
+
+
+@pytest.mark.parametrize("lane", Lane)
+def test_a_copy_moves_every_piece(rig: Rig, transport: Transport, lane: Lane):
+    make_source, make_destination = rig.ends(lane)
+    pieces = [Copy(make_source(i + 1, 10 * i + 1), make_destination(0, 10 * i + 1)) for i in range(4)]
+    before = time.monotonic_ns()
+    event = transport.copy(lane, pieces)
+    end(event)
+    assert [piece.destination.tolist() for piece in pieces] == [[i + 1] * (10 * i + 1) for i in range(4)]
+    assert (event.lane, event.nbytes, event.failed, event.done()) == (lane, 64, False, True)
+    times = event.times
+    assert times.submitted is not None and times.started is not None and times.ended is not None
+    # The device's clock is placed on the host's with some error.
+    assert before - 10**6 <= times.submitted <= times.started + 10**6
+    assert times.started <= times.ended <= time.monotonic_ns() + 10**6
+
+
+def test_pieces_are_copied_in_order(rig: Rig, transport: Transport):
+    destination = rig.on_device()
+    end(transport.copy(Lane.FETCH, [Copy(rig.host(value), destination) for value in range(1, 9)]))
+    assert destination.tolist() == [8] * SIZE
+
+
+def test_no_pieces(transport: Transport):
+    event = transport.copy(Lane.FETCH, [])
+    end(event)
+    assert event.nbytes == 0
+
+
+@pytest.mark.parametrize("lane", [Lane.LOAD, Lane.SPILL])
+def test_run(transport: Transport, lane: Lane):
+    gate, ran_in = Gate(), []
+
+    def work() -> int:
+        ran_in.append(threading.current_thread())
+        return 77
+
+    event = transport.run(lane, work, after=[gate])
+    assert (event.nbytes, event.times.started, event.times.ended) == (0, None, None)
+    gate.open()
+    end(event)
+    assert (event.lane, event.nbytes) == (lane, 77)
+    assert ran_in != [threading.current_thread()]
+
+
+@pytest.mark.parametrize("lane", COPY_LANES)
+def test_work_of_the_host_has_its_lanes(transport: Transport, lane: Lane):
+    with pytest.raises(ValueError, match=f"lane {lane}; allowed: load, spill"):
+        transport.run(lane, nothing)
+
+
+def test_compute(rig: Rig, transport: Transport):
+    state = rig.on_device(3)
+    event = transport.compute(lambda: void(state.mul_(5)))
+    end(event)
+    assert state.tolist() == [15] * SIZE
+    assert (event.lane, event.nbytes, event.failed) == (None, 0, False)
+    assert event.times.ended is not None
+
+
+def void(_: object) -> None:
+    """The result of `compute`'s work is nobody's."""
+
+
+# --- order
+
+
+@pytest.mark.parametrize("lane", Lane)
+def test_a_copy_never_blocks_and_waits_for_what_is_before_it(rig: Rig, transport: Transport, lane: Lane):
+    make_source, make_destination = rig.ends(lane)
+    source, destination, gate = make_source(1), make_destination(0), Gate()
+    event = transport.copy(lane, [Copy(source, destination)], after=[gate])
+    time.sleep(MOMENT)
+    assert not event.done() and not event.failed
+    assert (event.times.started, event.times.ended) == (None, None)
+    assert destination.tolist() == [0] * SIZE
+    gate.open()
+    end(event)
+    assert destination.tolist() == [1] * SIZE
+
+
+@pytest.mark.parametrize("lane", COPY_LANES)
+def test_a_lane_keeps_its_order(rig: Rig, transport: Transport, lane: Lane):
+    """A job that could run at once stays behind one that has to wait."""
+    make_source, make_destination = rig.ends(lane)
+    destination, gate = make_destination(0), Gate()
+    first = transport.copy(lane, [Copy(make_source(1), destination)], after=[gate])
+    later = [transport.copy(lane, [Copy(make_source(value), destination)]) for value in range(2, 6)]
+    time.sleep(MOMENT)
+    assert not any(event.done() for event in [first, *later])
+    gate.open()
+    end(later[-1])
+    assert first.done() and all(event.done() for event in later)
+    assert destination.tolist() == [5] * SIZE
+
+
+def test_work_keeps_its_order(transport: Transport):
+    gate, order = Gate(), []
+
+    def work(number: int) -> int:
+        order.append(number)
+        return number
+
+    events = [transport.run(Lane.SPILL, partial(work, 0), after=[gate])]
+    events += [transport.run(Lane.SPILL, partial(work, number)) for number in range(1, 20)]
+    gate.open()
+    end(events[-1])
+    assert order == list(range(20))
+
+
+def test_a_lane_does_not_wait_for_another(rig: Rig, transport: Transport):
+    gate = Gate()
+    held = transport.run(Lane.LOAD, nothing, after=[gate])
+    others = [transport.copy(lane, [Copy(rig.ends(lane)[0](), rig.ends(lane)[1]())]) for lane in COPY_LANES]
+    end(transport.run(Lane.SPILL, nothing), transport.compute(lambda: None), *others)
+    assert not held.done()
+    gate.open()
+    end(held)
+
+
+def test_lanes_wait_for_each_other(rig: Rig, transport: Transport):
+    """disk → host → device → compute → device → host → disk, each after the one before, all handed over at once."""
+    disk, here, there = rig.host(1), [rig.host(), rig.host(), rig.host()], rig.on_device()
+    gate = Gate()
+
+    def load() -> int:
+        here[0].copy_(disk)
+        return SIZE
+
+    def spill() -> int:
+        here[2].copy_(here[1])
+        return SIZE
+
+    loaded = transport.run(Lane.LOAD, load, after=[gate])
+    fetched = transport.copy(Lane.FETCH, [Copy(here[0], there)], after=[loaded])
+    opener = threading.Timer(MOMENT, gate.open)
+    opener.start()
+    computed = transport.compute(lambda: void(there.mul_(7)), after=[fetched])
+    stored = transport.copy(Lane.STORE, [Copy(there, here[1])], after=[computed])
+    end(transport.run(Lane.SPILL, spill, after=[stored]))
+    opener.join()
+    assert here[2].tolist() == [7] * SIZE
+
+
+def test_the_wait_of_compute_is_in_its_times(rig: Rig, transport: Transport):
+    gate = Gate()
+    loaded = transport.run(Lane.LOAD, nothing, after=[gate])
+    opener = threading.Timer(MOMENT, gate.open)
+    opener.start()
+    event = transport.compute(lambda: None, after=[loaded])
+    end(event)
+    opener.join()
+    assert event.times.submitted is not None and event.times.started is not None
+    assert event.times.started - event.times.submitted > MOMENT / 2 * 1e9
+
+
+# --- failures
+
+
+@dataclass(frozen=True)
+class Failing:
+    """A job that fails, and what its failure names."""
+
+    submit: Callable[[Rig, Transport, Sequence[Event]], TransferEvent]
+    names: str
+    cause: type[BaseException]
+
+
+def failing_copy(source: Callable[[Rig], Tensor], destination: Callable[[Rig], Tensor], names: str) -> Failing:
+    return Failing(
+        lambda rig, transport, after: transport.copy(
+            Lane.FETCH, [Copy(rig.host(1), rig.on_device()), Copy(source(rig), destination(rig))], after
+        ),
+        names,
+        ValueError,
+    )
+
+
+FAILING = {
+    "longer": failing_copy(lambda rig: rig.host(size=5), lambda rig: rig.on_device(size=4), "5 bytes into 4 bytes"),
+    "broadcast": failing_copy(lambda rig: rig.host(size=1), lambda rig: rig.on_device(), "1 bytes into 64 bytes"),
+    "strided": failing_copy(lambda rig: rig.host()[::2], lambda rig: rig.on_device(size=32), r"source .* \(2,\)"),
+    "typed": failing_copy(lambda rig: rig.host(), lambda rig: rig.on_device().float(), "destination .*float32"),
+    "shaped": failing_copy(lambda rig: rig.host().view(8, 8), lambda rig: rig.on_device(), r"source .* \(8, 8\)"),
+    "work": Failing(
+        lambda rig, transport, after: transport.run(Lane.LOAD, raising(CorruptRecordError("record 7")), after),
+        "CorruptRecordError.*record 7",
+        CorruptRecordError,
+    ),
+    "compute": Failing(
+        lambda rig, transport, after: transport.compute(lambda: void(raising(ZeroDivisionError("no rows"))()), after),
+        "ZeroDivisionError.*no rows",
+        ZeroDivisionError,
+    ),
+    "event": Failing(
+        lambda rig, transport, after: transport.copy(Lane.STORE, [], after=[*after, failed_gate()]),
+        "the gate broke",
+        TransferError,
+    ),
+}
+
+
+def failed_gate() -> Gate:
+    gate = Gate()
+    gate.open("the gate broke")
+    return gate
+
+
+@pytest.mark.parametrize("failing", FAILING.values(), ids=FAILING)
+def test_a_failure_is_that_of_its_job_and_its_dependents(rig: Rig, transport: Transport, failing: Failing):
+    untouched, ran = [rig.on_device(9), rig.host(9)], []
+    failed = failing.submit(rig, transport, [])
+    fetch = transport.copy(Lane.FETCH, [Copy(rig.host(1), untouched[0])], after=[failed])
+    store = transport.copy(Lane.STORE, [Copy(rig.on_device(1), untouched[1])], after=[fetch])
+    run = transport.run(Lane.SPILL, lambda: ran.append(1) or 0, after=[store])
+    compute = transport.compute(lambda: ran.append(2), after=[run])
+    healthy = rig.on_device()
+    end(transport.copy(Lane.FETCH, [Copy(rig.host(2), healthy)]))
+    assert healthy.tolist() == [2] * SIZE
+    for event in (failed, fetch, store, run, compute):
+        error = failure(event, failing.names)
+        assert event.failed
+        assert isinstance(error.__cause__, failing.cause)
+        assert error is not failure(event)  # one that is raised again and again would grow
+    assert "not started" in str(failure(compute)) and "not started" in str(failure(fetch))
+    assert [buffer.tolist() for buffer in untouched] == [[9] * SIZE] * 2
+    assert not ran
+
+
+@pytest.mark.parametrize("failing", ["longer", "typed"])
+def test_a_refused_piece_leaves_the_others_alone(rig: Rig, transport: Transport, failing: str):
+    destination = rig.on_device(9)
+    wrong = (
+        Copy(rig.host(), rig.on_device(size=4)) if failing == "longer" else Copy(rig.host().float(), rig.on_device())
+    )
+    failure(transport.copy(Lane.FETCH, [Copy(rig.host(1), destination), wrong]))
+    assert destination.tolist() == [9] * SIZE
+
+
+@pytest.mark.parametrize("lane", [Lane.FETCH, Lane.STORE, Lane.LOAD])
+@pytest.mark.parametrize("order", ["failure first", "failure last"])
+def test_a_job_that_fails_ends_after_all_that_it_waits_for(rig: Rig, transport: Transport, lane: Lane, order: str):
+    """A fence holds the last writer alone: were it done while an earlier reader is not, the next writer would race."""
+    gate = Gate()
+    after = [failed_gate(), gate] if order == "failure first" else [gate, failed_gate()]
+    make_source, make_destination = rig.ends(lane)
+    event = transport.copy(lane, [Copy(make_source(), make_destination())], after)
+    time.sleep(MOMENT)
+    assert not event.done()
+    gate.open()
+    failure(event)
+
+
+def test_settled_ends_with_its_event_and_never_fails(rig: Rig, transport: Transport):
+    gate, destination = Gate(), rig.on_device()
+    failed = transport.copy(Lane.STORE, [], after=[gate])
+    settled = Settled(Settled(failed))
+    event = transport.copy(Lane.FETCH, [Copy(rig.host(1), destination)], after=[settled])
+    time.sleep(MOMENT)
+    assert not settled.done() and not event.done()
+    gate.open("the gate broke")
+    end(settled, event)
+    failure(failed)
+    assert destination.tolist() == [1] * SIZE
+
+
+@pytest.mark.parametrize("death", [SystemExit("killed"), KeyboardInterrupt("killed")])
+def test_a_dead_thread_fails_its_lane_and_no_other(rig: Rig, transport: Transport, death: BaseException):
+    gate, ran = Gate(), []
+    killed = transport.run(Lane.LOAD, raising(death), after=[gate])
+    pending = transport.run(Lane.LOAD, lambda: ran.append(1) or 0)
+    dependent = transport.copy(Lane.FETCH, [Copy(rig.host(1), rig.on_device())], after=[pending])
+    gate.open()
+    failure(killed, "killed")
+    failure(pending, "the thread of tiered load died: .*killed.*; make a new transport")
+    failure(dependent, "killed")
+    still = Gate()
+    later = transport.run(Lane.LOAD, lambda: ran.append(2) or 0, after=[still])
+    end(transport.run(Lane.SPILL, nothing), transport.copy(Lane.FETCH, [Copy(rig.host(1), rig.on_device())]))
+    assert not later.done()  # its fence relies on that
+    still.open()
+    failure(later, "the thread of tiered load died")
+    assert not ran
+
+
+# --- the life of a transport
+
+
+def test_close_waits_and_is_the_end(rig: Rig, transport: Transport):
+    gate, destination = Gate(), rig.on_device()
+    loaded = transport.run(Lane.LOAD, nothing, after=[gate])
+    fetched = transport.copy(Lane.FETCH, [Copy(rig.host(1), destination)], after=[loaded])
+    opener = threading.Timer(MOMENT, gate.open)
+    opener.start()
+    transport.close()
+    assert loaded.done() and fetched.done() and not fetched.failed
+    assert destination.tolist() == [1] * SIZE
+    assert not lane_threads()
+    opener.join()
+    transport.close()
+    for use in (
+        lambda: transport.copy(Lane.FETCH, []),
+        lambda: transport.run(Lane.LOAD, nothing),
+        lambda: transport.compute(lambda: None),
+    ):
+        with pytest.raises(TransferError, match="closed; make a new transport"):
+            use()
+    end(loaded, fetched)
+
+
+def test_close_with_a_failure_under_way(transport: Transport):
+    gate = Gate()
+    event = transport.copy(Lane.STORE, [], after=[gate])
+    threading.Timer(MOMENT, gate.open, ["the gate broke"]).start()
+    transport.close()
+    failure(event, "the gate broke")
+
+
+def test_one_that_is_forgotten_leaves_no_threads(rig: Rig):
+    transport = rig.make()
+    end(transport.run(Lane.LOAD, nothing), transport.run(Lane.SPILL, nothing))
+    assert len(lane_threads()) == 2
+    del transport
+    gc.collect()
+    waited_until(lambda: not lane_threads())
+
+
+def waited_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_finished_job_lets_go_of_everything(rig: Rig, transport: Transport):
+    """Also while its lane has nothing else to do, and while its event lives on."""
+
+    class Witness(Gate):
+        pass
+
+    source, witness = rig.host(1), Witness()
+    witness.open()
+    held = [weakref.ref(source), weakref.ref(witness)]
+    events = [transport.copy(Lane.LOAD, [Copy(source, rig.host())], after=[witness])]
+    events += [transport.run(Lane.SPILL, lambda source=source: source.numel(), after=[witness])]
+    end(*events)
+    del source, witness
+    waited_until(lambda: all(reference() is None for reference in held))
+
+
+@pytest.mark.parametrize("rig", ["thread", "compute_thread", "fake_cuda"], indirect=True)
+def test_ten_thousand_jobs(rig: Rig, transport: Transport):
+    """Each waits for the one before; neither threads nor memory grow, and the last of them still moves the bytes."""
+    host, device = [rig.host(1, 16), rig.host(0, 16)], rig.on_device(0, 16)
+
+    def round_trips(jobs: int) -> None:
+        event: Sequence[Event] = ()
+        for _ in range(jobs // 4):
+            event = [transport.copy(Lane.FETCH, [Copy(host[0], device)], after=event)]
+            event = [transport.compute(lambda: void(device.add_(1)), after=event)]
+            event = [transport.copy(Lane.STORE, [Copy(device, host[1])], after=event)]
+            event = [transport.run(Lane.SPILL, nothing, after=event)]
+        end(*event)
+        gc.collect()
+
+    round_trips(400)
+    threads, blocks = len(lane_threads()), sys.getallocatedblocks()
+    round_trips(10_000)
+    assert len(lane_threads()) == threads <= 4
+    FakeStream.log.clear()
+    assert sys.getallocatedblocks() - blocks < 1000
+    assert host[1].tolist() == [2] * 16
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_told(rig: Rig, transport: Transport):
+    gate, destination = Gate(), rig.on_device()
+    pending = transport.run(Lane.LOAD, nothing, after=[gate])
+    fetched = transport.copy(Lane.FETCH, [Copy(rig.host(1), destination)], after=[pending])
+
+    def outcome(use: Callable[[], Any]) -> str:
+        try:
+            return f"returned {use()}"
+        except TransferError as error:
+            return f"TransferError {error}"
+        except BaseException as error:
+            return repr(error)
+
+    def in_child() -> str:
+        uses: list[Callable[[], Any]] = [
+            lambda: transport.copy(Lane.FETCH, []),
+            lambda: transport.run(Lane.LOAD, nothing),
+            lambda: transport.compute(lambda: None),
+            fetched.synchronize,
+            Settled(pending).synchronize,
+            lambda: (pending.done(), pending.failed, fetched.done(), fetched.failed),
+            transport.close,
+            transport.close,
+        ]
+        return "\n".join(outcome(use) for use in uses)
+
+    heard = said_by_child(in_child)
+    assert all("threads do not survive a fork" in line and line.startswith("TransferError") for line in heard[:4])
+    assert all("make a new transport in this process" in line for line in heard[:3])
+    assert heard[4:] == ["returned None", "returned (True, True, True, True)", "returned None", "returned None"]
+    gate.open()
+    end(fetched)
+    assert destination.tolist() == [1] * SIZE
+
+
+def said_by_child(speak: Callable[[], str]) -> list[str]:
+    """The lines of what `speak` returns in a forked child; it has `PATIENCE` seconds."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            os.write(writer, speak().encode())
+        os._exit(0)
+    os.close(writer)
+    try:
+        assert select.select([reader], [], [], PATIENCE)[0], "the child hangs"
+        return os.read(reader, 1 << 16).decode().splitlines()
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+# --- what a CUDA device is asked to do, by what a faked one was
+
+
+@pytest.fixture
+def on_fakes(fake_cuda: list[tuple[str, str, int]]) -> Iterator[Callable[..., CudaTransport]]:
+    """Makes CUDA transports on a faked device, with an empty log."""
+    with ExitStack() as stack:
+
+        def make(**options: Any) -> CudaTransport:
+            transport = CudaTransport(torch.device("cpu"), **options)
+            stack.callback(transport.close)
+            fake_cuda.clear()
+            return transport
+
+        yield make
+
+
+def cpu_copy(value: int = 1, size: int = SIZE) -> Copy:
+    return Copy(torch.full((size,), value, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8))
+
+
+def test_streams_wait_for_streams(on_fakes: Callable[..., CudaTransport], fake_cuda: list[tuple[str, str, int]]):
+    """Not the host: every wait is asked for on the stream that has to wait, between its arrival and its work."""
+    transport = on_fakes()
+    encoded = transport.compute(lambda: None)
+    stored = transport.copy(Lane.STORE, [cpu_copy()], after=[encoded])
+    fetched = transport.copy(Lane.FETCH, [cpu_copy()], after=[Settled(Settled(stored))])
+    transport.compute(lambda: None, after=[fetched, encoded])
+    current, store, fetch = fake_cuda[0][1], fake_cuda[4][1], fake_cuda[7][1]
+    assert len({current, store, fetch}) == 3
+    starts = [id(event.start) for event in (encoded, stored, fetched) if isinstance(event, CudaEvent)]
+    ends = [id(event.end) for event in (encoded, stored, fetched) if isinstance(event, CudaEvent)]
+    assert fake_cuda[1:3] == [("record", current, starts[0]), ("record", current, ends[0])]
+    assert fake_cuda[3:6] == [("wait", store, ends[0]), ("record", store, starts[1]), ("record", store, ends[1])]
+    assert fake_cuda[6:9] == [("wait", fetch, ends[1]), ("record", fetch, starts[2]), ("record", fetch, ends[2])]
+    assert [entry[:2] for entry in fake_cuda[9:]] == [
+        *(("record", current), ("wait", current), ("wait", current), ("record", current), ("record", current))
+    ]
+    assert [fake_cuda[10][2], fake_cuda[11][2]] == [ends[2], ends[0]]
+
+
+def test_what_the_host_alone_sees_is_waited_for_by_a_thread(
+    on_fakes: Callable[..., CudaTransport], fake_cuda: list[tuple[str, str, int]]
+):
+    transport, gate = on_fakes(), Gate()
+    loaded = transport.run(Lane.LOAD, nothing, after=[gate])
+    first = transport.copy(Lane.FETCH, [cpu_copy()], after=[loaded])
+    second = transport.copy(Lane.FETCH, [cpu_copy()])  # could go at once, were it not for the order
+    stored = transport.copy(Lane.STORE, [cpu_copy()])
+    assert stored.done() and not first.done() and not second.done()
+    stores = list(fake_cuda)
+    gate.open()
+    for event in (first, second):
+        waited_until(event.done)
+        assert not event.failed
+    assert fake_cuda[: len(stores)] == stores and len(fake_cuda) == len(stores) + 4
+
+
+def test_a_copy_that_fails_half_way_ends_when_its_stream_is_quiet(
+    on_fakes: Callable[..., CudaTransport], fake_cuda: list[tuple[str, str, int]]
+):
+    copied = []
+
+    def refuse_the_second(point: Point, lane: Lane | None) -> float:
+        if point is Point.COPY:
+            copied.append(lane)
+            if len(copied) == 2:
+                raise RuntimeError("an illegal address")
+        return 0.0
+
+    event = on_fakes(delay=refuse_the_second).copy(Lane.FETCH, [cpu_copy(), cpu_copy()])
+    assert event.failed and event.done()
+    failure(event, "an illegal address")
+    assert [kind for kind, _, _ in fake_cuda] == ["record", "synchronize"]
+
+
+@pytest.mark.parametrize("method", ["query", "synchronize", "record"])
+def test_a_lost_device(on_fakes: Callable[..., CudaTransport], monkeypatch: pytest.MonkeyPatch, method: str):
+    transport = on_fakes()
+    with monkeypatch.context() as lost:
+        lost.setattr(FakeMark, method, lambda *_: raising(RuntimeError("device lost"))())
+        events = [transport.copy(Lane.FETCH, [cpu_copy()]), transport.compute(lambda: None)]
+        for event in events:
+            failure(event, "device lost")
+            assert event.failed and event.times.started is None
+
+
+def test_pieces_live_until_they_are_copied(on_fakes: Callable[..., CudaTransport], monkeypatch: pytest.MonkeyPatch):
+    """torch gives a dropped tensor's memory to the next one, though another stream still copies it."""
+    transport = on_fakes()
+    pieces = [cpu_copy(), cpu_copy()]
+    held = [weakref.ref(piece.source) for piece in pieces]
+    with monkeypatch.context() as busy:
+        busy.setattr(FakeMark, "query", lambda _: False)
+        while pieces:
+            transport.copy(Lane.STORE, [pieces.pop()])
+        gc.collect()
+        assert all(reference() is not None for reference in held)
+    transport.copy(Lane.STORE, [])
+    gc.collect()
+    assert all(reference() is None for reference in held)
+
+
+@pytest.mark.parametrize(
+    ("lane", "count", "size", "pinned", "gathered"),
+    [
+        (Lane.FETCH, 3, 32, True, True),
+        (Lane.FETCH, 3, 64, True, False),  # from the crossover on the engine is as fast
+        (Lane.FETCH, 1, 32, True, False),  # one piece costs the engine no more than a kernel its launch
+        (Lane.FETCH, 3, 32, False, False),  # a kernel cannot read pageable memory
+        (Lane.STORE, 3, 32, True, False),  # measured for fetches
+    ],
+)
+def test_small_records_are_gathered(
+    on_fakes: Callable[..., CudaTransport],
+    monkeypatch: pytest.MonkeyPatch,
+    lane: Lane,
+    count: int,
+    size: int,
+    pinned: bool,
+    gathered: bool,
+):
+    launched = []
+    monkeypatch.setattr(Gather, "launch", lambda self, device: launched.append(self))
+    monkeypatch.setattr(Tensor, "is_pinned", lambda _: pinned)
+    source, destination = torch.arange(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
+    pieces = [Copy(source[i * 64 :][:size], destination[i * size :][:size]) for i in range(count)]
+    end(on_fakes(crossover=64).copy(lane, pieces))
+    assert len(launched) == gathered
+    copied = torch.cat([piece.source for piece in pieces])
+    assert gathered or torch.equal(destination[: count * size], copied)
+
+
+# --- random schedules
+
+
+def random_schedule(rig: Rig, transport: Transport | None, seed: int, *, unfenced: bool = False) -> list[list[int]]:
+    """Forty random copies and computations over six buffers; their final content.
+
+    Without a transport everything happens at once, in order; with one, each waits for what its buffers' fences say.
+    """
+    chance = random.Random(seed)
+    host = [rig.host(i, 16) for i in range(3)]
+    device = [rig.on_device(10 + i, 16) for i in range(3)]
+    fences = {id(buffer): Fence(Region.HOST_SLOT) for buffer in [*host, *device]}
+    for _ in range(40):
+        lane = chance.choice([*Lane, None])
+        sources, destinations = {
+            Lane.FETCH: (host, device),
+            Lane.STORE: (device, host),
+            Lane.LOAD: (host, host),
+            Lane.SPILL: (host, host),
+            None: (device, device),
+        }[lane]
+        source, destination = chance.choice(sources), chance.choice(destinations)
+        if source is destination:
+            continue
+        if lane is None:
+            job = lambda source=source, destination=destination: void(destination.mul_(3).add_(source))  # noqa: E731
+        else:
+            job = lambda source=source, destination=destination: void(destination.copy_(source))  # noqa: E731
+        if transport is None:
+            job()
+            continue
+        read, written = fences[id(source)], fences[id(destination)]
+        after = () if unfenced else (*read.before_read(), *written.before_write())
+        if lane is None:
+            event = transport.compute(job, after)
+        else:
+            event = transport.copy(lane, [Copy(source, destination)], after)
+        read.reads(event)
+        written.writes(event)
+    for fence in fences.values():
+        end(*fence.before_write())
+    return [buffer.tolist() for buffer in [*host, *device]]
+
+
+def test_fenced_schedules_are_as_if_one_at_a_time(rig: Rig, transport: Transport):
+    for seed in range(30):
+        assert random_schedule(rig, transport, seed) == random_schedule(rig, None, seed)
+
+
+@pytest.mark.parametrize("rig", ["delays"], indirect=True)
+def test_unfenced_schedules_are_not(rig: Rig, transport: Transport):
+    """The control of the test above: without its fences the same schedules go wrong."""
+    wrong = 0
+    for seed in range(30):
+        wrong += random_schedule(rig, transport, seed, unfenced=True) != random_schedule(rig, None, seed)
+        end(*(transport.run(lane, nothing) for lane in (Lane.LOAD, Lane.SPILL)))
+    assert wrong > 3

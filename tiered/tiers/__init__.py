@@ -1,0 +1,1 @@
+"""The tier manager: records of cached rows over device, host and disk, under one budget."""

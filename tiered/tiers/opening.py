@@ -1,0 +1,179 @@
+"""Opening a tier manager: arenas, rings, spill file and transport under one ledger."""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tiered.errors import TierCapacityError
+from tiered.features import Account, Tier
+from tiered.ledger import Ledger
+from tiered.offload.arena import Arena, device_chunks
+from tiered.offload.chunk import Chunk
+from tiered.offload.device import pick_device
+from tiered.offload.errors import ArenaFullError, PinError
+from tiered.offload.fence import Region
+from tiered.offload.pinning import pick_pinner
+from tiered.offload.ring import Ring
+from tiered.offload.slabs import UNIT
+from tiered.offload.spill_file import SpillFile
+from tiered.offload.thread_transport import ThreadTransport
+from tiered.offload.transport import Transport
+from tiered.tiers.journal import Journal
+from tiered.tiers.manager import TierManager
+from tiered.tiers.placement import Placement
+from tiered.tiers.record_book import RecordBook
+from tiered.tiers.rooms import KNOBS, Rooms
+from tiered.tiers.shipping import Shipping
+from tiered.tiers.traffic import Traffic
+
+SLOT_BYTES = 4 << 20
+FETCH_SLOTS = 3  # one is decoded, one has arrived, one is filling
+STORE_SLOTS = 2
+PINNED_SLABS = 16  # obtained at a time
+LOAD_SLOTS = 2  # for records from disk where the host tier is full
+
+
+def open_tiers(
+    ledger: Ledger,
+    *,
+    device: torch.device | str = "auto",
+    dtype: torch.dtype = torch.float32,
+    transport: Transport | None = None,
+    slot_bytes: int = SLOT_BYTES,
+    fetch_slots: int = FETCH_SLOTS,
+    store_slots: int = STORE_SLOTS,
+    load_slots: int = LOAD_SLOTS,
+    pinner: str = "auto",
+    traffic: type[Traffic] = Traffic,
+) -> TierManager:
+    """A tier manager within `ledger`'s budget. Close it in the end, or use it in a `with`.
+
+    Memory of device and host is obtained as records need it, `slot_bytes` at a time and pinned memory 16 times that
+    (`TierManager.reserve` does it ahead). The rings on the device, `(fetch_slots + store_slots) · slot_bytes`, are
+    obtained here; with a disk tier, also the spill file, which takes the whole disk budget, and a ring of
+    `load_slots · slot_bytes` of host memory.
+
+    Args:
+        ledger: books everything. Its budget caps the tiers; without a disk budget there is no disk tier.
+        device, dtype: of the rows.
+        transport: what carries copies; None: streams on CUDA, threads on the CPU. It is closed with the manager.
+        slot_bytes: bytes of a staging slot, a multiple of 4096; no record may be larger.
+        fetch_slots, store_slots, load_slots: staging slots of the rings.
+        pinner: how host memory is obtained, see `tiered.offload.pinning`.
+        traffic: the class that submits jobs.
+
+    Raises:
+        TierCapacityError: the rings do not fit the device budget, or the file does not fit its budget or disk.
+        ValueError: sizes that do not work, a pinner that is not there, or a `disk_path` that is in use.
+    """
+    device = pick_device(device)
+    pin = pick_pinner(pinner, device).allocate
+    rooms, journal, book = Rooms(ledger), Journal(ledger), RecordBook()
+    with ExitStack() as opened:
+        for tier, region, allocate in (
+            (Tier.DEVICE, Region.DEVICE_SLOT, device_chunks(device)),
+            (Tier.HOST, Region.HOST_SLOT, pin),
+        ):
+            grow, shrink = _booking(ledger, tier)
+            # Pinning costs by call as well as by byte, and neighbours merge into one copy within a chunk only.
+            slabs = PINNED_SLABS if tier is Tier.HOST and device.type == "cuda" else 1
+            arena = Arena(
+                region, slot_bytes, ledger.budget.cap(tier), allocate, grow, shrink, chunk_bytes=slabs * slot_bytes
+            )
+            opened.callback(arena.close)
+            rooms.open(tier, arena)
+        spill = _spill_file(ledger, slot_bytes, opened)
+        if spill is not None:
+            rooms.open(Tier.DISK, spill)
+        ring = partial(_ring, ledger, slot_bytes, opened)
+        store_ring = ring(Region.STORE_SLOT, store_slots, device_chunks(device), Tier.DEVICE)
+        fetch_ring = ring(Region.FETCH_SLOT, fetch_slots, device_chunks(device), Tier.DEVICE)
+        load_ring = None if spill is None else ring(Region.LOAD_SLOT, load_slots, pin, Tier.HOST)
+        transport = transport or _transport_for(device)
+        opened.callback(transport.close)  # the last to come is the first to go: no copy outlives what it works on
+        jobs = traffic(transport, journal.add)
+        placement = Placement(book, rooms, jobs, spill, journal.add)
+        return TierManager(
+            device=device,
+            dtype=dtype,
+            slot_bytes=slot_bytes,
+            ledger=ledger,
+            book=book,
+            rooms=rooms,
+            traffic=jobs,
+            placement=placement,
+            shipping=Shipping(
+                jobs, placement, store_ring=store_ring, fetch_ring=fetch_ring, load_ring=load_ring, dtype=dtype
+            ),
+            journal=journal,
+            on_close=opened.pop_all().close,
+        )
+
+
+def _transport_for(device: torch.device) -> Transport:
+    if device.type != "cuda":
+        return ThreadTransport()
+    from tiered.offload.cuda_transport import CudaTransport
+    from tiered.offload.route_timer import crossover_for
+
+    return CudaTransport(device, crossover=crossover_for(device))
+
+
+def _booking(ledger: Ledger, tier: Tier) -> tuple[Callable[[int], None], Callable[[int], None]]:
+    """What books and unbooks bytes of `tier` that no record fills yet."""
+
+    def grow(nbytes: int) -> None:
+        ledger.allocate({Account.SPARE: nbytes}, tier, hint=KNOBS[tier])
+
+    def shrink(nbytes: int) -> None:
+        ledger.release({Account.SPARE: nbytes}, tier)
+
+    return grow, shrink
+
+
+def _ring(
+    ledger: Ledger,
+    slot_bytes: int,
+    opened: ExitStack,
+    region: Region,
+    slots: int,
+    allocate: Callable[[int], Chunk],
+    tier: Tier,
+) -> Ring:
+    hint = "lower slot_bytes, fetch_slots or store_slots, or raise the budget"
+    opened.enter_context(ledger.holding({Account.STAGING: slots * slot_bytes}, tier, hint=hint))
+    try:
+        chunk = allocate(slots * slot_bytes)
+    except (ArenaFullError, PinError) as error:
+        raise TierCapacityError(error.needed, getattr(error, "available", 0), tier, str(error)) from error
+    opened.callback(chunk.free)
+    rounding = chunk.actual_bytes - slots * slot_bytes
+    opened.enter_context(ledger.holding({Account.STAGING: rounding}, tier, hint=hint))
+    return Ring(slots, chunk.bytes, region)
+
+
+def _spill_file(ledger: Ledger, slot_bytes: int, opened: ExitStack) -> SpillFile | None:
+    """The disk tier, if the budget has one; it goes when the manager does."""
+    cap, path = ledger.budget.cap(Tier.DISK), ledger.budget.disk_path
+    if not cap or path is None:
+        return None
+    slab_bytes = slot_bytes + UNIT  # room for a record of a whole staging slot and its header
+    nbytes = cap // slab_bytes * slab_bytes
+    if not nbytes:
+        raise TierCapacityError(slab_bytes, cap, Tier.DISK, "the file takes whole slabs: lower slot_bytes")
+    path = Path(path)
+    if path.is_dir():
+        path = path / f"tiered-{os.getpid()}-{id(ledger):x}.spill"
+    grow, shrink = _booking(ledger, Tier.DISK)
+    grow(nbytes)
+    opened.callback(shrink, nbytes)
+    try:
+        spill = SpillFile(path, nbytes, slab_bytes)
+    except ArenaFullError as error:
+        raise TierCapacityError(error.needed, error.available, Tier.DISK, KNOBS[Tier.DISK]) from error
+    opened.callback(spill.close, delete=True)
+    return spill

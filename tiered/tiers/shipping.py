@@ -1,0 +1,239 @@
+"""Records on their way: encoded into a staging slot and sent down, brought up into one and decoded."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, groupby
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from tiered.errors import TierCapacityError
+from tiered.features import Tier
+from tiered.offload.arena import Slot
+from tiered.offload.codecs import CODECS
+from tiered.offload.fence import Fence, Region
+from tiered.offload.ring import Ring, RingSlot
+from tiered.offload.routes import neighbours_merged
+from tiered.offload.transport import Copy, Lane, TransferEvent
+from tiered.tiers.batches import Batch
+from tiered.tiers.events import Way
+from tiered.tiers.placement import Placement
+from tiered.tiers.record_book import Entry
+from tiered.tiers.traffic import Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where a record lies in host memory: `room` bytes from `start` of `buffer`."""
+
+    buffer: UInt8[Tensor, " bytes"]
+    start: int
+    room: int
+    fence: Fence
+
+    @classmethod
+    def of(cls, slot: Slot) -> "_Span":
+        return cls(slot.chunk.bytes, slot.start, slot.room_bytes, slot.fence)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return id(self.buffer), self.start
+
+
+class Shipping:
+    """Takes entries that have room from rows to bytes, and batches of entries from bytes to rows.
+
+    A staging slot holds records in the order of their host slots, each in as much room as it has there; so records
+    that are neighbours in host memory are neighbours in the slot, and one copy moves them all.
+    """
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        placement: Placement,
+        *,
+        store_ring: Ring,
+        fetch_ring: Ring,
+        load_ring: Ring | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """The rings: of device memory two, of host memory one where there is a disk tier."""
+        self._dtype = dtype
+        self._traffic = traffic
+        self._placement = placement
+        self._store_ring = store_ring
+        self._fetch_ring = fetch_ring
+        self._load_ring = load_ring
+
+    @property
+    def free_slots(self) -> int:
+        """Staging slots that a batch could set out in."""
+        return self._fetch_ring.slots - self._fetch_ring.held
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` where the rings' books contradict themselves."""
+        for ring in (self._store_ring, self._fetch_ring, self._load_ring):
+            if ring is not None:
+                ring.check_integrity()
+
+    def encode_on_device(self, entries: Sequence[Entry], rows: Float[Tensor, "rows width"]) -> None:
+        """Encode `rows` into the device slots of `entries`."""
+        first = [0, *accumulate(entry.form.rows for entry in entries)]
+        slots: list[Slot] = [entry.places[Tier.DEVICE] for entry in entries]
+        for _, group in groupby(range(len(entries)), key=lambda number: id(slots[number].chunk)):
+            numbers = list(group)
+            part = slice(numbers[0], numbers[-1] + 1)
+            work = _encode(
+                entries[part],
+                rows[first[part.start] : first[part.stop]],
+                slots[part.start].chunk.bytes,
+                [slot.start for slot in slots[part]],
+            )
+            self._traffic.compute(Way.STORE, work, writes=[slot.fence for slot in slots[part]])
+
+    def send_down(self, entries: Sequence[Entry], rows: Float[Tensor, "rows width"]) -> None:
+        """Encode `rows` into a staging slot and copy that to the host slots of `entries`."""
+        staging = self._store_ring.acquire()
+        assert staging is not None, "a store gives its slot back before it returns"
+        try:
+            slots: list[Slot] = [entry.places[Tier.HOST] for entry in entries]
+            spans = [_Span.of(slot) for slot in slots]
+            offsets = _offsets(spans)
+            work = _encode(entries, rows, staging.bytes, offsets)
+            self._traffic.compute(Way.STORE, work, writes=[staging.fence])
+            self._traffic.copy(
+                Lane.STORE,
+                [Copy(device, host) for host, device in _pieces(spans, offsets, staging)],
+                reads=[staging.fence],
+                writes=[slot.fence for slot in slots],
+                failed=partial(self._never_arrived, list(zip(entries, slots, strict=True))),
+            )
+        finally:
+            staging.release()
+
+    def send_up(self, batch: Batch) -> None:
+        """Copy the batch's records to a staging slot, from disk by way of host memory.
+
+        Raises:
+            TierCapacityError: no staging slot is free.
+        """
+        staging = self._fetch_ring.acquire()
+        if staging is None:
+            hint = "wait for or close the tickets fetched earlier, or raise `fetch_slots`"
+            raise TierCapacityError(self._fetch_ring.slot_bytes, 0, Tier.DEVICE, hint)
+        try:
+            with self._in_host_memory(batch) as (spans, passing):
+                offsets = _offsets(spans)
+                batch.arrival = self._traffic.copy(
+                    Lane.FETCH,
+                    [Copy(host, device) for host, device in _pieces(spans, offsets, staging)],
+                    reads=[span.fence for span in spans],
+                    writes=[staging.fence],
+                )
+                if passing is not None:
+                    passing.fence.reads(batch.arrival)
+        except BaseException:
+            staging.release()
+            raise
+        batch.slot, batch.buffer, batch.offsets, batch.fences = staging, staging.bytes, offsets, [staging.fence]
+
+    @contextmanager
+    def _in_host_memory(self, batch: Batch) -> Iterator[tuple[list[_Span], RingSlot | None]]:
+        """Where the batch's records lie in host memory. Those on disk are brought to the host tier; where it has no
+        room that others could leave, they only pass, through a load slot that is given back in the end."""
+        spans: list[_Span] = []
+        passing, filled = None, 0
+        try:
+            for entry in batch.entries:
+                if Tier.HOST not in entry.places:
+                    with suppress(TierCapacityError):
+                        self._placement.load(entry)
+                if Tier.HOST in entry.places:
+                    spans.append(_Span.of(entry.places[Tier.HOST]))
+                    continue
+                if passing is None:
+                    assert self._load_ring is not None, "what is on disk has a ring to come back through"
+                    passing = self._load_ring.acquire()
+                    assert passing is not None, "a fetch gives its load slot back before it returns"
+                # A fence of its own: one bad record is no other's business. It waits for the slot's former users.
+                fence, room = Fence(Region.LOAD_SLOT), self._placement.rooms.size(Tier.HOST, entry.form.nbytes)
+                fence.inherit([passing.fence])
+                self._placement.read(entry, passing.bytes[filled : filled + entry.form.nbytes], fence)
+                spans.append(_Span(passing.bytes, filled, room, fence))
+                filled += room
+            yield spans, passing
+        finally:
+            if passing is not None:
+                passing.release()
+
+    def decode(
+        self, batch: Batch, out: Float[Tensor, "any width"], rows: Int[Tensor, " answer"] | None
+    ) -> TransferEvent:
+        """Decode a batch into its places in `out`; it may not be decoded again, its staging slot is given back."""
+        try:
+            return self._traffic.compute(Way.FETCH, _decode(batch, self._dtype, out, rows), reads=batch.fences)
+        finally:
+            self.give_back(batch)
+
+    def give_back(self, batch: Batch) -> None:
+        """The batch will not be decoded (any more)."""
+        if batch.slot is not None:
+            batch.slot.release()
+        batch.slot = batch.buffer = None
+
+    def _never_arrived(self, entries: Sequence[tuple[Entry, Slot]]) -> None:
+        for entry, slot in entries:
+            self._placement.copy_failed(entry, Tier.HOST, slot)
+
+
+def _offsets(spans: Sequence[_Span]) -> list[int]:
+    """First byte of each record in a staging slot, which keeps them in the order of host memory."""
+    offsets, end = [0] * len(spans), 0
+    for number in sorted(range(len(spans)), key=lambda number: spans[number].order):
+        offsets[number], end = end, end + spans[number].room
+    return offsets
+
+
+def _pieces(spans: Sequence[_Span], offsets: Sequence[int], staging: RingSlot) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same bytes in host memory and in the staging slot, in as few pieces as possible."""
+    pairs = sorted(zip(spans, offsets, strict=True), key=lambda pair: pair[1])
+    for _, group in groupby(pairs, key=lambda pair: id(pair[0].buffer)):
+        members = list(group)
+        buffer = members[0][0].buffer
+        for start, offset, size in neighbours_merged((span.start, offset, span.room) for span, offset in members):
+            yield buffer[start : start + size], staging.bytes[offset : offset + size]
+
+
+def _encode(
+    entries: Sequence[Entry], rows: Float[Tensor, "rows width"], out: UInt8[Tensor, " bytes"], offsets: Sequence[int]
+) -> Callable[[], None]:
+    """What writes `rows` as the records of `entries`."""
+    sizes = [entry.form.rows for entry in entries]
+    bases = [entry.base for entry in entries if entry.base is not None]
+    # Taken now, here and in `_decode`: a bank may be given back before compute gets to it.
+    centroids = bases[0].bank.centroids if bases else None
+    clusters = [base.cluster for base in bases] if bases else None
+    return partial(CODECS[entries[0].form.codec].encode, rows, sizes, out, offsets, centroids, clusters)
+
+
+def _decode(
+    batch: Batch, dtype: torch.dtype, out: Float[Tensor, "any width"], rows: Int[Tensor, " answer"] | None
+) -> Callable[[], None]:
+    """What writes the rows of `batch` to their places in `out`."""
+    assert batch.buffer is not None, "a batch is decoded after it has set out"
+    form = batch.entries[0].form
+    sizes = [entry.form.rows for entry in batch.entries]
+    centroids = [base.bank.centroids[base.cluster] for base in batch.bases if base is not None]
+    stacked = torch.stack(centroids) if centroids else None
+    ends = [first + size for first, size in zip(batch.rows, sizes, strict=True)]
+    if batch.rows[1:] == ends[:-1]:  # in the answer, too, they stand one after another
+        part = slice(batch.rows[0], ends[-1])
+        target, places = (out[part], None) if rows is None else (out, rows[part])
+    else:
+        numbers = torch.cat([torch.arange(first, end) for first, end in zip(batch.rows, ends, strict=True)])
+        places = numbers.to(out.device, non_blocking=True)
+        target, places = out, places if rows is None else rows[places]
+    return partial(CODECS[form.codec].decode, batch.buffer, batch.offsets, sizes, dtype, target, places, stacked)

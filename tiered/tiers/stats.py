@@ -1,0 +1,114 @@
+"""Books: the statistics of the tiers, counted from events alone."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tiered.features import Tier
+from tiered.tiers.events import Asked, CopyEnded, Event, Evicted, Lost, Stored, Waited, Way
+
+
+@dataclass(slots=True)
+class WayStats:
+    """One direction of copying.
+
+    Attributes:
+        jobs, copies: how often it was asked, and in how many contiguous pieces.
+        nbytes: bytes that arrived.
+        busy_ns: time that the copies took, waits before them left out.
+        failed: jobs that failed.
+        batches, late: how often compute decoded what came this way or encoded what goes it, and how often it stood
+            still for a copy; `exposed_ns` for how long.
+    """
+
+    jobs: int = 0
+    copies: int = 0
+    nbytes: int = 0
+    busy_ns: int = 0
+    failed: int = 0
+    batches: int = 0
+    late: int = 0
+    exposed_ns: int = 0
+
+    @property
+    def hidden_ns(self) -> int:
+        """Time of copies during which compute went on."""
+        return max(0, self.busy_ns - self.exposed_ns)
+
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        """10⁹ bytes a second while copies ran; None before the first."""
+        return self.nbytes / self.busy_ns if self.busy_ns else None
+
+
+@dataclass(slots=True)
+class TierStats:
+    """What the tiers did since they were opened.
+
+    Attributes:
+        ways: copies by direction.
+        stored, asked, evicted: records by tier. `asked` says where a fetch found them.
+        evicted_clean: of `evicted`, those that left without a copy.
+        lost: records whose last bytes went with a failed copy.
+        pinned_requested, pinned_actual: bytes of host memory asked of the system and given by it.
+        pinned: whether host memory is page-locked; False on a machine without CUDA.
+    """
+
+    ways: dict[Way, WayStats] = field(default_factory=lambda: {way: WayStats() for way in Way})
+    stored: Counter[Tier] = field(default_factory=Counter)
+    asked: Counter[Tier] = field(default_factory=Counter)
+    evicted: Counter[Tier] = field(default_factory=Counter)
+    evicted_clean: int = 0
+    lost: int = 0
+    pinned_requested: int = 0
+    pinned_actual: int = 0
+    pinned: bool = False
+
+    @property
+    def hits(self) -> int:
+        """Fetched records that a memory tier held."""
+        return self.asked[Tier.DEVICE] + self.asked[Tier.HOST]
+
+    @property
+    def misses(self) -> int:
+        """Fetched records that had to come from disk."""
+        return self.asked[Tier.DISK]
+
+    def add(self, event: Event) -> None:
+        """Count `event`."""
+        match event:
+            case CopyEnded():
+                way = self.ways[event.way]
+                way.jobs += 1
+                way.failed += event.failed
+                if not event.failed:
+                    way.copies += event.copies
+                    way.nbytes += event.nbytes
+                    way.busy_ns += event.ended - event.started
+            case Stored():
+                self.stored[event.tier] += event.records
+            case Asked():
+                self.asked[event.tier] += event.records
+            case Waited():
+                way = self.ways[event.way]
+                way.batches += 1
+                way.late += event.late
+                way.exposed_ns += event.exposed_ns
+            case Evicted():
+                self.evicted[event.tier] += event.records
+                self.evicted_clean += event.records if event.clean else 0
+            case Lost():
+                self.lost += event.records
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON."""
+        ways = {
+            way.value: asdict(stats)
+            | {"hidden_ns": stats.hidden_ns, "gigabytes_per_second": stats.gigabytes_per_second}
+            for way, stats in self.ways.items()
+        }
+        by_tier = {
+            name: {tier.value: records for tier, records in getattr(self, name).items()}
+            for name in ("stored", "asked", "evicted")
+        }
+        return asdict(self) | by_tier | {"ways": ways, "hits": self.hits, "misses": self.misses}

@@ -1,0 +1,121 @@
+"""Jobs between tiers: each waits for what the fences of its bytes say, and is counted when it has ended."""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from tiered.offload.errors import TransferError
+from tiered.offload.fence import Event, Fence
+from tiered.offload.transport import Copy, Lane, Settled, TransferEvent, Transport
+from tiered.tiers import events
+from tiered.tiers.events import CopyEnded, Waited, Way
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Job:
+    """A job whose end has not been counted. `late`: compute was told to wait for something unfinished."""
+
+    event: TransferEvent
+    way: Way
+    copies: int = 0
+    late: bool = False
+    failed: Callable[[], None] | None = None
+
+
+class Traffic:
+    """Submits jobs to `transport` under the transport law, and tells `record` how each ended.
+
+    A job waits for the last write of what it reads, and for the last write and all reads of what it writes; whoever
+    comes after it finds it in the fences. Nothing else in the tiers submits jobs, so the law holds if it holds here.
+    """
+
+    def __init__(self, transport: Transport, record: Callable[[events.Event], None]) -> None:
+        self._transport = transport
+        self._record = record
+        self._jobs: list[_Job] = []
+
+    def copy(
+        self,
+        lane: Lane,
+        copies: Sequence[Copy],
+        *,
+        reads: Collection[Fence],
+        writes: Collection[Fence],
+        failed: Callable[[], None] | None = None,
+    ) -> TransferEvent:
+        """Copy between tiers. `failed` is called once, by `harvest`, where the bytes did not arrive."""
+        event = self._transport.copy(lane, copies, self.waits(reads, writes))
+        return self._submitted(_Job(event=event, way=Way(lane.value), copies=len(copies), failed=failed), reads, writes)
+
+    def run(
+        self,
+        lane: Lane,
+        work: Callable[[], int],
+        *,
+        reads: Collection[Fence],
+        writes: Collection[Fence],
+        failed: Callable[[], None] | None = None,
+    ) -> TransferEvent:
+        """Read or write a file on the lane's thread; else as `copy`."""
+        event = self._transport.run(lane, work, self.waits(reads, writes))
+        return self._submitted(_Job(event=event, way=Way(lane.value), copies=1, failed=failed), reads, writes)
+
+    def compute(
+        self, way: Way, work: Callable[[], None], *, reads: Collection[Fence] = (), writes: Collection[Fence] = ()
+    ) -> TransferEvent:
+        """Run `work`, which uses what came by `way` or makes what goes by it, on the compute stream."""
+        waits = self.waits(reads, writes)
+        late = any(not event.done() for event in waits)
+        event = self._transport.compute(work, waits)
+        return self._submitted(_Job(event=event, way=way, late=late), reads, writes)
+
+    def waits(self, reads: Collection[Fence], writes: Collection[Fence]) -> list[Event]:
+        """The events that a job on these bytes waits for. How the former users of overwritten bytes fared is their
+        own business; that they have ended is enough."""
+        before = [event for fence in reads for event in fence.before_read()]
+        return before + [Settled(event) for fence in writes for event in fence.before_write()]
+
+    def harvest(self) -> None:
+        """Count the jobs that have ended."""
+        ended = [job for job in self._jobs if job.event.done()]
+        if ended:
+            self._jobs = [job for job in self._jobs if job not in ended]
+        for job in ended:
+            self._count(job)
+
+    def synchronize(self) -> None:
+        """Block the host until every job so far has ended, and count them."""
+        for job in self._jobs:
+            with suppress(TransferError):  # told by `failed`
+                job.event.synchronize()
+        self.harvest()
+
+    def _submitted(self, job: _Job, reads: Collection[Fence], writes: Collection[Fence]) -> TransferEvent:
+        for fence in reads:
+            fence.reads(job.event)
+        for fence in writes:
+            fence.writes(job.event)
+        self._jobs.append(job)
+        return job.event
+
+    def _count(self, job: _Job) -> None:
+        event, times = job.event, job.event.times
+        submitted = times.submitted or 0
+        started = times.started or submitted
+        if event.lane is None:
+            self._record(Waited(way=job.way, late=job.late, exposed_ns=started - submitted))
+            return
+        ended = times.ended or started
+        self._record(
+            CopyEnded(
+                way=job.way,
+                nbytes=event.nbytes,
+                copies=job.copies,
+                submitted=submitted,
+                started=started,
+                ended=ended,
+                failed=event.failed,
+            )
+        )
+        if event.failed and job.failed is not None:
+            job.failed()
