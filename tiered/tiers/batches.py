@@ -26,6 +26,7 @@ class Batch:
         rows: the first row of each in the answer.
         bases: what each is decoded against; the batch is a holder of their banks.
         tier: where they were found.
+        reading: whether the book has the batch as a reader of its entries.
         buffer, offsets: what they are decoded from, and the first byte of each there; None before they set out.
         fences: what guards these bytes.
         slot: the staging slot that `buffer` is; None for records on the device.
@@ -36,6 +37,7 @@ class Batch:
     rows: Sequence[int]
     bases: Sequence[Base | None]
     tier: Tier
+    reading: bool = True
     buffer: UInt8[Tensor, " bytes"] | None = None
     offsets: Sequence[int] = ()
     fences: Sequence[Fence] = ()

@@ -13,27 +13,25 @@ caller uses a manager; copies run on the transport's streams and threads.
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from functools import partial
 from itertools import accumulate
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from tiered.errors import RecordLostError
 from tiered.features import Tier
 from tiered.ledger import Ledger
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.errors import TransferError
 from tiered.tiers.arguments import check_rows, checked_forms
 from tiered.tiers.banks import Base, CentroidBank
-from tiered.tiers.batches import Batch, cut, runs
-from tiered.tiers.events import Asked, Stored
+from tiered.tiers.batches import runs
+from tiered.tiers.events import Stored
+from tiered.tiers.fetches import Fetches, check_there
 from tiered.tiers.journal import Journal
 from tiered.tiers.placement import Placement
 from tiered.tiers.record import RecordKey
-from tiered.tiers.record_book import Entry, EntryState, RecordBook, nbytes_of
+from tiered.tiers.record_book import Entry, RecordBook, nbytes_of
 from tiered.tiers.rooms import Rooms
 from tiered.tiers.shipping import Shipping
 from tiered.tiers.stats import TierStats
@@ -65,6 +63,7 @@ class TierManager:
         traffic: Traffic,
         placement: Placement,
         shipping: Shipping,
+        fetches: Fetches,
         journal: Journal,
         on_close: Callable[[], None],
     ) -> None:
@@ -78,10 +77,9 @@ class TierManager:
         self._traffic = traffic
         self._placement = placement
         self._shipping = shipping
+        self._fetches = fetches
         self._journal = journal
         self._on_close = on_close
-        self._waiting: list[Batch] = []  # for a staging slot
-        self._tickets: set[Ticket] = set()
         self._versions = 0
         self._process = os.getpid()
         self._closed = False
@@ -165,22 +163,7 @@ class TierManager:
         self._check_open()
         self.progress()
         entries = [self._find(key) for key in keys]
-        widths = {entry.form.width for entry in entries}
-        if len(widths) != 1:
-            raise ValueError(f"a fetch is of one or more records of one width: {len(keys)} keys have {sorted(widths)}")
-        first = [0, *accumulate(entry.form.rows for entry in entries)]
-        batches = cut(entries, first, partial(self._rooms.size, Tier.HOST), self.slot_bytes)
-        for entry in entries:
-            self._book.begin_reading(entry)
-            if entry.base is not None:
-                entry.base.bank.hold()
-        ticket = Ticket(self, keys, batches, (first[-1], widths.pop()))
-        self._tickets.add(ticket)
-        for batch in batches:
-            self._journal.add(Asked(tier=batch.tier, records=len(batch.entries), nbytes=nbytes_of(batch.entries)))
-        self._waiting.extend(batch for batch in batches if batch.tier is not Tier.DEVICE)
-        self.progress()
-        return ticket
+        return self._fetches.begin(keys, entries, self._check_open)
 
     def evict(self, keys: Iterable[RecordKey]) -> int:
         """Move records one tier down, from the highest tier that holds them. Returns how many moved: those that a
@@ -221,11 +204,7 @@ class TierManager:
 
     def progress(self) -> None:
         """Note which copies have ended, and send what waits for a staging slot. Never blocks."""
-        self._traffic.harvest()
-        while self._waiting and self._shipping.free_slots:
-            with suppress(RecordLostError, TransferError):  # told to whoever waits for the batch
-                self._send(self._waiting[0])
-            self._waiting.pop(0)
+        self._fetches.send_waiting()
 
     def synchronize(self) -> None:
         """Block the host until every copy so far has ended."""
@@ -240,7 +219,7 @@ class TierManager:
         """Raise `RuntimeError` where books, tickets, rooms and ledger contradict each other."""
         self._book.check_integrity()
         held: Counter[Tier] = Counter()
-        readers = Counter(id(entry) for ticket in self._tickets for entry in ticket.unread())
+        readers = self._fetches.readers()
         for entry in self._book.entries():
             for tier in entry.places:
                 held[tier] += entry.form.nbytes
@@ -255,8 +234,7 @@ class TierManager:
         if self._closed:
             return
         self._closed = True
-        for ticket in list(self._tickets):
-            ticket.close()
+        self._fetches.close()
         self._traffic.synchronize()
         for entry in list(self._book.entries()):
             self._placement.leave(entry)
@@ -267,33 +245,6 @@ class TierManager:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def use(self, batch: Batch, out: Float[Tensor, "any width"], rows: Int[Tensor, " answer"] | None) -> None:
-        """For `Ticket`: decode `batch` into `out`. Errors as `Ticket.wait`."""
-        self._check_open()
-        self.progress()
-        if batch.buffer is None:
-            self._send(batch)
-            if batch in self._waiting:
-                self._waiting.remove(batch)
-        event = self._shipping.decode(batch, out, rows)
-        if batch.tier is Tier.DEVICE:
-            self._end_reading(batch)
-        self._let_go_of_bases(batch)
-        if event.done():
-            event.synchronize()
-        self.progress()
-
-    def closed(self, ticket: Ticket, unused: Sequence[Batch]) -> None:
-        """For `Ticket`: give up the batches that were not decoded."""
-        self._tickets.discard(ticket)
-        for batch in unused:
-            if batch in self._waiting:
-                self._waiting.remove(batch)
-            if batch.arrival is None:
-                self._end_reading(batch)
-            self._shipping.give_back(batch)
-            self._let_go_of_bases(batch)
 
     def _store(self, entries: Sequence[Entry], rows: Float[Tensor, "rows width"], tier: Tier) -> None:
         try:
@@ -314,34 +265,12 @@ class TierManager:
             self._placement.leave(self._book.commit(entry))
         self._journal.add(Stored(tier=tier, records=len(entries), nbytes=nbytes_of(entries)))
 
-    def _send(self, batch: Batch) -> None:
-        """Let a batch set out; its records may be evicted from then on."""
-        for entry in batch.entries:
-            self._check_there(entry)
-        self._shipping.send_up(batch)
-        self._end_reading(batch)
-
-    def _end_reading(self, batch: Batch) -> None:
-        for entry in batch.entries:
-            if self._book.end_reading(entry):
-                self._placement.leave(entry)
-
-    def _let_go_of_bases(self, batch: Batch) -> None:
-        for base in batch.bases:
-            if base is not None:
-                base.bank.release()
-        batch.bases = ()
-
     def _find(self, key: RecordKey) -> Entry:
         if key not in self._book:
             raise KeyError(f"nothing is stored as {key}")
         entry = self._book.find(key)
-        self._check_there(entry)
+        check_there(entry)
         return entry
-
-    def _check_there(self, entry: Entry) -> None:
-        if entry.state is EntryState.LOST:
-            raise RecordLostError(f"{entry.key} is lost: a copy of it failed; store it again")
 
     def _check_open(self) -> None:
         if os.getpid() != self._process:

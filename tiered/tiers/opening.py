@@ -22,6 +22,7 @@ from tiered.offload.slabs import UNIT
 from tiered.offload.spill_file import SpillFile
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Transport
+from tiered.tiers.fetches import Fetches
 from tiered.tiers.journal import Journal
 from tiered.tiers.manager import TierManager
 from tiered.tiers.placement import Placement
@@ -97,6 +98,19 @@ def open_tiers(
         opened.callback(transport.close)  # the last to come is the first to go: no copy outlives what it works on
         jobs = traffic(transport, journal.add)
         placement = Placement(book, rooms, jobs, spill, journal.add)
+        shipping = Shipping(
+            jobs, placement, store_ring=store_ring, fetch_ring=fetch_ring, load_ring=load_ring, dtype=dtype
+        )
+        fetches = Fetches(
+            device=device,
+            dtype=dtype,
+            slot_bytes=slot_bytes,
+            book=book,
+            traffic=jobs,
+            placement=placement,
+            shipping=shipping,
+            journal=journal,
+        )
         return TierManager(
             device=device,
             dtype=dtype,
@@ -106,9 +120,8 @@ def open_tiers(
             rooms=rooms,
             traffic=jobs,
             placement=placement,
-            shipping=Shipping(
-                jobs, placement, store_ring=store_ring, fetch_ring=fetch_ring, load_ring=load_ring, dtype=dtype
-            ),
+            shipping=shipping,
+            fetches=fetches,
             journal=journal,
             on_close=opened.pop_all().close,
         )

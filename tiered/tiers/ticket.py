@@ -1,6 +1,6 @@
 """A fetch under way: what was asked for, where it has got to, and the rows in the end."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,7 @@ from tiered.tiers.record import RecordKey
 from tiered.tiers.record_book import Entry
 
 if TYPE_CHECKING:
-    from tiered.tiers.manager import TierManager
+    from tiered.tiers.fetches import Fetches
 
 
 class Ticket:
@@ -28,18 +28,24 @@ class Ticket:
     """
 
     def __init__(
-        self, manager: "TierManager", keys: Sequence[RecordKey], batches: Sequence[Batch], shape: tuple[int, int]
+        self,
+        fetches: "Fetches",
+        keys: Sequence[RecordKey],
+        batches: Sequence[Batch],
+        shape: tuple[int, int],
+        check_open: Callable[[], None],
     ) -> None:
         self.keys = tuple(keys)
         self.shape = shape
-        self._manager = manager
+        self._fetches = fetches
+        self._check_open = check_open
         self._batches = list(batches)
         self._answer: tuple[Tensor, Tensor | None] | None = None  # `out` and `rows` of the first wait
         self._open = True
 
     def arrived(self) -> bool:
         """Whether compute would not have to wait. Never blocks."""
-        self._manager.progress()
+        self._fetches.send_waiting()
         return all(
             batch.tier is Tier.DEVICE or (batch.arrival is not None and batch.arrival.done()) for batch in self._batches
         )
@@ -47,7 +53,7 @@ class Ticket:
     def unread(self) -> Iterator[Entry]:
         """The entries whose bytes no copy has been sent for: a reader of each is this ticket."""
         for batch in self._batches:
-            if batch.arrival is None:
+            if batch.reading:
                 yield from batch.entries
 
     def wait(
@@ -71,6 +77,7 @@ class Ticket:
         """
         if not self._open:
             raise ValueError("this ticket was waited for or closed already; fetch again")
+        self._check_open()
         if self._answer is None:
             self._answer = self._checked(out, rows)
         elif out is not None and out is not self._answer[0]:
@@ -80,7 +87,7 @@ class Ticket:
             # Those that have set out give back the slots that the others wait for.
             batch = next((batch for batch in self._batches if batch.buffer is not None), self._batches[0])
             try:
-                self._manager.use(batch, out, rows)
+                self._fetches.use(batch, out, rows)
             except TierCapacityError:
                 raise
             except Exception:
@@ -94,7 +101,7 @@ class Ticket:
         """Give up what has not been used. May be called again."""
         if self._open:
             self._open = False
-            self._manager.closed(self, self._batches)
+            self._fetches.give_up(self, self._batches)
             self._batches.clear()
 
     def __enter__(self) -> "Ticket":
@@ -108,7 +115,7 @@ class Ticket:
         if out is None:
             if rows is not None:
                 raise ValueError("rows say where in `out` each row goes: give `out` as well")
-            out = torch.empty(count, width, dtype=self._manager.dtype, device=self._manager.device)
+            out = torch.empty(count, width, dtype=self._fetches.dtype, device=self._fetches.device)
         if out.dim() != 2 or out.shape[1] != width or (rows is None and len(out) < count):
             raise ValueError(f"out has shape {tuple(out.shape)}; needed are {count} rows of width {width}")
         if rows is not None and (tuple(rows.shape) != (count,) or rows.dtype != torch.int64):
