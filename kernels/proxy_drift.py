@@ -13,7 +13,7 @@ from tiered.kernels.proxy_attention import add_scores, attention_scores, element
 
 
 @triton.jit
-def _terms(log_new, log_old):
+def kl_terms(log_new, log_old):
     """`divergence_terms`: below |r| = 1/2 the series of r − 1 + e⁻ʳ, for Triton has no expm1."""
     new = tl.exp(log_new)
     r = log_new - log_old
@@ -90,7 +90,7 @@ def _drift(
 
     own = tl.log(tl.where(share > 0, share, 1.0))
     held = tl.where(share > 0, rest, 0.0)
-    rest_terms = _terms((held - new_peak) - new_log + own, (held - old_peak) - old_log + own)
+    rest_terms = kl_terms((held - new_peak) - new_log + own, (held - old_peak) - old_log + own)
     total = tl.where(share > 0, rest_terms, 0.0)
     # The scores are computed again: to hold those of every tile would take more registers than there are.
     for first in range(0, changing, BLOCK_KEYS):
@@ -99,7 +99,7 @@ def _drift(
         old = tl.load(old_start[:, None] + column[None, :], there[:, None] & given[None, :], other=-float("inf"))
         keyed = given[:, None] & filled[None, :]
         new = _current_scores(query, key_start, key_column, column, keyed, scale, old, UPCAST)
-        terms = _terms(new - new_peak[:, None] - new_log[:, None], old - old_peak[:, None] - old_log[:, None])
+        terms = kl_terms(new - new_peak[:, None] - new_log[:, None], old - old_peak[:, None] - old_log[:, None])
         total += tl.sum(tl.where(old > -float("inf"), terms, 0.0), 1)
     tl.store(drift + row, total, there)
 

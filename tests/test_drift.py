@@ -184,6 +184,25 @@ def test_full_drift(shape: str, at_once: int, monkeypatch: pytest.MonkeyPatch):
     assert_close(case.full(), case.true())
 
 
+@pytest.mark.parametrize("least_keys", [16, 512])  # of a program: with 16, several share the keys of a head
+@pytest.mark.parametrize("shape", SHAPES)
+def test_full_drift_in_triton(shape: str, least_keys: int, monkeypatch: pytest.MonkeyPatch):
+    module = pytest.importorskip("tiered.kernels.full_drift")
+    monkeypatch.setattr(module, "LEAST_KEYS", least_keys)
+    case = random_case(**SHAPES[shape]).to(device_of("triton"))
+    found = module.full_drift(case.queries, case.keys, case.last_keys, case.key_mask)
+    assert found.dtype == torch.float32
+    assert_close(found, case.true())
+
+
+@pytest.mark.parametrize(("scale", "peak"), [(1.0, 0.0), (16.0, 60.0), (1024.0, -8192.0)])
+def test_full_drift_in_triton_on_hard_scores(scale: float, peak: float):
+    module = pytest.importorskip("tiered.kernels.full_drift")
+    case = exact_case(2, scale=scale, moved=0.25, share=0.5, length=40, peak=peak).to(device_of("triton"))
+    found = module.full_drift(case.queries, case.keys, case.last_keys).double()
+    assert ((found - case.true()).abs() <= 1e-5 * case.true().clamp_min(1)).all()
+
+
 def exact_case(seed: int, *, scale: float, moved: float, share: float, length: int, peak: float) -> Case:
     """Keys on a grid, so that scores are exact in float32 and every form starts from the same ones.
 
