@@ -1,4 +1,4 @@
-"""The main job in small: the embedded model answers checkable questions with `fast_dllm_dual`, beside `none`.
+"""The main job in small: the embedded model answers checkable questions with `polestar`, beside others.
 
     python bench/demo.py [--rounds N] [--out FILE.json]
 
@@ -26,7 +26,9 @@ ANSWER = {"max_new_tokens": 32, "block_length": 32}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {}),
     "fast_dllm_dual": ("fast_dllm_dual", {}),
+    "polestar": ("polestar", {}),
     "fast_dllm_dual, threshold 0.9": ("fast_dllm_dual", {"confidence_threshold": 0.9}),
+    "polestar, threshold 0.9": ("polestar", {"confidence_threshold": 0.9}),
 }
 
 
@@ -68,14 +70,15 @@ def measure(runtime: tiered.Runtime, batch: Batch, rounds: int) -> dict[str, dic
             "tokens_per_forward": out.tokens_per_forward.mean().item(),
             "tokens_per_second": statistics.median(rates[way]),
             "peak_device_bytes": out.memory.peak_device_bytes,
+            "peak_host_bytes": out.memory.peak_host_bytes,
         }
     return figures
 
 
 def show_answers(console: Console, batch: Batch, figures: dict[str, Any]) -> None:
-    """Question, answer and verdict of every example, as the dual cache answered it."""
-    dual = figures["fast_dllm_dual"]
-    for example, text, right in zip(batch.examples, dual["answers"], dual["correct"], strict=True):
+    """Question, answer and verdict of every example, as `polestar` answered it."""
+    given = figures["polestar"]
+    for example, text, right in zip(batch.examples, given["answers"], given["correct"], strict=True):
         question = example.prompt if len(example.prompt) < 90 else f"{example.prompt[:48]} … {example.prompt[-32:]}"
         verdict = "right" if right else f"WRONG, it is {example.answer}"
         console.print(f"  {question}\n    → {text}   ({verdict})", markup=False, highlight=False)
@@ -84,7 +87,7 @@ def show_answers(console: Console, batch: Batch, figures: dict[str, Any]) -> Non
 def table(batch: Batch, figures: dict[str, Any]) -> Table:
     """The figures of a batch, one row a way."""
     grid = Table(title=batch.name, title_justify="left")
-    for column in ("policy", "correct", "NFE", "TPF", "tokens/s", "speed", "peak bytes"):
+    for column in ("policy", "correct", "NFE", "TPF", "tokens/s", "speed", "device", "host"):
         grid.add_column(column, justify="left" if column == "policy" else "right")
     base = figures["none"]["tokens_per_second"]
     for way, row in figures.items():
@@ -96,6 +99,7 @@ def table(batch: Batch, figures: dict[str, Any]) -> Table:
             f"{row['tokens_per_second']:.1f}",
             f"{row['tokens_per_second'] / base:.1f}x",
             format_bytes(row["peak_device_bytes"]),
+            format_bytes(row["peak_host_bytes"]),
         )
     return grid
 
@@ -118,7 +122,8 @@ def main() -> None:
         show_answers(console, batch, figures)
     console.print(
         "\nNFE: forwards of the batch. TPF: tokens per forward of a sequence. tokens/s: tokens of all answers.\n"
-        "Both leave end-of-sequence and padding out. Peak bytes: weights, caches, logits, activations.",
+        "Both leave end-of-sequence and padding out. Device, host: peak bytes; the host\n"
+        "holds hidden states as NVFP4 deltas.",
         highlight=False,
         soft_wrap=True,
     )

@@ -131,7 +131,7 @@ def offload(hidden: Tensor, regions: tuple[tuple[int, int], tuple[int, int]], co
             there = time.perf_counter()
             errors = []
             for rows, records in zip(hidden, stored, strict=True):
-                ticket, columns = records.fetch(tiers, range(records.index.clusters))
+                ticket, columns = records.fetch(tiers, range(len(records.sizes)))
                 errors.append(((ticket.wait() - rows[columns]).norm() / rows[columns].norm()).item())
             back = time.perf_counter()
             tiers.check_integrity()

@@ -3,6 +3,8 @@
 # A record of 64 rows is large enough for the link's full speed, and an update of M clusters recomputes about 64·M rows
 # however long the context is.
 ROWS_PER_CLUSTER = 64
+# A larger one is cut where the number of clusters is ours to choose.
+MOST_ROWS_PER_CLUSTER = 4 * ROWS_PER_CLUSTER
 
 
 def auto_clusters(*region_rows: int) -> int:

@@ -1,13 +1,11 @@
 """The clusters of one layer of one sequence: who belongs where, in which order, and what stands for them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-from tiered.clustering.cluster_sums import add_by_cluster
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,32 +64,6 @@ class ClusterIndex:
         device = self.rows.device
         clusters = torch.arange(self.clusters, device=device).repeat_interleave(self.counts, output_size=len(self.rows))
         return torch.full((length,), -1, device=device).scatter_(0, self.rows, clusters)
-
-    @torch.no_grad()
-    def moved(
-        self,
-        clusters: Int[Tensor, " moved"],
-        old_rows: Float[Tensor, "moved width"],
-        new_rows: Float[Tensor, "moved width"],
-    ) -> "ClusterIndex":
-        """The next version, in which row i, a member of `clusters[i]`, has changed from `old_rows[i]` to `new_rows[i]`.
-
-        Centroids move by Σ(new − old) / size. Differences and sums are float32, then rounded to the centroids' dtype:
-        with float32 centroids many moves stay at the mean of the rows, with bfloat16 each move rounds anew. Members and
-        medoids stay. No host synchronisation.
-
-        Raises:
-            ValueError: shapes that do not fit.
-        """
-        expected = (len(clusters), self.centroids.shape[1])
-        if old_rows.shape != expected or new_rows.shape != expected:
-            raise ValueError(
-                f"old_rows {list(old_rows.shape)} and new_rows {list(new_rows.shape)} must be {list(expected)}"
-            )
-        sums = torch.zeros_like(self.centroids, dtype=torch.float32)
-        add_by_cluster(sums[None], (new_rows.float() - old_rows.float())[None], clusters[None])
-        centroids = (self.centroids.float() + sums / self.counts[:, None]).to(self.centroids.dtype)
-        return replace(self, centroids=centroids, version=self.version + 1)
 
     def check(self) -> None:
         """Assert that the parts agree. Copies the tensors' values to the host: for tests and debugging."""

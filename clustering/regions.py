@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from tiered.clustering.allocation import allocate_clusters, auto_clusters
 from tiered.clustering.cluster_index import ClusterIndex
+from tiered.clustering.pieces import pieces
 from tiered.clustering.spherical import Backend, spherical_kmeans
 from tiered.clustering.summaries import means_and_medoids
 
@@ -82,6 +85,61 @@ def cluster_regions(
             assignment[part, first:stop] = found.where(found < 0, found + offset)
     versions = [0] * groups if previous is None else [index.version + 1 for index in previous]
     return _indices(hidden, assignment, shares, versions, dtype or hidden.dtype)
+
+
+@torch.no_grad()
+def same_members(
+    hidden: Float[Tensor, "groups length width"],
+    indices: Sequence[ClusterIndex],
+    *,
+    dtype: torch.dtype | None = None,
+) -> list[ClusterIndex]:
+    """The clusters of `indices`, one for each group, over other rows: same members, centroids and medoids of `hidden`.
+
+    Layers that share one clustering take their indices so. No host synchronisation.
+    """
+    assignment = torch.stack([index.cluster_of(hidden.shape[1]) for index in indices])
+    most = max(1, *(index.clusters for index in indices))
+    centroids, medoids = means_and_medoids(hidden, assignment, most)
+    return [
+        replace(
+            index,
+            centroids=centroids[group, : index.clusters].to(dtype or hidden.dtype, copy=True),
+            medoids=medoids[group, : index.clusters].clone(),
+        )
+        for group, index in enumerate(indices)
+    ]
+
+
+def cut_clusters(
+    hidden: Float[Tensor, "groups length width"], indices: Sequence[ClusterIndex], most_rows: int
+) -> list[ClusterIndex]:
+    """`indices` with every cluster of more than `most_rows` members cut into pieces, which are clusters of their own.
+
+    So what a few clusters hold is bounded, and with it the work and memory of an update, whatever the rows are like:
+    masked suffixes are all alike, and k-means may put them all in one. The host sends the new sizes to the device.
+
+    Raises:
+        ValueError: `most_rows` below 1.
+    """
+    if all(size <= most_rows for index in indices for size in index.sizes):
+        return list(indices)
+    return same_members(hidden, [_cut(index, most_rows) for index in indices])
+
+
+def _cut(index: ClusterIndex, most_rows: int) -> ClusterIndex:
+    parts = pieces(index.sizes, most_rows)
+    ends = list(accumulate(index.shares, initial=0))
+    sizes = tuple(part.stop - part.start for part in parts)
+    cluster = torch.tensor([part.cluster for part in parts], device=index.rows.device)
+    return replace(
+        index,
+        sizes=sizes,
+        counts=torch.tensor(sizes, device=index.rows.device),
+        shares=tuple(sum(first <= part.cluster < stop for part in parts) for first, stop in pairwise(ends)),
+        centroids=index.centroids[cluster],
+        medoids=index.medoids[cluster],
+    )
 
 
 def _check(

@@ -14,8 +14,8 @@ class LogSumExp:
     One float32 number would not do: at a score of 10⁴ it is good to 10⁻³ only, and probabilities inherit the error.
 
     Attributes:
-        peak: the largest score; −inf where there is no column.
-        mass: Σ exp(score − peak), from 1 to the number of columns; 0 where there is none.
+        peak: the largest score; −inf where there is no column. After `minus` it may be that of a column taken out.
+        mass: Σ exp(score − peak), from 1 to the number of columns, after `minus` from above 0; 0 where there is none.
     """
 
     peak: Float32[Tensor, "*rows"]
@@ -39,6 +39,22 @@ class LogSumExp:
         base = finite(peak)
         mass = scores.sub_(base[..., None]).exp_().sum(-1)
         return LogSumExp(peak, mass.add_(self.mass * (self.peak - base).exp_()))
+
+    def minus(self, part: "LogSumExp") -> "LogSumExp":
+        """Without the columns of `part`, which must be some of those in the set, at the scores that they were added at.
+
+        What remains is off by the rounding of scores times the mass of `part`: about 10⁻⁶ of it at scores of 10. So
+        where `part` holds nearly all, the remainder is noise: a set that can be summed without `part` should be. More
+        precise arithmetic would not help, since the scores themselves are rounded.
+        """
+        removed = part.mass * (part.peak - finite(self.peak)).exp_()
+        mass = (self.mass - removed).clamp_min_(0)
+        return LogSumExp(self.peak.where(mass > 0, -torch.inf), mass)
+
+    def union(self, other: "LogSumExp") -> "LogSumExp":
+        """With the columns of `other` added; no column may be in both."""
+        both = [self.peak, other.peak], [self.mass, other.mass]
+        return LogSumExp(*(torch.stack(pair, dim=-1) for pair in both)).merged()
 
     def merged(self) -> "LogSumExp":
         """Of all the parts that lie along the last dimension."""

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tiered.commit.base import Candidates, CommitRule
+from tiered.commit.drift_aware import DriftAware
 from tiered.commit.factor import Factor
 from tiered.commit.static import Static
 from tiered.commit.threshold import Threshold
@@ -25,7 +26,8 @@ Row = list[float | None]
 def candidates(rows: list[Row]) -> Candidates:
     confidence = torch.tensor([[-math.inf if c is None else c for c in row] for row in rows], dtype=torch.float64)
     pending = torch.tensor([[c is not None for c in row] for row in rows])
-    return Candidates(tokens=torch.zeros_like(pending, dtype=torch.long), confidence=confidence, pending=pending)
+    tokens, drift = torch.zeros_like(pending, dtype=torch.long), torch.full(pending.shape, torch.nan)
+    return Candidates(tokens=tokens, confidence=confidence, pending=pending, drift=drift)
 
 
 def chosen(rule: CommitRule, rows: list[Row], steps: int = 1) -> list[list[int]]:
@@ -89,7 +91,7 @@ def test_factor_of_one(row: Row, columns: list[int]):
     assert chosen(Factor(factor=1.0), [row]) == [columns]
 
 
-RULES: list[CommitRule] = [Static(), Threshold(confidence_threshold=0.9), Factor(factor=1.0)]
+RULES: list[CommitRule] = [Static(), Threshold(confidence_threshold=0.9), Factor(factor=1.0), DriftAware()]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

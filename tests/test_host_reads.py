@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered.clustering.regions import cluster_regions
+from tiered.clustering.regions import cluster_regions, same_members
 from tiered.clustering.spherical import spherical_kmeans
 
 CALLS = ("tolist", "item", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -53,8 +53,8 @@ def test_regions(groups: int, clusters: int, reads: list[str]):
     assert reads == ["tolist"] * 4
 
 
-def test_a_move(reads: list[str]):
-    index = cluster_regions(random(1, 100, 8), REGIONS, 6)[0]
+def test_layers_that_share_clusters(reads: list[str]):
+    indices = cluster_regions(random(2, 100, 8), REGIONS, 6)
     reads.clear()
-    index.moved(index.cluster_of(100)[:10], random(10, 8), random(10, 8) + 1)
+    same_members(random(2, 100, 8) + 1, indices)
     assert reads == []

@@ -22,6 +22,7 @@ REFRESHED: dict[str, dict[str, Any]] = {
     "none": {},
     "fast_dllm_prefix": {"refresh_interval": 1},
     "fast_dllm_dual": {"refresh_interval": 1},
+    "polestar": {"refresh_interval": 1},
 }
 RULES: dict[str, dict[str, Any]] = {
     "one a step": {},
@@ -30,6 +31,7 @@ RULES: dict[str, dict[str, Any]] = {
     "random": {"remasking": "random", "seed": 3},
     "threshold": {"confidence_threshold": 0.3},
     "factor": {"factor": 1.0},
+    "drift-aware": {"confidence_threshold": 0.8, "early_threshold": 0.2, "drift_slope": 0.1, "drift_ceiling": 9.0},
     "guidance": {"cfg_scale": 0.7, "steps": 16},
     "sampled": {"temperature": 0.8, "seed": 5},
 }

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tiered.aliases import ALIASES, COMMIT_ALIASES, MASK_NAMES, resolve_aliases
+from tiered.commit.drift_aware import DriftAware
 from tiered.commit.factor import Factor
 from tiered.commit.registry import COMMIT_RULES
 from tiered.commit.static import Static
@@ -92,6 +93,18 @@ def test_steps_per_block(given: dict[str, int], block: int, blocks: int, steps_p
             Threshold(confidence_threshold=0.9),
             id="Dream",
         ),
+        pytest.param(
+            {"gen_length": 256, "steps": 256, "block_length": 32, "threshold": 0.9, "threshold_early": 0.6},
+            {
+                "max_new_tokens": 256,
+                "steps": 256,
+                "block_length": 32,
+                "confidence_threshold": 0.9,
+                "early_threshold": 0.6,
+            },
+            DriftAware(early_threshold=0.6),
+            id="Polestar",
+        ),
         pytest.param({"alg": "random"}, {"commit": "static", "remasking": "random"}, Static(), id="random"),
         pytest.param({"alg": "low_confidence"}, {"commit": "static"}, Static(), id="low_confidence"),
         pytest.param(
@@ -114,6 +127,7 @@ VALUES: dict[str, Any] = {
     "steps": 64,
     "commit": "static",
     "confidence_threshold": 0.5,
+    "early_threshold": 0.5,
     "output_history": True,
 }
 
@@ -171,6 +185,11 @@ def test_config_and_options_are_checked_together():
         ({"confidence_threshold": 1.0, "commit": "threshold"}, Threshold(confidence_threshold=1.0)),
         ({"factor": 0.5}, Factor(factor=0.5)),
         ({"commit": Factor(factor=3)}, Factor(factor=3)),
+        ({"commit": "drift_aware"}, DriftAware()),
+        ({"commit": "drift_aware", "confidence_threshold": 0.8}, DriftAware(confidence_threshold=0.8)),
+        ({"early_threshold": 0.0}, DriftAware(early_threshold=0.0)),
+        ({"confidence_threshold": 0.9, "drift_window": 2}, DriftAware(drift_window=2)),
+        ({"drift_slope": 1, "drift_ceiling": 3.0}, DriftAware(drift_slope=1, drift_ceiling=3.0)),
     ],
 )
 def test_rule(given: dict[str, Any], rule: object):

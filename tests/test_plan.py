@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,25 @@ from hypothesis import strategies as st
 
 import tiered
 from tiered.budget import MemoryBudget
-from tiered.byte_size import parse_bytes
+from tiered.byte_size import format_bytes, parse_bytes
 from tiered.errors import TierCapacityError
 from tiered.features import Account, Tier
 from tiered.models.presets import PRESETS
+from tiered.offload.codec_bytes import Codec
 from tiered.planning.card import format_count
 from tiered.planning.costs import call_bytes, weight_bytes
-from tiered.planning.plan import Plan, plan
+from tiered.planning.plan import Plan, TierPlan, plan
+from tiered.planning.tier_costs import TierCosts
 from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.registry import POLICIES
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
 NOTHING = Tier.HOST, Tier.DISK
+
+
+DUAL = "fast_dllm_dual"
+KEY_VALUE = (Account.KEY, Account.VALUE)
 
 
 def device_bytes(made: Plan) -> int:
@@ -35,22 +42,30 @@ def device_bytes(made: Plan) -> int:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_device_holds_weights_and_what_a_call_books(policy: str, sampled: bool):
     made = plan("llada-8b", context=4096, batch=2, policy=policy, cfg=True, block_length=64, sampled=sampled)
-    features = POLICIES[policy]().features(made.shape)
-    booked = call_bytes(made.shape, features, batch=4, context=4096, block_length=64, dtype="bfloat16", sampled=sampled)
-    assert made.tiers[Tier.DEVICE].accounts == {Account.WEIGHTS: weight_bytes(made.shape, "bfloat16"), **booked}
-    assert device_bytes(made) == weight_bytes(made.shape, "bfloat16") + sum(booked.values())
-    assert all(made.tiers[tier].total == 0 for tier in NOTHING)
+    kept, features = POLICIES[policy]().hidden(), POLICIES[policy]().features(made.shape)
+    sizes: dict[str, Any] = {"batch": 4, "context": 4096, "block_length": 64, "dtype": "bfloat16"}
+    booked = {
+        Account.WEIGHTS: weight_bytes(made.shape, "bfloat16"),
+        **call_bytes(made.shape, features, sampled=sampled, **sizes),
+    }
+    hidden = {} if kept is None else TierCosts.of(kept, made.shape, **sizes).tiers(MemoryBudget())
+    for account, size in hidden.get(Tier.DEVICE, {}).items():
+        booked[account] = booked.get(account, 0) + size
+    assert made.tiers[Tier.DEVICE].accounts == booked
+    assert device_bytes(made) == sum(booked.values())
+    assert all(made.tiers[tier].accounts == hidden.get(tier, {}) for tier in NOTHING)
+    assert bool(made.tiers[Tier.HOST].total) is (kept is not None)
 
 
 def test_a_plan_is_what_a_run_reserves():
     runtime = tiered.from_pretrained("embedded", policy="fast_dllm_dual", device="cpu")
     out = runtime.generate("copy: Ada Ben", max_new_tokens=32, block_length=16)
-    made = plan("embedded", context=out.sequences.shape[1], block_length=16)
+    made = plan("embedded", context=out.sequences.shape[1], block_length=16, policy="fast_dllm_dual")
     assert out.memory.tiers[Tier.DEVICE].peak == device_bytes(made)
 
 
 def test_key_and_value_weigh_what_a_token_costs():
-    made = plan("dream-7b", context=1000, batch=3, cfg=True)
+    made = plan("dream-7b", context=1000, batch=3, cfg=True, policy=DUAL)
     accounts = made.tiers[Tier.DEVICE].accounts
     assert accounts[Account.KEY] + accounts[Account.VALUE] == 6 * 1000 * made.kv_bytes_per_token
     assert made.kv_bytes_per_token == 56 * 1024
@@ -91,19 +106,22 @@ def test_the_largest_context_fits_and_one_block_more_does_not(
 
 
 def test_a_cap_is_met_to_the_byte():
-    needed = device_bytes(plan("llada-8b", context=4096))
-    assert plan("llada-8b", context=4096, memory=needed).fits
-    assert not plan("llada-8b", context=4096, memory=needed - 1).fits
+    for policy in (DUAL, "polestar"):
+        needed = {tier: planned.total for tier, planned in plan("llada-8b", context=4096, policy=policy).tiers.items()}
+        device, host = needed[Tier.DEVICE], needed[Tier.HOST]
+        assert plan("llada-8b", context=4096, policy=policy, memory=MemoryBudget(device=device, host=host)).fits
+        for short in (MemoryBudget(device=device - 1), MemoryBudget(host=host - 1) if host else device - 1):
+            assert not plan("llada-8b", context=4096, policy=policy, memory=short).fits
 
 
 def test_without_a_cap_everything_fits():
-    made = plan("llada-8b", context=10**6, memory=MemoryBudget(host="1GiB"))
+    made = plan("llada-8b", context=10**6, policy=DUAL, memory=MemoryBudget(host="1GiB"))
     assert made.fits and made.largest_context is None and made.advice == ()
     made.require_fit()
 
 
 def test_require_fit_says_what_is_needed_and_what_to_do():
-    made = plan("llada-8b", context=32768, memory="24GiB")
+    made = plan("llada-8b", context=32768, policy=DUAL, memory="24GiB")
     with pytest.raises(TierCapacityError) as caught:
         made.require_fit()
     error = caught.value
@@ -114,24 +132,43 @@ def test_require_fit_says_what_is_needed_and_what_to_do():
 # ---- advice ----
 
 ADVISED: dict[str, tuple[dict[str, Any], set[tuple[str, ...]]]] = {
-    "a context too long": ({"context": 32768, "memory": "24GiB"}, {("context",), ("policy",), ("memory",)}),
+    "a context too long": (
+        {"context": 32768, "memory": "24GiB", "policy": DUAL},
+        {("context",), ("policy",), ("memory",)},
+    ),
     "a batch too large": (
-        {"context": 2048, "batch": 16, "memory": "20GiB"},
+        {"context": 2048, "batch": 16, "memory": "20GiB", "policy": DUAL},
         {("batch",), ("context",), ("policy",), ("memory",)},
     ),
     "both too large": (
-        {"context": 4096, "batch": 64, "memory": "16GiB"},
+        {"context": 4096, "batch": 64, "memory": "16GiB", "policy": DUAL},
         {("batch", "context"), ("memory",)},
     ),
     "too wide a dtype": (
-        {"context": 1024, "dtype": "float32", "memory": "20GiB"},
+        {"context": 1024, "dtype": "float32", "memory": "20GiB", "policy": DUAL},
         {("dtype",), ("memory",)},
     ),
     "guidance": (
-        {"context": 4096, "cfg": True, "memory": "18GiB"},
+        {"context": 4096, "cfg": True, "memory": "18GiB", "policy": DUAL},
         {("cfg",), ("context",), ("policy",), ("memory",)},
     ),
-    "weights alone too large": ({"context": 1024, "memory": "8GiB"}, {("memory",)}),
+    "weights alone too large": ({"context": 1024, "memory": "8GiB", "policy": DUAL}, {("memory",)}),
+    "hidden states beside a cache that fits": (
+        {"context": 4096, "memory": "17.1GiB", "policy": "polestar"},
+        {("window_blocks",), ("context",), ("policy",), ("memory",)},
+    ),
+    "hidden states on the device": (
+        {"context": 4096, "memory": "17.5GiB", "policy": "polestar", "hidden_tier": "device"},
+        {("hidden_tier",), ("clusters",), ("window_blocks",), ("context",), ("policy",), ("memory",)},
+    ),
+    "too little host memory": (
+        {"context": 4096, "batch": 2, "memory": MemoryBudget(host="600MiB"), "policy": "polestar"},
+        {("batch",), ("clusters",), ("window_blocks",), ("context",), ("policy",), ("memory",)},
+    ),
+    "too little of both": (
+        {"context": 4096, "memory": MemoryBudget(device="17.2GiB", host="100MiB"), "policy": "polestar"},
+        {("window_blocks",), ("context",), ("policy",), ("memory",)},
+    ),
 }
 
 
@@ -141,54 +178,148 @@ def test_advice_names_every_way_out(case: str):
     assert {tuple(advice.change) for advice in plan("llada-8b", **arguments).advice} == expected
 
 
+def format_mib(size: int | None) -> str:
+    assert size is not None
+    return f"{size // 2**20}MiB"
+
+
+def followed(arguments: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """`arguments` with `change`; another policy does not know the options of the present one."""
+    gone = {"hidden_tier"} if "policy" in change else set()
+    return {name: value for name, value in arguments.items() if name not in gone} | dict(change)
+
+
 @pytest.mark.parametrize("case", ADVISED)
 def test_advice_works_when_followed(case: str):
     arguments, _ = ADVISED[case]
-    for advice in plan("llada-8b", **arguments).advice:
-        assert plan("llada-8b", **{**arguments, **advice.change}).fits, advice.text
-        assert all(str(value) in advice.text for value in advice.change.values() if value is not False)
+    made = plan("llada-8b", **arguments)
+    json.dumps(made.as_dict())
+    for advice in made.advice:
+        assert plan("llada-8b", **followed(arguments, advice.change)).fits, advice.text
+        values = [
+            size
+            for value in advice.change.values()
+            for size in ([format_mib(value.cap(Tier.HOST))] if isinstance(value, MemoryBudget) else [str(value)])
+            if value is not False
+        ]
+        assert all(value in advice.text for value in values), advice.text
 
 
 def test_advised_sizes_are_the_largest():
-    arguments: dict[str, Any] = {"context": 2048, "batch": 16, "memory": "20GiB"}
+    arguments: dict[str, Any] = {"context": 2048, "batch": 16, "memory": "20GiB", "policy": DUAL}
     sizes = {name: value for advice in plan("llada-8b", **arguments).advice for name, value in advice.change.items()}
     assert not plan("llada-8b", **{**arguments, "batch": sizes["batch"] + 1}).fits
     assert not plan("llada-8b", **{**arguments, "context": sizes["context"] + 32}).fits
     assert parse_bytes(sizes["memory"]) - device_bytes(plan("llada-8b", **arguments)) < 2**20
 
 
+def test_advised_clusters_and_windows_are_the_largest():
+    arguments, _ = ADVISED["hidden states on the device"]
+    sizes = {name: value for advice in plan("llada-8b", **arguments).advice for name, value in advice.change.items()}
+    assert not plan("llada-8b", **{**arguments, "clusters": sizes["clusters"] + 1}).fits
+    before, behind = sizes["window_blocks"]
+    assert behind == 1 and not plan("llada-8b", **{**arguments, "window_blocks": (before + 1, 1)}).fits
+
+
+# ---- host and disk ----
+
+
+def test_the_host_has_hidden_states_and_what_their_slots_waste():
+    made = plan("llada-8b", context=4096, policy="polestar")
+    host = made.tiers[Tier.HOST]
+    assert set(host.accounts) == {Account.HIDDEN, Account.SPARE}
+    assert host.total % 4096 == 0
+    on_device = plan("llada-8b", context=4096, policy="polestar", hidden_tier="device")
+    assert on_device.tiers[Tier.HOST].total == 0
+    assert on_device.tiers[Tier.DEVICE].accounts[Account.HIDDEN] == host.accounts[Account.HIDDEN]
+    assert "host memory\n  hidden" in str(made)
+
+
+@pytest.mark.parametrize("policy", ["polestar", DUAL])
+def test_disk_is_for_what_exceeds_the_host(policy: str):
+    def tiers(host: str, disk: str) -> Mapping[Tier, TierPlan]:
+        budget = MemoryBudget(host=host, disk=disk, disk_path="/tmp")
+        return plan("llada-8b", context=4096, policy=policy, memory=budget).tiers
+
+    roomy, tight, full = tiers("4GiB", "4GiB"), tiers("200MiB", "4GiB"), tiers("200MiB", "100MiB")
+    if policy == DUAL:
+        assert all(made[tier].total == 0 for made in (roomy, tight, full) for tier in NOTHING)
+        return
+    hidden = roomy[Tier.HOST].accounts[Account.HIDDEN]
+    assert Account.HIDDEN not in roomy[Tier.DISK].accounts
+    assert roomy[Tier.HOST].accounts[Account.STAGING] > 0  # what comes from disk passes through a ring
+    assert tight[Tier.HOST].fits and tight[Tier.DISK].fits
+    assert 190 * 2**20 < tight[Tier.HOST].total <= 200 * 2**20
+    assert sum(tight[tier].accounts[Account.HIDDEN] for tier in NOTHING) == hidden
+    assert full[Tier.HOST].fits and not full[Tier.DISK].fits
+
+
+def test_the_host_limits_the_context():
+    memory = MemoryBudget(host="1GiB")
+    largest = plan("llada-8b", context=4096, policy="polestar", memory=memory).largest_context
+    assert largest
+    assert plan("llada-8b", context=largest, policy="polestar", memory=memory).fits
+    assert not plan("llada-8b", context=largest + 32, policy="polestar", memory=memory).tiers[Tier.HOST].fits
+    on_device = plan("llada-8b", context=4096, policy="polestar", hidden_tier="device", memory=memory)
+    assert on_device.largest_context is None and on_device.fits
+
+
 # ---- if hidden states were kept ----
 
 
 def test_hidden_states_weigh_what_their_codecs_say():
-    hidden = plan("llada-8b", context=4096).hidden
-    per_token = {codec.value: size / 4096 / 1024 for codec, size in hidden.codecs.items()}
-    assert per_token["raw"] == 256  # KiB: 32 layers of 4096 elements of 2 bytes
-    assert per_token["nvfp4"] == pytest.approx(72, rel=1e-4)
-    assert per_token["nvfp4_delta"] == pytest.approx(72, rel=2e-3)
-    assert hidden.clusters == 64
-    assert hidden.centroids == 32 * 64 * 4096 * 2
-    assert hidden.staging == 2 * (4 * 64 * (2304 + 2) + 4 * 4)
+    hidden = plan("llada-8b", context=4096, policy=DUAL).hidden
+    assert hidden is not None
+    per_row = {
+        codec.value: size / 30 / 4064 for codec, size in hidden.codecs.items()
+    }  # all but a block, two layers less
+    assert per_row["raw"] == 8192
+    assert per_row["nvfp4"] == pytest.approx(2304, rel=1e-4)
+    assert per_row["nvfp4_delta"] == pytest.approx(2306, rel=1e-4)
+    assert hidden.clusters == 64 + 4064 // 256  # large ones are cut
 
 
-@pytest.mark.parametrize(("model", "percent"), [("llada-8b", 0.8), ("dream-7b", 5.5)])
-def test_centroids_are_small_beside_the_cache(model: str, percent: float):
-    made = plan(model, context=8192)
-    assert 100 * made.hidden.centroids / (8192 * made.kv_bytes_per_token) == pytest.approx(percent, abs=0.05)
+@pytest.mark.parametrize("codec", Codec)
+def test_what_would_be_kept_is_what_is_kept(codec: Codec):
+    hidden = plan("llada-8b", context=4096, batch=2, policy=DUAL, memory="20GiB").hidden
+    kept = plan("llada-8b", context=4096, batch=2, policy="polestar", codec=codec.value)
+    host, device = kept.tiers[Tier.HOST].accounts, kept.tiers[Tier.DEVICE].accounts
+    assert hidden is not None and kept.hidden is None
+    assert host[Account.HIDDEN] == hidden.codecs[codec]
+    if codec is Codec.NVFP4_DELTA:
+        assert (device[Account.CENTROIDS], device[Account.STAGING]) == (hidden.centroids, hidden.staging)
+    assert kept.as_dict()["if_hidden_states_were_kept"] is None
+    assert "if hidden states were kept" not in str(kept)
+
+
+@pytest.mark.parametrize("context", [4096, 16384, 32768])
+def test_hidden_states_cost_the_device_three_percent_of_the_cache(context: int):
+    size: dict[str, Any] = {"context": context, "block_length": 32}
+    polestar = plan("llada-8b", policy="polestar", **size)
+    device, host = (polestar.tiers[tier].accounts for tier in (Tier.DEVICE, Tier.HOST))
+    cache = [plan("llada-8b", policy=DUAL, **size).tiers[Tier.DEVICE].accounts[name] for name in KEY_VALUE]
+    kept = (*KEY_VALUE, Account.CENTROIDS, Account.STAGING)
+    assert sum(cache) < sum(device[name] for name in kept) <= 1.03 * sum(cache)
+    assert 0.56 < host[Account.HIDDEN] / (30 * (context - 32) * 4096) <= 0.58
 
 
 def test_hidden_states_grow_with_the_sequences_and_are_in_no_total():
-    one, four = (plan("llada-8b", context=512, batch=batch, cfg=batch > 1).hidden for batch in (1, 2))
+    alone = plan("llada-8b", context=512, policy=DUAL)
+    one, four = alone.hidden, plan("llada-8b", context=512, batch=2, cfg=True, policy=DUAL).hidden
+    assert one is not None and four is not None
     assert {codec: 4 * size for codec, size in one.codecs.items()} == four.codecs
-    assert (four.centroids, four.staging) == (4 * one.centroids, 4 * one.staging)
-    assert plan("llada-8b", context=32).hidden.clusters == 1
+    # New centroids stand beside those that they replace, in one layer of one sequence at a time.
+    assert four.centroids == 4 * one.centroids - 3 * one.clusters * 4096 * 2
+    assert Account.CENTROIDS not in alone.tiers[Tier.DEVICE].accounts
+    nothing = plan("llada-8b", context=32, policy=DUAL).hidden
+    assert nothing is not None and nothing.clusters == 0 == nothing.codecs[Codec.RAW]
 
 
 # ---- how it is told ----
 
 
 def test_the_card():
-    made = plan("llada-8b", context=32768, memory="24GiB")
+    made = plan("llada-8b", context=32768, memory="24GiB", policy=DUAL)
     head, device, context, hidden, remarks = str(made).split("\n\n")
     assert head.splitlines() == [
         "llada-8b",
@@ -208,28 +339,32 @@ def test_the_card():
         "KV per token          512.00 KiB",
         f"largest context     {made.largest_context} tokens   beyond the 4096 that the model was made for",
     ]
-    assert hidden.splitlines() == [
-        "if the hidden states of the whole context were kept (no part of the totals above)",
-        "  raw                   8.00 GiB       8,589,934,592 B   256.00 KiB per token",
-        "  fp8                   4.00 GiB       4,299,161,600 B   128.12 KiB per token",
-        "  nvfp4                 2.25 GiB       2,415,984,640 B   72.00 KiB per token",
-        "  nvfp4_delta           2.25 GiB       2,418,081,792 B   72.06 KiB per token",
-        "  centroids           128.00 MiB         134,217,728 B   512 clusters a layer and sequence",
-        "  staging ring          1.13 MiB           1,180,704 B   2 slots of 4 nvfp4_delta records",
+    assert [line.split("  ")[0] for line in hidden.splitlines()[:1]] == [
+        "if hidden states were kept, as policy polestar does (no part of the totals above)"
+    ]
+    kept = made.hidden
+    assert kept is not None
+    centroids = f"{format_bytes(kept.centroids):>12}{kept.centroids:>20,} B"
+    assert hidden.splitlines()[4:] == [
+        "  nvfp4_delta           2.11 GiB       2,264,783,520 B   67.50 KiB per token",
+        f"  centroids         {centroids}   639 clusters a layer and sequence",
+        "  staging rings         2.28 MiB           2,392,064 B   8 slots of nvfp4_delta records",
     ]
     assert remarks.splitlines()[0].startswith("warning: a context of 32768 is beyond the 4096 positions")
     assert f"  - lower the context to {made.largest_context}" in remarks.splitlines()
 
 
 @pytest.mark.parametrize("model", [*PRESETS, "embedded", str(ROOT / "tiered/embedded/assets")])
+@pytest.mark.parametrize("policy", [DUAL, "polestar"])
 @pytest.mark.parametrize("memory", [None, "1GiB", "17GiB", MemoryBudget(device="40TiB", host="1GiB")])
-def test_the_card_fits_the_screen(model: str, memory: MemoryBudget | str | None):
-    made = plan(model, context=1_000_000, batch=3, memory=memory, cfg=True, sampled=True, refresh_interval=12)
+def test_the_card_fits_the_screen(model: str, policy: str, memory: MemoryBudget | str | None):
+    options: dict[str, Any] = {"batch": 3, "memory": memory, "cfg": True, "sampled": True, "policy": policy}
+    made = plan(model, context=1_000_000, **options, refresh_interval=12)
     lines = str(made).splitlines()
     assert max(map(len, lines)) <= 100
     assert not [line for line in lines if line != line.rstrip()]
     assert ("DOES NOT FIT" in str(made)) is not made.fits
-    assert ("host memory" in str(made)) is isinstance(memory, MemoryBudget)
+    assert ("host memory\n" in str(made)) is (isinstance(memory, MemoryBudget) or policy == "polestar")
 
 
 @pytest.mark.parametrize(
@@ -250,7 +385,7 @@ def test_warnings(model: str, context: int, warnings: list[str]):
 
 @pytest.mark.parametrize("memory", [None, "16GiB"])
 def test_as_dict_survives_json(memory: str | None):
-    made = plan("llada-8b", context=32768, memory=memory)
+    made = plan("llada-8b", context=32768, policy=DUAL, memory=memory)
     told = json.loads(json.dumps(made.as_dict()))
     assert told["fits"] is made.fits
     assert sum(told["tiers"]["device"]["accounts"].values()) == told["tiers"]["device"]["total"] == device_bytes(made)

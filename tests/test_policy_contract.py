@@ -26,14 +26,14 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "confidence_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Custom(Policy):
-    """A policy from a function of the step; `hidden` keeps every layer's input rows as well."""
+    """A policy from a function of the step; `keeps_hidden` keeps every layer's input rows as well."""
 
     name: ClassVar[str] = "custom"
     rule: Callable[[Step], StepPlan]
-    hidden: bool = False
+    keeps_hidden: bool = False
 
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
-        kept = [Feature.KEY, Feature.VALUE] + [Feature.HIDDEN] * self.hidden
+        kept = [Feature.KEY, Feature.VALUE] + [Feature.HIDDEN] * self.keeps_hidden
         return dict.fromkeys(kept, shape.layers)
 
     def start(self) -> PolicyState:
@@ -144,8 +144,8 @@ def test_rows_recomputed_from_stored_hidden_states(history: Callable, runtime: R
     layers = runtime.model.shape.layers
     # From layer 0 on, every row is fresh, since tokens outside the block stand still; from behind the last layer on,
     # nothing but the block is.
-    assert history(Custom(rule=_from_hidden(0), hidden=True)) == history(NoCache())
-    assert history(Custom(rule=_from_hidden(layers), hidden=True)) == history(FastDLLMDual())
+    assert history(Custom(rule=_from_hidden(0), keeps_hidden=True)) == history(NoCache())
+    assert history(Custom(rule=_from_hidden(layers), keeps_hidden=True)) == history(FastDLLMDual())
     assert history(NoCache()) != history(FastDLLMDual())
 
 

@@ -186,7 +186,7 @@ def test_an_interrupted_call_leaves_the_runtime_usable(embedded: Runtime, policy
 def test_a_policy_is_changed_without_loading_again(embedded: Runtime):
     other = embedded.with_policy("none")
     assert other.model is embedded.model and other.ledger is embedded.ledger
-    assert embedded.policy.name == "fast_dllm_dual"
+    assert embedded.policy.name == "polestar"
     assert tiered.from_pretrained("embedded", policy="fast_dllm_dual", refresh_interval=4).policy.refresh_interval == 4  # type: ignore[attr-defined]
 
 

@@ -27,8 +27,13 @@ for policy in POLICIES:
                     {"cfg_scale": 0.5}, {"remasking": "random"}, {"output_history": True, "stop_at_eos": False}):
         options |= {"max_new_tokens": 16, "block_length": 8}
         out = runtime.with_policy(policy).generate(ids, attention_mask=mask, **options)
+for options in ({"clusters": 20}, {"codec": "raw", "refresh": "drift", "cluster_layers": 2}, {"late": "skip"}):
+    polestar = runtime.with_policy("polestar", **{"clusters": 3, "top_m": 1, "update_threshold": 0, **options})
+    for more in ({"steps": 12}, {"steps": 12, "cfg_scale": 0.5}):
+        updated = polestar.generate(ids, attention_mask=mask, max_new_tokens=24, block_length=8, **more)
+        assert updated.updates
 
-from tiered.clustering.regions import cluster_regions
+from tiered.clustering.regions import cluster_regions, same_members
 from tiered.kernels.drift_reference import DriftReference
 from tiered.kernels.full_drift_ref import full_drift
 from tiered.kernels.proxy_drift_ref import proxy_drift
@@ -40,12 +45,15 @@ from tiered.tiers.opening import open_tiers
 hidden = runtime.hidden_states(ids, mask)
 for rows, valid in zip(hidden, mask.bool().expand(len(hidden), -1, -1)):
     indices = cluster_regions(rows, ((0, 6), (9, 14)), 3, valid=valid)
-    indices[0].moved(torch.tensor([0]), rows[0, :1], rows[0, 1:2])
+    same_members(rows + 1, indices)
     for codec in Codec:
         with open_tiers(Ledger(), device="cpu", dtype=rows.dtype) as tiers:
             records = HiddenRecords.store(tiers, rows[0], indices[0], layer=0, codec=codec)
             ticket, columns = records.fetch(tiers, [2, 0])
             ticket.wait(torch.zeros_like(rows[0]), columns)
+            more = records.appended(torch.arange(6, 9))
+            more.renew(tiers, [3, 0], rows[0, : 3 + records.sizes[0]], rows[0, :2])
+            more.forget(tiers)
             tiers.evict([]), tiers.stats(), tiers.check_integrity()
 queries, keys, changing = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 20, 8), torch.tensor([[3, 4], [7, 9]])
 reference = DriftReference.of(queries, keys, changing)

@@ -1,5 +1,6 @@
 """The tier manager: what is stored comes back, from whichever tier, within the budget."""
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,6 +223,53 @@ def test_a_slow_link_is_hidden_or_exposed(tmp_path: Path):
         assert stats.gigabytes_per_second is not None
 
 
+def of_layers(*layers: int) -> list[RecordKey]:
+    return [RecordKey(Feature.HIDDEN, layer, 0, 0) for layer in layers]
+
+
+def test_copies_are_counted_by_the_layer_of_their_records(tiers: TierManager):
+    for layer in (3, 5):
+        tiers.store(of_layers(layer), rows_of(layer), [ROWS], codec="raw")
+    tiers.fetch(of_layers(3)).wait()
+    tiers.evict(of_layers(5))
+    tiers.synchronize()
+    tiers.fetch(of_layers(5)).wait()
+    tiers.fetch(of_layers(3, 5)).wait()  # one batch of both: it belongs to neither
+    tiers.store(of_layers(7), rows_of(7), [ROWS], codec="raw", tier=Tier.DEVICE)
+    tiers.evict(of_layers(7))
+    tiers.synchronize()
+    stats = tiers.stats()
+    jobs = {layer: {way: counted.jobs for way, counted in ways.items()} for layer, ways in stats.layers.items()}
+    assert jobs == {
+        3: {Way.STORE: 1, Way.FETCH: 1, Way.SPILL: 0, Way.LOAD: 0},
+        5: {Way.STORE: 1, Way.FETCH: 1, Way.SPILL: 1, Way.LOAD: 1},
+        7: {Way.STORE: 1, Way.FETCH: 0, Way.SPILL: 0, Way.LOAD: 0},
+    }
+    batches = {layer: [ways[way].batches for way in (Way.STORE, Way.FETCH)] for layer, ways in stats.layers.items()}
+    assert batches == {3: [1, 1], 5: [1, 1], 7: [1, 0]}
+    assert (stats.ways[Way.FETCH].jobs, stats.ways[Way.FETCH].batches) == (3, 3)
+    assert all(ways[Way.STORE].nbytes for ways in stats.layers.values())
+    told = json.loads(json.dumps(stats.as_dict()))["layers"]
+    assert list(told) == ["3", "5", "7"]
+    assert told["5"]["spill"]["nbytes"] == stats.ways[Way.SPILL].nbytes > 0
+
+
+def test_a_slow_link_is_exposed_in_its_layer():
+    seconds = 0.05
+    transport = ThreadTransport(link=Link(fetch=LinkSpeed(latency=seconds)))
+    with open_tiers(Ledger(), device="cpu", slot_bytes=SLOT, transport=transport) as tiers:
+        for layer in (1, 2):
+            tiers.store(of_layers(layer), rows_of(layer), [ROWS], codec="raw")
+        ahead = tiers.fetch(of_layers(1))
+        ahead._batches[0].arrival.synchronize()  # type: ignore[union-attr]
+        ahead.wait()
+        tiers.fetch(of_layers(2)).wait()
+        hidden, exposed = (tiers.stats().layers[layer][Way.FETCH] for layer in (1, 2))
+    assert (hidden.late, exposed.late) == (0, 1)
+    assert hidden.hidden_ns >= 0.5 * seconds * 1e9
+    assert exposed.exposed_ns >= 0.5 * seconds * 1e9 > hidden.exposed_ns
+
+
 def test_store_and_fetch_do_not_wait_for_a_copy():
     link = Link(fetch=LinkSpeed(latency=0.6), store=LinkSpeed(latency=0.6))
     transport = ThreadTransport(link=link, compute_thread=True)
@@ -267,8 +315,9 @@ def test_banks_must_fit_the_rows(tiers: TierManager):
         store(tiers, 1, codec="nvfp4_delta", bank=bank, clusters=[0])
     bank.release()
     bank = tiers.bank(torch.zeros(2, WIDTH))
-    for clusters in ([2], [-1], [0, 1]):
-        with pytest.raises(ValueError, match="one of 2 centroids"):
+    of_two = "one of 2 centroids"
+    for clusters, complaint in (([2], of_two), ([-1], of_two), ([0, 1], "one for each of 1")):
+        with pytest.raises(ValueError, match=complaint):
             store(tiers, 1, codec="nvfp4_delta", bank=bank, clusters=clusters)
     with pytest.raises(ValueError, match="needs both"):
         store(tiers, 1, codec="nvfp4", bank=bank, clusters=[0])

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiered.budget import MemoryBudget
     from tiered.errors import TierCapacityError
+    from tiered.loading import from_pretrained
     from tiered.options import GenerationOptions
     from tiered.output import GenerationOutput
     from tiered.planning.plan import Plan, plan
     from tiered.policies.base import Policy
-    from tiered.runtime import Runtime, from_pretrained
+    from tiered.runtime import Runtime
 
 __version__ = "0.1.0"
 
@@ -30,7 +31,7 @@ _HOMES = {
     "Policy": "tiered.policies.base",
     "Runtime": "tiered.runtime",
     "TierCapacityError": "tiered.errors",
-    "from_pretrained": "tiered.runtime",
+    "from_pretrained": "tiered.loading",
     "plan": "tiered.planning.plan",
 }
 

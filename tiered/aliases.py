@@ -11,6 +11,7 @@ ALIASES: Mapping[str, str] = {
     "diffusion_steps": "steps",
     "max_denoising_steps": "steps",  # transformers' DiffusionGemma
     "threshold": "confidence_threshold",  # Fast-dLLM
+    "threshold_early": "early_threshold",  # Polestar
     "alg": "commit",  # Dream
     "return_history": "output_history",
 }

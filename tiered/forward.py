@@ -7,6 +7,7 @@ refresh of a long canvas takes one hidden state of it and the temporaries of one
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -16,6 +17,9 @@ from tiered.features import Feature
 from tiered.models.base import DiffusionModel
 from tiered.planning.costs import part_rows
 from tiered.rows import Rows
+
+if TYPE_CHECKING:
+    from tiered.tiers.manager import TierManager
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +39,18 @@ class Flow:
 
 
 LayerProgram = Callable[["Forward", int, Flow], Flow]
+# Called with rows, their queries, the layer's keys, and the key mask, False at keys that nobody may read.
+AttentionProbe = Callable[[Rows, Tensor, Tensor, Tensor | None], None]
 
 
 class Forward:
     """The layers of `model` over one call's store.
+
+    Attributes:
+        tiers: records of hidden states; None where the policy keeps none.
+        ids: what the pass under way reads.
+        rows_computed: rows of each sequence that went through a layer in the last pass, on average over layers.
+        attention_probe: sees what the last layer's attention is made of, whenever rows go through it; None: nobody.
 
     `dense` is the layer of a plain pass. It is built from the pieces below it, which a policy's own layer program may
     call as well, in another order or over other rows.
@@ -50,13 +62,18 @@ class Forward:
         store: FeatureStore,
         positions: Int[Tensor, "batch length"],
         key_mask: Bool[Tensor, "batch length"] | None = None,
+        tiers: "TierManager | None" = None,
     ) -> None:
         """`positions`: RoPE position of every column (one row where all sequences share them); `key_mask`: False at
-        columns that no row may attend to."""
+        columns that no row may attend to; `tiers`: where a policy that keeps hidden states has them."""
         self.model = model
         self.store = store
+        self.tiers = tiers
+        self.ids: Int[Tensor, "batch length"] | None = None
+        self.rows_computed = 0.0
         self._rotary = model.rotary(positions)
         self._key_mask = None if key_mask is None else key_mask[:, None, None, :]
+        self.attention_probe: AttentionProbe | None = None
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending)."""
@@ -73,9 +90,13 @@ class Forward:
         program: LayerProgram | None = None,
     ) -> Float[Tensor, "batch output vocab"]:
         """float32 logits of `rows[output]` after all layers; every layer goes through `program` (None: `dense`)."""
+        self.ids = ids
         flow = Flow(rows, self.model.embed(rows.columns(ids)), output)
-        for layer in range(self.model.shape.layers):
+        layers, computed = self.model.shape.layers, rows.count
+        for layer in range(layers):
             flow = program(self, layer, flow) if program else self.dense(layer, flow)
+            computed += flow.rows.count if layer < layers - 1 else 0
+        self.rows_computed = computed / layers
         return self.model.logits(flow.hidden[:, flow.output])
 
     def dense(self, layer: int, flow: Flow) -> Flow:
@@ -111,11 +132,24 @@ class Forward:
         self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch rows width"]:
         """`ATTN_OUT` of `rows` over everything that the layer's store holds."""
-        mixed = self.model.attend(
-            layer,
-            self.model.queries(layer, normed, self._rotary.at(rows)),
-            self.store.view(Feature.KEY, layer),
-            self.store.view(Feature.VALUE, layer),
-            self._key_mask,
-        )
+        queries = self.queries(layer, rows, normed)
+        keys, values = self.keys(layer), self.store.view(Feature.VALUE, layer)
+        if self.attention_probe is not None and layer == self.model.shape.layers - 1:
+            self.attention_probe(rows, queries, keys, self._key_mask)
+        mixed = self.model.attend(layer, queries, keys, values, self._key_mask)
         return self.model.attention_out(layer, mixed)
+
+    def queries(
+        self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]
+    ) -> Float[Tensor, "batch heads rows head_dim"]:
+        """Queries of `normed` as they are at `rows`."""
+        return self.model.queries(layer, normed, self._rotary.at(rows))
+
+    def keys(self, layer: int) -> Float[Tensor, "batch kv_heads length head_dim"]:
+        """All keys that the layer's store holds; a view."""
+        return self.store.view(Feature.KEY, layer)
+
+    @property
+    def key_mask(self) -> Bool[Tensor, "batch length"] | None:
+        """False at columns that no row may attend to; None where there are none."""
+        return None if self._key_mask is None else self._key_mask[:, 0, 0]

@@ -10,6 +10,8 @@ from tiered.commit.base import CommitRule
 from tiered.commit.registry import COMMIT_RULES, make_commit_rule
 from tiered.names import unknown_name
 
+# Options of `generate` that belong to commit rules; each rule takes some of them.
+COMMIT_OPTIONS = tuple(dict.fromkeys(field.name for rule in COMMIT_RULES.values() for field in fields(rule)))
 REMASKING = ("low_confidence", "random")
 DEFAULT_BLOCK_LENGTH = 32
 
@@ -23,10 +25,11 @@ class GenerationOptions:
         block_length: tokens denoised together; None: 32, or the whole answer where it is shorter.
         steps: forwards over all blocks that the `static` rule spreads its commits over; a multiple of the number of
             blocks; None: one token a forward.
-        commit: commit rule by name, or a `CommitRule`; None: `threshold` or `factor` where that option is given, else
-            `static`.
-        confidence_threshold: of the `threshold` rule, in [0, 1].
+        commit: commit rule by name, or a `CommitRule`; None: `threshold`, `factor` or `drift_aware` where an option of
+            that rule alone is given, else `static`.
+        confidence_threshold: of the rules `threshold` and, where it is 0.9 if not given, `drift_aware`; in [0, 1].
         factor: of the `factor` rule, above 0.
+        early_threshold, drift_window, drift_slope, drift_ceiling: of the `drift_aware` rule, which has defaults.
         remasking: what ranks candidates under `static`: their confidence, or chance.
         temperature: of Gumbel sampling; 0: argmax.
         cfg_scale: classifier-free guidance; 0: none, above: every forward serves two canvases.
@@ -45,6 +48,10 @@ class GenerationOptions:
     commit: str | CommitRule | None = None
     confidence_threshold: float | None = None
     factor: float | None = None
+    early_threshold: float | None = None
+    drift_window: int | None = None
+    drift_slope: float | None = None
+    drift_ceiling: float | None = None
     remasking: str = "low_confidence"
     temperature: float = 0.0
     cfg_scale: float = 0.0
@@ -105,11 +112,7 @@ class GenerationOptions:
 
     def rule(self) -> CommitRule:
         """The commit rule that the options name, with its own options filled in."""
-        given = {
-            name: value
-            for name, value in (("confidence_threshold", self.confidence_threshold), ("factor", self.factor))
-            if value is not None
-        }
+        given = {name: value for name in COMMIT_OPTIONS if (value := getattr(self, name)) is not None}
         return make_commit_rule(self.commit, **given)
 
     @classmethod

@@ -1,12 +1,15 @@
 """What `generate` returns: answers, and the figures of the call from the ledger and the clock."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tiered.hidden.update_log import LayerUpdate
 from tiered.memory_report import MemoryReport
+from tiered.tiers.stats import TierStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +61,12 @@ class GenerationOutput:
         tokens_per_forward: TPF of each sequence: its answer's tokens (end-of-sequence and padding not counted) over
             its forwards.
         passes: forwards by kind (`refresh`, `update`, `step`).
-        rows_per_forward: rows of each sequence that every forward recomputed.
+        rows_per_forward: rows of each sequence that every forward recomputed, on average over layers; where sequences
+            recompute different numbers of rows, the largest.
         memory: bytes in each tier, from the ledger.
         timings: seconds.
+        updates: what every layer of every update did, for a policy that measures drift.
+        tiers: copies between the tiers, for a policy that keeps hidden states; None for the others.
         history: with `output_history`, `sequences` before the first forward and after each one that changed something.
     """
 
@@ -70,9 +76,11 @@ class GenerationOutput:
     forwards: list[int]
     tokens_per_forward: Float[Tensor, " batch"]
     passes: dict[str, int]
-    rows_per_forward: list[int]
+    rows_per_forward: list[float]
     memory: MemoryReport
     timings: Timings
+    updates: Sequence[LayerUpdate] = field(repr=False, default=())
+    tiers: TierStats | None = field(repr=False, default=None)
     history: list[Int[Tensor, "batch length"]] | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -84,4 +92,6 @@ class GenerationOutput:
             "passes": self.passes,
             "timings": self.timings.as_dict(),
             "memory": self.memory.as_dict(),
+            "updates": [update.as_dict() for update in self.updates],
+            "tiers": None if self.tiers is None else self.tiers.as_dict(),
         }

@@ -65,6 +65,12 @@ class Rows:
         """The entries of `ids` at the rows."""
         return ids[:, self.start : self.start + self.count] if self.start is not None else ids.gather(1, self._index())
 
+    def positions(self, batch: int, device: torch.device) -> Int[Tensor, "batch rows"]:
+        """The column of every row, of a span too."""
+        if self.start is None:
+            return self._index()
+        return torch.arange(self.start, self.start + self.count, device=device).expand(batch, -1)
+
     def take(
         self, source: Shaped[Tensor, "batch heads length elements"]
     ) -> Shaped[Tensor, "batch heads rows elements"]:

@@ -1,8 +1,8 @@
 """The runtime: a loaded model, a policy and a budget; `generate` and `logits`."""
 
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,75 +10,25 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tiered.budget import MemoryBudget
+from tiered.call import CallSpace
 from tiered.decoding.canvas import Canvas
-from tiered.decoding.loop import Denoised, Denoiser
+from tiered.decoding.loop import Denoised, Denoiser, Inspector
 from tiered.decoding.sampling import SequenceNoise
-from tiered.feature_store import FeatureStore
 from tiered.features import Account
-from tiered.forward import Flow, Forward
+from tiered.forward import Flow
 from tiered.inputs import Inputs, Prompts, read_inputs
 from tiered.ledger import Ledger
 from tiered.models.base import DiffusionModel
-from tiered.models.checkpoint import load_weights
-from tiered.models.config_source import read_config
-from tiered.models.families import family_of
-from tiered.models.locate import checkpoint_directory
-from tiered.models.shape import BYTES_PER_ELEMENT
-from tiered.models.tokenizer import TOKENIZER_FILES, load_tokenizer
-from tiered.offload.device import allocator_peak, pick_device, restart_allocator_peak
+from tiered.models.tokenizer import TOKENIZER_FILES
+from tiered.offload.device import allocator_peak, restart_allocator_peak
+from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
 from tiered.output import GenerationOutput, Timings
-from tiered.planning.costs import call_bytes, weight_bytes
-from tiered.policies import DEFAULT_POLICY
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
 from tiered.policies.registry import make_policy
 from tiered.rows import Rows
 from tiered.streaming import Streamer, StreamerListener
-
-
-def from_pretrained(
-    path_or_name: str | Path,
-    *,
-    policy: str | Policy = DEFAULT_POLICY,
-    memory: MemoryBudget | int | str | None = None,
-    dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "auto",
-    **policy_options: Any,
-) -> "Runtime":
-    """Load a checkpoint.
-
-    Args:
-        path_or_name: a directory in Hugging Face's layout, the id of a model in the local hub cache, or "embedded".
-        policy: caching policy, by name (with `policy_options`) or as an object.
-        memory: hard cap on what the runtime holds: a size of the device tier, or a `MemoryBudget`; None: no cap.
-        dtype: of weights, features and activations: "float32", "bfloat16", "float16"; "auto": the checkpoint's.
-        device: "cpu", "cuda", "cuda:N"; "auto": CUDA where there is any.
-
-    Raises:
-        TierCapacityError: the weights alone exceed the device budget; nothing has been loaded.
-        ValueError, TypeError, FileNotFoundError: anything wrong with the checkpoint or an argument, named.
-    """
-    chosen = make_policy(policy, **policy_options)
-    ledger = Ledger(MemoryBudget.of(memory))
-    target = pick_device(device)
-    directory = checkpoint_directory(path_or_name)
-    config = read_config(directory)
-    family = family_of(config)
-    shape = family.shape(config)
-    dtype_name = shape.dtype if dtype == "auto" else str(dtype).removeprefix("torch.")
-    if dtype_name not in BYTES_PER_ELEMENT:
-        raise ValueError(f"dtype = {dtype!r}; allowed: 'auto', {', '.join(map(repr, BYTES_PER_ELEMENT))}")
-    with torch.device("meta"):
-        model: DiffusionModel = family.resolve_loader().from_config(config)
-    tokenizer = load_tokenizer(directory)
-    ledger.allocate(
-        {Account.WEIGHTS: weight_bytes(shape, dtype_name)},
-        hint="raise `memory`, or load the weights in a smaller dtype",
-    )
-    load_weights(model, directory, dtype=getattr(torch, dtype_name), device=target)
-    return Runtime(model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name))
 
 
 class Runtime:
@@ -92,13 +42,17 @@ class Runtime:
         ledger: Ledger | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         name: str = "model",
+        transport: Callable[[], Transport] | None = None,
     ) -> None:
-        """`ledger` has the weights booked already; None makes one without caps, which does not count them."""
+        """`ledger` has the weights booked already; None makes one without caps, which does not count them.
+        `transport` makes, for each call, what carries copies between the tiers; None: streams on CUDA, threads else."""
         self.model = model
         self.policy = policy
         self.ledger = ledger or Ledger()
         self.tokenizer = tokenizer
         self.name = name
+        self.transport = transport
+        self._call = CallSpace(model, self.ledger, transport)
         weights = next(model.parameters())
         self.device, self.dtype = weights.device, weights.dtype
 
@@ -110,6 +64,7 @@ class Runtime:
             ledger=self.ledger,
             tokenizer=self.tokenizer,
             name=self.name,
+            transport=self.transport,
         )
 
     @torch.no_grad()
@@ -120,6 +75,7 @@ class Runtime:
         generation_config: GenerationOptions | Mapping[str, Any] | None = None,
         attention_mask: Tensor | None = None,
         streamer: Streamer | None = None,
+        inspector: Inspector | None = None,
         **options: Any,
     ) -> GenerationOutput:
         """Denoise an answer to every prompt.
@@ -129,6 +85,8 @@ class Runtime:
             generation_config: options, or a mapping of them; `options` go on top.
             attention_mask: beside ids, 0 at padding on any side. A padded prompt is answered as it would be alone.
             streamer: gets prompts, drafts and final blocks (`tiered.streaming.Streamer`).
+            inspector: looks into the caches after each forward (`tiered.decoding.loop.Inspector`). What it takes is
+                booked with the call, and its time counts in `timings`.
             **options: the fields of `GenerationOptions`, also under the names that official scripts use.
 
         Raises:
@@ -144,7 +102,14 @@ class Runtime:
         self.ledger.restart_peaks()
         restart_allocator_peak(self.device)
         sequences = 2 * batch if chosen.cfg_scale else batch
-        with self._reserve(self.policy, sequences, length, chosen.block, sampled=chosen.temperature > 0):
+        rule = chosen.rule()
+        measured = batch if rule.needs_drift else 0
+        sampled = chosen.temperature > 0
+        with (
+            self._call.reserve(self.policy, sequences, length, chosen.block, sampled=sampled, attention_rows=measured),
+            self._call.inspecting(inspector, sequences, length),
+            self._call.tiers(self.policy, sequences, length, chosen.block) as tiers,
+        ):
             canvas = Canvas(
                 ids,
                 pads,
@@ -155,24 +120,30 @@ class Runtime:
             if listener is not None:
                 listener.prompts(prompts.ids)
             began = time.perf_counter()
+            state = self.policy.start()
             denoised = Denoiser(
                 canvas,
-                self._forward(canvas, self.policy, sequences),
-                self.policy.start(),
-                chosen.rule().start(chosen.steps_per_block),
+                self._call.forward(canvas, self.policy, sequences, tiers),
+                state,
+                rule.start(chosen.steps_per_block),
                 temperature=chosen.temperature,
                 cfg_scale=chosen.cfg_scale,
                 # A call that draws nothing leaves torch's default stream alone.
                 noise=SequenceNoise(chosen.seed if chosen.draws else 0, batch, self.device),
+                drift=self._call.attention_drift(measured, sequences, length, chosen.block) if measured else None,
                 random_remasking=chosen.remasking == "random",
                 stop_at_eos=chosen.stop_at_eos,
                 output_history=chosen.output_history,
                 listener=listener,
+                inspector=inspector,
             ).run()
             seconds = time.perf_counter() - began
+            if tiers is not None:
+                tiers.synchronize()
+            moved = None if tiers is None else tiers.stats()
         if listener is not None:
             listener.end()
-        return self._output(prompts, denoised, seconds)
+        return replace(self._output(prompts, denoised, seconds), updates=state.updates, tiers=moved)
 
     @torch.no_grad()
     def logits(
@@ -186,8 +157,8 @@ class Runtime:
         """
         prompts = self._read_ids(input_ids, attention_mask)
         batch, length = prompts.ids.shape
-        with self._reserve(NoCache(), batch, length, block_length=length):
-            forward = self._uncached(prompts)
+        with self._call.reserve(NoCache(), batch, length, block_length=length):
+            forward = self._call.uncached(prompts)
             return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length))
 
     @torch.no_grad()
@@ -204,8 +175,8 @@ class Runtime:
         prompts = self._read_ids(input_ids, attention_mask)
         (batch, length), shape = prompts.ids.shape, self.model.shape
         kept = shape.layers * batch * length * shape.width * self.dtype.itemsize
-        with self.ledger.holding({Account.HIDDEN: kept}), self._reserve(NoCache(), batch, length, block_length=1):
-            forward = self._uncached(prompts)
+        with self.ledger.holding({Account.HIDDEN: kept}), self._call.reserve(NoCache(), batch, length, block_length=1):
+            forward = self._call.uncached(prompts)
             states = torch.empty(shape.layers, batch, length, shape.width, dtype=self.dtype, device=self.device)
             flow = Flow(Rows.span(0, length), self.model.embed(prompts.ids), slice(0, length))
             for layer in range(shape.layers):
@@ -237,50 +208,6 @@ class Runtime:
             raise ValueError(
                 f"{what} make {length} positions; the model was made for {self.model.shape.max_context} (config.json)"
             )
-
-    def _reserve(self, policy: Policy, batch: int, length: int, block_length: int, *, sampled: bool = False):
-        """Book what a pass takes for as long as the block lasts."""
-        amounts = call_bytes(
-            self.model.shape,
-            policy.features(self.model.shape),
-            batch=batch,
-            context=length,
-            block_length=block_length,
-            dtype=str(self.dtype).removeprefix("torch."),
-            sampled=sampled,
-        )
-        return self.ledger.holding(
-            amounts, hint="raise `memory`, shorten the prompt or max_new_tokens, or pass fewer sequences at once"
-        )
-
-    def _store(self, policy: Policy, batch: int, length: int) -> FeatureStore:
-        return FeatureStore(
-            self.model.shape,
-            policy.features(self.model.shape),
-            batch=batch,
-            length=length,
-            dtype=self.dtype,
-            device=self.device,
-        )
-
-    def _uncached(self, prompts: Prompts) -> Forward:
-        """One forward over `prompts`, with a store that every layer overwrites."""
-        batch, length = prompts.ids.shape
-        padded = not bool(prompts.mask.all())
-        positions = prompts.mask.long().cumsum(dim=1).sub_(1).clamp_(min=0) if padded else None
-        return Forward(
-            self.model,
-            self._store(NoCache(), batch, length),
-            torch.arange(length, device=self.device)[None] if positions is None else positions,
-            prompts.mask if padded else None,
-        )
-
-    def _forward(self, canvas: Canvas, policy: Policy, sequences: int) -> Forward:
-        """The forward of one call; with guidance `sequences` is twice the canvas's."""
-        positions, key_mask = canvas.positions(), canvas.key_mask()
-        if key_mask is not None and sequences > canvas.batch:
-            positions, key_mask = positions.repeat(2, 1), key_mask.repeat(2, 1)
-        return Forward(self.model, self._store(policy, sequences, canvas.length), positions, key_mask)
 
     def _output(self, prompts: Prompts, denoised: Denoised, seconds: float) -> GenerationOutput:
         def behind_prompts(answers: Tensor) -> Tensor:

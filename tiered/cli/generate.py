@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiered.byte_size import format_bytes
+from tiered.cli.memory_options import add_memory_options, memory_budget
 from tiered.cli.policy_options import add_policy_options, policy_options
 
 if TYPE_CHECKING:
+    from tiered.output import GenerationOutput
     from tiered.runtime import Runtime
 
 DESCRIPTION = """Answer one prompt or several, as one batch. Prompts are arguments, the lines of --prompt-file, or
@@ -19,9 +22,13 @@ _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("max-new-tokens", int, "tokens of an answer, a multiple of the block length (default: 128)"),
     ("block-length", int, "tokens denoised together (default: 32, or the whole answer where it is shorter)"),
     ("steps", int, "forwards over all blocks under the rule 'static' (default: one a token)"),
-    ("commit", str, "commit rule: static, threshold or factor (default: by the options given)"),
+    ("commit", str, "commit rule: static, threshold, factor or drift_aware (default: by the options given)"),
     ("confidence-threshold", float, "commit every token at least as confident"),
     ("factor", float, "commit as many tokens as stay reliable together"),
+    ("early-threshold", float, "under 'drift_aware', commit from here on where attention moves (default: 0.7)"),
+    ("drift-window", int, "steps that a rise of the drift is measured against (default: 5)"),
+    ("drift-slope", float, "rise needed for each squared unit of missing confidence (default: 10)"),
+    ("drift-ceiling", float, "rise from which on a token waits (default: 2)"),
     ("remasking", str, "low_confidence or random, under the rule 'static'"),
     ("temperature", float, "of sampling (default: 0, the most likely token)"),
     ("cfg-scale", float, "classifier-free guidance (default: 0, none)"),
@@ -32,6 +39,13 @@ _OPTIONS: tuple[tuple[str, type, str], ...] = (
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Enter the command."""
     parser = subparsers.add_parser("generate", help="answer prompts with a checkpoint", description=DESCRIPTION)
+    add_call(parser)
+    parser.add_argument("--json", action="store_true", help="also print answers and figures as JSON, on the last line")
+    parser.set_defaults(run=run)
+
+
+def add_call(parser: argparse.ArgumentParser) -> None:
+    """Enter what says which prompts are answered, by which model, and how."""
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to answer")
     parser.add_argument("--prompt-file", type=Path, help="a file with one prompt a line")
     parser.add_argument("--raw", action="store_true", help="no chat template")
@@ -39,46 +53,30 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--model", default="embedded", help="directory, id of a downloaded model, or 'embedded' (default)"
     )
     add_policy_options(parser)
-    parser.add_argument("--memory", metavar="SIZE", help="cap of the device tier, such as 12GiB")
+    add_memory_options(parser)
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
     for name, kind, text in _OPTIONS:
         parser.add_argument(f"--{name}", type=kind, help=text)
     parser.add_argument("--no-stop-at-eos", action="store_true", help="denoise every block, as the official scripts do")
-    parser.add_argument("--json", action="store_true", help="also print answers and figures as JSON, on the last line")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the answers, a line of figures on stderr, and with `--json` all of it as one line of JSON."""
-    prompts = _prompts(args)
+    prompts = read_prompts(args)
     # Imported here: help and a wrong command line need no torch.
     from tiered.cli.progress import progress_bar
-    from tiered.runtime import from_pretrained
 
-    names = [name.replace("-", "_") for name, _, _ in _OPTIONS]
-    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    runtime = from_pretrained(
-        args.model,
-        policy=args.policy,
-        memory=args.memory,
-        dtype=args.dtype,
-        device=args.device,
-        **policy_options(args),
-    )
+    options = generation_options(args)
+    runtime = load_runtime(args)
     with progress_bar(options.get("max_new_tokens", 128)) as streamer:
-        out = runtime.generate(
-            _as_inputs(prompts, runtime, raw=args.raw),
-            streamer=streamer,
-            stop_at_eos=not args.no_stop_at_eos,
-            **options,
-        )
+        out = runtime.generate(as_inputs(prompts, runtime, raw=args.raw), streamer=streamer, **options)
     assert out.text is not None  # text went in, so there is a tokenizer
     for text in out.text:
         print(text)
     print(
         f"{out.num_forwards} forwards, {out.tokens_per_forward.mean():.2f} tokens per forward, "
-        f"{out.timings.tokens_per_second:.1f} tokens/s, peak {out.memory.peak_device_bytes / 2**20:.1f} MiB",
+        f"{out.timings.tokens_per_second:.1f} tokens/s, peak {_tiers(out)}",
         file=sys.stderr,
     )
     if args.json:
@@ -86,7 +84,39 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompts(args: argparse.Namespace) -> list[str]:
+def _tiers(out: "GenerationOutput") -> str:
+    """Peak bytes of each tier that held any."""
+    peaks = ((tier, report.peak) for tier, report in out.memory.tiers.items())
+    return ", ".join(f"{format_bytes(peak)} {tier}" for tier, peak in peaks if peak)
+
+
+def generation_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `Runtime.generate` that were given."""
+    names = [name.replace("-", "_") for name, _, _ in _OPTIONS]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return {"stop_at_eos": not args.no_stop_at_eos, **given}
+
+
+def load_runtime(args: argparse.Namespace) -> "Runtime":
+    """The model under the policy that was asked for."""
+    from tiered.loading import from_pretrained
+
+    return from_pretrained(
+        args.model,
+        policy=args.policy,
+        memory=memory_budget(args),
+        dtype=args.dtype,
+        device=args.device,
+        **policy_options(args),
+    )
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts, from wherever they come.
+
+    Raises:
+        ValueError: none at all, or from two places.
+    """
     if args.prompts and args.prompt_file:
         raise ValueError("prompts come as arguments or from --prompt-file, not both")
     if args.prompts:
@@ -100,7 +130,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _as_inputs(prompts: list[str], runtime: "Runtime", *, raw: bool) -> Any:
+def as_inputs(prompts: list[str], runtime: "Runtime", *, raw: bool) -> Any:
     """Strings, or one chat a prompt."""
     if raw or runtime.tokenizer is None or not runtime.tokenizer.chat_template:
         return prompts

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from tiered.budget import MemoryBudget
+from tiered.cli.memory_options import add_memory_options, memory_budget
 from tiered.cli.policy_options import add_policy_options, policy_options
 from tiered.models.presets import PRESETS
 from tiered.planning.plan import plan
@@ -20,8 +20,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "model", help=f"'embedded', a preset ({names}), a directory, a config.json, or the id of a downloaded model"
     )
     parser.add_argument("--context", type=int, required=True, help="positions, prompt and answer together")
-    parser.add_argument("--memory", metavar="SIZE", help="cap of the device tier, such as 24GiB")
-    parser.add_argument("--host-memory", metavar="SIZE", help="cap of the host tier (pinned memory)")
+    add_memory_options(parser)
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
     add_policy_options(parser)
     parser.add_argument("--block-length", type=int, default=32, help="positions of a block (default: %(default)s)")
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         context=args.context,
         batch=args.batch,
         policy=args.policy,
-        memory=MemoryBudget(device=args.memory, host=args.host_memory),
+        memory=memory_budget(args),
         block_length=args.block_length,
         dtype=args.dtype,
         cfg=args.cfg,

@@ -16,11 +16,15 @@ class Candidates:
         tokens: proposed ids.
         confidence: float64 score of each proposal; −inf where the row is not pending, so that it sorts last.
         pending: True where nothing is fixed yet.
+        drift: KL, in nats, of each row's attention in the last layer, mean over heads, from the step before to this
+            one; NaN where there is none before: at a block's first pass and at one that refreshes every row. None where
+            it was not measured, because the rule does not ask for it (`CommitRule.needs_drift`).
     """
 
     tokens: Int[Tensor, "batch block"]
     confidence: Float[Tensor, "batch block"]
     pending: Bool[Tensor, "batch block"]
+    drift: Float[Tensor, "batch block"] | None = None
 
     def ranks(self) -> Int[Tensor, "batch block"]:
         """0 for each sequence's most confident row, 1 for the next; of equals, the leftmost comes first."""
@@ -45,9 +49,14 @@ class CommitState(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRule(ABC):
-    """Options of a commit rule. Raises `ValueError` or `TypeError` on construction for options out of range."""
+    """Options of a commit rule. Raises `ValueError` or `TypeError` on construction for options out of range.
+
+    Attributes:
+        needs_drift: whether the rule reads `Candidates.drift`; it takes memory and time to measure.
+    """
 
     name: ClassVar[str]
+    needs_drift: ClassVar[bool] = False
 
     @abstractmethod
     def start(self, steps_per_block: int) -> CommitState:

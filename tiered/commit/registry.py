@@ -1,19 +1,22 @@
 """Every commit rule by name."""
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
 
 from tiered.commit.base import CommitRule
+from tiered.commit.drift_aware import DriftAware
 from tiered.commit.factor import Factor
 from tiered.commit.static import Static
 from tiered.commit.threshold import Threshold
 from tiered.names import unknown_name
 
-# A new rule is one file and one entry here.
-COMMIT_RULES: dict[str, type[CommitRule]] = {rule.name: rule for rule in (Static, Threshold, Factor)}
+# A new rule is one file and one entry here. Of rules that the same options fit, the first is meant: plain ones stand
+# in front of those that add to them.
+COMMIT_RULES: dict[str, type[CommitRule]] = {rule.name: rule for rule in (Static, Threshold, Factor, DriftAware)}
 
 
 def make_commit_rule(commit: str | CommitRule | None, **options: float) -> CommitRule:
-    """The rule of that name; None: the rule that `options` belong to, and `static` without any.
+    """The rule of that name; None: the first rule that `options` are enough for and not too many, `static` without any.
 
     Raises:
         TypeError: neither name, rule nor None.
@@ -24,9 +27,7 @@ def make_commit_rule(commit: str | CommitRule | None, **options: float) -> Commi
             raise ValueError(f"options {options} beside a commit rule object; set them in the object: {commit}")
         return commit
     if commit is None:
-        fitting = [
-            name for name, rule in COMMIT_RULES.items() if {field.name for field in fields(rule)} == set(options)
-        ]
+        fitting = [name for name, rule in COMMIT_RULES.items() if _fits(rule, options)]
         if not fitting:
             raise ValueError(f"{' and '.join(options)} belong to different commit rules; give one of them")
         commit = fitting[0]
@@ -34,10 +35,16 @@ def make_commit_rule(commit: str | CommitRule | None, **options: float) -> Commi
         raise TypeError(f"commit is the name of a rule or a CommitRule, not {commit!r}")
     if commit not in COMMIT_RULES:
         raise unknown_name("commit rule", commit, COMMIT_RULES)
-    needed = {field.name for field in fields(COMMIT_RULES[commit])}
-    if needed != set(options):
+    if not _fits(COMMIT_RULES[commit], options):
+        known = sorted(field.name for field in fields(COMMIT_RULES[commit]))
         raise ValueError(
-            f"the commit rule {commit!r} takes {', '.join(sorted(needed)) or 'no option of its own'}; "
+            f"the commit rule {commit!r} takes {', '.join(known) or 'no option of its own'}; "
             f"given: {', '.join(sorted(options)) or 'none'}"
         )
     return COMMIT_RULES[commit](**options)
+
+
+def _fits(rule: type[CommitRule], options: Mapping[str, float]) -> bool:
+    """Whether `rule` knows all of `options`, and they have every one that it cannot do without."""
+    needed = {field.name for field in fields(rule) if field.default is MISSING}
+    return needed <= set(options) <= {field.name for field in fields(rule)}

@@ -2,17 +2,21 @@
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tiered.commit.base import Candidates, CommitState
+from tiered.decoding.attention_drift import AttentionDrift
 from tiered.decoding.canvas import PROMPT, Canvas
 from tiered.decoding.sampling import SequenceNoise, propose
+from tiered.features import Account
 from tiered.forward import Forward
+from tiered.models.shape import ModelShape
 from tiered.policies.base import PassKind, PolicyState, Step
 
 
@@ -27,6 +31,28 @@ class Listener(Protocol):
         """Columns `start` to `stop` are final."""
 
 
+@runtime_checkable
+class Inspector(Protocol):
+    """Who looks into the caches of a call while it runs, for an analysis; changes nothing."""
+
+    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
+        """What it takes on the device at most, over a canvas of `length` columns; booked as long as the call lasts.
+        With guidance `sequences` is twice the canvas's."""
+        ...
+
+    def after_forward(
+        self,
+        step: Step,
+        kind: PassKind,
+        ids: Int[Tensor, "sequences length"],
+        forward: Forward,
+        active: Bool[Tensor, " batch"],
+    ) -> None:
+        """A forward has ended, its commit has not begun. `ids` is what the forward read (with guidance, twice the
+        canvas's sequences), `forward.store` what it left; `active` is False at sequences that wait for the others, of
+        which it wrote nothing. All are valid during the call only."""
+
+
 @dataclass(kw_only=True)
 class Denoised:
     """What the loop leaves behind.
@@ -35,7 +61,7 @@ class Denoised:
         answers: final ids of every sequence of the call.
         forwards: forwards that each sequence took part in.
         passes: forwards of the batch by kind.
-        rows: rows of each sequence that every forward recomputed.
+        rows: rows of each sequence that every forward recomputed, on average over layers.
         step_seconds: wall time of every forward with its commit.
         block_ends: number of forwards after which each block ended.
         history: answers before the first forward and after every one that changed something; empty if not asked for.
@@ -44,7 +70,7 @@ class Denoised:
     answers: Int[Tensor, "batch answer"]
     forwards: list[int]
     passes: Counter[PassKind] = field(default_factory=Counter)
-    rows: list[int] = field(default_factory=list)
+    rows: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     block_ends: list[int] = field(default_factory=list)
     history: list[Int[Tensor, "batch answer"]] = field(default_factory=list)
@@ -64,17 +90,22 @@ class Denoiser:
         temperature: float = 0.0,
         cfg_scale: float = 0.0,
         noise: SequenceNoise,
+        drift: AttentionDrift | None = None,
         random_remasking: bool = False,
         stop_at_eos: bool = True,
         output_history: bool = False,
         listener: Listener | None = None,
+        inspector: Inspector | None = None,
     ) -> None:
-        """With `cfg_scale` above 0, `forward` serves twice the sequences: the second half sees masked prompts."""
+        """With `cfg_scale` above 0, `forward` serves twice the sequences: the second half sees masked prompts. `drift`
+        measures for a rule that needs it."""
         self.canvas, self.forward, self.policy, self.rule = canvas, forward, policy, rule
         self._model = forward.model
         self._temperature, self._cfg_scale, self._noise = temperature, cfg_scale, noise
         self._random_remasking, self._stop_at_eos, self._output_history = random_remasking, stop_at_eos, output_history
-        self._listener = listener
+        self._listener, self._inspector = listener, inspector
+        self._drift = drift
+        forward.attention_probe = None if drift is None else drift.observe
         self._pads: list[int] = canvas.pads.tolist()
         self._alive = list(range(canvas.batch))  # numbers, in the call, of the canvas's sequences
         self._ended = [False] * canvas.batch  # by place in the canvas
@@ -118,7 +149,14 @@ class Denoiser:
         here = torch.tensor(active, device=canvas.tokens.device)
         rows = plan.rows if all(active) else plan.rows.only(here)
         rows = rows.doubled() if self._cfg_scale else rows
-        logits = self._guided(self.forward.logits(self._ids(), rows, plan.output, plan.program))
+        if self._drift is not None:
+            # Another block's rows are of no use, and a refresh moves every row at once.
+            self._drift.begin_step(step.first_row, forget=step.number == 0 or plan.kind is PassKind.REFRESH)
+        ids = self._ids()
+        logits = self._guided(self.forward.logits(ids, rows, plan.output, plan.program))
+        if self._inspector is not None:
+            self._inspector.after_forward(step, plan.kind, ids, self.forward, here)
+        del ids
         pending = canvas.pending(start, stop) & here[:, None]
         candidates = propose(
             logits,
@@ -129,6 +167,8 @@ class Denoiser:
             remaining=remaining,
         )
         del logits
+        if self._drift is not None:
+            candidates = replace(candidates, drift=self._drift.drift)
         if self._random_remasking:
             scores = self._noise.confidence(canvas.length, self._pads, start, stop, active)
             candidates = replace(candidates, confidence=scores.masked_fill(~pending, -torch.inf))
@@ -136,7 +176,7 @@ class Denoiser:
         canvas.commit(start, chosen, candidates.tokens, forward=len(self._result.step_seconds))
         self.policy.observe(step, chosen)
         self._result.passes[plan.kind] += 1
-        self._result.rows.append(plan.rows.count)
+        self._result.rows.append(self.forward.rows_computed)
         for place, is_active in enumerate(active):
             self._result.forwards[self._alive[place]] += is_active
         left, ended = self._where_sequences_stand(start, stop)
@@ -210,6 +250,8 @@ class Denoiser:
             self.canvas.keep(places)
             self.policy.keep(places)
             self.rule.keep(places)
+            if self._drift is not None:
+                self._drift.keep(places)
             self._noise.keep(places)
             self._alive = [self._alive[place] for place in places]
             self._pads = [self._pads[place] for place in places]

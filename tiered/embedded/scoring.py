@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiered.embedded.tasks import Example, score
+from tiered.output import GenerationOutput
 from tiered.runtime import Runtime
 
 # Rows (prompt and canvas) of a batch: enough to fill the cores, few enough that a progress bar moves.
@@ -48,6 +49,7 @@ def score_examples(
     *,
     max_new_tokens: int = 32,
     progress: Callable[[int], object] = lambda done: None,
+    watch: Callable[[GenerationOutput], object] = lambda out: None,
     **options: Any,
 ) -> Scores:
     """Answer `examples` under the runtime's policy and compare.
@@ -57,6 +59,7 @@ def score_examples(
         examples: of any tasks and sizes.
         max_new_tokens: canvas of every example.
         progress: called after each batch with the number of examples in it.
+        watch: called with the output of each batch.
         **options: more options of `Runtime.generate`.
     """
     correct, forwards, tokens_per_forward = 0, [], []
@@ -67,6 +70,7 @@ def score_examples(
         correct += sum(score(example, text) for example, text in zip(batch, out.text, strict=True))
         forwards += out.forwards
         tokens_per_forward += out.tokens_per_forward.tolist()
+        watch(out)
         progress(len(batch))
     return Scores(examples=len(examples), correct=correct, forwards=forwards, tokens_per_forward=tokens_per_forward)
 

@@ -1,13 +1,21 @@
-"""What to lower or raise when a call does not fit the device, each with a number that does fit."""
+"""What to lower or raise when a call does not fit its tiers, each with a number that does fit."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any
 
+from tiered.budget import MemoryBudget
 from tiered.byte_size import format_bytes
-from tiered.features import Feature
+from tiered.features import Feature, Tier
+from tiered.hidden.options import HiddenOptions
 from tiered.planning.workload import Workload
 
+# Policies that keep less, with what it costs; the one that costs least first.
+PLAINER: Mapping[str, str] = {
+    "fast_dllm_dual": "keeps no hidden states and renews nothing between full passes",
+    "none": "keeps no layer's keys and values and recomputes every row in every step",
+}
 _MIB = 2**20
 
 
@@ -17,31 +25,41 @@ class Advice:
 
     Attributes:
         text: what to do, for people.
-        change: the same as arguments of `plan`; the plan made with them fits.
+        change: the same as arguments of `plan`; the plan made with them fits. With another policy, the options of the
+            present one go.
     """
 
     text: str
     change: Mapping[str, Any]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON."""
+        change = {name: asdict(value) if is_dataclass(value) else value for name, value in self.change.items()}  # pyright: ignore[reportArgumentType]
+        return {"text": self.text, "change": change}
 
-def advise(workload: Workload, cap: int, uncached: Mapping[Feature, int]) -> list[Advice]:
-    """The changes that bring `workload`'s total within `cap` bytes, cheapest in quality and speed first.
 
-    `uncached`: what the policy `none` keeps. Empty where the workload fits already.
+def advise(workload: Workload, budget: MemoryBudget, plainer: Mapping[str, Mapping[Feature, int]]) -> list[Advice]:
+    """The changes that bring `workload` within `budget`, cheapest in quality and speed first.
+
+    `plainer`: what the policies of `PLAINER` keep on the device. Empty where the workload fits already.
     """
-    return list(_changes(workload, cap, uncached)) if workload.total() > cap else []
+    return list(_changes(workload, budget, plainer)) if workload.over(budget) else []
 
 
-def _changes(workload: Workload, cap: int, uncached: Mapping[Feature, int]) -> Iterator[Advice]:
+def _changes(
+    workload: Workload, budget: MemoryBudget, plainer: Mapping[str, Mapping[Feature, int]]
+) -> Iterator[Advice]:
     block = workload.block_length
-    batch = workload.largest("batch", cap)
+    if workload.hidden is not None:
+        yield from _hidden_changes(workload, workload.hidden, budget)
+    batch = workload.largest("batch", budget)
     if 0 < batch < workload.batch:
         yield Advice(f"lower the batch to {batch}", {"batch": batch})
-    elif workload.batch > 1 and (context := replace(workload, batch=1).largest("context", cap, multiple=block)):
+    elif workload.batch > 1 and (context := replace(workload, batch=1).largest("context", budget, multiple=block)):
         yield Advice(f"lower the batch to 1 and the context to {context}", {"batch": 1, "context": context})
-    if context := workload.largest("context", cap, multiple=block):
+    if context := workload.largest("context", budget, multiple=block):
         yield Advice(f"lower the context to {context}", {"context": context})
-    alternatives = (
+    alternatives: list[tuple[Workload, str, dict[str, Any]]] = [
         (
             replace(workload, guidance=False),
             "do without guidance, which doubles the sequences",
@@ -52,15 +70,50 @@ def _changes(workload: Workload, cap: int, uncached: Mapping[Feature, int]) -> I
             "use dtype bfloat16",
             {"dtype": "bfloat16"},
         ),
-        (
-            replace(workload, features=uncached),
-            "use policy none, which keeps no layer's keys and values and recomputes every row in every step",
-            {"policy": "none"},
+        *(
+            (
+                replace(workload, features=plainer[name], hidden=None),
+                f"use policy {name}, which {what}",
+                {"policy": name},
+            )
+            for name, what in PLAINER.items()
         ),
-    )
+    ]
     for alternative, text, change in alternatives:
-        if alternative != workload and (total := alternative.total()) <= cap:
-            yield Advice(f"{text}: {format_bytes(total)}", change)
-    # Rounded up to what can be typed, so that it is never a byte short.
-    memory = f"{-(-workload.total() // _MIB)}MiB"
-    yield Advice(f"raise the device memory to {memory}", {"memory": memory})
+        smaller = alternative.total() < workload.total() or alternative.hidden != workload.hidden
+        if smaller and not alternative.over(budget):
+            yield Advice(f"{text}: {format_bytes(alternative.total())}", change)
+    yield _more_memory(workload, budget)
+
+
+def _hidden_changes(workload: Workload, hidden: HiddenOptions, budget: MemoryBudget) -> Iterator[Advice]:
+    """Changes to what the policy keeps of hidden states."""
+
+    def fits(**change: Any) -> bool:
+        return not replace(workload, hidden=replace(hidden, **change)).over(budget)
+
+    if hidden.tier is Tier.DEVICE and fits(tier=Tier.HOST):
+        yield Advice("keep hidden states in host memory: hidden_tier host", {"hidden_tier": "host"})
+    clusters = workload.hidden_costs(hidden).clusters - hidden.appended_blocks
+    fewer = bisect_left(range(1, clusters), True, key=lambda count: not fits(clusters=count))
+    if fewer:
+        yield Advice(f"make fewer clusters: clusters {fewer}", {"clusters": fewer})
+    blocks = workload.context // workload.block_length
+    if hidden.window_blocks is not None:
+        blocks = min(blocks, sum(hidden.window_blocks))
+    # One block behind the current one, and as many before it as fit.
+    before = bisect_left(range(1, blocks - 1), True, key=lambda count: not fits(window_blocks=(count, 1)))
+    if before:
+        window = (before, 1)
+        yield Advice(f"keep the hidden states of a window alone: window_blocks {window}", {"window_blocks": window})
+
+
+def _more_memory(workload: Workload, budget: MemoryBudget) -> Advice:
+    """Caps of what is needed, rounded up to what can be typed, so that none is a byte short."""
+    needed = {tier: f"{-(-size // _MIB)}MiB" for tier, size in workload.over(budget).items()}
+    text = " and ".join(f"the {tier} memory to {size}" for tier, size in needed.items())
+    caps = {tier.value: budget.cap(tier) for tier in Tier if tier is not Tier.DEVICE}
+    if any(cap is not None for cap in caps.values()):
+        raised = {tier.value: size for tier, size in needed.items()}
+        return Advice(f"raise {text}", {"memory": replace(budget, **raised)})
+    return Advice(f"raise {text}", {"memory": needed[Tier.DEVICE]})

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from tiered.byte_size import format_bytes
 from tiered.features import Tier
-from tiered.planning.hidden_costs import RING_SLOTS, TOP_M
 
 if TYPE_CHECKING:
     from tiered.planning.plan import Plan, TierPlan
@@ -67,11 +66,13 @@ def _contexts(plan: "Plan") -> Iterator[str]:
 
 def _hidden(plan: "Plan") -> Iterator[str]:
     hidden, tokens = plan.hidden, plan.workload.context * plan.workload.sequences
-    yield "if the hidden states of the whole context were kept (no part of the totals above)"
+    if hidden is None:
+        return
+    yield "if hidden states were kept, as policy polestar does (no part of the totals above)"
     for codec, size in hidden.codecs.items():
         yield _row(codec.value, size, f"{format_bytes(size // tokens)} per token")
     yield _row("centroids", hidden.centroids, f"{hidden.clusters} clusters a layer and sequence")
-    yield _row("staging ring", hidden.staging, f"{RING_SLOTS} slots of {TOP_M} nvfp4_delta records")
+    yield _row("staging rings", hidden.staging, f"{hidden.slots} slots of nvfp4_delta records")
 
 
 def _remarks(plan: "Plan") -> Iterator[str]:

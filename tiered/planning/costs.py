@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from tiered.features import Account, Feature
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+from tiered.planning.attention_costs import AttentionChunk, attention_chunk, attention_rows_bytes
 
 # Rows of all sequences together that pass a layer at a time. Each weight that is read serves so many rows: an H100
 # needs about 300 in bfloat16 before arithmetic, not memory, sets the pace, and a CPU no more than 256. Larger parts
@@ -43,6 +44,7 @@ def call_bytes(
     block_length: int,
     dtype: str,
     sampled: bool = False,
+    attention_rows: int = 0,
 ) -> dict[Account, int]:
     """Bytes that one call reserves on the device beside the weights.
 
@@ -54,6 +56,8 @@ def call_bytes(
         block_length: positions of a block.
         dtype: of weights and activations, a key of `BYTES_PER_ELEMENT`.
         sampled: whether tokens are drawn at a temperature above 0.
+        attention_rows: sequences whose last layer's attention is kept, for a commit rule that needs the drift; with
+            guidance, half of `batch`.
     """
     kept = {
         Account(feature): feature_bytes(shape, feature, layers=layers, rows=batch * context, dtype=dtype)
@@ -68,8 +72,13 @@ def call_bytes(
     logits = batch * entries * _FLOAT32 + max(normed + rounded, noise)
     # A part's temporaries are gone when the logits come, so their room serves both; what exceeds the logits is booked
     # with the activations.
-    temporaries = _part_bytes(shape, batch=batch, context=context, dtype=dtype)
+    temporaries = part_bytes(shape, batch=batch, context=context, dtype=dtype)
     columns = _column_bytes(shape) * batch * context
+    if attention_rows:
+        block = {"block_length": block_length, "context": context}
+        columns += attention_rows_bytes(shape, sequences=attention_rows, **block)
+        chunk = compared_at_a_time(shape, batch=batch, attention_rows=attention_rows, dtype=dtype, **block)
+        temporaries = max(temporaries, chunk.temporaries)
     residual = batch * context * shape.width * BYTES_PER_ELEMENT[dtype]
     return {
         **kept,
@@ -78,13 +87,29 @@ def call_bytes(
     }
 
 
+def compared_at_a_time(
+    shape: ModelShape, *, batch: int, attention_rows: int, context: int, block_length: int, dtype: str
+) -> AttentionChunk:
+    """What of a block's attention is compared with the step before at a time, in the room of one part of a refresh; the
+    arguments are those of `call_bytes`."""
+    return attention_chunk(
+        shape,
+        sequences=attention_rows,
+        block_length=block_length,
+        context=context,
+        rows=min(context, part_rows(batch)) * batch,
+        dtype=dtype,
+        room=part_bytes(shape, batch=batch, context=context, dtype=dtype),
+    )
+
+
 def _column_bytes(shape: ModelShape) -> int:
     """What a call keeps for one column: the token as it was passed, packed, and on the canvas; its committed step and
     masks; the angles of its position."""
     return 4 * _TOKEN_ID + 4 + 3 + shape.head_dim * _FLOAT32
 
 
-def _part_bytes(shape: ModelShape, *, batch: int, context: int, dtype: str) -> int:
+def part_bytes(shape: ModelShape, *, batch: int, context: int, dtype: str) -> int:
     """Temporaries of the part of a full refresh that passes a layer at a time, at their largest."""
     element = BYTES_PER_ELEMENT[dtype]
     rows = min(context, part_rows(batch)) * batch

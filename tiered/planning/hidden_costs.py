@@ -1,56 +1,43 @@
-"""Books: what the hidden states of a whole context would take in each codec, if a policy kept them in a tier."""
+"""Books: what hidden states would take in each codec, beside a policy that keeps none."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tiered.clustering.allocation import auto_clusters
-from tiered.models.shape import BYTES_PER_ELEMENT
-from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes
+from tiered.features import Tier
+from tiered.hidden.options import HiddenOptions
+from tiered.offload.codec_bytes import Codec
 from tiered.planning.workload import Workload
-
-# Clusters that an update fetches in a layer: Polestar's M in its authors' presets.
-TOP_M = 4
-# One slot is read while the next one fills.
-RING_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenCosts:
-    """Bytes for every row of every sequence in every layer, with clusters of equal size.
+    """Bytes for a call's context and sequences, as `tiered.planning.tier_costs.TierCosts` counts them.
 
     Attributes:
-        codecs: bytes of the rows by codec, in whichever tier keeps them.
-        clusters: clusters in each layer of each sequence, as `clusters="auto"` chooses them.
-        centroids: bytes of all centroids on the device.
-        staging: bytes of the ring on the device that fetched records of `nvfp4_delta` arrive in.
+        codecs: bytes of the records by codec, in whichever tier keeps them.
+        clusters: clusters in each layer of each sequence.
+        centroids: bytes on the device of centroids, and of what drift is measured with.
+        staging: bytes of the rings on the device that records pass through.
+        slots: of these rings.
     """
 
     codecs: Mapping[Codec, int]
     clusters: int
     centroids: int
     staging: int
+    slots: int
 
     @classmethod
-    def of(cls, workload: Workload) -> "HiddenCosts":
-        """The costs for `workload`'s context and sequences, whatever its policy keeps."""
-        shape, rows = workload.shape, workload.context
-        element_bytes = BYTES_PER_ELEMENT[workload.dtype]
-        clusters = auto_clusters(rows)
-        fetched = min(TOP_M, clusters)
-        rows_per_cluster = -(-rows // clusters)
-        slot = codec_bytes(
-            Codec.NVFP4_DELTA, fetched * rows_per_cluster, shape.width, element_bytes=element_bytes, records=fetched
-        )
-        copies = shape.layers * workload.sequences
+    def of(cls, workload: Workload, options: HiddenOptions) -> "HiddenCosts":
+        """The costs if `workload`'s policy kept hidden states as `options` say, in the host tier."""
+        costs = workload.hidden_costs(replace(options, tier=Tier.HOST))
         return cls(
-            codecs={
-                codec: copies * codec_bytes(codec, rows, shape.width, element_bytes=element_bytes, records=clusters)
-                for codec in Codec
-            },
-            clusters=clusters,
-            centroids=copies * centroid_bytes(clusters, shape.width, element_bytes=element_bytes),
-            staging=RING_SLOTS * workload.sequences * slot,
+            codecs={codec: workload.hidden_costs(replace(options, codec=codec)).records for codec in Codec},
+            clusters=costs.clusters,
+            centroids=costs.references + costs.banks,
+            staging=costs.staging,
+            slots=costs.fetch_slots + costs.store_slots,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -60,6 +47,5 @@ class HiddenCosts:
             "clusters": self.clusters,
             "centroids": self.centroids,
             "staging": self.staging,
-            "top_m": TOP_M,
-            "ring_slots": RING_SLOTS,
+            "slots": self.slots,
         }

@@ -12,10 +12,10 @@ from tiered.models.config_source import read_config
 from tiered.models.families import Family, family_of
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.names import unknown_name
-from tiered.planning.advice import Advice, advise
+from tiered.planning.advice import PLAINER, Advice, advise
 from tiered.planning.card import plan_card
 from tiered.planning.hidden_costs import HiddenCosts
-from tiered.planning.workload import Workload, kv_bytes_per_token
+from tiered.planning.workload import LARGEST_SIZE, Workload, kv_bytes_per_token
 from tiered.policies import DEFAULT_POLICY
 
 if TYPE_CHECKING:
@@ -50,10 +50,11 @@ class Plan:
         workload: the model's sizes, what the policy keeps, and the call's sizes.
         policy: name of the policy.
         policy_options: its options.
-        tiers: bytes and cap of every tier. The device's are exact: what the runtime books.
-        largest_context: positions that fit the device's cap with all else equal, in whole blocks; 0 where not even
-            one block fits, None without a cap.
-        hidden: what hidden states would take if a policy kept them; part of no tier's total.
+        tiers: bytes and cap of every tier: what the runtime books. Of a policy that keeps hidden states, what it books
+            at most, since the sizes of clusters are not known before; with a disk tier, the share of the disk is close.
+        largest_context: positions that fit every cap with all else equal, in whole blocks; 0 where not even one block
+            fits, None where no cap limits them.
+        hidden: what hidden states would take if the policy kept them, part of no tier's total; None: it does.
         warnings: what is allowed and still worth knowing.
         advice: what would make it fit; empty where it does.
     """
@@ -65,7 +66,7 @@ class Plan:
     policy_options: Mapping[str, Any]
     tiers: Mapping[Tier, TierPlan]
     largest_context: int | None
-    hidden: HiddenCosts
+    hidden: HiddenCosts | None
     warnings: tuple[str, ...]
     advice: tuple[Advice, ...]
 
@@ -126,9 +127,9 @@ class Plan:
             },
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "largest_context": self.largest_context,
-            "if_hidden_states_were_kept": self.hidden.as_dict(),
+            "if_hidden_states_were_kept": None if self.hidden is None else self.hidden.as_dict(),
             "warnings": list(self.warnings),
-            "advice": [{"text": advice.text, "change": dict(advice.change)} for advice in self.advice],
+            "advice": [advice.as_dict() for advice in self.advice],
         }
 
     def __str__(self) -> str:
@@ -175,6 +176,7 @@ def plan(
     workload = Workload(
         shape=shape,
         features=chosen.features(shape),
+        hidden=chosen.hidden(),
         batch=_size("batch", batch),
         context=_size("context", context),
         block_length=_size("block_length", block_length),
@@ -182,21 +184,19 @@ def plan(
         guidance=_switch("cfg", cfg),
         sampled=_switch("sampled", sampled),
     )
-    cap = budget.cap(Tier.DEVICE)
+    accounts = workload.accounts(budget)
+    kept = make_policy("polestar").hidden()
     return Plan(
         model=_name(path_or_config, config, family),
         family=family.name,
         workload=workload,
         policy=chosen.name,
         policy_options=asdict(chosen),
-        tiers={
-            tier: TierPlan(accounts=workload.accounts() if tier is Tier.DEVICE else {}, cap=budget.cap(tier))
-            for tier in Tier
-        },
-        largest_context=None if cap is None else workload.largest("context", cap, multiple=block_length),
-        hidden=HiddenCosts.of(workload),
+        tiers={tier: TierPlan(accounts=accounts[tier], cap=budget.cap(tier)) for tier in Tier},
+        largest_context=_largest_context(workload, budget),
+        hidden=HiddenCosts.of(workload, kept) if workload.hidden is None and kept is not None else None,
         warnings=tuple(_warnings(workload, family)),
-        advice=() if cap is None else tuple(advise(workload, cap, make_policy("none").features(shape))),
+        advice=tuple(advise(workload, budget, {name: make_policy(name).features(shape) for name in PLAINER})),
     )
 
 
@@ -204,6 +204,13 @@ def _name(path_or_config: str | Path | Mapping[str, Any], config: Mapping[str, A
     if isinstance(path_or_config, Mapping):
         return str(config.get("_name_or_path") or f"a {family.name} config")
     return str(path_or_config)
+
+
+def _largest_context(workload: Workload, budget: MemoryBudget) -> int | None:
+    if all(budget.cap(tier) is None for tier in Tier):
+        return None
+    largest = workload.largest("context", budget, multiple=workload.block_length)
+    return None if largest + workload.block_length >= LARGEST_SIZE else largest
 
 
 def _warnings(workload: Workload, family: Family) -> Iterator[str]:

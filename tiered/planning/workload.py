@@ -1,16 +1,20 @@
-"""Books: one call as far as bytes go, and how far it can grow under a cap."""
+"""Books: one call as far as bytes go, and how far it can grow under a budget."""
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tiered.features import Account, Feature
+from tiered.budget import MemoryBudget
+from tiered.features import Account, Feature, Tier
+from tiered.hidden.options import HiddenOptions
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.planning.costs import call_bytes, weight_bytes
+from tiered.planning.tier_costs import TierCosts
 
 # Where a search for the largest size ends; no device holds what costs nothing per row and still needs more.
-_LARGEST_SIZE = 2**40
+LARGEST_SIZE = 2**40
+UNCAPPED = MemoryBudget()
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
@@ -20,11 +24,12 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What one call asks of the device.
+    """What one call asks of the tiers.
 
     Attributes:
         shape: sizes of the model.
-        features: layers for which the policy keeps each feature.
+        features: layers for which the policy keeps each feature on the device.
+        hidden: what hidden states the policy keeps in the tiers; None: none.
         batch: sequences asked for; `guidance` runs twice as many.
         context: positions of the canvas, prompt and answer together.
         block_length: positions of a block.
@@ -34,6 +39,7 @@ class Workload:
 
     shape: ModelShape
     features: Mapping[Feature, int]
+    hidden: HiddenOptions | None = None
     batch: int
     context: int
     block_length: int
@@ -46,9 +52,20 @@ class Workload:
         """Sequences that go through a forward together."""
         return self.batch * (2 if self.guidance else 1)
 
-    def accounts(self) -> dict[Account, int]:
-        """Bytes on the device, weights included."""
-        return {Account.WEIGHTS: weight_bytes(self.shape, self.dtype)} | call_bytes(
+    def hidden_costs(self, options: HiddenOptions) -> TierCosts:
+        """What hidden states kept as `options` say take of each tier, whatever the policy keeps."""
+        return TierCosts.of(
+            options,
+            self.shape,
+            batch=self.sequences,
+            context=self.context,
+            block_length=self.block_length,
+            dtype=self.dtype,
+        )
+
+    def accounts(self, budget: MemoryBudget = UNCAPPED) -> dict[Tier, dict[Account, int]]:
+        """Bytes of every tier by account, weights included. `budget` decides what goes to disk, and nothing else."""
+        device = {Account.WEIGHTS: weight_bytes(self.shape, self.dtype)} | call_bytes(
             self.shape,
             self.features,
             batch=self.sequences,
@@ -57,16 +74,31 @@ class Workload:
             dtype=self.dtype,
             sampled=self.sampled,
         )
+        hidden = {} if self.hidden is None else self.hidden_costs(self.hidden).tiers(budget)
+        return {tier: _sums(device if tier is Tier.DEVICE else {}, hidden.get(tier, {})) for tier in Tier}
 
-    def total(self) -> int:
-        """Bytes on the device in all."""
-        return sum(self.accounts().values())
+    def total(self, tier: Tier = Tier.DEVICE, budget: MemoryBudget = UNCAPPED) -> int:
+        """Bytes of `tier` in all."""
+        return sum(self.accounts(budget)[tier].values())
 
-    def largest(self, size: Literal["batch", "context"], cap: int, *, multiple: int = 1) -> int:
-        """The largest `size`, in multiples of `multiple`, that keeps the total within `cap` bytes; 0 where none does.
+    def over(self, budget: MemoryBudget) -> dict[Tier, int]:
+        """The tiers whose cap is too small, with the bytes that are needed there."""
+        totals = {tier: sum(accounts.values()) for tier, accounts in self.accounts(budget).items()}
+        caps = {tier: budget.cap(tier) for tier in Tier}
+        return {tier: totals[tier] for tier, cap in caps.items() if cap is not None and totals[tier] > cap}
 
-        Everything else stays as it is. A bisection, since the total grows with either size; only where more sequences
-        round the rows of a part down it dips, and may stop there. What comes back has been counted, so it fits.
+    def largest(self, size: Literal["batch", "context"], budget: MemoryBudget, *, multiple: int = 1) -> int:
+        """The largest `size`, in multiples of `multiple`, that keeps every tier within `budget`; 0 where none does.
+
+        Everything else stays as it is. A bisection, since the totals grow with either size; only where more sequences
+        round the rows of a part down, or records fill their slots better, they dip, and it may stop there. What comes
+        back has been counted, so it fits.
         """
-        sizes = range(multiple, _LARGEST_SIZE, multiple)
-        return multiple * bisect_right(sizes, cap, key=lambda value: replace(self, **{size: value}).total())
+        sizes = range(multiple, LARGEST_SIZE, multiple)
+        return multiple * bisect_left(sizes, True, key=lambda value: bool(replace(self, **{size: value}).over(budget)))
+
+
+def _sums(*parts: Mapping[Account, int]) -> dict[Account, int]:
+    """The sums by account."""
+    accounts = dict.fromkeys(account for part in parts for account in part)
+    return {account: sum(part.get(account, 0) for part in parts) for account in accounts}

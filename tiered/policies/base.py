@@ -5,7 +5,7 @@ for a `StepPlan` before every forward and tells it afterwards what was committed
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
@@ -16,6 +16,8 @@ from torch import Tensor
 from tiered.decoding.canvas import Canvas
 from tiered.features import Feature
 from tiered.forward import LayerProgram
+from tiered.hidden.options import HiddenOptions
+from tiered.hidden.update_log import LayerUpdate
 from tiered.models.shape import ModelShape
 from tiered.rows import Rows
 
@@ -80,6 +82,11 @@ class PolicyState(ABC):
     def plan(self, step: Step) -> StepPlan:
         """The rows of the next forward."""
 
+    @property
+    def updates(self) -> Sequence[LayerUpdate]:
+        """What the updates so far did, for a policy that measures drift."""
+        return ()
+
     # Most policies need neither of the two below, hence no abstract methods.
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:  # noqa: B027
         """Called after every commit; `committed` is True where the block's tokens were fixed in this step."""
@@ -98,6 +105,11 @@ class Policy(ABC):
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
         """What is kept on the device, by the number of layers: `shape.layers`, or 1 for a workspace that each layer
         overwrites. `KEY` and `VALUE` are always there."""
+
+    def hidden(self) -> HiddenOptions | None:
+        """Hidden states that the policy keeps as records in the tiers, which the runtime opens for the call; None:
+        none."""
+        return None
 
     @abstractmethod
     def start(self) -> PolicyState:

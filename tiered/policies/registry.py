@@ -1,4 +1,4 @@
-"""Every policy by name."""
+"""Every policy by name, and presets: names for a policy with some of its options set."""
 
 from dataclasses import fields
 from typing import Any
@@ -7,9 +7,31 @@ from tiered.names import unknown_name
 from tiered.policies.base import Policy
 from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
 from tiered.policies.none import NoCache
+from tiered.policies.polestar import Polestar
 
 # A new policy is one file and one entry here.
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (NoCache, FastDLLMPrefix, FastDLLMDual)}
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (NoCache, FastDLLMPrefix, FastDLLMDual, Polestar)
+}
+# Options that a user gives go on top.
+PRESETS: dict[str, tuple[type[Policy], dict[str, Any]]] = {
+    # The paper's whole-context setting.
+    "polestar-paper": (Polestar, {"clusters": 8, "top_m": 2, "update_threshold": 4, "cluster_layers": 1}),
+    # The authors' code at commit a125b28c: two blocks before and one behind, everything on the device, as it is.
+    "polestar-window": (
+        Polestar,
+        {
+            "clusters": 8,
+            "top_m": 4,
+            "update_threshold": 1,
+            "cumulative_threshold": 2,
+            "window_blocks": (2, 1),
+            "cluster_layers": 1,
+            "codec": "raw",
+            "hidden_tier": "device",
+        },
+    ),
+}
 
 
 def make_policy(policy: str | Policy, **options: Any) -> Policy:
@@ -25,10 +47,11 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
         return policy
     if not isinstance(policy, str):
         raise TypeError(f"a policy is a name or a Policy object, not {policy!r}")
-    if policy not in POLICIES:
-        raise unknown_name("policy", policy, POLICIES)
-    allowed = [field.name for field in fields(POLICIES[policy])]
+    kind, preset = PRESETS[policy] if policy in PRESETS else (POLICIES.get(policy), {})
+    if kind is None:
+        raise unknown_name("policy", policy, (*POLICIES, *PRESETS))
+    allowed = [field.name for field in fields(kind)]
     for option in options:
         if option not in allowed:
             raise unknown_name(f"option of policy {policy!r}", option, allowed)
-    return POLICIES[policy](**options)
+    return kind(**(preset | options))

@@ -25,7 +25,7 @@ def checked_forms(
     sizes: Sequence[int],
     *,
     codec: Codec | str,
-    bank: CentroidBank | None,
+    bank: CentroidBank | Sequence[CentroidBank] | None,
     clusters: Sequence[int] | None,
     tier: Tier,
 ) -> list[RecordForm]:
@@ -41,11 +41,22 @@ def checked_forms(
     if (codec == Codec.NVFP4_DELTA) != (bank is not None and clusters is not None):
         raise ValueError(f"bank and clusters are for the codec nvfp4_delta, which needs both; the codec is {codec}")
     if bank is not None and clusters is not None:
-        count, width = bank.centroids.shape
-        if len(clusters) != len(keys) or not all(0 <= cluster < count for cluster in clusters):
-            raise ValueError(f"clusters = {list(clusters)} must name one of {count} centroids for each of {len(keys)}")
-        if width != rows.shape[1]:
-            raise ValueError(f"rows of width {rows.shape[1]} cannot be deltas against centroids of width {width}")
+        banks = banks_of(bank, len(keys))
+        if len(clusters) != len(keys) or len(banks) != len(keys):
+            raise ValueError(f"clusters = {list(clusters)} and {len(banks)} banks must be one for each of {len(keys)}")
+        for one, cluster in zip(banks, clusters, strict=True):
+            count, width = one.centroids.shape
+            if not 0 <= cluster < count:
+                raise ValueError(
+                    f"clusters = {list(clusters)} must name one of {count} centroids for each of {len(keys)}"
+                )
+            if width != rows.shape[1]:
+                raise ValueError(f"rows of width {rows.shape[1]} cannot be deltas against centroids of width {width}")
     if codec != Codec.RAW and rows.device.type == "cpu" and not rows.isfinite().all():
         raise ValueError(f"rows must be finite: one NaN or Inf spoils a whole record in the codec {codec}")
     return [RecordForm(Codec(codec), size, rows.shape[1], rows.element_size()) for size in sizes]
+
+
+def banks_of(bank: CentroidBank | Sequence[CentroidBank], records: int) -> Sequence[CentroidBank]:
+    """The bank of each of so many records, where `bank` may be one for all."""
+    return [bank] * records if isinstance(bank, CentroidBank) else bank

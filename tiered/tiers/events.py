@@ -17,7 +17,7 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CopyEnded:
-    """A job of copies ended; times in ns on one clock."""
+    """A job of copies ended; times in ns on one clock. `layer`: of the records; None where they are of several."""
 
     way: Way
     nbytes: int
@@ -26,6 +26,7 @@ class CopyEnded:
     started: int
     ended: int
     failed: bool = False
+    layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,12 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Waited:
     """Compute decoded a batch that was fetched, or encoded one to store. `late`: a copy whose end it needs was still
-    under way; compute stood still for `exposed_ns`."""
+    under way; compute stood still for `exposed_ns`. `layer` as in `CopyEnded`."""
 
     way: Way
     late: bool
     exposed_ns: int
+    layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from tiered.features import Tier
 from tiered.ledger import Ledger
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.errors import TransferError
-from tiered.tiers.arguments import check_rows, checked_forms
+from tiered.tiers.arguments import banks_of, check_rows, checked_forms
 from tiered.tiers.banks import Base, CentroidBank
 from tiered.tiers.batches import runs
 from tiered.tiers.events import Stored
@@ -118,7 +118,7 @@ class TierManager:
         sizes: Sequence[int],
         *,
         codec: Codec | str,
-        bank: CentroidBank | None = None,
+        bank: CentroidBank | Sequence[CentroidBank] | None = None,
         clusters: Sequence[int] | None = None,
         tier: Tier = Tier.HOST,
     ) -> None:
@@ -130,7 +130,8 @@ class TierManager:
                 again before compute has encoded them (the order of the caller's stream sees to it).
             sizes: rows of each record.
             codec: how they are stored. `nvfp4_delta` needs `bank` and `clusters`, the others take neither.
-            bank, clusters: centroids, and which of them each record is a delta against.
+            bank, clusters: centroids, and which of them each record is a delta against; one bank for all, or, since
+                a bank stays until its last record is gone, one for each.
             tier: `HOST`; or `DEVICE`, for records that stay on the device, encoded, until they are evicted.
 
         Raises:
@@ -141,13 +142,14 @@ class TierManager:
         self._check_open()
         check_rows("rows", rows, self.dtype, self.device)
         forms = checked_forms(keys, rows, sizes, codec=codec, bank=bank, clusters=clusters, tier=tier)
+        banks = None if bank is None else banks_of(bank, len(keys))
         self.progress()
         first = [0, *accumulate(sizes)]
         # The records of one run share a staging slot, in which they take as much room as in the host tier.
         for run in runs([self._rooms.size(tier, form.nbytes) for form in forms], self.slot_bytes):
             entries: list[Entry] = []
             for number in range(run.start, run.stop):
-                base = None if bank is None or clusters is None else Base(bank, clusters[number])
+                base = None if banks is None or clusters is None else Base(banks[number], clusters[number])
                 self._versions += 1
                 entries.append(Entry(keys[number], forms[number], self._versions, base))
             self._store(entries, rows[first[run.start] : first[run.stop]], tier)

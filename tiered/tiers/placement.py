@@ -83,10 +83,14 @@ class Placement:
             if isinstance(room, DiskSlot):
                 assert self._spill is not None, "a disk slot is in the file"
                 work = partial(self._spill.write, room, str(entry.key), entry.version, source.bytes)
-                self._traffic.run(Lane.SPILL, work, reads=[source.fence], writes=[room.fence], failed=failed)
+                self._traffic.run(
+                    Lane.SPILL, work, reads=[source.fence], writes=[room.fence], failed=failed, layer=entry.key.layer
+                )
             else:
                 copies = [Copy(source.bytes, room.bytes)]
-                self._traffic.copy(Lane.STORE, copies, reads=[source.fence], writes=[room.fence], failed=failed)
+                self._traffic.copy(
+                    Lane.STORE, copies, reads=[source.fence], writes=[room.fence], failed=failed, layer=entry.key.layer
+                )
             self._book.place(entry, below, room)
         self._vacate(entry, tier)
         self._record(Evicted(tier=tier, records=1, nbytes=entry.form.nbytes, clean=clean))
@@ -120,7 +124,7 @@ class Placement:
         assert self._spill is not None, "a record on disk is in the file"
         work = partial(self._spill.read, source, str(entry.key), entry.version, into)
         failed = failed or partial(self.copy_failed, entry, Tier.DISK, source)
-        self._traffic.run(Lane.LOAD, work, reads=[source.fence], writes=[fence], failed=failed)
+        self._traffic.run(Lane.LOAD, work, reads=[source.fence], writes=[fence], failed=failed, layer=entry.key.layer)
 
     def leave(self, entry: Entry | None) -> None:
         """Give back all that `entry` holds; None: nothing to do."""

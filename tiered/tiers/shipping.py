@@ -92,7 +92,8 @@ class Shipping:
                 slots[part.start].chunk.bytes,
                 [slot.start for slot in slots[part]],
             )
-            self._traffic.compute(Way.STORE, work, writes=[slot.fence for slot in slots[part]])
+            fences = [slot.fence for slot in slots[part]]
+            self._traffic.compute(Way.STORE, work, writes=fences, layer=_layer_of(entries[part]))
 
     def send_down(self, entries: Sequence[Entry], rows: Float[Tensor, "rows width"]) -> None:
         """Encode `rows` into a staging slot and copy that to the host slots of `entries`."""
@@ -103,13 +104,15 @@ class Shipping:
             spans = [_Span.of(slot) for slot in slots]
             offsets = _offsets(spans)
             work = _encode(entries, rows, staging.bytes, offsets)
-            self._traffic.compute(Way.STORE, work, writes=[staging.fence])
+            layer = _layer_of(entries)
+            self._traffic.compute(Way.STORE, work, writes=[staging.fence], layer=layer)
             self._traffic.copy(
                 Lane.STORE,
                 [Copy(device, host) for host, device in _pieces(spans, offsets, staging)],
                 reads=[staging.fence],
                 writes=[slot.fence for slot in slots],
                 failed=partial(self._never_arrived, list(zip(entries, slots, strict=True))),
+                layer=layer,
             )
         finally:
             staging.release()
@@ -132,6 +135,7 @@ class Shipping:
                     [Copy(host, device) for host, device in _pieces(spans, offsets, staging)],
                     reads=[span.fence for span in spans],
                     writes=[staging.fence],
+                    layer=_layer_of(batch.entries),
                 )
                 if passing is not None:
                     passing.fence.reads(batch.arrival)
@@ -174,7 +178,8 @@ class Shipping:
     ) -> TransferEvent:
         """Decode a batch into its places in `out`; it may not be decoded again, its staging slot is given back."""
         try:
-            return self._traffic.compute(Way.FETCH, _decode(batch, self._dtype, out, rows), reads=batch.fences)
+            work, layer = _decode(batch, self._dtype, out, rows), _layer_of(batch.entries)
+            return self._traffic.compute(Way.FETCH, work, reads=batch.fences, layer=layer)
         finally:
             self.give_back(batch)
 
@@ -187,6 +192,12 @@ class Shipping:
     def _never_arrived(self, entries: Sequence[tuple[Entry, Slot]]) -> None:
         for entry, slot in entries:
             self._placement.copy_failed(entry, Tier.HOST, slot)
+
+
+def _layer_of(entries: Sequence[Entry]) -> int | None:
+    """The layer of the records; None where they are of several."""
+    layers = {entry.key.layer for entry in entries}
+    return layers.pop() if len(layers) == 1 else None
 
 
 def _offsets(spans: Sequence[_Span]) -> list[int]:
@@ -214,8 +225,12 @@ def _encode(
     sizes = [entry.form.rows for entry in entries]
     bases = [entry.base for entry in entries if entry.base is not None]
     # Taken now, here and in `_decode`: a bank may be given back before compute gets to it.
-    centroids = bases[0].bank.centroids if bases else None
-    clusters = [base.cluster for base in bases] if bases else None
+    centroids, clusters = None, [base.cluster for base in bases] or None
+    if bases:
+        centroids = bases[0].bank.centroids
+        if any(base.bank is not bases[0].bank for base in bases):
+            centroids = torch.stack([base.bank.centroids[base.cluster] for base in bases])
+            clusters = list(range(len(bases)))
     return partial(CODECS[entries[0].form.codec].encode, rows, sizes, out, offsets, centroids, clusters)
 
 

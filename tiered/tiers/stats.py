@@ -1,6 +1,7 @@
 """Books: the statistics of the tiers, counted from events alone."""
 
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -41,12 +42,17 @@ class WayStats:
         return self.nbytes / self.busy_ns if self.busy_ns else None
 
 
+def _each_way() -> dict[Way, WayStats]:
+    return {way: WayStats() for way in Way}
+
+
 @dataclass(slots=True)
 class TierStats:
     """What the tiers did since they were opened.
 
     Attributes:
         ways: copies by direction.
+        layers: the same by the layer of the records; what moved records of several layers at once is in `ways` alone.
         stored, asked, evicted: records by tier. `asked` says where a fetch found them.
         evicted_clean: of `evicted`, those that left without a copy.
         lost: records whose last bytes went with a failed copy.
@@ -54,7 +60,8 @@ class TierStats:
         pinned: whether host memory is page-locked; False on a machine without CUDA.
     """
 
-    ways: dict[Way, WayStats] = field(default_factory=lambda: {way: WayStats() for way in Way})
+    ways: dict[Way, WayStats] = field(default_factory=_each_way)
+    layers: dict[int, dict[Way, WayStats]] = field(default_factory=dict)
     stored: Counter[Tier] = field(default_factory=Counter)
     asked: Counter[Tier] = field(default_factory=Counter)
     evicted: Counter[Tier] = field(default_factory=Counter)
@@ -78,22 +85,22 @@ class TierStats:
         """Count `event`."""
         match event:
             case CopyEnded():
-                way = self.ways[event.way]
-                way.jobs += 1
-                way.failed += event.failed
-                if not event.failed:
-                    way.copies += event.copies
-                    way.nbytes += event.nbytes
-                    way.busy_ns += event.ended - event.started
+                for way in self._counted(event):
+                    way.jobs += 1
+                    way.failed += event.failed
+                    if not event.failed:
+                        way.copies += event.copies
+                        way.nbytes += event.nbytes
+                        way.busy_ns += event.ended - event.started
             case Stored():
                 self.stored[event.tier] += event.records
             case Asked():
                 self.asked[event.tier] += event.records
             case Waited():
-                way = self.ways[event.way]
-                way.batches += 1
-                way.late += event.late
-                way.exposed_ns += event.exposed_ns
+                for way in self._counted(event):
+                    way.batches += 1
+                    way.late += event.late
+                    way.exposed_ns += event.exposed_ns
             case Evicted():
                 self.evicted[event.tier] += event.records
                 self.evicted_clean += event.records if event.clean else 0
@@ -101,14 +108,24 @@ class TierStats:
                 self.lost += event.records
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
-        ways = {
-            way.value: asdict(stats)
-            | {"hidden_ns": stats.hidden_ns, "gigabytes_per_second": stats.gigabytes_per_second}
-            for way, stats in self.ways.items()
-        }
+        """Plain types only, for JSON, which has strings for the numbers of layers."""
+        layers = {str(layer): _plain(ways) for layer, ways in sorted(self.layers.items())}
         by_tier = {
             name: {tier.value: records for tier, records in getattr(self, name).items()}
             for name in ("stored", "asked", "evicted")
         }
-        return asdict(self) | by_tier | {"ways": ways, "hits": self.hits, "misses": self.misses}
+        totals = {"ways": _plain(self.ways), "layers": layers, "hits": self.hits, "misses": self.misses}
+        return asdict(self) | by_tier | totals
+
+    def _counted(self, event: CopyEnded | Waited) -> Iterator[WayStats]:
+        """Where `event` counts: in all, and in its layer if it has one."""
+        yield self.ways[event.way]
+        if event.layer is not None:
+            yield self.layers.setdefault(event.layer, _each_way())[event.way]
+
+
+def _plain(ways: Mapping[Way, WayStats]) -> dict[str, dict[str, Any]]:
+    return {
+        way.value: asdict(stats) | {"hidden_ns": stats.hidden_ns, "gigabytes_per_second": stats.gigabytes_per_second}
+        for way, stats in ways.items()
+    }

@@ -11,7 +11,7 @@ from tiered.errors import TierCapacityError
 from tiered.features import Tier
 from tiered.tiers.batches import Batch
 from tiered.tiers.record import RecordKey
-from tiered.tiers.record_book import Entry
+from tiered.tiers.record_book import Entry, nbytes_of
 
 if TYPE_CHECKING:
     from tiered.tiers.fetches import Fetches
@@ -25,6 +25,7 @@ class Ticket:
     Attributes:
         keys: what was asked for.
         shape: (rows, width) of the answer.
+        nbytes: of the records.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Ticket:
         self._fetches = fetches
         self._check_open = check_open
         self._batches = list(batches)
+        self.nbytes = sum(nbytes_of(batch.entries) for batch in batches)
         self._answer: tuple[Tensor, Tensor | None] | None = None  # `out` and `rows` of the first wait
         self._open = True
 
@@ -49,6 +51,11 @@ class Ticket:
         return all(
             batch.tier is Tier.DEVICE or (batch.arrival is not None and batch.arrival.done()) for batch in self._batches
         )
+
+    @property
+    def set_out(self) -> bool:
+        """Whether a part of it is in a staging slot, or needs none: a wait makes progress then."""
+        return any(batch.buffer is not None for batch in self._batches)
 
     def unread(self) -> Iterator[Entry]:
         """The entries whose bytes no copy has been sent for: a reader of each is this ticket."""

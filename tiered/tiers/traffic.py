@@ -13,10 +13,12 @@ from tiered.tiers.events import CopyEnded, Waited, Way
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Job:
-    """A job whose end has not been counted. `late`: compute was told to wait for something unfinished."""
+    """A job whose end has not been counted. `late`: compute was told to wait for something unfinished; `layer`: of its
+    records."""
 
     event: TransferEvent
     way: Way
+    layer: int | None
     copies: int = 0
     late: bool = False
     failed: Callable[[], None] | None = None
@@ -42,10 +44,13 @@ class Traffic:
         reads: Collection[Fence],
         writes: Collection[Fence],
         failed: Callable[[], None] | None = None,
+        layer: int | None = None,
     ) -> TransferEvent:
-        """Copy between tiers. `failed` is called once, by `harvest`, where the bytes did not arrive."""
+        """Copy between tiers. `failed` is called once, by `harvest`, where the bytes did not arrive; `layer` is that of
+        the records, None where they are of several."""
         event = self._transport.copy(lane, copies, self.waits(reads, writes))
-        return self._submitted(_Job(event=event, way=Way(lane.value), copies=len(copies), failed=failed), reads, writes)
+        job = _Job(event=event, way=Way(lane.value), layer=layer, copies=len(copies), failed=failed)
+        return self._submitted(job, reads, writes)
 
     def run(
         self,
@@ -55,19 +60,28 @@ class Traffic:
         reads: Collection[Fence],
         writes: Collection[Fence],
         failed: Callable[[], None] | None = None,
+        layer: int | None = None,
     ) -> TransferEvent:
         """Read or write a file on the lane's thread; else as `copy`."""
         event = self._transport.run(lane, work, self.waits(reads, writes))
-        return self._submitted(_Job(event=event, way=Way(lane.value), copies=1, failed=failed), reads, writes)
+        job = _Job(event=event, way=Way(lane.value), layer=layer, copies=1, failed=failed)
+        return self._submitted(job, reads, writes)
 
     def compute(
-        self, way: Way, work: Callable[[], None], *, reads: Collection[Fence] = (), writes: Collection[Fence] = ()
+        self,
+        way: Way,
+        work: Callable[[], None],
+        *,
+        reads: Collection[Fence] = (),
+        writes: Collection[Fence] = (),
+        layer: int | None = None,
     ) -> TransferEvent:
-        """Run `work`, which uses what came by `way` or makes what goes by it, on the compute stream."""
+        """Run `work`, which uses what came by `way` or makes what goes by it, on the compute stream; `layer` as for
+        `copy`."""
         waits = self.waits(reads, writes)
         late = any(not event.done() for event in waits)
         event = self._transport.compute(work, waits)
-        return self._submitted(_Job(event=event, way=way, late=late), reads, writes)
+        return self._submitted(_Job(event=event, way=way, layer=layer, late=late), reads, writes)
 
     def waits(self, reads: Collection[Fence], writes: Collection[Fence]) -> list[Event]:
         """The events that a job on these bytes waits for. How the former users of overwritten bytes fared is their
@@ -103,7 +117,7 @@ class Traffic:
         submitted = times.submitted or 0
         started = times.started or submitted
         if event.lane is None:
-            self._record(Waited(way=job.way, late=job.late, exposed_ns=started - submitted))
+            self._record(Waited(way=job.way, late=job.late, exposed_ns=started - submitted, layer=job.layer))
             return
         ended = times.ended or started
         self._record(
@@ -115,6 +129,7 @@ class Traffic:
                 started=started,
                 ended=ended,
                 failed=event.failed,
+                layer=job.layer,
             )
         )
         if event.failed and job.failed is not None:

@@ -1,0 +1,273 @@
+"""Measure Polestar against the caches it builds on: accuracy and work, and memory.
+
+    python bench/polestar.py --out FILE.json     # about half an hour on two cores
+    python bench/polestar.py --quick             # everything with a few examples
+
+Three parts, each written as soon as it is measured (bench/overlap.py measures what of the copies is hidden):
+  table    the embedded model's held-out tasks under each policy and commit rule, one row each
+  memory   bytes by tier and account: runs of two models, and plans for LLaDA-8B
+  drift    how far cached keys and values of the prompt are from an uncached pass, by policy and option
+"""
+
+import argparse
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from step_cost import VOCABULARY, random_model
+
+import tiered
+from tiered.analysis.regions import Region
+from tiered.analysis.token_drift import measure_token_drift
+from tiered.embedded import tasks
+from tiered.embedded.scoring import score_examples
+from tiered.features import Account, Tier
+from tiered.output import GenerationOutput
+from tiered.policies.none import NoCache
+from tiered.provenance import provenance
+from tiered.whole_file import write_then_rename
+
+RESULTS = Path(__file__).parent / "results" / "polestar.json"
+BLOCK = 32
+
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "none": ("none", {}),
+    "fast_dllm_prefix": ("fast_dllm_prefix", {}),
+    "fast_dllm_dual": ("fast_dllm_dual", {}),
+    "polestar, raw": ("polestar", {"codec": "raw"}),
+    "polestar, nvfp4_delta": ("polestar", {}),
+    "polestar-paper": ("polestar-paper", {}),
+    "polestar-window": ("polestar-window", {}),
+}
+COMMITS: dict[str, dict[str, Any]] = {
+    "one a step": {},
+    "threshold 0.99": {"confidence_threshold": 0.99},
+    "threshold 0.9": {"confidence_threshold": 0.9},
+    "threshold 0.7": {"confidence_threshold": 0.7},
+    "drift_aware 0.9": {"commit": "drift_aware", "confidence_threshold": 0.9},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Examples of one task. `size`: tokens of the prompt, for lookups; `positions`: of the canvas, about."""
+
+    task: str
+    examples: int
+    positions: int | None = None
+    commits: tuple[str, ...]
+
+    def sample(self, count: int) -> list[tasks.Example]:
+        """The first `count` examples of the test split."""
+        size = None if self.positions is None else self.positions - BLOCK
+        return [tasks.sample(self.task, "test", seed, size=size) for seed in range(count)]
+
+
+# One token a step takes 32 forwards an example, confident ones two or three.
+SLOW, FAST = tuple(COMMITS)[:1], tuple(COMMITS)[1:]
+QUESTIONS = (
+    Question(task="sort", examples=400, commits=FAST),
+    Question(task="chain", examples=400, commits=FAST),
+    Question(task="lookup", examples=60, positions=256, commits=FAST),
+    Question(task="lookup", examples=8, positions=2048, commits=FAST),
+    Question(task="sort", examples=60, commits=SLOW),
+    Question(task="chain", examples=40, commits=SLOW),
+)
+
+
+class Tally:
+    """What the batches of a row came to."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds, self.rows, self.updates = 0, 0.0, [], 0
+        self.device = self.host = 0
+        self.moved: Counter[str] = Counter()
+
+    def __call__(self, out: GenerationOutput) -> None:
+        self.tokens += out.timings.tokens
+        self.seconds += out.timings.total
+        self.rows += out.rows_per_forward
+        self.updates += out.passes.get("update", 0)
+        self.device = max(self.device, out.memory.peak_device_bytes)
+        self.host = max(self.host, out.memory.peak_host_bytes)
+        self.moved.update(out.memory.moved)
+
+
+def table(runtime: tiered.Runtime, share: float, console: Console) -> Iterator[dict[str, Any]]:
+    """One row for each question, commit rule and policy."""
+    for question in QUESTIONS:
+        examples = question.sample(max(4, round(share * question.examples)))
+        for commit in question.commits:
+            for name, (policy, options) in POLICIES.items():
+                tally = Tally()
+                scores = score_examples(
+                    runtime.with_policy(policy, **options),
+                    examples,
+                    max_new_tokens=BLOCK,
+                    block_length=BLOCK,
+                    watch=tally,
+                    **COMMITS[commit],
+                )
+                row = {
+                    "task": question.task,
+                    "positions": question.positions,
+                    "commit": commit,
+                    "policy": name,
+                    "examples": len(examples),
+                    "correct": scores.correct,
+                    "nfe": round(scores.mean_forwards, 3),
+                    "tokens_per_forward": round(scores.mean_tokens_per_forward, 3),
+                    "tokens_per_second": round(tally.tokens / tally.seconds, 1),
+                    "rows_per_forward": round(statistics.mean(tally.rows), 1),
+                    "updates": tally.updates,
+                    "device_bytes": tally.device,
+                    "host_bytes": tally.host,
+                    "moved_bytes": dict(tally.moved),
+                }
+                console.print(json.dumps(row), highlight=False, soft_wrap=True)
+                yield row
+
+
+DRIFTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fast_dllm_dual": ("fast_dllm_dual", {}),
+    "polestar, raw": ("polestar", {"codec": "raw"}),
+    "polestar, fp8": ("polestar", {"codec": "fp8"}),
+    "polestar, nvfp4_delta": ("polestar", {}),
+    "polestar, raw, clusters by layer": ("polestar", {"codec": "raw", "cluster_layers": 1}),
+    "polestar, nvfp4_delta, clusters by layer": ("polestar", {"cluster_layers": 1}),
+    "polestar-paper, raw": ("polestar-paper", {"codec": "raw"}),
+}
+
+
+def drift(runtime: tiered.Runtime, examples: int) -> list[dict[str, Any]]:
+    """Cosine distance of the prompt's keys and values, mean over steps and layers; two tokens a step."""
+    rows = []
+    for task, size in (("lookup", 992), ("sort", None)):
+        for name, (policy, options) in DRIFTS.items():
+            chosen = runtime.with_policy(policy, **options)
+            distances, moved, repairs = [], 0, 0
+            for seed in range(examples):
+                chat = [[{"role": "user", "content": tasks.sample(task, "test", seed, size=size).prompt}]]
+                call = {"max_new_tokens": BLOCK, "block_length": BLOCK, "steps": BLOCK // 2, "stop_at_eos": False}
+                report = measure_token_drift(chosen, chat, **call)
+                prompt = list(Region).index(Region.PROMPT)
+                distances.append([np.nanmean(report.keys[..., prompt]), np.nanmean(report.values[..., prompt])])
+                out = chosen.generate(chat, **call)
+                moved += sum(out.memory.moved.values())
+                repairs += sum(update.repairs for update in out.updates)
+            keys, values = np.mean(distances, axis=0)
+            rows.append(
+                {"task": task, "policy": name, "keys": keys, "values": values, "moved_bytes": moved, "repairs": repairs}
+            )
+    return rows
+
+
+def measured_bytes(runtime: tiered.Runtime, prompt: torch.Tensor) -> dict[str, Any]:
+    """Bytes of a run with an update in each of two blocks, beside the dual cache's."""
+    measured: dict[str, Any] = {}
+    call = {"max_new_tokens": 2 * BLOCK, "block_length": BLOCK, "steps": 8, "stop_at_eos": False}
+    for name in ("fast_dllm_dual", "polestar"):
+        out = runtime.with_policy(name).generate(prompt, **call)
+        measured[name] = {
+            tier.value: {account.value: size for account, size in report.at_peak.items()}
+            for tier, report in out.memory.tiers.items()
+            if report.at_peak
+        }
+    shape, positions = runtime.model.shape, prompt.shape[1] + 2 * BLOCK
+    return {
+        "positions": positions,
+        "width": shape.width,
+        "layers": shape.layers,
+        "bytes": measured,
+        "features_over_dual": _features(measured["polestar"][Tier.DEVICE])
+        / _features(measured["fast_dllm_dual"][Tier.DEVICE]),
+        "host_bytes_per_element": measured["polestar"][Tier.HOST][Account.HIDDEN]
+        / ((shape.layers - 2) * positions * shape.width),
+    }
+
+
+def memory(runtime: tiered.Runtime, quick: bool) -> dict[str, Any]:
+    """Bytes of two measured runs, and of plans."""
+    width, layers, context = (256, 4, 1024) if quick else (512, 8, 4096)
+    model = random_model(width, layers, context)
+    prompt = torch.randint(0, VOCABULARY - 2, (1, context - 2 * BLOCK))
+    runs = {
+        "random": measured_bytes(tiered.Runtime(model, policy=NoCache()), prompt),
+        "embedded": measured_bytes(runtime, torch.randint(0, 100, (1, 2048 - 2 * BLOCK))),
+    }
+    plans = {}
+    for context in (4096, 16384, 32768):
+        dual, polestar = (
+            tiered.plan("llada-8b", context=context, block_length=BLOCK, policy=name)
+            for name in ("fast_dllm_dual", "polestar")
+        )
+        device, host = (polestar.tiers[tier].accounts for tier in (Tier.DEVICE, Tier.HOST))
+        plans[context] = {
+            "device": dict(device),
+            "host": dict(host),
+            "features_over_dual": _features(device) / _features(dual.tiers[Tier.DEVICE].accounts),
+            "host_bytes_per_element": host[Account.HIDDEN]
+            / ((polestar.shape.layers - 2) * context * polestar.shape.width),
+        }
+    return {"runs": runs, "llada-8b plans": plans}
+
+
+def _features(accounts: Any) -> int:
+    kept = (Account.KEY, Account.VALUE, Account.CENTROIDS, Account.STAGING, Account.HIDDEN)
+    return sum(accounts.get(account, 0) for account in kept)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file to write; without, nothing is kept")
+    parser.add_argument("--parts", default="memory,drift,table", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--quick", action="store_true", help="a few examples of each task")
+    args = parser.parse_args()
+    parts = args.parts.split(",")
+    if unknown := set(parts) - {"table", "memory", "drift"}:
+        parser.error(f"--parts {args.parts}: no part {', '.join(sorted(unknown))}")
+    torch.set_num_threads(args.threads)
+    console = Console(stderr=True)
+    runtime = tiered.from_pretrained("embedded", device="cpu")
+    result: dict[str, Any] = {"device": "cpu"} | provenance() | {"threads": args.threads}
+
+    def keep(name: str, value: Any) -> None:
+        result[name] = value
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            write_then_rename(args.out, lambda part: part.write_text(_readable(result)))
+
+    if "memory" in parts:
+        keep("memory", memory(runtime, args.quick))
+    if "drift" in parts:
+        keep("drift", drift(runtime, 1 if args.quick else 4))
+    rows: list[dict[str, Any]] = []
+    if "table" in parts:
+        for row in table(runtime, 0.02 if args.quick else 1.0, console):
+            rows.append(row)
+            keep("table", rows)
+    summary: dict[str, Any] = {"rows": len(rows)}
+    if "memory" in result:
+        for name in ("features_over_dual", "host_bytes_per_element"):
+            summary[name] = {run: round(figures[name], 4) for run, figures in result["memory"]["runs"].items()}
+    print(json.dumps(summary))
+
+
+def _readable(result: dict[str, Any]) -> str:
+    """One row of the table a line, so that a difference between two files can be read."""
+    rows = result.get("table", [])
+    text = json.dumps({name: value for name, value in result.items() if name != "table"}, indent=1)
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    return text.removesuffix("\n}") + f',\n "table": [\n{lines}\n ]\n}}\n'
+
+
+if __name__ == "__main__":
+    main()

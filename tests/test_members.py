@@ -1,0 +1,118 @@
+"""Who belongs to which cluster: the host's books against plain Python, and clusters that layers share."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tiered.clustering.regions import cluster_regions, same_members
+from tiered.hidden.members import Members
+
+Clusters = list[list[int]]
+
+
+@st.composite
+def clusters_of(draw: st.DrawFn) -> tuple[int, Clusters]:
+    """The length of a canvas, and clusters over some of its columns, none of them empty."""
+    length = draw(st.integers(1, 30))
+    columns = draw(st.permutations(range(length)))[: draw(st.integers(0, length))]
+    cuts = draw(st.sets(st.integers(1, max(1, len(columns) - 1)))) if len(columns) > 1 else set()
+    return length, [
+        columns[first:stop] for first, stop in pairwise([0, *sorted(cuts), len(columns)])
+    ] if columns else []
+
+
+def books(length: int, clusters: Clusters) -> Members:
+    return Members.of([column for columns in clusters for column in columns], [*map(len, clusters)], length)
+
+
+def check(members: Members, stored: Clusters, belongs: dict[int, int], fresh: set[int]) -> None:
+    """`stored` are the columns of each cluster's record, `belongs` the cluster of every column that has one."""
+    assert members.columns.tolist() == [column for columns in stored for column in columns]
+    assert members.sizes == tuple(map(len, stored))
+    assert {column: cluster for column, cluster in enumerate(members.cluster_of.tolist()) if cluster >= 0} == belongs
+    assert members.cluster_of.min() >= -1
+    marked = np.isin(np.arange(len(members.cluster_of)), list(fresh))
+    assert members.touched(marked) == sorted({belongs[column] for column in fresh if column in belongs})
+    for cluster, columns in enumerate(stored):
+        live = [column for column in columns if belongs.get(column) == cluster]
+        assert members.columns[members.slice_of(cluster)].tolist() == columns
+        assert members.live(cluster).tolist() == live
+        assert members.covered(cluster, marked) == (set(live) <= fresh)
+
+
+@given(clusters_of(), st.data())
+def test_members_against_lists(case: tuple[int, Clusters], data: st.DataObject):
+    length, stored = case
+    members = books(length, stored)
+    belongs = {column: cluster for cluster, columns in enumerate(stored) for column in columns}
+
+    def fresh() -> set[int]:
+        return data.draw(st.sets(st.integers(0, length - 1)))
+
+    check(members, stored, belongs, fresh())
+    for _ in range(data.draw(st.integers(0, 3))):  # a block begins: its columns leave, and the last one's come back
+        first, stop = sorted(data.draw(st.tuples(st.integers(0, length), st.integers(0, length))))
+        before, copy = members, members.cluster_of.copy()
+        members = members.without(first, stop)
+        belongs = {column: cluster for column, cluster in belongs.items() if not first <= column < stop}
+        check(members, stored, belongs, fresh())
+        assert (before.cluster_of == copy).all()  # what others still hold
+        if first < stop:
+            members = members.appended(first, stop)
+            stored = [*stored, [*range(first, stop)]]
+            belongs |= dict.fromkeys(range(first, stop), len(stored) - 1)
+            check(members, stored, belongs, fresh())
+
+
+def test_a_cluster_whose_members_have_all_left():
+    members = books(6, [[1, 2], [4]]).without(0, 3)
+    assert members.live(0).tolist() == [] and members.sizes == (2, 1)
+    assert members.covered(0, np.zeros(6, dtype=bool)) and members.touched(np.ones(6, dtype=bool)) == [1]
+
+
+# --- clusters that layers share
+
+
+def rows(groups: int, length: int, seed: int) -> Tensor:
+    return torch.randn(groups, length, 6, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("clusters", "pads", "dtype"),
+    [(5, (0, 0), None), (4, (3, 0), None), ("auto", (0, 9), None), (4, (0, 2), "float16")],
+)
+def test_the_same_members_over_other_rows(clusters: int, pads: tuple[int, int], dtype: str | None):
+    valid = torch.arange(40)[None] >= torch.tensor(pads)[:, None]
+    leaders = cluster_regions(rows(2, 40, 0), ((0, 20), (28, 40)), clusters, valid=valid)
+    hidden = rows(2, 40, 1).masked_fill(~valid[..., None], torch.nan)
+    hidden[:, 20:28] = torch.nan
+    as_type = None if dtype is None else getattr(torch, dtype)
+    for group, (leader, index) in enumerate(zip(leaders, same_members(hidden, leaders, dtype=as_type), strict=True)):
+        index.check()
+        assert torch.equal(index.rows, leader.rows) and (index.sizes, index.shares) == (leader.sizes, leader.shares)
+        assert index.centroids.dtype == (as_type or torch.float32)
+        for cluster in range(index.clusters):
+            members = hidden[group, leader.members(cluster)].double()
+            mean = members.mean(0)
+            torch.testing.assert_close(
+                index.centroids[cluster].double(), mean, rtol=0, atol=1e-5 if dtype is None else 1e-3
+            )
+            nearest = torch.cosine_similarity(members, mean[None]).argmax()
+            assert index.medoids[cluster] == leader.members(cluster)[nearest]
+        assert not torch.equal(index.centroids[0].float(), leader.centroids[0])
+
+
+def test_groups_with_different_numbers_of_clusters():
+    hidden, regions = rows(2, 20, 0), ((0, 8), (12, 20))
+    leaders = [cluster_regions(hidden[g : g + 1], regions, count)[0] for g, count in enumerate((2, 6))]
+    assert [index.clusters for index in same_members(rows(2, 20, 1), leaders)] == [2, 6]
+
+
+def test_nothing_to_cluster_is_shared_too():
+    leaders = cluster_regions(rows(2, 8, 0), ((0, 0), (8, 8)), "auto")
+    assert [index.clusters for index in same_members(rows(2, 8, 1), leaders)] == [0, 0]

@@ -1,0 +1,280 @@
+"""What Polestar's updates measure, when they happen and what they choose, against full drifts and plain counts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiered
+from tiered.forward import Flow, Forward
+from tiered.hidden import update
+from tiered.hidden.cache import HiddenCache
+from tiered.hidden.layer_state import LayerState, Span
+from tiered.hidden.scoring import write_and_measure
+from tiered.kernels.full_drift_ref import full_drift
+from tiered.output import GenerationOutput
+from tiered.policies import polestar
+from tiered.policies.base import PassKind, Step, StepPlan
+from tiered.rows import Rows
+from tiered.runtime import Runtime
+
+GOLDENS = Path(__file__).parent / "goldens" / "llada"
+LAW = 1e-5  # |incremental − full|, relative where the drift is above 1
+MASK, BLOCK = 511, 8
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return tiered.from_pretrained(GOLDENS / "llada_tiny_gqa", dtype="float32")
+
+
+def generate(
+    runtime: Runtime, lengths: Sequence[int] = (17, 9, 12), confidence_threshold: float = 0.3, **options: Any
+) -> GenerationOutput:
+    """A left-padded batch, 24 new tokens."""
+    longest = max(lengths)
+    ids, mask = torch.full((len(lengths), longest), 499), torch.zeros(len(lengths), longest, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        prompt = torch.randint(0, 480, (length,), generator=torch.Generator().manual_seed(length))
+        ids[row, longest - length :], mask[row, longest - length :] = prompt, 1
+    out = runtime.with_policy("polestar", **options).generate(
+        ids, attention_mask=mask, max_new_tokens=24, block_length=BLOCK, output_history=True, stop_at_eos=False,
+        confidence_threshold=confidence_threshold,
+    )  # fmt: skip
+    assert out.history is not None
+    return out
+
+
+@dataclass
+class Oracle:
+    """In the place of `write_and_measure`: compares every drift with one made from all keys, those of now and those
+    at the sequence's last refresh or update, once the layer's keys were written.
+
+    A centroid that moves later in that pass has a new query, but over the same keys.
+    """
+
+    last_keys: dict[int, Tensor] = field(default_factory=dict)
+    drifts: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    sizes: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)  # of clusters, by update and layer
+    stored: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)  # of their records
+    updates: int = -1
+
+    def refreshed(self, forward: Forward, layer: int) -> None:
+        self.last_keys[layer] = forward.keys(layer).clone()
+
+    def measure(
+        self, forward: Forward, state: LayerState, flow: Flow, tracked: Span, last: int, updating: Tensor
+    ) -> list[list[float]]:
+        queries, layer = state.queries.clone(), state.layer
+        found = write_and_measure(forward, state, flow, tracked, last, updating)
+        keys, mask = forward.keys(layer), forward.key_mask
+        for b, drift in enumerate(found):
+            one = slice(b, b + 1)
+            if not updating[b]:
+                assert drift == []
+                continue
+            clusters = queries[one, :, : len(drift)]
+            true = full_drift(clusters, keys[one], self.last_keys[layer][one], None if mask is None else mask[one])
+            self.drifts += true[0].tolist()
+            self.errors += ((torch.tensor(drift) - true[0]).abs() / true[0].clamp_min(1)).tolist()
+            self.last_keys[layer][b] = keys[b]
+        self.updates += layer == 0
+        at = self.updates, layer
+        members = [[range(len(rows))[one.slice_of(c)] for c in range(len(one.sizes))]
+                   for one, rows in zip(state.members, state.columns, strict=True)]  # fmt: skip
+        self.stored[at] = [[len(part) for part in parts] for parts in members]
+        self.sizes[at] = [
+            [int(live[list(part)].sum()) for part in parts] for live, parts in zip(state.live, members, strict=True)
+        ]
+        return found
+
+
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    watching, make = Oracle(), LayerState.of.__func__  # pyright: ignore[reportFunctionMemberAccess]
+
+    def refreshed(kind: type[LayerState], forward: Forward, layer: int, *rest: Any) -> LayerState:
+        watching.refreshed(forward, layer)
+        return make(kind, forward, layer, *rest)
+
+    monkeypatch.setattr(LayerState, "of", classmethod(refreshed))
+    monkeypatch.setattr(update, "write_and_measure", watching.measure)
+    return watching
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "few clusters": {"clusters": 5, "top_m": 2},
+    "shared clusters": {"clusters": 6, "top_m": 2, "cluster_layers": 2},
+    "by drift": {"clusters": 5, "top_m": 2, "refresh": "drift"},
+    "every second block by drift": {"clusters": 6, "top_m": 1, "refresh": "drift", "refresh_blocks": 2},
+    "all of them": {"clusters": 5, "top_m": 99, "codec": "raw", "update_threshold": 0},
+    "few, renewed once in a while": {"clusters": 9, "top_m": 2, "update_threshold": 2},
+    "more than have a part of their own": {"clusters": 20, "top_m": 3, "lengths": (160, 131)},
+    "as many, by drift": {"clusters": 20, "top_m": 3, "lengths": (160, 131), "refresh": "drift"},
+    "16 that become more": {"clusters": 15, "top_m": 3, "lengths": (60, 51), "refresh": "drift"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_drift_of_updates_is_that_of_all_keys(runtime: Runtime, oracle: Oracle, case: str):
+    out = generate(runtime, **{"update_threshold": 1, **CASES[case]})
+    top_m = CASES[case]["top_m"]
+    assert max(oracle.errors) <= LAW
+    assert max(oracle.drifts) > 1e-3 and len(out.updates) == 3 * (oracle.updates + 1) > 9
+    for number, layer in enumerate(out.updates):
+        at = number // 3, number % 3
+        assert layer.layer == at[1]
+        for b, (drift, clusters) in enumerate(zip(layer.drift, layer.clusters, strict=True)):
+            best = sorted(range(len(drift)), key=lambda cluster: (-drift[cluster], cluster))
+            assert clusters == best[:top_m]
+            assert layer.rows[b] == sum(oracle.sizes[at][b][cluster] for cluster in clusters)
+    # Rows of a forward: those of each layer's output but the last, and of the first's input; filled up to the longest.
+    for first in range(0, len(out.updates), 3):
+        layers = out.updates[first : first + 3]
+        number = layers[0].forward
+        active = 2 * BLOCK if number in beginnings(out) else BLOCK
+        renewed = [
+            max(sum(oracle.stored[first // 3, k][b][c] for c in of) for b, of in enumerate(layers[k].clusters))
+            for k in range(3)
+        ]
+        assert out.rows_per_forward[number] == active + sum(renewed) / 4
+
+
+def commits(out: GenerationOutput) -> list[list[int]]:
+    """Tokens that every forward committed, by sequence."""
+    assert out.history is not None
+    waiting = [(state == MASK).sum(1) for state in out.history]
+    return [(before - after).tolist() for before, after in pairwise(waiting)]
+
+
+def beginnings(out: GenerationOutput) -> set[int]:
+    """Forwards that begin a block."""
+    assert out.history is not None
+    states = torch.stack(out.history[:-1])[:, :, -24:].unflatten(2, (3, BLOCK)) == MASK
+    pending = states.any(3).any(1).int().argmax(1).tolist()  # the first block of any sequence with something to commit
+    return {number for number in range(len(pending)) if number == 0 or pending[number] != pending[number - 1]}
+
+
+def predicted(
+    out: GenerationOutput, threshold: int, cumulative: int, interval: int, by_drift: int
+) -> dict[int, list[bool]]:
+    """Forwards that update, and which sequences in them: counted from what was committed when."""
+    assert out.history is not None
+    committed, batch, block = commits(out), len(out.sequences), -1
+    since, number, found = [0] * batch, 0, dict[int, list[bool]]()
+    for forward, state in enumerate(out.history[:-1]):
+        begins = forward in beginnings(out)
+        block, number = (block + 1, 0) if begins else (block, number + 1)
+        if number % interval == 0 and not (begins and block % by_drift):
+            since = [0] * batch
+        else:
+            left = (state[:, -24 + BLOCK * block :][:, :BLOCK] == MASK).any(1).tolist()
+            due = [
+                bool(begins or (left[b] and (committed[forward - 1][b] > threshold or since[b] > cumulative)))
+                for b in range(batch)
+            ]
+            if any(due):
+                found[forward] = due
+                since = [0 if due[b] else since[b] for b in range(batch)]
+        since = [since[b] + committed[forward][b] for b in range(batch)]
+    return found
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+    """Every plan that the policy makes."""
+    made: list[StepPlan] = []
+    plan: Callable[..., StepPlan] = polestar._Drifting.plan
+
+    def noted(self: polestar._Drifting, step: Step) -> StepPlan:
+        made.append(plan(self, step))
+        return made[-1]
+
+    monkeypatch.setattr(polestar._Drifting, "plan", noted)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("threshold", "cumulative", "options"),
+    [
+        (0, None, {}),
+        (1, None, {}),
+        (1, 3, {}),
+        (2, 0, {}),
+        (3, 4, {}),
+        (9, 9, {}),
+        (9, 3, {"refresh_interval": 3}),
+        (1, 2, {"refresh": "drift", "refresh_blocks": 2}),
+        (2, 4, {"refresh": "drift"}),
+        (9, None, {"refresh": "drift"}),
+    ],
+)
+def test_updates_happen_when_enough_was_committed(
+    runtime: Runtime, plans: list[StepPlan], threshold: int, cumulative: int | None, options: dict[str, Any]
+):
+    out = generate(runtime, clusters=4, top_m=1, update_threshold=threshold, cumulative_threshold=cumulative, **options)
+    by_drift = options.get("refresh_blocks", 4) if options.get("refresh") == "drift" else 1
+    expected = predicted(
+        out, threshold, threshold if cumulative is None else cumulative, options.get("refresh_interval", 99), by_drift
+    )
+    assert {layer.forward: [bool(drift) for drift in layer.drift] for layer in out.updates} == expected
+    assert (len(expected) > 1) == (threshold < 9 or bool(options))
+    for number, plan in enumerate(plans):
+        assert (plan.kind is PassKind.UPDATE) == (number in expected)
+        if plan.kind is PassKind.STEP:  # what any cache's step is
+            assert plan.program is None and out.rows_per_forward[number] == BLOCK
+    assert len(plans) == out.num_forwards and out.passes.get("update", 0) == len(expected)
+
+
+def test_sequences_that_are_not_due_take_a_plain_step(runtime: Runtime):
+    """Nothing of theirs but the block is recomputed beside others that update."""
+    out = generate(runtime, clusters=4, top_m=2, update_threshold=1)
+    apart = [layer for layer in out.updates if not all(layer.drift)]
+    assert apart
+    for layer in apart:
+        for drift, clusters, rows, patched in zip(layer.drift, layer.clusters, layer.rows, layer.patched, strict=True):
+            assert bool(drift) == bool(clusters) == bool(rows) and (drift or not patched)
+
+
+@pytest.mark.parametrize("refresh", ["full", "drift"])
+def test_records_and_centroids_follow_the_rows(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, refresh: str):
+    """After an update records hold what last went into the layer, and the query of a centroid is that of its mean."""
+    forwards, rows_in, errors = list[Forward](), dict[int, Tensor](), list[float]()
+    store, write_down = HiddenCache.store, update.Update._write_down
+
+    def stored(self: HiddenCache, layer: int, hidden: Tensor, indices: Any) -> Any:
+        rows_in[layer] = hidden.clone()
+        return store(self, layer, hidden, indices)
+
+    def measure(forward: Forward, state: LayerState, flow: Flow, *rest: Any) -> list[list[float]]:
+        forwards.append(forward)
+        if state.layer in rows_in:
+            flow.rows.put(rows_in[state.layer][:, None], flow.hidden[:, None])
+        return write_and_measure(forward, state, flow, *rest)
+
+    def checked(self: update.Update, state: LayerState, *rest: Any) -> None:
+        write_down(self, state, *rest)
+        forward = forwards[-1]
+        for b, records in enumerate(state.records or ()):
+            for cluster, _ in enumerate(records.sizes):
+                live = state.live[b][state.members[b].slice_of(cluster)]
+                ticket, columns = records.fetch(self._cache.open_tiers, [cluster])
+                rows = ticket.wait()[live]
+                assert torch.equal(rows, rows_in[state.layer][b, columns[live]])
+                if len(live) == len(rows) > 0:  # a centroid that members have left waits for its next move
+                    normed = forward.model.attention_norm(state.layer, rows.mean(0).expand(state.batch, 1, -1))
+                    query = forward.queries(state.layer, Rows.at(state.medoids[:, cluster : cluster + 1]), normed)
+                    errors.append((query[b, :, 0] - state.queries[b, :, cluster]).abs().max().item())
+
+    monkeypatch.setattr(HiddenCache, "store", stored)
+    monkeypatch.setattr(update, "write_and_measure", measure)
+    monkeypatch.setattr(update.Update, "_write_down", checked)
+    out = generate(runtime, clusters=5, top_m=2, update_threshold=1, codec="raw", refresh=refresh)
+    assert sum(map(sum, (layer.patched for layer in out.updates))) > 9  # else no centroid would have moved
+    assert max(errors) < 1e-4

@@ -1,0 +1,325 @@
+"""How the clusters of an update travel: late ones, guesses, small rings, failures, and tiers that are too small."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiered
+from tiered.budget import MemoryBudget
+from tiered.errors import RecordLostError, TierCapacityError
+from tiered.features import Tier
+from tiered.forward import Forward
+from tiered.hidden import update
+from tiered.hidden.layer_state import LayerState
+from tiered.hidden.scoring import write_and_measure
+from tiered.ledger import Ledger
+from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.delay import Point
+from tiered.offload.errors import TransferError
+from tiered.offload.link import Link, LinkSpeed
+from tiered.offload.thread_transport import ThreadTransport
+from tiered.offload.transport import Lane, Transport
+from tiered.output import GenerationOutput
+from tiered.planning import tier_costs
+from tiered.policies.polestar import Polestar
+from tiered.runtime import Runtime
+from tiered.tiers.manager import TierManager
+from tiered.tiers.record import RecordKey
+from tiered.tiers.ticket import Ticket
+
+GOLDENS = Path(__file__).parent / "goldens" / "llada"
+WIDTH = 128
+BASE: dict[str, Any] = {"clusters": 6, "top_m": 2, "update_threshold": 0}
+SLOW = Link(fetch=LinkSpeed(latency=0.02))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiered.from_pretrained(GOLDENS / "llada_tiny_gqa", dtype="float32").model
+
+
+@dataclass
+class Watch:
+    """The fetches of a call, and what was open and held when its tiers closed."""
+
+    tickets: list[Ticket] = field(default_factory=list)
+    asked: list[tuple[RecordKey, int]] = field(default_factory=list)  # with its rows
+    open_at_close: list[int] = field(default_factory=list)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    watching, fetch, close = Watch(), TierManager.fetch, TierManager.close
+
+    def watched_fetch(self: TierManager, keys: Sequence[RecordKey]) -> Ticket:
+        ticket = fetch(self, keys)
+        watching.tickets.append(ticket)
+        watching.asked += [(key, self._book.find(key).form.rows) for key in keys]
+        return ticket
+
+    def watched_close(self: TierManager) -> None:
+        if not self._closed:
+            watching.open_at_close.append(len(self._fetches._tickets))
+            self.check_integrity()
+        close(self)
+
+    monkeypatch.setattr(TierManager, "fetch", watched_fetch)
+    monkeypatch.setattr(TierManager, "close", watched_close)
+    return watching
+
+
+def make(model: Any, transport: Callable[[], Transport] | None = None, **options: Any) -> Runtime:
+    memory = options.pop("memory", None)
+    policy = Polestar(**{**BASE, **options})
+    return Runtime(model, policy=policy, transport=transport, ledger=Ledger(MemoryBudget.of(memory)))
+
+
+def answer(runtime: Runtime, **options: Any) -> GenerationOutput:
+    """Of a left-padded batch: 16 new tokens in 8 steps, 6 of which update."""
+    ids = torch.randint(0, 480, (2, 17), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[1, :8] = 0
+    sizes = {"max_new_tokens": 16, "block_length": 8, "steps": 8}
+    out = runtime.generate(ids, attention_mask=mask, stop_at_eos=False, output_history=True, **{**sizes, **options})
+    assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
+    return out
+
+
+def run(model: Any, transport: Callable[[], Transport] | None = None, **options: Any) -> GenerationOutput:
+    return answer(make(model, transport, **options))
+
+
+def same(first: GenerationOutput, second: GenerationOutput) -> bool:
+    """Tokens, and drifts to the bit: they are made of every key that updates have left."""
+    assert first.history is not None and second.history is not None
+    return torch.equal(torch.stack(first.history), torch.stack(second.history)) and (
+        [(layer.drift, layer.clusters) for layer in first.updates]
+        == [(layer.drift, layer.clusters) for layer in second.updates]
+    )
+
+
+# --- late clusters
+
+
+class Marked(list[float]):
+    """The drift of one sequence in one layer of one update."""
+
+    update: int
+    sequence: int
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[GenerationOutput], None]:
+    """Makes updates choose the clusters that another run ended up with, from the start."""
+
+    def like(other: GenerationOutput) -> None:
+        measured = []
+
+        def measure(forward: Forward, state: LayerState, *rest: Any) -> list[list[float]]:
+            drift = [Marked(of_sequence) for of_sequence in write_and_measure(forward, state, *rest)]
+            for sequence, marked in enumerate(drift):
+                marked.update, marked.sequence = len(measured), sequence
+            measured.append(state.layer)
+            return [*drift]
+
+        def chosen(_: update.Update, drift: Sequence[float]) -> list[int]:
+            assert isinstance(drift, Marked)
+            return [*other.updates[drift.update].clusters[drift.sequence]]
+
+        monkeypatch.setattr(update, "write_and_measure", measure)
+        monkeypatch.setattr(update.Update, "_most_drifted", chosen)
+
+    return like
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"late": "skip"},
+        {"late": "deadline", "deadline_ms": 0.5},
+        {"late": "skip", "codec": "raw", "refresh": "drift", "prefetch_layers": 2},
+        {"late": "skip", "cluster_layers": 2, "top_m": 4},
+    ],
+)
+def test_late_clusters_are_left_as_they_were(
+    model: Any, watch: Watch, choose: Callable[[GenerationOutput], None], options: dict[str, Any]
+):
+    out = run(model, lambda: ThreadTransport(link=SLOW), **options)
+    assert out.num_forwards == 8 and watch.open_at_close == [0]
+    for layer in out.updates:
+        wanted = sum(min(options.get("top_m", 2), len(drift)) for drift in layer.drift)
+        assert layer.skipped == wanted - sum(map(len, layer.clusters))
+    assert sum(layer.skipped for layer in out.updates) > 6
+    assert not any(layer.skipped for layer in out.updates if layer.layer == 0)  # embeddings are never late
+    choose(out)
+    waited = run(model, **{**options, "late": "wait"})
+    assert same(out, waited) and not any(layer.skipped for layer in waited.updates)
+
+
+def test_a_deadline_that_all_meet_is_as_good_as_waiting(model: Any):
+    link = Link(fetch=LinkSpeed(latency=0.003))
+    out = run(model, lambda: ThreadTransport(link=link), late="deadline", deadline_ms=1e5)
+    assert same(out, run(model)) and not any(layer.skipped for layer in out.updates)
+
+
+def test_nothing_is_late_where_all_is_on_the_device(model: Any):
+    assert same(run(model, late="skip", hidden_tier="device"), run(model, hidden_tier="device"))
+
+
+# --- what is fetched
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("options", [{}, {"codec": "raw", "refresh": "drift"}, {"cluster_layers": 99, "top_m": 3}])
+def test_every_fetch_is_counted(model: Any, watch: Watch, ahead: int, options: dict[str, Any]):
+    out = run(model, prefetch_layers=ahead, **options)
+    count = {name: sum(getattr(layer, name) for layer in out.updates) for name in ("ahead", "on_demand", "in_vain")}
+    repairs = sum(layer.repairs for layer in out.updates)
+    assert sum(count.values()) + repairs == len(watch.tickets) > 10
+    assert (count["ahead"] > 0) == (ahead > 0) and (ahead > 0 or not count["in_vain"])
+    codec = Codec(options.get("codec", "nvfp4_delta"))
+    expected = sum(codec_bytes(codec, rows, WIDTH, element_bytes=4) for _, rows in watch.asked)
+    assert sum(layer.fetched_bytes for layer in out.updates) == expected
+    # One record is one cluster here, so tickets are clusters: those asked for were chosen, and not handed up whole.
+    for layer in out.updates:
+        assert layer.ahead + layer.on_demand <= sum(map(len, layer.clusters))
+        assert layer.layer > 0 or layer.ahead == layer.on_demand == layer.repairs == 0
+    if options.get("cluster_layers"):  # the layer above the embeddings alone has clusters of which it gets parts
+        assert repairs == sum(layer.repairs for layer in out.updates if layer.layer == 1)
+    assert watch.open_at_close == [0]
+
+
+@pytest.mark.parametrize(
+    ("late", "refresh", "slots"),
+    [("wait", "full", 1), ("wait", "drift", 2), ("deadline", "full", 1), ("deadline", "drift", 3)],
+)
+def test_few_staging_slots_are_enough(
+    model: Any, watch: Watch, monkeypatch: pytest.MonkeyPatch, slots: int, refresh: str, late: str
+):
+    options: dict[str, Any] = {"clusters": 20, "top_m": 12, "prefetch_layers": 3, "refresh": refresh}
+    plain = run(model, **options)
+    monkeypatch.setattr(tier_costs, "MOST_FETCH_SLOTS", slots)
+    monkeypatch.setattr(tier_costs, "RECORD_ROWS", 4)  # larger clusters take several records
+    before = len(watch.tickets)
+    out = run(model, late=late, deadline_ms=2.0, **options)
+    assert watch.open_at_close == [0, 0]
+    assert late == "deadline" or same(out, plain)
+    # Guesses that made way were in vain.
+    counts = [layer.ahead + layer.on_demand + layer.in_vain + layer.repairs for layer in out.updates]
+    assert sum(counts) == len(watch.tickets) - before
+
+
+# --- failures, and a runtime's next call
+
+
+class Faults:
+    """Raises at every copy in a lane from that number on."""
+
+    def __init__(self, lane: Lane, number: int) -> None:
+        self.lane, self.left = lane, number
+
+    def __call__(self, point: Point, lane: Lane | None) -> float:
+        if point is Point.COPY and lane is self.lane:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError("the bus is down")
+        return 0.0
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(("lane", "number"), [(Lane.FETCH, 0), (Lane.FETCH, 9), (Lane.STORE, 0), (Lane.STORE, 9)])
+def test_after_a_failed_copy_the_next_call_is_right(model: Any, lane: Lane, number: int, ahead: int):
+    transports: Iterator[Transport] = iter([ThreadTransport(delay=Faults(lane, number)), ThreadTransport()])
+    options: dict[str, Any] = {"prefetch_layers": ahead}
+    runtime = make(model, lambda: next(transports), **options)
+    with pytest.raises((TransferError, RecordLostError)):
+        answer(runtime)
+    assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
+    runtime.ledger.check_integrity()
+    assert same(answer(runtime), run(model, **options))
+
+
+@pytest.mark.parametrize("refresh", ["full", "drift"])
+def test_two_calls_in_turn_are_two_first_calls(model: Any, refresh: str):
+    runtime = make(model, refresh=refresh)
+    first, other, second = answer(runtime), answer(runtime, steps=4, cfg_scale=0.5), answer(runtime)
+    assert same(first, second) and same(first, run(model, refresh=refresh))
+    assert same(other, answer(make(model, refresh=refresh), steps=4, cfg_scale=0.5))
+    assert not same(first, other)
+
+
+# --- budgets
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What forwards were asked to read."""
+    read, logits = [], Forward.logits
+
+    def noted(self: Forward, ids: Tensor, *rest: Any) -> Tensor:
+        read.append(ids)
+        return logits(self, ids, *rest)
+
+    monkeypatch.setattr(Forward, "logits", noted)
+    return read
+
+
+@pytest.mark.parametrize(
+    ("tier", "caps"),
+    [(Tier.HOST, {"host": 2000}), (Tier.HOST, {"host": 0}), (Tier.DEVICE, {"device": None})],
+    ids=["host", "no host", "device"],
+)
+def test_a_budget_too_small_is_told_before_any_pass(model: Any, passes: list[Tensor], tier: Tier, caps: dict[str, Any]):
+    if tier is Tier.DEVICE:  # what the same call takes without clusters
+        caps = {"device": run(model, top_m=0).memory.peak_device_bytes}
+        passes.clear()
+    runtime = make(model, memory=MemoryBudget(**caps))
+    with pytest.raises(TierCapacityError) as caught:
+        answer(runtime)
+    assert caught.value.tier is tier and caught.value.needed > caught.value.available
+    assert not passes and all(runtime.ledger.held(tier) == 0 for tier in Tier)
+    assert answer(runtime.with_policy("polestar", top_m=0)).num_forwards == len(passes) == 8
+
+
+def budget(tier: Tier, cap: int) -> MemoryBudget:
+    return MemoryBudget(host=cap) if tier is Tier.HOST else MemoryBudget(device=cap)
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
+@pytest.mark.parametrize("options", [{}, {"codec": "raw", "refresh": "drift", "clusters": 12, "top_m": 9}])
+def test_the_budget_that_is_asked_for_is_enough(model: Any, tier: Tier, options: dict[str, Any]):
+    plain = run(model, **options)
+    least = 0
+    for _ in range(4):  # one call may ask for less than all: for what its caches need first
+        try:
+            assert same(run(model, memory=budget(tier, least), **options), plain)
+            break
+        except TierCapacityError as error:
+            least += error.needed - error.available
+    assert plain.memory.tiers[tier].peak <= least <= 3 * plain.memory.tiers[tier].peak
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"refresh": "drift", "prefetch_layers": 2, "clusters": 12, "top_m": 9}],
+)
+def test_clusters_that_lie_on_disk_are_the_same(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+):
+    monkeypatch.setattr(tier_costs, "RECORD_ROWS", 8)  # small slots, of which the host tier has many
+    options = {"codec": "raw", **options}
+    longer: dict[str, Any] = {"max_new_tokens": 32, "steps": 16}
+    plain = answer(make(model, **options), **longer)
+    caps: dict[str, Any] = {"disk": "4MiB", "disk_path": tmp_path}
+    with pytest.raises(TierCapacityError) as caught:
+        answer(make(model, memory=MemoryBudget(host=1, **caps), **options), **longer)
+    assert caught.value.needed < plain.memory.peak_host_bytes
+    out = answer(make(model, memory=MemoryBudget(host=caught.value.needed, **caps), **options), **longer)
+    assert same(out, plain)
+    assert out.tiers is not None and out.tiers.misses > 0 and out.tiers.evicted[Tier.HOST] > 0
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,232 @@
+"""Laws 1 and 3 for Polestar's updates: renewing every cluster equals the uncached model, none the dual cache, and a
+batch its sequences."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiered
+from tiered.features import Account, Feature, Tier
+from tiered.forward import Forward
+from tiered.models.shape import ModelShape
+from tiered.output import GenerationOutput
+from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
+from tiered.policies.polestar import Polestar
+from tiered.runtime import Runtime
+
+GOLDENS = Path(__file__).parent / "goldens" / "llada"
+LENGTHS = (17, 9, 12)
+EVERYTHING: dict[str, Any] = {"codec": "raw", "top_m": 1000, "update_threshold": 0}
+OF_POLICY = set(Polestar.__dataclass_fields__) - {"seed"}
+SIZES: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8}
+
+
+@dataclass
+class Stores:
+    """Keys and values after every forward, by sequence: its prompt's length, and its columns without padding."""
+
+    kinds: list[PassKind] = field(default_factory=list)
+    left: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+
+    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
+        return {}
+
+    def after_forward(self, step: Step, kind: PassKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
+        self.kinds.append(kind)
+        layers = range(forward.model.shape.layers)
+        both = [forward.store.view(feature, layer) for layer in layers for feature in (Feature.KEY, Feature.VALUE)]
+        stacked = torch.stack(both, dim=1)
+        for number, pad in enumerate(step.canvas.pads.tolist()):
+            if active[number]:
+                self.left[step.canvas.prompt_length - pad].append(stacked[number, :, :, pad:].clone())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed(Policy):
+    """Every row at every step, of which a commit rule that measures drift is not told."""
+
+    name: ClassVar[str] = "recomputed"
+
+    def features(self, shape: ModelShape) -> Mapping[Feature, int]:
+        return {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
+
+    def start(self) -> PolicyState:
+        return _All()
+
+
+class _All(PolicyState):
+    def plan(self, step: Step) -> StepPlan:
+        return StepPlan.of_span(0, step.canvas.length, step, PassKind.STEP)
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return tiered.from_pretrained(GOLDENS / "llada_tiny_gqa", dtype="float32")
+
+
+def padded(*lengths: int) -> dict[str, Tensor]:
+    """Prompts of these lengths as one left-padded batch."""
+    longest = max(lengths)
+    ids, mask = torch.full((len(lengths), longest), 499), torch.zeros(len(lengths), longest, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        prompt = torch.randint(0, 480, (length,), generator=torch.Generator().manual_seed(length))
+        ids[row, longest - length :], mask[row, longest - length :] = prompt, 1
+    return {"inputs": ids, "attention_mask": mask}
+
+
+def generate(runtime: Runtime, policy: str | Policy, lengths: tuple[int, ...] = LENGTHS, **options: Any):
+    policy_options = {name: options.pop(name) for name in OF_POLICY & set(options)}
+    given = {"stop_at_eos": False, "output_history": True, **SIZES, **padded(*lengths), **options}
+    return runtime.with_policy(policy, **policy_options).generate(**given)
+
+
+def history(out: GenerationOutput) -> Tensor:
+    assert out.history is not None
+    return torch.stack(out.history)
+
+
+def updates(out: GenerationOutput) -> int:
+    return out.passes.get("update", 0)
+
+
+@pytest.mark.parametrize(
+    ("block_length", "clusters", "cluster_layers", "refresh", "options"),
+    [
+        (4, 2, 1, "full", {}),
+        (4, 6, 2, "drift", {"steps": 12}),
+        (4, "auto", 1, "full", {"confidence_threshold": 0.3}),
+        (8, 2, 99, "drift", {"confidence_threshold": 0.3}),
+        (8, 6, 1, "full", {"confidence_threshold": 0.3}),
+        (8, 6, 1, "drift", {"confidence_threshold": 0.3}),
+        (8, "auto", 2, "drift", {"steps": 12}),
+        (8, 6, 2, "full", {"cfg_scale": 0.7, "steps": 12}),
+        (8, 6, 1, "drift", {"cfg_scale": 0.7, "confidence_threshold": 0.3}),
+        (8, 6, 99, "full", {"temperature": 0.8, "seed": 3, "steps": 12}),
+        (8, 20, 2, "drift", {"refresh_blocks": 2, "prefetch_layers": 0, "steps": 12}),
+        (16, 2, 2, "full", {"confidence_threshold": 0.3}),
+        (16, 6, 99, "drift", {"steps": 16}),
+        (16, "auto", 1, "drift", {"confidence_threshold": 0.3}),
+    ],
+)
+def test_renewing_every_cluster_at_every_step_equals_none(
+    runtime: Runtime, block_length: int, clusters: int, cluster_layers: int, refresh: str, options: dict[str, Any]
+):
+    policy = {"clusters": clusters, "cluster_layers": cluster_layers, "refresh": refresh, **EVERYTHING}
+    sizes: dict[str, Any] = {"block_length": block_length, "max_new_tokens": 32 if block_length == 16 else 24}
+    found = generate(runtime, "polestar", **policy, **options, **sizes)
+    plain = {name: value for name, value in options.items() if name not in ("refresh_blocks", "prefetch_layers")}
+    exact = generate(runtime, "none", **plain, **sizes)
+    assert torch.equal(history(found), history(exact))
+    blocks = sizes["max_new_tokens"] // block_length
+    refreshed = -(-blocks // options.get("refresh_blocks", 4)) if refresh == "drift" else blocks
+    assert found.passes == {"refresh": refreshed, "update": exact.num_forwards - refreshed}
+
+
+def test_a_commit_rule_that_measures_drift_sees_that_of_the_uncached_model(runtime: Runtime):
+    rule = {"commit": "drift_aware", "confidence_threshold": 0.8, "early_threshold": 0.1, "drift_slope": 0.05}
+    found = generate(runtime, "polestar", clusters=6, **EVERYTHING, **rule)
+    assert torch.equal(history(found), history(generate(runtime, Recomputed(), **rule)))
+    # Else the rule would not have looked at the drift.
+    assert found.num_forwards < generate(runtime, Recomputed(), confidence_threshold=0.8).num_forwards
+
+
+@pytest.mark.parametrize("options", [{}, {"confidence_threshold": 0.3}, {"refresh_interval": 3}])
+def test_without_clusters_to_renew_it_is_the_dual_cache(runtime: Runtime, options: dict[str, Any]):
+    found = generate(runtime, "polestar", top_m=0, **options)
+    dual = {name: value for name, value in options.items() if name != "refresh_interval"}
+    interval = options.get("refresh_interval")
+    exact = runtime.with_policy("fast_dllm_dual", **({"refresh_interval": interval} if interval else {}))
+    exact = exact.generate(stop_at_eos=False, output_history=True, **SIZES, **padded(*LENGTHS), **dual)
+    assert torch.equal(history(found), history(exact)) and found.passes == exact.passes
+    assert found.tiers is None and exact.tiers is None and not found.updates
+
+
+RAGGED: dict[str, dict[str, Any]] = {
+    "raw": {"codec": "raw", "top_m": 2, "clusters": 20, "update_threshold": 1},
+    "raw, by drift": {"codec": "raw", "top_m": 1, "clusters": 18, "update_threshold": 0, "refresh": "drift"},
+    "delta": {"top_m": 1, "clusters": "auto", "update_threshold": 0, "window_blocks": (1, 1)},
+    "delta, by drift": {"top_m": 2, "clusters": 20, "update_threshold": 1, "refresh": "drift", "cluster_layers": 2},
+    "guided": {"top_m": 1, "clusters": 18, "update_threshold": 0, "cfg_scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("policy", RAGGED)
+def test_a_batch_is_its_sequences(runtime: Runtime, policy: str, monkeypatch: pytest.MonkeyPatch):
+    """Of different lengths and numbers of clusters (a prompt of 1 has fewer), updating and ending at different steps,
+    and leaving at different blocks."""
+    lengths, options = (1, 17, 9, 12), {"confidence_threshold": 0.3, **RAGGED[policy]}
+    answers = generate(runtime, "polestar", lengths, **options).sequences[:, max(lengths) :]
+    # The end token: one that sequences first commit in as many different blocks as possible.
+    blocks = {
+        token: {next((n // 8 for n in range(24) if row[n] == token), 3) for row in answers}
+        for token in answers.unique().tolist()
+    }
+    end = max(blocks, key=lambda token: (len(blocks[token] & {0, 1}), len(blocks[token])))
+    assert len(blocks[end]) > 1 and blocks[end] & {0, 1}
+    monkeypatch.setattr(runtime.model, "eos_token_id", end)
+    stores, alone_stores = Stores(), Stores()
+    out = generate(runtime, "polestar", lengths, stop_at_eos=True, inspector=stores, **options)
+    alone = [
+        generate(runtime, "polestar", (length,), stop_at_eos=True, inspector=alone_stores, **options)
+        for length in lengths
+    ]
+    assert out.forwards == [one.num_forwards for one in alone] and len(set(out.forwards)) > 2
+    assert updates(out) > 2
+    assert len({len(drift) for update in out.updates for drift in update.drift if drift}) > 1
+    for row, one in enumerate(alone):
+        steps = history(out)[:, row, -24:]
+        changed = torch.cat([torch.tensor([True]), (steps[1:] != steps[:-1]).any(1)])
+        assert torch.equal(steps[changed], history(one)[:, 0, -24:])
+        assert torch.equal(out.sequences[row, -24:], one.sequences[0, -24:])
+    for length in lengths:
+        for found, expected in zip(stores.left[length], alone_stores.left[length], strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["polestar-paper", "polestar-window", {"window_blocks": (2, 1)}])
+def test_presets(runtime: Runtime, preset: str | dict[str, Any]):
+    name, options = (preset, {}) if isinstance(preset, str) else ("polestar", {"update_threshold": 1, **preset})
+    policy = runtime.with_policy(name, **options).policy
+    assert isinstance(policy, Polestar)
+    out = generate(runtime, policy, (30, 21), max_new_tokens=40, confidence_threshold=0.3)
+    assert updates(out) > 3 and out.tiers is not None
+    assert set(out.tiers.stored) == {Tier(policy.hidden_tier)} and sum(out.tiers.stored.values()) > 0
+
+
+def changed_columns(stores: Stores, length: int) -> Callable[[int], set[int]]:
+    """Columns of the sequence whose keys or values forward `number` left otherwise than it found them."""
+
+    def of(number: int) -> set[int]:
+        before, after = stores.left[length][number - 1 : number + 1]
+        return set((before != after).any(-1).any(1).any(0).nonzero().flatten().tolist())
+
+    return of
+
+
+@pytest.mark.parametrize("top_m", [1, 1000])
+@pytest.mark.parametrize("window", [(2, 1), (1, 0), (0, 2), None])
+def test_nothing_outside_the_window_is_renewed(runtime: Runtime, window: tuple[int, int] | None, top_m: int):
+    stores, length = Stores(), 30
+    options: dict[str, Any] = {"top_m": top_m, "clusters": 4, "update_threshold": 0, "window_blocks": window}
+    out = generate(
+        runtime, "polestar", (length,), inspector=stores, steps=12, max_new_tokens=24, codec="raw", **options
+    )
+    changed, behind = changed_columns(stores, length), set()
+    for number, kind in enumerate(stores.kinds):
+        if kind is not PassKind.UPDATE:
+            continue
+        block = length + 8 * (number // 4)
+        before, after = (99, 99) if window is None else window
+        allowed = set(range(max(0, block - 8 * before), min(length + 24, block + 8 + 8 * after)))
+        now = changed(number)
+        assert now <= allowed
+        assert now == allowed or top_m == 1
+        behind |= now - set(range(block, block + 8))
+    # Behind the last block there is nothing to renew.
+    assert behind and updates(out) == (6 if window == (0, 2) else 9)

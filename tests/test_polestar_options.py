@@ -1,0 +1,114 @@
+"""Options of Polestar: what each may be, what a bad one is answered, and what the mechanism is told."""
+
+from typing import Any
+
+import pytest
+
+from tiered.features import Feature, Tier
+from tiered.hidden.options import HiddenOptions
+from tiered.models.shape import ModelShape
+from tiered.offload.codec_bytes import Codec
+from tiered.policies.polestar import Polestar
+from tiered.policies.registry import PRESETS, make_policy
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
+        ({"clusters": 0}, ValueError, "clusters = 0"),
+        ({"clusters": 2.0}, TypeError, "clusters = 2.0"),
+        ({"clusters": "all"}, TypeError, "clusters = 'all'"),
+        ({"top_m": -1}, ValueError, "top_m = -1"),
+        ({"top_m": True}, TypeError, "top_m = True"),
+        ({"update_threshold": -1}, ValueError, "update_threshold = -1"),
+        ({"update_threshold": None}, TypeError, "update_threshold = None"),
+        ({"cumulative_threshold": -2}, ValueError, "cumulative_threshold = -2"),
+        ({"cumulative_threshold": 1.5}, TypeError, "cumulative_threshold = 1.5"),
+        ({"window_blocks": (2,)}, ValueError, r"window_blocks = \(2,\)"),
+        ({"window_blocks": (2, 1, 0)}, ValueError, r"window_blocks = \(2, 1, 0\)"),
+        ({"window_blocks": (2, -1)}, ValueError, "window_blocks = -1"),
+        ({"window_blocks": (2, 0.5)}, TypeError, "window_blocks = 0.5"),
+        ({"window_blocks": 3}, TypeError, "window_blocks = 3"),
+        ({"cluster_layers": 0}, ValueError, "cluster_layers = 0"),
+        ({"codec": "nvfp8"}, ValueError, "codec 'nvfp8'; did you mean 'nvfp4'"),
+        ({"codec": 4}, ValueError, "codec '4'"),
+        ({"hidden_tier": "disk"}, ValueError, "hidden_tier 'disk'.* allowed: device, host"),
+        ({"prefetch_layers": -1}, ValueError, "prefetch_layers = -1"),
+        ({"late": "drop"}, ValueError, "late 'drop'.* allowed: deadline, skip, wait"),
+        ({"deadline_ms": -0.5}, ValueError, "deadline_ms = -0.5"),
+        ({"deadline_ms": float("nan")}, ValueError, "deadline_ms = nan"),
+        ({"deadline_ms": "1"}, TypeError, "deadline_ms = '1'"),
+        ({"refresh": "always"}, ValueError, "refresh 'always'.* allowed: drift, full"),
+        ({"refresh_blocks": 0}, ValueError, "refresh_blocks = 0"),
+        ({"refresh_interval": 0}, ValueError, "refresh_interval = 0"),
+        ({"refresh": "drift", "refresh_interval": 3}, ValueError, "one of them"),
+        ({"seed": -1}, ValueError, "seed = -1"),
+        ({"seed": None}, TypeError, "seed = None"),
+        ({"top_n": 2}, ValueError, "'top_n'; did you mean 'top_m'"),
+    ],
+)
+def test_a_bad_option_is_named(options: dict[str, Any], error: type[Exception], named: str):
+    with pytest.raises(error, match=named):
+        make_policy("polestar", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clusters": 1, "top_m": 0, "update_threshold": 0, "cumulative_threshold": 0, "prefetch_layers": 0, "seed": 0},
+        {"window_blocks": (0, 0), "refresh_blocks": 1, "deadline_ms": 0},
+        {"refresh_interval": 1},
+        *({"codec": codec} for codec in ("raw", "fp8", "nvfp4", Codec.NVFP4_DELTA)),
+    ],
+)
+def test_the_least_that_is_allowed(options: dict[str, Any]):
+    policy = make_policy("polestar", **options)
+    assert {name: getattr(policy, name) for name in options} == options
+
+
+def told(**options: Any) -> HiddenOptions:
+    hidden = Polestar(**options).hidden()
+    assert hidden is not None
+    return hidden
+
+
+def test_what_the_mechanism_is_told():
+    given: dict[str, Any] = {
+        "clusters": 7, "top_m": 3, "window_blocks": (2, 1), "cluster_layers": 5, "prefetch_layers": 2,
+        "late": "deadline", "deadline_ms": 2.5, "seed": 9,
+    }  # fmt: skip
+    hidden = told(**given, codec="fp8", hidden_tier="device")
+    assert {name: getattr(hidden, name) for name in given} == given
+    assert (hidden.codec, hidden.tier, hidden.appended_blocks) == (Codec.FP8, Tier.DEVICE, 0)
+    assert told(window_blocks=[2, 1]).window_blocks == (2, 1)  # as JSON has it
+    assert told(refresh="drift", refresh_blocks=4).appended_blocks == 3
+    assert Polestar(top_m=0).hidden() is None
+
+
+def test_what_the_device_keeps_for_every_row():
+    sizes: dict[str, Any] = {"top_m": 1, "codec": "raw", "hidden_tier": "device"}
+    shape = ModelShape.__new__(ModelShape)  # only the number of layers is asked for
+    object.__setattr__(shape, "layers", 6)
+    assert Polestar(**sizes).features(shape) == {Feature.KEY: 6, Feature.VALUE: 6}
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        (
+            "polestar-paper",
+            {"clusters": 8, "top_m": 2, "update_threshold": 4, "window_blocks": None, "hidden_tier": "host"},
+        ),
+        (
+            "polestar-window",
+            {"clusters": 8, "top_m": 4, "update_threshold": 1, "cumulative_threshold": 2, "window_blocks": (2, 1)}
+            | {"hidden_tier": "device", "codec": "raw"},
+        ),
+    ],
+)
+def test_presets(preset: str, expected: dict[str, Any]):
+    policy = make_policy(preset)
+    assert isinstance(policy, Polestar) and {name: getattr(policy, name) for name in expected} == expected
+    assert make_policy(preset, top_m=1, seed=5) == Polestar(**{**PRESETS[preset][1], "top_m": 1, "seed": 5})
+    with pytest.raises(ValueError, match="did you mean 'polestar-"):
+        make_policy(preset + "s")

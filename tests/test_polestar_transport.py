@@ -1,0 +1,161 @@
+"""Law 2 for Polestar: where the hidden states lie, and how and when they travel, changes no bit of what updates leave
+in the caches."""
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiered
+from tiered.features import Account, Feature, Tier
+from tiered.forward import Forward
+from tiered.models.shape import ModelShape
+from tiered.offload.codec_bytes import Codec
+from tiered.offload.delay import Point
+from tiered.offload.fence import Event
+from tiered.offload.link import Link, LinkSpeed
+from tiered.offload.thread_transport import ThreadTransport
+from tiered.offload.transport import Copy, Lane, TransferEvent, Transport
+from tiered.output import GenerationOutput
+from tiered.policies.base import PassKind, Step
+from tiered.policies.polestar import Polestar
+from tiered.runtime import Runtime
+
+GOLDENS = Path(__file__).parent / "goldens" / "llada"
+LENGTHS = (17, 9)
+
+
+@dataclass
+class Stores:
+    """Keys and values of the whole batch after every forward."""
+
+    left: list[Tensor] = field(default_factory=list)
+
+    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
+        return {}
+
+    def after_forward(self, step: Step, kind: PassKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
+        layers = range(forward.model.shape.layers)
+        both = [forward.store.view(feature, layer) for layer in layers for feature in (Feature.KEY, Feature.VALUE)]
+        self.left.append(torch.stack(both))
+
+
+@dataclass
+class Left:
+    """What a call leaves."""
+
+    out: GenerationOutput
+    stores: Tensor
+
+    def same_as(self, other: "Left") -> bool:
+        assert self.out.history is not None and other.out.history is not None
+        return torch.equal(torch.stack(self.out.history), torch.stack(other.out.history)) and torch.equal(
+            self.stores.view(torch.int32), other.stores.view(torch.int32)
+        )
+
+    def chosen(self) -> list[Sequence[Sequence[int]]]:
+        return [update.clusters for update in self.out.updates]
+
+
+class Synchronous(ThreadTransport):
+    """Every copy has ended before the caller goes on."""
+
+    def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
+        event = super().copy(lane, copies, after)
+        event.synchronize()
+        return event
+
+
+def jitter(seed: int) -> Callable[[Point, Lane | None], float]:
+    """Seconds of a random delay at every point, 0 to 3 ms, mostly none."""
+    chance = random.Random(seed)
+    return lambda point, lane: max(0.0, chance.uniform(-0.006, 0.003))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiered.from_pretrained(GOLDENS / "llada_tiny_gqa", dtype="float32").model
+
+
+def run(model: Any, transport: Callable[[], Transport] | None = None, guidance: float = 0.0, **policy: Any) -> Left:
+    ids = torch.randint(0, 480, (2, 17), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[1, :8] = 0
+    stores = Stores()
+    out = Runtime(model, policy=Polestar(**policy), transport=transport).generate(
+        ids, attention_mask=mask, max_new_tokens=16, block_length=8, steps=8, stop_at_eos=False,
+        cfg_scale=guidance, output_history=True, inspector=stores,
+    )  # fmt: skip
+    assert out.passes["update"] > 1
+    return Left(out, torch.stack(stores.left))
+
+
+@pytest.mark.parametrize("refresh", ["full", "drift"])
+@pytest.mark.parametrize(
+    ("codec", "clusters", "top_m", "threshold"),
+    [
+        ("raw", 5, 2, 0),
+        ("fp8", 3, 1, 1),
+        ("nvfp4", "auto", 1, 0),
+        ("nvfp4_delta", 5, 1, 0),
+        ("nvfp4_delta", 9, 3, 2),
+    ],
+)
+def test_the_tier_changes_no_bit(model: Any, codec: str, clusters: int, top_m: int, threshold: int, refresh: str):
+    policy = {"codec": codec, "clusters": clusters, "top_m": top_m, "update_threshold": threshold, "refresh": refresh}
+    host, device = (run(model, hidden_tier=tier, **policy) for tier in ("host", "device"))
+    assert host.same_as(device)
+    assert host.chosen() == device.chosen()
+    assert host.out.tiers is not None and device.out.tiers is not None
+    assert set(host.out.tiers.asked) == {Tier.HOST} and set(device.out.tiers.asked) == {Tier.DEVICE}
+
+
+def test_codecs_do_differ(model: Any):
+    """Else no stored row would ever be read, and the laws here would hold of nothing."""
+    left = [run(model, codec=codec, clusters=5, top_m=1, update_threshold=0) for codec in Codec]
+    assert not any(one.same_as(other) for number, one in enumerate(left) for other in left[:number])
+
+
+SLOW = Link(fetch=LinkSpeed(latency=0.004), store=LinkSpeed(latency=0.002))
+TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "synchronous": Synchronous,
+    "slow": lambda: ThreadTransport(link=SLOW),
+    **{f"delays {seed}": lambda seed=seed: ThreadTransport(delay=jitter(seed)) for seed in range(4)},
+    "slow, with delays": lambda: ThreadTransport(link=SLOW, delay=jitter(9)),
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"codec": "nvfp4_delta", "clusters": 5, "top_m": 2, "update_threshold": 0},
+    "by drift": {"codec": "raw", "clusters": 9, "top_m": 3, "update_threshold": 0, "refresh": "drift"},
+    "shared, guided": {"clusters": 9, "top_m": 2, "update_threshold": 1, "cluster_layers": 2, "guidance": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(model: Any) -> dict[str, Left]:
+    return {name: run(model, **policy) for name, policy in POLICIES.items()}
+
+
+@pytest.mark.parametrize(
+    ("policy", "transport"),
+    [("full", transport) for transport in TRANSPORTS]
+    + [("by drift", "synchronous"), ("by drift", "slow, with delays"), ("by drift", "delays 1")]
+    + [("shared, guided", "synchronous"), ("shared, guided", "slow, with delays")],
+)
+def test_no_delay_changes_a_bit(model: Any, plain: dict[str, Left], policy: str, transport: str):
+    found = run(model, TRANSPORTS[transport], **POLICIES[policy])
+    assert found.same_as(plain[policy])
+    assert found.chosen() == plain[policy].chosen()
+
+
+@pytest.mark.parametrize("policy", ["full", "by drift"])
+@pytest.mark.parametrize("ahead", [0, 2, 3])
+def test_fetching_ahead_changes_no_bit(model: Any, plain: dict[str, Left], policy: str, ahead: int):
+    found = run(model, prefetch_layers=ahead, **POLICIES[policy])
+    assert found.same_as(plain[policy])
+    guessed = sum(update.ahead + update.in_vain for update in found.out.updates)
+    assert (guessed > 0) == (ahead > 0)

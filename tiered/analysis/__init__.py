@@ -1,0 +1,1 @@
+"""Analyses of what caching does to a model's features while it denoises."""

@@ -1,0 +1,174 @@
+"""Token drift error: how far the cached keys and values are from those of an uncached pass, while answers are made.
+
+After each forward the canvas that it read goes through the model once more, all rows of it, and the distance of each
+cached vector to the recomputed one is 1 − cos. It is the quantity of Polestar's Figure 1. See docs/analysis.md.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from tiered.analysis.regions import region_spans
+from tiered.analysis.token_drift_report import TokenDriftReport
+from tiered.feature_store import FeatureStore
+from tiered.features import Account, Feature
+from tiered.forward import Flow, Forward
+from tiered.inputs import Inputs
+from tiered.models.shape import ModelShape
+from tiered.planning.costs import call_bytes, part_rows
+from tiered.policies.base import PassKind, Policy, PolicyState, Step
+from tiered.policies.none import NoCache
+from tiered.rows import Rows
+from tiered.runtime import Runtime
+
+_COMPARED = (Feature.KEY, Feature.VALUE)
+
+
+def measure_token_drift(runtime: Runtime, inputs: Inputs, **generate_options: Any) -> TokenDriftReport:
+    """Answer `inputs` as `runtime.generate(inputs, **generate_options)` does, and measure the drift of every step.
+
+    A policy that keeps one layer alone has nothing to compare once a forward is over: for the measurement its store has
+    room for all layers, which changes no answer.
+
+    Raises:
+        TierCapacityError: the call and the recompute beside it do not fit the budget; no work has started.
+        TypeError, ValueError: anything wrong with an argument of `generate`, named.
+    """
+    drift, shape = TokenDrift(), runtime.model.shape
+    kept = runtime.policy.features(shape)
+    if any(kept[feature] < shape.layers for feature in _COMPARED):
+        runtime = runtime.with_policy(_AllLayers(policy=runtime.policy))
+    runtime.generate(inputs, inspector=drift, **generate_options)
+    return drift.report()
+
+
+class TokenDrift:
+    """The `Inspector` of one call; `report` has what it found.
+
+    Sequences that wait for others to finish a block are left out: no forward reads their caches. With guidance both
+    halves of the batch count.
+    """
+
+    def __init__(self) -> None:
+        # All on the host: what is held from step to step takes no room in the device tier.
+        self._distances: list[Float[Tensor, "layers features regions"]] = []
+        self._rows: list[Int[Tensor, " regions"]] = []
+        self._steps: list[tuple[int, int, str]] = []
+
+    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
+        """What the recompute takes: an uncached pass without logits. It keeps one layer at a time, as each is compared
+        before the next; the comparison's temporaries are fewer than a layer's."""
+        return call_bytes(
+            shape, NoCache().features(shape), batch=sequences, context=length, block_length=0, dtype=dtype
+        )
+
+    def after_forward(
+        self,
+        step: Step,
+        kind: PassKind,
+        ids: Int[Tensor, "sequences length"],
+        forward: Forward,
+        active: Bool[Tensor, " batch"],
+    ) -> None:
+        """Measure one step.
+
+        Raises:
+            ValueError: the store has one layer that all share, so those before the last are gone.
+        """
+        shape, length = forward.model.shape, ids.shape[1]
+        # Guidance: every canvas twice, so twice its positions and masks.
+        copies = len(ids) // step.canvas.batch
+        key_mask = step.canvas.key_mask()
+        counted = active[:, None].expand(-1, length) if key_mask is None else active[:, None] & key_mask
+        counted = counted.repeat(copies, 1)
+        fresh = _uncached(step, forward, copies)
+        spans = region_spans(step.canvas.prompt_length, step.start, step.stop, length).values()
+        sums = torch.empty(shape.layers, len(_COMPARED), len(spans), dtype=torch.float64, device=ids.device)
+        flow = Flow(Rows.span(0, length), forward.model.embed(ids), slice(0, length))
+        for layer in range(shape.layers):
+            last = layer == shape.layers - 1
+            # The last layer's keys and values are all that is left to compute: no row of it is asked for.
+            flow = fresh.dense(layer, Flow(flow.rows, flow.hidden, slice(0, 0)) if last else flow)
+            for place, feature in enumerate(_COMPARED):
+                distances = _distances(forward.store.view(feature, layer), fresh.store.view(feature, layer))
+                # A padding row may hold anything, so it is put away rather than multiplied by 0.
+                distances = distances.where(counted, 0)
+                for number, (first, behind) in enumerate(spans):
+                    sums[layer, place, number] = distances[:, first:behind].sum(dtype=torch.float64)
+        rows = torch.stack([counted[:, first:behind].sum() for first, behind in spans])
+        self._distances.append((sums / rows).cpu())  # 0/0 is NaN: no columns, no figure
+        self._rows.append(rows.cpu())
+        self._steps.append((step.block, step.number, kind.value))
+
+    def report(self) -> TokenDriftReport:
+        """What was measured so far.
+
+        Raises:
+            ValueError: nothing was; the inspector goes into `Runtime.generate(..., inspector=...)`.
+        """
+        if not self._steps:
+            raise ValueError("no step was measured; pass the inspector to Runtime.generate(..., inspector=...)")
+        blocks, numbers, kinds = zip(*self._steps, strict=True)
+        keys, values = torch.stack(self._distances).unbind(2)
+        return TokenDriftReport(
+            keys=keys.numpy(),
+            values=values.numpy(),
+            rows=torch.stack(self._rows).numpy(),
+            blocks=list(blocks),
+            numbers=list(numbers),
+            kinds=list(kinds),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AllLayers(Policy):
+    """A policy without a cache, whose keys and values are kept for all layers all the same."""
+
+    name: ClassVar[str] = "all_layers"
+    policy: Policy
+
+    def features(self, shape: ModelShape) -> Mapping[Feature, int]:
+        return {**self.policy.features(shape), **dict.fromkeys(_COMPARED, shape.layers)}
+
+    def start(self) -> PolicyState:
+        return self.policy.start()
+
+
+def _uncached(step: Step, forward: Forward, copies: int) -> Forward:
+    """A forward over the step's canvas with a store that every layer overwrites."""
+    model, keys = forward.model, forward.store.view(Feature.KEY, 0)
+    layers = model.shape.layers
+    if layers > 1 and keys.data_ptr() == forward.store.view(Feature.KEY, layers - 1).data_ptr():
+        raise ValueError("the policy keeps one layer of keys and values for all; measure_token_drift gives it room")
+    store = FeatureStore(
+        model.shape,
+        NoCache().features(model.shape),
+        batch=keys.shape[0],
+        length=step.canvas.length,
+        dtype=keys.dtype,
+        device=keys.device,
+    )
+    positions, key_mask = step.canvas.positions(), step.canvas.key_mask()
+    if key_mask is not None:  # else one row of positions serves every sequence
+        positions, key_mask = positions.repeat(copies, 1), key_mask.repeat(copies, 1)
+    return Forward(model, store, positions, key_mask)
+
+
+def _distances(
+    cached: Float[Tensor, "sequences heads length elements"], exact: Float[Tensor, "sequences heads length elements"]
+) -> Float[Tensor, "sequences length"]:
+    """1 − cos of each column's vectors, the mean over heads, in float32, a part of the columns at a time.
+
+    Computed as |u − v|² / 2 of the unit vectors: the same number, but 0 where both are the same and never below, while
+    1 − cos rounds to steps of 6e-8.
+    """
+    distances = torch.empty(cached.shape[0], cached.shape[2], device=cached.device)
+    for part in Rows.span(0, cached.shape[2]).parts(part_rows(len(cached))):
+        apart = normalize(cached[:, :, part].float(), dim=-1).sub_(normalize(exact[:, :, part].float(), dim=-1))
+        distances[:, part] = apart.square_().sum(dim=-1).mean(dim=1).div_(2)
+    return distances

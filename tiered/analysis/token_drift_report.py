@@ -1,0 +1,89 @@
+"""What a measurement of token drift found: distances by step, layer and region, and their means."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered.analysis.regions import Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenDriftReport:
+    """Cosine distances (1 − cos) of cached keys and values to recomputed ones: the mean over the heads, rows and
+    sequences of a region. Regions are in the order of `Region`; one without rows has NaN.
+
+    Attributes:
+        keys, values: float64 [steps, layers, regions].
+        rows: rows that each mean is over, int64 [steps, regions]; both halves of a guided batch count.
+        blocks: block of every step.
+        numbers: number of every step in its block.
+        kinds: what every step's forward was for (`refresh`, `update`, `step`).
+    """
+
+    keys: NDArray[np.float64] = field(repr=False)
+    values: NDArray[np.float64] = field(repr=False)
+    rows: NDArray[np.int64] = field(repr=False)
+    blocks: list[int]
+    numbers: list[int]
+    kinds: list[str]
+
+    def by_layer(self, distances: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The mean of `keys` or `values` over the steps in which the region has rows, [layers, regions]; each step
+        counts the same."""
+        there = self.rows > 0
+        # Not nanmean: a cache that holds no numbers must show.
+        total = np.where(there[:, None], distances, 0).sum(axis=0)
+        with np.errstate(invalid="ignore"):
+            return total / there.sum(axis=0)
+
+    def by_step(self, distances: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The mean of `keys` or `values` over the layers, [steps, regions]."""
+        return distances.mean(axis=1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types for JSON: every distance and its means; None where a region has no rows."""
+        steps = zip(self.blocks, self.numbers, self.kinds, self.rows.tolist(), strict=True)
+        return {
+            "regions": [region.value for region in Region],
+            "steps": [
+                {"block": block, "number": number, "kind": kind, "rows": rows} for block, number, kind, rows in steps
+            ],
+            **{
+                name: {
+                    "by_layer": _plain(self.by_layer(distances)),
+                    "by_step": _plain(self.by_step(distances)),
+                    "all": _plain(distances),
+                }
+                for name, distances in (("keys", self.keys), ("values", self.values))
+            },
+        }
+
+    def __str__(self) -> str:
+        """The means by layer as plain text, fewer than 100 columns wide."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(self.kinds).items())
+        yield f"token drift error (1 - cos), mean over {len(self.kinds)} forwards ({kinds})"
+        for name, distances in (("keys", self.keys), ("values", self.values)):
+            yield ""
+            yield f"{name:<8}" + "".join(f"{region.value:>11}" for region in Region)
+            for layer, figures in enumerate(self.by_layer(distances).tolist()):
+                yield f"layer {layer:<2}" + "".join(f"{_cell(figure):>11}" for figure in figures)
+
+
+def _cell(figure: float) -> str:
+    if figure != figure:
+        return "-"
+    return f"{figure:.2e}" if figure else "0"
+
+
+def _plain(figures: NDArray[np.float64]) -> list[Any]:
+    """Nested lists, with None for NaN, which JSON does not have."""
+    plain = figures.astype(object)
+    plain[np.isnan(figures)] = None
+    return plain.tolist()

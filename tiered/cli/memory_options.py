@@ -1,0 +1,26 @@
+"""`--memory` and its like, the same in every command that takes a budget."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tiered.budget import MemoryBudget
+
+
+def add_memory_options(parser: argparse.ArgumentParser) -> None:
+    """Enter a cap for each tier."""
+    parser.add_argument("--memory", metavar="SIZE", help="cap of the device tier, such as 24GiB")
+    parser.add_argument("--host-memory", metavar="SIZE", help="cap of the host tier (pinned memory)")
+    parser.add_argument("--disk-memory", metavar="SIZE", help="size of the disk tier; needs --disk-path")
+    parser.add_argument("--disk-path", metavar="PATH", help="file or folder of the disk tier")
+
+
+def memory_budget(args: argparse.Namespace) -> "MemoryBudget":
+    """The budget that they give.
+
+    Raises:
+        ValueError, TypeError: see `MemoryBudget`.
+    """
+    from tiered.budget import MemoryBudget
+
+    return MemoryBudget(device=args.memory, host=args.host_memory, disk=args.disk_memory, disk_path=args.disk_path)

@@ -1,0 +1,131 @@
+"""How far each row's attention in the last layer has moved since the step before, for commit rules that ask."""
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int
+from torch import Tensor
+
+from tiered.kernels.divergence import divergence_terms
+from tiered.kernels.proxy_scores import proxy_scores
+from tiered.planning.attention_costs import AttentionChunk
+from tiered.rows import Rows
+
+
+class AttentionDrift:
+    """Keeps the log-probabilities of a block's rows and compares them with those of the next step (arXiv 2607.14107).
+
+    The rows are those whose logits the step needs, so entry i of a block's drift belongs to its token i also where a
+    family predicts from the row before. Each of them passes the last layer's attention once a step.
+    """
+
+    def __init__(
+        self,
+        sequences: int,
+        heads: int,
+        block_length: int,
+        context: int,
+        *,
+        chunk: AttentionChunk,
+        device: torch.device,
+    ) -> None:
+        """`sequences`: those measured; with guidance, the first half of the forward's, which see their prompts."""
+        self._log_rows: Float32[Tensor, "batch heads block length"] = torch.empty(
+            sequences, heads, block_length, context, dtype=torch.float32, device=device
+        )
+        self._chunk = chunk
+        self._stored = False
+
+    @property
+    def drift(self) -> Float32[Tensor, "batch block"]:
+        """KL(attention in this step ‖ in the step before) of each row in nats, mean over heads; NaN without a step
+        before."""
+        return self._drift
+
+    def begin_step(self, first_row: int, *, forget: bool) -> None:
+        """A forward comes that needs the rows from column `first_row` on; `forget`: it has nothing to compare with."""
+        self._first_row = first_row
+        self._compare = self._stored and not forget
+        self._stored = True  # by the time the next step begins
+        batch, _, block_length, _ = self._log_rows.shape
+        self._drift = self._log_rows.new_full((batch, block_length), torch.nan)
+
+    def keep(self, sequences: list[int]) -> None:
+        """Go on with these sequences alone (ascending), at a block's end."""
+        # Forgotten rather than moved: the next block's rows are others.
+        self._log_rows, self._stored = self._log_rows[: len(sequences)], False
+
+    def observe(
+        self,
+        rows: Rows,
+        queries: Float[Tensor, "sequences heads rows head_dim"],
+        keys: Float[Tensor, "sequences kv_heads length head_dim"],
+        key_mask: Bool[Tensor, "sequences 1 1 length"] | None,
+    ) -> None:
+        """See rows on their way through the last layer; those that the step does not need are passed over."""
+        batch, _, block_length, _ = self._log_rows.shape
+        queries, keys = queries[:batch], keys[:batch]
+        key_mask = None if key_mask is None else key_mask[:batch]
+        if rows.start is not None:
+            first = max(rows.start, self._first_row)
+            stop = min(rows.start + rows.count, self._first_row + block_length)
+            if first < stop:
+                queries = queries[:, :, first - rows.start : stop - rows.start]
+                self._enter(slice(first - self._first_row, stop - self._first_row), None, queries, keys, key_mask)
+            return
+        place, present = self._places(rows, batch, block_length)
+        queries = queries.gather(2, place[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
+        self._enter(slice(0, block_length), present, queries, keys, key_mask)
+
+    def _places(
+        self, rows: Rows, batch: int, block_length: int
+    ) -> tuple[Int[Tensor, "batch block"], Bool[Tensor, "batch block"]]:
+        """Where in scattered `rows` the needed ones stand, and which of them do."""
+        assert rows.index is not None, "rows are a span or an index"
+        index = rows.index[:batch]
+        needed = torch.arange(self._first_row, self._first_row + block_length, device=index.device)
+        same = index[:, None, :] == needed[None, :, None]
+        if rows.valid is not None:
+            same &= rows.valid[:batch, None, :]
+        return same.int().argmax(dim=-1), same.any(dim=-1)
+
+    def _enter(
+        self,
+        block_rows: slice,
+        present: Bool[Tensor, "batch block"] | None,
+        queries: Float[Tensor, "batch heads rows head_dim"],
+        keys: Float[Tensor, "batch kv_heads length head_dim"],
+        key_mask: Bool[Tensor, "batch 1 1 length"] | None,
+    ) -> None:
+        """Compare rows of the block with what is kept, and keep them instead; None in `present`: all are there."""
+        batch, heads = queries.shape[:2]
+        sharing = heads // keys.shape[1]
+        drift = queries.new_zeros(queries.shape[0], queries.shape[2], dtype=torch.float32)
+        for first in range(0, batch, self._chunk.sequences):
+            sequences = slice(first, first + self._chunk.sequences)
+            for first_head in range(0, heads, self._chunk.heads):
+                some = slice(first_head, first_head + self._chunk.heads)
+                log_rows = _log_probabilities(
+                    queries[sequences, some],
+                    keys[sequences, some.start // sharing : -(-some.stop // sharing)],
+                    None if key_mask is None else key_mask[sequences],
+                )
+                kept = self._log_rows[sequences, some, block_rows]
+                if self._compare:
+                    drift[sequences] += divergence_terms(log_rows, kept).sum(dim=-1).sum(dim=1)
+                if present is not None:
+                    log_rows = log_rows.where(present[sequences, None, :, None], kept)
+                kept.copy_(log_rows)
+        if self._compare:
+            drift /= heads
+            self._drift[:, block_rows] = drift if present is None else drift.where(present, self._drift[:, block_rows])
+
+
+def _log_probabilities(
+    queries: Float[Tensor, "batch heads rows head_dim"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"],
+    key_mask: Bool[Tensor, "batch 1 1 length"] | None,
+) -> Float32[Tensor, "batch heads rows length"]:
+    """Logarithms of the attention weights; −inf at masked keys."""
+    scores = proxy_scores(queries, keys)
+    if key_mask is not None:
+        scores.masked_fill_(~key_mask, -torch.inf)
+    return scores.log_softmax(dim=-1)

@@ -1,0 +1,66 @@
+"""Loading a checkpoint: config, budget, weights, tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tiered.budget import MemoryBudget
+from tiered.features import Account
+from tiered.ledger import Ledger
+from tiered.models.base import DiffusionModel
+from tiered.models.checkpoint import load_weights
+from tiered.models.config_source import read_config
+from tiered.models.families import family_of
+from tiered.models.locate import checkpoint_directory
+from tiered.models.shape import BYTES_PER_ELEMENT
+from tiered.models.tokenizer import load_tokenizer
+from tiered.offload.device import pick_device
+from tiered.planning.costs import weight_bytes
+from tiered.policies import DEFAULT_POLICY
+from tiered.policies.base import Policy
+from tiered.policies.registry import make_policy
+from tiered.runtime import Runtime
+
+
+def from_pretrained(
+    path_or_name: str | Path,
+    *,
+    policy: str | Policy = DEFAULT_POLICY,
+    memory: MemoryBudget | int | str | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    **policy_options: Any,
+) -> Runtime:
+    """Load a checkpoint.
+
+    Args:
+        path_or_name: a directory in Hugging Face's layout, the id of a model in the local hub cache, or "embedded".
+        policy: caching policy, by name (with `policy_options`) or as an object.
+        memory: hard cap on what the runtime holds: a size of the device tier, or a `MemoryBudget`; None: no cap.
+        dtype: of weights, features and activations: "float32", "bfloat16", "float16"; "auto": the checkpoint's.
+        device: "cpu", "cuda", "cuda:N"; "auto": CUDA where there is any.
+
+    Raises:
+        TierCapacityError: the weights alone exceed the device budget; nothing has been loaded.
+        ValueError, TypeError, FileNotFoundError: anything wrong with the checkpoint or an argument, named.
+    """
+    chosen = make_policy(policy, **policy_options)
+    ledger = Ledger(MemoryBudget.of(memory))
+    target = pick_device(device)
+    directory = checkpoint_directory(path_or_name)
+    config = read_config(directory)
+    family = family_of(config)
+    shape = family.shape(config)
+    dtype_name = shape.dtype if dtype == "auto" else str(dtype).removeprefix("torch.")
+    if dtype_name not in BYTES_PER_ELEMENT:
+        raise ValueError(f"dtype = {dtype!r}; allowed: 'auto', {', '.join(map(repr, BYTES_PER_ELEMENT))}")
+    with torch.device("meta"):
+        model: DiffusionModel = family.resolve_loader().from_config(config)
+    tokenizer = load_tokenizer(directory)
+    ledger.allocate(
+        {Account.WEIGHTS: weight_bytes(shape, dtype_name)},
+        hint="raise `memory`, or load the weights in a smaller dtype",
+    )
+    load_weights(model, directory, dtype=getattr(torch, dtype_name), device=target)
+    return Runtime(model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name))

@@ -1,0 +1,69 @@
+"""Books: the bytes that it takes to keep a block's attention in the last layer and to compare it with the next step's.
+
+The comparison goes over some sequences and heads at a time, as many as fit the room that a part of a full refresh takes
+anyway. So it adds the kept rows to a call, and temporaries only where a single head exceeds that room.
+"""
+
+from dataclasses import dataclass
+
+from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+
+_FLOAT32 = 4
+# Tensors of the size of a chunk that `divergence_terms` holds at its peak, with both log-probabilities and its masks.
+_COMPARED = 8
+# For each pair of a needed row and one that passes: whether they are the same, as two masks and an integer.
+_MATCHED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChunk:
+    """What is compared at a time.
+
+    Attributes:
+        sequences: sequences; 1 where not all heads go together.
+        heads: query heads of each: a multiple of those that share keys, or a divisor.
+        temporaries: bytes of the temporaries, on the device.
+    """
+
+    sequences: int
+    heads: int
+    temporaries: int
+
+
+def attention_rows_bytes(shape: ModelShape, *, sequences: int, block_length: int, context: int) -> int:
+    """Bytes of the rows that are kept, log-probabilities in float32, and of the drift of each."""
+    return _FLOAT32 * sequences * block_length * (shape.heads * context + 2)
+
+
+def attention_chunk(
+    shape: ModelShape, *, sequences: int, block_length: int, context: int, rows: int, dtype: str, room: int
+) -> AttentionChunk:
+    """As much as `room` bytes of temporaries allow, and one head of one sequence at the least.
+
+    Args:
+        shape: sizes of the model.
+        sequences: sequences whose rows are compared.
+        block_length: rows of each that are compared.
+        context: positions of the canvas.
+        rows: rows of all sequences that pass a layer at a time.
+        dtype: of activations, a key of `BYTES_PER_ELEMENT`.
+        room: bytes.
+    """
+    element = BYTES_PER_ELEMENT[dtype]
+    query_width = shape.heads * shape.head_dim
+    # The layer's normed rows and their queries, the block's queries among them, and where its rows stand.
+    fixed = rows * (shape.width + query_width) * element + block_length * rows * _MATCHED
+    fixed += sequences * block_length * query_width * element
+    # By head: scores and what they turn into, and queries in float32. Heads that share keys share those in float32 too.
+    by_head = _FLOAT32 * block_length * (_COMPARED * context + shape.head_dim)
+    keys = _FLOAT32 * context * shape.head_dim if dtype != "float32" else 0
+    sharing = shape.heads // shape.kv_heads
+    free = room - fixed
+    groups = max(0, free // (sharing * by_head + keys))
+    together = max(1, min(sequences, groups // shape.kv_heads))
+    if groups:
+        heads = min(groups, shape.kv_heads) * sharing
+    else:
+        heads = max(n for n in range(1, sharing + 1) if sharing % n == 0 and (n == 1 or n * by_head + keys <= free))
+    temporaries = fixed + together * (heads * by_head + max(1, heads // sharing) * keys)
+    return AttentionChunk(together, heads, temporaries)

@@ -1,0 +1,79 @@
+"""Books: the memory that records take in an arena of slabs, at most, whatever the sizes of the clusters turn out to be.
+
+A slab serves one size class at a time and holds as many of its slots as fit (`tiered.offload.slabs`). So a record takes
+a share of a slab, up to a whole one where it is just over half as large; and of each class one slab may be filled in
+part. Which sizes occur is known only once rows are clustered: this is the bound over all of them.
+"""
+
+from functools import cache
+from itertools import pairwise
+
+from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.slabs import SlabBook
+
+# Records that a store has put beside those that they replace fit one staging slot, which is a slab; in parts of slabs
+# that is two at most.
+_IN_TRANSIT = 2
+
+
+def arena_bytes(
+    codec: Codec,
+    *,
+    rows: int,
+    records: int,
+    most_rows: int,
+    width: int,
+    element_bytes: int,
+    slab_bytes: int,
+    header: int = 0,
+) -> int:
+    """Bytes of the slabs that hold up to `records` records of up to `rows` rows in all, and one more staging slot of
+    them while they are replaced; 0 for none.
+
+    Args:
+        codec: of the records.
+        rows, records: in all.
+        most_rows: of a record.
+        width, element_bytes: of a row.
+        slab_bytes: of a slab.
+        header: bytes in front of each record.
+    """
+    if not records:
+        return 0
+    shares, classes = _shares(codec, most_rows, width, element_bytes, slab_bytes, header)
+    mean = min(rows / records, len(shares) - 1)
+    below = int(mean)
+    share = shares[below] + (mean - below) * (shares[min(below + 1, len(shares) - 1)] - shares[below])
+    partly = sum(sorted(classes)[-records:])
+    slabs = int(records * share + partly) + 1 + _IN_TRANSIT
+    return slabs * slab_bytes
+
+
+@cache
+def _shares(
+    codec: Codec, most_rows: int, width: int, element_bytes: int, slab_bytes: int, header: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """By rows of a record, from 0: the share of a slab that records of so many rows take on average, at most, with
+    other records larger and smaller; and for each class, the share of its last slab that may be empty."""
+    book = SlabBook(slab_bytes)
+    sizes = [header + codec_bytes(codec, rows, width, element_bytes=element_bytes) for rows in range(1, most_rows + 1)]
+    slots = {book.room_for(size): book.slots_per_slab(size) for size in sizes}
+    points = [0.0, *(1 / slots[book.room_for(size)] for size in sizes)]
+    hull = [0]
+    for right in range(1, len(points)):
+        # The upper concave hull: a point below the line between its neighbours is on no worst mixture.
+        while len(hull) > 1 and _slope(points, hull[-2], hull[-1]) <= _slope(points, hull[-1], right):
+            hull.pop()
+        hull.append(right)
+    shares = list(points)
+    for left, right in pairwise(hull):
+        for rows in range(left, right + 1):
+            shares[rows] = points[left] + (rows - left) * _slope(points, left, right)
+    # More rows in the mean cannot take less: the total is a bound for fewer rows too.
+    for rows in range(1, len(shares)):
+        shares[rows] = max(shares[rows], shares[rows - 1])
+    return tuple(shares), tuple(1 - 1 / count for count in slots.values())
+
+
+def _slope(points: list[float], left: int, right: int) -> float:
+    return (points[right] - points[left]) / (right - left)

@@ -1,0 +1,173 @@
+"""Books: what a call that keeps hidden states in the tiers takes of each, beside what every call takes."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from tiered.budget import MemoryBudget
+from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_clusters
+from tiered.features import Account, Tier
+from tiered.hidden.options import MOST_PARTS, HiddenOptions
+from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes
+from tiered.offload.slabs import UNIT
+from tiered.planning.costs import part_bytes
+from tiered.planning.slab_costs import arena_bytes
+from tiered.planning.update_costs import UpdateSizes, refresh_bytes, update_bytes
+
+# Rows that a staging slot holds: 128 rows of LLaDA-8B are 295 KiB as nvfp4_delta, enough for a link's full speed.
+RECORD_ROWS = 128
+STORE_SLOTS = 2  # one is encoded into while the other is copied
+MOST_FETCH_SLOTS = 16
+LOAD_SLOTS = 2  # of host memory, where there is a disk tier
+DISK_HEADER = 64  # bytes in front of each record in the file
+MOST_ROWS = 256  # of a record, where a slot holds so many
+# Slabs that the host tier needs where records spill: those of one store may be of as many classes.
+_FEWEST_SLABS = 16
+_FLOAT32, _INT64 = 4, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierCosts:
+    """Bytes of the hidden states of one call. Which clusters there are is known only once rows are clustered, so all of
+    it is what the call takes at most.
+
+    Attributes:
+        options: what is kept.
+        layers: that keep records: all but the first, whose rows are embeddings, and the last, which feeds none.
+        clusters: of one layer of one sequence.
+        records: bytes of all records, in whichever tier keeps them.
+        arena: bytes of the memory that they lie in, the padding of their slots included.
+        file: the same in the disk tier.
+        references: bytes on the device of what drift is measured with, and of the clusters' columns.
+        banks: bytes on the device of the centroids that deltas are taken against.
+        slot_bytes, fetch_slots, store_slots: of the rings on the device.
+        activations: bytes on the device that a pass takes beside those of every call: where a few clusters may
+            hold all rows, an update goes over all of them.
+    """
+
+    options: HiddenOptions
+    layers: int
+    clusters: int
+    records: int
+    arena: int
+    file: int
+    references: int
+    banks: int
+    slot_bytes: int
+    fetch_slots: int
+    store_slots: int
+    activations: int
+
+    @classmethod
+    def of(
+        cls, options: HiddenOptions, shape: ModelShape, *, batch: int, context: int, block_length: int, dtype: str
+    ) -> "TierCosts":
+        """Of `batch` sequences (with guidance, twice those asked for) over `context` positions."""
+        element, codec = BYTES_PER_ELEMENT[dtype], options.codec
+        rows = max(0, context - block_length)
+        if options.window_blocks is not None:
+            rows = min(rows, sum(options.window_blocks) * block_length)
+        if options.clusters == "auto":  # large ones are cut
+            wanted = auto_clusters(rows) + rows // MOST_ROWS_PER_CLUSTER
+            renewed = min(rows, options.top_m * MOST_ROWS_PER_CLUSTER)
+        else:
+            wanted, renewed = options.clusters, rows
+        clustered = min(max(wanted, 2), rows)
+        appended = min(options.appended_blocks, max(0, context // block_length - 1)) if clustered else 0
+        layers, scored = max(0, shape.layers - 2), max(0, shape.layers - 1)
+        kept, clusters = rows + appended * block_length, clustered + appended
+        slot = codec_bytes(codec, min(max(kept, 1), RECORD_ROWS), shape.width, element_bytes=element)
+        slot_bytes = -(-slot // UNIT) * UNIT
+        most = _most_rows(codec, shape.width, element, slot_bytes)
+        records = min(kept, clusters + kept // most)
+        nbytes = 0
+        if kept:
+            nbytes = codec_bytes(codec, kept, shape.width, element_bytes=element, records=records)
+        of_arena = {
+            "rows": batch * layers * kept, "records": batch * layers * records, "most_rows": most,
+            "width": shape.width, "element_bytes": element,
+        }  # fmt: skip
+        bank = centroid_bytes(clusters, shape.width, element_bytes=element) * (codec is Codec.NVFP4_DELTA)
+        sizes = UpdateSizes(
+            shape=shape, batch=batch, context=context, dtype=dtype, codec=codec, scored=scored, clusters=clusters,
+            appended=appended, parts=min(clustered, MOST_PARTS) + 1, kept=kept, renewed=renewed, block=block_length,
+            active=block_length * (2 if appended else 1), record_rows=most,
+        )  # fmt: skip
+        # What every call books for a refresh without clusters.
+        room = batch * context * shape.width * element + part_bytes(shape, batch=batch, context=context, dtype=dtype)
+        fetched = min(MOST_FETCH_SLOTS, batch * min(options.top_m, max(1, clusters)) + 2)
+        return cls(
+            options=options,
+            layers=layers,
+            clusters=clusters,
+            records=batch * layers * nbytes,
+            arena=arena_bytes(codec, **of_arena, slab_bytes=slot_bytes),
+            file=arena_bytes(codec, **of_arena, slab_bytes=slot_bytes + UNIT, header=DISK_HEADER),
+            references=batch * scored * _reference_bytes(sizes, appended=bool(appended)),
+            banks=(batch * layers + 1) * bank if layers else 0,  # new ones of a layer stand beside those they replace
+            slot_bytes=slot_bytes,
+            fetch_slots=fetched if options.tier is Tier.HOST else 1,
+            store_slots=STORE_SLOTS if options.tier is Tier.HOST else 1,
+            activations=max(refresh_bytes(sizes) - room, update_bytes(sizes) - room, 0) if kept else 0,
+        )
+
+    @property
+    def staging(self) -> int:
+        """Bytes of the rings on the device."""
+        return self.slot_bytes * (self.fetch_slots + self.store_slots)
+
+    def tiers(self, budget: MemoryBudget) -> dict[Tier, dict[Account, int]]:
+        """Bytes of every tier by account, beside what every call takes.
+
+        Where `budget` has a disk tier, what the host's cap leaves no room for goes there. How records divide between
+        the two depends on which drift, so that the figure of the disk is close, not a bound.
+        """
+        device = {
+            Account.CENTROIDS: self.references + self.banks,
+            Account.STAGING: self.staging,
+            Account.ACTIVATIONS: self.activations,
+        }
+        held = {Account.HIDDEN: self.records, Account.SPARE: self.arena - self.records}
+        host: dict[Account, int] = {}
+        disk: dict[Account, int] = {}
+        if budget.cap(Tier.DISK):
+            host[Account.STAGING] = LOAD_SLOTS * self.slot_bytes
+            disk[Account.SPARE] = self.slot_bytes + UNIT
+        if self.options.tier is Tier.DEVICE:
+            return {Tier.DEVICE: device | held, Tier.HOST: host, Tier.DISK: disk}
+        cap = budget.cap(Tier.HOST)
+        ring = host.get(Account.STAGING, 0)
+        if disk and cap is not None and ring + self.arena > cap:
+            slabs = min(max(_FEWEST_SLABS, (cap - ring) // self.slot_bytes), self.arena // self.slot_bytes)
+            # Records are spread over memory and file in proportion to what each has.
+            here = self.records * slabs * self.slot_bytes // self.arena
+            there = self.records - here
+            file = -(-self.file * there // max(1, self.records) // (self.slot_bytes + UNIT)) * (self.slot_bytes + UNIT)
+            host |= {Account.HIDDEN: here, Account.SPARE: slabs * self.slot_bytes - here}
+            disk = {Account.HIDDEN: there, Account.SPARE: max(file, self.slot_bytes + UNIT) - there}
+        else:
+            host |= held
+        return {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
+
+
+@cache
+def _most_rows(codec: Codec, width: int, element_bytes: int, slot_bytes: int) -> int:
+    """Rows of the largest record that fits a slot (`tiered.tiers.hidden_records.most_rows`)."""
+    sizes = (codec_bytes(codec, rows, width, element_bytes=element_bytes) for rows in range(1, MOST_ROWS + 1))
+    return sum(size <= slot_bytes for size in sizes)
+
+
+def _reference_bytes(sizes: UpdateSizes, *, appended: bool) -> int:
+    """What one layer of one sequence keeps from update to update (`tiered.hidden.layer_state`)."""
+    shape, clusters = sizes.shape, sizes.clusters
+    element = BYTES_PER_ELEMENT[sizes.dtype]
+    queries = clusters * shape.heads * shape.head_dim * element
+    # Scores of the block's columns; peak and mass of the rest, part by part and in all.
+    attention = (
+        _FLOAT32
+        * shape.heads
+        * max(clusters * (sizes.block + 4), sizes.with_parts * (sizes.block + 2 * sizes.parts + 2))
+    )
+    columns = _INT64 * (2 * sizes.context + sizes.block + sizes.parts)
+    members = (_INT64 * (2 if appended else 1) + 1) * sizes.kept + (2 * _INT64 + 1) * clusters
+    return queries + attention + columns + members
