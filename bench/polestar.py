@@ -73,10 +73,10 @@ class Question:
 # One token a step takes 32 forwards an example, confident ones two or three.
 SLOW, FAST = tuple(COMMITS)[:1], tuple(COMMITS)[1:]
 QUESTIONS = (
-    Question(task="sort", examples=400, commits=FAST),
-    Question(task="chain", examples=400, commits=FAST),
-    Question(task="lookup", examples=60, positions=256, commits=FAST),
-    Question(task="lookup", examples=8, positions=2048, commits=FAST),
+    Question(task="sort", examples=120, commits=FAST),
+    Question(task="chain", examples=100, commits=FAST),
+    Question(task="lookup", examples=40, positions=256, commits=FAST),
+    Question(task="lookup", examples=6, positions=2048, commits=FAST),
     Question(task="sort", examples=60, commits=SLOW),
     Question(task="chain", examples=40, commits=SLOW),
 )
@@ -247,13 +247,13 @@ def main() -> None:
 
     if "memory" in parts:
         keep("memory", memory(runtime, args.quick))
-    if "drift" in parts:
-        keep("drift", drift(runtime, 1 if args.quick else 4))
     rows: list[dict[str, Any]] = []
     if "table" in parts:
         for row in table(runtime, 0.02 if args.quick else 1.0, console):
             rows.append(row)
             keep("table", rows)
+    if "drift" in parts:
+        keep("drift", drift(runtime, 1 if args.quick else 2))
     summary: dict[str, Any] = {"rows": len(rows)}
     if "memory" in result:
         for name in ("features_over_dual", "host_bytes_per_element"):

@@ -19,8 +19,6 @@ from tiered.clustering import seeding, tiles
 from tiered.decoding.attention_drift import AttentionDrift
 from tiered.errors import TierCapacityError
 from tiered.features import Tier
-from tiered.hidden import layer_state
-from tiered.hidden import options as hidden_options
 from tiered.hidden.fetching import Fetching
 from tiered.kernels import proxy_attention_ref
 from tiered.ledger import Ledger
@@ -335,7 +333,6 @@ def test_the_books_have_the_numbers_of_those_who_work():
     assert update_costs.TILE_ELEMENTS == tiles.DEVICE_ELEMENTS
     assert update_costs.SKETCH_WIDTH == seeding.SKETCH_WIDTH
     assert update_costs.SCORES_AT_ONCE == proxy_attention_ref.SCORES_AT_ONCE
-    assert hidden_options.MOST_PARTS == layer_state.MOST_PARTS
 
 
 # Sequences, query heads, key heads, dtype, share of the room that comparing everything at once would take.

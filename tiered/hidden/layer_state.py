@@ -12,15 +12,12 @@ from tiered.clustering.summaries import means_and_medoids
 from tiered.forward import Forward
 from tiered.hidden.by_sequence import kept
 from tiered.hidden.members import Members
+from tiered.hidden.options import MOST_PARTS
 from tiered.kernels.drift_reference import DriftReference
 from tiered.rows import Rows
 from tiered.tiers.hidden_records import HiddenRecords
 
 Span = tuple[int, int]
-
-# With so few clusters a reference keeps the attention on each of them apart, which makes the drift exact however much
-# of it the renewed ones hold; it takes clusters² numbers, too many where there are hundreds.
-MOST_PARTS = 16
 
 
 @dataclass(slots=True)
