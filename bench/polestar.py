@@ -3,9 +3,11 @@
     python bench/polestar.py --out FILE.json     # about half an hour on two cores
     python bench/polestar.py --quick             # everything with a few examples
 
-Three parts, each written as soon as it is measured (bench/overlap.py measures what of the copies is hidden):
+Four parts, each written as soon as it is measured, beside what FILE holds of the others (bench/overlap.py measures what
+of the copies is hidden):
   table    the embedded model's held-out tasks under each policy and commit rule, one row each
   memory   bytes by tier and account: runs of two models, and plans for LLaDA-8B
+  trigger  what the update threshold T does to a task that hangs on fresh looks at its prompt
   drift    how far cached keys and values of the prompt are from an uncached pass, by policy and option
 """
 
@@ -34,7 +36,7 @@ from tiered.policies.none import NoCache
 from tiered.provenance import provenance
 from tiered.whole_file import write_then_rename
 
-RESULTS = Path(__file__).parent / "results" / "polestar.json"
+PARTS = ("memory", "table", "trigger", "drift")
 BLOCK = 32
 
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -135,6 +137,37 @@ def table(runtime: tiered.Runtime, share: float, console: Console) -> Iterator[d
                 yield row
 
 
+def trigger(runtime: tiered.Runtime, share: float) -> list[dict[str, Any]]:
+    """Sorting under several thresholds, between the dual cache, which never updates, and `none`."""
+    rows = []
+    for commit in ("one a step", "threshold 0.99", "threshold 0.9"):
+        examples = QUESTIONS[0].sample(max(4, round(share * (60 if commit in SLOW else 120))))
+        for threshold in (0, 1, 2, 4, 8):
+            tally = Tally()
+            scores = score_examples(
+                runtime.with_policy("polestar", update_threshold=threshold),
+                examples,
+                max_new_tokens=BLOCK,
+                block_length=BLOCK,
+                watch=tally,
+                **COMMITS[commit],
+            )
+            rows.append(
+                {
+                    "task": "sort",
+                    "commit": commit,
+                    "update_threshold": threshold,
+                    "examples": len(examples),
+                    "correct": scores.correct,
+                    "nfe": round(scores.mean_forwards, 3),
+                    "rows_per_forward": round(statistics.mean(tally.rows), 1),
+                    "updates": tally.updates,
+                    "moved_bytes": dict(tally.moved),
+                }
+            )
+    return rows
+
+
 DRIFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fast_dllm_dual": ("fast_dllm_dual", {}),
     "polestar, raw": ("polestar", {"codec": "raw"}),
@@ -227,20 +260,23 @@ def _features(accounts: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write; without, nothing is kept")
-    parser.add_argument("--parts", default="memory,drift,table", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--parts", default="memory,table,trigger,drift", help="comma-separated (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="a few examples of each task")
     args = parser.parse_args()
     parts = args.parts.split(",")
-    if unknown := set(parts) - {"table", "memory", "drift"}:
+    if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts {args.parts}: no part {', '.join(sorted(unknown))}")
     torch.set_num_threads(args.threads)
     console = Console(stderr=True)
     runtime = tiered.from_pretrained("embedded", device="cpu")
-    result: dict[str, Any] = {"device": "cpu"} | provenance() | {"threads": args.threads}
+    result: dict[str, Any] = {"measured": {}}
+    if args.out is not None and args.out.exists():
+        result |= json.loads(args.out.read_text())
 
     def keep(name: str, value: Any) -> None:
         result[name] = value
+        result["measured"][name] = {"device": "cpu"} | provenance() | {"threads": args.threads}
         if args.out is not None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             write_then_rename(args.out, lambda part: part.write_text(_readable(result)))
@@ -252,6 +288,8 @@ def main() -> None:
         for row in table(runtime, 0.02 if args.quick else 1.0, console):
             rows.append(row)
             keep("table", rows)
+    if "trigger" in parts:
+        keep("trigger", trigger(runtime, 0.02 if args.quick else 1.0))
     if "drift" in parts:
         keep("drift", drift(runtime, 1 if args.quick else 2))
     summary: dict[str, Any] = {"rows": len(rows)}
