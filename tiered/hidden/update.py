@@ -72,7 +72,7 @@ class Update:
         partly = self._stored(state, touched)
         mended = self._fetching.mend(partly, state.records or ())
         cache.ranking[state.layer] = [
-            now or before for now, before in zip(drift, cache.ranking.get(state.layer, drift), strict=True)
+            measured or earlier for measured, earlier in zip(drift, cache.ranking.get(state.layer, drift), strict=True)
         ]
         fresh_above = [self._marked(clusters, state.members[b]) for b, clusters in enumerate(chosen)]
         self._guess(state.layer, fresh_above)
