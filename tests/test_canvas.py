@@ -46,9 +46,9 @@ def test_a_commit_writes_chosen_columns_alone():
     new = canvas()
     before = new.tokens.clone()
     chosen = torch.tensor([[True, False], [False, True]])
-    new.commit(5, chosen, torch.tensor([[4, 5], [6, 7]]), forward=11)
+    new.commit(5, chosen, torch.tensor([[4, 5], [6, 7]]), forwards=torch.tensor([11, 12]))
     assert new.tokens[:, 5:7].tolist() == [[4, MASK], [MASK, 7]]
-    assert new.committed_at[:, 5:7].tolist() == [[11, PENDING], [PENDING, 11]]
+    assert new.committed_at[:, 5:7].tolist() == [[11, PENDING], [PENDING, 12]]
     assert torch.equal(new.pending(5, 7), ~chosen)
     outside = torch.tensor([0, 1, 2, 3, 4, 7, 8])
     assert torch.equal(new.tokens[:, outside], before[:, outside])
@@ -58,7 +58,7 @@ def test_a_commit_writes_chosen_columns_alone():
 def test_a_second_commit_keeps_the_first():
     new = canvas()
     for forward, row in enumerate([[True, False], [False, True]]):
-        new.commit(3, torch.tensor([row] * 2), torch.full((2, 2), forward), forward=forward)
+        new.commit(3, torch.tensor([row] * 2), torch.full((2, 2), forward), torch.full((2,), forward))
     assert new.tokens[:, 3:5].tolist() == new.committed_at[:, 3:5].tolist() == [[0, 1]] * 2
 
 
@@ -71,7 +71,7 @@ def test_prompts_are_the_callers():
 
 def test_kept_sequences():
     new = canvas()
-    new.commit(3, torch.tensor([[True, True], [True, False]]), torch.tensor([[4, 4], [5, 5]]), forward=0)
+    new.commit(3, torch.tensor([[True, True], [True, False]]), torch.tensor([[4, 4], [5, 5]]), torch.tensor([0, 0]))
     mask = new.key_mask()
     assert mask is not None
     before = [new.tokens, new.committed_at, new.pads, new.positions(), mask]

@@ -170,8 +170,7 @@ def planned(runtime: Runtime, context: int, budget: MemoryBudget = UNCAPPED, **s
     shape = runtime.model.shape
     workload = Workload(
         shape=shape,
-        features=runtime.policy.features(shape),
-        hidden=runtime.policy.hidden(),
+        policy=runtime.policy,
         context=context,
         dtype=str(runtime.dtype).removeprefix("torch."),
         **{"batch": 1, "block_length": 32, **sizes},

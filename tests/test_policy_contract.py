@@ -2,7 +2,7 @@
 differ from layer to layer, delayed caching, and rows recomputed from stored hidden states."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
 from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
 from tiered.policies.none import NoCache
 from tiered.rows import Rows
+from tiered.rows_where import rows_where
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -93,6 +94,108 @@ def test_sequences_with_different_numbers_of_rows(history: Callable):
         return StepPlan(Rows.at(index, valid), slice(0, step.last_row - step.first_row), PassKind.STEP)
 
     assert history(Custom(rule=ragged)) == history(FastDLLMPrefix())
+
+
+def test_logits_of_pending_rows_alone(history: Callable):
+    # Every sequence has other rows among its output, and another number of them.
+    def pending_first(step: Step) -> StepPlan:
+        every = torch.ones(step.canvas.batch, step.canvas.length, dtype=torch.bool)
+        wanted = every.clone()
+        wanted[:, : step.first_row] = wanted[:, step.last_row :] = False
+        wanted[:, step.first_row : step.last_row] &= step.canvas.pending(step.start, step.stop)
+        rows, (count, _) = rows_where(wanted, every)
+        return StepPlan(rows, slice(0, count), PassKind.REFRESH)
+
+    assert history(Custom(rule=pending_first)) == history(NoCache())
+
+
+def test_what_no_row_predicts_is_not_committed(runtime: Runtime):
+    # Two pending columns a step, the last first, whatever the others would say: their rows have no logits.
+    seen: list[list[int]] = []
+
+    def backwards(step: Step) -> StepPlan:
+        pending = step.canvas.pending(step.start, step.stop)
+        seen.append((pending[0].nonzero()[:, 0] + step.start).tolist())
+        columns = torch.tensor([seen[-1][-2:]])
+        others = torch.tensor([[c for c in range(step.canvas.length) if c not in seen[-1][-2:]]])
+        return StepPlan(Rows.at(torch.cat([columns, others], dim=1)), slice(0, columns.shape[1]), PassKind.REFRESH)
+
+    options = {**OPTIONS, "confidence_threshold": 0.0}
+    out = runtime.with_policy(Custom(rule=backwards)).generate(torch.arange(5)[None], **options)
+    assert [len(pending) for pending in seen] == [8, 6, 4, 2] * 3
+    assert all(pending == list(range(pending[0], pending[0] + len(pending))) for pending in seen)
+    assert int((out.sequences == runtime.model.mask_token_id).sum()) == 0
+
+
+def test_forwards_count_by_sequence(runtime: Runtime):
+    # A sequence that waits for others has a clock that stands still, and dates of commits that go by it.
+    def clocks(ids: torch.Tensor) -> tuple[list[list[int | None]], torch.Tensor]:
+        seen: list[list[int | None]] = []
+        dates: list[torch.Tensor] = []
+
+        def rule(step: Step) -> StepPlan:
+            seen.append([count if here else None for count, here in zip(step.forwards, step.active, strict=True)])
+            dates.append(step.canvas.committed_at[:, : step.start].clone())
+            assert step.active == tuple(step.canvas.pending(step.start, step.stop).any(dim=1).tolist())
+            return StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH)
+
+        runtime.with_policy(Custom(rule=rule)).generate(ids, **OPTIONS)
+        return seen, dates[-1]
+
+    ids = torch.randint(0, 480, (3, 20), generator=torch.Generator().manual_seed(4))
+    together, dates = clocks(ids)
+    assert any(None in forwards for forwards in together)
+    for number in range(3):
+        alone, of_one = clocks(ids[number : number + 1])
+        taken = [forwards[number] for forwards in together if forwards[number] is not None]
+        assert taken == [forwards[0] for forwards in alone] == list(range(len(alone)))
+        assert torch.equal(dates[number], of_one[0])
+
+
+def test_what_random_remasking_will_commit_is_known_before(runtime: Runtime):
+    upcoming: list[torch.Tensor | None] = []
+    pending: list[torch.Tensor] = []
+
+    def rule(step: Step) -> StepPlan:
+        upcoming.append(step.upcoming)
+        pending.append(step.canvas.pending(step.canvas.prompt_length, step.canvas.length).clone())
+        return StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH)
+
+    ids, options = torch.randint(0, 480, (2, 9)), {"max_new_tokens": 12, "steps": 5, "stop_at_eos": False, "seed": 1}
+    runtime.with_policy(Custom(rule=rule)).generate(ids, remasking="random", **options)
+    for ahead, before, after in zip(upcoming, pending, pending[1:], strict=False):
+        assert ahead is not None and ahead.any() and torch.equal(ahead, before & ~after)
+    upcoming.clear()
+    runtime.with_policy(Custom(rule=rule)).generate(ids, **options)
+    assert set(upcoming) == {None}
+
+
+def test_guidance_that_is_computed_at_times(runtime: Runtime):
+    ids = torch.randint(0, 480, (3, 20), generator=torch.Generator().manual_seed(4))
+
+    def answer(guided: Callable[[Step], tuple[bool, ...] | None]) -> tuple[list[list[int]], list[int]]:
+        sequences: list[int] = []
+
+        def program(forward: Forward, layer: int, flow: Flow) -> Flow:
+            assert len(forward.keys(layer)) == len(flow.hidden)
+            sequences.append(len(flow.hidden))
+            return forward.dense(layer, flow)
+
+        def rule(step: Step) -> StepPlan:
+            plan = StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH)
+            return replace(plan, guided=guided(step), program=program)
+
+        out = runtime.with_policy(Custom(rule=rule)).generate(ids, cfg_scale=2.0, **OPTIONS)
+        return out.sequences.tolist(), sequences[:: runtime.model.shape.layers]
+
+    always, _ = answer(lambda step: None)
+    # Every forward by name is the same but for the order of the sums.
+    assert answer(lambda step: (True,) * 3) == (always, [6] * len(answer(lambda step: None)[1]))
+    seldom, sequences = answer(lambda step: (step.number == 0,) * 3)
+    assert seldom != always and set(sequences) == {3, 6}
+    # Each sequence as if it were alone: the second is guided in the first forward of a block, the others always.
+    mixed, sequences = answer(lambda step: (True, step.number == 0, True))
+    assert [mixed[0], mixed[1], mixed[2]] == [always[0], seldom[1], always[2]] and set(sequences) == {6}
 
 
 def test_a_policy_sees_what_was_committed_when(history: Callable):

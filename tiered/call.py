@@ -13,7 +13,8 @@ from tiered.inputs import Prompts
 from tiered.ledger import Ledger
 from tiered.models.base import DiffusionModel
 from tiered.offload.transport import Transport
-from tiered.planning.costs import call_bytes, compared_at_a_time
+from tiered.planning.costs import compared_at_a_time
+from tiered.planning.policy_costs import policy_bytes
 from tiered.planning.tier_costs import TierCosts
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
@@ -37,17 +38,21 @@ class CallSpace:
         length: int,
         block_length: int,
         *,
+        answer: int | None = None,
+        guidance: bool = False,
         sampled: bool = False,
         attention_rows: int = 0,
     ):
-        """Book what a pass takes for as long as the block lasts; `attention_rows` as in `call_bytes`."""
-        amounts = call_bytes(
+        """Book what a pass takes for as long as the block lasts; arguments as in `policy_bytes`."""
+        amounts = policy_bytes(
+            policy,
             self._model.shape,
-            policy.features(self._model.shape),
             batch=batch,
             context=length,
             block_length=block_length,
             dtype=str(self._dtype).removeprefix("torch."),
+            answer=answer,
+            guidance=guidance,
             sampled=sampled,
             attention_rows=attention_rows,
         )
@@ -65,12 +70,13 @@ class CallSpace:
         )
         return self._ledger.holding(amounts, hint="raise `memory`, or generate without the inspector")
 
-    def store(self, policy: Policy, batch: int, length: int) -> FeatureStore:
+    def store(self, policy: Policy, batch: int, length: int, answer_start: int = 0) -> FeatureStore:
         return FeatureStore(
             self._model.shape,
             policy.features(self._model.shape),
             batch=batch,
             length=length,
+            answer_start=answer_start,
             dtype=self._dtype,
             device=self._device,
         )
@@ -115,4 +121,5 @@ class CallSpace:
         positions, key_mask = canvas.positions(), canvas.key_mask()
         if key_mask is not None and sequences > canvas.batch:
             positions, key_mask = positions.repeat(2, 1), key_mask.repeat(2, 1)
-        return Forward(self._model, self.store(policy, sequences, canvas.length), positions, key_mask, tiers)
+        store = self.store(policy, sequences, canvas.length, canvas.prompt_length)
+        return Forward(self._model, store, positions, key_mask, tiers)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tiered.features import Feature
+from tiered.features import ANSWER_ONLY, Feature
 from tiered.models.shape import ModelShape
 from tiered.rows import Rows
 
@@ -25,25 +25,38 @@ class FeatureStore:
         *,
         batch: int,
         length: int,
+        answer_start: int = 0,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`features`: layers for which each feature is kept, 1 or all (see `Policy.features`)."""
+        """`features`: layers for which each feature is kept, 1 or all (see `Policy.features`); those that are
+        `ANSWER_ONLY` are kept from column `answer_start` on."""
+        self._first = {feature: answer_start if feature in ANSWER_ONLY else 0 for feature in features}
         self._tensors: dict[Feature, Tensor] = {
-            feature: torch.empty(layers, batch, *_heads_elements(shape, feature, length), dtype=dtype, device=device)
+            feature: torch.empty(
+                layers, batch, *_heads_elements(shape, feature, length - self._first[feature]),
+                dtype=dtype, device=device,
+            )
             for feature, layers in features.items()
-        }
+        }  # fmt: skip
+        self._sequences = batch
+
+    def narrow(self, sequences: int) -> None:
+        """Let views and writes be of the first `sequences` alone, until the next `narrow`."""
+        self._sequences = sequences
 
     def view(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length elements"]:
-        """Everything that is stored of `feature` for `layer`: a view, valid until `keep`."""
+        """Everything that is stored of `feature` for `layer`: a view, valid until `keep` or until another layer of the
+        feature is viewed or written."""
         stored = self._tensors[feature]
-        return stored[layer if len(stored) > 1 else 0]
+        return stored[layer if len(stored) > 1 else 0, : self._sequences]
 
     def write(
         self, feature: Feature, layer: int, rows: Rows, values: Float[Tensor, "batch heads rows elements"]
     ) -> None:
-        """Store `values` at `rows`."""
-        rows.put(self.view(feature, layer), values)
+        """Store `values` at `rows`, which count columns of the canvas for every feature."""
+        first = self._first[feature]
+        (rows.moved(-first) if first else rows).put(self.view(feature, layer), values)
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending); the others' room is not given back before the call ends."""
@@ -53,6 +66,7 @@ class FeatureStore:
                 if new != old:
                     stored[:, new].copy_(stored[:, old])
             self._tensors[feature] = stored[:, : len(sequences)]
+        self._sequences = len(sequences)
 
 
 def _heads_elements(shape: ModelShape, feature: Feature, length: int) -> tuple[int, int, int]:

@@ -21,6 +21,10 @@ class Feature(StrEnum):
     FFN_OUT = "ffn_out"
 
 
+# Kept behind the prompt alone: a prompt's rows are recomputed through all layers or not at all, and need no branches.
+ANSWER_ONLY = frozenset({Feature.ATTN_OUT, Feature.FFN_OUT})
+
+
 class Account(StrEnum):
     """What the ledger books bytes under: every `Feature`, and everything else that takes room in a tier."""
 

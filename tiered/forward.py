@@ -15,6 +15,7 @@ from torch import Tensor
 from tiered.feature_store import FeatureStore
 from tiered.features import Feature
 from tiered.models.base import DiffusionModel
+from tiered.models.rope import Rotary
 from tiered.planning.costs import part_rows
 from tiered.rows import Rows
 
@@ -73,14 +74,16 @@ class Forward:
         self.rows_computed = 0.0
         self._rotary = model.rotary(positions)
         self._key_mask = None if key_mask is None else key_mask[:, None, None, :]
+        self._sequences: int | None = None  # that the pass under way goes over, the first ones; None: all
         self.attention_probe: AttentionProbe | None = None
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending)."""
+        self._sequences = None
         self.store.keep(sequences)
         self._key_mask = None if self._key_mask is None else self._key_mask[sequences]
         if len(self._rotary.cos) > 1:
-            self._rotary = type(self._rotary)(self._rotary.cos[sequences], self._rotary.sin[sequences])
+            self._rotary = Rotary(self._rotary.cos[sequences], self._rotary.sin[sequences])
 
     def logits(
         self,
@@ -89,8 +92,11 @@ class Forward:
         output: slice,
         program: LayerProgram | None = None,
     ) -> Float[Tensor, "batch output vocab"]:
-        """float32 logits of `rows[output]` after all layers; every layer goes through `program` (None: `dense`)."""
+        """float32 logits of `rows[output]` after all layers; every layer goes through `program` (None: `dense`). A pass
+        over the first sequences alone leaves the others' cache as it is."""
         self.ids = ids
+        self._sequences = len(ids)
+        self.store.narrow(len(ids))
         flow = Flow(rows, self.model.embed(rows.columns(ids)), output)
         layers, computed = self.model.shape.layers, rows.count
         for layer in range(layers):
@@ -124,7 +130,7 @@ class Forward:
 
     def write_keys_values(self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]) -> None:
         """Project `normed` (see `DiffusionModel.attention_norm`) to keys and values, and store them at `rows`."""
-        keys, values = self.model.keys_values(layer, normed, self._rotary.at(rows))
+        keys, values = self.model.keys_values(layer, normed, self.rotary.at(rows))
         self.store.write(Feature.KEY, layer, rows, keys)
         self.store.write(Feature.VALUE, layer, rows, values)
 
@@ -135,15 +141,15 @@ class Forward:
         queries = self.queries(layer, rows, normed)
         keys, values = self.keys(layer), self.store.view(Feature.VALUE, layer)
         if self.attention_probe is not None and layer == self.model.shape.layers - 1:
-            self.attention_probe(rows, queries, keys, self._key_mask)
-        mixed = self.model.attend(layer, queries, keys, values, self._key_mask)
+            self.attention_probe(rows, queries, keys, self._mask)
+        mixed = self.model.attend(layer, queries, keys, values, self._mask)
         return self.model.attention_out(layer, mixed)
 
     def queries(
         self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch heads rows head_dim"]:
         """Queries of `normed` as they are at `rows`."""
-        return self.model.queries(layer, normed, self._rotary.at(rows))
+        return self.model.queries(layer, normed, self.rotary.at(rows))
 
     def keys(self, layer: int) -> Float[Tensor, "batch kv_heads length head_dim"]:
         """All keys that the layer's store holds; a view."""
@@ -152,4 +158,14 @@ class Forward:
     @property
     def key_mask(self) -> Bool[Tensor, "batch length"] | None:
         """False at columns that no row may attend to; None where there are none."""
-        return None if self._key_mask is None else self._key_mask[:, 0, 0]
+        return None if self._mask is None else self._mask[:, 0, 0]
+
+    @property
+    def rotary(self) -> Rotary:
+        """RoPE angles of every column; one row where all sequences share them."""
+        rotary, count = self._rotary, self._sequences
+        return rotary if count is None or count >= len(rotary.cos) else Rotary(rotary.cos[:count], rotary.sin[:count])
+
+    @property
+    def _mask(self) -> Bool[Tensor, "batch 1 1 length"] | None:
+        return None if self._key_mask is None else self._key_mask[: self._sequences]

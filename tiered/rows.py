@@ -1,6 +1,6 @@
 """Which token positions of each sequence go through a layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -20,12 +20,15 @@ class Rows:
         index: column of every row, in any order, where rows are scattered.
         valid: False at rows that must leave no trace in the store: a sequence that waits for the others, or filler
             where sequences have different numbers of rows. They are computed, and never written.
+        within: columns, first and behind the last, that hold all scattered rows, where whoever made them knows it: else
+            who needs it has to read the index back from the device.
     """
 
     count: int
     start: int | None = None
     index: Int[Tensor, "batch rows"] | None = None
     valid: Bool[Tensor, "batch rows"] | None = None
+    within: tuple[int, int] | None = None
 
     @classmethod
     def span(cls, start: int, stop: int) -> "Rows":
@@ -33,19 +36,24 @@ class Rows:
         return cls(count=stop - start, start=start)
 
     @classmethod
-    def at(cls, index: Int[Tensor, "batch rows"], valid: Bool[Tensor, "batch rows"] | None = None) -> "Rows":
+    def at(
+        cls,
+        index: Int[Tensor, "batch rows"],
+        valid: Bool[Tensor, "batch rows"] | None = None,
+        within: tuple[int, int] | None = None,
+    ) -> "Rows":
         """Columns `index[b]` of sequence b, in any order. Columns of valid rows are distinct within a sequence."""
-        return cls(count=index.shape[1], index=index, valid=valid)
+        return cls(count=index.shape[1], index=index, valid=valid, within=within)
 
     def only(self, sequences: Bool[Tensor, " batch"]) -> "Rows":
         """The same rows, valid in `sequences` alone."""
         chosen = sequences[:, None].expand(-1, self.count)
-        return Rows(self.count, self.start, self.index, chosen if self.valid is None else self.valid & chosen)
+        return replace(self, valid=chosen if self.valid is None else self.valid & chosen)
 
     def doubled(self) -> "Rows":
         """The same rows for a batch that is there twice over, as classifier-free guidance has it."""
-        twice = [None if tensor is None else torch.cat([tensor, tensor]) for tensor in (self.index, self.valid)]
-        return Rows(self.count, self.start, *twice)
+        index, valid = (None if part is None else torch.cat([part, part]) for part in (self.index, self.valid))
+        return replace(self, index=index, valid=valid)
 
     def __getitem__(self, part: slice) -> "Rows":
         """The rows numbered by `part` (step 1)."""
@@ -55,6 +63,16 @@ class Rows:
             start=None if self.start is None else self.start + first,
             index=None if self.index is None else self.index[:, part],
             valid=None if self.valid is None else self.valid[:, part],
+            within=self.within,
+        )
+
+    def moved(self, columns: int) -> "Rows":
+        """The same rows by another count, in which a column's number is larger by `columns`."""
+        return replace(
+            self,
+            start=None if self.start is None else self.start + columns,
+            index=None if self.index is None else self.index + columns,
+            within=None if self.within is None else (self.within[0] + columns, self.within[1] + columns),
         )
 
     def parts(self, size: int) -> list[slice]:

@@ -106,7 +106,16 @@ class Runtime:
         measured = batch if rule.needs_drift else 0
         sampled = chosen.temperature > 0
         with (
-            self._call.reserve(self.policy, sequences, length, chosen.block, sampled=sampled, attention_rows=measured),
+            self._call.reserve(
+                self.policy,
+                sequences,
+                length,
+                chosen.block,
+                answer=chosen.max_new_tokens,
+                guidance=chosen.cfg_scale > 0,
+                sampled=sampled,
+                attention_rows=measured,
+            ),
             self._call.inspecting(inspector, sequences, length),
             self._call.tiers(self.policy, sequences, length, chosen.block) as tiers,
         ):

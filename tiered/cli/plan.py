@@ -24,6 +24,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
     add_policy_options(parser)
     parser.add_argument("--block-length", type=int, default=32, help="positions of a block (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, help="positions of the answer (default: any number of them)")
     parser.add_argument(
         "--dtype", default="auto", help="float32, bfloat16, float16 or auto (default: the checkpoint's)"
     )
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         policy=args.policy,
         memory=memory_budget(args),
         block_length=args.block_length,
+        max_new_tokens=args.max_new_tokens,
         dtype=args.dtype,
         cfg=args.cfg,
         sampled=args.sampled,

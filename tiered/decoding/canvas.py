@@ -13,8 +13,8 @@ class Canvas:
 
     Attributes:
         tokens: ids; masks where nothing is fixed yet.
-        committed_at: number of the forward of this call that fixed each token; `PROMPT` in prompts and their padding,
-            `PENDING` where no forward has. Mask tokens inside a prompt are context: they are never denoised.
+        committed_at: which forward of its own sequence fixed each token (0: the first); `PROMPT` in prompts and their
+            padding, `PENDING` where no forward has. Mask tokens inside a prompt are context: they are never denoised.
         pads: padding columns in front of each prompt.
         padded: whether any prompt is shorter than the longest.
         prompt_length, block_length, blocks: columns of the longest prompt, columns of a block, number of blocks.
@@ -81,12 +81,13 @@ class Canvas:
         start: int,
         chosen: Bool[Tensor, "batch columns"],
         tokens: Int[Tensor, "batch columns"],
-        forward: int,
+        forwards: Int[Tensor, " batch"],
     ) -> None:
-        """Fix `tokens` where `chosen`, in the columns from `start`, as decided by forward number `forward`."""
+        """Fix `tokens` where `chosen`, in the columns from `start`, as forward `forwards[b]` of sequence b decided."""
         columns = slice(start, start + chosen.shape[1])
         self.tokens[:, columns] = tokens.where(chosen, self.tokens[:, columns])
-        self.committed_at[:, columns] = self.committed_at[:, columns].masked_fill(chosen, forward)
+        numbers = forwards.to(self.committed_at.dtype)[:, None]
+        self.committed_at[:, columns] = numbers.where(chosen, self.committed_at[:, columns])
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending)."""

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -12,12 +13,15 @@ from torch import Tensor
 
 from tiered.commit.base import Candidates, CommitState
 from tiered.decoding.attention_drift import AttentionDrift
-from tiered.decoding.canvas import PROMPT, Canvas
+from tiered.decoding.block_candidates import predicted_columns, spread
+from tiered.decoding.canvas import Canvas
+from tiered.decoding.guidance import Guidance
 from tiered.decoding.sampling import SequenceNoise, propose
 from tiered.features import Account
 from tiered.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.policies.base import PassKind, PolicyState, Step
+from tiered.rows import Rows
 
 
 @runtime_checkable
@@ -101,7 +105,8 @@ class Denoiser:
         measures for a rule that needs it."""
         self.canvas, self.forward, self.policy, self.rule = canvas, forward, policy, rule
         self._model = forward.model
-        self._temperature, self._cfg_scale, self._noise = temperature, cfg_scale, noise
+        self._temperature, self._noise = temperature, noise
+        self._guidance = Guidance(cfg_scale, forward.model.mask_token_id) if cfg_scale else None
         self._random_remasking, self._stop_at_eos, self._output_history = random_remasking, stop_at_eos, output_history
         self._listener, self._inspector = listener, inspector
         self._drift = drift
@@ -127,7 +132,7 @@ class Denoiser:
         shift = self._model.shape.prediction_shift
         step = Step(
             canvas=self.canvas, block=block, start=start, stop=stop, number=0,
-            first_row=start - shift, last_row=stop - shift,
+            first_row=start - shift, last_row=stop - shift, forwards=(), active=(),
         )  # fmt: skip
         self.rule.begin_block(self.canvas.pending(start, stop))
         remaining = [stop - start] * self.canvas.batch
@@ -145,35 +150,40 @@ class Denoiser:
         """One forward with its commit; the pending rows that each sequence is left with (0: it waits, or is done)."""
         canvas, start, stop = self.canvas, step.start, step.stop
         active = [count > 0 for count in remaining]
-        plan = self.policy.plan(step)
+        forwards = [self._result.forwards[number] for number in self._alive]
         here = torch.tensor(active, device=canvas.tokens.device)
+        pending = canvas.pending(start, stop) & here[:, None]
+        scores = None
+        if self._random_remasking:
+            scores = self._noise.confidence(canvas.length, self._pads, start, stop, active)
+            # A copy of the rule looks ahead: what it ranks is known already.
+            confidence = scores.masked_fill(~pending, -torch.inf)
+            ahead = Candidates(tokens=canvas.tokens[:, start:stop], confidence=confidence, pending=pending)
+            step = replace(step, upcoming=copy(self.rule).choose(ahead))
+        step = replace(step, forwards=tuple(forwards), active=tuple(active))
+        plan = self.policy.plan(step)
         rows = plan.rows if all(active) else plan.rows.only(here)
-        rows = rows.doubled() if self._cfg_scale else rows
+        output = rows[plan.output]
         if self._drift is not None:
             # Another block's rows are of no use, and a refresh moves every row at once.
             self._drift.begin_step(step.first_row, forget=step.number == 0 or plan.kind is PassKind.REFRESH)
-        ids = self._ids()
-        logits = self._guided(self.forward.logits(ids, rows, plan.output, plan.program))
+        ids = canvas.tokens if self._guidance is None else self._guidance.ids(canvas, plan.guided)
+        if self._guidance is not None:
+            rows = self._guidance.rows(rows, plan.guided, canvas.tokens.device)
+        logits = self.forward.logits(ids, rows, plan.output, plan.program)
+        if self._guidance is not None:
+            logits = self._guidance.merge(logits, plan.guided, output, (step.first_row, step.last_row))
         if self._inspector is not None:
             self._inspector.after_forward(step, plan.kind, ids, self.forward, here)
         del ids
-        pending = canvas.pending(start, stop) & here[:, None]
-        candidates = propose(
-            logits,
-            pending,
-            mask_token_id=self._model.mask_token_id,
-            temperature=self._temperature,
-            noise=self._noise,
-            remaining=remaining,
-        )
+        candidates = self._propose(step, logits, output, pending, remaining)
         del logits
         if self._drift is not None:
             candidates = replace(candidates, drift=self._drift.drift)
-        if self._random_remasking:
-            scores = self._noise.confidence(canvas.length, self._pads, start, stop, active)
-            candidates = replace(candidates, confidence=scores.masked_fill(~pending, -torch.inf))
+        if scores is not None:
+            candidates = replace(candidates, confidence=scores.masked_fill(~candidates.pending, -torch.inf))
         chosen = self.rule.choose(candidates)
-        canvas.commit(start, chosen, candidates.tokens, forward=len(self._result.step_seconds))
+        canvas.commit(start, chosen, candidates.tokens, torch.tensor(forwards, device=here.device))
         self.policy.observe(step, chosen)
         self._result.passes[plan.kind] += 1
         self._result.rows.append(self.forward.rows_computed)
@@ -184,20 +194,30 @@ class Denoiser:
         self._watch(step, candidates)
         return [0 if done else count for count, done in zip(left, self._ended, strict=True)]
 
-    def _ids(self) -> Int[Tensor, "sequences length"]:
-        """What the forward reads: with guidance, every canvas a second time with its prompt masked."""
-        tokens = self.canvas.tokens
-        if not self._cfg_scale:
-            return tokens
-        return torch.cat([tokens, tokens.masked_fill(self.canvas.committed_at == PROMPT, self._model.mask_token_id)])
-
-    def _guided(self, logits: Float[Tensor, "sequences block vocab"]) -> Float[Tensor, "batch block vocab"]:
-        """Classifier-free guidance, un + (scale + 1) · (cond − un), as LLaDA writes it."""
-        if not self._cfg_scale:
-            return logits
-        conditional, unconditional = logits.chunk(2)
-        # In place: (scale + 1) · cond − scale · un would round differently from the official order.
-        return conditional.sub_(unconditional).mul_(self._cfg_scale + 1).add_(unconditional)
+    def _propose(
+        self,
+        step: Step,
+        logits: Float[Tensor, "batch rows vocab"],
+        output: Rows,
+        pending: Bool[Tensor, "batch block"],
+        remaining: list[int],
+    ) -> Candidates:
+        """Candidates of the block; `logits` are those of the rows `output`."""
+        predicted = predicted_columns(output, self._model.shape.prediction_shift, step.start, step.stop)
+        if predicted is not None:
+            columns, valid = predicted
+            pending = pending.gather(1, columns) & valid
+            if self._temperature:
+                remaining = pending.sum(dim=1).tolist()
+        candidates = propose(
+            logits,
+            pending,
+            mask_token_id=self._model.mask_token_id,
+            temperature=self._temperature,
+            noise=self._noise,
+            remaining=remaining,
+        )
+        return candidates if predicted is None else spread(candidates, *predicted, step.stop - step.start)
 
     def _where_sequences_stand(self, start: int, stop: int) -> tuple[list[int], list[bool]]:
         """Pending rows of each sequence, and whether it has ended: an end-of-sequence token is fixed and so is
@@ -245,8 +265,10 @@ class Denoiser:
         """Let ended sequences leave; whether any is left."""
         places = [place for place, ended in enumerate(self._ended) if not ended]
         if places and len(places) < self.canvas.batch:
-            doubles = [self.canvas.batch + place for place in places] if self._cfg_scale else []
+            doubles = [self.canvas.batch + place for place in places] if self._guidance is not None else []
             self.forward.keep(places + doubles)
+            if self._guidance is not None:
+                self._guidance.keep(places)
             self.canvas.keep(places)
             self.policy.keep(places)
             self.rule.keep(places)

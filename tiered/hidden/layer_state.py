@@ -153,8 +153,8 @@ class LayerState:
             parts.append(torch.cat([columns[:0], *(columns[part] for part in slices)]))
             valid.append(torch.cat([live[:0], *(live[part] for part in slices)]))
         most = max(map(len, parts))
-        padded = ([_padded(part, most) for part in tensors] for tensors in (parts, valid))
-        return Rows.at(*map(torch.stack, padded))
+        index, present = (torch.stack([_padded(part, most) for part in tensors]) for tensors in (parts, valid))
+        return Rows.at(index, present)
 
 
 def centroid_queries(

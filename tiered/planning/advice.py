@@ -3,13 +3,16 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tiered.budget import MemoryBudget
 from tiered.byte_size import format_bytes
-from tiered.features import Feature, Tier
+from tiered.features import Tier
 from tiered.hidden.options import HiddenOptions
 from tiered.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from tiered.policies.base import Policy
 
 # Policies that keep less, with what it costs; the one that costs least first.
 PLAINER: Mapping[str, str] = {
@@ -38,17 +41,15 @@ class Advice:
         return {"text": self.text, "change": change}
 
 
-def advise(workload: Workload, budget: MemoryBudget, plainer: Mapping[str, Mapping[Feature, int]]) -> list[Advice]:
+def advise(workload: Workload, budget: MemoryBudget, plainer: Mapping[str, "Policy"]) -> list[Advice]:
     """The changes that bring `workload` within `budget`, cheapest in quality and speed first.
 
-    `plainer`: what the policies of `PLAINER` keep on the device. Empty where the workload fits already.
+    `plainer`: the policies of `PLAINER`. Empty where the workload fits already.
     """
     return list(_changes(workload, budget, plainer)) if workload.over(budget) else []
 
 
-def _changes(
-    workload: Workload, budget: MemoryBudget, plainer: Mapping[str, Mapping[Feature, int]]
-) -> Iterator[Advice]:
+def _changes(workload: Workload, budget: MemoryBudget, plainer: Mapping[str, "Policy"]) -> Iterator[Advice]:
     block = workload.block_length
     if workload.hidden is not None:
         yield from _hidden_changes(workload, workload.hidden, budget)
@@ -72,7 +73,7 @@ def _changes(
         ),
         *(
             (
-                replace(workload, features=plainer[name], hidden=None),
+                replace(workload, policy=plainer[name]),
                 f"use policy {name}, which {what}",
                 {"policy": name},
             )
@@ -90,9 +91,9 @@ def _hidden_changes(workload: Workload, hidden: HiddenOptions, budget: MemoryBud
     """Changes to what the policy keeps of hidden states."""
 
     def fits(**change: Any) -> bool:
-        return not replace(workload, hidden=replace(hidden, **change)).over(budget)
+        return not replace(workload, policy=replace(workload.policy, **change)).over(budget)
 
-    if hidden.tier is Tier.DEVICE and fits(tier=Tier.HOST):
+    if hidden.tier is Tier.DEVICE and fits(hidden_tier=Tier.HOST):
         yield Advice("keep hidden states in host memory: hidden_tier host", {"hidden_tier": "host"})
     clusters = workload.hidden_costs(hidden).clusters - hidden.appended_blocks
     fewer = bisect_left(range(1, clusters), True, key=lambda count: not fits(clusters=count))

@@ -5,7 +5,7 @@ The formulas follow `tiered.forward` tensor by tensor; a test holds them against
 
 from collections.abc import Mapping
 
-from tiered.features import Account, Feature
+from tiered.features import ANSWER_ONLY, Account, Feature
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.planning.attention_costs import AttentionChunk, attention_chunk, attention_rows_bytes
 
@@ -43,6 +43,8 @@ def call_bytes(
     context: int,
     block_length: int,
     dtype: str,
+    answer: int | None = None,
+    logit_rows: int | None = None,
     sampled: bool = False,
     attention_rows: int = 0,
 ) -> dict[Account, int]:
@@ -55,18 +57,22 @@ def call_bytes(
         context: positions of the canvas, prompt and answer together.
         block_length: positions of a block.
         dtype: of weights and activations, a key of `BYTES_PER_ELEMENT`.
+        answer: positions behind the prompt; None: any number of them.
+        logit_rows: rows of a sequence whose logits a step gets, at most; None: those of a block.
         sampled: whether tokens are drawn at a temperature above 0.
         attention_rows: sequences whose last layer's attention is kept, for a commit rule that needs the drift; with
             guidance, half of `batch`.
     """
+    columns_of = {feature: answer if answer and feature in ANSWER_ONLY else context for feature in features}
     kept = {
-        Account(feature): feature_bytes(shape, feature, layers=layers, rows=batch * context, dtype=dtype)
+        Account(feature): feature_bytes(shape, feature, layers=layers, rows=batch * columns_of[feature], dtype=dtype)
         for feature, layers in features.items()
     }
-    entries = block_length * shape.vocab_size
+    logit_rows = block_length if logit_rows is None else logit_rows
+    entries = logit_rows * shape.vocab_size
     # First the normed rows, and the head's output in the model's dtype on its way to float32; later, Gumbel noise of
     # one sequence in float64 with its logits gathered.
-    normed = 2 * batch * block_length * shape.width * _FLOAT32
+    normed = 2 * batch * logit_rows * shape.width * _FLOAT32
     rounded = batch * entries * BYTES_PER_ELEMENT[dtype] if dtype != "float32" else 0
     noise = entries * (_FLOAT64 + _FLOAT32) if sampled else 0
     logits = batch * entries * _FLOAT32 + max(normed + rounded, noise)

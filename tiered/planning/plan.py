@@ -112,6 +112,7 @@ class Plan:
             "cfg": workload.guidance,
             "sampled": workload.sampled,
             "block_length": workload.block_length,
+            "max_new_tokens": workload.answer,
             "dtype": workload.dtype,
             "policy": self.policy,
             "policy_options": dict(self.policy_options),
@@ -144,6 +145,7 @@ def plan(
     policy: "str | Policy" = DEFAULT_POLICY,
     memory: MemoryBudget | int | str | None = None,
     block_length: int = 32,
+    max_new_tokens: int | None = None,
     dtype: str = "auto",
     cfg: bool = False,
     sampled: bool = False,
@@ -158,6 +160,7 @@ def plan(
         policy: name of a policy, with its options as further keywords, or a policy.
         memory: cap of the device tier (`"24GiB"`), or a `MemoryBudget`.
         block_length: positions of a block.
+        max_new_tokens: positions of the answer, for policies that keep some features of it alone; None: any number.
         dtype: of weights and activations; "auto" takes the checkpoint's.
         cfg: classifier-free guidance, which doubles the sequences.
         sampled: whether tokens are drawn at a temperature above 0, which takes room for the noise.
@@ -175,12 +178,12 @@ def plan(
     budget = MemoryBudget.of(memory)
     workload = Workload(
         shape=shape,
-        features=chosen.features(shape),
-        hidden=chosen.hidden(),
+        policy=chosen,
         batch=_size("batch", batch),
         context=_size("context", context),
         block_length=_size("block_length", block_length),
         dtype=_dtype(dtype, shape),
+        answer=None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens),
         guidance=_switch("cfg", cfg),
         sampled=_switch("sampled", sampled),
     )
@@ -196,7 +199,7 @@ def plan(
         largest_context=_largest_context(workload, budget),
         hidden=HiddenCosts.of(workload, kept) if workload.hidden is None and kept is not None else None,
         warnings=tuple(_warnings(workload, family)),
-        advice=tuple(advise(workload, budget, {name: make_policy(name).features(shape) for name in PLAINER})),
+        advice=tuple(advise(workload, budget, {name: make_policy(name) for name in PLAINER})),
     )
 
 

@@ -3,14 +3,18 @@
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tiered.budget import MemoryBudget
 from tiered.features import Account, Feature, Tier
 from tiered.hidden.options import HiddenOptions
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.planning.costs import call_bytes, weight_bytes
+from tiered.planning.costs import weight_bytes
+from tiered.planning.policy_costs import added, policy_bytes
 from tiered.planning.tier_costs import TierCosts
+
+if TYPE_CHECKING:
+    from tiered.policies.base import Policy
 
 # Where a search for the largest size ends; no device holds what costs nothing per row and still needs more.
 LARGEST_SIZE = 2**40
@@ -28,24 +32,34 @@ class Workload:
 
     Attributes:
         shape: sizes of the model.
-        features: layers for which the policy keeps each feature on the device.
-        hidden: what hidden states the policy keeps in the tiers; None: none.
+        policy: what is kept, and what its passes take.
         batch: sequences asked for; `guidance` runs twice as many.
         context: positions of the canvas, prompt and answer together.
         block_length: positions of a block.
         dtype: of weights and activations, a key of `BYTES_PER_ELEMENT`.
+        answer: positions behind the prompt, for features that are kept of them alone; None: any number of them.
         sampled: whether tokens are drawn at a temperature above 0.
     """
 
     shape: ModelShape
-    features: Mapping[Feature, int]
-    hidden: HiddenOptions | None = None
+    policy: "Policy"
     batch: int
     context: int
     block_length: int
     dtype: str
+    answer: int | None = None
     guidance: bool = False
     sampled: bool = False
+
+    @property
+    def features(self) -> Mapping[Feature, int]:
+        """Layers for which the policy keeps each feature on the device."""
+        return self.policy.features(self.shape)
+
+    @property
+    def hidden(self) -> HiddenOptions | None:
+        """What hidden states the policy keeps in the tiers; None: none."""
+        return self.policy.hidden()
 
     @property
     def sequences(self) -> int:
@@ -65,17 +79,19 @@ class Workload:
 
     def accounts(self, budget: MemoryBudget = UNCAPPED) -> dict[Tier, dict[Account, int]]:
         """Bytes of every tier by account, weights included. `budget` decides what goes to disk, and nothing else."""
-        device = {Account.WEIGHTS: weight_bytes(self.shape, self.dtype)} | call_bytes(
+        device = {Account.WEIGHTS: weight_bytes(self.shape, self.dtype)} | policy_bytes(
+            self.policy,
             self.shape,
-            self.features,
             batch=self.sequences,
             context=self.context,
             block_length=self.block_length,
             dtype=self.dtype,
+            answer=self.answer,
+            guidance=self.guidance,
             sampled=self.sampled,
         )
         hidden = {} if self.hidden is None else self.hidden_costs(self.hidden).tiers(budget)
-        return {tier: _sums(device if tier is Tier.DEVICE else {}, hidden.get(tier, {})) for tier in Tier}
+        return {tier: added(device if tier is Tier.DEVICE else {}, hidden.get(tier, {})) for tier in Tier}
 
     def total(self, tier: Tier = Tier.DEVICE, budget: MemoryBudget = UNCAPPED) -> int:
         """Bytes of `tier` in all."""
@@ -96,9 +112,3 @@ class Workload:
         """
         sizes = range(multiple, LARGEST_SIZE, multiple)
         return multiple * bisect_left(sizes, True, key=lambda value: bool(replace(self, **{size: value}).over(budget)))
-
-
-def _sums(*parts: Mapping[Account, int]) -> dict[Account, int]:
-    """The sums by account."""
-    accounts = dict.fromkeys(account for part in parts for account in part)
-    return {account: sum(part.get(account, 0) for part in parts) for account in accounts}

@@ -14,7 +14,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tiered.decoding.canvas import Canvas
-from tiered.features import Feature
+from tiered.features import Account, Feature
 from tiered.forward import LayerProgram
 from tiered.hidden.options import HiddenOptions
 from tiered.hidden.update_log import LayerUpdate
@@ -40,6 +40,11 @@ class Step:
         number: forwards done in this block (0: the block begins).
         first_row, last_row: span of rows whose logits the commit rule needs. The block itself, except where a family
             predicts position p from row p − 1 and the span begins one row earlier.
+        forwards: forwards that each sequence has taken part in: its own clock. Intervals that are counted by it do not
+            depend on what else is in the batch.
+        active: sequences that take part in this forward; the others have nothing left to commit here, and wait.
+        upcoming: True at the block's columns that are committed after this forward, where that is known before it:
+            under random remasking. None: the rule decides on the logits.
     """
 
     canvas: Canvas
@@ -49,6 +54,9 @@ class Step:
     number: int
     first_row: int
     last_row: int
+    forwards: tuple[int, ...]
+    active: tuple[bool, ...]
+    upcoming: Bool[Tensor, "batch block"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +64,23 @@ class StepPlan:
     """The rows that a forward recomputes.
 
     Attributes:
-        rows: which, in any order, as long as the needed rows (`Step`) follow one another in ascending order.
-        output: where in `rows` the needed rows stand.
+        rows: which, in any order.
+        output: where in `rows` those stand whose logits the step gets. Of a span they are the needed rows (`Step`).
+            Scattered, they are any of them, for each sequence its own; what none of them predicts is no candidate in
+            this step. Every active sequence needs a row that predicts a pending token.
         kind: what the pass is for.
         program: how a row goes through a layer, where that is not `Forward.dense`: a policy that captures hidden
             states, keeps a branch's output, or recomputes other rows from layer to layer brings its own.
+        guided: under classifier-free guidance, the sequences that see their masked prompts in this forward; the others
+            take the difference that it made in their last forward with it. Where none does, the forward passes over
+            the first half of the batch alone. None: all, in every forward.
     """
 
     rows: Rows
     output: slice
     kind: PassKind
     program: LayerProgram | None = None
+    guided: tuple[bool, ...] | None = None
 
     @classmethod
     def of_span(cls, start: int, stop: int, step: Step, kind: PassKind) -> "StepPlan":
@@ -105,6 +119,25 @@ class Policy(ABC):
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
         """What is kept on the device, by the number of layers: `shape.layers`, or 1 for a workspace that each layer
         overwrites. `KEY` and `VALUE` are always there."""
+
+    def host_features(self) -> frozenset[Feature]:
+        """Those of `features` that are kept in the host tier, and streamed, even where the device has room."""
+        return frozenset()
+
+    def state_bytes(
+        self, shape: ModelShape, *, batch: int, context: int, block_length: int, dtype: str
+    ) -> Mapping[Account, int]:
+        """Bytes on the device of what the state and its programs hold at most, beside the features and a plain pass.
+        The sizes are those of `tiered.planning.costs.call_bytes`."""
+        return {}
+
+    def skips_guidance(self) -> bool:
+        """Whether any plan leaves sequences without guidance (`StepPlan.guided`)."""
+        return False
+
+    def logit_rows(self, block_length: int, context: int) -> int:
+        """Rows of a sequence whose logits a step gets, at most."""
+        return block_length
 
     def hidden(self) -> HiddenOptions | None:
         """Hidden states that the policy keeps as records in the tiers, which the runtime opens for the call; None:

@@ -1,0 +1,80 @@
+"""Classifier-free guidance, as LLaDA writes it: un + (scale + 1) · (cond − un)."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tiered.decoding.canvas import PROMPT, Canvas
+from tiered.rows import Rows
+
+
+class Guidance:
+    """Every canvas a second time with its prompt masked: the second half of the forward's sequences.
+
+    A policy may leave sequences without their second canvas in some forwards (`StepPlan.guided`); they take the
+    difference cond − un that was computed last.
+    """
+
+    def __init__(self, scale: float, mask_token_id: int) -> None:
+        self._scale = scale
+        self._mask_token_id = mask_token_id
+        self._difference: Float[Tensor, "batch rows vocab"] | None = None
+        self._first = 0  # canvas column of its first row
+
+    def ids(self, canvas: Canvas, guided: tuple[bool, ...] | None) -> Int[Tensor, "sequences length"]:
+        """What the forward reads."""
+        tokens = canvas.tokens
+        if guided is not None and not any(guided):
+            return tokens
+        return torch.cat([tokens, tokens.masked_fill(canvas.committed_at == PROMPT, self._mask_token_id)])
+
+    def rows(self, rows: Rows, guided: tuple[bool, ...] | None, device: torch.device) -> Rows:
+        """The rows of both halves, valid in the second where a sequence is guided."""
+        if guided is None:
+            return rows.doubled()
+        if not any(guided):
+            return rows
+        return rows.doubled().only(torch.tensor([True] * len(guided) + [*guided], device=device))
+
+    def merge(
+        self,
+        logits: Float[Tensor, "sequences rows vocab"],
+        guided: tuple[bool, ...] | None,
+        output: Rows,
+        needed: tuple[int, int],
+    ) -> Float[Tensor, "batch needed vocab"]:
+        """Guided logits; `logits` is scratch space afterwards.
+
+        Args:
+            logits: of the rows `output`.
+            guided: as in the plan. Unless it is None, `output` is a span that holds the rows `needed`, and may hold
+                more for the forwards to come; what comes back is of `needed`.
+        """
+        if guided is None:
+            conditional, unconditional = logits.chunk(2)
+            # In place: (scale + 1) · cond − scale · un would round differently from the official order.
+            return conditional.sub_(unconditional).mul_(self._scale + 1).add_(unconditional)
+        assert output.start is not None, "whose guidance is left out at times computes a span"
+        conditional = logits[: len(guided)]
+        if any(guided):
+            self._renew(conditional, logits[len(guided) :], guided, output.start)
+        assert self._difference is not None, "the first forward is guided"
+        first = needed[0] - self._first
+        assert first >= 0 and needed[1] - self._first <= self._difference.shape[1], (needed, self._first)
+        columns = slice(needed[0] - output.start, needed[1] - output.start)
+        difference = self._difference[:, first : first + needed[1] - needed[0]]
+        return conditional[:, columns].add(difference, alpha=self._scale)
+
+    def keep(self, sequences: list[int]) -> None:
+        """Go on with these sequences alone (ascending)."""
+        if self._difference is not None:
+            self._difference = self._difference[sequences]
+
+    def _renew(self, conditional: Tensor, unconditional: Tensor, guided: tuple[bool, ...], first: int) -> None:
+        difference = unconditional.sub_(conditional).neg_()
+        if self._difference is None or self._difference.shape != difference.shape or self._first != first:
+            # Other rows than before: whoever leaves a sequence out here reads rows that were never computed for it.
+            self._difference, self._first = difference.clone(), first
+            return
+        chosen = [number for number, is_guided in enumerate(guided) if is_guided]
+        self._difference[chosen] = difference[chosen]
