@@ -3,10 +3,12 @@
 #   PYTHON=python3.12       the interpreter (3.11 or newer)
 #   TORCH_INDEX=URL         where the CPU build of torch comes from, if pip's own index does not have it
 #   ARGS="-k ledger -x"     arguments for pytest
+#   WORKERS=2               processes that share the tests (0: none, which lets pytest's debugger in)
 
 PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
+WORKERS ?= 2
 
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -27,7 +29,7 @@ demo: .venv/.demo
 	$(BIN)/python bench/demo.py
 
 test: .venv/.dev
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

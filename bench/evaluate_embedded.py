@@ -9,7 +9,6 @@ and the same seed have given. The file holds no times: accuracy and forwards do 
 """
 
 import argparse
-import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,13 +17,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rows_file import measured_before, weights_basis, write_rows
 
 import tiered
 from tiered.embedded import tasks
 from tiered.embedded.scoring import score_examples
-from tiered.models.locate import checkpoint_directory
 from tiered.provenance import provenance
-from tiered.whole_file import write_then_rename
 
 RESULTS = Path(__file__).parent / "results" / "embedded.json"
 # Prompt tokens → examples under "none", whose steps recompute the whole table, and under the dual cache, ten times
@@ -96,21 +94,6 @@ def measure(runtime: tiered.Runtime, setting: Setting, seed: int, progress: Prog
     }
 
 
-def measured_before(path: Path, basis: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows that `path` holds already, if they rest on the same weights and seed."""
-    if not path.exists():
-        return []
-    saved = json.loads(path.read_text())
-    return saved["rows"] if all(saved.get(key) == value for key, value in basis.items()) else []
-
-
-def write(path: Path, head: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """One row a line, so that a difference between two files can be read."""
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    text = json.dumps(head | {"rows": []}, indent=1).removesuffix("[]\n}") + f"[\n{lines}\n ]\n}}\n"
-    write_then_rename(path, lambda part: part.write_text(text))
-
-
 def by_policy(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Exact match of every task within its own bounds, one token a forward."""
     static = [row for row in rows if row["commit"] == "static" and row["size"] is None]
@@ -132,12 +115,9 @@ def main() -> None:
         args.out = RESULTS.with_stem("embedded-quick")
     torch.set_num_threads(args.threads)
     runtime = tiered.from_pretrained(args.model, policy="none", device="cpu")
-    weights = (checkpoint_directory(args.model) / "model.safetensors").read_bytes()
-    basis = {"model": args.model, "weights_sha256": hashlib.sha256(weights).hexdigest()}
-    basis |= {"split": "test", "seed": args.seed}
+    basis: dict[str, Any] = {**weights_basis(args.model), "split": "test", "seed": args.seed}
     head, rows = basis | {"device": "cpu"} | provenance(), []
-    known = [] if args.fresh else measured_before(args.out, basis)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    known = [] if args.fresh else measured_before(args.out, basis)["rows"]
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
@@ -148,7 +128,7 @@ def main() -> None:
             row = next((row for row in known if row.items() >= wanted.items()), None)
             row = row or measure(runtime, setting, args.seed, progress)
             rows.append(row)
-            write(args.out, head, rows)
+            write_rows(args.out, head, rows)
             progress.advance(bar)
             progress.console.print(json.dumps(row), highlight=False, soft_wrap=True)
     print(json.dumps({"file": args.out.name, "rows": len(rows), "exact_match": by_policy(rows)}))

@@ -13,8 +13,6 @@ of the copies is hidden):
 
 import argparse
 import json
-import statistics
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,15 +22,15 @@ import numpy as np
 import torch
 from polestar_memory import memory
 from rich.console import Console
+from rows_file import write_rows
+from tally import Tally
 
 import tiered
 from tiered.analysis.regions import Region
 from tiered.analysis.token_drift import measure_token_drift
 from tiered.embedded import tasks
 from tiered.embedded.scoring import score_examples
-from tiered.output import GenerationOutput
 from tiered.provenance import provenance
-from tiered.whole_file import write_then_rename
 
 PARTS = ("memory", "table", "trigger", "drift")
 BLOCK = 32
@@ -82,24 +80,6 @@ QUESTIONS = (
 )
 
 
-class Tally:
-    """What the batches of a row came to."""
-
-    def __init__(self) -> None:
-        self.tokens, self.seconds, self.rows, self.updates = 0, 0.0, [], 0
-        self.device = self.host = 0
-        self.moved: Counter[str] = Counter()
-
-    def __call__(self, out: GenerationOutput) -> None:
-        self.tokens += out.timings.tokens
-        self.seconds += out.timings.total
-        self.rows += out.rows_per_forward
-        self.updates += out.passes.get("update", 0)
-        self.device = max(self.device, out.memory.peak_device_bytes)
-        self.host = max(self.host, out.memory.peak_host_bytes)
-        self.moved.update(out.memory.moved)
-
-
 def table(runtime: tiered.Runtime, share: float, console: Console) -> Iterator[dict[str, Any]]:
     """One row for each question, commit rule and policy."""
     for question in QUESTIONS:
@@ -125,7 +105,7 @@ def table(runtime: tiered.Runtime, share: float, console: Console) -> Iterator[d
                     "nfe": round(scores.mean_forwards, 3),
                     "tokens_per_forward": round(scores.mean_tokens_per_forward, 3),
                     "tokens_per_second": round(tally.tokens / tally.seconds, 1),
-                    "rows_per_forward": round(statistics.mean(tally.rows), 1),
+                    "rows_per_forward": round(tally.rows_per_forward, 1),
                     "updates": tally.updates,
                     "device_bytes": tally.device,
                     "host_bytes": tally.host,
@@ -158,7 +138,7 @@ def trigger(runtime: tiered.Runtime, share: float) -> list[dict[str, Any]]:
                     "examples": len(examples),
                     "correct": scores.correct,
                     "nfe": round(scores.mean_forwards, 3),
-                    "rows_per_forward": round(statistics.mean(tally.rows), 1),
+                    "rows_per_forward": round(tally.rows_per_forward, 1),
                     "updates": tally.updates,
                     "moved_bytes": dict(tally.moved),
                 }
@@ -221,8 +201,8 @@ def main() -> None:
         result[name] = value
         result["measured"][name] = {"device": "cpu"} | provenance() | {"threads": args.threads}
         if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            write_then_rename(args.out, lambda part: part.write_text(_readable(result)))
+            head = {part: figures for part, figures in result.items() if part != "table"}
+            write_rows(args.out, head, result.get("table", []), name="table")
 
     if "memory" in parts:
         keep("memory", memory(runtime, args.quick))
@@ -240,14 +220,6 @@ def main() -> None:
         for name in ("features_over_dual", "host_bytes_per_element"):
             summary[name] = {run: round(figures[name], 4) for run, figures in result["memory"]["runs"].items()}
     print(json.dumps(summary))
-
-
-def _readable(result: dict[str, Any]) -> str:
-    """One row of the table a line, so that a difference between two files can be read."""
-    rows = result.get("table", [])
-    text = json.dumps({name: value for name, value in result.items() if name != "table"}, indent=1)
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    return text.removesuffix("\n}") + f',\n "table": [\n{lines}\n ]\n}}\n'
 
 
 if __name__ == "__main__":

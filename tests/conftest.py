@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+# Before the first import of torch: processes that share the tests share the cores as well.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Before the first Hugging Face import: a test that would download fails at once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

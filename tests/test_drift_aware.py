@@ -357,6 +357,25 @@ def test_the_drift_is_that_of_attention_from_scratch(
     assert measured >= 12
 
 
+def test_rows_that_a_step_leaves_out_are_compared_with_their_last():
+    drift = AttentionDrift(1, 2, 4, 12, chunk=AttentionChunk(1, 1, 0), device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    last: dict[int, Tensor] = {}
+    # Places in the block that each step computes, and those that have been computed before.
+    for number, (computed, known) in enumerate([([0, 1], []), ([2, 1], [1]), ([3, 0, 1], [0, 1]), ([3], [3])]):
+        queries, keys = (torch.randn(1, 2, n, 8, generator=generator) for n in (len(computed), 12))
+        drift.begin_step(5, forget=[number == 0])
+        drift.observe(Rows.at(torch.tensor([computed]) + 5), queries, keys, None)
+        attention = (queries[0].double() @ keys[0].double().mT / math.sqrt(8)).softmax(dim=-1)
+        expected = torch.full((4,), torch.nan, dtype=torch.float64)
+        for row, place in enumerate(computed):
+            now = attention[:, row]
+            if place in known:
+                expected[place] = (now * (now / last[place]).log()).sum(-1).mean()
+            last[place] = now
+        torch.testing.assert_close(drift.drift[0].double(), expected, equal_nan=True, rtol=1e-4, atol=1e-6)
+
+
 # ---- both together ----
 
 EAGER: dict[str, Any] = {

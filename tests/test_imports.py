@@ -32,6 +32,8 @@ BOOKS = [
     "tiered/hidden/update_log.py",
     "tiered/models/shape.py",
     "tiered/models/*_config.py",
+    "tiered/paging/page_book.py",
+    "tiered/paging/pages.py",
     "tiered/planning/*.py",
     "tiered/tiers/events.py",
     "tiered/tiers/eviction.py",

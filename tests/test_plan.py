@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 import tiered
 from tiered.budget import MemoryBudget
-from tiered.byte_size import format_bytes, parse_bytes
+from tiered.byte_size import format_bytes
 from tiered.errors import TierCapacityError
 from tiered.features import Account, Tier
 from tiered.models.presets import PRESETS
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.card import format_count
-from tiered.planning.costs import call_bytes, weight_bytes
+from tiered.planning.costs import weight_bytes
 from tiered.planning.plan import Plan, TierPlan, plan
+from tiered.planning.policy_costs import policy_bytes
 from tiered.planning.tier_costs import TierCosts
 from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.registry import POLICIES
@@ -34,6 +35,11 @@ DUAL = "fast_dllm_dual"
 KEY_VALUE = (Account.KEY, Account.VALUE)
 
 
+def alone(device: str | int) -> MemoryBudget:
+    """So much of the device, and no host memory that features could be streamed from."""
+    return MemoryBudget(device=device, host=0)
+
+
 def device_bytes(made: Plan) -> int:
     return made.tiers[Tier.DEVICE].total
 
@@ -42,13 +48,15 @@ def device_bytes(made: Plan) -> int:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_device_holds_weights_and_what_a_call_books(policy: str, sampled: bool):
     made = plan("llada-8b", context=4096, batch=2, policy=policy, cfg=True, block_length=64, sampled=sampled)
-    kept, features = POLICIES[policy]().hidden(), POLICIES[policy]().features(made.shape)
-    sizes: dict[str, Any] = {"batch": 4, "context": 4096, "block_length": 64, "dtype": "bfloat16"}
-    booked = {
-        Account.WEIGHTS: weight_bytes(made.shape, "bfloat16"),
-        **call_bytes(made.shape, features, sampled=sampled, **sizes),
-    }
-    hidden = {} if kept is None else TierCosts.of(kept, made.shape, **sizes).tiers(MemoryBudget())
+    chosen = POLICIES[policy]()
+    kept, sizes = chosen.hidden(), {"batch": 4, "context": 4096, "block_length": 64, "dtype": "bfloat16"}
+    passes = policy_bytes(chosen, made.shape, guidance=True, sampled=sampled, **sizes)  # pyright: ignore[reportArgumentType]
+    booked = {Account.WEIGHTS: weight_bytes(made.shape, "bfloat16"), **passes}
+    if chosen.host_features():
+        assert made.streams is not None
+        return
+    assert made.streams is None
+    hidden = {} if kept is None else TierCosts.of(kept, made.shape, **sizes).tiers(MemoryBudget())  # pyright: ignore[reportArgumentType]
     for account, size in hidden.get(Tier.DEVICE, {}).items():
         booked[account] = booked.get(account, 0) + size
     assert made.tiers[Tier.DEVICE].accounts == booked
@@ -110,7 +118,7 @@ def test_a_cap_is_met_to_the_byte():
         needed = {tier: planned.total for tier, planned in plan("llada-8b", context=4096, policy=policy).tiers.items()}
         device, host = needed[Tier.DEVICE], needed[Tier.HOST]
         assert plan("llada-8b", context=4096, policy=policy, memory=MemoryBudget(device=device, host=host)).fits
-        for short in (MemoryBudget(device=device - 1), MemoryBudget(host=host - 1) if host else device - 1):
+        for short in [MemoryBudget(device=device - 1, host=host)] + ([MemoryBudget(host=host - 1)] if host else []):
             assert not plan("llada-8b", context=4096, policy=policy, memory=short).fits
 
 
@@ -121,7 +129,7 @@ def test_without_a_cap_everything_fits():
 
 
 def test_require_fit_says_what_is_needed_and_what_to_do():
-    made = plan("llada-8b", context=32768, policy=DUAL, memory="24GiB")
+    made = plan("llada-8b", context=32768, policy=DUAL, memory=alone("24GiB"))
     with pytest.raises(TierCapacityError) as caught:
         made.require_fit()
     error = caught.value
@@ -133,15 +141,15 @@ def test_require_fit_says_what_is_needed_and_what_to_do():
 
 ADVISED: dict[str, tuple[dict[str, Any], set[tuple[str, ...]]]] = {
     "a context too long": (
-        {"context": 32768, "memory": "24GiB", "policy": DUAL},
+        {"context": 32768, "memory": alone("24GiB"), "policy": DUAL},
         {("context",), ("policy",), ("memory",)},
     ),
     "a batch too large": (
-        {"context": 2048, "batch": 16, "memory": "20GiB", "policy": DUAL},
+        {"context": 2048, "batch": 16, "memory": alone("20GiB"), "policy": DUAL},
         {("batch",), ("context",), ("policy",), ("memory",)},
     ),
     "both too large": (
-        {"context": 4096, "batch": 64, "memory": "16GiB", "policy": DUAL},
+        {"context": 4096, "batch": 64, "memory": alone("16GiB"), "policy": DUAL},
         {("batch", "context"), ("memory",)},
     ),
     "too wide a dtype": (
@@ -149,17 +157,22 @@ ADVISED: dict[str, tuple[dict[str, Any], set[tuple[str, ...]]]] = {
         {("dtype",), ("memory",)},
     ),
     "guidance": (
-        {"context": 4096, "cfg": True, "memory": "18GiB", "policy": DUAL},
+        {"context": 4096, "cfg": True, "memory": alone("18GiB"), "policy": DUAL},
         {("cfg",), ("context",), ("policy",), ("memory",)},
     ),
     "weights alone too large": ({"context": 1024, "memory": "8GiB", "policy": DUAL}, {("memory",)}),
     "hidden states beside a cache that fits": (
-        {"context": 4096, "memory": "17.1GiB", "policy": "polestar"},
+        {"context": 4096, "memory": MemoryBudget(device="17.1GiB", host="552MiB"), "policy": "polestar"},
         {("window_blocks",), ("context",), ("policy",), ("memory",)},
     ),
     "hidden states on the device": (
-        {"context": 4096, "memory": "17.5GiB", "policy": "polestar", "hidden_tier": "device"},
-        {("hidden_tier",), ("clusters",), ("window_blocks",), ("context",), ("policy",), ("memory",)},
+        {
+            "context": 4096,
+            "memory": MemoryBudget(device="17.2GiB", host="560MiB"),
+            "policy": "polestar",
+            "hidden_tier": "device",
+        },
+        {("hidden_tier",), ("window_blocks",), ("context",), ("policy",), ("memory",)},
     ),
     "too little host memory": (
         {"context": 4096, "batch": 2, "memory": MemoryBudget(host="600MiB"), "policy": "polestar"},
@@ -178,9 +191,10 @@ def test_advice_names_every_way_out(case: str):
     assert {tuple(advice.change) for advice in plan("llada-8b", **arguments).advice} == expected
 
 
-def format_mib(size: int | None) -> str:
-    assert size is not None
-    return f"{size // 2**20}MiB"
+def raised_caps(arguments: dict[str, Any], budget: MemoryBudget) -> list[str]:
+    """What of `budget` is more than the plan had, as text."""
+    caps = {tier: (budget.cap(tier), MemoryBudget.of(arguments["memory"]).cap(tier)) for tier in Tier}
+    return [f"{cap // 2**20}MiB" for cap, had in caps.values() if cap is not None and cap != had]
 
 
 def followed(arguments: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,22 +213,23 @@ def test_advice_works_when_followed(case: str):
         values = [
             size
             for value in advice.change.values()
-            for size in ([format_mib(value.cap(Tier.HOST))] if isinstance(value, MemoryBudget) else [str(value)])
+            for size in (raised_caps(arguments, value) if isinstance(value, MemoryBudget) else [str(value)])
             if value is not False
         ]
         assert all(value in advice.text for value in values), advice.text
 
 
 def test_advised_sizes_are_the_largest():
-    arguments: dict[str, Any] = {"context": 2048, "batch": 16, "memory": "20GiB", "policy": DUAL}
+    arguments: dict[str, Any] = {"context": 2048, "batch": 16, "memory": alone("20GiB"), "policy": DUAL}
     sizes = {name: value for advice in plan("llada-8b", **arguments).advice for name, value in advice.change.items()}
     assert not plan("llada-8b", **{**arguments, "batch": sizes["batch"] + 1}).fits
     assert not plan("llada-8b", **{**arguments, "context": sizes["context"] + 32}).fits
-    assert parse_bytes(sizes["memory"]) - device_bytes(plan("llada-8b", **arguments)) < 2**20
+    assert sizes["memory"].device - device_bytes(plan("llada-8b", **arguments)) < 2**20
 
 
 def test_advised_clusters_and_windows_are_the_largest():
-    arguments, _ = ADVISED["hidden states on the device"]
+    arguments: dict[str, Any] = {"context": 4096, "memory": alone("17.5GiB"), "policy": "polestar"}
+    arguments["hidden_tier"] = "device"
     sizes = {name: value for advice in plan("llada-8b", **arguments).advice for name, value in advice.change.items()}
     assert not plan("llada-8b", **{**arguments, "clusters": sizes["clusters"] + 1}).fits
     before, behind = sizes["window_blocks"]
@@ -319,8 +334,8 @@ def test_hidden_states_grow_with_the_sequences_and_are_in_no_total():
 
 
 def test_the_card():
-    made = plan("llada-8b", context=32768, memory="24GiB", policy=DUAL)
-    head, device, context, hidden, remarks = str(made).split("\n\n")
+    made = plan("llada-8b", context=32768, memory=alone("24GiB"), policy=DUAL)
+    head, device, host, context, hidden, remarks = str(made).split("\n\n")
     assert head.splitlines() == [
         "llada-8b",
         "LLaDA, 8.02B parameters, 32 layers, width 4096, 32 heads (32 key/value)",
@@ -333,6 +348,7 @@ def test_the_card():
         "  key                   8.00 GiB       8,589,934,592 B",
         "  value                 8.00 GiB       8,589,934,592 B",
     ]
+    assert host.splitlines()[0] == "host memory"
     over = (device_bytes(made) - 24 * GIB) / GIB
     assert device.endswith(f"cap                  24.00 GiB      25,769,803,776 B   DOES NOT FIT, {over:.2f} GiB over")
     assert context.splitlines() == [
@@ -364,7 +380,9 @@ def test_the_card_fits_the_screen(model: str, policy: str, memory: MemoryBudget 
     assert max(map(len, lines)) <= 100
     assert not [line for line in lines if line != line.rstrip()]
     assert ("DOES NOT FIT" in str(made)) is not made.fits
-    assert ("host memory\n" in str(made)) is (isinstance(memory, MemoryBudget) or policy == "polestar")
+    on_host = isinstance(memory, MemoryBudget) or made.streams is not None
+    assert ("host memory\n" in str(made)) is (on_host or policy == "polestar")
+    assert ("moved to the device" in str(made)) is (made.streams is not None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import tiered
 from tiered.embedded import tasks
 from tiered.features import Account, Tier
-from tiered.policies.registry import POLICIES
+from tiered.policies.registry import POLICIES, make_policy
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -33,6 +33,11 @@ def chats(examples: list[tasks.Example]) -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": example.prompt}] for example in examples]
 
 
+def rule_for(policy: str) -> dict[str, Any]:
+    """The plainest options under which `policy` runs."""
+    return {"remasking": "random", "seed": 0, "confidence_threshold": None} if make_policy(policy).needs_order() else {}
+
+
 @pytest.mark.parametrize("guidance", [0.0, 0.3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_stopping_at_the_end_changes_no_text(
@@ -40,7 +45,8 @@ def test_stopping_at_the_end_changes_no_text(
 ):
     runtime = embedded.with_policy(policy)
     stopped, whole = (
-        runtime.generate(chats(examples), stop_at_eos=stop, cfg_scale=guidance, **SIZES) for stop in (True, False)
+        runtime.generate(chats(examples), stop_at_eos=stop, cfg_scale=guidance, **SIZES | rule_for(policy))
+        for stop in (True, False)
     )
     assert stopped.text == whole.text
     assert stopped.num_forwards < whole.num_forwards
@@ -98,7 +104,9 @@ def test_the_budget_is_hard_and_exact():
     ).peak_device_bytes
     enough = tiered.from_pretrained(GOLDENS / "llada_tiny", **options, memory=needed)
     assert enough.generate(ids, max_new_tokens=32).memory.peak_device_bytes == needed
-    short = tiered.from_pretrained(GOLDENS / "llada_tiny", **options, memory=needed - 1)
+    # With host memory allowed, layers would be streamed (tests/test_streamed_features.py).
+    memory = tiered.MemoryBudget(device=needed - 1, host=0)
+    short = tiered.from_pretrained(GOLDENS / "llada_tiny", **options, memory=memory)
     held = short.ledger.held(Tier.DEVICE)
     with pytest.raises(tiered.TierCapacityError) as raised:
         short.generate(ids, max_new_tokens=32)
@@ -113,11 +121,13 @@ def test_the_plan_is_what_the_call_books():
     for policy in POLICIES:
         variants: tuple[dict[str, Any], ...] = ({}, {"cfg_scale": 1.0}, {"temperature": 0.7})
         for options in variants:
-            out = runtime.with_policy(policy).generate(torch.randint(0, 480, (2, 64)), max_new_tokens=64, **options)
+            ids = torch.randint(0, 480, (2, 64))
+            out = runtime.with_policy(policy).generate(ids, max_new_tokens=64, **options | rule_for(policy))
             planned = tiered.plan(
                 GOLDENS / "llada_tiny_gqa",
                 context=128,
                 batch=2,
+                max_new_tokens=64,
                 policy=policy,
                 dtype="float32",
                 cfg="cfg_scale" in options,
@@ -156,7 +166,7 @@ def test_seeds():
 def test_an_interrupted_call_leaves_the_runtime_usable(embedded: Runtime, policy: str):
     runtime = embedded.with_policy(policy)
     prompt = chats([tasks.sample("sort", "test", 1)])
-    expected = runtime.generate(prompt, max_new_tokens=32).text
+    expected = runtime.generate(prompt, max_new_tokens=32, **rule_for(policy)).text
     held = runtime.ledger.held(Tier.DEVICE)
 
     class Interrupting:
@@ -179,11 +189,11 @@ def test_an_interrupted_call_leaves_the_runtime_usable(embedded: Runtime, policy
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            runtime.generate(prompt, max_new_tokens=32, streamer=Interrupting())
+            runtime.generate(prompt, max_new_tokens=32, streamer=Interrupting(), **rule_for(policy))
     finally:
         signal.signal(signal.SIGINT, before)
     assert runtime.ledger.held(Tier.DEVICE) == held
-    assert runtime.generate(prompt, max_new_tokens=32).text == expected
+    assert runtime.generate(prompt, max_new_tokens=32, **rule_for(policy)).text == expected
 
 
 def test_a_policy_is_changed_without_loading_again(embedded: Runtime):

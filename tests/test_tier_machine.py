@@ -160,7 +160,7 @@ class TierMachine(RuleBasedStateMachine):
         try:
             answer = ticket[0].wait()
         except TierCapacityError as error:
-            assert error.tier is Tier.DEVICE and self.tiers._shipping.free_slots == 0
+            assert error.tier is Tier.DEVICE and self.tiers._shipping.free_slots() == 0
         except ValueError as error:
             assert "already" in str(error)
         except (TransferError, RecordLostError):
@@ -219,7 +219,7 @@ class TierMachine(RuleBasedStateMachine):
                     try:
                         assert torch.equal(ticket.wait(), self.expected[key])
                     except TierCapacityError:
-                        assert self.tiers._shipping.free_slots == 0
+                        assert self.tiers._shipping.free_slots() == 0
         self.tiers.close()
         assert all(self.ledger.held(tier) == 0 for tier in Tier)
         assert list(self.folder.iterdir()) == []

@@ -1,6 +1,6 @@
 """What one call takes of every tier, booked before it begins, and the forward that it runs on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -8,17 +8,19 @@ from tiered.decoding.attention_drift import AttentionDrift
 from tiered.decoding.canvas import Canvas
 from tiered.decoding.loop import Inspector
 from tiered.feature_store import FeatureStore
+from tiered.features import Account, Tier
 from tiered.forward import Forward
 from tiered.inputs import Prompts
 from tiered.ledger import Ledger
 from tiered.models.base import DiffusionModel
 from tiered.offload.transport import Transport
+from tiered.paging.streamed_store import StreamedFeatureStore
+from tiered.planning.call_costs import CallCosts, CallSizes
 from tiered.planning.costs import compared_at_a_time
-from tiered.planning.policy_costs import policy_bytes
-from tiered.planning.tier_costs import TierCosts
+from tiered.planning.stream_costs import StreamCosts
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
-from tiered.tiers.call_tiers import call_tiers
+from tiered.tiers.call_tiers import PLAIN_HINT, call_tiers, check_room
 from tiered.tiers.manager import TierManager
 
 
@@ -30,8 +32,9 @@ class CallSpace:
         self._model, self._ledger, self._transport = model, ledger, transport
         weights = next(model.parameters())
         self._device, self._dtype = weights.device, weights.dtype
+        self._dtype_name = str(self._dtype).removeprefix("torch.")
 
-    def reserve(
+    def costs(
         self,
         policy: Policy,
         batch: int,
@@ -42,44 +45,60 @@ class CallSpace:
         guidance: bool = False,
         sampled: bool = False,
         attention_rows: int = 0,
-    ):
-        """Book what a pass takes for as long as the block lasts; arguments as in `policy_bytes`."""
-        amounts = policy_bytes(
-            policy,
-            self._model.shape,
+        inspector: Inspector | None = None,
+    ) -> CallCosts:
+        """What a call takes, with as few features streamed as the budget needs; arguments as in `CallSizes`."""
+        sizes = CallSizes(
+            policy=policy,
+            shape=self._model.shape,
             batch=batch,
             context=length,
             block_length=block_length,
-            dtype=str(self._dtype).removeprefix("torch."),
+            dtype=self._dtype_name,
             answer=answer,
             guidance=guidance,
             sampled=sampled,
             attention_rows=attention_rows,
         )
-        return self._ledger.holding(
-            amounts, hint="raise `memory`, shorten the prompt or max_new_tokens, or pass fewer sequences at once"
-        )
+        held = {tier: self._ledger.held(tier) for tier in Tier}
+        held[Tier.DEVICE] += sum(self._inspector_bytes(inspector, batch, length).values())
+        return CallCosts.of(sizes, self._ledger.budget, held)
+
+    def reserve(self, costs: CallCosts):
+        """Book what passes take for as long as the block lasts.
+
+        Raises:
+            TierCapacityError: a tier has no room for all of `costs`.
+        """
+        check_room(self._ledger, costs)
+        return self._ledger.holding(costs.passes, hint=PLAIN_HINT)
 
     def inspecting(self, inspector: Inspector | None, sequences: int, length: int):
         """Book what an inspector takes for as long as the block lasts."""
-        dtype = str(self._dtype).removeprefix("torch.")
-        amounts = (
-            {}
-            if inspector is None
-            else inspector.device_bytes(self._model.shape, sequences=sequences, length=length, dtype=dtype)
-        )
+        amounts = self._inspector_bytes(inspector, sequences, length)
         return self._ledger.holding(amounts, hint="raise `memory`, or generate without the inspector")
 
-    def store(self, policy: Policy, batch: int, length: int, answer_start: int = 0) -> FeatureStore:
-        return FeatureStore(
-            self._model.shape,
-            policy.features(self._model.shape),
-            batch=batch,
-            length=length,
-            answer_start=answer_start,
-            dtype=self._dtype,
-            device=self._device,
-        )
+    def _inspector_bytes(self, inspector: Inspector | None, sequences: int, length: int) -> Mapping[Account, int]:
+        if inspector is None:
+            return {}
+        return inspector.device_bytes(self._model.shape, sequences=sequences, length=length, dtype=self._dtype_name)
+
+    def store(
+        self,
+        policy: Policy,
+        batch: int,
+        length: int,
+        answer_start: int = 0,
+        *,
+        streams: StreamCosts | None = None,
+        tiers: TierManager | None = None,
+    ) -> FeatureStore:
+        """Where a policy's features are; with `streams`, some of them in `tiers`."""
+        features = policy.features(self._model.shape)
+        sizes = {"batch": batch, "length": length, "answer_start": answer_start}
+        if streams is not None and tiers is not None:
+            return StreamedFeatureStore(self._model.shape, features, streams, tiers, **sizes)
+        return FeatureStore(self._model.shape, features, **sizes, dtype=self._dtype, device=self._device)
 
     def attention_drift(self, measured: int, sequences: int, length: int, block_length: int) -> AttentionDrift:
         """What measures the drift of `measured` sequences, the first of those that go through a forward."""
@@ -89,7 +108,7 @@ class CallSpace:
             attention_rows=measured,
             context=length,
             block_length=block_length,
-            dtype=str(self._dtype).removeprefix("torch."),
+            dtype=self._dtype_name,
         )
         return AttentionDrift(measured, self._model.shape.heads, block_length, length, chunk=chunk, device=self._device)
 
@@ -105,21 +124,21 @@ class CallSpace:
             prompts.mask if padded else None,
         )
 
-    def tiers(self, policy: Policy, batch: int, length: int, block_length: int):
-        """The tiers of a call, open as long as the block lasts; None where the policy keeps no hidden states."""
-        options = policy.hidden()
-        costs = None
-        if options is not None:
-            dtype = str(self._dtype).removeprefix("torch.")
-            costs = TierCosts.of(
-                options, self._model.shape, batch=batch, context=length, block_length=block_length, dtype=dtype
-            )
+    def tiers(self, costs: CallCosts):
+        """The tiers of a call, open as long as the block lasts; None where nothing leaves the device."""
         return call_tiers(self._ledger, costs, device=self._device, dtype=self._dtype, make_transport=self._transport)
 
-    def forward(self, canvas: Canvas, policy: Policy, sequences: int, tiers: TierManager | None) -> Forward:
+    def forward(
+        self,
+        canvas: Canvas,
+        policy: Policy,
+        sequences: int,
+        tiers: TierManager | None,
+        streams: StreamCosts | None = None,
+    ) -> Forward:
         """The forward of one call; with guidance `sequences` is twice the canvas's."""
         positions, key_mask = canvas.positions(), canvas.key_mask()
         if key_mask is not None and sequences > canvas.batch:
             positions, key_mask = positions.repeat(2, 1), key_mask.repeat(2, 1)
-        store = self.store(policy, sequences, canvas.length, canvas.prompt_length)
+        store = self.store(policy, sequences, canvas.length, canvas.prompt_length, streams=streams, tiers=tiers)
         return Forward(self._model, store, positions, key_mask, tiers)

@@ -13,6 +13,12 @@ def check_integer(name: str, value: object, *, least: int, most: int | None = No
         raise ValueError(f"{name} = {value}; {allowed} is allowed")
 
 
+def check_switch(name: str, value: object) -> None:
+    """Raise `TypeError` where `value` is no bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} = {value!r}; True or False is allowed")
+
+
 def check_number(name: str, value: object, *, least: float, most: float = math.inf) -> None:
     """Raise `TypeError` where `value` is no number, `ValueError` where it is not finite or out of range."""
     allowed = f"a number from {least:g} to {most:g}" if most < math.inf else f"a number of at least {least:g}"

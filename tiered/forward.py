@@ -32,11 +32,13 @@ class Flow:
         hidden: the residual stream of these rows; a layer may update it in place.
         output: the rows, by their place in `rows`, whose logits the step needs. A layer may drop all others once
             nothing reads them, so the last layer asks no query for them.
+        computed: rows that the layer before has recomputed, where it passed others on as they were cached; None: all.
     """
 
     rows: Rows
     hidden: Float[Tensor, "batch rows width"]
     output: slice
+    computed: int | None = None
 
 
 LayerProgram = Callable[["Forward", int, Flow], Flow]
@@ -98,10 +100,11 @@ class Forward:
         self._sequences = len(ids)
         self.store.narrow(len(ids))
         flow = Flow(rows, self.model.embed(rows.columns(ids)), output)
-        layers, computed = self.model.shape.layers, rows.count
+        layers, computed = self.model.shape.layers, 0
         for layer in range(layers):
+            entered = flow.rows.count
             flow = program(self, layer, flow) if program else self.dense(layer, flow)
-            computed += flow.rows.count if layer < layers - 1 else 0
+            computed += entered if flow.computed is None else flow.computed
         self.rows_computed = computed / layers
         return self.model.logits(flow.hidden[:, flow.output])
 

@@ -94,6 +94,11 @@ class Runtime:
             TypeError, ValueError: anything wrong with an argument, named.
         """
         chosen = GenerationOptions.of(generation_config, options, mask_token_id=self.model.mask_token_id)
+        if self.policy.needs_order() and chosen.remasking != "random":
+            raise ValueError(
+                f"policy {self.policy.name!r} recomputes the tokens that a step will commit, so it must know them "
+                f"before: remasking = 'random' is allowed, not {chosen.remasking!r}, which decides on the logits"
+            )
         prompts = self._read(inputs, attention_mask)
         listener = None if streamer is None else StreamerListener(streamer)
         ids, pads = prompts.packed()
@@ -105,19 +110,21 @@ class Runtime:
         rule = chosen.rule()
         measured = batch if rule.needs_drift else 0
         sampled = chosen.temperature > 0
+        costs = self._call.costs(
+            self.policy,
+            sequences,
+            length,
+            chosen.block,
+            answer=chosen.max_new_tokens,
+            guidance=chosen.cfg_scale > 0,
+            sampled=sampled,
+            attention_rows=measured,
+            inspector=inspector,
+        )
         with (
-            self._call.reserve(
-                self.policy,
-                sequences,
-                length,
-                chosen.block,
-                answer=chosen.max_new_tokens,
-                guidance=chosen.cfg_scale > 0,
-                sampled=sampled,
-                attention_rows=measured,
-            ),
+            self._call.reserve(costs),
             self._call.inspecting(inspector, sequences, length),
-            self._call.tiers(self.policy, sequences, length, chosen.block) as tiers,
+            self._call.tiers(costs) as tiers,
         ):
             canvas = Canvas(
                 ids,
@@ -132,7 +139,7 @@ class Runtime:
             state = self.policy.start()
             denoised = Denoiser(
                 canvas,
-                self._call.forward(canvas, self.policy, sequences, tiers),
+                self._call.forward(canvas, self.policy, sequences, tiers, costs.streams),
                 state,
                 rule.start(chosen.steps_per_block),
                 temperature=chosen.temperature,
@@ -166,7 +173,7 @@ class Runtime:
         """
         prompts = self._read_ids(input_ids, attention_mask)
         batch, length = prompts.ids.shape
-        with self._call.reserve(NoCache(), batch, length, block_length=length):
+        with self._call.reserve(self._call.costs(NoCache(), batch, length, block_length=length)):
             forward = self._call.uncached(prompts)
             return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length))
 
@@ -184,7 +191,8 @@ class Runtime:
         prompts = self._read_ids(input_ids, attention_mask)
         (batch, length), shape = prompts.ids.shape, self.model.shape
         kept = shape.layers * batch * length * shape.width * self.dtype.itemsize
-        with self.ledger.holding({Account.HIDDEN: kept}), self._call.reserve(NoCache(), batch, length, block_length=1):
+        costs = self._call.costs(NoCache(), batch, length, block_length=1)
+        with self.ledger.holding({Account.HIDDEN: kept}), self._call.reserve(costs):
             forward = self._call.uncached(prompts)
             states = torch.empty(shape.layers, batch, length, shape.width, dtype=self.dtype, device=self.device)
             flow = Flow(Rows.span(0, length), self.model.embed(prompts.ids), slice(0, length))

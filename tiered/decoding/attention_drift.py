@@ -1,5 +1,7 @@
 """How far each row's attention in the last layer has moved since the step before, for commit rules that ask."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
@@ -14,7 +16,7 @@ class AttentionDrift:
     """Keeps the log-probabilities of a block's rows and compares them with those of the next step (arXiv 2607.14107).
 
     The rows are those whose logits the step needs, so entry i of a block's drift belongs to its token i also where a
-    family predicts from the row before. Each of them passes the last layer's attention once a step.
+    family predicts from the row before. Each of them passes the last layer's attention once a step, or not at all.
     """
 
     def __init__(
@@ -32,26 +34,33 @@ class AttentionDrift:
             sequences, heads, block_length, context, dtype=torch.float32, device=device
         )
         self._chunk = chunk
+        self._known = torch.zeros(sequences, block_length, dtype=torch.bool, device=device)
         self._stored = False
 
     @property
     def drift(self) -> Float32[Tensor, "batch block"]:
-        """KL(attention in this step ‖ in the step before) of each row in nats, mean over heads; NaN without a step
-        before."""
+        """KL(attention in this step ‖ when the row was last computed) of each row in nats, mean over heads; NaN where
+        it was not computed in this step, or never before."""
         return self._drift
 
-    def begin_step(self, first_row: int, *, forget: bool) -> None:
-        """A forward comes that needs the rows from column `first_row` on; `forget`: it has nothing to compare with."""
+    def begin_step(self, first_row: int, *, forget: Sequence[bool]) -> None:
+        """A forward comes that needs the rows from column `first_row` on; `forget`: the sequences that have nothing to
+        compare it with."""
         self._first_row = first_row
-        self._compare = self._stored and not forget
-        self._stored = True  # by the time the next step begins
         batch, _, block_length, _ = self._log_rows.shape
+        if not self._stored:
+            self._known.zero_()
+        elif any(forget):
+            self._known &= ~torch.tensor(forget, device=self._known.device)[:, None]
+        self._compare = self._stored and not all(forget)
+        self._stored = True  # by the time the next step begins
         self._drift = self._log_rows.new_full((batch, block_length), torch.nan)
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending), at a block's end."""
         # Forgotten rather than moved: the next block's rows are others.
         self._log_rows, self._stored = self._log_rows[: len(sequences)], False
+        self._known = self._known[: len(sequences)]
 
     def observe(
         self,
@@ -114,9 +123,11 @@ class AttentionDrift:
                 if present is not None:
                     log_rows = log_rows.where(present[sequences, None, :, None], kept)
                 kept.copy_(log_rows)
+        known = self._known[:, block_rows]
         if self._compare:
-            drift /= heads
+            drift = drift.div_(heads).masked_fill_(~known, torch.nan)
             self._drift[:, block_rows] = drift if present is None else drift.where(present, self._drift[:, block_rows])
+        known |= True if present is None else present
 
 
 def _log_probabilities(

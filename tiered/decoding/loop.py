@@ -132,7 +132,7 @@ class Denoiser:
         shift = self._model.shape.prediction_shift
         step = Step(
             canvas=self.canvas, block=block, start=start, stop=stop, number=0,
-            first_row=start - shift, last_row=stop - shift, forwards=(), active=(),
+            first_row=start - shift, last_row=stop - shift, forwards=(), active=(), guidance=self._guidance is not None,
         )  # fmt: skip
         self.rule.begin_block(self.canvas.pending(start, stop))
         remaining = [stop - start] * self.canvas.batch
@@ -166,7 +166,8 @@ class Denoiser:
         output = rows[plan.output]
         if self._drift is not None:
             # Another block's rows are of no use, and a refresh moves every row at once.
-            self._drift.begin_step(step.first_row, forget=step.number == 0 or plan.kind is PassKind.REFRESH)
+            refreshed = plan.refreshed or (plan.kind is PassKind.REFRESH,) * canvas.batch
+            self._drift.begin_step(step.first_row, forget=[step.number == 0 or every for every in refreshed])
         ids = canvas.tokens if self._guidance is None else self._guidance.ids(canvas, plan.guided)
         if self._guidance is not None:
             rows = self._guidance.rows(rows, plan.guided, canvas.tokens.device)

@@ -27,6 +27,7 @@ class HiddenOptions:
         late: what an update does about a cluster that has not arrived when its rows are needed.
         deadline_ms: how long `deadline` waits for it.
         seed: of the clustering.
+        renew_response: whether an update that begins a block renews every cluster with rows of the response.
         appended_blocks: finished blocks that become clusters of their own before the next full pass, at most.
     """
 
@@ -40,4 +41,5 @@ class HiddenOptions:
     late: Late
     deadline_ms: float
     seed: int
+    renew_response: bool = False
     appended_blocks: int = 0

@@ -4,6 +4,7 @@ Rows that one layer recomputes go on to the next, where they patch keys, values,
 take the place of stored rows if their clusters are chosen again, and end otherwise.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,7 +32,15 @@ class Update:
     it behind that. Rows of both go through the MLP together, so its weights are read once.
     """
 
-    def __init__(self, cache: HiddenCache, updating: Sequence[bool], active: Span, tracked: Span, number: int) -> None:
+    def __init__(
+        self,
+        cache: HiddenCache,
+        updating: Sequence[bool],
+        active: Span,
+        tracked: Span,
+        number: int,
+        renewed_from: int | None = None,
+    ) -> None:
         """
         Args:
             cache: as the last refresh or update left it.
@@ -40,8 +49,10 @@ class Update:
                 refresh, the finished block and this one.
             tracked: columns of the current block.
             number: of the forward in the call.
+            renewed_from: column; clusters with rows from there on are renewed however little they drift.
         """
         self._cache, self._number = cache, number
+        self._renewed_from = renewed_from
         self._updating = [*updating] * cache.copies
         self._active, self._tracked = active, tracked
         self._count = active[1] - active[0]
@@ -66,7 +77,7 @@ class Update:
         if self._active != self._tracked:  # the current block leaves the clusters that it was in
             state.retire(self._tracked)
         drift = write_and_measure(forward, state, flow, self._tracked, self._count, self._here)
-        chosen = [self._most_drifted(of_sequence) for of_sequence in drift]
+        chosen = [self._chosen(of_sequence, members) for of_sequence, members in zip(drift, state.members, strict=True)]
         touched = [members.touched(fresh) for members, fresh in zip(state.members, self._fresh, strict=True)]
         asked = self._fetching.ask(state.layer, self._stored(state, chosen), state.records or ())
         partly = self._stored(state, touched)
@@ -97,6 +108,15 @@ class Update:
         self._fresh = [self._marked(clusters, state.members[b]) for b, clusters in enumerate(chosen)]
         self._write_down(state, drift, chosen, touched)
         return Flow(self._joined(rows), hidden, flow.output)
+
+    def _chosen(self, drift: Sequence[float], members: Members) -> list[int]:
+        """The clusters to renew in a layer."""
+        if self._renewed_from is None or not drift:
+            return self._most_drifted(drift)
+        always = members.touched(np.arange(self._length) >= self._renewed_from)
+        others = [-math.inf if cluster in always else of_cluster for cluster, of_cluster in enumerate(drift)]
+        beside = min(self._cache.options.top_m, len(drift) - len(always))
+        return always + self._most_drifted(others)[:beside]
 
     def _most_drifted(self, drift: Sequence[float]) -> list[int]:
         """The clusters to renew, most drifted first; of equal ones, the first."""

@@ -53,10 +53,22 @@ class DiffusionModel(nn.Module, ABC):
         """What queries, keys and values of `layer` are projected from."""
 
     @abstractmethod
+    def keys(
+        self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
+    ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
+        """Keys (rotated) of the rows."""
+
+    @abstractmethod
+    def values(
+        self, layer: int, normed: Float[Tensor, "batch rows width"]
+    ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
+        """Values of the rows."""
+
     def keys_values(
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
     ) -> tuple[Float[Tensor, "batch kv_heads rows head_dim"], Float[Tensor, "batch kv_heads rows head_dim"]]:
         """Keys (rotated) and values of the rows."""
+        return self.keys(layer, normed, rotary), self.values(layer, normed)
 
     @abstractmethod
     def queries(

@@ -86,12 +86,15 @@ class LLaDA(DiffusionModel):
     ) -> Float[Tensor, "batch rows width"]:
         return self.block(layer).attn_norm(hidden)
 
-    def keys_values(
+    def keys(
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
-    ) -> tuple[Float[Tensor, "batch kv_heads rows head_dim"], Float[Tensor, "batch kv_heads rows head_dim"]]:
-        block = self.block(layer)
-        keys, values = (self._heads(project(normed, weight)) for weight in (block.k_proj.weight, block.v_proj.weight))
-        return rotary.rotate(keys), values
+    ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
+        return rotary.rotate(self._heads(project(normed, self.block(layer).k_proj.weight)))
+
+    def values(
+        self, layer: int, normed: Float[Tensor, "batch rows width"]
+    ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
+        return self._heads(project(normed, self.block(layer).v_proj.weight))
 
     def queries(
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary

@@ -84,6 +84,7 @@ def _changes(workload: Workload, budget: MemoryBudget, plainer: Mapping[str, "Po
         smaller = alternative.total() < workload.total() or alternative.hidden != workload.hidden
         if smaller and not alternative.over(budget):
             yield Advice(f"{text}: {format_bytes(alternative.total())}", change)
+    yield from _stream_from_host(workload, budget)
     yield _more_memory(workload, budget)
 
 
@@ -107,6 +108,16 @@ def _hidden_changes(workload: Workload, hidden: HiddenOptions, budget: MemoryBud
     if before:
         window = (before, 1)
         yield Advice(f"keep the hidden states of a window alone: window_blocks {window}", {"window_blocks": window})
+
+
+def _stream_from_host(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
+    """More of the host, where it is what keeps features from being streamed."""
+    free = replace(budget, host=None)
+    if budget.cap(Tier.HOST) is None or workload.costs(free).streams is None or workload.over(free):
+        return
+    size = f"{-(-workload.total(Tier.HOST, free) // _MIB)}MiB"
+    if not workload.over(raised := replace(budget, host=size)):
+        yield Advice(f"raise the host memory to {size} and stream features from there", {"memory": raised})
 
 
 def _more_memory(workload: Workload, budget: MemoryBudget) -> Advice:

@@ -16,7 +16,8 @@ _LABEL, _SIZE, _EXACT = 20, 12, 20
 
 def plan_card(plan: "Plan") -> str:
     """The card of `plan`."""
-    sections = (_header(plan), *map(list, _tiers(plan)), _contexts(plan), _hidden(plan), _remarks(plan))
+    tiers = map(list, _tiers(plan))
+    sections = (_header(plan), *tiers, _streamed(plan), _contexts(plan), _hidden(plan), _remarks(plan))
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
 
 
@@ -62,6 +63,15 @@ def _contexts(plan: "Plan") -> Iterator[str]:
         beyond = plan.largest_context > plan.shape.max_context
         note = f"   beyond the {plan.shape.max_context} that the model was made for" if beyond else ""
         yield f"{'largest context':{_LABEL}}{largest:>{_SIZE}}{note}"
+
+
+def _streamed(plan: "Plan") -> Iterator[str]:
+    if plan.streams is None:
+        return
+    yield "moved to the device in each forward that reads everything: the layers that it has no room for"
+    for stream in plan.streams.streams:
+        yield _row(stream.feature.value, stream.records, f"{len(stream.layers)} of {stream.of_layers} layers")
+    yield _row("total", plan.streams.moved)
 
 
 def _hidden(plan: "Plan") -> Iterator[str]:

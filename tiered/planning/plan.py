@@ -15,6 +15,7 @@ from tiered.names import unknown_name
 from tiered.planning.advice import PLAINER, Advice, advise
 from tiered.planning.card import plan_card
 from tiered.planning.hidden_costs import HiddenCosts
+from tiered.planning.stream_costs import StreamCosts
 from tiered.planning.workload import LARGEST_SIZE, Workload, kv_bytes_per_token
 from tiered.policies import DEFAULT_POLICY
 
@@ -54,6 +55,8 @@ class Plan:
             at most, since the sizes of clusters are not known before; with a disk tier, the share of the disk is close.
         largest_context: positions that fit every cap with all else equal, in whole blocks; 0 where not even one block
             fits, None where no cap limits them.
+        streams: the features of which some layers are streamed from the tiers below, so that the device's cap holds;
+            None: all are on the device.
         hidden: what hidden states would take if the policy kept them, part of no tier's total; None: it does.
         warnings: what is allowed and still worth knowing.
         advice: what would make it fit; empty where it does.
@@ -66,6 +69,7 @@ class Plan:
     policy_options: Mapping[str, Any]
     tiers: Mapping[Tier, TierPlan]
     largest_context: int | None
+    streams: StreamCosts | None
     hidden: HiddenCosts | None
     warnings: tuple[str, ...]
     advice: tuple[Advice, ...]
@@ -128,6 +132,7 @@ class Plan:
             },
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "largest_context": self.largest_context,
+            "streamed": None if self.streams is None else self.streams.as_dict(),
             "if_hidden_states_were_kept": None if self.hidden is None else self.hidden.as_dict(),
             "warnings": list(self.warnings),
             "advice": [advice.as_dict() for advice in self.advice],
@@ -197,6 +202,7 @@ def plan(
         policy_options=asdict(chosen),
         tiers={tier: TierPlan(accounts=accounts[tier], cap=budget.cap(tier)) for tier in Tier},
         largest_context=_largest_context(workload, budget),
+        streams=workload.costs(budget).streams,
         hidden=HiddenCosts.of(workload, kept) if workload.hidden is None and kept is not None else None,
         warnings=tuple(_warnings(workload, family)),
         advice=tuple(advise(workload, budget, {name: make_policy(name) for name in PLAINER})),

@@ -40,7 +40,8 @@ def policy_bytes(
         sampled=sampled,
         attention_rows=attention_rows,
     )
-    state = policy.state_bytes(shape, batch=batch, context=context, block_length=block_length, dtype=dtype)
+    sizes = {"batch": batch, "context": context, "block_length": block_length, "answer": answer}
+    state = policy.state_bytes(shape, dtype=dtype, **sizes)
     # The difference that guidance made, kept for the forwards that do without their unconditional half.
     kept = batch // 2 * logit_rows * shape.vocab_size * _FLOAT32 if guidance and policy.skips_guidance() else 0
     return added(plain, state, {Account.LOGITS: kept})

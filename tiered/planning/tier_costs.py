@@ -11,6 +11,7 @@ from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes
 from tiered.offload.slabs import UNIT
 from tiered.planning.costs import part_bytes
+from tiered.planning.host_costs import DISK_HEADER, below_device, rings_bytes
 from tiered.planning.slab_costs import arena_bytes
 from tiered.planning.update_costs import UpdateSizes, refresh_bytes, update_bytes
 
@@ -18,11 +19,7 @@ from tiered.planning.update_costs import UpdateSizes, refresh_bytes, update_byte
 RECORD_ROWS = 128
 STORE_SLOTS = 2  # one is encoded into while the other is copied
 MOST_FETCH_SLOTS = 16
-LOAD_SLOTS = 2  # of host memory, where there is a disk tier
-DISK_HEADER = 64  # bytes in front of each record in the file
 MOST_ROWS = 256  # of a record, where a slot holds so many
-# Slabs that the host tier needs where records spill: those of one store may be of as many classes.
-_FEWEST_SLABS = 16
 _FLOAT32, _INT64 = 4, 8
 
 
@@ -60,9 +57,18 @@ class TierCosts:
 
     @classmethod
     def of(
-        cls, options: HiddenOptions, shape: ModelShape, *, batch: int, context: int, block_length: int, dtype: str
+        cls,
+        options: HiddenOptions,
+        shape: ModelShape,
+        *,
+        batch: int,
+        context: int,
+        block_length: int,
+        dtype: str,
+        least_slot: int = 0,
     ) -> "TierCosts":
-        """Of `batch` sequences (with guidance, twice those asked for) over `context` positions."""
+        """Of `batch` sequences (with guidance, twice those asked for) over `context` positions. A staging slot has
+        `least_slot` bytes at the least, where others use the rings as well."""
         element, codec = BYTES_PER_ELEMENT[dtype], options.codec
         rows = max(0, context - block_length)
         if options.window_blocks is not None:
@@ -72,12 +78,14 @@ class TierCosts:
             renewed = min(rows, options.top_m * MOST_ROWS_PER_CLUSTER)
         else:
             wanted, renewed = options.clusters, rows
+        if options.renew_response:
+            renewed = rows
         clustered = min(max(wanted, 2), rows)
         appended = min(options.appended_blocks, max(0, context // block_length - 1)) if clustered else 0
         layers, scored = max(0, shape.layers - 2), max(0, shape.layers - 1)
         kept, clusters = rows + appended * block_length, clustered + appended
         slot = codec_bytes(codec, min(max(kept, 1), RECORD_ROWS), shape.width, element_bytes=element)
-        slot_bytes = -(-slot // UNIT) * UNIT
+        slot_bytes = max(-(-slot // UNIT) * UNIT, least_slot)
         most = _most_rows(codec, shape.width, element, slot_bytes)
         records = min(kept, clusters + kept // most)
         nbytes = 0
@@ -119,35 +127,19 @@ class TierCosts:
     def tiers(self, budget: MemoryBudget) -> dict[Tier, dict[Account, int]]:
         """Bytes of every tier by account, beside what every call takes.
 
-        Where `budget` has a disk tier, what the host's cap leaves no room for goes there. How records divide between
-        the two depends on which drift, so that the figure of the disk is close, not a bound.
+        See `below_device` for what goes to disk.
         """
         device = {
             Account.CENTROIDS: self.references + self.banks,
             Account.STAGING: self.staging,
             Account.ACTIVATIONS: self.activations,
         }
-        held = {Account.HIDDEN: self.records, Account.SPARE: self.arena - self.records}
-        host: dict[Account, int] = {}
-        disk: dict[Account, int] = {}
-        if budget.cap(Tier.DISK):
-            host[Account.STAGING] = LOAD_SLOTS * self.slot_bytes
-            disk[Account.SPARE] = self.slot_bytes + UNIT
         if self.options.tier is Tier.DEVICE:
-            return {Tier.DEVICE: device | held, Tier.HOST: host, Tier.DISK: disk}
-        cap = budget.cap(Tier.HOST)
-        ring = host.get(Account.STAGING, 0)
-        if disk and cap is not None and ring + self.arena > cap:
-            slabs = min(max(_FEWEST_SLABS, (cap - ring) // self.slot_bytes), self.arena // self.slot_bytes)
-            # Records are spread over memory and file in proportion to what each has.
-            here = self.records * slabs * self.slot_bytes // self.arena
-            there = self.records - here
-            file = -(-self.file * there // max(1, self.records) // (self.slot_bytes + UNIT)) * (self.slot_bytes + UNIT)
-            host |= {Account.HIDDEN: here, Account.SPARE: slabs * self.slot_bytes - here}
-            disk = {Account.HIDDEN: there, Account.SPARE: max(file, self.slot_bytes + UNIT) - there}
-        else:
-            host |= held
-        return {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
+            held = {Account.HIDDEN: self.records, Account.SPARE: self.arena - self.records}
+            return {Tier.DEVICE: device | held, **rings_bytes(budget, self.slot_bytes)}
+        records = {Account.HIDDEN: self.records}
+        below = below_device(budget, records, arena=self.arena, file=self.file, slot_bytes=self.slot_bytes)
+        return {Tier.DEVICE: device, **below}
 
 
 @cache

@@ -9,8 +9,9 @@ from tiered.budget import MemoryBudget
 from tiered.features import Account, Feature, Tier
 from tiered.hidden.options import HiddenOptions
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+from tiered.planning.call_costs import CallCosts, CallSizes
 from tiered.planning.costs import weight_bytes
-from tiered.planning.policy_costs import added, policy_bytes
+from tiered.planning.policy_costs import added
 from tiered.planning.tier_costs import TierCosts
 
 if TYPE_CHECKING:
@@ -77,11 +78,11 @@ class Workload:
             dtype=self.dtype,
         )
 
-    def accounts(self, budget: MemoryBudget = UNCAPPED) -> dict[Tier, dict[Account, int]]:
-        """Bytes of every tier by account, weights included. `budget` decides what goes to disk, and nothing else."""
-        device = {Account.WEIGHTS: weight_bytes(self.shape, self.dtype)} | policy_bytes(
-            self.policy,
-            self.shape,
+    def costs(self, budget: MemoryBudget = UNCAPPED) -> CallCosts:
+        """What the call takes beside the weights, with as few features streamed as `budget` needs."""
+        sizes = CallSizes(
+            policy=self.policy,
+            shape=self.shape,
             batch=self.sequences,
             context=self.context,
             block_length=self.block_length,
@@ -90,8 +91,14 @@ class Workload:
             guidance=self.guidance,
             sampled=self.sampled,
         )
-        hidden = {} if self.hidden is None else self.hidden_costs(self.hidden).tiers(budget)
-        return {tier: added(device if tier is Tier.DEVICE else {}, hidden.get(tier, {})) for tier in Tier}
+        return CallCosts.of(sizes, budget, {Tier.DEVICE: weight_bytes(self.shape, self.dtype)})
+
+    def accounts(self, budget: MemoryBudget = UNCAPPED) -> dict[Tier, dict[Account, int]]:
+        """Bytes of every tier by account, weights included. `budget` decides which features are streamed, and what
+        goes to disk."""
+        weights = {Account.WEIGHTS: weight_bytes(self.shape, self.dtype)}
+        call = self.costs(budget).tiers(budget)
+        return {tier: added(weights if tier is Tier.DEVICE else {}, call[tier]) for tier in Tier}
 
     def total(self, tier: Tier = Tier.DEVICE, budget: MemoryBudget = UNCAPPED) -> int:
         """Bytes of `tier` in all."""

@@ -45,6 +45,7 @@ class Step:
         active: sequences that take part in this forward; the others have nothing left to commit here, and wait.
         upcoming: True at the block's columns that are committed after this forward, where that is known before it:
             under random remasking. None: the rule decides on the logits.
+        guidance: whether there is classifier-free guidance.
     """
 
     canvas: Canvas
@@ -57,6 +58,7 @@ class Step:
     forwards: tuple[int, ...]
     active: tuple[bool, ...]
     upcoming: Bool[Tensor, "batch block"] | None = None
+    guidance: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class StepPlan:
         guided: under classifier-free guidance, the sequences that see their masked prompts in this forward; the others
             take the difference that it made in their last forward with it. Where none does, the forward passes over
             the first half of the batch alone. None: all, in every forward.
+        refreshed: the sequences whose rows are all recomputed, where sequences of a batch differ in it. None: all of
+            them in a pass of kind `REFRESH`, else none.
     """
 
     rows: Rows
@@ -81,6 +85,7 @@ class StepPlan:
     kind: PassKind
     program: LayerProgram | None = None
     guided: tuple[bool, ...] | None = None
+    refreshed: tuple[bool, ...] | None = None
 
     @classmethod
     def of_span(cls, start: int, stop: int, step: Step, kind: PassKind) -> "StepPlan":
@@ -115,21 +120,25 @@ class Policy(ABC):
 
     name: ClassVar[str]
 
-    @abstractmethod
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
         """What is kept on the device, by the number of layers: `shape.layers`, or 1 for a workspace that each layer
-        overwrites. `KEY` and `VALUE` are always there."""
+        overwrites. `KEY` and `VALUE` are always there; they alone, in all layers, unless a policy says otherwise."""
+        return {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
 
     def host_features(self) -> frozenset[Feature]:
         """Those of `features` that are kept in the host tier, and streamed, even where the device has room."""
         return frozenset()
 
     def state_bytes(
-        self, shape: ModelShape, *, batch: int, context: int, block_length: int, dtype: str
+        self, shape: ModelShape, *, batch: int, context: int, block_length: int, dtype: str, answer: int | None = None
     ) -> Mapping[Account, int]:
         """Bytes on the device of what the state and its programs hold at most, beside the features and a plain pass.
         The sizes are those of `tiered.planning.costs.call_bytes`."""
         return {}
+
+    def needs_order(self) -> bool:
+        """Whether plans need `Step.upcoming`, so that only rules go with the policy that decide without logits."""
+        return False
 
     def skips_guidance(self) -> bool:
         """Whether any plan leaves sequences without guidance (`StepPlan.guided`)."""

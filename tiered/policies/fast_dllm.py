@@ -3,13 +3,10 @@
 Semantics follow the authors' code at commit 2a2de8c: the pass that begins a block also commits tokens.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from tiered.checks import check_integer
-from tiered.features import Feature
-from tiered.models.shape import ModelShape
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
 
 
@@ -27,9 +24,6 @@ class _BlockCache(Policy):
     def __post_init__(self) -> None:
         if self.refresh_interval is not None:
             check_integer("refresh_interval", self.refresh_interval, least=1)
-
-    def features(self, shape: ModelShape) -> Mapping[Feature, int]:
-        return {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
 
     def refreshes(self, step: Step) -> bool:
         """Whether this step recomputes every row."""

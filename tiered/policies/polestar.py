@@ -4,7 +4,7 @@ Semantics follow the paper, whole context and per layer, with the stored hidden 
 the authors' code are presets. Departures, and why, are in docs/polestar.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -12,14 +12,13 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from tiered.checks import check_integer, check_number
-from tiered.features import Feature, Tier
+from tiered.checks import check_integer, check_number, check_switch
+from tiered.features import Tier
 from tiered.hidden.cache import HiddenCache
 from tiered.hidden.options import LATE, HiddenOptions, Late
 from tiered.hidden.refresh import Refresh
 from tiered.hidden.update import Update
 from tiered.hidden.update_log import LayerUpdate
-from tiered.models.shape import ModelShape
 from tiered.names import unknown_name
 from tiered.offload.codec_bytes import Codec
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
@@ -50,6 +49,8 @@ class Polestar(Policy):
             answers do not depend on time), left out ("skip"), or waited for `deadline_ms` first ("deadline").
         refresh: what begins a block: "full", every row; or "drift", an update over the finished block and the new one,
             with a full pass at every `refresh_blocks`-th block. The latter is beyond the paper.
+        renew_response: with `refresh` = "drift", whether the update that begins a block also goes over every cluster
+            with rows behind the prompt.
         refresh_interval: forwards from one full pass to the next within a block; None: only the block's first.
         seed: of the clustering.
     """
@@ -68,6 +69,7 @@ class Polestar(Policy):
     deadline_ms: float = 1.0
     refresh: Literal["full", "drift"] = "full"
     refresh_blocks: int = 4
+    renew_response: bool = False
     refresh_interval: int | None = None
     seed: int = 0
 
@@ -99,11 +101,11 @@ class Polestar(Policy):
             for blocks in self.window_blocks:
                 check_integer("window_blocks", blocks, least=0)
             object.__setattr__(self, "window_blocks", tuple(self.window_blocks))
+        check_switch("renew_response", self.renew_response)
+        if self.renew_response and self.refresh != "drift":
+            raise ValueError("renew_response = True goes with refresh = 'drift': a full pass renews all rows")
         if self.refresh == "drift" and self.refresh_interval is not None:
             raise ValueError("refresh = 'drift' saves full passes, refresh_interval adds some; give one of them")
-
-    def features(self, shape: ModelShape) -> Mapping[Feature, int]:
-        return {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
 
     def hidden(self) -> HiddenOptions | None:
         if not self.top_m:
@@ -119,6 +121,7 @@ class Polestar(Policy):
             late=self.late,
             deadline_ms=self.deadline_ms,
             seed=self.seed,
+            renew_response=self.renew_response,
             appended_blocks=self.refresh_blocks - 1 if self.refresh == "drift" else 0,
         )
 
@@ -153,7 +156,9 @@ class _Drifting(PolicyState):
         if self._cache is None or not any(updating):
             return plan
         self._reset(updating)
-        return replace(plan, kind=PassKind.UPDATE, program=Update(self._cache, updating, active, block, number))
+        response = None if step.number or not self._policy.renew_response else step.canvas.prompt_length
+        update = Update(self._cache, updating, active, block, number, renewed_from=response)
+        return replace(plan, kind=PassKind.UPDATE, program=update)
 
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:
         # Counted on the device: the next plan reads the sums when the step's own host read has passed anyway.

@@ -5,16 +5,37 @@ from typing import Any
 
 from tiered.names import unknown_name
 from tiered.policies.base import Policy
+from tiered.policies.composed import Composed
+from tiered.policies.dkv_cache import DKVPD, DKVDecode, DKVGreedy, DKVPrefill
+from tiered.policies.dllm_cache import DLLMCache
+from tiered.policies.elastic_cache import ElasticCache
 from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
 from tiered.policies.none import NoCache
 from tiered.policies.polestar import Polestar
+from tiered.policies.uniform_cache import UniformCache
 
 # A new policy is one file and one entry here.
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (NoCache, FastDLLMPrefix, FastDLLMDual, Polestar)
+    policy.name: policy
+    for policy in (
+        NoCache,
+        FastDLLMPrefix,
+        FastDLLMDual,
+        DKVDecode,
+        DKVGreedy,
+        DKVPrefill,
+        DKVPD,
+        DLLMCache,
+        UniformCache,
+        ElasticCache,
+        Polestar,
+        Composed,
+    )
 }
 # Options that a user gives go on top.
 PRESETS: dict[str, tuple[type[Policy], dict[str, Any]]] = {
+    # Exact under uniform noise with a noise mask; what it recomputes is the prefix cache's choice.
+    "uniform_prefix": (FastDLLMPrefix, {}),
     # The paper's whole-context setting.
     "polestar-paper": (Polestar, {"clusters": 8, "top_m": 2, "update_threshold": 4, "cluster_layers": 1}),
     # The authors' code at commit a125b28c: two blocks before and one behind, everything on the device, as it is.

@@ -31,6 +31,7 @@ class Batch:
         fences: what guards these bytes.
         slot: the staging slot that `buffer` is; None for records on the device.
         arrival: the end of their copy to it.
+        paged: whether they are pages of a feature, which have a ring of their own.
     """
 
     entries: Sequence[Entry]
@@ -43,6 +44,7 @@ class Batch:
     fences: Sequence[Fence] = ()
     slot: RingSlot | None = None
     arrival: TransferEvent | None = None
+    paged: bool = False
 
 
 def cut(entries: Sequence[Entry], first: Sequence[int], room_of: Callable[[int], int], slot_bytes: int) -> list[Batch]:

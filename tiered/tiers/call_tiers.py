@@ -6,56 +6,64 @@ from contextlib import contextmanager
 import torch
 
 from tiered.errors import TierCapacityError
-from tiered.features import Account, Tier
+from tiered.features import Account
 from tiered.ledger import Ledger
 from tiered.offload.transport import Transport
-from tiered.planning.tier_costs import LOAD_SLOTS, TierCosts
+from tiered.planning.call_costs import CallCosts
+from tiered.planning.host_costs import LOAD_SLOTS
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
 
+PLAIN_HINT = "raise `memory`, shorten the prompt or max_new_tokens, or pass fewer sequences at once"
 HINT = "raise `memory`, lower `clusters`, narrow `window_blocks`, shorten the prompt or pass fewer sequences at once"
 
 
 @contextmanager
 def call_tiers(
     ledger: Ledger,
-    costs: TierCosts | None,
+    costs: CallCosts,
     *,
     device: torch.device,
     dtype: torch.dtype,
     make_transport: Callable[[], Transport] | None = None,
 ) -> Iterator[TierManager | None]:
-    """A manager with rings that fit what `costs` says; None for a policy that keeps nothing.
+    """A manager with rings that fit what `costs` says; None for a call whose features are all on the device.
 
-    What a pass takes on the device is booked for as long as the call lasts. What the manager books as records and
-    centroids come is looked at before any work, so that a call that cannot end does not begin.
+    What passes take (`CallCosts.passes`) is booked by the caller, who has looked whether there is room for all that the
+    manager books as records and centroids come (`check_room`). What hidden states take beside is booked here.
 
     Raises:
         TierCapacityError: a tier is too small.
     """
-    if costs is None:
+    hidden, streams = costs.hidden, costs.streams
+    if hidden is None and streams is None:
         yield None
         return
-    for tier, amounts in costs.tiers(ledger.budget).items():
-        _check_room(ledger, tier, sum(amounts.values()))
+    beside: dict[Account, int] = {}
+    if hidden is not None:
+        beside = {Account.CENTROIDS: hidden.references, Account.ACTIVATIONS: hidden.activations}
     with (
-        ledger.holding({Account.CENTROIDS: costs.references, Account.ACTIVATIONS: costs.activations}, hint=HINT),
+        ledger.holding(beside, hint=HINT),
         open_tiers(
             ledger,
             device=device,
             dtype=dtype,
             transport=None if make_transport is None else make_transport(),
             slot_bytes=costs.slot_bytes,
-            fetch_slots=costs.fetch_slots,
+            fetch_slots=0 if hidden is None else hidden.fetch_slots,
             store_slots=costs.store_slots,
+            page_slots=0 if streams is None else streams.page_slots,
             load_slots=LOAD_SLOTS,
         ) as tiers,
     ):
         yield tiers
 
 
-def _check_room(ledger: Ledger, tier: Tier, needed: int) -> None:
-    """Raise TierCapacityError where `tier` has no room for `needed` bytes more."""
-    cap = ledger.budget.cap(tier)
-    if cap is not None and ledger.held(tier) + needed > cap:
-        raise TierCapacityError(needed, cap - ledger.held(tier), tier, HINT)
+def check_room(ledger: Ledger, costs: CallCosts) -> None:
+    """Raise TierCapacityError where a tier has no room for all of `costs`, so that a call that cannot end does not
+    begin. Nothing of it is booked yet."""
+    for tier, amounts in costs.tiers(ledger.budget).items():
+        cap, needed = ledger.budget.cap(tier), sum(amounts.values())
+        if cap is not None and ledger.held(tier) + needed > cap:
+            hint = PLAIN_HINT if costs.hidden is None else HINT
+            raise TierCapacityError(needed, cap - ledger.held(tier), tier, hint)

@@ -54,13 +54,23 @@ class Fetches:
         self._waiting: list[Batch] = []
         self._tickets: set[Ticket] = set()
 
-    def begin(self, keys: Sequence[RecordKey], entries: Sequence[Entry], check_open: Callable[[], None]) -> Ticket:
-        """A ticket for `entries`, those of `keys`. `check_open` raises once the manager cannot be used any more."""
+    def begin(
+        self,
+        keys: Sequence[RecordKey],
+        entries: Sequence[Entry],
+        check_open: Callable[[], None],
+        *,
+        paged: bool = False,
+    ) -> Ticket:
+        """A ticket for `entries`, those of `keys`. `check_open` raises once the manager cannot be used any more;
+        `paged`: see `TierManager.fetch`."""
         widths = {entry.form.width for entry in entries}
         if len(widths) != 1:
             raise ValueError(f"a fetch is of one or more records of one width: {len(keys)} keys have {sorted(widths)}")
         first = [0, *accumulate(entry.form.rows for entry in entries)]
         batches = cut(entries, first, partial(self._placement.rooms.size, Tier.HOST), self._slot_bytes)
+        for batch in batches:
+            batch.paged = paged
         for entry in entries:
             self._book.begin_reading(entry)
             if entry.base is not None:
@@ -76,10 +86,13 @@ class Fetches:
     def send_waiting(self) -> None:
         """Let batches set out while there are staging slots. Never blocks."""
         self._traffic.harvest()
-        while self._waiting and self._shipping.free_slots:
-            with suppress(RecordLostError, TransferError):  # told to whoever waits for the batch
-                self._send(self._waiting[0])
-            self._waiting.pop(0)
+        free = {paged: self._shipping.free_slots(paged=paged) for paged in (False, True)}
+        for batch in list(self._waiting) if any(free.values()) else []:
+            if free[batch.paged]:
+                with suppress(RecordLostError, TransferError):  # told to whoever waits for the batch
+                    self._send(batch)
+                self._waiting.remove(batch)
+                free[batch.paged] = self._shipping.free_slots(paged=batch.paged)
 
     def use(self, batch: Batch, out: Float[Tensor, "any width"], rows: Int[Tensor, " answer"] | None) -> None:
         """Decode `batch` into `out`. Errors as `Ticket.wait`."""

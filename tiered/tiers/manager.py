@@ -154,8 +154,9 @@ class TierManager:
                 entries.append(Entry(keys[number], forms[number], self._versions, base))
             self._store(entries, rows[first[run.start] : first[run.stop]], tier)
 
-    def fetch(self, keys: Sequence[RecordKey]) -> Ticket:
-        """Begin to bring records to the device. Copies set out at once, as far as there are staging slots.
+    def fetch(self, keys: Sequence[RecordKey], *, paged: bool = False) -> Ticket:
+        """Begin to bring records to the device. Copies set out at once, as far as there are staging slots. `paged`:
+        through the ring for pages of features (`open_tiers(page_slots=…)`), so that neither waits for the other.
 
         Raises:
             KeyError: nothing is stored under a key.
@@ -165,7 +166,7 @@ class TierManager:
         self._check_open()
         self.progress()
         entries = [self._find(key) for key in keys]
-        return self._fetches.begin(keys, entries, self._check_open)
+        return self._fetches.begin(keys, entries, self._check_open, paged=paged)
 
     def evict(self, keys: Iterable[RecordKey]) -> int:
         """Move records one tier down, from the highest tier that holds them. Returns how many moved: those that a

@@ -47,6 +47,7 @@ def open_tiers(
     slot_bytes: int = SLOT_BYTES,
     fetch_slots: int = FETCH_SLOTS,
     store_slots: int = STORE_SLOTS,
+    page_slots: int = 0,
     load_slots: int = LOAD_SLOTS,
     pinner: str = "auto",
     traffic: type[Traffic] = Traffic,
@@ -54,9 +55,9 @@ def open_tiers(
     """A tier manager within `ledger`'s budget. Close it in the end, or use it in a `with`.
 
     Memory of device and host is obtained as records need it, `slot_bytes` at a time and pinned memory 16 times that
-    (`TierManager.reserve` does it ahead). The rings on the device, `(fetch_slots + store_slots) · slot_bytes`, are
-    obtained here; with a disk tier, also the spill file, which takes the whole disk budget, and a ring of
-    `load_slots · slot_bytes` of host memory.
+    (`TierManager.reserve` does it ahead). The rings on the device, `(fetch_slots + store_slots + page_slots) ·
+    slot_bytes`, are obtained here; with a disk tier, also the spill file, which takes the whole disk budget, and a ring
+    of `load_slots · slot_bytes` of host memory.
 
     Args:
         ledger: books everything. Its budget caps the tiers; without a disk budget there is no disk tier.
@@ -64,6 +65,8 @@ def open_tiers(
         transport: what carries copies; None: streams on CUDA, threads on the CPU. It is closed with the manager.
         slot_bytes: bytes of a staging slot, a multiple of 4096; no record may be larger.
         fetch_slots, store_slots, load_slots: staging slots of the rings.
+        page_slots: of one more, for pages of features (`TierManager.fetch(paged=True)`). Without it there is none, and
+            with it `fetch_slots` may be 0.
         pinner: how host memory is obtained, see `tiered.offload.pinning`.
         traffic: the class that submits jobs.
 
@@ -92,14 +95,24 @@ def open_tiers(
             rooms.open(Tier.DISK, spill)
         ring = partial(_ring, ledger, slot_bytes, opened)
         store_ring = ring(Region.STORE_SLOT, store_slots, device_chunks(device), Tier.DEVICE)
-        fetch_ring = ring(Region.FETCH_SLOT, fetch_slots, device_chunks(device), Tier.DEVICE)
+        fetch_ring = page_ring = None
+        if fetch_slots or not page_slots:
+            fetch_ring = ring(Region.FETCH_SLOT, fetch_slots, device_chunks(device), Tier.DEVICE)
+        if page_slots:
+            page_ring = ring(Region.FETCH_SLOT, page_slots, device_chunks(device), Tier.DEVICE)
         load_ring = None if spill is None else ring(Region.LOAD_SLOT, load_slots, pin, Tier.HOST)
         transport = transport or _transport_for(device)
         opened.callback(transport.close)  # the last to come is the first to go: no copy outlives what it works on
         jobs = traffic(transport, journal.add)
         placement = Placement(book, rooms, jobs, spill, journal.add)
         shipping = Shipping(
-            jobs, placement, store_ring=store_ring, fetch_ring=fetch_ring, load_ring=load_ring, dtype=dtype
+            jobs,
+            placement,
+            store_ring=store_ring,
+            fetch_ring=fetch_ring,
+            page_ring=page_ring,
+            load_ring=load_ring,
+            dtype=dtype,
         )
         fetches = Fetches(
             device=device,

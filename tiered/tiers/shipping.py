@@ -56,26 +56,28 @@ class Shipping:
         placement: Placement,
         *,
         store_ring: Ring,
-        fetch_ring: Ring,
+        fetch_ring: Ring | None,
+        page_ring: Ring | None = None,
         load_ring: Ring | None,
         dtype: torch.dtype,
     ) -> None:
-        """The rings: of device memory two, of host memory one where there is a disk tier."""
+        """The rings: of device memory one that records leave from, and one for records that arrive, for those that are
+        pages of a feature, or for both; of host memory one where there is a disk tier."""
         self._dtype = dtype
         self._traffic = traffic
         self._placement = placement
         self._store_ring = store_ring
-        self._fetch_ring = fetch_ring
+        self._arrivals = {False: fetch_ring, True: page_ring}
         self._load_ring = load_ring
 
-    @property
-    def free_slots(self) -> int:
+    def free_slots(self, *, paged: bool = False) -> int:
         """Staging slots that a batch could set out in."""
-        return self._fetch_ring.slots - self._fetch_ring.held
+        ring = self._arrivals[paged]
+        return 0 if ring is None else ring.slots - ring.held
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` where the rings' books contradict themselves."""
-        for ring in (self._store_ring, self._fetch_ring, self._load_ring):
+        for ring in (self._store_ring, *self._arrivals.values(), self._load_ring):
             if ring is not None:
                 ring.check_integrity()
 
@@ -123,10 +125,13 @@ class Shipping:
         Raises:
             TierCapacityError: no staging slot is free.
         """
-        staging = self._fetch_ring.acquire()
+        ring = self._arrivals[batch.paged]
+        if ring is None:
+            raise ValueError(f"these tiers have no ring for {'pages' if batch.paged else 'records'}")
+        staging = ring.acquire()
         if staging is None:
             hint = "wait for or close the tickets fetched earlier, or raise `fetch_slots`"
-            raise TierCapacityError(self._fetch_ring.slot_bytes, 0, Tier.DEVICE, hint)
+            raise TierCapacityError(ring.slot_bytes, 0, Tier.DEVICE, hint)
         try:
             with self._in_host_memory(batch) as (spans, passing):
                 offsets = _offsets(spans)

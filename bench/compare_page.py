@@ -1,0 +1,165 @@
+"""The tables of README.md, made from what bench/compare.py and bench/policy_cost.py wrote, between two marks.
+
+A part of bench/compare.py.
+"""
+
+import json
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+from compare_summary import FIGURES, LONG, MEANS, Row, grouped, is_long, number, percent, summary
+
+from tiered.whole_file import write_then_rename
+
+BEGIN, END = "<!-- compare -->", "<!-- /compare -->"
+# Columns by task. Tasks that rewrite a list are alike to all policies.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "lists": ("copy", "reverse", "replace", "insert", "remove"),
+    "sort": ("sort",),
+    "add": ("add",),
+    "chain": ("chain",),
+    "lookup": ("lookup",),
+}
+COSTS = {"over full": number("over_full", 4), "over floor": number("over_floor", 2), "overhead": number("overhead", 2)}
+
+
+def put_tables(page: Path, comparison: Path, costs: Path) -> None:
+    """Put the tables between the marks of `page`; without the file `costs`, its columns are left out.
+
+    Raises:
+        FileNotFoundError: `comparison` was not measured.
+        ValueError: no marks in `page`.
+    """
+    text = page.read_text()
+    if between_marks(text) is None:
+        raise ValueError(f"{page} has no {BEGIN} with {END} behind it")
+    cost = json.loads(costs.read_text()) if costs.exists() else None
+    inside = tables(json.loads(comparison.read_text()), cost)
+    text = f"{text.partition(BEGIN)[0]}{BEGIN}\n{inside}\n{END}{text.partition(END)[2]}"
+    write_then_rename(page, lambda part: part.write_text(text))
+
+
+def between_marks(text: str) -> str | None:
+    """What stands between the marks; None without them."""
+    _, begin, rest = text.partition(BEGIN)
+    inside, end, _ = rest.partition(END)
+    return inside.strip() if begin and end else None
+
+
+def tables(result: Row, cost: Row | None) -> str:
+    """Markdown: accuracy by policy, and what a step costs."""
+    commits = list(grouped(result["rows"], "commit"))
+    slow, fast = commits[0], commits[-1]
+    return "\n\n".join(
+        [
+            _prose(
+                f"Right answers in per cent, {slow}, and {fast} where it says so; in the head, how many were asked:"
+            ),
+            _accuracy(result["rows"], slow, fast),
+            *_notes(result),
+            _prose(_second_caption(result, slow, cost)),
+            _figures(result["rows"], slow, None if cost is None else cost["policies"]),
+        ]
+    )
+
+
+def _accuracy(rows: list[Row], slow: str, fast: str) -> str:
+    heads = [f"{name}, {_asked(rows, slow, group)}" for name, group in GROUPS.items()]
+    lines = _head([*heads, f"{fast}: all, {_asked(rows, fast, None)}", *MEANS])
+    for policy, own in grouped(rows, "policy").items():
+        by_commit = grouped(own, "commit")
+        one_by_one, confident = by_commit.get(slow, []), by_commit.get(fast, [])
+        cells = [_share(row for row in one_by_one if _is_of(row, group)) for group in GROUPS.values()]
+        means = summary(confident)
+        lines.append(_line(policy, [*cells, _share(confident), *(show(means) for show in MEANS.values())]))
+    return "\n".join(lines)
+
+
+def _figures(rows: list[Row], commit: str, costs: Row | None) -> str:
+    lines = _head([*FIGURES, *(COSTS if costs is not None else ())])
+    for policy, own in grouped(rows, "policy").items():
+        figures = summary([row for row in own if row["commit"] == commit])
+        cells = [show(figures) for show in FIGURES.values()]
+        if costs is not None:
+            cells += [show(costs.get(policy, {})) for show in COSTS.values()]
+        lines.append(_line(policy, cells))
+    return "\n".join(lines)
+
+
+def _notes(result: Row) -> list[str]:
+    """A paragraph of what is particular to some rows, if there is anything."""
+    notes = [*_calls(result["variants"]), *_refusals(result["rows"])]
+    return [_prose(" ".join(notes))] if notes else []
+
+
+def _calls(variants: Row) -> list[str]:
+    """A sentence for each policy that answers another call than the rest, or has options that are no defaults."""
+    ways = {"one_block": "in one block", "random_order": "in random order"}
+    policies = {name: variant for name, variant in variants.items() if variant["policy"] != "none"}
+    return [
+        *(
+            f"`{name}` answers {way}, and so does one row of `none`."
+            for name, variant in policies.items()
+            for flag, way in ways.items()
+            if variant[flag]
+        ),
+        *(
+            f"`{name}` has `{', '.join(f'{option}={value!r}' for option, value in variant['given'].items())}`."
+            for name, variant in policies.items()
+            if variant["given"]
+        ),
+    ]
+
+
+def _refusals(rows: list[Row]) -> list[str]:
+    """A sentence for each commit rule that does not fit some policies."""
+    refused: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        if "why" in row:
+            refused.setdefault((row["commit"], row["why"]), {})[f"`{row['policy']}`"] = None
+    return [f"{' and '.join(policies)}, {commit}: {why}." for (commit, why), policies in refused.items()]
+
+
+def _second_caption(result: Row, commit: str, cost: Row | None) -> str:
+    long = f"Lookups in {LONG[1] + result['canvas']} positions, {commit}, answers in blocks of {result['block']}"
+    if cost is None:
+        return f"{long}:"
+    return (
+        f"{long}. Then the time of a plain step in {cost['positions']} positions (a random model, width "
+        f"{cost['width']}, {cost['layers']} layers) over a full pass; over the floor, which is the share of the "
+        "positions that it recomputes; and, of a layer, over a block-only step of as many rows:"
+    )
+
+
+def _is_of(row: Row, group: Iterable[str] | None) -> bool:
+    """Whether a row is of a task of the group (None: of any, the long lookup too)."""
+    return group is None or (row["task"] in group and not is_long(row))
+
+
+def _asked(rows: list[Row], commit: str, group: Iterable[str] | None) -> int:
+    """Examples that each policy was asked."""
+    examples = {
+        (row["task"], row["size"]): row["examples"] for row in rows if row["commit"] == commit and _is_of(row, group)
+    }
+    return sum(examples.values())
+
+
+def _share(rows: Iterable[Row]) -> str:
+    """Right answers of all, in per cent."""
+    answered = [row for row in rows if "why" not in row]
+    asked = sum(row["examples"] for row in answered)
+    return percent(sum(row["correct"] for row in answered) / asked if asked else None)
+
+
+def _head(columns: list[str]) -> list[str]:
+    return [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+
+
+def _prose(text: str) -> str:
+    """Lines as long as those of the page."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _line(policy: str, cells: list[str]) -> str:
+    return f"| `{policy}` | {' | '.join(cells)} |"

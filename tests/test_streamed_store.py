@@ -1,0 +1,256 @@
+"""Law 2 for features: a store of which layers are streamed holds what a resident one does, to the bit."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiered.budget import MemoryBudget
+from tiered.errors import RecordLostError
+from tiered.feature_store import FeatureStore
+from tiered.features import Feature, Tier
+from tiered.ledger import Ledger
+from tiered.models.llada import LLaDA
+from tiered.models.shape import ModelShape
+from tiered.offload.delay import Point
+from tiered.offload.errors import TransferError
+from tiered.offload.thread_transport import ThreadTransport
+from tiered.offload.transport import Lane
+from tiered.paging.streamed_store import StreamedFeatureStore
+from tiered.planning import stream_costs
+from tiered.planning.stream_costs import StreamCosts
+from tiered.rows import Rows
+from tiered.tiers.manager import TierManager
+from tiered.tiers.opening import open_tiers
+
+LAYERS, BATCH, LENGTH, PROMPT = 6, 4, 45, 21
+FEATURES = {Feature.KEY: LAYERS, Feature.VALUE: LAYERS, Feature.HIDDEN: LAYERS, Feature.FFN_OUT: LAYERS}
+COUNTS = {Feature.KEY: 4, Feature.VALUE: 6, Feature.HIDDEN: 1, Feature.FFN_OUT: 5}
+
+
+@pytest.fixture(scope="module")
+def shape() -> ModelShape:
+    sizes = {"d_model": 32, "n_layers": LAYERS, "n_heads": 4, "n_kv_heads": 2, "mlp_hidden_size": 48}
+    tokens = {"vocab_size": 64, "mask_token_id": 63, "eos_token_id": 62, "pad_token_id": 62}
+    return LLaDA.from_config({**sizes, **tokens, "max_sequence_length": 64}).shape
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_costs, "FEWEST_PAGE_ROWS", 8)
+
+
+def costs_of(shape: ModelShape, workspaces: int = 2) -> StreamCosts:
+    costs = StreamCosts.of(
+        COUNTS, shape, workspaces=workspaces, batch=BATCH, context=LENGTH, answer=LENGTH - PROMPT, dtype="float32",
+        least_slot=5 * 4096,
+    )  # fmt: skip
+    assert costs is not None
+    return costs
+
+
+def open_for(costs: StreamCosts, ledger: Ledger, delay: Callable[[Point, Lane | None], float] | None = None):
+    transport = ThreadTransport() if delay is None else ThreadTransport(delay=delay)
+    return open_tiers(
+        ledger, device="cpu", transport=transport, slot_bytes=costs.slot_bytes, fetch_slots=0,
+        store_slots=costs.store_slots, page_slots=costs.page_slots,
+    )  # fmt: skip
+
+
+def both(shape: ModelShape, costs: StreamCosts, tiers: TierManager) -> tuple[FeatureStore, StreamedFeatureStore]:
+    sizes: dict[str, Any] = {"batch": BATCH, "length": LENGTH, "answer_start": PROMPT}
+    resident = FeatureStore(shape, FEATURES, **sizes, dtype=torch.float32, device=torch.device("cpu"))
+    return resident, StreamedFeatureStore(shape, FEATURES, costs, tiers, **sizes)
+
+
+def some_rows(chance: random.Random, sequences: int, first: int) -> Rows:
+    """A span, or scattered rows with or without filler, from column `first` on; sometimes of some sequences alone."""
+    start = chance.randrange(first, LENGTH)
+    stop = chance.randrange(start + 1, LENGTH + 1)
+    if chance.random() < 0.2:
+        start, stop = first, LENGTH
+    if chance.random() < 0.5:
+        rows = Rows.span(start, stop)
+    else:
+        count = chance.randint(1, stop - start)
+        index = torch.tensor([chance.sample(range(start, stop), count) for _ in range(sequences)])
+        valid = torch.tensor([[chance.random() < 0.8 for _ in range(count)] for _ in range(sequences)])
+        rows = Rows.at(
+            index, valid if chance.random() < 0.5 else None, (start, stop) if chance.random() < 0.5 else None
+        )
+    if chance.random() < 0.3:
+        rows = rows.only(torch.tensor([chance.random() < 0.5 for _ in range(sequences)]))
+    return rows
+
+
+def same(resident: Tensor, streamed: Tensor) -> bool:
+    """Where something has been written: what never was is NaN in the one, and anything in the other."""
+    assert resident.shape == streamed.shape and resident.stride() == streamed.stride()
+    return bool(((resident == streamed) | resident.isnan()).all())
+
+
+def jitter(seed: int) -> Callable[[Point, Lane | None], float]:
+    chance = random.Random(seed)
+    return lambda point, lane: max(0.0, chance.uniform(-0.004, 0.001))
+
+
+@pytest.mark.parametrize("workspaces", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("host", [None, "disk"])
+def test_a_streamed_store_is_a_resident_one(
+    shape: ModelShape, workspaces: int, seed: int, host: str | None, tmp_path: Path
+):
+    chance = random.Random(seed)
+    costs = costs_of(shape, workspaces)
+    budget = MemoryBudget()
+    if host == "disk":
+        budget = MemoryBudget(host=18 * costs.slot_bytes, disk="4MiB", disk_path=tmp_path)
+    ledger = Ledger(budget)
+    with open_for(costs, ledger, jitter(seed) if seed % 2 else None) as tiers:
+        resident, streamed = both(shape, costs, tiers)
+        here = BATCH
+        for step in range(16):
+            sequences = here if chance.random() < 0.7 else chance.randint(1, here)
+            for store in (resident, streamed):
+                store.narrow(sequences)
+            ordered = chance.random() < 0.7
+            for number in range(LAYERS):
+                layer = number if ordered else chance.randrange(LAYERS)
+                for feature in FEATURES:
+                    if chance.random() < 0.6:
+                        rows = some_rows(chance, sequences, PROMPT if feature is Feature.FFN_OUT else 0)
+                        heads, elements = (2, 8) if feature in (Feature.KEY, Feature.VALUE) else (1, 32)
+                        values = torch.randn(sequences, heads, rows.count, elements)
+                        resident.write(feature, layer, rows, values)
+                        streamed.write(feature, layer, rows, values)
+                    if chance.random() < 0.7:
+                        assert same(resident.view(feature, layer), streamed.view(feature, layer)), (
+                            step,
+                            layer,
+                            feature,
+                        )
+            if step % 5 == 4 and here > 1:
+                kept = [number for number in range(here) if number != step // 5 % here]  # the first, the second, …
+                for store in (resident, streamed):
+                    store.keep(kept)
+                here -= 1
+            tiers.check_integrity()
+        if host == "disk":
+            assert tiers.stats().evicted[Tier.HOST]
+    assert all(ledger.held(tier) == 0 for tier in Tier)
+
+
+def fill(store: FeatureStore, feature: Feature, layer: int, seed: int = 0) -> None:
+    values = torch.randn(BATCH, 2, LENGTH, 8, generator=torch.Generator().manual_seed(100 * seed + layer))
+    store.write(feature, layer, Rows.span(0, LENGTH), values)
+
+
+def test_the_next_layer_is_on_its_way_when_one_is_read(shape: ModelShape):
+    costs = costs_of(shape)
+    with open_for(costs, Ledger()) as tiers:
+        _, store = both(shape, costs, tiers)
+        for layer in range(LAYERS):
+            fill(store, Feature.VALUE, layer)
+        asked = tiers.stats().asked[Tier.HOST]
+        assert asked == 0  # nothing that is overwritten whole is fetched
+        store.view(Feature.VALUE, 0)
+        pages = costs.streams[1].pages.each * BATCH
+        # Layer 0 and, beside it, what comes next.
+        assert tiers.stats().asked[Tier.HOST] == 2 * pages
+        store.view(Feature.VALUE, 1)
+        assert tiers.stats().asked[Tier.HOST] == 3 * pages
+        store.view(Feature.VALUE, 1)
+        assert tiers.stats().asked[Tier.HOST] == 3 * pages
+
+
+def test_a_block_is_written_into_its_pages_alone(shape: ModelShape):
+    costs = costs_of(shape, workspaces=1)
+    with open_for(costs, Ledger()) as tiers:
+        _, store = both(shape, costs, tiers)
+        for layer in range(LAYERS):
+            fill(store, Feature.VALUE, layer)
+        store.view(Feature.VALUE, 0)
+        asked, stored = tiers.stats().asked[Tier.HOST], tiers.stats().stored[Tier.HOST]
+        store.write(Feature.VALUE, 1, Rows.span(9, 12), torch.zeros(BATCH, 2, 3, 8))
+        assert tiers.stats().asked[Tier.HOST] == asked + BATCH  # a page of each sequence
+        assert tiers.stats().stored[Tier.HOST] == stored  # layer 0 was only read
+        store.view(Feature.VALUE, 2)
+        assert tiers.stats().stored[Tier.HOST] == stored + BATCH
+
+
+def test_what_is_overwritten_on_its_way_does_not_come_back(shape: ModelShape):
+    costs = costs_of(shape)
+    with open_for(costs, Ledger(), lambda point, lane: 0.05 * (lane is Lane.FETCH)) as tiers:
+        _, store = both(shape, costs, tiers)
+        for layer in range(LAYERS):
+            fill(store, Feature.VALUE, layer)
+        store.view(Feature.VALUE, 0)  # and the next layer is being fetched
+        fill(store, Feature.VALUE, 1, seed=1)
+        expected = store.view(Feature.VALUE, 1).clone()
+        for layer in range(2, LAYERS):
+            store.view(Feature.VALUE, layer)
+        assert torch.equal(store.view(Feature.VALUE, 1), expected)
+        resident, _ = both(shape, costs, tiers)
+        fill(resident, Feature.VALUE, 1, seed=1)
+        assert torch.equal(resident.view(Feature.VALUE, 1), expected)
+
+
+def test_scattered_rows_are_read_back_once(shape: ModelShape, monkeypatch: pytest.MonkeyPatch):
+    costs, reads = costs_of(shape), []
+    with open_for(costs, Ledger()) as tiers:
+        _, store = both(shape, costs, tiers)
+        for layer in range(LAYERS):
+            fill(store, Feature.VALUE, layer)
+        original = Tensor.tolist
+        monkeypatch.setattr(Tensor, "tolist", lambda tensor: reads.append(1) or original(tensor))
+        index = torch.stack([torch.randperm(LENGTH)[:6] for _ in range(BATCH)])
+        rows = Rows.at(index)
+        for layer in range(LAYERS):
+            for part in rows.parts(4):
+                store.write(Feature.VALUE, layer, rows[part], torch.zeros(BATCH, 2, rows[part].count, 8))
+        assert len(reads) == 2  # two parts, six layers
+        within = Rows.at(index, within=(0, LENGTH))
+        for layer in range(LAYERS):
+            store.write(Feature.VALUE, layer, within, torch.zeros(BATCH, 2, 6, 8))
+        assert len(reads) == 2
+        index += 0  # the same memory with other content is other rows
+        store.write(Feature.VALUE, 0, rows, torch.zeros(BATCH, 2, 6, 8))
+        assert len(reads) == 3
+
+
+@pytest.mark.parametrize("lane", [Lane.FETCH, Lane.STORE])
+def test_a_failed_copy_is_an_error_and_leaks_nothing(shape: ModelShape, lane: Lane):
+    broken: set[Lane] = set()
+
+    def fault(point: Point, of: Lane | None) -> float:
+        if point is Point.COPY and of in broken:
+            broken.discard(of)
+            raise OSError("the bus is down")
+        return 0.0
+
+    costs, ledger = costs_of(shape), Ledger()
+    with open_for(costs, ledger, fault) as tiers:
+        resident, store = both(shape, costs, tiers)
+        for layer in range(3):
+            for one in (resident, store):
+                fill(one, Feature.VALUE, layer)
+        tiers.synchronize()
+        broken.add(lane)
+        if lane is Lane.STORE:
+            fill(store, Feature.VALUE, 3)
+            tiers.synchronize()
+        with pytest.raises((RecordLostError, TransferError)):
+            for layer in (0, 1, 2):
+                store.view(Feature.VALUE, layer)
+        # What is written anew is there again.
+        for one in (resident, store):
+            for layer in range(LAYERS):
+                fill(one, Feature.VALUE, layer, seed=1)
+        for layer in range(LAYERS):
+            assert torch.equal(resident.view(Feature.VALUE, layer), store.view(Feature.VALUE, layer))
+        tiers.check_integrity()
+    assert all(ledger.held(tier) == 0 for tier in Tier)

@@ -1,0 +1,87 @@
+"""A pass of Elastic-Cache (arXiv 2510.14973): rows of a step, and all rows from the layer on where attention has moved.
+
+In every layer but the last the attention of its tracked tokens is compared with that of the pass before. Where it has
+moved, in one sequence or more, the pass widens: from the next layer up these sequences recompute every row, those that
+the step has not come with from the hidden states that the last pass over them stored.
+"""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tiered.elastic.queries import LayerQueries, weights_of
+from tiered.elastic.step_rows import StepRows
+from tiered.elastic.storing import Storing
+from tiered.elastic.tracked import Tracked
+from tiered.elastic.watching import watch
+from tiered.elastic.widening import Widening
+from tiered.features import Feature
+from tiered.forward import Flow, Forward
+from tiered.planning.costs import part_rows
+from tiered.planning.elastic_costs import window_chunk
+
+
+class ElasticPass:
+    """Layer program. With classifier-free guidance the halves that see their prompts decide for both."""
+
+    def __init__(self, tracked: Tracked, step: StepRows, threshold: float, *, apart: bool) -> None:
+        """`tracked`: as the last pass left it; `threshold`: similarity below which a sequence widens; `apart`: as in
+        `Storing`."""
+        self._tracked, self._step, self._threshold, self._apart = tracked, step, threshold, apart
+
+    def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
+        if layer == 0:
+            self._begin(forward, flow)
+        # Behind the last layer there is nothing to widen, so nothing is tracked in it.
+        return (
+            forward.dense(layer, flow)
+            if layer == forward.model.shape.layers - 1
+            else self._watched(forward, layer, flow)
+        )
+
+    def _begin(self, forward: Forward, flow: Flow) -> None:
+        self._length = length = forward.keys(0).shape[2]
+        self._tracked.begin(forward.model.shape, len(self._step.due), length, flow.hidden)
+        self._widening = Widening(self._step, flow, length)
+        self._storing = Storing(self._step, flow.rows, length, apart=self._apart)
+        self._chunk = window_chunk(
+            forward.model.shape,
+            batch=len(flow.hidden),
+            window=self._step.window.shape[1],
+            tracked=self._tracked.count,
+            context=length,
+            dtype=str(flow.hidden.dtype).removeprefix("torch."),
+        )
+
+    def _watched(self, forward: Forward, layer: int, flow: Flow) -> Flow:
+        """`Forward.dense`, with a look at the layer between the keys and the attention, and what comes out stored."""
+        rows, hidden, widening = flow.rows, flow.hidden, self._widening
+        # Rows of a ragged batch can be more than the canvas has columns, which a part's room is booked for.
+        parts = rows.parts(min(part_rows(len(hidden)), self._length))
+        # The store still holds the keys of the pass before.
+        complete = widening.settled and self._step.all_active
+        past = None if widening.settled else weights_of(forward, layer, self._tracked.queries(layer))
+        queries = None
+        for part in parts:
+            normed = forward.model.attention_norm(layer, hidden[:, part])
+            forward.write_keys_values(layer, rows[part], normed)
+            queries = forward.queries(layer, rows, normed) if len(parts) == 1 else None
+            del normed
+        asked = LayerQueries(forward, layer, flow, widening.place, queries)
+        seen = watch(asked, self._tracked, self._step, widening, past, self._threshold, self._chunk)
+        del asked, past
+        for part in parts:
+            if queries is None:
+                queries = forward.queries(layer, rows[part], forward.model.attention_norm(layer, hidden[:, part]))
+            hidden[:, part] += _attention(forward, layer, queries)
+            queries = None
+            hidden[:, part] += forward.model.feed_forward(layer, hidden[:, part])
+        self._storing.write(forward, layer + 1, flow, widening, complete=complete)
+        return flow if seen.moved is None else widening.widened(forward, layer + 1, flow, seen.moved, seen.others)
+
+
+def _attention(
+    forward: Forward, layer: int, queries: Float[Tensor, "batch heads rows head_dim"]
+) -> Float[Tensor, "batch rows width"]:
+    keys, values, mask = forward.keys(layer), forward.store.view(Feature.VALUE, layer), forward.key_mask
+    mixed = forward.model.attend(layer, queries, keys, values, None if mask is None else mask[:, None, None])
+    return forward.model.attention_out(layer, mixed)

@@ -1,0 +1,122 @@
+"""A policy of one's own, put together from the pieces that the others are made of."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, get_args
+
+from tiered.checks import check_integer
+from tiered.hidden.options import HiddenOptions
+from tiered.names import unknown_name
+from tiered.policies.base import Policy, PolicyState
+from tiered.policies.polestar import Polestar
+from tiered.policies.recipe import Recipe, RecipeState, RowsOf
+from tiered.policies.schedule import Interval, blocks_of, check_interval, check_interval_or_blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composed(Policy):
+    """Independent choices: what every step recomputes, what is renewed and when, and whether drift updates run beside.
+
+    An interval is a number of forwards of a sequence, "block", "3 blocks", or None for never (after the first forward).
+    What does not go together is refused with the reason.
+
+    Attributes:
+        rows: what every step recomputes: see `tiered.policies.recipe.Recipe`.
+        delay: with rows = "undecided", forwards after its commit in which a token is still recomputed (dKV-Cache).
+        window: with rows = "upcoming", rows around each token that was just committed (dKV-Cache-Greedy).
+        prompt_interval: from one renewal of the prompt to the next (dLLM-Cache's Kp).
+        response_interval: the same of everything behind the prompt (Kr).
+        next_block_interval: with rows = "block", steps from one renewal of the next block to another (Uniform-Cache).
+        updates: drift updates between the renewals: a `Polestar`, or its options by name. With them both intervals
+            count blocks. A block that renews the prompt begins with a full pass, another with an update over the
+            finished block and its own, and over the whole response where that is due.
+    """
+
+    name: ClassVar[str] = "composed"
+    rows: RowsOf = "block"
+    delay: int | None = None
+    window: int | None = None
+    prompt_interval: Interval = "block"
+    response_interval: Interval = "block"
+    next_block_interval: int | None = None
+    updates: Polestar | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows not in get_args(RowsOf):
+            raise unknown_name("rows", str(self.rows), get_args(RowsOf))
+        for name in ("delay", "window"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), least=0)
+        for name in ("prompt_interval", "response_interval"):
+            check_interval_or_blocks(name, getattr(self, name))
+        check_interval("next_block_interval", self.next_block_interval)
+        if isinstance(self.updates, Mapping):
+            allowed = Polestar.__dataclass_fields__
+            for option in self.updates:
+                if option not in allowed:
+                    raise unknown_name("option of updates", option, allowed)
+            object.__setattr__(self, "updates", Polestar(**self.updates))
+        elif self.updates is not None and not isinstance(self.updates, Polestar):
+            raise TypeError(f"updates = {self.updates!r}; a Polestar policy, its options or None is allowed")
+        for reason in self._contradictions():
+            raise ValueError(reason)
+
+    def hidden(self) -> HiddenOptions | None:
+        return None if self.updates is None else self._drifting().hidden()
+
+    def needs_order(self) -> bool:
+        return self.rows == "upcoming"
+
+    def start(self) -> PolicyState:
+        if self.updates is not None:
+            return self._drifting().start()
+        return RecipeState(
+            Recipe(
+                rows=self.rows,
+                delay=1 if self.delay is None else self.delay,
+                window=0 if self.window is None else self.window,
+                prompt_interval=self.prompt_interval,
+                response_interval=self.response_interval,
+                next_block_interval=self.next_block_interval,
+            )
+        )
+
+    def _drifting(self) -> Polestar:
+        assert isinstance(self.updates, Polestar), "checked on construction"
+        blocks = blocks_of(self.prompt_interval)
+        if blocks == 1:
+            return self.updates
+        whole = blocks_of(self.response_interval) == 1
+        # A prompt that is never renewed: no call has so many blocks.
+        return replace(self.updates, refresh="drift", refresh_blocks=blocks or 2**31, renew_response=whole)
+
+    def _contradictions(self) -> Iterator[str]:
+        rows = f"rows = {self.rows!r}"
+        if self.delay is not None and self.rows != "undecided":
+            yield f"delay = {self.delay} with {rows}, which go by place: a delay goes with rows = 'undecided'"
+        if self.window is not None and self.rows != "upcoming":
+            yield f"window = {self.window} with {rows}: a window around tokens goes with rows = 'upcoming'"
+        if self.next_block_interval is not None and self.rows in ("suffix", "answer", "undecided"):
+            yield f"next_block_interval with {rows}: the next block is recomputed in every step anyway"
+        if self.next_block_interval is not None and self.rows == "upcoming":
+            yield f"next_block_interval with {rows}: a span beside single tokens; it goes with rows = 'block'"
+        if self.rows == "answer" and self.response_interval not in ("block", None):
+            yield f"response_interval = {self.response_interval!r} with {rows}: these are the response, in every step"
+        if self.updates is not None:
+            yield from self._against_updates(rows)
+
+    def _against_updates(self, rows: str) -> Iterator[str]:
+        assert isinstance(self.updates, Polestar), "checked on construction"
+        if self.rows != "block":
+            yield f"updates with {rows}: drift is measured of the keys of a block that every step recomputes"
+        if self.next_block_interval is not None:
+            yield "updates with next_block_interval: the next block is in clusters, which updates renew by their drift"
+        for name in ("prompt_interval", "response_interval"):
+            interval = getattr(self, name)
+            if interval is not None and not blocks_of(interval):
+                yield f"{name} = {interval} with updates, whose clusters are made where blocks begin: count blocks"
+        prompts, responses = blocks_of(self.prompt_interval), blocks_of(self.response_interval)
+        if responses not in (1, prompts):
+            yield f"response_interval = {self.response_interval!r} with updates: 'block' or that of the prompt goes"
+        if self.updates.refresh != "full":
+            yield f"updates with refresh = {self.updates.refresh!r}: the intervals say when passes are full"

@@ -1,0 +1,134 @@
+"""The variants of dKV-Cache (arXiv 2505.15781): a token's keys and values are kept from one step after it was decoded.
+
+Until then a token is recomputed in every step, and so is every mask. What the authors' code (horseee/dKV-Cache, commit
+49a76fcc) does otherwise is under `parity`; docs/policies.md lists it.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tiered.checks import check_integer, check_switch
+from tiered.policies.base import Policy, PolicyState
+from tiered.policies.recipe import Recipe, RecipeState
+from tiered.policies.schedule import check_interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DKVPrefill(Policy):
+    """The prompt is kept, all behind it recomputed in every step.
+
+    Attributes:
+        prompt_interval: forwards of a sequence from one refresh of the prompt to the next; None, as in the paper: only
+            the first.
+    """
+
+    name: ClassVar[str] = "dkv_prefill"
+    prompt_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        check_interval("prompt_interval", self.prompt_interval)
+
+    def start(self) -> PolicyState:
+        return RecipeState(Recipe(rows="answer", prompt_interval=self.prompt_interval, response_interval=None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delayed(Policy):
+    """Shared by the variants that keep decoded tokens.
+
+    Attributes:
+        delay: forwards after its commit in which a token is still recomputed; 0 keeps what it was as a mask.
+        refresh_interval: N, forwards of a sequence from one refresh to the next; None: only the first.
+    """
+
+    delay: int = 1
+    refresh_interval: int | None = 8
+
+    def __post_init__(self) -> None:
+        check_integer("delay", self.delay, least=0)
+        check_interval("refresh_interval", self.refresh_interval)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DKVDecode(_Delayed):
+    """Prompt and decoded tokens are kept, and refreshed at the interval.
+
+    Attributes:
+        parity: count intervals within each block, and begin each with two full steps.
+    """
+
+    name: ClassVar[str] = "dkv_decode"
+    parity: bool = False
+
+    def __post_init__(self) -> None:
+        _Delayed.__post_init__(self)
+        check_switch("parity", self.parity)
+
+    def start(self) -> PolicyState:
+        return RecipeState(
+            Recipe(
+                rows="undecided", delay=self.delay,
+                prompt_interval=self.refresh_interval, response_interval=self.refresh_interval,
+                by_block=self.parity, full_steps=2 if self.parity else 0,
+            )
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DKVPD(_Delayed):
+    """As `dkv_decode`, but the interval is the decoded tokens' alone.
+
+    Attributes:
+        prompt_interval: as that of `dkv_prefill`.
+    """
+
+    name: ClassVar[str] = "dkv_pd"
+    prompt_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        _Delayed.__post_init__(self)
+        check_interval("prompt_interval", self.prompt_interval)
+
+    def start(self) -> PolicyState:
+        return RecipeState(
+            Recipe(
+                rows="undecided", delay=self.delay,
+                prompt_interval=self.prompt_interval, response_interval=self.refresh_interval,
+            )
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DKVGreedy(Policy):
+    """A step recomputes the tokens that it decodes, those that the step before has decoded, and a window around them:
+    a number of rows that does not grow with the context.
+
+    What a step decodes must be known before it: the policy goes with `remasking="random"`.
+
+    Attributes:
+        window: rows around each token that was just decoded, half of them on either side.
+        refresh_interval: N, forwards of a sequence from one refresh of all rows to the next; None: only the first.
+        parity: count intervals within each block, and the window in masks around the tokens that are decoded next.
+    """
+
+    name: ClassVar[str] = "dkv_greedy"
+    window: int = 4
+    refresh_interval: int | None = 2
+    parity: bool = False
+
+    def __post_init__(self) -> None:
+        check_integer("window", self.window, least=0)
+        check_interval("refresh_interval", self.refresh_interval)
+        check_switch("parity", self.parity)
+
+    def needs_order(self) -> bool:
+        return True
+
+    def start(self) -> PolicyState:
+        return RecipeState(
+            Recipe(
+                rows="upcoming", window=self.window, window_of_masks=self.parity,
+                prompt_interval=self.refresh_interval, response_interval=self.refresh_interval,
+                by_block=self.parity, full_steps=1 if self.parity else 0,
+            )
+        )  # fmt: skip

@@ -1,0 +1,86 @@
+"""The pieces that policies over keys and values are put together from, and the state that follows them."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxtyping import Bool
+from torch import Tensor
+
+from tiered.policies import regions
+from tiered.policies.base import PassKind, PolicyState, Step, StepPlan
+from tiered.policies.mask_window import masks_around
+from tiered.policies.schedule import Interval, due
+
+RowsOf = Literal["block", "suffix", "answer", "undecided", "upcoming"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Which rows every step recomputes, and which it renews at intervals; a call's first forward recomputes all.
+
+    Attributes:
+        rows: of every step: the current block; it and all behind it ("suffix"); everything behind the prompt
+            ("answer"); pending tokens and those committed in the last `delay` forwards ("undecided"); or tokens that
+            are committed next, those committed last, and a `window` around them ("upcoming").
+        delay: forwards after its commit in which an undecided row is still recomputed.
+        window: rows around each committed one.
+        prompt_interval, response_interval: when all rows of the prompt, and all rows behind it, are renewed.
+        next_block_interval: steps of a block from one renewal of the next block to another; None: none.
+        by_block: intervals count the steps of a block, and start anew with each.
+        full_steps: with `by_block`, steps at a block's beginning that recompute every row.
+        window_of_masks: the window is counted as the authors of dKV-Cache do: see `tiered.policies.mask_window`.
+    """
+
+    rows: RowsOf
+    delay: int = 1
+    window: int = 0
+    prompt_interval: Interval = "block"
+    response_interval: Interval = "block"
+    next_block_interval: int | None = None
+    by_block: bool = False
+    full_steps: int = 0
+    window_of_masks: bool = False
+
+
+class RecipeState(PolicyState):
+    """Looks at nothing but the step."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def plan(self, step: Step) -> StepPlan:
+        recipe = self._recipe
+        beginning = recipe.by_block and step.number < recipe.full_steps
+        of_prompt, of_answer = (
+            step.active if beginning else due(interval, step, by_block=recipe.by_block)
+            for interval in (recipe.prompt_interval, recipe.response_interval)
+        )
+        interval = recipe.next_block_interval
+        beyond = interval is not None and step.number > 0 and step.number % interval == 0
+        kind = PassKind.UPDATE if any(of_prompt) or any(of_answer) or beyond else PassKind.STEP
+        if recipe.rows == "answer":
+            of_answer = step.active
+        if of_prompt == of_answer == step.active:
+            return StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH)
+        renewed = [regions.prompt(step, of_prompt), regions.answer(step, of_answer)]
+        mask = upcoming = None
+        if of_answer != step.active:
+            match recipe.rows:
+                case "block":
+                    renewed.append(regions.block(step, blocks_behind=int(beyond)))
+                case "suffix":
+                    renewed.append(regions.suffix(step))
+                case "undecided":
+                    mask = regions.undecided(step, recipe.delay)
+                case "upcoming":
+                    mask, upcoming = self._around(step), step.upcoming
+        plan = regions.plan_of(step, renewed, mask, kind, upcoming)
+        refreshed = tuple(first and second for first, second in zip(of_prompt, of_answer, strict=True))
+        return replace(plan, refreshed=refreshed)
+
+    def _around(self, step: Step) -> Bool[Tensor, "batch length"]:
+        assert step.upcoming is not None, "the runtime refuses rules that decide on the logits"
+        fresh = regions.just_committed(step)
+        if self._recipe.window_of_masks:
+            return fresh | masks_around(step, fresh, self._recipe.window)
+        return regions.around(fresh, self._recipe.window)

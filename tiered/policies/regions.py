@@ -1,0 +1,119 @@
+"""Which rows a step recomputes, put together from regions of the canvas."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool
+from torch import Tensor
+
+from tiered.decoding.canvas import PROMPT
+from tiered.policies.base import PassKind, Step, StepPlan
+from tiered.rows_where import rows_where
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Columns `start` to `stop` (exclusive) of the sequences that are True in `sequences`."""
+
+    start: int
+    stop: int
+    sequences: tuple[bool, ...]
+
+
+def prompt(step: Step, sequences: tuple[bool, ...]) -> Region:
+    """All rows in front of the answer's."""
+    return Region(0, _answer_start(step), sequences)
+
+
+def answer(step: Step, sequences: tuple[bool, ...]) -> Region:
+    """All rows that predict the answer, and those behind."""
+    return Region(_answer_start(step), step.canvas.length, sequences)
+
+
+def block(step: Step, blocks_behind: int = 0) -> Region:
+    """The rows of the current block and of the next `blocks_behind`, of every active sequence."""
+    stop = step.last_row + blocks_behind * (step.stop - step.start)
+    return Region(step.first_row, min(stop, step.canvas.length), step.active)
+
+
+def suffix(step: Step) -> Region:
+    """The rows of the current block and all behind it, of every active sequence."""
+    return Region(step.first_row, step.canvas.length, step.active)
+
+
+def undecided(step: Step, delay: int) -> Bool[Tensor, "batch length"]:
+    """Rows of tokens that are pending, or were committed in the last `delay` forwards of their sequence."""
+    dates = step.canvas.committed_at
+    return (dates >= _clock(step) - delay) & (dates != PROMPT)
+
+
+def just_committed(step: Step) -> Bool[Tensor, "batch length"]:
+    """Rows of the tokens that the last forward of their sequence committed."""
+    dates = step.canvas.committed_at
+    return (dates == _clock(step) - 1) & (dates != PROMPT)
+
+
+def around(rows: Bool[Tensor, "batch length"], window: int) -> Bool[Tensor, "batch length"]:
+    """`rows` and the `window` nearest ones of each, half of them on either side."""
+    reach = window // 2
+    return F.max_pool1d(rows.float()[:, None], 2 * reach + 1, stride=1, padding=reach)[:, 0] > 0
+
+
+def plan_of(
+    step: Step,
+    regions: Sequence[Region],
+    mask: Bool[Tensor, "batch length"] | None,
+    kind: PassKind,
+    candidates: Bool[Tensor, "batch block"] | None = None,
+) -> StepPlan:
+    """A plan for the rows of all `regions`, those of `mask`, and those that predict `candidates` (None: what is
+    pending).
+
+    One span that all active sequences share stays a span, which costs no gathering.
+    """
+    shared = [region for region in regions if region.sequences == step.active]
+    if mask is None and (span := _union(shared)) is not None and all(_within(region, span) for region in regions):
+        return StepPlan.of_span(*span, step, kind)
+    wanted = torch.zeros_like(step.canvas.committed_at, dtype=torch.bool) if mask is None else mask.clone()
+    for region in regions:
+        wanted[:, region.start : region.stop] |= _flags(region.sequences, wanted)
+    predicting = torch.zeros_like(wanted)
+    candidates = step.canvas.pending(step.start, step.stop) if candidates is None else candidates
+    predicting[:, step.first_row : step.last_row] = candidates
+    # What the prompt's padding holds is read by nobody.
+    needed = torch.arange(step.canvas.length, device=wanted.device) >= step.canvas.pads[:, None]
+    needed = needed & _flags(step.active, wanted)
+    rows, counts = rows_where(predicting & needed, wanted & needed)
+    return StepPlan(rows, slice(0, counts[0]), kind)
+
+
+def _answer_start(step: Step) -> int:
+    # A family that predicts position p from row p − 1 needs the row in front of the answer.
+    return step.canvas.prompt_length - (step.start - step.first_row)
+
+
+def _clock(step: Step) -> Tensor:
+    return torch.tensor(step.forwards, device=step.canvas.committed_at.device)[:, None]
+
+
+def _flags(sequences: tuple[bool, ...], like: Tensor) -> Bool[Tensor, "batch 1"]:
+    return torch.tensor(sequences, device=like.device)[:, None]
+
+
+def _union(regions: Sequence[Region]) -> tuple[int, int] | None:
+    """The span that `regions` cover together; None where they leave gaps, or there are none."""
+    spans = sorted((region.start, region.stop) for region in regions if region.start < region.stop)
+    if not spans:
+        return None
+    start, stop = spans[0]
+    for first, last in spans[1:]:
+        if first > stop:
+            return None
+        stop = max(stop, last)
+    return start, stop
+
+
+def _within(region: Region, span: tuple[int, int]) -> bool:
+    return not any(region.sequences) or region.start >= region.stop or span[0] <= region.start <= region.stop <= span[1]
