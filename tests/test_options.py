@@ -12,6 +12,7 @@ from tiered.commit.registry import COMMIT_RULES
 from tiered.commit.static import Static
 from tiered.commit.threshold import Threshold
 from tiered.options import OPTION_NAMES, GenerationOptions
+from tiered.policies.registry import make_policy
 
 MASK = 126336
 DEFAULTS = GenerationOptions()
@@ -194,3 +195,32 @@ def test_config_and_options_are_checked_together():
 )
 def test_rule(given: dict[str, Any], rule: object):
     assert options(**given).rule() == rule
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "meant"),
+    [
+        ("dkv_decode", {"cache_reloading_step": 5}, {"refresh_interval": 5}),
+        ("dkv_pd", {"cache_steps": 5}, {"refresh_interval": 5}),
+        ("dkv_greedy", {"window_size": 6}, {"window": 6}),
+        (
+            "dllm_cache",
+            {"prompt_interval_steps": 9, "gen_interval_steps": 3, "cfg_interval_steps": 2, "transfer_ratio": 0.5},
+            {"prompt_interval": 9, "response_interval": 3, "guidance_interval": 2, "update_ratio": 0.5},
+        ),
+        (
+            "elastic_cache",
+            {"window_length": 4, "gamma": 0.5, "track_num": 2},
+            {"window": 4, "similarity_threshold": 0.5, "tracked": 2},
+        ),
+    ],
+)
+def test_policies_know_the_names_of_official_scripts(policy: str, given: dict[str, Any], meant: dict[str, Any]):
+    assert make_policy(policy, **given) == make_policy(policy, **meant) != make_policy(policy)
+    with pytest.raises(ValueError, match="contradicts"):
+        make_policy(policy, **meant, **dict.fromkeys(given, 11))
+
+
+def test_an_alias_is_of_the_policies_that_have_the_option():
+    with pytest.raises(ValueError, match="gamma"):
+        make_policy("dkv_decode", gamma=0.5)

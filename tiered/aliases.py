@@ -15,6 +15,19 @@ ALIASES: Mapping[str, str] = {
     "alg": "commit",  # Dream
     "return_history": "output_history",
 }
+# Options of policies.
+POLICY_ALIASES: Mapping[str, str] = {
+    "cache_reloading_step": "refresh_interval",  # dKV-Cache on LLaDA
+    "cache_steps": "refresh_interval",  # dKV-Cache on Dream
+    "window_size": "window",  # dKV-Cache-Greedy
+    "prompt_interval_steps": "prompt_interval",  # dLLM-Cache
+    "gen_interval_steps": "response_interval",
+    "cfg_interval_steps": "guidance_interval",
+    "transfer_ratio": "update_ratio",
+    "window_length": "window",  # Elastic-Cache
+    "gamma": "similarity_threshold",
+    "track_num": "tracked",
+}
 # Dream's `alg` names the rule by what it looks at.
 COMMIT_ALIASES: Mapping[str, Mapping[str, str]] = {
     "confidence_threshold": {"commit": "threshold"},

@@ -50,6 +50,7 @@ class Forward:
     """The layers of `model` over one call's store.
 
     Attributes:
+        length: columns of the canvas.
         tiers: records of hidden states; None where the policy keeps none.
         ids: what the pass under way reads.
         rows_computed: rows of each sequence that went through a layer in the last pass, on average over layers.
@@ -71,6 +72,7 @@ class Forward:
         columns that no row may attend to; `tiers`: where a policy that keeps hidden states has them."""
         self.model = model
         self.store = store
+        self.length = positions.shape[1]
         self.tiers = tiers
         self.ids: Int[Tensor, "batch length"] | None = None
         self.rows_computed = 0.0

@@ -20,7 +20,7 @@ from tiered.decoding.sampling import SequenceNoise, propose
 from tiered.features import Account
 from tiered.forward import Forward
 from tiered.models.shape import ModelShape
-from tiered.policies.base import PassKind, PolicyState, Step
+from tiered.policies.base import PassKind, PolicyState, Step, StepPlan
 from tiered.rows import Rows
 
 
@@ -156,11 +156,8 @@ class Denoiser:
         scores = None
         if self._random_remasking:
             scores = self._noise.confidence(canvas.length, self._pads, start, stop, active)
-            # A copy of the rule looks ahead: what it ranks is known already.
-            confidence = scores.masked_fill(~pending, -torch.inf)
-            ahead = Candidates(tokens=canvas.tokens[:, start:stop], confidence=confidence, pending=pending)
-            step = replace(step, upcoming=copy(self.rule).choose(ahead))
-        step = replace(step, forwards=tuple(forwards), active=tuple(active))
+        upcoming = None if scores is None else self._upcoming(step, scores, pending)
+        step = replace(step, forwards=tuple(forwards), active=tuple(active), upcoming=upcoming)
         plan = self.policy.plan(step)
         rows = plan.rows if all(active) else plan.rows.only(here)
         output = rows[plan.output]
@@ -168,17 +165,7 @@ class Denoiser:
             # Another block's rows are of no use, and a refresh moves every row at once.
             refreshed = plan.refreshed or (plan.kind is PassKind.REFRESH,) * canvas.batch
             self._drift.begin_step(step.first_row, forget=[step.number == 0 or every for every in refreshed])
-        ids = canvas.tokens if self._guidance is None else self._guidance.ids(canvas, plan.guided)
-        if self._guidance is not None:
-            rows = self._guidance.rows(rows, plan.guided, canvas.tokens.device)
-        logits = self.forward.logits(ids, rows, plan.output, plan.program)
-        if self._guidance is not None:
-            logits = self._guidance.merge(logits, plan.guided, output, (step.first_row, step.last_row))
-        if self._inspector is not None:
-            self._inspector.after_forward(step, plan.kind, ids, self.forward, here)
-        del ids
-        candidates = self._propose(step, logits, output, pending, remaining)
-        del logits
+        candidates = self._propose(step, self._logits(step, plan, rows, here), output, pending, remaining)
         if self._drift is not None:
             candidates = replace(candidates, drift=self._drift.drift)
         if scores is not None:
@@ -194,6 +181,32 @@ class Denoiser:
         self._ended = [was or now for was, now in zip(self._ended, ended, strict=True)]
         self._watch(step, candidates)
         return [0 if done else count for count, done in zip(left, self._ended, strict=True)]
+
+    def _upcoming(
+        self, step: Step, scores: Float[Tensor, "batch block"], pending: Bool[Tensor, "batch block"]
+    ) -> Int[Tensor, "batch block"]:
+        """What the rule will commit by `scores` that do not depend on the forward; see `Step.upcoming`."""
+        confidence = scores.masked_fill(~pending, -torch.inf)
+        tokens = self.canvas.tokens[:, step.start : step.stop]
+        ahead = Candidates(tokens=tokens, confidence=confidence, pending=pending)
+        # A copy of the rule looks ahead: its count of steps goes on with the real choice alone.
+        return copy(self.rule).choose(ahead) * (ahead.ranks() + 1)
+
+    def _logits(
+        self, step: Step, plan: StepPlan, rows: Rows, here: Bool[Tensor, " batch"]
+    ) -> Float[Tensor, "batch rows vocab"]:
+        """Logits of the output rows of `plan`, guided; `rows`: its rows, invalid in sequences that wait."""
+        if self._guidance is None:
+            ids, fed = self.canvas.tokens, rows
+        else:
+            ids = self._guidance.ids(self.canvas, plan.guided)
+            fed = self._guidance.rows(rows, plan.guided, ids.device)
+        logits = self.forward.logits(ids, fed, plan.output, plan.program)
+        if self._guidance is not None:
+            logits = self._guidance.merge(logits, plan.guided, rows[plan.output], (step.first_row, step.last_row))
+        if self._inspector is not None:
+            self._inspector.after_forward(step, plan.kind, ids, self.forward, here)
+        return logits
 
     def _propose(
         self,

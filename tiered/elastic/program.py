@@ -39,7 +39,7 @@ class ElasticPass:
         )
 
     def _begin(self, forward: Forward, flow: Flow) -> None:
-        self._length = length = forward.keys(0).shape[2]
+        self._length = length = forward.length
         self._tracked.begin(forward.model.shape, len(self._step.due), length, flow.hidden)
         self._widening = Widening(self._step, flow, length)
         self._storing = Storing(self._step, flow.rows, length, apart=self._apart)

@@ -69,7 +69,7 @@ class Update:
         self._fetching = Fetching(self._cache.open_tiers, self._cache.options)
         self._here = torch.tensor(self._updating, device=flow.hidden.device)
         self._rows = flow.rows  # of the active columns: a span, in every layer
-        self._length = forward.keys(0).shape[2]
+        self._length = forward.length
         self._fresh = [self._marked((), None) for _ in self._updating]
 
     def _layer(self, forward: Forward, state: LayerState, flow: Flow) -> Flow:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tiered.decoding.canvas import Canvas
@@ -43,8 +43,8 @@ class Step:
         forwards: forwards that each sequence has taken part in: its own clock. Intervals that are counted by it do not
             depend on what else is in the batch.
         active: sequences that take part in this forward; the others have nothing left to commit here, and wait.
-        upcoming: True at the block's columns that are committed after this forward, where that is known before it:
-            under random remasking. None: the rule decides on the logits.
+        upcoming: 1, 2, … at the block's columns that are committed after this forward, in the order of their ranks, and
+            0 elsewhere, where that is known before it: under random remasking. None: the rule decides on the logits.
         guidance: whether there is classifier-free guidance.
     """
 
@@ -57,7 +57,7 @@ class Step:
     last_row: int
     forwards: tuple[int, ...]
     active: tuple[bool, ...]
-    upcoming: Bool[Tensor, "batch block"] | None = None
+    upcoming: Int[Tensor, "batch block"] | None = None
     guidance: bool = False
 
 

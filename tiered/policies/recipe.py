@@ -73,14 +73,15 @@ class RecipeState(PolicyState):
                 case "undecided":
                     mask = regions.undecided(step, recipe.delay)
                 case "upcoming":
-                    mask, upcoming = self._around(step), step.upcoming
+                    mask, upcoming = self._around(step)
         plan = regions.plan_of(step, renewed, mask, kind, upcoming)
         refreshed = tuple(first and second for first, second in zip(of_prompt, of_answer, strict=True))
         return replace(plan, refreshed=refreshed)
 
-    def _around(self, step: Step) -> Bool[Tensor, "batch length"]:
+    def _around(self, step: Step) -> tuple[Bool[Tensor, "batch length"], Bool[Tensor, "batch block"]]:
+        """Rows beside those that predict what comes next, and what does."""
         assert step.upcoming is not None, "the runtime refuses rules that decide on the logits"
-        fresh = regions.just_committed(step)
+        fresh, window = regions.just_committed(step), self._recipe.window
         if self._recipe.window_of_masks:
-            return fresh | masks_around(step, fresh, self._recipe.window)
-        return regions.around(fresh, self._recipe.window)
+            return masks_around(step, step.upcoming, fresh, window), step.upcoming > 0
+        return regions.around(fresh, window), step.upcoming > 0

@@ -3,6 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
+from tiered.aliases import POLICY_ALIASES
 from tiered.names import unknown_name
 from tiered.policies.base import Policy
 from tiered.policies.composed import Composed
@@ -56,11 +57,13 @@ PRESETS: dict[str, tuple[type[Policy], dict[str, Any]]] = {
 
 
 def make_policy(policy: str | Policy, **options: Any) -> Policy:
-    """The policy of that name with these options; a `Policy` object passes through.
+    """The policy of that name with these options, also under the names that official scripts use; a `Policy` object
+    passes through.
 
     Raises:
         TypeError: neither a name nor a policy.
-        ValueError: no such policy or option (names the nearest one), or options beside a policy object.
+        ValueError: no such policy or option (names the nearest one), one option under two names with two values, or
+            options beside a policy object.
     """
     if isinstance(policy, Policy):
         if options:
@@ -72,7 +75,12 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
     if kind is None:
         raise unknown_name("policy", policy, (*POLICIES, *PRESETS))
     allowed = [field.name for field in fields(kind)]
-    for option in options:
-        if option not in allowed:
+    given: dict[str, Any] = {}
+    for option, value in options.items():
+        name = option if option in allowed else POLICY_ALIASES.get(option, option)
+        if name not in allowed:
             raise unknown_name(f"option of policy {policy!r}", option, allowed)
-    return kind(**(preset | options))
+        if name in given and given[name] != value:
+            raise ValueError(f"{option} = {value!r} contradicts {name} = {given[name]!r}; give one of them")
+        given[name] = value
+    return kind(**(preset | given))
