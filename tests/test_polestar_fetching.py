@@ -293,15 +293,19 @@ def budget(tier: Tier, cap: int) -> MemoryBudget:
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
 @pytest.mark.parametrize("options", [{}, {"codec": "raw", "refresh": "drift", "clusters": 12, "top_m": 9}])
 def test_the_budget_that_is_asked_for_is_enough(model: Any, tier: Tier, options: dict[str, Any]):
-    plain = run(model, **options)
+    plain, found = run(model, **options), None
     least = 0
     for _ in range(4):  # one call may ask for less than all: for what its caches need first
         try:
-            assert same(run(model, memory=budget(tier, least), **options), plain)
+            found = run(model, memory=budget(tier, least), **options)
             break
         except TierCapacityError as error:
             least += error.needed - error.available
-    assert plain.memory.tiers[tier].peak <= least <= 3 * plain.memory.tiers[tier].peak
+    assert found is not None and same(found, plain)
+    peak = plain.memory.tiers[tier].peak
+    assert found.memory.tiers[tier].peak <= least <= 3 * peak
+    # On the device it may be less: layers that it has no room for are streamed.
+    assert tier is Tier.DEVICE or peak <= least
 
 
 @pytest.mark.parametrize(

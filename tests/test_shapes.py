@@ -26,7 +26,23 @@ for policy in POLICIES:
     for options in ({}, {"confidence_threshold": 0.5}, {"factor": 1.0}, {"temperature": 0.5, "seed": 1},
                     {"cfg_scale": 0.5}, {"remasking": "random"}, {"output_history": True, "stop_at_eos": False}):
         options |= {"max_new_tokens": 16, "block_length": 8}
+        if runtime.with_policy(policy).policy.needs_order() and "remasking" not in options:
+            continue
+        if policy not in ("none", "polestar") and {"factor", "temperature", "stop_at_eos"} & set(options):
+            continue  # the loop knows of these, and no policy
         out = runtime.with_policy(policy).generate(ids, attention_mask=mask, **options)
+for policy, given, options in (
+    ("dllm_cache", {"guidance_interval": 3}, {"cfg_scale": 0.5}), ("dllm_cache", {"verify": "key"}, {}),
+    ("dllm_cache", {"guidance_interval": 3, "parity": True}, {"cfg_scale": 0.5}),
+    ("dkv_greedy", {"parity": True}, {"remasking": "random", "seed": 1}),
+    ("elastic_cache", {"similarity_threshold": 1.0, "window": 5}, {"cfg_scale": 0.5}),
+    ("composed", {"updates": {"clusters": 3}, "prompt_interval": "2 blocks"}, {}),
+):
+    options |= {"max_new_tokens": 16, "block_length": 8}
+    plain = runtime.with_policy(policy, **given).generate(ids, attention_mask=mask, **options)
+    cap = plain.memory.peak_device_bytes - 20000
+    short = tiered.from_pretrained(sys.argv[1], dtype="float32", policy=policy, memory=cap, **given)
+    assert torch.equal(short.generate(ids, attention_mask=mask, **options).sequences, plain.sequences)
 for options in ({"clusters": 20}, {"codec": "raw", "refresh": "drift", "cluster_layers": 2}, {"late": "skip"}):
     polestar = runtime.with_policy("polestar", **{"clusters": 3, "top_m": 1, "update_threshold": 0, **options})
     for more in ({"steps": 12}, {"steps": 12, "cfg_scale": 0.5}):

@@ -91,8 +91,9 @@ class Rows:
 
     def take(
         self, source: Shaped[Tensor, "batch heads length elements"]
-    ) -> Shaped[Tensor, "batch heads rows elements"]:
-        """The rows of `source`; a span is a view. A batch of 1 in `source` stands for every sequence."""
+    ) -> Shaped[Tensor, "sequences heads rows elements"]:
+        """The rows of `source`; a span is a view. A batch of 1 in `source` stands for every sequence; scattered rows
+        of fewer sequences than it has are of the first ones."""
         if self.start is not None:
             return source[:, :, self.start : self.start + self.count]
         index = self._index()

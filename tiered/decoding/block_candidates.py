@@ -35,7 +35,7 @@ def spread(
     # One column more, for the rows that do not count.
     place = columns.where(valid, block)
 
-    def scattered(values: Tensor, fill: float) -> Tensor:
+    def scattered(values: Tensor, fill: float | int | bool) -> Tensor:
         full = torch.full((batch, block + 1), fill, dtype=values.dtype, device=values.device)
         return full.scatter_(1, place, values)[:, :block]
 

@@ -27,8 +27,8 @@ class Flight:
     ticket: Ticket
     layer: int
     pages: int
-    out: Float[Tensor, "rows elements"]
-    rows: Int[Tensor, " rows"]
+    out: Float[Tensor, "all elements"]
+    rows: Int[Tensor, " places"]
     book: PageBook
 
 
