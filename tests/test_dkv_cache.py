@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tiered
 from tiered.decoding.sampling import SequenceNoise
+from tiered.models.base import DiffusionModel
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -53,3 +54,68 @@ def test_parity_with_the_authors_code(runtime: Runtime, case: str, monkeypatch: 
     assert torch.equal(torch.stack(out.history).int(), RECORDED[f"{case}.history"])
     assert torch.equal(out.sequences, RECORDED[f"{case}.final"].long())
     assert out.rows_per_forward == recorded["fwd_seq_lens"]
+
+
+def buffered(model: DiffusionModel, ids: Tensor, rows: Tensor, buffer: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Logits of `rows` of one sequence, each layer's keys and values kept in `buffer` [heads, length, head_dim]: what a
+    cache is, without any of the library's stores and passes."""
+    hidden = model.embed(ids[:, rows])
+    rotary = model.rotary(rows[None])
+    for layer, kept in enumerate(buffer):
+        normed = model.attention_norm(layer, hidden)
+        for whole, part in zip(kept, model.keys_values(layer, normed, rotary), strict=True):
+            whole[:, :, rows] = part
+        mixed = model.attend(layer, model.queries(layer, normed, rotary), *kept, None)
+        hidden = hidden + model.attention_out(layer, mixed)
+        hidden = hidden + model.feed_forward(layer, hidden)
+    return model.logits(hidden)
+
+
+def by_hand(model: DiffusionModel, prompt: Tensor, block: int, wanted: Callable[[int, list[int]], set[int]]) -> Tensor:
+    """All canvases of one sequence, one token a step; `wanted` says the rows of forward n, from the forwards that fixed
+    each column (a large number: none has)."""
+    first, length, shape = prompt.shape[1], prompt.shape[1] + 32, model.shape
+    ids = torch.cat([prompt, prompt.new_full((1, 32), model.mask_token_id)], dim=1)
+    empty = (1, shape.kv_heads, length, shape.head_dim)
+    buffer = [(torch.zeros(empty), torch.zeros(empty)) for _ in range(shape.layers)]
+    fixed, history = [-1] * first + [10**6] * 32, [ids.clone()]
+    for forward in range(32):
+        rows = torch.tensor(sorted(wanted(forward, fixed) if forward else range(length)))
+        probability = buffered(model, ids, rows, buffer)[0].double().softmax(dim=-1)
+        stop = first + (forward // block + 1) * block
+        best = zip((-probability.amax(dim=1)).tolist(), rows.tolist(), strict=True)
+        column = min((rank, c) for rank, c in best if fixed[c] == 10**6 and c < stop)[1]
+        ids[0, column] = probability[rows.tolist().index(column)].argmax()
+        fixed[column] = forward
+        history.append(ids.clone())
+    return torch.stack(history)
+
+
+def late(delay: int) -> Callable[[int, list[int]], set[int]]:
+    return lambda forward, fixed: {c for c in range(24, 56) if fixed[c] >= forward - delay}
+
+
+ANSWER, ALL = set(range(24, 56)), set(range(56))
+BY_HAND: dict[str, tuple[str, dict[str, Any], Callable[[int, list[int]], set[int]]]] = {
+    "decode": ("dkv_decode", {"refresh_interval": 5}, lambda n, at: late(1)(n, at) | (set() if n % 5 else ALL)),
+    "decode, no delay": ("dkv_decode", {"refresh_interval": None, "delay": 0}, late(0)),
+    "decode, long delay": (
+        "dkv_decode",
+        {"refresh_interval": 7, "delay": 3},
+        lambda n, at: late(3)(n, at) | (set() if n % 7 else ALL),
+    ),
+    "prefill": ("dkv_prefill", {}, lambda n, at: ANSWER),
+    "pd": ("dkv_pd", {"refresh_interval": 4}, lambda n, at: late(1)(n, at) | (set() if n % 4 else ANSWER)),
+}
+
+
+@pytest.mark.parametrize("block", [32, 8])
+@pytest.mark.parametrize("variant", BY_HAND)
+def test_the_paper_s_variants_by_hand(runtime: Runtime, variant: str, block: int):
+    policy, options, wanted = BY_HAND[variant]
+    prompt = torch.randint(0, 480, (1, 24), generator=torch.Generator().manual_seed(7))
+    out = runtime.with_policy(policy, **options).generate(
+        prompt, max_new_tokens=32, block_length=block, stop_at_eos=False, output_history=True
+    )
+    assert out.history is not None
+    assert torch.equal(torch.stack(out.history), by_hand(runtime.model, prompt, block, wanted))
