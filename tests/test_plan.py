@@ -18,6 +18,7 @@ from tiered.errors import TierCapacityError
 from tiered.features import Account, Tier
 from tiered.models.presets import PRESETS
 from tiered.offload.codec_bytes import Codec
+from tiered.planning.call_sizes import CallSizes
 from tiered.planning.card import format_count
 from tiered.planning.costs import weight_bytes
 from tiered.planning.plan import Plan, TierPlan, plan
@@ -50,7 +51,7 @@ def test_the_device_holds_weights_and_what_a_call_books(policy: str, sampled: bo
     made = plan("llada-8b", context=4096, batch=2, policy=policy, cfg=True, block_length=64, sampled=sampled)
     chosen = POLICIES[policy]()
     kept, sizes = chosen.hidden(), {"batch": 4, "context": 4096, "block_length": 64, "dtype": "bfloat16"}
-    passes = policy_bytes(chosen, made.shape, guidance=True, sampled=sampled, **sizes)  # pyright: ignore[reportArgumentType]
+    passes = policy_bytes(CallSizes(policy=chosen, shape=made.shape, guidance=True, sampled=sampled, **sizes))  # pyright: ignore[reportArgumentType]
     booked = {Account.WEIGHTS: weight_bytes(made.shape, "bfloat16"), **passes}
     if chosen.host_features():
         assert made.streams is not None

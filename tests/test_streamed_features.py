@@ -20,7 +20,8 @@ from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane
 from tiered.output import GenerationOutput
 from tiered.planning import stream_costs
-from tiered.planning.call_costs import CallCosts, CallSizes
+from tiered.planning.call_costs import CallCosts
+from tiered.planning.call_sizes import CallSizes
 from tiered.policies.base import Policy
 from tiered.policies.registry import POLICIES, make_policy
 from tiered.runtime import Runtime

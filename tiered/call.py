@@ -15,7 +15,8 @@ from tiered.ledger import Ledger
 from tiered.models.base import DiffusionModel
 from tiered.offload.transport import Transport
 from tiered.paging.streamed_store import StreamedFeatureStore
-from tiered.planning.call_costs import CallCosts, CallSizes
+from tiered.planning.call_costs import CallCosts
+from tiered.planning.call_sizes import CallSizes
 from tiered.planning.costs import compared_at_a_time
 from tiered.planning.stream_costs import StreamCosts
 from tiered.policies.base import Policy

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tiered.aliases import resolve_aliases
-from tiered.checks import check_integer, check_number
+from tiered.checks import check_integer, check_number, check_switch
 from tiered.commit.base import CommitRule
 from tiered.commit.registry import COMMIT_RULES, make_commit_rule
 from tiered.names import unknown_name
@@ -80,8 +80,7 @@ class GenerationOptions:
         if self.seed is not None:
             check_integer("seed", self.seed, least=0, most=2**62)
         for name in ("stop_at_eos", "output_history"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} = {getattr(self, name)!r}; True or False is allowed")
+            check_switch(name, getattr(self, name))
         if self.remasking not in REMASKING:
             raise unknown_name("remasking", self.remasking, REMASKING)
         rule = self.rule()

@@ -3,43 +3,16 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 from tiered.budget import MemoryBudget
 from tiered.features import Account, Tier
-from tiered.models.shape import ModelShape
 from tiered.offload.slabs import UNIT
+from tiered.planning.call_sizes import CallSizes
 from tiered.planning.feature_placement import WORKSPACES, Placement, everything, placed
 from tiered.planning.host_costs import DISK_HEADER, below_device
 from tiered.planning.policy_costs import added, policy_bytes
 from tiered.planning.stream_costs import StreamCosts
 from tiered.planning.tier_costs import TierCosts
-
-if TYPE_CHECKING:
-    from tiered.policies.base import Policy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallSizes:
-    """What decides how much a call takes.
-
-    Attributes:
-        policy: what is kept, and what its passes take.
-        shape: sizes of the model.
-        batch: sequences that go through a forward together; with `guidance`, twice those asked for.
-        context, block_length, dtype, answer, sampled, attention_rows: as in `tiered.planning.costs.call_bytes`.
-    """
-
-    policy: "Policy"
-    shape: ModelShape
-    batch: int
-    context: int
-    block_length: int
-    dtype: str
-    answer: int | None = None
-    guidance: bool = False
-    sampled: bool = False
-    attention_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +35,7 @@ class CallCosts:
         needs. Where it does not fit at all: with what takes the least of the device that the tiers below have room for.
         """
         policy, shape = sizes.policy, sizes.shape
-        whole = policy_bytes(
-            policy,
-            shape,
-            batch=sizes.batch,
-            context=sizes.context,
-            block_length=sizes.block_length,
-            dtype=sizes.dtype,
-            answer=sizes.answer,
-            guidance=sizes.guidance,
-            sampled=sizes.sampled,
-            attention_rows=sizes.attention_rows,
-        )
+        whole = policy_bytes(sizes)
         kept = [feature for feature, layers in policy.features(shape).items() if layers == shape.layers > 1]
         forced = [feature for feature in kept if feature in policy.host_features()]
         options = policy.hidden()

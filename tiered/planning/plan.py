@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiered.budget import MemoryBudget
+from tiered.checks import check_switch
 from tiered.errors import TierCapacityError
 from tiered.features import Account, Tier
 from tiered.models.config_source import read_config
@@ -176,6 +177,8 @@ def plan(
     # Imported here so that importing this module, as `tiered plan --help` does, needs no torch.
     from tiered.policies.registry import make_policy
 
+    check_switch("cfg", cfg)
+    check_switch("sampled", sampled)
     config = read_config(path_or_config)
     family = family_of(config)
     shape = family.shape(config)
@@ -189,8 +192,8 @@ def plan(
         block_length=_size("block_length", block_length),
         dtype=_dtype(dtype, shape),
         answer=None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens),
-        guidance=_switch("cfg", cfg),
-        sampled=_switch("sampled", sampled),
+        guidance=cfg,
+        sampled=sampled,
     )
     accounts = workload.accounts(budget)
     kept = make_policy("polestar").hidden()
@@ -237,12 +240,6 @@ def _size(name: str, value: object) -> int:
         raise TypeError(f"{name} = {value!r}; a positive int is allowed")
     if value < 1:
         raise ValueError(f"{name} = {value}; a positive int is allowed")
-    return value
-
-
-def _switch(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} = {value!r}; True or False is allowed")
     return value
 
 

@@ -9,7 +9,8 @@ from tiered.budget import MemoryBudget
 from tiered.features import Account, Feature, Tier
 from tiered.hidden.options import HiddenOptions
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.planning.call_costs import CallCosts, CallSizes
+from tiered.planning.call_costs import CallCosts
+from tiered.planning.call_sizes import CallSizes
 from tiered.planning.costs import weight_bytes
 from tiered.planning.policy_costs import added
 from tiered.planning.tier_costs import TierCosts

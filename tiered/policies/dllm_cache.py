@@ -17,6 +17,7 @@ from tiered.models.shape import ModelShape
 from tiered.names import unknown_name
 from tiered.planning.branch_costs import branch_pass_bytes
 from tiered.policies.base import Policy, PolicyState
+from tiered.policies.schedule import check_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,7 @@ class DLLMCache(Policy):
 
     def __post_init__(self) -> None:
         for name in ("prompt_interval", "response_interval"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), least=1)
+            check_interval(name, getattr(self, name))
         check_number("update_ratio", self.update_ratio, least=0.0, most=1.0)
         check_integer("guidance_interval", self.guidance_interval, least=1)
         check_integer("seed", self.seed, least=0)

@@ -6,8 +6,8 @@ Semantics follow the authors' code at commit 2a2de8c: the pass that begins a blo
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tiered.checks import check_integer
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
+from tiered.policies.schedule import check_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,7 @@ class _BlockCache(Policy):
     refresh_interval: int | None = None
 
     def __post_init__(self) -> None:
-        if self.refresh_interval is not None:
-            check_integer("refresh_interval", self.refresh_interval, least=1)
+        check_interval("refresh_interval", self.refresh_interval)
 
     def refreshes(self, step: Step) -> bool:
         """Whether this step recomputes every row."""

@@ -22,6 +22,7 @@ from tiered.hidden.update_log import LayerUpdate
 from tiered.names import unknown_name
 from tiered.offload.codec_bytes import Codec
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
+from tiered.policies.schedule import check_interval
 
 REFRESHES = ("full", "drift")
 
@@ -81,8 +82,7 @@ class Polestar(Policy):
         if self.cumulative_threshold is not None:
             check_integer("cumulative_threshold", self.cumulative_threshold, least=0)
         check_integer("refresh_blocks", self.refresh_blocks, least=1)
-        if self.refresh_interval is not None:
-            check_integer("refresh_interval", self.refresh_interval, least=1)
+        check_interval("refresh_interval", self.refresh_interval)
         check_integer("seed", self.seed, least=0)
         check_number("deadline_ms", self.deadline_ms, least=0.0)
         for name, allowed in (
