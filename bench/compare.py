@@ -1,8 +1,10 @@
-"""Compare all policies and presets on the embedded model: accuracy, forwards, speed, rows, and bytes in each tier.
+"""Compare all policies and presets on an embedded model: accuracy, forwards, speed, rows, and bytes in each tier.
 
-    python bench/compare.py                      # everything, about a quarter of an hour on one core
-    python bench/compare.py --quick              # every row with two examples, three minutes; keeps nothing
-    python bench/compare.py --table README.md    # measures nothing: puts the tables of the file into README.md
+    python bench/compare.py                              # everything, about a quarter of an hour on one core
+    python bench/compare.py --model embedded-uniform     # the same questions to the model of uniform noise
+    python bench/compare.py --quick                      # every row with two examples, three minutes; keeps nothing
+    python bench/compare.py --table README.md            # measures nothing: puts the tables of the file into README.md
+    python bench/compare.py --table docs/policies.md     # and the table of both kinds of noise into docs/policies.md
 
 Every policy has its defaults. Answers have 32 tokens in blocks of 8, so that a canvas has finished blocks and blocks to
 come; a policy that is made for another call gets that one, and `none` answers it too. Every example is from the test
@@ -30,11 +32,43 @@ from tiered.embedded import tasks
 from tiered.embedded.scoring import score_examples
 from tiered.provenance import provenance
 
-RESULTS = Path(__file__).resolve().parent / "results" / "compare.json"
-COSTS = RESULTS.with_name("policy_cost.json")
+FOLDER = Path(__file__).resolve().parent / "results"
+COSTS = FOLDER / "policy_cost.json"
 CANVAS, BLOCK = 32, 8
 QUICK_EXAMPLES = 2
-COMMITS: dict[str, dict[str, Any]] = {"one a step": {}, "threshold 0.9": {"confidence_threshold": 0.9}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """How one kind of noise is compared.
+
+    Attributes:
+        model: that knows it.
+        commits: commit rules by name: a slow one and a fast one.
+        results: file of the rows.
+    """
+
+    model: str
+    commits: dict[str, dict[str, Any]]
+    results: Path
+
+
+NOISES = {
+    "masks": Noise(
+        model="embedded",
+        commits={"one a step": {}, "threshold 0.9": {"confidence_threshold": 0.9}},
+        results=FOLDER / "compare.json",
+    ),
+    # Twice as many steps as tokens: a block ends as soon as a step has nothing to change.
+    "uniform": Noise(
+        model="embedded-uniform",
+        commits={
+            "one a step": {"steps": 2 * CANVAS, "seed": 0},
+            "three a step": {"steps": 2 * CANVAS, "tokens_per_step": 3, "seed": 0},
+        },
+        results=FOLDER / "compare_uniform.json",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +109,7 @@ class Setting:
         }
 
 
-def settings(variants: Iterable[Variant], examples: int | None = None) -> list[Setting]:
+def settings(noise: Noise, variants: Iterable[Variant], examples: int | None = None) -> list[Setting]:
     """All rows. Variants alternate, so that a slow spell of the machine hits all; `examples`: at most so many a row."""
     variants = list(variants)
     return [
@@ -85,14 +119,14 @@ def settings(variants: Iterable[Variant], examples: int | None = None) -> list[S
             variant=variant,
         )
         for question in QUESTIONS
-        for commit in COMMITS
+        for commit in noise.commits
         for variant in variants
     ]
 
 
-def measure(runtime: tiered.Runtime, setting: Setting, seed: int) -> dict[str, Any]:
-    """The row of one setting, over examples `seed` and following of the test split; with "why" in place of figures
-    where the policy and the call do not fit each other."""
+def measure(runtime: tiered.Runtime, setting: Setting, seed: int, commit: dict[str, Any]) -> dict[str, Any]:
+    """The row of one setting, over examples `seed` and following of the test split, with the options of its commit
+    rule; with "why" in place of figures where the policy and the call do not fit each other."""
     question, tally = setting.question, Tally()
     examples = [
         tasks.sample(question.task, "test", seed + number, size=question.size) for number in range(question.examples)
@@ -102,8 +136,7 @@ def measure(runtime: tiered.Runtime, setting: Setting, seed: int) -> dict[str, A
             runtime.with_policy(setting.variant.make()),
             examples,
             watch=tally,
-            **setting.variant.call(answer=CANVAS, block=BLOCK),
-            **COMMITS[setting.commit],
+            **(setting.variant.call(answer=CANVAS, block=BLOCK) | commit),
         )
     except (TypeError, ValueError) as error:
         return setting.as_dict() | {"why": str(error)}
@@ -175,7 +208,9 @@ def chosen(names: str | None, variants: list[Variant]) -> list[Variant]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="file of the rows (default: bench/results/compare.json)")
+    models = {noise.model: noise for noise in NOISES.values()}
+    parser.add_argument("--model", choices=list(models), default="embedded", help="who answers (default: embedded)")
+    parser.add_argument("--out", type=Path, help="file of the rows (default: bench/results/compare[_uniform].json)")
     parser.add_argument("--policies", metavar="NAME,…", help="measure these alone; rows of others stay in the file")
     parser.add_argument("--seed", type=int, default=0, help="number of the first example")
     parser.add_argument("--threads", type=int, default=1)
@@ -183,33 +218,36 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="measure again what the file already holds")
     parser.add_argument("--table", type=Path, metavar="FILE.md", help="put the tables into FILE.md; measure nothing")
     args = parser.parse_args()
+    noise = models[args.model]
     if args.table is not None:
-        put_tables(args.table, args.out or RESULTS, COSTS)
+        files = {name: args.out if args.out and each is noise else each.results for name, each in NOISES.items()}
+        put_tables(args.table, files, COSTS)
         return
-    if args.quick and args.out is not None and args.out.resolve() == RESULTS:
+    if args.quick and args.out is not None and args.out.resolve() == noise.results:
         parser.error(f"--quick --out {args.out}: rows of {QUICK_EXAMPLES} examples would replace those of the tables")
-    path = args.out or (None if args.quick else RESULTS)
+    path = args.out or (None if args.quick else noise.results)
+    known = all_variants(slides=noise.model == "embedded")
     try:
-        variants = chosen(args.policies, all_variants())
+        variants = chosen(args.policies, known)
     except ValueError as error:
         parser.error(str(error))
     torch.set_num_threads(args.threads)
-    runtime = tiered.from_pretrained("embedded", policy="none", device="cpu")
+    runtime = tiered.from_pretrained(noise.model, policy="none", device="cpu")
     machine = {name: value for name, value in provenance().items() if name not in ("command", "revision")}
-    basis = weights_basis("embedded") | {"split": "test", "seed": args.seed, "canvas": CANVAS, "block": BLOCK}
+    basis = weights_basis(noise.model) | {"split": "test", "seed": args.seed, "canvas": CANVAS, "block": BLOCK}
     basis |= {"device": "cpu"} | machine
     examples = QUICK_EXAMPLES if args.quick else None
-    rows = Rows(path, basis, settings(all_variants(), examples))
+    rows = Rows(path, basis, settings(noise, known, examples))
     if args.fresh:
         rows.forget(variants)
     console = Console(stderr=True)
     # The first call pays for thread pools and the math library's workspaces.
     score_examples(runtime, [tasks.sample("copy", "test", 0)], max_new_tokens=CANVAS, block_length=BLOCK)
-    for setting in settings(variants, examples):
+    for setting in settings(noise, variants, examples):
         if not rows.has_figures(setting):
-            row = rows.add(measure(runtime, setting, args.seed))
+            row = rows.add(measure(runtime, setting, args.seed, noise.commits[setting.commit]))
             console.print(json.dumps(row), highlight=False, soft_wrap=True)
-    for commit in COMMITS:
+    for commit in noise.commits:
         Console(width=220).print(screen_table(rows.in_order(), commit))
     print(json.dumps(by_policy(rows.in_order())))
 

@@ -1,18 +1,19 @@
-"""The tables of README.md, made from what bench/compare.py and bench/policy_cost.py wrote, between two marks.
+"""The tables of README.md and docs/policies.md, made from what bench/compare.py and bench/policy_cost.py wrote, each
+between two marks.
 
 A part of bench/compare.py.
 """
 
 import json
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from compare_summary import FIGURES, LONG, MEANS, Row, grouped, is_long, number, percent, summary
 
 from tiered.whole_file import write_then_rename
 
-BEGIN, END = "<!-- compare -->", "<!-- /compare -->"
+POLICIES_MARK, NOISE_MARK = "compare", "noise"
 # Columns by task. Tasks that rewrite a list are alike to all policies.
 GROUPS: dict[str, tuple[str, ...]] = {
     "lists": ("copy", "reverse", "replace", "insert", "remove"),
@@ -24,27 +25,60 @@ GROUPS: dict[str, tuple[str, ...]] = {
 COSTS = {"over full": number("over_full", 4), "over floor": number("over_floor", 2), "overhead": number("overhead", 2)}
 
 
-def put_tables(page: Path, comparison: Path, costs: Path) -> None:
-    """Put the tables between the marks of `page`; without the file `costs`, its columns are left out.
+def put_tables(page: Path, comparisons: Mapping[str, Path], costs: Path) -> None:
+    """Put the tables that `page` has marks for between them. `comparisons`: files by noise, masks first; without the
+    file `costs`, its columns are left out.
 
     Raises:
-        FileNotFoundError: `comparison` was not measured.
+        FileNotFoundError: a comparison was not measured.
         ValueError: no marks in `page`.
     """
-    text = page.read_text()
-    if between_marks(text) is None:
-        raise ValueError(f"{page} has no {BEGIN} with {END} behind it")
-    cost = json.loads(costs.read_text()) if costs.exists() else None
-    inside = tables(json.loads(comparison.read_text()), cost)
-    text = f"{text.partition(BEGIN)[0]}{BEGIN}\n{inside}\n{END}{text.partition(END)[2]}"
+    text, first = page.read_text(), next(iter(comparisons.values()))
+    made = 0
+    if between_marks(text, POLICIES_MARK) is not None:
+        cost = json.loads(costs.read_text()) if costs.exists() else None
+        text, made = _put(text, POLICIES_MARK, tables(json.loads(first.read_text()), cost)), made + 1
+    if between_marks(text, NOISE_MARK) is not None:
+        results = {noise: json.loads(path.read_text()) for noise, path in comparisons.items()}
+        text, made = _put(text, NOISE_MARK, noise_table(results)), made + 1
+    if not made:
+        raise ValueError(f"{page} has no <!-- {POLICIES_MARK} --> or <!-- {NOISE_MARK} --> with its end behind it")
     write_then_rename(page, lambda part: part.write_text(text))
 
 
-def between_marks(text: str) -> str | None:
+def between_marks(text: str, mark: str) -> str | None:
     """What stands between the marks; None without them."""
-    _, begin, rest = text.partition(BEGIN)
-    inside, end, _ = rest.partition(END)
+    _, begin, rest = text.partition(f"<!-- {mark} -->")
+    inside, end, _ = rest.partition(f"<!-- /{mark} -->")
     return inside.strip() if begin and end else None
+
+
+def _put(text: str, mark: str, inside: str) -> str:
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    return f"{text.partition(begin)[0]}{begin}\n{inside}\n{end}{text.partition(end)[2]}"
+
+
+def noise_table(results: Mapping[str, Row]) -> str:
+    """Markdown: right answers, and forwards of an example, by policy, noise and commit rule."""
+    by_noise = {noise: grouped(result["rows"], "policy") for noise, result in results.items()}
+    heads, policies = [], dict.fromkeys(policy for rows in by_noise.values() for policy in rows)
+    columns: list[tuple[str, str]] = []
+    for noise, result in results.items():
+        for commit in grouped(result["rows"], "commit"):
+            columns.append((noise, commit))
+            heads += [f"{noise}, {commit}: right, {_asked(result['rows'], commit, None)}", "NFE"]
+    lines, reasons = _head(heads), {}
+    for policy in policies:
+        cells = []
+        for noise, commit in columns:
+            rows = [row for row in by_noise[noise].get(policy, ()) if row["commit"] == commit]
+            cells += [_share(rows), MEANS["NFE"](summary(rows))]
+            reasons |= {(noise, row["why"]): policy for row in rows if "why" in row}
+        lines.append(_line(policy, cells))
+    # What does not fit the calls with masks is told beside their own table.
+    others = [noise for noise in results if noise != next(iter(results))]
+    notes = [f"`{policy}`, {noise}: {why}." for (noise, why), policy in reasons.items() if noise in others]
+    return "\n".join(lines) + ("\n\n" + _prose(" ".join(notes)) if notes else "")
 
 
 def tables(result: Row, cost: Row | None) -> str:

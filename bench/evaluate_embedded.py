@@ -1,9 +1,10 @@
-"""Measure how often the embedded model answers exactly right, per task, policy and commit rule.
+"""Measure how often an embedded model answers exactly right, per task, policy and commit rule.
 
-    python bench/evaluate_embedded.py              # all rows, about half an hour on one core
-    python bench/evaluate_embedded.py --quick      # every row with a few examples, two minutes
+    python bench/evaluate_embedded.py                              # all rows, about half an hour on one core
+    python bench/evaluate_embedded.py --model embedded-uniform     # of the model with uniform noise
+    python bench/evaluate_embedded.py --quick                      # every row with a few examples, two minutes
 
-Every example is from the test split, whose prompts are never trained on (what steered the shipped model is said in
+Every example is from the test split, whose prompts are never trained on (what steered the shipped models is said in
 docs/embedded-model.md). A row is written as soon as it is measured; a second run keeps the rows that the same weights
 and the same seed have given. The file holds no times: accuracy and forwards do not depend on what else a machine does.
 """
@@ -22,9 +23,10 @@ from rows_file import measured_before, weights_basis, write_rows
 import tiered
 from tiered.embedded import tasks
 from tiered.embedded.scoring import score_examples
+from tiered.models.locate import EMBEDDED_MODELS
 from tiered.provenance import provenance
 
-RESULTS = Path(__file__).parent / "results" / "embedded.json"
+RESULTS = Path(__file__).parent / "results"
 # Prompt tokens → examples under "none", whose steps recompute the whole table, and under the dual cache, ten times
 # cheaper. Training saw tables of at most 512 tokens.
 LOOKUPS = {512: (200, 200), 1024: (60, 200), 2048: (30, 100)}
@@ -33,28 +35,73 @@ QUICK_EXAMPLES = 4
 CANVAS = BLOCK = 32
 THRESHOLD = 0.9
 POLICIES = ("fast_dllm_dual", "fast_dllm_prefix", "none")
+# Of the model with uniform noise. In one block nothing but the prompt is cached, which its noise mask makes exact; in
+# blocks of 8 there is noise behind the block, too.
+UNIFORM_POLICIES = ("fast_dllm_dual", "uniform", "none")
+UNIFORM_BLOCKS = (32, 8)
+# Tokens that a step rewrites, at as many steps as reach every token once.
+UNIFORM_REWRITES = (1, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One row: what is asked, and how it is decoded. `size` None: drawn within the task's own bounds (`sizes`)."""
+    """One row: what is asked, and how it is decoded. `size` None: drawn within the task's own bounds (`sizes`).
+
+    `tokens_per_step` and `block_steps` are of the rule `adaptive`.
+    """
 
     task: str
     size: int | None = None
     policy: str
     commit: str = "static"
     confidence_threshold: float | None = None
+    tokens_per_step: int | None = None
+    block_steps: int | None = None
+    block: int = BLOCK
     examples: int = EXAMPLES
+
+    def options(self) -> dict[str, Any]:
+        """Options of `generate`."""
+        names = ("commit", "confidence_threshold", "tokens_per_step", "block_steps")
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value is not None} | {"block_length": self.block}
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types for JSON, with the canvas and the bounds of the sizes."""
         spec = tasks.TASKS[self.task]
         sizes = list(spec.sizes) if self.size is None else [self.size, self.size]
-        return asdict(self) | {"sizes": sizes, "unit": spec.unit, "canvas": CANVAS, "block": BLOCK}
+        row = asdict(self)
+        if self.commit != "adaptive":
+            del row["tokens_per_step"], row["block_steps"]
+        return row | {"sizes": sizes, "unit": spec.unit, "canvas": CANVAS}
 
 
-def settings(quick: bool) -> list[Setting]:
-    """All rows of the file, the cheap ones first."""
+def settings(noise: str, quick: bool) -> list[Setting]:
+    """All rows of the file, the cheap ones first; `noise` as in `ModelShape.noise`."""
+    rows = masked_rows() if noise == "mask" else uniform_rows()
+    return [replace(row, examples=QUICK_EXAMPLES) for row in rows] if quick else rows
+
+
+def uniform_rows() -> list[Setting]:
+    """Every task under the adaptive rule, at two numbers of steps and of blocks."""
+    return [
+        Setting(
+            task=task,
+            policy=policy,
+            commit="adaptive",
+            tokens_per_step=count,
+            block_steps=block // count,
+            block=block,
+        )
+        for count in reversed(UNIFORM_REWRITES)
+        for block in UNIFORM_BLOCKS
+        for policy in UNIFORM_POLICIES
+        for task in tasks.TASKS
+    ]
+
+
+def masked_rows() -> list[Setting]:
+    """Every task in one block, one token a forward or all that are sure; lookups beyond what was trained."""
     rows = [
         Setting(task=task, policy=policy, commit="threshold", confidence_threshold=THRESHOLD)
         for policy in ("fast_dllm_dual", "none")
@@ -64,9 +111,7 @@ def settings(quick: bool) -> list[Setting]:
     for size, (uncached, cached) in LOOKUPS.items():
         rows.append(Setting(task="lookup", size=size, policy="fast_dllm_dual", examples=cached))
         rows.append(Setting(task="lookup", size=size, policy="none", examples=uncached))
-    if not quick:
-        return rows
-    return [replace(row, examples=QUICK_EXAMPLES) for row in rows]
+    return rows
 
 
 def measure(runtime: tiered.Runtime, setting: Setting, seed: int, progress: Progress) -> dict[str, Any]:
@@ -80,10 +125,8 @@ def measure(runtime: tiered.Runtime, setting: Setting, seed: int, progress: Prog
         runtime.with_policy(setting.policy),
         examples,
         max_new_tokens=CANVAS,
-        block_length=BLOCK,
-        commit=setting.commit,
-        confidence_threshold=setting.confidence_threshold,
         progress=lambda count: progress.advance(bar, count),
+        **setting.options(),
     )
     progress.remove_task(bar)
     return setting.as_dict() | {
@@ -95,24 +138,35 @@ def measure(runtime: tiered.Runtime, setting: Setting, seed: int, progress: Prog
 
 
 def by_policy(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Exact match of every task within its own bounds, one token a forward."""
-    static = [row for row in rows if row["commit"] == "static" and row["size"] is None]
+    """Exact match of every task within its own bounds, one token a forward in one block."""
+    single = [
+        row
+        for row in rows
+        if (row["commit"] == "static" or row.get("tokens_per_step") == 1)
+        and row["size"] is None
+        and row["block"] == BLOCK
+    ]
     return {
-        policy: {row["task"]: row["exact_match"] for row in static if row["policy"] == policy} for policy in POLICIES
+        policy: {row["task"]: row["exact_match"] for row in single if row["policy"] == policy}
+        for policy in dict.fromkeys(row["policy"] for row in single)
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="embedded", help="'embedded', or the directory of another export")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--model", default="embedded", help="an embedded model's name, or the directory of another export"
+    )
+    parser.add_argument("--out", type=Path, help="file of the rows (default: by the model's name, in bench/results)")
     parser.add_argument("--seed", type=int, default=0, help="number of the first example")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_EXAMPLES} examples a row")
     parser.add_argument("--fresh", action="store_true", help="measure again what the file already holds")
     args = parser.parse_args()
-    if args.quick and args.out == RESULTS:
-        args.out = RESULTS.with_stem("embedded-quick")
+    if args.out is None:
+        if args.model not in EMBEDDED_MODELS:
+            parser.error("--out says where the rows of another model go")
+        args.out = RESULTS / f"{args.model}{'-quick' if args.quick else ''}.json"
     torch.set_num_threads(args.threads)
     runtime = tiered.from_pretrained(args.model, policy="none", device="cpu")
     basis: dict[str, Any] = {**weights_basis(args.model), "split": "test", "seed": args.seed}
@@ -121,7 +175,7 @@ def main() -> None:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        planned = settings(args.quick)
+        planned = settings(runtime.model.shape.noise, args.quick)
         bar = progress.add_task("rows", total=len(planned))
         for setting in planned:
             wanted = setting.as_dict()

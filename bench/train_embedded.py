@@ -1,9 +1,10 @@
-"""Train the embedded model on CPU.
+"""Train an embedded model on CPU.
 
     python bench/train_embedded.py --out runs/embedded                         # train
     python bench/train_embedded.py --out runs/embedded --resume                # go on after an interruption
     python bench/train_embedded.py --out runs/embedded --resume --export DIR   # and write a checkpoint to load
     python bench/evaluate_embedded.py --model DIR --out DIR/embedded.json      # measure it on the test split
+    python bench/train_embedded.py --config embedded-uniform --out runs/uniform    # the one with uniform noise
 
 What is trained and how is in `tiered.embedded.training` and docs/embedded-model.md. A run uses two cores, one for each
 of a step's two batches. It validates on the validation split alone.
@@ -47,8 +48,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and the log")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
     parser.add_argument("--export", type=Path, metavar="DIR", help="write the averaged weights there in the end")
-    parser.add_argument("--config", default="embedded", help="'embedded', or the path of another LLaDA config.json")
-    parser.add_argument("--threads", type=int, default=2, help="of everything but the two batches of a step")
+    parser.add_argument(
+        "--config",
+        default="embedded",
+        help="'embedded', 'embedded-uniform', or the path of another config.json of LLaDA or GIDD",
+    )
+    # The optimizers' matrices are small: where other processes run, two threads wait for each other most of the time.
+    parser.add_argument("--threads", type=int, default=1, help="of everything but the two batches of a step")
     for setting in fields(Settings):
         parser.add_argument(f"--{setting.name.replace('_', '-')}", type=int, default=setting.default)
     return parser.parse_args()

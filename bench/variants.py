@@ -17,6 +17,7 @@ ONE_BLOCK = frozenset({"elastic_cache"})
 GIVEN: dict[str, dict[str, Any]] = {
     "composed": {"prompt_interval": "2 blocks", "response_interval": "block", "updates": {}},
 }
+WHOLE_WINDOWS: dict[str, dict[str, Any]] = {"elastic_cache": {"window": 32}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +64,20 @@ class Variant:
         }
 
 
-def all_variants() -> list[Variant]:
-    """Every policy and preset, and `none` in each call that one of them is made for."""
+def all_variants(*, slides: bool = True) -> list[Variant]:
+    """Every policy and preset, and `none` in each call that one of them is made for.
+
+    `slides`: False where noise makes tokens: no window slides over masks, and one that would has the whole block.
+    """
+    given = GIVEN if slides else GIVEN | WHOLE_WINDOWS
     variants = []
     for name in (*POLICIES, *PRESETS):
-        policy = make_policy(name, **GIVEN.get(name, {}))
+        policy = make_policy(name, **given.get(name, {}))
         variants.append(
             Variant(
                 name=name,
                 policy=name,
-                given=GIVEN.get(name, {}),
+                given=given.get(name, {}),
                 one_block=policy.name in ONE_BLOCK,
                 random_order=policy.needs_order(),
             )

@@ -17,10 +17,12 @@ class DriftDistribution:
     Attributes:
         rest: log-sum-exp over the columns whose keys stay as they are.
         scores: of the changing columns; −inf at those that do not count.
+        soft_cap: of all scores; None: they have none.
     """
 
     rest: LogSumExp
     scores: Float32[Tensor, "batch heads clusters changing"]
+    soft_cap: float | None
 
     def current_scores(
         self,
@@ -29,7 +31,7 @@ class DriftDistribution:
     ) -> Float32[Tensor, "batch heads clusters changing"]:
         """Scores of the changing columns with the `keys` that stand there now."""
         self.check(queries, keys)
-        return proxy_scores(queries, keys).masked_fill_(self.scores == -torch.inf, -torch.inf)
+        return proxy_scores(queries, keys, self.soft_cap).masked_fill_(self.scores == -torch.inf, -torch.inf)
 
     def check(
         self,

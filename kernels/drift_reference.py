@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from tiered.kernels.drift_distribution import DriftDistribution
@@ -30,7 +30,8 @@ class DriftReference(DriftDistribution):
         reference = reference.refreshed(queries, keys now at (changing, F)).narrowed(slice(changing))
         reference = reference.replaced(DriftReference.of(queries of the moved, keys now, …), moved, valid)
 
-    It takes batch · heads · clusters · (changing + 2 · parts + 2) float32; parts are the clusters of columns and one.
+    It takes batch · heads · clusters · (changing + 2 · parts + 2) float32; parts are the clusters of columns and one,
+    or two with sinks.
 
     Attributes:
         columns: of the canvas, where the changing ones stand; −1 at those that do not count.
@@ -51,6 +52,8 @@ class DriftReference(DriftDistribution):
         *,
         cluster_of: Int[Tensor, "batch length"] | None = None,
         clusters: int = 0,
+        soft_cap: float | None = None,
+        sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     ) -> "DriftReference":
         """The attention of `queries` over all `keys`, as both are now.
 
@@ -64,6 +67,8 @@ class DriftReference(DriftDistribution):
             cluster_of: the cluster of every column, −1 where there is none (`ClusterIndex.cluster_of`); without it,
                 all columns are of none. A changing column comes back to its own.
             clusters: how many `cluster_of` tells apart, in the sequence that has most; there may be other queries.
+            soft_cap: c where scores s count as c · tanh(s / c); None: as they are.
+            sink_keys: keys of each head beside those of the columns, not rotated, the same for ever.
 
         Raises:
             ValueError: shapes that do not go together.
@@ -74,11 +79,13 @@ class DriftReference(DriftDistribution):
         part_of = (of_none if cluster_of is None else cluster_of.long() + 1).where(visible, -1)
         counts = torch.ones_like(changing, dtype=torch.bool) if valid is None else valid
         changes = torch.zeros_like(visible, dtype=torch.int32).scatter_add_(1, changing.long(), counts.int()) > 0
-        kept = KeptAttention.of(queries, keys, visible & ~changes, part_of, 1 if cluster_of is None else clusters + 1)
+        parts = 1 if cluster_of is None else clusters + 1
+        kept = KeptAttention.of(queries, keys, visible & ~changes, part_of, parts, soft_cap, sink_keys)
         index = changing.long()[:, None, :, None].expand(-1, keys.shape[1], -1, head_dim)
         counts = counts & visible.gather(1, changing.long())
-        scores = proxy_scores(queries, keys.gather(2, index)).masked_fill_(~counts[:, None, None], -torch.inf)
-        return cls(kept.sums.merged(), scores, changing.long().where(counts, -1), kept)
+        scores = proxy_scores(queries, keys.gather(2, index), soft_cap)
+        scores.masked_fill_(~counts[:, None, None], -torch.inf)
+        return cls(kept.sums.merged(), scores, soft_cap, changing.long().where(counts, -1), kept)
 
     def refreshed(
         self,
@@ -121,10 +128,10 @@ class DriftReference(DriftDistribution):
             )
         columns = columns.long() if valid is None else columns.long().where(valid, -1)
         columns = columns.where(self.kept.parts_at(columns) >= 0, -1)
-        scores = proxy_scores(queries, keys).masked_fill_((columns < 0)[:, None, None], -torch.inf)
+        scores = proxy_scores(queries, keys, self.soft_cap).masked_fill_((columns < 0)[:, None, None], -torch.inf)
         kept = self.kept.without(scores, columns)
         scores, columns = torch.cat([self.scores, scores], dim=3), torch.cat([self.columns, columns], dim=1)
-        return DriftReference(kept.sums.merged(), scores, columns, kept)
+        return self._with(kept, scores, columns)
 
     def narrowed(self, keep: slice) -> "DriftReference":
         """The same distribution, with the changing columns outside `keep` back in the rest.
@@ -139,8 +146,7 @@ class DriftReference(DriftDistribution):
         scores = torch.cat([self.scores[..., :start], self.scores[..., stop:]], dim=3)
         kept = self.kept.plus(scores, torch.cat([self.columns[:, :start], self.columns[:, stop:]], dim=1))
         # Copies: the wider tensors need not live on.
-        narrow = self.scores[..., start:stop].clone(), self.columns[:, start:stop].clone()
-        return DriftReference(kept.sums.merged(), *narrow, kept)
+        return self._with(kept, self.scores[..., start:stop].clone(), self.columns[:, start:stop].clone())
 
     def replaced(
         self,
@@ -163,8 +169,7 @@ class DriftReference(DriftDistribution):
         self._check_same_columns(other)
         source = sources(clusters, valid, self.scores.shape[2])
         kept = self.kept.replaced(other.kept, source)
-        scores = replaced_rows(self.scores, other.scores, source)
-        return DriftReference(kept.sums.merged(), scores, self.columns, kept)
+        return self._with(kept, replaced_rows(self.scores, other.scores, source), self.columns)
 
     def joined(self, other: "DriftReference") -> "DriftReference":
         """With the distributions of `other` behind ours, for new centroids; columns as for `replaced`.
@@ -174,7 +179,16 @@ class DriftReference(DriftDistribution):
         """
         self._check_same_columns(other)
         kept = self.kept.joined(other.kept)
-        return DriftReference(kept.sums.merged(), torch.cat([self.scores, other.scores], dim=2), self.columns, kept)
+        return self._with(kept, torch.cat([self.scores, other.scores], dim=2), self.columns)
+
+    def _with(
+        self,
+        kept: KeptAttention,
+        scores: Float32[Tensor, "batch heads clusters changing"],
+        columns: Int[Tensor, "batch changing"],
+    ) -> "DriftReference":
+        """The same attention over columns that are parted otherwise."""
+        return replace(self, rest=kept.sums.merged(), scores=scores, columns=columns, kept=kept)
 
     def _check_same_columns(self, other: "DriftReference") -> None:
         ours, theirs = (

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
 from tiered.kernels.compilation import Compilation
+from tiered.kernels.full_drift_ref import with_sinks
 from tiered.kernels.launch import launch
 from tiered.kernels.proxy_attention import (
     LEAST_KEYS,
@@ -18,7 +19,7 @@ from tiered.kernels.proxy_attention import (
     upcast,
 )
 from tiered.kernels.proxy_drift import kl_terms
-from tiered.kernels.proxy_scores import check_attention
+from tiered.kernels.proxy_scores import check_attention, sink_scores
 
 
 @triton.jit
@@ -53,7 +54,9 @@ def _full_drift(
     head_dim,
     span,
     scale,
+    soft_cap,
     MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -84,8 +87,10 @@ def _full_drift(
         seen = column < stop
         keyed = seen[:, None] & filled[None, :]
         place = column.to(tl.int64)[:, None]
-        new = attention_scores(query, tl.load(key_start + place * key_column, keyed, other=0.0), scale, UPCAST)
-        old = attention_scores(query, tl.load(last_start + place * last_column, keyed, other=0.0), scale, UPCAST)
+        new_key = tl.load(key_start + place * key_column, keyed, other=0.0)
+        old_key = tl.load(last_start + place * last_column, keyed, other=0.0)
+        new = attention_scores(query, new_key, scale, soft_cap, CAPPED, UPCAST)
+        old = attention_scores(query, old_key, scale, soft_cap, CAPPED, UPCAST)
         if MASKED:
             seen &= tl.load(key_mask + batch * mask_batch + column * mask_column, seen, other=0) != 0
         terms = kl_terms(new - new_peak[:, None] - new_log[:, None], old - old_peak[:, None] - old_log[:, None])
@@ -98,10 +103,16 @@ def full_drift(
     keys: Float[Tensor, "batch kv_heads length head_dim"],
     last_keys: Float[Tensor, "batch kv_heads length head_dim"],
     key_mask: Bool[Tensor, "batch length"] | None = None,
+    soft_cap: float | None = None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
 ) -> Float32[Tensor, "batch clusters"]:
     """As in full_drift_ref.py."""
     check_attention(queries, last_keys)
-    new, old = proxy_attention(queries, keys, key_mask), proxy_attention(queries, last_keys, key_mask)
+    new, old, of_sinks = with_sinks(
+        proxy_attention(queries, keys, key_mask, soft_cap),
+        proxy_attention(queries, last_keys, key_mask, soft_cap),
+        None if sink_keys is None else sink_scores(queries, sink_keys, soft_cap),
+    )
     batch, heads, clusters, head_dim = queries.shape
     length = keys.shape[2]
     block = 32 if narrow(queries, keys) else 16
@@ -110,7 +121,7 @@ def full_drift(
     span = -(-length // (parts * block)) * block
     drift = torch.empty(batch, heads, clusters, parts, dtype=torch.float32, device=keys.device)
     if drift.numel() == 0 or length == 0:
-        return drift.zero_().sum(-1).mean(1)
+        return (drift.zero_().sum(-1) + of_sinks).mean(1)
     # Without a mask the kernel reads none; any pointer does.
     mask = queries if key_mask is None else key_mask.view(torch.uint8)
     launch(
@@ -136,19 +147,21 @@ def full_drift(
         head_dim,
         span,
         head_dim**-0.5,
+        soft_cap or 0.0,
         MASKED=key_mask is not None,
+        CAPPED=soft_cap is not None,
         UPCAST=upcast(queries, keys) or upcast(queries, last_keys),
         BLOCK_ROWS=block,
         BLOCK_KEYS=block,
         BLOCK_ELEMENTS=elements_block(head_dim),
         on=keys,
     )
-    return drift.sum(-1).mean(1)
+    return (drift.sum(-1) + of_sinks).mean(1)
 
 
 _STRIDES = "query_batch query_head query_cluster key_batch key_head key_column last_batch last_head last_column"
 _SIZES = "mask_batch mask_column heads group clusters length head_dim span"
-_CONSTEXPRS = "query_element key_element last_element MASKED UPCAST BLOCK_ROWS BLOCK_KEYS BLOCK_ELEMENTS"
+_CONSTEXPRS = "query_element key_element last_element MASKED CAPPED UPCAST BLOCK_ROWS BLOCK_KEYS BLOCK_ELEMENTS"
 COMPILATIONS = tuple(
     Compilation(
         kernel=_full_drift,
@@ -158,6 +171,7 @@ COMPILATIONS = tuple(
             **dict.fromkeys(["new_peaks", "new_masses", "old_peaks", "old_masses", "drift"], "*fp32"),
             **dict.fromkeys([*_STRIDES.split(), *_SIZES.split()], "i32"),
             "scale": "fp32",
+            "soft_cap": "fp32",
             **dict.fromkeys(_CONSTEXPRS.split(), "constexpr"),
         },
         constexprs={
@@ -165,11 +179,17 @@ COMPILATIONS = tuple(
             "key_element": 1,
             "last_element": 1,
             "MASKED": masked,
+            "CAPPED": capped,
             "UPCAST": False,
             "BLOCK_ROWS": block,
             "BLOCK_KEYS": block,
             "BLOCK_ELEMENTS": 128,
         },
     )
-    for dtype, block, masked in [("bf16", 32, True), ("bf16", 32, False), ("fp32", 16, True)]
+    for dtype, block, masked, capped in [
+        ("bf16", 32, True, False),
+        ("bf16", 32, False, True),
+        ("fp32", 16, True, True),
+        ("fp32", 16, True, False),
+    ]
 )

@@ -9,14 +9,15 @@ from torch import Tensor
 from tiered.kernels.choice import for_device
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.proxy_attention_ref import proxy_attention
+from tiered.kernels.proxy_scores import sink_scores
 from tiered.kernels.replaced_rows import replaced_rows
 from tiered.kernels.sums_by_part import attention_by_part, sizes_of_parts, sums_by_part
 
 
 @dataclass(frozen=True, slots=True)
 class KeptAttention:
-    """Log-sum-exps over disjoint parts of some columns: one part for each cluster's members, and part 0 for the columns
-    of no cluster.
+    """Log-sum-exps over disjoint parts of some columns: one part for each cluster's members, part 0 for the columns of
+    no cluster, and where there are sinks a last one for them, which no column belongs to: so it never changes.
 
     A column that leaves is not subtracted, where its whole part leaves with it: the part is dropped, and the sum over
     the others is as exact as one made anew, however much of the attention the part held. A part that loses some of its
@@ -24,7 +25,7 @@ class KeptAttention:
 
     Attributes:
         sums: of each part.
-        sizes: columns in each part.
+        sizes: columns and sinks in each part.
         part_of: the part that every column of the canvas belongs to, in the sums or not; −1 where nothing may attend.
     """
 
@@ -40,19 +41,27 @@ class KeptAttention:
         kept: Bool[Tensor, "batch length"],
         part_of: Int[Tensor, "batch length"],
         parts: int,
+        soft_cap: float | None = None,
+        sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     ) -> "KeptAttention":
-        """Over the `kept` columns, which must have a part.
+        """Over the `kept` columns, which must have a part, and `sink_keys`, which every sequence has.
 
         Raises:
             ValueError: shapes that do not go together.
         """
         part = part_of.where(kept, -1)
         if parts == 1:
-            one = for_device(proxy_attention, keys.device)(queries, keys, kept)
+            one = for_device(proxy_attention, keys.device)(queries, keys, kept, soft_cap)
             sums = LogSumExp(one.peak[..., None], one.mass[..., None])
         else:
-            sums = attention_by_part(queries, keys, part, parts)
-        return cls(sums, sizes_of_parts(part, parts), part_of)
+            sums = attention_by_part(queries, keys, part, parts, soft_cap)
+        sizes = sizes_of_parts(part, parts)
+        if sink_keys is not None and sink_keys.shape[1]:
+            of_sinks = LogSumExp.empty(sums.peak[..., 0]).plus(sink_scores(queries, sink_keys, soft_cap))
+            pairs = (sums.peak, of_sinks.peak), (sums.mass, of_sinks.mass)
+            sums = LogSumExp(*(torch.cat([columns, last[..., None]], dim=3) for columns, last in pairs))
+            sizes = torch.cat([sizes, torch.full_like(sizes[:, :1], sink_keys.shape[1])], dim=1)
+        return cls(sums, sizes, part_of)
 
     def without(
         self, scores: Float32[Tensor, "batch heads clusters columns"], columns: Int[Tensor, "batch columns"]

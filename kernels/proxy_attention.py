@@ -24,12 +24,26 @@ def add_scores(peak, mass, scores):
 
 
 @triton.jit
-def attention_scores(queries, keys, scale, UPCAST: tl.constexpr):
+def soft_capped(scores, soft_cap):
+    """c · tanh(scores / c): Triton itself has no tanh. Next to 0 the series, for 1 − e⁻²ˣ would cancel there."""
+    x = scores / soft_cap
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    fallen = tl.exp(-2 * tl.abs(x))
+    ratio = (1 - fallen) / (1 + fallen)
+    return soft_cap * tl.where(square < 1 / 16, series, tl.where(x < 0, -ratio, ratio))
+
+
+@triton.jit
+def attention_scores(queries, keys, scale, soft_cap, CAPPED: tl.constexpr, UPCAST: tl.constexpr):
     """Scores of a tile of rows over a tile of keys, in float32."""
     if UPCAST:
         queries = queries.to(tl.float32)
         keys = keys.to(tl.float32)
-    return tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    if CAPPED:
+        scores = soft_capped(scores, soft_cap)
+    return scores
 
 
 @triton.jit
@@ -56,7 +70,9 @@ def _partial_sums(
     head_dim,
     span,
     scale,
+    soft_cap,
     MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -89,7 +105,7 @@ def _partial_sums(
         )
         if MASKED:
             seen &= tl.load(key_mask + batch * mask_batch + column * mask_column, seen, other=0) != 0
-        scores = attention_scores(query, key, scale, UPCAST)
+        scores = attention_scores(query, key, scale, soft_cap, CAPPED, UPCAST)
         peak, mass = add_scores(peak, mass, tl.where(seen[None, :], scores, -float("inf")))
     place = ((batch * kv_heads + kv_head) * group * clusters + row) * tl.num_programs(1) + part
     tl.store(peaks + place, peak, there)
@@ -100,6 +116,7 @@ def proxy_attention(
     queries: Float[Tensor, "batch heads clusters head_dim"],
     keys: Float[Tensor, "batch kv_heads length head_dim"],
     key_mask: Bool[Tensor, "batch length"] | None = None,
+    soft_cap: float | None = None,
 ) -> LogSumExp:
     """As in proxy_attention_ref.py."""
     check_attention(queries, keys)
@@ -132,7 +149,9 @@ def proxy_attention(
         head_dim,
         span,
         head_dim**-0.5,
+        soft_cap or 0.0,
         MASKED=key_mask is not None,
+        CAPPED=soft_cap is not None,
         UPCAST=upcast(queries, keys),
         BLOCK_ROWS=block,
         BLOCK_KEYS=block,
@@ -159,7 +178,7 @@ def upcast(queries: Tensor, keys: Tensor) -> bool:
 
 _STRIDES = "query_batch query_head query_cluster key_batch key_head key_column"
 _SIZES = "mask_batch mask_column kv_heads group clusters length head_dim span"
-_CONSTEXPRS = "query_element key_element MASKED UPCAST BLOCK_ROWS BLOCK_KEYS BLOCK_ELEMENTS"
+_CONSTEXPRS = "query_element key_element MASKED CAPPED UPCAST BLOCK_ROWS BLOCK_KEYS BLOCK_ELEMENTS"
 COMPILATIONS = tuple(
     Compilation(
         kernel=_partial_sums,
@@ -171,17 +190,24 @@ COMPILATIONS = tuple(
             "masses": "*fp32",
             **dict.fromkeys([*_STRIDES.split(), *_SIZES.split()], "i32"),
             "scale": "fp32",
+            "soft_cap": "fp32",
             **dict.fromkeys(_CONSTEXPRS.split(), "constexpr"),
         },
         constexprs={
             "query_element": 1,
             "key_element": 1,
             "MASKED": masked,
+            "CAPPED": capped,
             "UPCAST": False,
             "BLOCK_ROWS": block,
             "BLOCK_KEYS": block,
             "BLOCK_ELEMENTS": 128,
         },
     )
-    for dtype, block, masked in [("bf16", 64, True), ("bf16", 64, False), ("fp32", 32, True)]
+    for dtype, block, masked, capped in [
+        ("bf16", 64, True, False),
+        ("bf16", 64, False, True),
+        ("fp32", 32, True, True),
+        ("fp32", 32, True, False),
+    ]
 )

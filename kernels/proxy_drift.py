@@ -22,10 +22,13 @@ def kl_terms(log_new, log_old):
 
 
 @triton.jit
-def _current_scores(query, key_start, key_column, column, there, scale, old, UPCAST: tl.constexpr):
+def _current_scores(
+    query, key_start, key_column, column, there, scale, soft_cap, old, CAPPED: tl.constexpr, UPCAST: tl.constexpr
+):
     """Scores of now at `column`; −inf where `old`, those of then, says that a column does not count."""
     key = tl.load(key_start + (column * key_column)[:, None], there, other=0.0)
-    return tl.where(old > -float("inf"), attention_scores(query, key, scale, UPCAST), -float("inf"))
+    new = attention_scores(query, key, scale, soft_cap, CAPPED, UPCAST)
+    return tl.where(old > -float("inf"), new, -float("inf"))
 
 
 @triton.jit
@@ -49,6 +52,8 @@ def _drift(
     changing,
     head_dim,
     scale,
+    soft_cap,
+    CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -78,7 +83,7 @@ def _drift(
         given = column < changing
         old = tl.load(old_start[:, None] + column[None, :], there[:, None] & given[None, :], other=-float("inf"))
         keyed = given[:, None] & filled[None, :]
-        new = _current_scores(query, key_start, key_column, column, keyed, scale, old, UPCAST)
+        new = _current_scores(query, key_start, key_column, column, keyed, scale, soft_cap, old, CAPPED, UPCAST)
         old_peak, old_mass = add_scores(old_peak, old_mass, old)
         new_peak, new_mass = add_scores(new_peak, new_mass, new)
 
@@ -98,7 +103,7 @@ def _drift(
         given = column < changing
         old = tl.load(old_start[:, None] + column[None, :], there[:, None] & given[None, :], other=-float("inf"))
         keyed = given[:, None] & filled[None, :]
-        new = _current_scores(query, key_start, key_column, column, keyed, scale, old, UPCAST)
+        new = _current_scores(query, key_start, key_column, column, keyed, scale, soft_cap, old, CAPPED, UPCAST)
         terms = kl_terms(new - new_peak[:, None] - new_log[:, None], old - old_peak[:, None] - old_log[:, None])
         total += tl.sum(tl.where(old > -float("inf"), terms, 0.0), 1)
     tl.store(drift + row, total, there)
@@ -132,6 +137,8 @@ def proxy_drift(
         keys.shape[2],
         head_dim,
         head_dim**-0.5,
+        reference.soft_cap or 0.0,
+        CAPPED=reference.soft_cap is not None,
         UPCAST=upcast(queries, keys),
         BLOCK_ROWS=block,
         BLOCK_KEYS=block,
@@ -142,7 +149,7 @@ def proxy_drift(
 
 
 _STRIDES = "query_batch query_head query_cluster key_batch key_head key_column"
-_CONSTEXPRS = "query_element key_element UPCAST BLOCK_ROWS BLOCK_KEYS BLOCK_ELEMENTS"
+_CONSTEXPRS = "query_element key_element CAPPED UPCAST BLOCK_ROWS BLOCK_KEYS BLOCK_ELEMENTS"
 COMPILATIONS = tuple(
     Compilation(
         kernel=_drift,
@@ -152,16 +159,18 @@ COMPILATIONS = tuple(
             **dict.fromkeys(["rest_peak", "rest_mass", "scores", "drift"], "*fp32"),
             **dict.fromkeys([*_STRIDES.split(), "group", "clusters", "changing", "head_dim"], "i32"),
             "scale": "fp32",
+            "soft_cap": "fp32",
             **dict.fromkeys(_CONSTEXPRS.split(), "constexpr"),
         },
         constexprs={
             "query_element": 1,
             "key_element": 1,
+            "CAPPED": capped,
             "UPCAST": False,
             "BLOCK_ROWS": block,
             "BLOCK_KEYS": block,
             "BLOCK_ELEMENTS": 128,
         },
     )
-    for dtype, block in [("bf16", 32), ("fp32", 16)]
+    for dtype, block, capped in [("bf16", 32, False), ("bf16", 32, True), ("fp32", 16, False), ("fp32", 16, True)]
 )

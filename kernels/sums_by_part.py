@@ -33,6 +33,7 @@ def attention_by_part(
     keys: Float[Tensor, "batch kv_heads length head_dim"],
     part: Int[Tensor, "batch length"],
     parts: int,
+    soft_cap: float | None = None,
 ) -> LogSumExp:
     """`sums_by_part` of the scores of `queries` over all `keys`, which exist for a chunk of keys at a time.
 
@@ -49,7 +50,8 @@ def attention_by_part(
     chunk = max(16, parts, SCORES_AT_ONCE // max(1, rows.numel()))
     for first in range(0, keys.shape[2], chunk):
         columns = slice(first, first + chunk)
-        total = total.union(sums_by_part(proxy_scores(queries, keys[:, :, columns]), part[:, columns], parts))
+        scores = proxy_scores(queries, keys[:, :, columns], soft_cap)
+        total = total.union(sums_by_part(scores, part[:, columns], parts))
     return total
 
 

@@ -7,10 +7,14 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tiered.cli.main import main
+import tiered
+from tiered.cli.generate import generation_options
+from tiered.cli.main import build_parser, main
+from tiered.options import COMMIT_NAMES, OPTION_NAMES, GenerationOptions
 
 SHORT = ["--max-new-tokens", "32"]
 
@@ -63,6 +67,48 @@ def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     assert not out
     assert err.startswith("tiered: error: ") and message in err
+
+
+# A value of each option that a command line carries, that is not its default.
+VALUES: dict[str, Any] = {
+    "max_new_tokens": 64, "block_length": 16, "steps": 8, "commit": "threshold", "confidence_threshold": 0.5,
+    "factor": 1.5, "early_threshold": 0.6, "drift_window": 3, "drift_slope": 2.5, "drift_ceiling": 1.5,
+    "schedule_floor": 0.01, "confidence_temperature": 0.25, "confidence": "margin", "remasking": "random",
+    "temperature": 0.75, "top_p": 0.5, "top_k": 7, "tokens_per_step": 2, "noise_schedule": "linear", "block_steps": 4,
+    "correction_steps": 3, "min_new_tokens": 5, "trailing_noise": 6, "cfg_scale": 1.25, "seed": 9,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["generate", "drift", "regions"])
+def test_every_option_has_a_flag(command: str):
+    # Ending at the end-of-sequence token is switched off by name; a history is tensors, for callers alone.
+    assert {*VALUES, "stop_at_eos", "output_history"} == set(OPTION_NAMES)
+    flags = [word for name, value in VALUES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    given = generation_options(build_parser().parse_args([command, "x", *flags, "--no-stop-at-eos"]))
+    assert given == {**VALUES, "stop_at_eos": False}
+    assert {name: type(value) for name, value in given.items()} == {
+        name: type(value) for name, value in {**VALUES, "stop_at_eos": False}.items()
+    }
+    # Without flags the library's defaults hold.
+    plain = generation_options(build_parser().parse_args([command, "x"]))
+    assert GenerationOptions(**plain) == GenerationOptions()
+
+
+def test_help_names_every_commit_rule(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    told = capsys.readouterr().out.partition("commit rule: ")[2].partition("--")[0]
+    assert all(name in told for name in COMMIT_NAMES)
+
+
+def test_uniform_noise(capsys: pytest.CaptureFixture[str]):
+    rule = ["--block-steps", "4", "--tokens-per-step", "8", "--trailing-noise", "8", "--seed", "5", "--json"]
+    assert main(["generate", "--raw", "x", "--model", "embedded-uniform", "--policy", "none", *SHORT, *rule]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    runtime = tiered.from_pretrained("embedded-uniform", policy="none")
+    options: dict[str, Any] = {"max_new_tokens": 32, "block_steps": 4, "tokens_per_step": 8, "trailing_noise": 8}
+    out = runtime.generate("x", seed=5, **options)
+    assert told["text"] == out.text and told["num_forwards"] == out.num_forwards
 
 
 @pytest.mark.slow

@@ -37,7 +37,8 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "dream-7b", *sizes.split(), *switches.split()]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     expected = {"context": 640, "batch": 3, "block_length": 64, "dtype": "float16", "cfg": True, "sampled": True}
-    expected |= {"policy": "fast_dllm_prefix", "policy_options": {"refresh_interval": 5}, "fits": True}
+    expected |= {"policy": "fast_dllm_prefix", "fits": True}
+    expected["policy_options"] = {"refresh_interval": 5, "parity": False}
     assert {name: told[name] for name in expected} == expected
     assert [told["tiers"][tier]["cap"] for tier in Tier] == [64 * 2**30, 2**30, None]
 
@@ -146,8 +147,8 @@ def test_models_lists_what_can_be_named(hub_cache: Path, capsys: pytest.CaptureF
     *table, last = capsys.readouterr().out.splitlines()
     told = json.loads(last)
     loadable = {model["name"]: model["loadable"] for model in told["models"]}
-    cached = {"acme/config-only": False, "acme/dream": False, "acme/whole": True}
-    assert loadable == {"embedded": True, **dict.fromkeys(PRESETS, False), **cached}
+    cached = {"acme/config-only": False, "acme/dream": True, "acme/whole": True}
+    assert loadable == {"embedded": True, "embedded-uniform": True, **dict.fromkeys(PRESETS, False), **cached}
     assert told["aliases"] == dict(ALIASES)
     whole = next(model for model in told["models"] if model["name"] == "acme/whole")
     assert (whole["source"], whole["family"], whole["layers"], whole["kv_bytes_per_token"]) == (
@@ -160,7 +161,7 @@ def test_models_lists_what_can_be_named(hub_cache: Path, capsys: pytest.CaptureF
 
 def test_models_without_a_cache(capsys: pytest.CaptureFixture[str]):
     assert main(["models"]) == 0
-    assert capsys.readouterr().out.count("\n") == 2 + len(["embedded", *PRESETS])
+    assert capsys.readouterr().out.count("\n") == 2 + len(["embedded", "embedded-uniform", *PRESETS])
 
 
 def test_the_module_runs_and_help_needs_no_torch():

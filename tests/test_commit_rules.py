@@ -1,6 +1,10 @@
 """Commit rules against plain loops over one sequence at a time."""
 
 import math
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +14,12 @@ from hypothesis import strategies as st
 from tiered.commit.base import Candidates, CommitRule
 from tiered.commit.drift_aware import DriftAware
 from tiered.commit.factor import Factor
+from tiered.commit.origin import Origin
+from tiered.commit.registry import make_commit_rule
 from tiered.commit.static import Static
 from tiered.commit.threshold import Threshold
+from tiered.commit.timestep import Timestep
+from tiered.decoding.sequence_noise import SequenceNoise
 
 # A confidence of each pending row, None where nothing is pending. Few values, so that ties are common.
 CONFIDENCES = st.sampled_from([0.0, 0.25, 0.5, 0.5 + 2**-40, 0.75, 0.9, 1.0])
@@ -21,6 +29,7 @@ ROWS = st.integers(1, 9).flatmap(
     )
 )
 Row = list[float | None]
+CPU = torch.device("cpu")
 
 
 def candidates(rows: list[Row]) -> Candidates:
@@ -30,9 +39,9 @@ def candidates(rows: list[Row]) -> Candidates:
     return Candidates(tokens=tokens, confidence=confidence, pending=pending, drift=drift)
 
 
-def chosen(rule: CommitRule, rows: list[Row], steps: int = 1) -> list[list[int]]:
+def chosen(rule: CommitRule, rows: list[Row], steps: int = 1, seed: int = 0) -> list[list[int]]:
     """Columns that the rule fixes in the first step of a block, by sequence."""
-    state, given = rule.start(steps), candidates(rows)
+    state, given = rule.start(steps, SequenceNoise(seed, len(rows), CPU)), candidates(rows)
     state.begin_block(given.pending)
     return [row.nonzero().flatten().tolist() for row in state.choose(given)]
 
@@ -144,3 +153,166 @@ def test_state_belongs_to_one_call():
     for state in (first, second):
         state.begin_block(given.pending)
     assert [int(state.choose(given).sum()) for state in (first, first, second, second)] == [2, 1, 2, 1]
+
+
+# ---- Dream's schedule ----
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "floor", "counts"),
+    [
+        # In exact numbers the last two steps would share 1 + (31 of 32) tokens and no step would fix none.
+        (32, 32, 1e-3, [0] + [1] * 30 + [2]),
+        (32, 12, 1e-3, [2] * 5 + [3] * 6 + [4]),
+        (32, 16, 1e-3, [1] + [2] * 14 + [3]),
+        (32, 1, 1e-3, [32]),
+        (7, 3, 1e-3, [2, 2, 3]),
+        (9, 4, 0.5, [1, 1, 1, 6]),  # the schedule ends while half is masked, and the last step takes it all
+        (4, 8, 1e-3, [0] * 5 + [1, 1, 2]),  # more steps than tokens
+        (20, 5, 0.5, [2, 1, 2, 2, 13]),  # float64 would fix 1 and then 2
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_timestep_schedule(tokens: int, steps: int, floor: float, counts: list[int], temperature: float):
+    assert sum(counts) == tokens
+    rule = Timestep(schedule_floor=floor, confidence_temperature=temperature)
+    state = rule.start(steps, SequenceNoise(0, 1, CPU))
+    for _ in range(2):  # a second block begins the schedule again
+        row: Row = [float(i % 3) for i in range(tokens)]
+        state.begin_block(candidates([row]).pending)
+        for count in counts:
+            fixed = state.choose(candidates([row]))[0].nonzero().flatten().tolist()
+            assert len(fixed) == count and all(row[i] is not None for i in fixed)
+            if not temperature:
+                assert fixed == sorted(i for _, i in best_first(row)[:count])
+            row = [None if i in fixed else c for i, c in enumerate(row)]
+        assert row == [None] * tokens
+
+
+def test_timestep_ties_go_left_and_a_block_ends():
+    assert chosen(Timestep(), [[None, 0.5, 0.5, 0.2, 0.5, 0.1]], steps=3) == [[1]]
+    assert chosen(Timestep(), [[None, math.nan, math.nan], [0.0, None, None]]) == [[1, 2], [0]]
+
+
+def test_timestep_counts_masks_that_it_is_not_shown():
+    """Under a policy that computes only some of a block's rows; and sequence by sequence."""
+    state = Timestep().start(4)
+    everything: list[Row] = [[0.1] * 8, [0.2, 0.1, 0.2, 0.1, None, None, None, None]]
+    state.begin_block(candidates(everything).pending)
+    # Of 8 and 4 masks a little less than a quarter is due, but who is shown a part fixes one of it at least.
+    shown: list[Row] = [[None] * 5 + [0.1, 0.3, 0.2], [None, 0.5, 0.4, None, None, None, None, None]]
+    assert state.choose(candidates(shown)).nonzero().tolist() == [[0, 6], [1, 1]]
+    # A third of 7 and 3, whatever is shown.
+    shown = [[None] * 5 + [0.1, None, 0.2], [0.1, None, 0.4, None, None, None, None, None]]
+    assert state.choose(candidates(shown)).nonzero().tolist() == [[0, 5], [0, 7], [1, 2]]
+    nothing: list[Row] = [[None] * 8] * 2
+    assert not state.choose(candidates(nothing)).any()
+    # The last step, and any that has to follow it, takes all that is there.
+    for last in ([[0.1, 0.2, *[None] * 6], [0.1, *[None] * 7]], [[None, None, 0.1, 0.1, *[None] * 4], nothing[0]]):
+        given = candidates(last)
+        assert torch.equal(state.choose(given), given.pending)
+
+
+def test_drawn_tokens_follow_the_softmax_without_replacement():
+    sequences, blocks, temperature = 1000, 20, 0.5
+    row: Row = [-0.4, None, -0.1, -0.9, -0.2, -0.3]
+    weights = {i: math.exp(c / temperature) for i, c in enumerate(row) if c is not None}
+    p = {i: weight / sum(weights.values()) for i, weight in weights.items()}
+    state = Timestep(confidence_temperature=temperature).start(2, SequenceNoise(5, sequences, CPU))
+    given, seen = candidates([row] * sequences), Counter[tuple[int, ...]]()
+    for _ in range(blocks):
+        state.begin_block(given.pending)
+        fixed = state.choose(given)  # two of five
+        seen.update(tuple(each.nonzero().flatten().tolist()) for each in fixed)
+    chi_square = 0.0
+    for i, j in combinations(p, 2):
+        expected = blocks * sequences * p[i] * p[j] * (1 / (1 - p[i]) + 1 / (1 - p[j]))
+        chi_square += (seen.pop((i, j)) - expected) ** 2 / expected
+    assert not seen
+    assert chi_square < 27.9  # 9 degrees of freedom: one seed in a thousand is above
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_origin_fixes_each_token_by_itself(steps: int):
+    sequences, columns = 2000, 10
+    rows: list[Row] = [[None, *[0.9] * 4, *[0.1] * 5]] * sequences
+    state, given = Origin(schedule_floor=0.01).start(steps, SequenceNoise(1, sequences, CPU)), candidates(rows)
+    state.begin_block(given.pending)
+    pending, time = given.pending, [1 - 0.99 * i / steps for i in range(steps)]
+    for now, then in pairwise(time):
+        fixed = state.choose(replace(given, pending=pending))
+        assert not (fixed & ~pending).any()
+        share = 1 - then / now
+        # In every column by itself, whatever its confidence; six standard deviations of chance.
+        for column in range(1, columns):
+            count = int(pending[:, column].sum())
+            off = abs(int(fixed[:, column].sum()) - share * count)
+            assert off < 6 * math.sqrt(count * share * (1 - share))
+        left, right = (fixed[pending[:, 1] & pending[:, 2]][:, column].double() for column in (1, 2))
+        if len(left) > 500:
+            assert abs(float(torch.corrcoef(torch.stack([left, right]))[0, 1])) < 5 / math.sqrt(len(left))
+        pending = pending & ~fixed
+    for _ in range(2):  # the last step, and one that has to follow it
+        assert pending.any() and torch.equal(state.choose(replace(given, pending=pending)), pending)
+
+
+DRAWING: list[CommitRule] = [Origin(), Timestep(confidence_temperature=0.4)]
+
+
+@pytest.mark.parametrize("rule", DRAWING, ids=lambda rule: rule.name)
+def test_a_batch_draws_what_each_sequence_draws_alone(rule: CommitRule):
+    """Though the second has less to do and waits, and the first leaves after two blocks of four."""
+    rows: list[Row] = [[0.1, 0.2] * 6, [None] * 9 + [0.3, 0.2, 0.1], [0.5, 0.2, 0.4] * 4]
+
+    def blocks(seed: int, sequences: list[int]) -> list[dict[int, list[list[int]]]]:
+        """What is fixed in each step of each block, by sequence."""
+        noise, done = SequenceNoise(seed, len(sequences), CPU), []
+        state = rule.start(6, noise)
+        for block in range(4):
+            if block == 2 and len(sequences) == 3:
+                noise.keep([1, 2])
+                state.keep([1, 2])
+                sequences = [1, 2]
+            given = candidates([rows[i] for i in sequences])
+            pending, steps = given.pending, {i: [] for i in sequences}
+            state.begin_block(pending)
+            while pending.any():
+                confidence = given.confidence.masked_fill(~pending, -math.inf)
+                fixed = state.choose(replace(given, pending=pending, confidence=confidence))
+                for place, i in enumerate(sequences):
+                    if pending[place].any():
+                        steps[i].append(fixed[place].nonzero().flatten().tolist())
+                pending = pending & ~fixed
+            done.append(steps)
+        return done
+
+    together = blocks(7, [0, 1, 2])
+    assert len(together[0][1]) <= len(together[0][0])
+    for i in range(3):
+        alone = blocks(7 + i, [i])
+        for block, steps in enumerate(together):
+            if i in steps:
+                assert steps[i] == alone[block][i]
+        assert alone[0] != alone[1]
+    assert blocks(8, [0])[0] != blocks(7, [0])[0]
+
+
+def test_rules_that_draw():
+    assert [rule.draws for rule in (Static(), Timestep(), *DRAWING)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["timestep", "origin"])
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"schedule_floor": 0}, "schedule_floor = 0; a number above 0"),
+        ({"schedule_floor": 1.0}, "schedule_floor = 1.0; a number above 0"),
+        ({"schedule_floor": -0.5}, "schedule_floor = -0.5"),
+        ({"schedule_floor": math.nan}, "schedule_floor = nan"),
+        ({"schedule_floor": "low"}, "schedule_floor = 'low'"),
+        ({"confidence_temperature": -1}, "confidence_temperature"),
+    ],
+)
+def test_options_of_the_schedule(name: str, options: dict[str, Any], error: str):
+    with pytest.raises((TypeError, ValueError), match=error):
+        make_commit_rule(name, **options)

@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -42,9 +43,9 @@ def run(compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         measured: list[tuple[str, str]] = []
         measure = compare.measure
 
-        def counted(runtime: Any, setting: Any, seed: int) -> dict[str, Any]:
+        def counted(runtime: Any, setting: Any, *given: Any) -> dict[str, Any]:
             measured.append((setting.variant.name, setting.commit))
-            return measure(runtime, setting, seed)
+            return measure(runtime, setting, *given)
 
         with monkeypatch.context() as patch:
             patch.setattr(compare, "measure", counted)
@@ -61,7 +62,7 @@ def run(compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 def test_rows_are_kept_as_long_as_what_they_rest_on_is_the_same(
     run: Callable[..., SimpleNamespace], compare: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):
-    names = [(policy, commit) for commit in compare.COMMITS for policy in ("none", "dkv_greedy")]
+    names = [(policy, commit) for commit in compare.NOISES["masks"].commits for policy in ("none", "dkv_greedy")]
     first = run("none,dkv_greedy")
     assert first.measured == 2 * names
     assert [(row["policy"], row["commit"]) for row in first.rows] == 2 * names
@@ -77,7 +78,7 @@ def test_rows_are_kept_as_long_as_what_they_rest_on_is_the_same(
     assert again.rows == first.rows
     # A run of other policies leaves what is there.
     other = run("fast_dllm_dual")
-    assert set(other.measured) == {("fast_dllm_dual", commit) for commit in compare.COMMITS}
+    assert set(other.measured) == {("fast_dllm_dual", commit) for commit in compare.NOISES["masks"].commits}
     assert [row for row in other.rows if row["policy"] != "fast_dllm_dual"] == first.rows
     # Options of one policy change: its rows go.
     changed = json.loads(other.path.read_text())
@@ -95,12 +96,13 @@ def test_rows_are_kept_as_long_as_what_they_rest_on_is_the_same(
 def test_a_quick_look_keeps_nothing_and_replaces_nothing(
     compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(compare, "RESULTS", tmp_path / "compare.json")
+    masks = replace(compare.NOISES["masks"], results=tmp_path / "compare.json")
+    monkeypatch.setattr(compare, "NOISES", {"masks": masks})
     monkeypatch.setattr(sys, "argv", ["compare.py", "--quick", "--policies", "fast_dllm_dual"])
     compare.main()
     assert list(tmp_path.iterdir()) == []
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(last) == ["fast_dllm_dual"] and list(last["fast_dllm_dual"]) == list(compare.COMMITS)
+    assert list(last) == ["fast_dllm_dual"] and list(last["fast_dllm_dual"]) == list(compare.NOISES["masks"].commits)
     for wrong in (["--quick", "--out", str(tmp_path / "compare.json")], ["--policies", "fast_dllm_duel"]):
         monkeypatch.setattr(sys, "argv", ["compare.py", *wrong])
         with pytest.raises(SystemExit):
@@ -211,7 +213,7 @@ def test_the_tables_are_put_between_the_marks(compare: ModuleType, script, tmp_p
         compare.main()
         text = page.read_text()
         assert text.startswith("before\n\n<!-- compare -->\n") and text.endswith("\n<!-- /compare -->\n\nbehind\n")
-        assert module.between_marks(text) == module.tables(RESULT, None)
+        assert module.between_marks(text, "compare") == module.tables(RESULT, None)
     page.write_text("no marks")
     with pytest.raises(ValueError, match="compare"):
         compare.main()
@@ -219,7 +221,7 @@ def test_the_tables_are_put_between_the_marks(compare: ModuleType, script, tmp_p
 
 def test_the_readme_shows_what_was_measured(script: Callable[[str], ModuleType]):
     page = script("compare_page")
-    shown = page.between_marks((ROOT / "README.md").read_text())
+    shown = page.between_marks((ROOT / "README.md").read_text(), "compare")
     if not RESULTS.exists():
         assert not shown, "README.md has figures that no file holds"
         return
@@ -227,3 +229,33 @@ def test_the_readme_shows_what_was_measured(script: Callable[[str], ModuleType])
     assert shown == page.tables(
         json.loads(RESULTS.read_text()), json.loads(cost.read_text()) if cost.exists() else None
     )
+
+
+def test_the_noise_table_says_what_the_rows_say(script: Callable[[str], ModuleType]):
+    page = script("compare_page")
+    uniform = {"rows": [row("none", "copy", "slow", 6), {**RESULT["rows"][-1], "commit": "slow", "why": "no masks"}]}
+    lines = page.noise_table({"masks": RESULT, "uniform": uniform}).splitlines()
+    assert lines[0] == (
+        "| | masks, slow: right, 40 | NFE | masks, fast: right, 20 | NFE | uniform, slow: right, 10 | NFE |"
+    )
+    # 25 of 40, forwards (2 + 2 + 2 + 6) / 4; 13 of 20, (2 + 6) / 2.
+    assert "| `none` | 62.5 | 3.00 | 65 | 4.00 | 60 | 2.00 |" in lines
+    assert "| `window` | 40 | 2.00 | - | - | - | - |" in lines
+    assert lines[-1] == "`window`, uniform: no masks."
+
+
+def test_a_window_that_slides_over_masks_is_the_block_where_there_are_none(script: Callable[[str], ModuleType]):
+    sliding, whole = (
+        {variant.name: variant for variant in script("variants").all_variants(slides=slides)}
+        for slides in (True, False)
+    )
+    assert sliding["elastic_cache"].make().logit_rows(32, 64) < 32 == whole["elastic_cache"].make().logit_rows(32, 64)
+    assert all(sliding[name] == whole[name] for name in sliding if name != "elastic_cache")
+
+
+def test_the_policies_page_shows_what_was_measured(script: Callable[[str], ModuleType]):
+    page = script("compare_page")
+    files = {noise: each.results for noise, each in script("compare").NOISES.items()}
+    results = {noise: json.loads(path.read_text()) for noise, path in files.items()}
+    shown = page.between_marks((ROOT / "docs" / "policies.md").read_text(), "noise")
+    assert shown == page.noise_table(results)

@@ -20,15 +20,16 @@ from tiered.decoding.attention_drift import AttentionDrift
 from tiered.errors import TierCapacityError
 from tiered.features import Tier
 from tiered.hidden.fetching import Fetching
-from tiered.kernels import proxy_attention_ref
+from tiered.kernels import capped_attention_ref, proxy_attention_ref
 from tiered.ledger import Ledger
+from tiered.models.gidd import Gidd
 from tiered.models.llada import LLaDA
 from tiered.offload import spill_record
 from tiered.offload.chunk import Chunk
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.pinning import PageablePinner
 from tiered.offload.slabs import UNIT, SlabBook
-from tiered.planning import host_costs, tier_costs, update_costs
+from tiered.planning import costs, host_costs, tier_costs, update_costs
 from tiered.planning.attention_costs import attention_chunk
 from tiered.planning.slab_costs import arena_bytes
 from tiered.planning.workload import UNCAPPED, Workload
@@ -152,6 +153,31 @@ def test_a_call_allocates_what_it_books(policy: str, model: str, call: str):
     booked = out.memory.peak_device_bytes
     assert TIGHT * booked <= allocated.peak <= booked
     assert runtime.ledger.held(Tier.DEVICE) == 0
+
+
+# How tokens are proposed: how tight, the options. What is not drawn is booked as if it were, where it takes any room.
+SAMPLINGS: dict[str, tuple[float, dict[str, Any]]] = {
+    "margin": (TIGHT, {"confidence": "margin"}),
+    "entropy": (0.5, {"confidence": "entropy"}),
+    "cut": (TIGHT, {"top_p": 0.9, "top_k": 50, "temperature": 0.7}),
+    "cut, one row": (0.8, {"top_p": 0.9, "temperature": 0.7, "block_length": 1, "max_new_tokens": 2}),
+    "cut, entropy": (0.5, {"top_p": 0.9, "commit": "timestep", "confidence": "entropy", "block_length": 32}),
+    "cut, drawn": (TIGHT, {"top_p": 0.9, "temperature": 0.7, "commit": "timestep", "confidence_temperature": 0.3}),
+}
+
+
+@pytest.mark.parametrize(("model", "batch"), [("wide vocabulary", 1), ("wide vocabulary", 14), ("bfloat16", 2)])
+@pytest.mark.parametrize("case", SAMPLINGS)
+def test_proposing_holds_no_more_than_is_booked(case: str, model: str, batch: int, monkeypatch: pytest.MonkeyPatch):
+    tight, options = SAMPLINGS[case]
+    monkeypatch.setitem(CALLS, case, {"prompt": 16, "max_new_tokens": 64, "batch": batch, **options})
+    ids, generation = call_of(case)
+    runtime = Runtime(random_model(**MODELS[model]), policy=make_policy("none"))
+    gc.collect()
+    with AllocatedBytes() as allocated:
+        out = runtime.generate(ids, **{**generation, "steps": 2})
+    booked = out.memory.peak_device_bytes
+    assert tight * booked <= allocated.peak <= booked
 
 
 # Passes over chosen rows: how tight, the policy's options, the call.
@@ -415,6 +441,84 @@ def test_the_books_have_the_numbers_of_those_who_work():
     assert update_costs.TILE_ELEMENTS == tiles.DEVICE_ELEMENTS
     assert update_costs.SKETCH_WIDTH == seeding.SKETCH_WIDTH
     assert update_costs.SCORES_AT_ONCE == proxy_attention_ref.SCORES_AT_ONCE
+    assert costs.PAIRS_AT_ONCE == capped_attention_ref.PAIRS_AT_ONCE
+
+
+# ---- soft-capped scores ----
+
+# The policies and their options. Rows of a pass are cut where final tokens end, and are booked for the worst cut.
+CAPPED: dict[str, dict[str, Any]] = {
+    "none": {},
+    "fast_dllm_prefix": {},
+    "fast_dllm_dual": {},
+    "uniform": {},
+    "dkv_decode": {},
+    "dllm_cache": {"response_interval": 2},
+    "elastic_cache": {"window": 32, "hidden_tier": "device"},
+    "polestar": {**EVERYTHING, "clusters": 4, "codec": "raw"},
+}
+ADAPTIVE: dict[str, Any] = {"commit": "adaptive", "tokens_per_step": 2, "block_steps": 3}
+ANCESTRAL: dict[str, Any] = {"commit": "ancestral", "block_steps": 3, "temperature": 1.0}
+CAPPED_CALLS: dict[str, dict[str, Any]] = {
+    "short": {"prompt": 40, "max_new_tokens": 64, **ADAPTIVE},
+    "long": {"prompt": 1500, "max_new_tokens": 32, **ADAPTIVE},
+    "padded batch": {"prompt": 600, "max_new_tokens": 32, "batch": 3, "pads": 200, **ADAPTIVE},
+    "corrected": {"prompt": 300, "max_new_tokens": 32, "correction_steps": 2, "block_length": 16, **ADAPTIVE},
+    "ancestral": {"prompt": 64, "max_new_tokens": 32, "batch": 2, **ANCESTRAL},
+    "ancestral, cut": {"prompt": 64, "max_new_tokens": 32, "top_p": 0.9, **ANCESTRAL},
+    "ancestral, one row": {"prompt": 64, "max_new_tokens": 2, "block_length": 1, **ANCESTRAL},
+    "masks": {"prompt": 300, "max_new_tokens": 32, "batch": 2, "pads": 70, "steps": 4},
+    "masks, drift-aware": {"prompt": 300, "max_new_tokens": 32, "batch": 2, "pads": 70, "commit": "drift_aware"},
+}
+CAPPED_MODELS: dict[str, dict[str, Any]] = {
+    "wide": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "many heads": {"heads": 16},
+}
+# All scores at a time, or few of them: what is large then is what a layer makes beside them.
+CAPPED_CASES = [
+    *((policy, "wide", call, 1 << 20) for policy in CAPPED for call in ("short", "padded batch", "masks")),
+    *(("none", "wide", call, 1 << 20) for call in CAPPED_CALLS if call not in ("short", "padded batch", "masks")),
+    *((policy, "bfloat16", "ancestral", 1 << 20) for policy in CAPPED),
+    *((policy, "bfloat16", "short", 1 << 12) for policy in ("none", "dllm_cache")),
+    *((policy, "many heads", "padded batch", 1 << 16) for policy in ("none", "uniform", "elastic_cache")),
+    *((policy, "many heads", "masks, drift-aware", 1 << 16) for policy in ("fast_dllm_dual", "polestar")),
+]
+
+
+def random_gidd(*, masks: bool, dtype: torch.dtype = torch.float32, heads: int = 4) -> Gidd:
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": heads, "head_dim": 128 // heads}
+    tokens = {"vocab_size": 2048, "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 4096}
+    numbers = {"attn_soft_cap": 30.0, "resid_scale": 4.0, "weight_scaling": 1.0, "head_scaling": 4.0}
+    noise = {"noise_type": -1000.0 if masks else 1000.0, "min_log_snr": -9.0, "max_log_snr": 9.0}
+    model = Gidd.from_config({
+        **sizes, **tokens, **numbers, **noise, "intermediate_size": 384, "attention_bias": True, "mlp_bias": True,
+        "tie_word_embeddings": False, "use_qk_norm": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    }).to(dtype)  # fmt: skip
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+@pytest.mark.usefixtures("host_memory_apart")
+@pytest.mark.parametrize(("policy", "model", "call", "at_once"), CAPPED_CASES)
+def test_a_call_with_capped_scores_allocates_what_it_books(
+    policy: str, model: str, call: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+):
+    for module in (costs, capped_attention_ref):
+        monkeypatch.setattr(module, "PAIRS_AT_ONCE", at_once)
+    monkeypatch.setitem(CALLS, call, CAPPED_CALLS[call])
+    ids, options = call_of(call)
+    options |= {"steps": CAPPED_CALLS[call].get("steps")}
+    made = make_policy(policy, **CAPPED[policy])
+    runtime = Runtime(random_gidd(masks="masks" in call, **CAPPED_MODELS[model]), policy=made)
+    gc.collect()
+    with AllocatedBytes() as allocated:
+        out = runtime.generate(ids, **options)
+    booked = out.memory.peak_device_bytes
+    assert 0.75 * booked <= allocated.peak <= booked
+    assert runtime.ledger.held(Tier.DEVICE) == 0
 
 
 # Sequences, query heads, key heads, dtype, share of the room that comparing everything at once would take.

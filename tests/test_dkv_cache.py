@@ -13,6 +13,7 @@ from torch import Tensor
 import tiered
 from tiered.decoding.sampling import SequenceNoise
 from tiered.models.base import DiffusionModel
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -75,6 +76,7 @@ def by_hand(model: DiffusionModel, prompt: Tensor, block: int, wanted: Callable[
     """All canvases of one sequence, one token a step; `wanted` says the rows of forward n, from the forwards that fixed
     each column (a large number: none has)."""
     first, length, shape = prompt.shape[1], prompt.shape[1] + 32, model.shape
+    shift = shape.prediction_shift
     ids = torch.cat([prompt, prompt.new_full((1, 32), model.mask_token_id)], dim=1)
     empty = (1, shape.kv_heads, length, shape.head_dim)
     buffer = [(torch.zeros(empty), torch.zeros(empty)) for _ in range(shape.layers)]
@@ -83,9 +85,9 @@ def by_hand(model: DiffusionModel, prompt: Tensor, block: int, wanted: Callable[
         rows = torch.tensor(sorted(wanted(forward, fixed) if forward else range(length)))
         probability = buffered(model, ids, rows, buffer)[0].double().softmax(dim=-1)
         stop = first + (forward // block + 1) * block
-        best = zip((-probability.amax(dim=1)).tolist(), rows.tolist(), strict=True)
-        column = min((rank, c) for rank, c in best if fixed[c] == 10**6 and c < stop)[1]
-        ids[0, column] = probability[rows.tolist().index(column)].argmax()
+        best = zip((-probability.amax(dim=1)).tolist(), (rows + shift).tolist(), strict=True)
+        column = min((rank, c) for rank, c in best if c < stop and fixed[c] == 10**6)[1]
+        ids[0, column] = probability[rows.tolist().index(column - shift)].argmax()
         fixed[column] = forward
         history.append(ids.clone())
     return torch.stack(history)
@@ -119,3 +121,77 @@ def test_the_paper_s_variants_by_hand(runtime: Runtime, variant: str, block: int
     )
     assert out.history is not None
     assert torch.equal(torch.stack(out.history), by_hand(runtime.model, prompt, block, wanted))
+
+
+# ---- where a row predicts the token behind its own ----
+
+
+@pytest.fixture(scope="module")
+def shifted() -> Runtime:
+    return tiered.from_pretrained(GOLDENS.parent / "dream" / "dream_tiny", policy="none", dtype="float32")
+
+
+def open_rows(n: int, at: list[int], block: int, shift_caching: str, delay: int = 1) -> set[int]:
+    """Rows 23 to 55 that are not kept in forward n: 23 predicts the answer's first token, 55 nothing."""
+    own = {row for row in range(24, 56) if at[row] >= n - delay}
+    predicted = {row for row in range(23, 55) if at[row + 1] >= n - delay} | (own & {55})
+    start = 24 + n // block * block
+    needed = {row for row in range(start - 1, start + block - 1) if at[row + 1] > n}
+    return {"right": own, "un": predicted, "un_right": own | predicted}[shift_caching] | needed
+
+
+SHIFTED: dict[str, tuple[str, dict[str, Any], Callable[[int, list[int], int], set[int]]]] = {
+    **{
+        f"decode, {shift}": (
+            "dkv_decode",
+            {"refresh_interval": 7, "shift_caching": shift},
+            lambda n, at, block, shift=shift: open_rows(n, at, block, shift) | (set() if n % 7 else ALL),
+        )
+        for shift in ("right", "un", "un_right")
+    },
+    "decode, long delay": (
+        "dkv_decode",
+        {"refresh_interval": None, "delay": 3},
+        lambda n, at, block: open_rows(n, at, block, "un_right", 3),
+    ),
+    "pd": (
+        "dkv_pd",
+        {"refresh_interval": 4},
+        lambda n, at, block: open_rows(n, at, block, "un_right") | (set() if n % 4 else ANSWER | {23}),
+    ),
+    "prefill": ("dkv_prefill", {}, lambda n, at, block: ANSWER | {23}),
+}
+
+
+@pytest.mark.parametrize("block", [32, 8])
+@pytest.mark.parametrize("variant", SHIFTED)
+def test_rows_of_two_tokens_by_hand(shifted: Runtime, variant: str, block: int):
+    policy, options, wanted = SHIFTED[variant]
+    prompt, counts = torch.randint(0, 480, (1, 24), generator=torch.Generator().manual_seed(7)), []
+
+    def counted(forward: int, fixed: list[int]) -> set[int]:
+        rows = wanted(forward, fixed, block)
+        counts.append(len(rows))
+        return rows
+
+    expected = by_hand(shifted.model, prompt, block, counted)
+    out = shifted.with_policy(policy, **options).generate(
+        prompt, max_new_tokens=32, block_length=block, stop_at_eos=False, output_history=True
+    )
+    assert out.history is not None
+    assert torch.equal(torch.stack(out.history), expected)
+    assert out.rows_per_forward == [56, *counts]
+
+
+@pytest.mark.parametrize("policy", ["dkv_decode", "dkv_pd"])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"shift_caching": "unright"}, ValueError, "did you mean 'un_right'"),
+        ({"shift_caching": None}, ValueError, "shift_caching"),
+        ({"parity": 1}, TypeError, "parity = 1"),
+    ],
+)
+def test_options_out_of_range(policy: str, options: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        make_policy(policy, **options)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tiered
 from tiered.branches.branch_pass import BranchPass
-from tiered.decoding import loop
+from tiered.decoding import proposer
 from tiered.decoding.canvas import Canvas
 from tiered.features import Account, Tier
 from tiered.forward import Forward
@@ -163,7 +163,8 @@ class Oracle:
         for layer in range(self.model.shape.layers):
             normed = self.norm(hidden, f"blocks.{layer}.attn_norm")
             keys, values = self.project(normed, layer, "k_proj"), self.project(normed, layer, "v_proj")
-            rows = list(range(prompt)) if prompt_due else list(range(block[0], prompt))
+            passed = policy.parity and layer > 0  # a row of the prompt, to the authors
+            rows = list(range(prompt)) if prompt_due else list(range(block[0], prompt)) * (not passed)
             if answer_due or (policy.parity and layer == 0) or count == self.length - prompt:
                 rows += range(prompt, self.length)
             elif count:
@@ -255,6 +256,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "in parts, guided": ({"prompt_interval": 3, "response_interval": 5}, {"part": 5, "cfg_scale": 0.7}),
     "in parts, parity": ({"prompt_interval": 3, "response_interval": 5, "parity": True}, {"part": 5}),
     "shifted": (SHORT, {"shift": 1}),
+    "shifted, parity": ({**SHORT, "parity": True}, {"shift": 1}),
+    "shifted, parity, guided between renewals": (
+        {**SHORT, "parity": True, "guidance_interval": 5},
+        {"shift": 1, "cfg_scale": 0.7},
+    ),
     "shifted, parity, guided at times": (
         {**SHORT, "parity": True, "guidance_interval": 6},
         {"shift": 1, "cfg_scale": 0.7},
@@ -272,9 +278,9 @@ def test_logits_and_rows_of_the_method(grouped: Runtime, variant: str, chosen: C
     call.pop("part", None)
     if shift := call.pop("shift", 0):
         monkeypatch.setattr(grouped.model, "shape", replace(grouped.model.shape, prediction_shift=shift))
-    propose = loop.propose
+    propose = proposer.propose
     monkeypatch.setattr(
-        loop, "propose", lambda logits, *a, **o: (seen.append(logits.clone()), propose(logits, *a, **o))[1]
+        proposer, "propose", lambda logits, *a, **o: (seen.append(logits.clone()), propose(logits, *a, **o))[1]
     )
     prompt, answer, block = 13, 24, 8
     ids = torch.randint(0, 480, (1, prompt), generator=torch.Generator().manual_seed(2))
@@ -366,6 +372,8 @@ BATCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "guided at times": ({"guidance_interval": 3}, {"cfg_scale": 0.7}),
     "guided at times, parity": ({"guidance_interval": 7, "parity": True}, {"cfg_scale": 0.7}),
     "drift-aware": ({}, {"early_threshold": 0.2, "drift_slope": 0.1, "drift_ceiling": 9.0}),
+    "shifted, parity": ({"parity": True}, {"shift": 1, "confidence_threshold": 0.6}),
+    "shifted, parity, some end, guided": ({"parity": True}, {"shift": 1, "stop_at_eos": True, "cfg_scale": 0.7}),
     "some end": ({}, {"stop_at_eos": True}),
     "some end, guided": ({}, {"stop_at_eos": True, "cfg_scale": 0.7, "confidence_threshold": 0.5}),
     "some end, guided at times": ({"guidance_interval": 3}, {"stop_at_eos": True, "cfg_scale": 0.7}),
@@ -379,6 +387,8 @@ def test_sequences_of_a_batch_keep_their_own_clocks(
     options, call = BATCHES[case]
     runtime = grouped.with_policy(DLLMCache(**{"prompt_interval": 5, "response_interval": 3, **options}))
     call = {**CALL, "max_new_tokens": 32, "confidence_threshold": 0.3, **call}
+    if shift := call.pop("shift", 0):
+        monkeypatch.setattr(grouped.model, "shape", replace(grouped.model.shape, prediction_shift=shift))
     generator = torch.Generator().manual_seed(11)
     prompts = [torch.randint(0, 480, (length,), generator=generator) for length in UNEVEN]
     if call["stop_at_eos"]:

@@ -28,27 +28,43 @@ class Case:
     changing: Tensor
     valid: Tensor | None = None
     key_mask: Tensor | None = None
+    soft_cap: float | None = None
+    sink_keys: Tensor | None = None
 
     def reference(self) -> DriftReference:
-        return DriftReference.of(self.queries, self.last_keys, self.changing, self.valid, self.key_mask)
+        return DriftReference.of(
+            self.queries, self.last_keys, self.changing, self.valid, self.key_mask,
+            soft_cap=self.soft_cap, sink_keys=self.sink_keys,
+        )  # fmt: skip
 
     def changed_keys(self) -> Tensor:
         """The keys of now at the changing columns."""
         return torch.stack([keys[:, index] for keys, index in zip(self.keys, self.changing, strict=True)])
 
     def full(self) -> Tensor:
-        return full_drift_ref.full_drift(self.queries, self.keys, self.last_keys, self.key_mask)
+        return self.full_by(full_drift_ref.full_drift)
+
+    def full_by(self, op: Callable[..., Tensor]) -> Tensor:
+        """Of all keys, by the reference or the kernel."""
+        return op(self.queries, self.keys, self.last_keys, self.key_mask, self.soft_cap, self.sink_keys)
 
     def true(self) -> Tensor:
         """The drift in float64, by the definition of KL."""
         new, old = (scores64(self.queries, keys, self.key_mask) for keys in (self.keys, self.last_keys))
+        if self.sink_keys is not None:
+            of_sinks = scores64(self.queries, self.sink_keys[None].expand(len(self.queries), -1, -1, -1))
+            new, old = torch.cat([new, of_sinks], dim=-1), torch.cat([old, of_sinks], dim=-1)
+        if self.soft_cap is not None:
+            new, old = (
+                (self.soft_cap * (s / self.soft_cap).tanh()).where(s > -torch.inf, -torch.inf) for s in (new, old)
+            )
         new, old = new.log_softmax(-1), old.log_softmax(-1)
         terms = (new.exp() * (new - old)).where(new > -torch.inf, 0.0)
         return terms.sum(-1).mean(1)
 
     def to(self, device: str) -> "Case":
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: value.to(device) for name, value in given.items() if value is not None})
+        return replace(self, **{name: value.to(device) for name, value in given.items() if isinstance(value, Tensor)})
 
 
 def assert_close(found: Tensor, true: Tensor) -> None:
@@ -79,6 +95,8 @@ def random_case(
     filler: bool = True,
     masked: bool = True,
     dtype: torch.dtype = torch.float32,
+    soft_cap: float | None = None,
+    sinks: int | None = None,
 ) -> Case:
     """Pads on the left of one sequence and the right of the next; filler columns, which are anything, in any place."""
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +117,9 @@ def random_case(
     key_mask = torch.ones(batch, length, dtype=torch.bool)
     for b in range(batch):
         key_mask[b, slice(0, 9) if b % 2 else slice(length - 4, length)] = False
-    return Case(queries.to(dtype), last_keys.to(dtype), keys.to(dtype), index, valid, key_mask if masked else None)
+    sink_keys = None if sinks is None else normal(heads, sinks, head_dim).to(dtype)
+    given = queries.to(dtype), last_keys.to(dtype), keys.to(dtype), index, valid, key_mask if masked else None
+    return Case(*given, soft_cap, sink_keys)
 
 
 # The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
@@ -114,6 +134,12 @@ SHAPES = {
     "no column changes": {"changing": 0, "filler": False},
     "several tiles of rows": {"clusters": 35, "batch": 1},
     "bfloat16": {"dtype": torch.bfloat16},
+    "soft cap": {"soft_cap": 1.5},
+    "sinks": {"sinks": 2},
+    "soft cap and a sink": {"soft_cap": 1.5, "sinks": 1},
+    "no sink, but a cap": {"soft_cap": 4.0, "sinks": 0, "kv_heads": 4},
+    "every column changes, and a sink": {"length": 37, "masked": False, "filler": False, "sinks": 1},
+    "soft cap and a sink, bfloat16": {"dtype": torch.bfloat16, "soft_cap": 1.5, "sinks": 1},
 }
 
 
@@ -190,7 +216,7 @@ def test_full_drift_in_triton(shape: str, least_keys: int, monkeypatch: pytest.M
     module = pytest.importorskip("tiered.kernels.full_drift")
     monkeypatch.setattr(module, "LEAST_KEYS", least_keys)
     case = random_case(**SHAPES[shape]).to(device_of("triton"))
-    found = module.full_drift(case.queries, case.keys, case.last_keys, case.key_mask)
+    found = case.full_by(module.full_drift)
     assert found.dtype == torch.float32
     assert_close(found, case.true())
 
@@ -203,7 +229,17 @@ def test_full_drift_in_triton_on_hard_scores(scale: float, peak: float):
     assert ((found - case.true()).abs() <= 1e-5 * case.true().clamp_min(1)).all()
 
 
-def exact_case(seed: int, *, scale: float, moved: float, share: float, length: int, peak: float) -> Case:
+def exact_case(
+    seed: int,
+    *,
+    scale: float,
+    moved: float,
+    share: float,
+    length: int,
+    peak: float,
+    soft_cap: float | None = None,
+    sinks: int = 0,
+) -> Case:
     """Keys on a grid, so that scores are exact in float32 and every form starts from the same ones.
 
     Scores reach 12 · `scale`; the keys of about `share` of the columns change, by `moved` times as much; one of them
@@ -221,7 +257,8 @@ def exact_case(seed: int, *, scale: float, moved: float, share: float, length: i
         keys[b, :, changing[b]] += moved * scale * steps
         if count:
             (last_keys if peak < 0 else keys)[b, :, changing[b, 0], 3] += 2 * abs(peak)
-    return Case(queries, last_keys, keys, changing)
+    sink_keys = scale * torch.randint(-2, 3, (2, sinks, 4), generator=generator) if sinks else None
+    return Case(queries, last_keys, keys, changing, soft_cap=soft_cap, sink_keys=sink_keys)
 
 
 @given(
@@ -231,11 +268,18 @@ def exact_case(seed: int, *, scale: float, moved: float, share: float, length: i
     share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     length=st.integers(1, 40),
     peak=st.sampled_from([0.0, 5.0, -5.0, 60.0, -60.0, 8192.0, -8192.0]),
+    soft_cap=st.sampled_from([None, 0.25, 5.0, 30.0]),
+    sinks=st.integers(0, 2),
 )
-@example(seed=0, scale=1.0, moved=0.0, share=0.1, length=40, peak=-20.0)  # nearly all was in a key that has lost it
-@example(seed=0, scale=1.0, moved=0.0, share=0.1, length=40, peak=20.0)  # and the other way round
-@example(seed=0, scale=1.0, moved=1.0, share=1.0, length=40, peak=0.0)  # every key has changed
-@example(seed=0, scale=1024.0, moved=1.0, share=0.5, length=40, peak=0.0)  # scores of 10⁴
+@example(
+    seed=0, scale=1.0, moved=0.0, share=0.1, length=40, peak=-20.0, soft_cap=None, sinks=0
+)  # nearly all was in a key that has lost it
+@example(
+    seed=0, scale=1.0, moved=0.0, share=0.1, length=40, peak=20.0, soft_cap=None, sinks=0
+)  # and the other way round
+@example(seed=0, scale=1.0, moved=1.0, share=1.0, length=40, peak=0.0, soft_cap=None, sinks=0)  # every key has changed
+@example(seed=0, scale=1024.0, moved=1.0, share=0.5, length=40, peak=0.0, soft_cap=None, sinks=0)  # scores of 10⁴
+@example(seed=0, scale=1.0, moved=1.0, share=1.0, length=40, peak=60.0, soft_cap=30.0, sinks=1)  # the rest is the sink
 @settings(max_examples=300)
 def test_the_law_incremental_is_full(seed: int, **shape: Any):
     case = exact_case(seed, **shape)
@@ -250,8 +294,11 @@ def test_the_law_incremental_is_full(seed: int, **shape: Any):
 @pytest.mark.parametrize("scale", [2.0**-10, 0.125, 1.0, 1024.0])
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("peak", [0.0, 20.0, -20.0, -8192.0])
-def test_the_law_in_triton(scale: float, share: float, peak: float):
-    case = exact_case(1, scale=scale, moved=0.25, share=share, length=40, peak=peak).to(device_of("triton"))
+@pytest.mark.parametrize("soft_cap", [None, 30.0])
+def test_the_law_in_triton(scale: float, share: float, peak: float, soft_cap: float | None):
+    sinks = 0 if soft_cap is None else 1
+    shape: dict[str, Any] = {"scale": scale, "share": share, "peak": peak, "soft_cap": soft_cap, "sinks": sinks}
+    case = exact_case(1, moved=0.25, length=40, **shape).to(device_of("triton"))
     found = drift("triton")(case.queries, case.changed_keys(), case.reference()).double()
     true = case.true()
     assert ((found - true).abs() <= LAW * true.clamp(min=1)).all()
@@ -268,8 +315,9 @@ def test_small_drifts_keep_their_order(implementation: str):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_unchanged_keys_have_not_drifted(implementation: str):
-    case = random_case().to(device_of(implementation))
+@pytest.mark.parametrize("soft_cap", [None, 2.0, 30.0])
+def test_unchanged_keys_have_not_drifted(implementation: str, soft_cap: float | None):
+    case = random_case(soft_cap=soft_cap, sinks=1).to(device_of(implementation))
     case.keys = case.last_keys
     assert (drift(implementation)(case.queries, case.changed_keys(), case.reference()) <= 1e-10).all()
 
@@ -287,10 +335,11 @@ def test_the_work_of_a_step_does_not_grow_with_the_length():
     assert counts[0][0] == 2 * case.queries.numel() * 37
 
 
-def test_after_an_update_the_current_is_the_last():
-    case = random_case()
+@pytest.mark.parametrize(("soft_cap", "sinks"), [(None, None), (1.5, 2)])
+def test_after_an_update_the_current_is_the_last(soft_cap: float | None, sinks: int | None):
+    case = random_case(soft_cap=soft_cap, sinks=sinks)
     reference = case.reference().refreshed(case.queries, case.changed_keys())
-    after = Case(case.queries, case.keys, case.keys.clone(), case.changing, case.valid, case.key_mask)
+    after = replace(case, last_keys=case.keys, keys=case.keys.clone())
     assert (proxy_drift_ref.proxy_drift(case.queries, after.changed_keys(), reference) <= 1e-10).all()
     assert case.valid is not None
     for b, index in enumerate(case.changing):
@@ -324,6 +373,8 @@ def test_at_the_size_of_a_model(dtype: torch.dtype, heads: int, kv_heads: int):
         "length": 5000,
         "head_dim": 128,
         "changing": 288,
+        "soft_cap": 30.0 if heads == kv_heads else None,
+        "sinks": 1,
     }
     case = random_case(dtype=dtype, **size).to("cuda")
     found = drift("triton")(case.queries, case.changed_keys(), case.reference())

@@ -16,6 +16,7 @@ import tiered
 from tiered.commit.base import Candidates, CommitRule, CommitState, Memoryless
 from tiered.commit.drift_aware import DriftAware
 from tiered.decoding.attention_drift import AttentionDrift
+from tiered.decoding.sequence_noise import SequenceNoise
 from tiered.embedded import tasks
 from tiered.features import Feature
 from tiered.forward import Flow, Forward
@@ -176,7 +177,7 @@ class Recorder(CommitRule):
     needs_drift: ClassVar[bool] = True
     seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def start(self, steps_per_block: int) -> CommitState:
+    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
         return _Recording(self.seen)
 
 
@@ -279,10 +280,12 @@ def expected_drift(
     for ids in canvases:
         block = int((ids == mask).nonzero()[0] - prompt) // block_length
         number = number + 1 if block == last_block else 0
-        first = prompt + block * block_length - runtime.model.shape.prediction_shift
+        shift = runtime.model.shape.prediction_shift
+        first = prompt + block * block_length - shift
         rows = list(range(first, first + block_length))
         refresh = policy != "all" and number % (3 if policy == "every third" else 10**9) == 0
-        fed = rows if policy != "all" and not refresh else list(range(length))
+        block_rows = list(range(first, first + shift + block_length))
+        fed = block_rows if policy != "all" and not refresh else list(range(length))
         fed = list(range(first, length)) if policy == "prefix" and not refresh else fed
         attention = attention_from_scratch(runtime, ids, fed, cache)[:, [fed.index(row) for row in rows]]
         if refresh or number == 0 or before is None:
@@ -357,16 +360,22 @@ def test_the_drift_is_that_of_attention_from_scratch(
     assert measured >= 12
 
 
-def test_rows_that_a_step_leaves_out_are_compared_with_their_last():
-    drift = AttentionDrift(1, 2, 4, 12, chunk=AttentionChunk(1, 1, 0), device=torch.device("cpu"))
+@pytest.mark.parametrize(("soft_cap", "sinks"), [(None, 0), (1.5, 2)])
+def test_rows_that_a_step_leaves_out_are_compared_with_their_last(soft_cap: float | None, sinks: int):
     generator = torch.Generator().manual_seed(0)
+    sink_keys = torch.randn(2, sinks, 8, generator=generator) if sinks else None
+    drift = AttentionDrift(
+        1, 2, 4, 12, chunk=AttentionChunk(1, 1, 0), device=torch.device("cpu"), soft_cap=soft_cap, sink_keys=sink_keys
+    )
     last: dict[int, Tensor] = {}
     # Places in the block that each step computes, and those that have been computed before.
     for number, (computed, known) in enumerate([([0, 1], []), ([2, 1], [1]), ([3, 0, 1], [0, 1]), ([3], [3])]):
         queries, keys = (torch.randn(1, 2, n, 8, generator=generator) for n in (len(computed), 12))
         drift.begin_step(5, forget=[number == 0])
         drift.observe(Rows.at(torch.tensor([computed]) + 5), queries, keys, None)
-        attention = (queries[0].double() @ keys[0].double().mT / math.sqrt(8)).softmax(dim=-1)
+        everything = keys[0] if sink_keys is None else torch.cat([sink_keys, keys[0]], dim=1)
+        scores = queries[0].double() @ everything.double().mT / math.sqrt(8)
+        attention = (scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh()).softmax(dim=-1)
         expected = torch.full((4,), torch.nan, dtype=torch.float64)
         for row, place in enumerate(computed):
             now = attention[:, row]

@@ -41,11 +41,14 @@ class World:
     masked: bool = True
     clustered: bool = True
     everywhere: bool = False  # no columns but the block's and the clusters'
+    soft_cap: float | None = None
+    sinks: int = 0
     queries: Tensor = field(init=False)
     keys: Tensor = field(init=False)
     last_keys: Tensor = field(init=False)
     cluster_of: Tensor = field(init=False)
     key_mask: Tensor | None = field(init=False)
+    sink_keys: Tensor | None = field(init=False)
     reference: DriftReference = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +63,7 @@ class World:
         if self.masked:
             self.key_mask = torch.ones(self.batch, self.length, dtype=torch.bool)
             self.key_mask[0, :7] = self.key_mask[-1, -3:] = self.key_mask[-1, BLOCK.stop - 1] = False
+        self.sink_keys = self.grid(2, self.heads, self.sinks, 4) * self.scale if self.sinks else None
         self.restart()
 
     def grid(self, most: int, *shape: int) -> Tensor:
@@ -75,7 +79,9 @@ class World:
 
     def anew(self, queries: Tensor) -> DriftReference:
         changing = torch.arange(BLOCK.start, BLOCK.stop).expand(self.batch, -1)
-        of: dict[str, Any] = {"cluster_of": self.cluster_of, "clusters": self.clusters} if self.clustered else {}
+        of: dict[str, Any] = {"soft_cap": self.soft_cap, "sink_keys": self.sink_keys}
+        if self.clustered:
+            of |= {"cluster_of": self.cluster_of, "clusters": self.clusters}
         return DriftReference.of(queries, self.keys, changing, None, self.key_mask, **of)
 
     def members(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +140,7 @@ class World:
         return torch.cat([self.block_keys(), self.at(self.keys, columns, valid)], dim=2)
 
     def assert_law(self, found: Tensor) -> None:
-        full = full_drift(self.queries, self.keys, self.last_keys, self.key_mask)
+        full = full_drift(self.queries, self.keys, self.last_keys, self.key_mask, self.soft_cap, self.sink_keys)
         for expected in (full.double(), self.true()):
             assert ((found.double() - expected).abs() <= LAW * expected.clamp(min=1)).all(), (found, expected)
 
@@ -146,7 +152,13 @@ class World:
     def scores64(self, keys: Tensor) -> Tensor:
         keys = keys.double().repeat_interleave(self.heads // self.kv_heads, dim=1)
         scores = self.queries.double() @ keys.mT / 2
-        return scores if self.key_mask is None else scores.masked_fill(~self.key_mask[:, None, None], -torch.inf)
+        if self.sink_keys is not None:
+            scores = torch.cat([scores, self.queries.double() @ self.sink_keys.double().mT / 2], dim=-1)
+        if self.soft_cap is not None:
+            scores = self.soft_cap * (scores / self.soft_cap).tanh()
+        if self.key_mask is not None:
+            scores[..., : self.length].masked_fill_(~self.key_mask[:, None, None], -torch.inf)
+        return scores
 
     def assert_made_anew(self) -> None:
         """The reference is what `of` makes of the keys and queries of now."""
@@ -181,12 +193,16 @@ def picked(world: World, most: int) -> Tensor:
     masked=st.booleans(),
     everywhere=st.booleans(),
     same=st.booleans(),
+    soft_cap=st.sampled_from([None, 0.5, 30.0]),
+    sinks=st.integers(0, 2),
 )
 # Nearly all lies in F, then in the rest, and so again: to subtract would leave noise.
-@example(0, 5.0, [-120.0, 120.0, -120.0], 60.0, 2, 2, True, False, True)
-@example(0, 0.125, [-60.0, 60.0, -60.0], 30.0, 2, 2, True, True, True)
+@example(0, 5.0, [-120.0, 120.0, -120.0], 60.0, 2, 2, True, False, True, None, 0)
+@example(0, 0.125, [-60.0, 60.0, -60.0], 30.0, 2, 2, True, True, True, None, 0)
 # Every cluster, and no other column: nothing is left in the rest.
-@example(1, 1.0, [0.0, -60.0, 4.0], 30.0, 5, 4, True, True, True)
+@example(1, 1.0, [0.0, -60.0, 4.0], 30.0, 5, 4, True, True, True, None, 0)
+# And nothing but sinks.
+@example(1, 1.0, [0.0, -60.0, 4.0], 30.0, 5, 4, True, True, True, 30.0, 1)
 @settings(max_examples=150)
 def test_the_law_over_several_updates(
     seed: int,
@@ -198,8 +214,11 @@ def test_the_law_over_several_updates(
     masked: bool,
     everywhere: bool,
     same: bool,
+    soft_cap: float | None,
+    sinks: int,
 ):
-    world = World(seed, kv_heads=kv_heads, scale=scale, masked=masked, everywhere=everywhere)
+    shape: dict[str, Any] = {"kv_heads": kv_heads, "scale": scale, "masked": masked, "everywhere": everywhere}
+    world = World(seed, soft_cap=soft_cap, sinks=sinks, **shape)
     chosen = picked(world, most)
     world.raise_(*world.members(chosen), first)
     world.restart()
@@ -227,10 +246,11 @@ def test_the_rest_goes_from_nothing_to_all():
 
 
 @pytest.mark.parametrize("rise", [-120.0, 0.0, 120.0])
-def test_the_law_in_triton(rise: float):
+@pytest.mark.parametrize(("soft_cap", "sinks"), [(None, 0), (30.0, 1)])
+def test_the_law_in_triton(rise: float, soft_cap: float | None, sinks: int):
     """With a rest that holds next to nothing, and that a column has been subtracted from."""
     proxy_drift = pytest.importorskip("tiered.kernels.proxy_drift").proxy_drift
-    world = World(4)
+    world = World(4, soft_cap=soft_cap, sinks=sinks)
     world.raise_(*world.members(torch.tensor([[1], [2]])), 60.0 if rise else 0.0)
     world.restart()
     columns, valid = world.members(torch.tensor([[1], [2]]))
@@ -282,13 +302,19 @@ def test_columns_that_are_no_whole_clusters(clustered: bool):
         world.step()
 
 
-def test_all_columns_without_clusters_leave_nothing():
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_all_columns_without_clusters_leave_nothing_but_sinks(sinks: int):
     """The count says so, where the subtraction would leave noise."""
-    world = World(6, clustered=False, masked=False)
+    world = World(6, clustered=False, masked=False, sinks=sinks)
     columns = torch.tensor([[i for i in range(48) if i not in range(18, 24)]]).repeat(2, 1)
     keys = world.at(world.keys, columns) * 1.0000002  # not the scores that were added
     wide = world.reference.widened(world.queries, keys, columns)
-    assert (wide.rest.mass == 0).all() and (wide.rest.peak == -torch.inf).all()
+    if not sinks:
+        assert (wide.rest.mass == 0).all() and (wide.rest.peak == -torch.inf).all()
+        return
+    assert world.sink_keys is not None
+    expected = (world.queries @ world.sink_keys.mT / 2).logsumexp(-1)
+    torch.testing.assert_close(wide.rest.value, expected, rtol=0, atol=1e-6)
 
 
 def test_pads_are_never_widened():
@@ -409,8 +435,8 @@ def test_what_does_not_go_together(call: Callable[[World, DriftReference], objec
 def test_sums_of_parts_in_chunks(at_once: int, monkeypatch: pytest.MonkeyPatch):
     sizes = []
 
-    def watched(*tensors: Tensor) -> Tensor:
-        scores = proxy_scores(*tensors)
+    def watched(*given: Any) -> Tensor:
+        scores = proxy_scores(*given)
         sizes.append(scores.shape[3])
         return scores
 

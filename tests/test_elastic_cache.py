@@ -442,18 +442,50 @@ CHUNKS = [WindowChunk(3, 2, 9), WindowChunk(2, 2, 9), WindowChunk(1, 1, 9), Wind
 
 @pytest.mark.parametrize("chunk", CHUNKS, ids=str)
 @pytest.mark.parametrize("padded", [False, True])
-def test_attention_received_in_any_chunks(chunk: WindowChunk, padded: bool):
+@pytest.mark.parametrize(("soft_cap", "sinks"), [(None, None), (0.8, 2)])
+def test_attention_received_in_any_chunks(chunk: WindowChunk, padded: bool, soft_cap: float | None, sinks: int | None):
     generator = torch.Generator().manual_seed(0)
     queries, keys = (torch.randn(3, heads, rows, 8, generator=generator) for heads, rows in ((6, 9), (2, 40)))
     counts = torch.rand(3, 9, generator=generator) < 0.6
     mask = torch.arange(40) >= torch.tensor([[0], [7], [13]]) if padded else None
-    scores = (queries.double() @ keys.double().repeat_interleave(3, dim=1).transpose(2, 3)) / 8**0.5
-    scores = scores if mask is None else scores.masked_fill(~mask[:, None, None], -torch.inf)
-    weights = scores.softmax(-1)
-    torch.testing.assert_close(attention_weights(queries, keys, mask).double(), weights, atol=1e-6, rtol=1e-5)
-    received = attention_received(queries, counts, keys, mask, chunk)
+    sink_keys = None if sinks is None else torch.randn(6, sinks, 8, generator=generator)
+    own = {"soft_cap": soft_cap, "sink_keys": sink_keys}
+    weights = weights64(queries, keys, mask, **own)
+    torch.testing.assert_close(attention_weights(queries, keys, mask, **own).double(), weights, atol=1e-6, rtol=1e-5)
+    received = attention_received(queries, counts, keys, mask, chunk, **own)
     expected = (weights * counts[:, None, :, None]).sum(dim=(1, 2))
     torch.testing.assert_close(received.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def weights64(
+    queries: Tensor, keys: Tensor, mask: Tensor | None, *, soft_cap: float | None, sink_keys: Tensor | None
+) -> Tensor:
+    """In float64, with the sinks as columns that are cut off at the end."""
+    scores = queries.double() @ keys.double().repeat_interleave(queries.shape[1] // keys.shape[1], dim=1).mT
+    if sink_keys is not None:
+        scores = torch.cat([queries.double() @ sink_keys.double().mT, scores], dim=-1)
+    scores = scores / queries.shape[-1] ** 0.5
+    scores = scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh()
+    if mask is not None:
+        scores[..., -mask.shape[1] :].masked_fill_(~mask[:, None, None], -torch.inf)
+    return scores.softmax(-1)[..., -keys.shape[2] :]
+
+
+@pytest.mark.parametrize("sinks", [None, 1])
+def test_final_rows_see_final_columns_alone(sinks: int | None):
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = (torch.randn(2, 4, rows, 8, generator=generator) for rows in (3, 20))
+    sink_keys = None if sinks is None else torch.randn(4, sinks, 8, generator=generator)
+    visible = torch.tensor([[5, 20, 1], [12, 12, 20]])
+    mask = torch.arange(20) >= torch.tensor([[0], [4]])
+    found = attention_weights(queries, keys, mask, soft_cap=2.0, sink_keys=sink_keys, visible=visible)
+    for b in range(2):
+        for row, count in enumerate(visible[b].tolist()):
+            part = slice(b, b + 1), slice(None), slice(None, count)
+            seen = queries[b : b + 1, :, row : row + 1], keys[part], mask[b : b + 1, :count]
+            expected = weights64(*seen, soft_cap=2.0, sink_keys=sink_keys)[0, :, 0]
+            torch.testing.assert_close(found[b, :, row, :count].double(), expected, atol=1e-6, rtol=1e-5)
+            assert (found[b, :, row, count:] == 0).all()
 
 
 def test_similarity_is_a_mean_over_heads_of_cosines_over_keys():

@@ -17,13 +17,11 @@ from tiered.embedded.tasks import LIST_TASKS, TASKS, Example, split_of
 from tiered.embedded.training.batches import (
     EOS_ID,
     MASK_ID,
-    TAIL_WEIGHT,
     TOKENIZER,
     VOCABULARY,
     Batch,
     collate,
     encode,
-    mask,
 )
 from tiered.embedded.training.checkpoint import optimizer_tensors
 from tiered.embedded.training.curriculum import SHORT_TASKS, Curriculum
@@ -32,6 +30,7 @@ from tiered.embedded.training.lookup_batches import REACH, lookup_batch, stretch
 from tiered.embedded.training.loop import embedded_tokenizer, train, validate
 from tiered.embedded.training.losses import POINTER_HEADS, mean_cross_entropy, operand_losses, pointer_losses
 from tiered.embedded.training.model import Tap, forward, new_model
+from tiered.embedded.training.noise import TAIL_WEIGHT, Noised, mask
 from tiered.embedded.training.optimizer import DECAY_SHARE, WARMUP_STEPS, Muon, optimizers, set_rate
 from tiered.embedded.training.settings import Settings
 from tiered.embedded.training.short_batches import ShortBatches
@@ -70,6 +69,14 @@ def batches(stream: str, count: int) -> list[Batch]:
     return [short.next(last) if stream == "short" else lookup_batch(1, step, last, 800) for step in range(count)]
 
 
+def masked(batch: Batch, first: int, last: int | None = None) -> Noised:
+    """A batch with masks on columns `first` to `last` (exclusive) of its only row."""
+    hidden = torch.zeros(batch.ids.shape, dtype=torch.bool)
+    hidden[0, first:last] = True
+    ids = batch.ids.masked_fill(hidden, MASK_ID)
+    return Noised(ids=ids, hidden=hidden, asked=hidden, clean=batch.prompt, weight=hidden.float())
+
+
 def drawn_examples(batch: Batch) -> list[Example]:
     """Prompts and answers of a batch, as text."""
     found = []
@@ -96,19 +103,21 @@ def test_masks_hide_answers_alone_and_weigh_what_they_hide(stream: str):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.zeros(2)
     for batch in batches(stream, 6):
-        noised, weight = mask(batch, generator)
-        masked, place = noised == MASK_ID, batch.places()
-        assert torch.equal(masked, weight > 0)
-        assert torch.equal(noised[~masked], batch.ids[~masked])
-        assert not masked[place < 0].any()
+        noised = mask(batch, generator)
+        weight, masks, place = noised.weight, noised.ids == MASK_ID, batch.places()
+        assert torch.equal(masks, weight > 0)
+        assert torch.equal(masks, noised.hidden) and torch.equal(masks, noised.asked)
+        assert torch.equal(noised.clean, batch.prompt)
+        assert torch.equal(noised.ids[~masks], batch.ids[~masks])
+        assert not masks[place < 0].any()
         # The end itself is an answer's token; what fills the canvas behind it weighs little.
-        tail = masked & (place > batch.answer[:, None])
-        answer = masked & (place >= 0) & ~tail
+        tail = masks & (place > batch.answer[:, None])
+        answer = masks & (place >= 0) & ~tail
         scale = (batch.answer[:, None] + 1) ** 0.5
         assert (weight * scale)[answer].allclose(torch.tensor(1.0))
         assert (weight * scale)[tail].allclose(torch.tensor(TAIL_WEIGHT))
         inside = (place >= 0) & (place < batch.answer[:, None])
-        hidden += torch.tensor([(masked & inside).sum(), inside.sum()])
+        hidden += torch.tensor([(masks & inside).sum(), inside.sum()])
     # Half of the tokens, or half of the values, which are two tokens in five.
     assert 0.2 < hidden[0] / hidden[1] < 0.7
 
@@ -144,12 +153,10 @@ def test_pointers_point_at_the_wanted_digits():
         probe.weight.copy_(torch.eye(2 * vocab))
         probe.bias.zero_()
     tap = Tap(hidden, queries, keys)
-    noised = batch.ids.clone()
-    noised[0, prompt:] = MASK_ID
-    losses = pointer_losses(batch, noised, probe, tap)
+    losses = pointer_losses(batch, masked(batch, prompt), probe, tap)
     assert losses["look"] < 1e-3 and losses["know"] < 1e-3
     # A digit that is in sight is not asked for.
-    assert pointer_losses(batch, batch.ids, probe, tap)["look"] == 0
+    assert pointer_losses(batch, masked(batch, length), probe, tap)["look"] == 0
 
 
 def test_operands_are_asked_for_where_the_total_before_is_in_sight():
@@ -164,23 +171,26 @@ def test_operands_are_asked_for_where_the_total_before_is_in_sight():
     with torch.no_grad():
         for fact, token in enumerate(wanted):
             probe.bias[fact * vocab + VOCABULARY[token]] = 40.0
-    second = batch.ids.clone()
-    second[0, prompt + 8 : prompt + 10] = MASK_ID
+    second = masked(batch, prompt + 8, prompt + 10)
     assert operand_losses(batch, second, probe, tap)["operands"] < 1e-3
-    nothing = batch.ids.clone()
-    nothing[0, prompt:] = MASK_ID
     # The first total still follows from the prompt, and the probe says what belongs to the second.
-    assert operand_losses(batch, nothing, probe, tap)["operands"] > 10
-    assert operand_losses(batch, batch.ids, probe, tap)["operands"] == 0
+    assert operand_losses(batch, masked(batch, prompt), probe, tap)["operands"] > 10
+    assert operand_losses(batch, masked(batch, prompt, prompt), probe, tap)["operands"] == 0
+    # Where noise cannot be seen, a total is asked for though it is in sight; the total before must be in sight.
+    asked = torch.ones_like(second.hidden)
+    assert operand_losses(batch, replace(second, asked=asked), probe, tap)["operands"] > 10
+    one = replace(masked(batch, prompt + 3, prompt + 5), asked=second.hidden)
+    assert operand_losses(batch, one, probe, tap)["operands"] == 0
     assert mean_cross_entropy(torch.zeros(0, 5), torch.zeros(0, dtype=torch.long)) == 0
 
 
 def test_the_training_forward_is_the_runtimes():
     runtime = tiered.from_pretrained("embedded", policy="none", device="cpu")
-    ids = batches("short", 1)[0].ids
+    batch = batches("short", 1)[0]
+    ids = batch.ids
     model = new_model(read_config("embedded"), seed=0)
     model.load_state_dict(runtime.model.state_dict())
-    hidden, tap = forward(model, ids, torch.arange(ids.shape[1])[None], first=3, tap_layer=3)
+    hidden, tap = forward(model, ids, batch.positions, clean=batch.prompt, first=3, tap_layer=3)
     torch.testing.assert_close(model.logits(hidden), runtime.logits(ids)[:, 3:], atol=1e-4, rtol=1e-4)
     assert tap.queries.shape == tap.keys.shape == (*ids.shape[:1], 6, ids.shape[1], 32)
     assert hidden.requires_grad
@@ -222,11 +232,11 @@ def test_every_parameter_has_one_optimizer_and_the_rate_ends_at_zero(config: dic
 
 def test_the_curriculum_widens_with_steps_and_with_success():
     start = Curriculum()
-    assert start.advanced(0, 100, 9.0) == start
-    assert start.advanced(50, 100, 9.0).list_high == 11
-    assert start.advanced(1000, 100, 9.0).list_high == 16
-    assert start.advanced(0, 100, 0.1).lookup_high > start.lookup_high
-    assert replace(start, lookup_high=511.0).advanced(0, 100, 0.1).lookup_high == 512
+    assert start.advanced(0, 100, False) == start
+    assert start.advanced(50, 100, False).list_high == 11
+    assert start.advanced(1000, 100, False).list_high == 16
+    assert start.advanced(0, 100, True).lookup_high > start.lookup_high
+    assert replace(start, lookup_high=511.0).advanced(0, 100, True).lookup_high == 512
     followed = start.following(dict.fromkeys(TASKS, 1.0) | {"sort": 0.0})
     assert followed.weights["sort"] > followed.weights["copy"] > 0
     assert set(SHORT_TASKS) | {"lookup"} == set(TASKS) and set(LIST_TASKS) < set(SHORT_TASKS)
@@ -293,7 +303,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(
 
 def test_an_export_loads(config: dict[str, Any], tmp_path: Path):
     trainer = Trainer(config, SMALL)
-    nn.init.normal_(trainer.average.block(2).attn_out.weight)
+    nn.init.normal_(trainer.average.get_parameter("blocks.2.attn_out.weight"))
     export(trainer.average, config, tmp_path, {"seed": 1})
     runtime = tiered.from_pretrained(tmp_path, policy="none", device="cpu")
     assert all(map(torch.equal, trainer.average.parameters(), runtime.model.parameters()))

@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 
-from tiered.aliases import ALIASES, COMMIT_ALIASES, MASK_NAMES, resolve_aliases
+from tiered.aliases import ALIASES, ALWAYS_NAMES, COMMIT_ALIASES, MASK_NAMES, resolve_aliases
 from tiered.commit.drift_aware import DriftAware
 from tiered.commit.factor import Factor
+from tiered.commit.origin import Origin
 from tiered.commit.registry import COMMIT_RULES
 from tiered.commit.static import Static
 from tiered.commit.threshold import Threshold
+from tiered.commit.timestep import Timestep
+from tiered.decoding.sampling_options import Sampling
 from tiered.options import OPTION_NAMES, GenerationOptions
 from tiered.policies.registry import make_policy
 
@@ -44,9 +47,14 @@ def test_defaults():
         ({"max_new_tokens": 96, "block_length": 32, "steps": 48}, 32, 3, 16),
         ({"max_new_tokens": 8, "steps": 12}, 8, 1, 8),
         ({"max_new_tokens": 8, "steps": 10**30}, 8, 1, 8),
+        # Under Dream's rules the block is the whole answer, and more steps than tokens are another schedule.
+        ({"max_new_tokens": 64, "commit": "timestep"}, 64, 1, 64),
+        ({"max_new_tokens": 64, "commit": "origin", "steps": 16}, 64, 1, 16),
+        ({"max_new_tokens": 100, "commit": "timestep", "steps": 512}, 100, 1, 512),
+        ({"max_new_tokens": 64, "commit": Timestep(), "block_length": 16, "steps": 128}, 16, 4, 32),
     ],
 )
-def test_steps_per_block(given: dict[str, int], block: int, blocks: int, steps_per_block: int):
+def test_steps_per_block(given: dict[str, Any], block: int, blocks: int, steps_per_block: int):
     chosen = options(**given)
     assert (chosen.block, chosen.blocks, chosen.steps_per_block) == (block, blocks, steps_per_block)
 
@@ -92,7 +100,57 @@ def test_steps_per_block(given: dict[str, int], block: int, blocks: int, steps_p
             },
             {"steps": 128, "output_history": True, "commit": "threshold", "confidence_threshold": 0.9},
             Threshold(confidence_threshold=0.9),
+            id="Fast-dLLM on Dream",
+        ),
+        pytest.param(
+            {
+                "max_new_tokens": 512,
+                "output_history": True,
+                "return_dict_in_generate": True,
+                "steps": 512,
+                "temperature": 0.2,
+                "top_p": 0.95,
+                "alg": "entropy",
+                "alg_temp": 0.0,
+            },
+            {
+                "max_new_tokens": 512,
+                "output_history": True,
+                "steps": 512,
+                "temperature": 0.2,
+                "top_p": 0.95,
+                "commit": "timestep",
+                "confidence": "entropy",
+                "confidence_temperature": 0.0,
+            },
+            Timestep(),
             id="Dream",
+        ),
+        pytest.param(
+            {"max_new_tokens": 32, "steps": 12, "alg": "topk_margin", "alg_temp": 0.3, "eps": 1e-2, "top_k": 20},
+            {
+                "max_new_tokens": 32,
+                "steps": 12,
+                "commit": "timestep",
+                "confidence": "margin",
+                "confidence_temperature": 0.3,
+                "schedule_floor": 1e-2,
+                "top_k": 20,
+            },
+            Timestep(confidence_temperature=0.3, schedule_floor=1e-2),
+            id="Dream, drawn",
+        ),
+        pytest.param(
+            {"max_new_tokens": 32, "alg": "maskgit_plus", "alg_temp": None, "mask_token_id": MASK, "eps": 1e-3},
+            {"max_new_tokens": 32, "commit": "timestep", "schedule_floor": 1e-3},
+            Timestep(),
+            id="Dream, maskgit_plus",
+        ),
+        pytest.param(
+            {"max_new_tokens": 32, "alg": "origin", "alg_temp": 0, "eps": 1e-3, "return_dict": True},
+            {"max_new_tokens": 32, "commit": "origin", "confidence_temperature": 0, "schedule_floor": 1e-3},
+            Origin(),
+            id="Dream, origin",
         ),
         pytest.param(
             {"gen_length": 256, "steps": 256, "block_length": 32, "threshold": 0.9, "threshold_early": 0.6},
@@ -130,6 +188,9 @@ VALUES: dict[str, Any] = {
     "confidence_threshold": 0.5,
     "early_threshold": 0.5,
     "output_history": True,
+    "confidence_temperature": 0.5,
+    "schedule_floor": 0.5,
+    "min_new_tokens": 8,
 }
 
 
@@ -158,8 +219,71 @@ def test_the_mask_token_is_checked_and_dropped(name: str):
     assert options(**{name: MASK}) == options(**{name: None}) == options({name: MASK}) == DEFAULTS
 
 
+@pytest.mark.parametrize("name", ALWAYS_NAMES)
+def test_what_is_returned_is_always_an_object(name: str):
+    assert options(**{name: True}) == options(**{name: None}) == DEFAULTS
+    with pytest.raises(ValueError, match=f"{name} = False"):
+        options(**{name: False})
+
+
+@pytest.mark.parametrize(
+    ("given", "sampling"),
+    [
+        ({}, Sampling()),
+        ({"temperature": 0.5, "top_p": 0.9}, Sampling(temperature=0.5, top_p=0.9)),
+        ({"top_k": 5, "confidence": "margin"}, Sampling(top_k=5, confidence="margin")),
+        ({"alg": "entropy", "top_k": 5}, Sampling(top_k=5, confidence="entropy", tempered_confidence=True)),
+        ({"alg": "origin", "temperature": 1}, Sampling(temperature=1, tempered_confidence=True)),
+    ],
+)
+def test_sampling(given: dict[str, Any], sampling: Sampling):
+    assert options(**given).sampling() == sampling
+
+
+@pytest.mark.parametrize(
+    ("given", "draws"),
+    [
+        ({}, False),
+        ({"temperature": 0.1}, True),
+        ({"remasking": "random"}, True),
+        ({"alg": "entropy", "top_p": 0.9}, False),
+        ({"alg": "entropy", "alg_temp": 0.1}, True),
+        ({"alg": "origin"}, True),
+    ],
+)
+def test_draws(given: dict[str, Any], draws: bool):
+    assert options(**given).draws == draws
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"top_p": 0}, ValueError, "top_p = 0 would leave no token"),
+        ({"top_p": 1.5}, ValueError, "top_p = 1.5"),
+        ({"top_p": "most"}, TypeError, "top_p = 'most'"),
+        ({"top_k": 0}, ValueError, "top_k = 0"),
+        ({"top_k": 2.0}, TypeError, "top_k = 2.0"),
+        ({"confidence": "margins"}, ValueError, "unknown confidence 'margins'; did you mean 'margin'"),
+        ({"confidence_temperature": -0.5}, ValueError, "confidence_temperature = -0.5"),
+        ({"confidence_temperature": False}, TypeError, "confidence_temperature = False"),
+        ({"commit": "timestep", "schedule_floor": 1.0}, ValueError, "schedule_floor = 1.0"),
+        ({"commit": "timestep", "steps": 10**30}, ValueError, "steps = 10{30}; an int from 1 to 1000000"),
+        ({"confidence_threshold": 0.5, "confidence": "margin"}, ValueError, "'threshold' goes with 'probability'"),
+        ({"factor": 0.5, "confidence": "entropy"}, ValueError, "'factor' goes with 'probability'"),
+        ({"commit": "drift_aware", "confidence": "margin"}, ValueError, "'drift_aware' goes with 'probability'"),
+        ({"alg": "origin", "confidence": "margin"}, ValueError, "'origin' goes with 'probability'"),
+        ({"alg": "origin", "alg_temp": 0.5}, ValueError, "'origin' takes schedule_floor"),
+        ({"alg": "topk_margin", "confidence": "entropy"}, ValueError, "contradicts"),
+        ({"alg": "entropy", "remasking": "random"}, ValueError, "not 'timestep'"),
+    ],
+)
+def test_options_at_odds(given: dict[str, Any], kind: type[Exception], message: str):
+    with pytest.raises(kind, match=message):
+        options(**given)
+
+
 def test_a_name_means_one_thing():
-    assert not {*ALIASES, *MASK_NAMES} & set(OPTION_NAMES)
+    assert not {*ALIASES, *ALWAYS_NAMES, *MASK_NAMES} & set(OPTION_NAMES)
     assert set(OPTION_NAMES) == {field.name for field in fields(GenerationOptions)}
 
 
@@ -191,6 +315,13 @@ def test_config_and_options_are_checked_together():
         ({"early_threshold": 0.0}, DriftAware(early_threshold=0.0)),
         ({"confidence_threshold": 0.9, "drift_window": 2}, DriftAware(drift_window=2)),
         ({"drift_slope": 1, "drift_ceiling": 3.0}, DriftAware(drift_slope=1, drift_ceiling=3.0)),
+        ({"commit": "timestep", "confidence": "margin"}, Timestep()),
+        ({"schedule_floor": 0.01}, Origin(schedule_floor=0.01)),  # Dream's own default
+        (
+            {"schedule_floor": 0.01, "confidence_temperature": 1},
+            Timestep(schedule_floor=0.01, confidence_temperature=1),
+        ),
+        ({"confidence_temperature": 0.0}, Static()),
     ],
 )
 def test_rule(given: dict[str, Any], rule: object):

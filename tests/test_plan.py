@@ -88,7 +88,7 @@ def test_dtype(dtype: str):
 def test_a_policy_comes_by_name_or_as_an_object():
     by_name = plan("llada-8b", context=64, policy="fast_dllm_dual", refresh_interval=4)
     assert by_name == plan("llada-8b", context=64, policy=FastDLLMDual(refresh_interval=4))
-    assert by_name.policy_options == {"refresh_interval": 4}
+    assert by_name.policy_options == {"refresh_interval": 4, "parity": False}
 
 
 # ---- what fits ----
@@ -341,7 +341,7 @@ def test_the_card():
         "llada-8b",
         "LLaDA, 8.02B parameters, 32 layers, width 4096, 32 heads (32 key/value)",
         "context 32768, batch 1, block 32, bfloat16",
-        "policy fast_dllm_dual",
+        "policy fast_dllm_dual, parity=False",
     ]
     assert device.splitlines()[:4] == [
         "device memory",
@@ -391,8 +391,8 @@ def test_the_card_fits_the_screen(model: str, policy: str, memory: MemoryBudget 
     [
         ("llada-8b", 4096, []),
         ("llada-8b", 4097, ["beyond the 4096 positions"]),
-        ("dream-7b", 4096, ["Dream can be planned, but not loaded yet"]),
-        ("gidd-unif-3b", 2049, ["beyond the 2048 positions", "GIDD can be planned"]),
+        ("dream-7b", 4096, []),
+        ("gidd-unif-3b", 2049, ["beyond the 2048 positions"]),
     ],
 )
 def test_warnings(model: str, context: int, warnings: list[str]):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tiered.kernels import proxy_attention_ref
 from tiered.kernels.log_sum_exp import LogSumExp
-from tiered.kernels.proxy_scores import proxy_scores
+from tiered.kernels.proxy_scores import proxy_scores, sink_scores
 
 # The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
@@ -23,6 +23,9 @@ SHAPES = {
     "several tiles of rows": {"clusters": 35, "batch": 1},
     "keys in two parts": {"length": 1100, "heads": 2, "kv_heads": 1, "clusters": 3, "batch": 1},
     "bfloat16": {"dtype": torch.bfloat16},
+    "soft cap": {"soft_cap": 0.7},
+    "soft cap, keys in two parts": {"length": 1100, "heads": 2, "kv_heads": 1, "batch": 1, "soft_cap": 2.0},
+    "soft cap, bfloat16": {"dtype": torch.bfloat16, "soft_cap": 2.0, "masked": False},
 }
 
 
@@ -46,8 +49,9 @@ def inputs(
     head_dim: int = 24,
     masked: bool = True,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Queries, keys and a mask with pads on the right of one sequence and on the left of the next."""
+    soft_cap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, float | None]:
+    """Queries, keys, a mask with pads on the right of one sequence and on the left of the next, and the cap."""
     device = "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(batch, heads, clusters, head_dim, generator=generator)
@@ -55,15 +59,16 @@ def inputs(
     key_mask = torch.ones(batch, length, dtype=torch.bool, device=device)
     for b in range(batch):
         key_mask[b, slice(0, 9) if b % 2 else slice(length - 4, length)] = False
-    return queries.to(device, dtype), keys.to(device, dtype), key_mask if masked else None
+    return queries.to(device, dtype), keys.to(device, dtype), key_mask if masked else None, soft_cap
 
 
-def scores64(queries: Tensor, keys: Tensor, key_mask: Tensor | None) -> Tensor:
+def scores64(queries: Tensor, keys: Tensor, key_mask: Tensor | None, soft_cap: float | None = None) -> Tensor:
     """Scores in float64, head by head; −inf where masked."""
     heads, group = queries.shape[1], queries.shape[1] // keys.shape[1]
     queries, keys = queries.double(), keys.double()
     by_head = [queries[:, head] @ keys[:, head // group].transpose(-1, -2) for head in range(heads)]
     scores = torch.stack(by_head, dim=1) / queries.shape[-1] ** 0.5
+    scores = scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh()
     return scores if key_mask is None else scores.masked_fill(~key_mask[:, None, None], -torch.inf)
 
 
@@ -83,7 +88,7 @@ def test_log_sum_exp(implementation: str, shape: str):
 
 @pytest.mark.parametrize("keys_at_once", [16, 48, 64])
 def test_chunks_add_up(keys_at_once: int, monkeypatch: pytest.MonkeyPatch):
-    given = inputs(length=100)
+    given = inputs(length=100, soft_cap=3.0)
     monkeypatch.setattr(proxy_attention_ref, "SCORES_AT_ONCE", keys_at_once * 2 * 4 * 5)
     assert_close(proxy_attention_ref.proxy_attention(*given), scores64(*given))
 
@@ -91,8 +96,8 @@ def test_chunks_add_up(keys_at_once: int, monkeypatch: pytest.MonkeyPatch):
 def test_scores_exist_for_a_chunk_of_keys_at_a_time(monkeypatch: pytest.MonkeyPatch):
     sizes = []
 
-    def watched(*tensors: Tensor) -> Tensor:
-        scores = proxy_scores(*tensors)
+    def watched(*given: Any) -> Tensor:
+        scores = proxy_scores(*given)
         sizes.append(scores.numel())
         return scores
 
@@ -102,10 +107,21 @@ def test_scores_exist_for_a_chunk_of_keys_at_a_time(monkeypatch: pytest.MonkeyPa
     assert sizes == [100 * 2 * 4 * 5] * 5
 
 
+@pytest.mark.parametrize("soft_cap", [None, 0.4])
+def test_scores_of_sinks(soft_cap: float | None):
+    """Every head has its own, whatever key heads there are; every sequence the same."""
+    queries, *_ = inputs()
+    sink_keys = torch.randn(4, 3, 24, generator=torch.Generator().manual_seed(1))
+    expected = scores64(queries, sink_keys[None].repeat(2, 1, 1, 1), None, soft_cap)
+    torch.testing.assert_close(sink_scores(queries, sink_keys, soft_cap).double(), expected, rtol=0, atol=3e-6)
+    with pytest.raises(ValueError, match="do not fit sink_keys"):
+        sink_scores(queries, sink_keys[:2], soft_cap)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_strides_are_honoured(implementation: str):
     """Queries as a projection leaves them, keys as one layer of a store has them, a mask that is a part of another."""
-    queries, keys, key_mask = inputs(implementation, length=40)
+    queries, keys, key_mask, _ = inputs(implementation, length=40)
     assert key_mask is not None
     store = torch.full((2, 3, 2, 50, 24), torch.nan, device=keys.device)
     store[1, :2, :, 5:45] = keys
@@ -116,7 +132,7 @@ def test_strides_are_honoured(implementation: str):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_pad_may_hold_anything(implementation: str):
-    queries, keys, key_mask = inputs(implementation)
+    queries, keys, key_mask, _ = inputs(implementation)
     assert key_mask is not None
     expected = scores64(queries, keys, key_mask)
     keys.transpose(1, 2)[~key_mask] = torch.nan
@@ -125,7 +141,7 @@ def test_a_pad_may_hold_anything(implementation: str):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_where_nothing_may_be_attended_to(implementation: str):
-    queries, keys, key_mask = inputs(implementation)
+    queries, keys, key_mask, _ = inputs(implementation)
     assert key_mask is not None
     key_mask[1] = False
     found = attention(implementation)(queries, keys, key_mask)
@@ -145,7 +161,7 @@ def test_large_scores_keep_the_mass(implementation: str):
 
 @pytest.mark.parametrize("large", [0.0, 1e5])
 def test_probabilities_of_chosen_columns(large: float):
-    queries, keys, key_mask = inputs()
+    queries, keys, key_mask, _ = inputs()
     queries[..., 0], keys[..., 0] = large, 1  # the same for every key: large scores, and no other probability
     total = proxy_attention_ref.proxy_attention(queries, keys, key_mask)
     found = total.log_probability(proxy_scores(queries, keys[:, :, 20:30])).exp()
@@ -170,6 +186,7 @@ def test_shapes_that_do_not_go_together(implementation: str, queries: tuple[int,
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 32), (28, 4)], ids=["LLaDA-8B", "Dream-7B"])
 def test_at_the_size_of_a_model(dtype: torch.dtype, heads: int, kv_heads: int):
     size: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "clusters": 64, "length": 5000, "head_dim": 128}
+    size["soft_cap"] = 30.0 if heads == kv_heads else None
     given = inputs("triton", dtype=dtype, **size)
     found = attention("triton")(*given)
     torch.testing.assert_close(found.value.double(), scores64(*given).logsumexp(-1), rtol=0, atol=1e-5)

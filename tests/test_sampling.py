@@ -1,6 +1,7 @@
 """From logits to candidates: the token, its confidence, and the random streams behind both."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tiered.commit.base import Candidates
-from tiered.decoding.sampling import SequenceNoise, propose
+from tiered.decoding.sampling import propose
+from tiered.decoding.sampling_options import CONFIDENCES, Sampling
+from tiered.decoding.sequence_noise import SequenceNoise
 
 CPU = torch.device("cpu")
 MASK = 4
@@ -20,17 +23,21 @@ def random_logits(*shape: int, seed: int = 0, scale: float = 4.0) -> Tensor:
 
 
 def proposed(
-    logits: Tensor, pending: Tensor | None = None, *, temperature: float = 0.0, seed: int = 0, times: int = 1
+    logits: Tensor,
+    pending: Tensor | None = None,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    times: int = 1,
+    **options: Any,
 ) -> Candidates:
-    """The candidates of the last of `times` steps; `logits` stay as they are."""
+    """The candidates of the last of `times` steps; `logits` stay as they are, `options` are those of `Sampling`."""
     pending = torch.ones(logits.shape[:2], dtype=torch.bool) if pending is None else pending
-    noise = SequenceNoise(seed, len(logits), CPU)
+    noise, sampling = SequenceNoise(seed, len(logits), CPU), Sampling(temperature=temperature, **options)
     remaining = pending.sum(dim=1).tolist()
     for _ in range(times - 1):
-        propose(logits.clone(), pending, mask_token_id=MASK, temperature=temperature, noise=noise, remaining=remaining)
-    return propose(
-        logits.clone(), pending, mask_token_id=MASK, temperature=temperature, noise=noise, remaining=remaining
-    )
+        propose(logits.clone(), pending, mask_token_id=MASK, sampling=sampling, noise=noise, remaining=remaining)
+    return propose(logits.clone(), pending, mask_token_id=MASK, sampling=sampling, noise=noise, remaining=remaining)
 
 
 def softmax_at(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -148,7 +155,14 @@ def test_who_waits_draws_nothing():
     noise = SequenceNoise(1, 2, CPU)
     for remaining in ([4, 0], [4, 4]):
         here = pending & (torch.tensor(remaining)[:, None] > 0)
-        found = propose(logits.clone(), here, mask_token_id=MASK, temperature=1.0, noise=noise, remaining=remaining)
+        found = propose(
+            logits.clone(),
+            here,
+            mask_token_id=MASK,
+            sampling=Sampling(temperature=1.0),
+            noise=noise,
+            remaining=remaining,
+        )
     assert torch.equal(found.tokens[1], proposed(logits[1:], temperature=1.0, seed=2).tokens[0])
     assert torch.equal(found.tokens[0], proposed(logits[:1], temperature=1.0, seed=1, times=2).tokens[0])
 
@@ -187,3 +201,188 @@ def test_a_seed_leaves_torchs_stream_alone():
     torch.manual_seed(3)
     proposed(random_logits(2, 4, 50), temperature=1.0, seed=1)
     assert torch.equal(torch.rand(1), expected)
+
+
+# ---- what is cut, and other kinds of confidence ----
+
+CUTS: dict[str, dict[str, Any]] = {
+    "uncut": {},
+    "top_p": {"top_p": 0.7},
+    "top_p of all": {"top_p": 1.0},
+    "top_k": {"top_k": 3},
+    "top_k of all": {"top_k": 10**6},
+    "top_p, then top_k": {"top_p": 0.95, "top_k": 6},
+    "top_k, then top_p": {"top_p": 0.5, "top_k": 20},
+}
+
+
+def cut_distribution(
+    logits: list[float], *, temperature: float = 0.0, top_p: float | None = None, top_k: int | None = None
+) -> list[float]:
+    """Probabilities of what is left by temperature, top_p and top_k, where no two logits are the same."""
+    scaled = [logit / temperature if temperature else logit for logit in logits]
+    weights = [math.exp(logit - max(scaled)) for logit in scaled]
+    falling = sorted(range(len(weights)), key=lambda token: -weights[token])
+    left, before = [], 0.0
+    for token in falling[:top_k]:
+        if before / sum(weights) <= (1.0 if top_p is None else top_p):
+            left.append(token)
+        before += weights[token]
+    total = sum(weights[token] for token in left)
+    return [weights[token] / total if token in left else 0.0 for token in range(len(weights))]
+
+
+def confidence_in(distribution: list[float], token: int, kind: str) -> float:
+    """With the mask token among the less likely ones."""
+    if kind == "probability":
+        return distribution[token]
+    if kind == "margin":
+        first, second = sorted(distribution)[:-3:-1]
+        return first - second
+    return sum(p * math.log(p + 1e-10) for p in distribution)
+
+
+@pytest.mark.parametrize("kind", CONFIDENCES)
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize("cut", CUTS)
+def test_tempered_confidence_is_of_what_is_drawn_from(cut: str, temperature: float, kind: str):
+    logits = random_logits(2, 30, 40, seed=len(cut), scale=1.5)
+    logits[..., MASK] = -1.0  # has a share, but is never the largest
+    found = proposed(logits, temperature=temperature, confidence=kind, tempered_confidence=True, seed=3, **CUTS[cut])
+    for i, row in ((i, row) for i in range(2) for row in range(30)):
+        left = cut_distribution(logits[i, row].tolist(), temperature=temperature, **CUTS[cut])
+        token = int(found.tokens[i, row])
+        assert left[token] > 0 and token != MASK
+        assert temperature or left[token] == max(left)
+        assert found.confidence[i, row].item() == pytest.approx(confidence_in(left, token, kind), rel=2e-5, abs=2e-6)
+
+
+@pytest.mark.parametrize("kind", CONFIDENCES)
+@pytest.mark.parametrize("cut", ["top_p", "top_k"])
+def test_other_confidence_is_the_models_own(cut: str, kind: str):
+    logits = random_logits(2, 30, 40, scale=1.5)
+    logits[..., MASK] = -1.0
+    found = proposed(logits, temperature=0.6, confidence=kind, seed=3, **CUTS[cut])
+    for i, row in ((i, row) for i in range(2) for row in range(30)):
+        own, token = cut_distribution(logits[i, row].tolist()), int(found.tokens[i, row])
+        # The cut is of the tempered distribution, the confidence of neither.
+        assert cut_distribution(logits[i, row].tolist(), temperature=0.6, **CUTS[cut])[token] > 0
+        assert found.confidence[i, row].item() == pytest.approx(confidence_in(own, token, kind), rel=2e-5, abs=2e-6)
+
+
+@pytest.mark.parametrize(("cut", "left"), [("top_p", 2), ("top_k", 3)])
+def test_samples_follow_what_is_left(cut: str, left: int):
+    rows, row = 40_000, torch.tensor([0.5, 1.6, 0.0, -1.0, -9.0, 1.3, -3.0])
+    expected = torch.tensor(cut_distribution(row.tolist(), temperature=0.7, **CUTS[cut])).mul(rows)
+    assert (expected > 0).sum() == left
+    found = proposed(row.expand(1, rows, -1), temperature=0.7, **CUTS[cut])
+    seen = found.tokens.flatten().bincount(minlength=len(row))
+    assert torch.equal(seen > 0, expected > 0)
+    chi_square = ((seen - expected)[expected > 0] ** 2 / expected[expected > 0]).sum().item()
+    assert chi_square < 13.8  # at most 2 degrees of freedom: one seed in a thousand is above
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({"top_p": 0.3}, {0}),  # the first stays, whatever its share
+        ({"top_p": 0.44}, {0}),
+        ({"top_p": 0.46}, {0, 1}),  # the one that exceeds it stays
+        ({"top_p": 0.74}, {0, 1}),
+        ({"top_p": 0.76}, {0, 1, 2, 3}),  # of equals all stay
+        ({"top_k": 1}, {0}),
+        ({"top_k": 3}, {0, 1, 2, 3}),
+        ({"top_k": 3, "top_p": 0.5}, {0, 1}),
+        ({"top_k": 1, "top_p": 0.99}, {0}),
+    ],
+)
+def test_what_a_cut_leaves(options: dict[str, Any], left: set[int]):
+    row = torch.tensor([0.45, 0.30, 0.10, 0.10, 1e-9, 0.05]).log()
+    found = proposed(row.expand(1, 3000, -1), temperature=1.0, **options)
+    assert set(found.tokens.flatten().tolist()) == left
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("height", [6.0, 30.0, 300.0])
+def test_where_the_model_wants_a_mask_the_next_best_is_left(cut: str, temperature: float, height: float):
+    logits = random_logits(2, 6, 8, scale=1.0)
+    logits[..., MASK] = height
+    for kind in CONFIDENCES:
+        found = proposed(logits, temperature=temperature, confidence=kind, tempered_confidence=True, **CUTS[cut])
+        assert (found.tokens != MASK).all() and found.confidence.isfinite().all()
+        if height == 30.0 and kind != "entropy":  # the mask token keeps its share
+            assert (found.confidence < 1e-6).all() and (kind == "probability" or (found.confidence < -0.99).all())
+
+
+@pytest.mark.parametrize("options", [{"top_p": 1.0}, {"top_k": 40}])
+def test_a_cut_that_leaves_all_draws_the_same(options: dict[str, Any]):
+    logits = random_logits(2, 20, 40)
+    plain, found = (proposed(logits, temperature=1.0, seed=4, **some) for some in ({}, options))
+    assert torch.equal(found.tokens, plain.tokens) and torch.equal(found.confidence, plain.confidence)
+
+
+@pytest.mark.parametrize("kind", CONFIDENCES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_batch_is_cut_as_each_row_alone(kind: str, temperature: float):
+    logits = random_logits(3, 6, 50, scale=1.0)
+    pending = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]], dtype=torch.bool)
+    options: dict[str, Any] = {"temperature": temperature, "confidence": kind, "tempered_confidence": True}
+    together = proposed(logits, pending, seed=7, times=2, top_p=0.8, top_k=9, **options)
+    assert torch.equal(together.confidence == -math.inf, ~pending)
+    for i in range(3):
+        alone = proposed(logits[i : i + 1], pending[i : i + 1], seed=7 + i, times=2, top_p=0.8, top_k=9, **options)
+        assert torch.equal(together.tokens[i][pending[i]], alone.tokens[0][pending[i]])
+        assert torch.equal(together.confidence[i], alone.confidence[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "cuts", "by_row", "needs_room"),
+    [
+        ({}, False, False, False),
+        ({"temperature": 0.5}, False, True, True),
+        ({"top_p": 0.5, "top_k": 3}, False, False, False),  # the most likely token is never cut
+        ({"top_p": 0.5, "temperature": 0.5}, True, True, True),
+        ({"top_k": 3, "tempered_confidence": True}, True, True, True),
+        ({"top_p": 1.0, "tempered_confidence": True}, False, False, False),
+        ({"confidence": "margin"}, False, False, False),
+        ({"confidence": "entropy"}, False, False, True),
+    ],
+)
+def test_what_sampling_takes(options: dict[str, Any], cuts: bool, by_row: bool, needs_room: bool):
+    sampling = Sampling(**options)
+    assert (sampling.cuts, sampling.by_row, sampling.needs_room) == (cuts, by_row, needs_room)
+
+
+# ---- what rules draw from ----
+
+
+def test_a_block_draws_what_each_row_draws_alone_whoever_waits():
+    together, alone = SequenceNoise(7, 2, CPU), SequenceNoise(8, 1, CPU)
+    block, alone_block = together.of_block(), alone.of_block()
+    first = block.uniform(6)
+    assert torch.equal(first[1], alone_block.uniform(6)[0])
+    assert not torch.equal(first[0], first[1])
+    block.uniform(6)  # the first sequence goes on; alone, the second has ended its block
+    second = together.of_block().uniform(6)
+    assert torch.equal(second[1], alone.of_block().uniform(6)[0])
+    assert not torch.equal(second[1], first[1])
+    together.keep([1])
+    assert torch.equal(together.of_block().gumbel(4), alone.of_block().gumbel(4))
+
+
+def test_numbers_of_a_block_are_uniform_and_gumbel():
+    uniform, gumbel = SequenceNoise(3, 2, CPU).of_block(), SequenceNoise(3, 2, CPU).of_block()
+    numbers = uniform.uniform(50_000)
+    assert numbers.dtype == torch.float64 and numbers.min() >= 0 and numbers.max() < 1
+    assert numbers.mean().item() == pytest.approx(0.5, abs=0.005)
+    assert torch.equal(gumbel.gumbel(50_000), -(-numbers.log()).log())
+
+
+def test_numbers_of_a_rule_are_apart_from_ranks_and_noise():
+    streams = [SequenceNoise(seed, 1, CPU) for seed in range(3000)]
+    of_block = torch.cat([stream.of_block().gumbel(4) for stream in streams])
+    ranks = torch.cat([stream.confidence(4, [0], 0, 4, [True]) for stream in streams])
+    noise = torch.cat([stream.gumbel(0, 1, 4) for stream in streams])
+    correlations = torch.corrcoef(torch.cat([of_block, ranks, noise], dim=1).T)[:4, 4:]
+    assert correlations.abs().max() < 0.08  # four standard deviations of chance

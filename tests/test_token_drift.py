@@ -1,4 +1,4 @@
-"""Token drift: against a brute-force oracle, what must be 0 and what must not, and that measuring changes nothing."""
+"""Token drift: against a brute-force oracle, and what must be 0; and that an analysis changes nothing and is booked."""
 
 import gc
 import itertools
@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tiered
+from tiered.analysis.attention_mass import attention_mass, mass_bytes
 from tiered.analysis.regions import region_spans
+from tiered.analysis.regions_report import measure_regions
 from tiered.analysis.token_drift import TokenDrift, measure_token_drift
 from tiered.analysis.token_drift_report import TokenDriftReport
 from tiered.embedded import tasks
@@ -38,6 +40,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "sequences that wait": {"confidence_threshold": 0.3},
     "guidance": {"steps": 8, "cfg_scale": 0.7},
 }
+
+
+# What holds of every analysis.
+ANALYSES = pytest.mark.parametrize("measure", [measure_token_drift, measure_regions])
 
 
 @pytest.fixture(scope="module")
@@ -205,18 +211,22 @@ def test_regions_of_a_canvas(canvas: tuple[int, int, int, int], expected: list[t
 
 @pytest.mark.parametrize("policy", ["none", "fast_dllm_prefix", "fast_dllm_dual"])
 @pytest.mark.parametrize("options", [*CALLS.values(), {"temperature": 0.8, "seed": 5}])
-def test_measuring_changes_no_answer(runtime: Runtime, policy: str, options: dict[str, Any], monkeypatch: Any):
+@ANALYSES
+def test_measuring_changes_no_answer(
+    runtime: Runtime, measure: Any, policy: str, options: dict[str, Any], monkeypatch: Any
+):
     measured, kept = runtime.with_policy(policy), []
     plain = measured.generate(**left_padded(), output_history=True, **options, **SIZES)
     generate = Runtime.generate
     monkeypatch.setattr(Runtime, "generate", lambda *args, **named: kept.append(generate(*args, **named)))
-    measure_token_drift(measured, **left_padded(), output_history=True, **options, **SIZES)
+    measure(measured, **left_padded(), output_history=True, **options, **SIZES)
     assert torch.equal(kept[0].sequences, plain.sequences)
     assert torch.equal(torch.stack(kept[0].history), torch.stack(plain.history or []))
     assert (kept[0].forwards, kept[0].passes) == (plain.forwards, plain.passes)
 
 
-def test_the_budget_counts_the_recompute(monkeypatch: Any):
+@ANALYSES
+def test_the_budget_counts_the_recompute(measure: Any, monkeypatch: Any):
     def capped(memory: int | None) -> Runtime:
         # With host memory, a call that leaves the inspector too little would stream layers.
         budget = None if memory is None else tiered.MemoryBudget(device=memory, host=0)
@@ -227,15 +237,15 @@ def test_the_budget_counts_the_recompute(monkeypatch: Any):
     free = capped(None)
     weights = free.ledger.held(Tier.DEVICE)
     plain = free.generate(**left_padded(), **SIZES).memory.peak_device_bytes
-    measure_token_drift(free, **left_padded(), **SIZES)
+    measure(free, **left_padded(), **SIZES)
     needed = free.ledger.report().peak_device_bytes
     assert needed > plain and free.ledger.held(Tier.DEVICE) == weights
-    assert measure_token_drift(capped(needed), **left_padded(), **SIZES).blocks[-1] == 3
+    assert measure(capped(needed), **left_padded(), **SIZES).blocks[-1] == 3
     short = capped(needed - 1)
     assert short.generate(**left_padded(), **SIZES).memory.peak_device_bytes == plain
     monkeypatch.setattr(short.model, "embed", lambda ids: pytest.fail("work has started"))
     with pytest.raises(tiered.TierCapacityError, match="inspector"):
-        measure_token_drift(short, **left_padded(), **SIZES)
+        measure(short, **left_padded(), **SIZES)
     assert short.ledger.held(Tier.DEVICE) == weights
 
 
@@ -259,17 +269,33 @@ class AllocatedBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("dtype", "guidance"), [("float32", 0.0), ("float32", 1.0), ("bfloat16", 0.0)])
-def test_a_measurement_allocates_no_more_than_it_books(dtype: str, guidance: float):
+@ANALYSES
+def test_a_measurement_allocates_no_more_than_it_books(measure: Any, dtype: str, guidance: float):
     runtime = tiered.from_pretrained(GOLDENS / "llada_tiny_gqa", dtype=dtype, policy="fast_dllm_dual")
     weights = runtime.ledger.held(Tier.DEVICE)
     ids, mask = torch.randint(0, 480, (2, 300)), torch.ones(2, 300).long()
     mask[0, :50] = 0
     gc.collect()
     with AllocatedBytes() as allocated:
-        measure_token_drift(runtime, ids, attention_mask=mask, cfg_scale=guidance, steps=4, **SIZES)
+        measure(runtime, ids, attention_mask=mask, cfg_scale=guidance, steps=4, **SIZES)
     booked = runtime.ledger.report().peak_device_bytes - weights
     # Looser than for a call alone: the recompute and the call's own temporaries are not there at the same time.
     assert 0.5 * booked <= allocated.peak <= booked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [200, 5000])
+def test_scores_of_attention_take_what_is_booked(runtime: Runtime, dtype: torch.dtype, length: int):
+    shape = runtime.model.shape
+    queries = torch.zeros(1, shape.heads, 200, shape.head_dim, dtype=dtype)
+    keys = torch.zeros(1, shape.kv_heads, length, shape.head_dim, dtype=dtype)
+    spans = [(0, 50), (50, length)]
+    gc.collect()
+    with AllocatedBytes() as allocated:
+        attention_mass(queries, keys, spans, soft_cap=30.0)
+    booked = mass_bytes(shape, length=length, dtype=str(dtype).removeprefix("torch."))
+    # Beside them, queries in float32 and figures of every row and place.
+    assert 0.5 * booked <= allocated.peak <= booked + 3 * 4 * queries.numel()
 
 
 def test_what_cannot_be_measured_is_refused(runtime: Runtime):

@@ -6,7 +6,7 @@ import torch
 
 from tiered.decoding.attention_drift import AttentionDrift
 from tiered.decoding.canvas import Canvas
-from tiered.decoding.loop import Inspector
+from tiered.decoding.observers import Inspector
 from tiered.feature_store import FeatureStore
 from tiered.features import Account, Tier
 from tiered.forward import Forward
@@ -111,7 +111,17 @@ class CallSpace:
             block_length=block_length,
             dtype=self._dtype_name,
         )
-        return AttentionDrift(measured, self._model.shape.heads, block_length, length, chunk=chunk, device=self._device)
+        shape = self._model.shape
+        return AttentionDrift(
+            measured,
+            shape.heads,
+            block_length,
+            length,
+            chunk=chunk,
+            device=self._device,
+            soft_cap=shape.soft_cap,
+            sink_keys=self._model.sink_keys(shape.layers - 1),
+        )
 
     def uncached(self, prompts: Prompts) -> Forward:
         """One forward over `prompts`, with a store that every layer overwrites."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -53,6 +54,8 @@ class Forward:
         length: columns of the canvas.
         tiers: records of hidden states; None where the policy keeps none.
         ids: what the pass under way reads.
+        clean: columns in front of which tokens are final, of all sequences or of each. In a family with a noise mask
+            they see each other alone.
         rows_computed: rows of each sequence that went through a layer in the last pass, on average over layers.
         attention_probe: sees what the last layer's attention is made of, whenever rows go through it; None: nobody.
 
@@ -75,6 +78,7 @@ class Forward:
         self.length = positions.shape[1]
         self.tiers = tiers
         self.ids: Int[Tensor, "batch length"] | None = None
+        self.clean: int | Int[Tensor, " batch"] = 0
         self.rows_computed = 0.0
         self._rotary = model.rotary(positions)
         self._key_mask = None if key_mask is None else key_mask[:, None, None, :]
@@ -95,10 +99,11 @@ class Forward:
         rows: Rows,
         output: slice,
         program: LayerProgram | None = None,
+        clean: int | Int[Tensor, " batch"] = 0,
     ) -> Float[Tensor, "batch output vocab"]:
         """float32 logits of `rows[output]` after all layers; every layer goes through `program` (None: `dense`). A pass
-        over the first sequences alone leaves the others' cache as it is."""
-        self.ids = ids
+        over the first sequences alone leaves the others' cache as it is. `clean`: see the attribute."""
+        self.ids, self.clean = ids, clean
         self._sequences = len(ids)
         self.store.narrow(len(ids))
         flow = Flow(rows, self.model.embed(rows.columns(ids)), output)
@@ -144,11 +149,42 @@ class Forward:
     ) -> Float[Tensor, "batch rows width"]:
         """`ATTN_OUT` of `rows` over everything that the layer's store holds."""
         queries = self.queries(layer, rows, normed)
-        keys, values = self.keys(layer), self.store.view(Feature.VALUE, layer)
         if self.attention_probe is not None and layer == self.model.shape.layers - 1:
-            self.attention_probe(rows, queries, keys, self._mask)
-        mixed = self.model.attend(layer, queries, keys, values, self._mask)
-        return self.model.attention_out(layer, mixed)
+            self.attention_probe(rows, queries, self.keys(layer), self._mask)
+        return self.model.attention_out(layer, self.attended(layer, rows, queries))
+
+    def attended(
+        self, layer: int, rows: Rows, queries: Float[Tensor, "batch heads rows head_dim"]
+    ) -> Float[Tensor, "batch rows heads_width"]:
+        """What the `queries` of `rows` find in the layer's store, heads concatenated. With a noise mask final rows find
+        final ones alone."""
+        keys, values, mask = self.keys(layer), self.store.view(Feature.VALUE, layer), self._mask
+        clean = self.clean if self.model.shape.noise_masked else 0
+        if isinstance(clean, Tensor) or rows.start is None:
+            return self.model.attend(layer, queries, keys, values, mask, self._visible(rows, clean, len(queries)))
+        # A span falls into rows in front of the border and behind it, which need no mask of their own.
+        cut = min(max(clean - rows.start, 0), rows.count)
+        parts = []
+        if cut:
+            front = None if mask is None else mask[..., :clean]
+            parts.append(self.model.attend(layer, queries[:, :, :cut], keys[:, :, :clean], values[:, :, :clean], front))
+        if cut < rows.count:
+            parts.append(self.model.attend(layer, queries[:, :, cut:], keys, values, mask))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _visible(self, rows: Rows, clean: int | Int[Tensor, " batch"], batch: int) -> Int[Tensor, "batch rows"] | None:
+        """How many columns each row sees; None: all of them."""
+        if isinstance(clean, int) and (not clean or (rows.within is not None and rows.within[0] >= clean)):
+            return None
+        return self.visible(rows.positions(batch, self._rotary.cos.device))
+
+    def visible(self, columns: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"] | None:
+        """How many columns, from the first on, the rows at `columns` of the first sequences see; None: all of them."""
+        clean = self.clean if self.model.shape.noise_masked else 0
+        if isinstance(clean, int) and not clean:
+            return None
+        clean = clean[: len(columns), None] if isinstance(clean, Tensor) else columns.new_full((1, 1), clean)
+        return clean.where(columns < clean, self.length)
 
     def queries(
         self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]

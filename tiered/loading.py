@@ -35,7 +35,8 @@ def from_pretrained(
     """Load a checkpoint.
 
     Args:
-        path_or_name: a directory in Hugging Face's layout, the id of a model in the local hub cache, or "embedded".
+        path_or_name: a directory in Hugging Face's layout, the id of a model in the local hub cache, "embedded" or
+            "embedded-uniform".
         policy: caching policy, by name (with `policy_options`) or as an object.
         memory: hard cap on what the runtime holds: a size of the device tier, or a `MemoryBudget`; None: no cap.
         dtype: of weights, features and activations: "float32", "bfloat16", "float16"; "auto": the checkpoint's.

@@ -7,11 +7,17 @@ from typing import Any
 from tiered.aliases import resolve_aliases
 from tiered.checks import check_integer, check_number, check_switch
 from tiered.commit.base import CommitRule
-from tiered.commit.registry import COMMIT_RULES, make_commit_rule
+from tiered.commit.registry import COMMIT_RULES, fitting_rules, make_commit_rule
+from tiered.commit.time_schedule import MOST_STEPS
+from tiered.decoding.sampling_options import CONFIDENCES, Confidence, Sampling
+from tiered.models.noise import Schedule
 from tiered.names import unknown_name
 
 # Options of `generate` that belong to commit rules; each rule takes some of them.
-COMMIT_OPTIONS = tuple(dict.fromkeys(field.name for rule in COMMIT_RULES.values() for field in fields(rule)))
+COMMIT_OPTIONS = tuple(
+    # What a rule does for parity with an official sampler is set in a rule object.
+    dict.fromkeys(field.name for rule in COMMIT_RULES.values() for field in fields(rule) if field.name != "parity")
+)
 REMASKING = ("low_confidence", "random")
 DEFAULT_BLOCK_LENGTH = 32
 
@@ -22,16 +28,34 @@ class GenerationOptions:
 
     Attributes:
         max_new_tokens: tokens of the answer; a multiple of `block_length`.
-        block_length: tokens denoised together; None: 32, or the whole answer where it is shorter.
-        steps: forwards over all blocks that the `static` rule spreads its commits over; a multiple of the number of
-            blocks; None: one token a forward.
-        commit: commit rule by name, or a `CommitRule`; None: `threshold`, `factor` or `drift_aware` where an option of
-            that rule alone is given, else `static`.
+        block_length: tokens denoised together; None: 32, or the whole answer where it is shorter, and always under
+            `timestep` and `origin`.
+        steps: forwards over all blocks that the rules `static`, `timestep` and `origin` spread their commits over; a
+            multiple of the number of blocks; None: as many as there are tokens.
+        commit: commit rule by name, or a `CommitRule`; None: the first of `threshold`, `factor`, `drift_aware`,
+            `origin` and `timestep` that has all of the options of rules that are given; `static` without any.
         confidence_threshold: of the rules `threshold` and, where it is 0.9 if not given, `drift_aware`; in [0, 1].
         factor: of the `factor` rule, above 0.
         early_threshold, drift_window, drift_slope, drift_ceiling: of the `drift_aware` rule, which has defaults.
+        schedule_floor: of the rules `timestep` and `origin`, 0.001 if not given; above 0 and below 1. Dream's `eps`.
+        confidence_temperature: of the rule `timestep`: above 0, chance has a part in what it fixes; 0 is as good as not
+            given. Dream's `alg_temp`.
+        confidence: what ranks candidates: the "probability" of the proposed token, the "margin" of the most likely
+            token over the next, or the negative "entropy"; the rules that compare it with a number need probabilities.
+            Under `timestep` it is of the distribution that tokens are drawn from, else of the model's own.
         remasking: what ranks candidates under `static`: their confidence, or chance.
         temperature: of Gumbel sampling; 0: argmax.
+        top_p: above temperature 0, and under `timestep`: only the most likely tokens that together first exceed this
+            probability, in (0, 1].
+        top_k: likewise, only so many most likely tokens, at least 1.
+        tokens_per_step: of the rule `adaptive`: tokens that a step rewrites at most; 1 if not given.
+        noise_schedule: of the rules `adaptive` and `ancestral`: "cosine", if not given, or "linear".
+        block_steps: forwards of a block, in place of `steps` over all of them.
+        correction_steps: where noise makes tokens: once the answer is done all of it is open again, and each block gets
+            up to so many more steps of `adaptive` (arXiv 2503.04482, self-correction), under the same policy.
+        min_new_tokens: tokens of an answer, from its first on, that cannot be its end.
+        trailing_noise: columns of noise behind the answer, which nobody denoises. The official sampler of GIDD fills
+            the model's whole context; an answer sees what stands behind it.
         cfg_scale: classifier-free guidance; 0: none, above: every forward serves two canvases.
         seed: of the call; sequence i of a batch uses seed + i. None: drawn from torch's default stream.
         stop_at_eos: a sequence is done once an end-of-sequence token and everything in front of it is fixed.
@@ -52,8 +76,19 @@ class GenerationOptions:
     drift_window: int | None = None
     drift_slope: float | None = None
     drift_ceiling: float | None = None
+    schedule_floor: float | None = None
+    confidence_temperature: float | None = None
+    confidence: Confidence = "probability"
     remasking: str = "low_confidence"
     temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    tokens_per_step: int | None = None
+    noise_schedule: Schedule | None = None
+    block_steps: int | None = None
+    correction_steps: int = 0
+    min_new_tokens: int = 0
+    trailing_noise: int = 0
     cfg_scale: float = 0.0
     seed: int | None = None
     stop_at_eos: bool = True
@@ -63,19 +98,31 @@ class GenerationOptions:
         check_integer("max_new_tokens", self.max_new_tokens, least=1)
         if self.block_length is not None:
             check_integer("block_length", self.block_length, least=1)
+        if self.confidence_temperature is not None:
+            check_number("confidence_temperature", self.confidence_temperature, least=0.0)
+        rule = self.rule()
         if self.max_new_tokens % self.block:
             raise ValueError(
                 f"max_new_tokens = {self.max_new_tokens} is not a multiple of block_length = {self.block}; "
                 f"{_nearest_multiples(self.max_new_tokens, self.block)} would be"
             )
         if self.steps is not None:
-            check_integer("steps", self.steps, least=1)
+            check_integer("steps", self.steps, least=1, most=MOST_STEPS if rule.by_time else None)
             if self.steps % self.blocks:
                 raise ValueError(
                     f"steps = {self.steps} is not a multiple of the {self.blocks} blocks; "
                     f"{_nearest_multiples(self.steps, self.blocks)} would be"
                 )
-        check_number("temperature", self.temperature, least=0.0)
+        if self.block_steps is not None:
+            check_integer("block_steps", self.block_steps, least=1)
+            if self.steps is not None:
+                raise ValueError(
+                    f"steps = {self.steps} counts the forwards of all blocks, block_steps = {self.block_steps} those "
+                    "of one; give one of them"
+                )
+        for name in ("correction_steps", "min_new_tokens", "trailing_noise"):
+            check_integer(name, getattr(self, name), least=0)
+        self.sampling()  # checks its own
         check_number("cfg_scale", self.cfg_scale, least=0.0)
         if self.seed is not None:
             check_integer("seed", self.seed, least=0, most=2**62)
@@ -83,7 +130,12 @@ class GenerationOptions:
             check_switch(name, getattr(self, name))
         if self.remasking not in REMASKING:
             raise unknown_name("remasking", self.remasking, REMASKING)
-        rule = self.rule()
+        if self.confidence not in rule.confidences:
+            allowed = " or ".join(repr(kind) for kind in CONFIDENCES if kind in rule.confidences)
+            raise ValueError(
+                f"confidence = {self.confidence!r}, but the rule {rule.name!r} goes with {allowed}; "
+                f"'static' and 'timestep' go with every kind"
+            )
         if self.remasking == "random" and rule.name != "static":
             raise ValueError(
                 f"remasking = 'random' ranks candidates by chance: it goes with the rule 'static', not {rule.name!r}"
@@ -92,7 +144,9 @@ class GenerationOptions:
     @property
     def block(self) -> int:
         """Tokens of a block."""
-        return min(DEFAULT_BLOCK_LENGTH, self.max_new_tokens) if self.block_length is None else self.block_length
+        if self.block_length is not None:
+            return self.block_length
+        return self.max_new_tokens if self.rule().by_time else min(DEFAULT_BLOCK_LENGTH, self.max_new_tokens)
 
     @property
     def blocks(self) -> int:
@@ -101,28 +155,49 @@ class GenerationOptions:
 
     @property
     def steps_per_block(self) -> int:
-        """Forwards that the `static` rule spreads one block's commits over; more than its tokens are never needed."""
-        return min(self.block, (self.max_new_tokens if self.steps is None else self.steps) // self.blocks)
+        """Forwards that a rule spreads one block's commits over; `static` never needs more than its tokens."""
+        steps = self.block_steps or (self.max_new_tokens if self.steps is None else self.steps) // self.blocks
+        rule = self.rule()
+        return steps if rule.by_time or rule.rewrites else min(self.block, steps)
 
     @property
     def draws(self) -> bool:
         """Whether the call draws random numbers."""
-        return self.temperature > 0 or self.remasking == "random"
+        return self.temperature > 0 or self.remasking == "random" or self.rule().draws
 
     def rule(self) -> CommitRule:
         """The commit rule that the options name, with its own options filled in."""
         given = {name: value for name in COMMIT_OPTIONS if (value := getattr(self, name)) is not None}
+        # Scripts of Dream pass alg_temp = 0 whatever the rule.
+        if given.get("confidence_temperature") == 0:
+            del given["confidence_temperature"]
         return make_commit_rule(self.commit, **given)
+
+    def sampling(self) -> Sampling:
+        """How logits become proposals."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            confidence=self.confidence,
+            tempered_confidence=self.rule().tempered_confidence,
+        )
 
     @classmethod
     def of(
-        cls, config: "GenerationOptions | Mapping[str, Any] | None", options: Mapping[str, Any], *, mask_token_id: int
+        cls,
+        config: "GenerationOptions | Mapping[str, Any] | None",
+        options: Mapping[str, Any],
+        *,
+        mask_token_id: int,
+        noise: str = "mask",
     ) -> "GenerationOptions":
-        """`config` (options, or a mapping with their names) with `options` on top; aliases of other scripts are known.
+        """`config` (options, or a mapping with their names) with `options` on top, for a model of the process `noise`;
+        aliases of other scripts are known.
 
         Raises:
             TypeError, ValueError: as the class; also an unknown name (with the nearest valid one), an option given
-                under two names with two values, or a `mask_id` that is not the model's.
+                under two names with two values, a `mask_id` that is not the model's, or a rule for other noise.
         """
         if config is not None and not isinstance(config, cls | Mapping):
             raise TypeError(f"generation_config is GenerationOptions or a mapping, not {type(config).__name__}")
@@ -131,7 +206,19 @@ class GenerationOptions:
         given: dict[str, Any] = {}
         for mapping in (config if isinstance(config, Mapping) else {}, options):
             given |= resolve_aliases(mapping, OPTION_NAMES, mask_token_id=mask_token_id)
-        return replace(base, **given)
+        return replace(base, **given)._for_noise(noise)
+
+    def _for_noise(self, noise: str) -> "GenerationOptions":
+        rule = self.rule()
+        if noise in rule.noise:
+            return self
+        fitting = fitting_rules(noise)
+        if self.commit is None and all(getattr(self, name) is None for name in COMMIT_OPTIONS):
+            return replace(self, commit=fitting[0])
+        raise ValueError(
+            f"the commit rule {rule.name!r} is for {' or '.join(sorted(rule.noise))} noise; the model's is {noise} "
+            f"noise, which goes with {', '.join(fitting)}"
+        )
 
 
 OPTION_NAMES: tuple[str, ...] = tuple(field.name for field in fields(GenerationOptions))

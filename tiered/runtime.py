@@ -11,15 +11,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tiered.call import CallSpace
+from tiered.call_checks import check_call, read_noise_mask, read_prior
+from tiered.commit.adaptive import Adaptive
 from tiered.decoding.canvas import Canvas
-from tiered.decoding.loop import Denoised, Denoiser, Inspector
-from tiered.decoding.sampling import SequenceNoise
+from tiered.decoding.denoised import Denoised
+from tiered.decoding.loop import Denoiser
+from tiered.decoding.observers import Inspector
+from tiered.decoding.proposer import Proposer
+from tiered.decoding.sequence_noise import SequenceNoise
 from tiered.features import Account
 from tiered.forward import Flow
 from tiered.inputs import Inputs, Prompts, read_inputs
 from tiered.ledger import Ledger
 from tiered.models.base import DiffusionModel
-from tiered.models.tokenizer import TOKENIZER_FILES
+from tiered.models.tokenizer import TOKENIZER_SOURCES
 from tiered.offload.device import allocator_peak, restart_allocator_peak
 from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
@@ -74,6 +79,7 @@ class Runtime:
         *,
         generation_config: GenerationOptions | Mapping[str, Any] | None = None,
         attention_mask: Tensor | None = None,
+        prior: Tensor | None = None,
         streamer: Streamer | None = None,
         inspector: Inspector | None = None,
         **options: Any,
@@ -84,40 +90,46 @@ class Runtime:
             inputs: a string, strings, chat messages, several chats, or ids [batch, length].
             generation_config: options, or a mapping of them; `options` go on top.
             attention_mask: beside ids, 0 at padding on any side. A padded prompt is answered as it would be alone.
+            prior: ids [batch, max_new_tokens + trailing_noise] that answers begin as, in place of noise that `seed`
+                draws, for a rule that rewrites tokens: noise of one's own, or an answer to go on from.
             streamer: gets prompts, drafts and final blocks (`tiered.streaming.Streamer`).
-            inspector: looks into the caches after each forward (`tiered.decoding.loop.Inspector`). What it takes is
-                booked with the call, and its time counts in `timings`.
+            inspector: looks into the caches after each forward (`tiered.decoding.observers.Inspector`). What it takes
+                is booked with the call, and its time counts in `timings`.
             **options: the fields of `GenerationOptions`, also under the names that official scripts use.
 
         Raises:
             TierCapacityError: the call does not fit the budget; no work has started.
             TypeError, ValueError: anything wrong with an argument, named.
         """
-        chosen = GenerationOptions.of(generation_config, options, mask_token_id=self.model.mask_token_id)
-        if self.policy.needs_order() and chosen.remasking != "random":
-            raise ValueError(
-                f"policy {self.policy.name!r} recomputes the tokens that a step will commit, so it must know them "
-                f"before: remasking = 'random' is allowed, not {chosen.remasking!r}, which decides on the logits"
-            )
+        chosen = GenerationOptions.of(
+            generation_config, options, mask_token_id=self.model.mask_token_id, noise=self.model.shape.noise
+        )
+        check_call(chosen, self.model, self.policy, name=self.name)
         prompts = self._read(inputs, attention_mask)
         listener = None if streamer is None else StreamerListener(streamer)
         ids, pads = prompts.packed()
-        batch, length = ids.shape[0], ids.shape[1] + chosen.max_new_tokens
-        self._check_length(length, f"the prompt's {ids.shape[1]} tokens and max_new_tokens = {chosen.max_new_tokens}")
+        batch, behind = ids.shape[0], chosen.max_new_tokens + chosen.trailing_noise
+        length = ids.shape[1] + behind
+        what = f"the prompt's {ids.shape[1]} tokens and max_new_tokens = {chosen.max_new_tokens}"
+        if chosen.trailing_noise:
+            what += f" and trailing_noise = {chosen.trailing_noise}"
+        self._check_length(length, what)
+        if prior is not None:
+            prior = read_prior(prior, (batch, behind), chosen, vocab_size=self.model.shape.vocab_size).to(self.device)
         self.ledger.restart_peaks()
         restart_allocator_peak(self.device)
         sequences = 2 * batch if chosen.cfg_scale else batch
         rule = chosen.rule()
         measured = batch if rule.needs_drift else 0
-        sampled = chosen.temperature > 0
+        sampling = chosen.sampling()
         costs = self._call.costs(
             self.policy,
             sequences,
             length,
             chosen.block,
-            answer=chosen.max_new_tokens,
+            answer=behind,
             guidance=chosen.cfg_scale > 0,
-            sampled=sampled,
+            sampled=sampling.needs_room or (rule.rewrites and rule.draws),
             attention_rows=measured,
             inspector=inspector,
         )
@@ -126,26 +138,35 @@ class Runtime:
             self._call.inspecting(inspector, sequences, length),
             self._call.tiers(costs) as tiers,
         ):
+            # A call that draws nothing leaves torch's default stream alone.
+            draws = chosen.draws or (prior is None and self.model.shape.noise == "uniform")
+            noise = SequenceNoise(chosen.seed if draws else 0, batch, self.device)
+            if prior is None and self.model.noise is not None:
+                prior = noise.prior(behind, self.model.noise)
+            elif prior is None:
+                prior = ids.new_full((batch, behind), self.model.mask_token_id)
             canvas = Canvas(
                 ids,
                 pads,
                 max_new_tokens=chosen.max_new_tokens,
                 block_length=chosen.block,
                 mask_token_id=self.model.mask_token_id,
+                prior=prior,
             )
             if listener is not None:
                 listener.prompts(prompts.ids)
             began = time.perf_counter()
             state = self.policy.start()
+            correction = Adaptive().start(chosen.correction_steps, noise) if chosen.correction_steps else None
             denoised = Denoiser(
                 canvas,
                 self._call.forward(canvas, self.policy, sequences, tiers, costs.streams),
                 state,
-                rule.start(chosen.steps_per_block),
-                temperature=chosen.temperature,
+                rule.start(chosen.steps_per_block, noise),
+                proposer=Proposer(self.model, sampling, noise, min_new_tokens=chosen.min_new_tokens),
                 cfg_scale=chosen.cfg_scale,
-                # A call that draws nothing leaves torch's default stream alone.
-                noise=SequenceNoise(chosen.seed if chosen.draws else 0, batch, self.device),
+                noise=noise,
+                correction=correction,
                 drift=self._call.attention_drift(measured, sequences, length, chosen.block) if measured else None,
                 random_remasking=chosen.remasking == "random",
                 stop_at_eos=chosen.stop_at_eos,
@@ -163,37 +184,55 @@ class Runtime:
 
     @torch.no_grad()
     def logits(
-        self, input_ids: Int[Tensor, "batch length"], attention_mask: Tensor | None = None
+        self,
+        input_ids: Int[Tensor, "batch length"],
+        attention_mask: Tensor | None = None,
+        noise_mask: Tensor | None = None,
     ) -> Float[Tensor, "batch length vocab"]:
-        """float32 logits of all rows from one uncached forward; those of padding rows mean nothing.
+        """float32 logits of all rows from one uncached forward; those of padding rows mean nothing. With a prediction
+        shift (Dream) row r predicts token r + 1.
+
+        Args:
+            input_ids, attention_mask: as for `generate`.
+            noise_mask: [batch, length], in a family with one: 0 at clean tokens, padding among them, which see each
+                other alone; they stand in front of all others. None: no token is clean.
 
         Raises:
             TierCapacityError: the pass does not fit the budget.
-            TypeError, ValueError: ids or mask of the wrong type, shape or range.
+            TypeError, ValueError: ids or a mask of the wrong type, shape or range.
         """
         prompts = self._read_ids(input_ids, attention_mask)
         batch, length = prompts.ids.shape
+        clean = read_noise_mask(noise_mask, self.model.shape, (batch, length), self.device)
         with self._call.reserve(self._call.costs(NoCache(), batch, length, block_length=length)):
             forward = self._call.uncached(prompts)
-            return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length))
+            return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length), clean=clean)
 
     @torch.no_grad()
     def hidden_states(
-        self, input_ids: Int[Tensor, "batch length"], attention_mask: Tensor | None = None
+        self,
+        input_ids: Int[Tensor, "batch length"],
+        attention_mask: Tensor | None = None,
+        noise_mask: Tensor | None = None,
     ) -> Float[Tensor, "layers batch length width"]:
         """The input rows of every layer in one uncached forward, in the model's dtype; those of padding rows mean
         nothing. They are what a hidden-state cache stores at a block's first step.
 
+        Args:
+            input_ids, attention_mask, noise_mask: as for `logits`.
+
         Raises:
             TierCapacityError: the pass, or what it returns, does not fit the budget.
-            TypeError, ValueError: ids or mask of the wrong type, shape or range.
+            TypeError, ValueError: ids or a mask of the wrong type, shape or range.
         """
         prompts = self._read_ids(input_ids, attention_mask)
         (batch, length), shape = prompts.ids.shape, self.model.shape
+        clean = read_noise_mask(noise_mask, shape, (batch, length), self.device)
         kept = shape.layers * batch * length * shape.width * self.dtype.itemsize
         costs = self._call.costs(NoCache(), batch, length, block_length=1)
         with self.ledger.holding({Account.HIDDEN: kept}), self._call.reserve(costs):
             forward = self._call.uncached(prompts)
+            forward.clean = clean
             states = torch.empty(shape.layers, batch, length, shape.width, dtype=self.dtype, device=self.device)
             flow = Flow(Rows.span(0, length), self.model.embed(prompts.ids), slice(0, length))
             for layer in range(shape.layers):
@@ -214,7 +253,7 @@ class Runtime:
             inputs,
             attention_mask,
             tokenizer=self.tokenizer,
-            tokenizer_missing=f"{self.name!r} has none ({' and '.join(TOKENIZER_FILES)} beside the weights)",
+            tokenizer_missing=f"{self.name!r} has none ({TOKENIZER_SOURCES}, beside the weights)",
             pad_token_id=self.model.pad_token_id,
             vocab_size=self.model.shape.vocab_size,
         )

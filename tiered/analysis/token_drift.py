@@ -11,22 +11,21 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import normalize
 
+from tiered.analysis.cosine_distance import cosine_distances
 from tiered.analysis.regions import region_spans
+from tiered.analysis.step_drift import COMPARED
 from tiered.analysis.token_drift_report import TokenDriftReport
-from tiered.feature_store import FeatureStore
+from tiered.analysis.uncached import uncached_forward
 from tiered.features import Account, Feature
 from tiered.forward import Flow, Forward
 from tiered.inputs import Inputs
 from tiered.models.shape import ModelShape
-from tiered.planning.costs import call_bytes, part_rows
+from tiered.planning.costs import call_bytes
 from tiered.policies.base import PassKind, Policy, PolicyState, Step
 from tiered.policies.none import NoCache
 from tiered.rows import Rows
 from tiered.runtime import Runtime
-
-_COMPARED = (Feature.KEY, Feature.VALUE)
 
 
 def measure_token_drift(runtime: Runtime, inputs: Inputs, **generate_options: Any) -> TokenDriftReport:
@@ -41,7 +40,7 @@ def measure_token_drift(runtime: Runtime, inputs: Inputs, **generate_options: An
     """
     drift, shape = TokenDrift(), runtime.model.shape
     kept = runtime.policy.features(shape)
-    if any(kept[feature] < shape.layers for feature in _COMPARED):
+    if any(kept[feature] < shape.layers for feature in COMPARED):
         runtime = runtime.with_policy(_AllLayers(policy=runtime.policy))
     runtime.generate(inputs, inspector=drift, **generate_options)
     return drift.report()
@@ -86,16 +85,19 @@ class TokenDrift:
         key_mask = step.canvas.key_mask()
         counted = active[:, None].expand(-1, length) if key_mask is None else active[:, None] & key_mask
         counted = counted.repeat(copies, 1)
-        fresh = _uncached(step, forward, copies)
+        keys = forward.store.view(Feature.KEY, 0)
+        if shape.layers > 1 and keys.data_ptr() == forward.store.view(Feature.KEY, shape.layers - 1).data_ptr():
+            raise ValueError("the policy keeps one layer of keys and values for all; measure_token_drift gives it room")
+        fresh = uncached_forward(Forward, step, forward.model, keys.dtype, copies=copies)
         spans = region_spans(step.canvas.prompt_length, step.start, step.stop, length).values()
-        sums = torch.empty(shape.layers, len(_COMPARED), len(spans), dtype=torch.float64, device=ids.device)
+        sums = torch.empty(shape.layers, len(COMPARED), len(spans), dtype=torch.float64, device=ids.device)
         flow = Flow(Rows.span(0, length), forward.model.embed(ids), slice(0, length))
         for layer in range(shape.layers):
             last = layer == shape.layers - 1
             # The last layer's keys and values are all that is left to compute: no row of it is asked for.
             flow = fresh.dense(layer, Flow(flow.rows, flow.hidden, slice(0, 0)) if last else flow)
-            for place, feature in enumerate(_COMPARED):
-                distances = _distances(forward.store.view(feature, layer), fresh.store.view(feature, layer))
+            for place, feature in enumerate(COMPARED):
+                distances = cosine_distances(forward.store.view(feature, layer), fresh.store.view(feature, layer))
                 # A padding row may hold anything, so it is put away rather than multiplied by 0.
                 distances = distances.where(counted, 0)
                 for number, (first, behind) in enumerate(spans):
@@ -133,42 +135,7 @@ class _AllLayers(Policy):
     policy: Policy
 
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
-        return {**self.policy.features(shape), **dict.fromkeys(_COMPARED, shape.layers)}
+        return {**self.policy.features(shape), **dict.fromkeys(COMPARED, shape.layers)}
 
     def start(self) -> PolicyState:
         return self.policy.start()
-
-
-def _uncached(step: Step, forward: Forward, copies: int) -> Forward:
-    """A forward over the step's canvas with a store that every layer overwrites."""
-    model, keys = forward.model, forward.store.view(Feature.KEY, 0)
-    layers = model.shape.layers
-    if layers > 1 and keys.data_ptr() == forward.store.view(Feature.KEY, layers - 1).data_ptr():
-        raise ValueError("the policy keeps one layer of keys and values for all; measure_token_drift gives it room")
-    store = FeatureStore(
-        model.shape,
-        NoCache().features(model.shape),
-        batch=keys.shape[0],
-        length=step.canvas.length,
-        dtype=keys.dtype,
-        device=keys.device,
-    )
-    positions, key_mask = step.canvas.positions(), step.canvas.key_mask()
-    if key_mask is not None:  # else one row of positions serves every sequence
-        positions, key_mask = positions.repeat(copies, 1), key_mask.repeat(copies, 1)
-    return Forward(model, store, positions, key_mask)
-
-
-def _distances(
-    cached: Float[Tensor, "sequences heads length elements"], exact: Float[Tensor, "sequences heads length elements"]
-) -> Float[Tensor, "sequences length"]:
-    """1 − cos of each column's vectors, the mean over heads, in float32, a part of the columns at a time.
-
-    Computed as |u − v|² / 2 of the unit vectors: the same number, but 0 where both are the same and never below, while
-    1 − cos rounds to steps of 6e-8.
-    """
-    distances = torch.empty(cached.shape[0], cached.shape[2], device=cached.device)
-    for part in Rows.span(0, cached.shape[2]).parts(part_rows(len(cached))):
-        apart = normalize(cached[:, :, part].float(), dim=-1).sub_(normalize(exact[:, :, part].float(), dim=-1))
-        distances[:, part] = apart.square_().sum(dim=-1).mean(dim=1).div_(2)
-    return distances

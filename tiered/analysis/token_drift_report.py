@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered.analysis.figures import cell, mean_over_steps, plain_lists
 from tiered.analysis.regions import Region
 
 
@@ -34,11 +35,7 @@ class TokenDriftReport:
     def by_layer(self, distances: NDArray[np.float64]) -> NDArray[np.float64]:
         """The mean of `keys` or `values` over the steps in which the region has rows, [layers, regions]; each step
         counts the same."""
-        there = self.rows > 0
-        # Not nanmean: a cache that holds no numbers must show.
-        total = np.where(there[:, None], distances, 0).sum(axis=0)
-        with np.errstate(invalid="ignore"):
-            return total / there.sum(axis=0)
+        return mean_over_steps(distances, self.rows > 0)
 
     def by_step(self, distances: NDArray[np.float64]) -> NDArray[np.float64]:
         """The mean of `keys` or `values` over the layers, [steps, regions]."""
@@ -54,9 +51,9 @@ class TokenDriftReport:
             ],
             **{
                 name: {
-                    "by_layer": _plain(self.by_layer(distances)),
-                    "by_step": _plain(self.by_step(distances)),
-                    "all": _plain(distances),
+                    "by_layer": plain_lists(self.by_layer(distances)),
+                    "by_step": plain_lists(self.by_step(distances)),
+                    "all": plain_lists(distances),
                 }
                 for name, distances in (("keys", self.keys), ("values", self.values))
             },
@@ -73,17 +70,4 @@ class TokenDriftReport:
             yield ""
             yield f"{name:<8}" + "".join(f"{region.value:>11}" for region in Region)
             for layer, figures in enumerate(self.by_layer(distances).tolist()):
-                yield f"layer {layer:<2}" + "".join(f"{_cell(figure):>11}" for figure in figures)
-
-
-def _cell(figure: float) -> str:
-    if figure != figure:
-        return "-"
-    return f"{figure:.2e}" if figure else "0"
-
-
-def _plain(figures: NDArray[np.float64]) -> list[Any]:
-    """Nested lists, with None for NaN, which JSON does not have."""
-    plain = figures.astype(object)
-    plain[np.isnan(figures)] = None
-    return plain.tolist()
+                yield f"layer {layer:<2}" + "".join(f"{cell(figure):>11}" for figure in figures)

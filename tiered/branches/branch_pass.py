@@ -1,11 +1,13 @@
 """One pass over an answer whose branches are cached: in each layer, all of its rows or those that have moved most."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tiered.branches.prompt_edge import PromptEdge
 from tiered.branches.verify import Verifier
 from tiered.branches.work import Work
 from tiered.features import Feature
@@ -22,7 +24,16 @@ class BranchPass:
     numbers of rows; filler that is computed and never written makes them even.
     """
 
-    def __init__(self, work: Work, answer: tuple[int, int], verifier: Verifier, *, block: int, whole_layers: int = 0):
+    def __init__(
+        self,
+        work: Work,
+        answer: tuple[int, int],
+        verifier: Verifier,
+        *,
+        block: int,
+        whole_layers: int = 0,
+        edge: PromptEdge | None = None,
+    ) -> None:
         """
         Args:
             work: what is due.
@@ -30,8 +41,10 @@ class BranchPass:
             verifier: ranks rows.
             block: the current block's first row, by its column.
             whole_layers: layers, the first ones, in which whoever takes part renews the whole answer.
+            edge: keeps the rows in front of the answer that a pass takes in where the prompt is not due; None: they are
+                recomputed.
         """
-        self._work, self._verifier, self._whole_layers = work, verifier, whole_layers
+        self._work, self._verifier, self._whole_layers, self._edge = work, verifier, whole_layers, edge
         self._start, self._stop = answer
         self._block = max(0, block - self._start)
 
@@ -41,8 +54,24 @@ class BranchPass:
         answer = self._stop - self._start
         counts = [answer if whole else 0 for whole in self._here] if layer < self._whole_layers else self._rows
         if all(count == answer for count, here in zip(counts, self._here, strict=True) if here):
-            return self._whole(forward, layer, flow)
-        return self._chosen(forward, layer, flow, counts)
+            flow = self._whole(forward, layer, flow)
+        else:
+            flow = self._chosen(forward, layer, flow, counts)
+        if self._edge is not None:
+            self._pass_over(self._edge, flow.hidden, layer, forward.model.shape.layers - 1)
+        return flow
+
+    def _pass_over(self, edge: PromptEdge, hidden: Float[Tensor, "batch rows width"], layer: int, last: int) -> None:
+        """Let rows in front of the answer leave no trace behind the first layer, where the prompt is not due."""
+        rows = hidden[:, self._head - edge.rows : self._head]
+        due = torch.tensor([prompt for prompt, _ in self._work.due[: len(hidden)]], device=hidden.device)
+        if layer == 0:
+            edge.enter(rows)
+            columns = self._span.positions(len(hidden), hidden.device)
+            passed = ~due[:, None] & (columns < self._start)
+            self._span = replace(self._span, valid=~passed if self._span.valid is None else self._span.valid & ~passed)
+        if layer == last:
+            edge.leave(rows, due)
 
     def _begin(self, flow: Flow) -> None:
         work, batch = self._work, len(flow.hidden)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from tiered.branches.branch_pass import BranchPass
 from tiered.branches.distance import Similarity
+from tiered.branches.prompt_edge import PromptEdge
 from tiered.branches.verify import Verifier, Verify
 from tiered.branches.work import Work
 from tiered.policies.base import PassKind, PolicyState, Step, StepPlan
@@ -29,10 +30,12 @@ class Clocks(PolicyState):
             renew=policy.parity,
         )
         self._guided: list[int] = []  # by sequence; empty before the first plan
+        self._edge: PromptEdge | None = None
 
     def plan(self, step: Step) -> StepPlan:
         policy, batch = self._policy, step.canvas.batch
         start, stop = answer = (step.canvas.prompt_length, step.canvas.length)
+        shift = step.start - step.first_row
         guided, here, clocks = self._guides(step), [*step.active], [*step.forwards]
         if any(guided):
             here, clocks = here + guided, clocks + self._guided
@@ -44,27 +47,30 @@ class Clocks(PolicyState):
             answer=answer,
             chosen=int((stop - start) * policy.update_ratio),
             # A row of the prompt that predicts the answer's first token has no branches: it is always recomputed.
-            untouched=min(start, step.first_row),
+            untouched=start - shift if policy.parity else min(start, step.first_row),
+            renewed=step.remasked,
         )
         whole = [all(due) for due in work.due]
         kind = PassKind.UPDATE if any(map(any, work.due)) else PassKind.STEP
         kind = PassKind.REFRESH if all(whole[n] for n, part in enumerate(here) if part) else kind
         plan = StepPlan.of_span(min(work.first), stop, step, kind)
         whole_layers = _WHOLE_LAYERS if policy.parity else 0
-        plan = replace(
-            plan,
-            program=BranchPass(work, answer, self._verifier, block=step.first_row, whole_layers=whole_layers),
-            refreshed=tuple(whole[:batch]),
+        if policy.parity and shift and self._edge is None:
+            self._edge = PromptEdge(shift)
+        program = BranchPass(
+            work, answer, self._verifier, block=step.first_row, whole_layers=whole_layers, edge=self._edge
         )
+        plan = replace(plan, program=program, refreshed=tuple(whole[:batch]))
         if not policy.skips_guidance():
             return plan
         if policy.parity and any(guided):
             # Later blocks will read the difference that guidance makes here.
-            shift = step.start - step.first_row
             plan = replace(plan, output=slice(start - shift - min(work.first), stop - shift - min(work.first)))
         return replace(plan, guided=tuple(guided))
 
     def keep(self, sequences: list[int]) -> None:
+        if self._edge is not None:
+            self._edge.keep(sequences, len(self._guided))
         self._guided = [self._guided[number] for number in sequences]
 
     def _guides(self, step: Step) -> list[bool]:

@@ -31,6 +31,7 @@ class Work:
         answer: tuple[int, int],
         chosen: int,
         untouched: int,
+        renewed: bool = False,
     ) -> "Work":
         """
         Args:
@@ -40,10 +41,11 @@ class Work:
             answer: its columns, first and behind the last.
             chosen: rows of the answer that are recomputed where it is not due.
             untouched: first column that is recomputed where the prompt is not due.
+            renewed: whether everything is due, whatever the intervals.
         """
         start, stop = answer
         due = [
-            (part and _due(intervals[0], clock), part and _due(intervals[1], clock))
+            (part and (renewed or _due(intervals[0], clock)), part and (renewed or _due(intervals[1], clock)))
             for part, clock in zip(here, clocks, strict=True)
         ]
         return cls(

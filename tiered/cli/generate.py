@@ -20,17 +20,38 @@ standard input. Where the tokenizer has a chat template, a prompt is a user's me
 # Options of `generate`: name, type, help. What is not given is left to the library's defaults.
 _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("max-new-tokens", int, "tokens of an answer, a multiple of the block length (default: 128)"),
-    ("block-length", int, "tokens denoised together (default: 32, or the whole answer where it is shorter)"),
-    ("steps", int, "forwards over all blocks under the rule 'static' (default: one a token)"),
-    ("commit", str, "commit rule: static, threshold, factor or drift_aware (default: by the options given)"),
+    (
+        "block-length",
+        int,
+        "tokens denoised together (default: 32, or the whole answer where it is shorter or the rule is 'timestep' or "
+        "'origin')",
+    ),
+    ("steps", int, "forwards over all blocks under 'static', 'timestep' and 'origin' (default: one a token)"),
+    ("block-steps", int, "forwards of a block, in place of --steps"),
+    (
+        "commit",
+        str,
+        "commit rule: static, threshold, factor, drift_aware, timestep or origin; for uniform noise adaptive or "
+        "ancestral (default: by the model and the options given)",
+    ),
     ("confidence-threshold", float, "commit every token at least as confident"),
     ("factor", float, "commit as many tokens as stay reliable together"),
     ("early-threshold", float, "under 'drift_aware', commit from here on where attention moves (default: 0.7)"),
     ("drift-window", int, "steps that a rise of the drift is measured against (default: 5)"),
     ("drift-slope", float, "rise needed for each squared unit of missing confidence (default: 10)"),
     ("drift-ceiling", float, "rise from which on a token waits (default: 2)"),
+    ("schedule-floor", float, "under 'timestep' and 'origin', the time at which the schedule ends (default: 0.001)"),
+    ("confidence-temperature", float, "under 'timestep', draw what is committed (default: 0, the most confident)"),
+    ("confidence", str, "what ranks candidates: probability (default), margin or entropy"),
     ("remasking", str, "low_confidence or random, under the rule 'static'"),
+    ("tokens-per-step", int, "under 'adaptive', tokens that a step rewrites at most (default: 1)"),
+    ("noise-schedule", str, "cosine (default) or linear, under 'adaptive' and 'ancestral'"),
+    ("correction-steps", int, "uniform noise: steps a block in a second go over the whole answer (default: 0)"),
     ("temperature", float, "of sampling (default: 0, the most likely token)"),
+    ("top-p", float, "draw from the most likely tokens that together first exceed this probability"),
+    ("top-k", int, "draw from so many most likely tokens"),
+    ("min-new-tokens", int, "tokens, from the first on, that cannot end an answer (default: 0)"),
+    ("trailing-noise", int, "columns of noise behind the answer that stay, as GIDD's own sampler has (default: 0)"),
     ("cfg-scale", float, "classifier-free guidance (default: 0, none)"),
     ("seed", int, "of sampling; prompt i uses seed + i"),
 )
@@ -50,7 +71,9 @@ def add_call(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-file", type=Path, help="a file with one prompt a line")
     parser.add_argument("--raw", action="store_true", help="no chat template")
     parser.add_argument(
-        "--model", default="embedded", help="directory, id of a downloaded model, or 'embedded' (default)"
+        "--model",
+        default="embedded",
+        help="directory, id of a downloaded model, or 'embedded' (default) or 'embedded-uniform'",
     )
     add_policy_options(parser)
     add_memory_options(parser)

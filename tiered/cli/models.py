@@ -5,11 +5,14 @@ import json
 
 from tiered.byte_size import format_bytes
 from tiered.models.presets import ALIASES
+from tiered.offload.codec_bytes import Codec
 from tiered.planning.card import format_count
 from tiered.planning.catalog import KnownModel, known_models
 
-DESCRIPTION = "List the embedded model, the presets, and the checkpoints of known families in the local hub cache."
-HEADER = ("name", "from", "family", "parameters", "layers", "KV per token", "")
+DESCRIPTION = """List the embedded models, the presets, and the checkpoints of known families in the local hub cache,
+with the bytes of one token in all layers: keys and values, hidden states as they are, hidden states as deltas in host
+memory, and the share of the first two that leaves the device with the hidden states."""
+HEADER = ("name", "from", "family", "parameters", "layers", "KV/token", "hidden/token", "offloaded", "saves", "")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -37,6 +40,9 @@ def _cells(model: KnownModel) -> tuple[str, ...]:
         format_count(model.parameters),
         str(model.layers),
         format_bytes(model.kv_bytes_per_token),
+        format_bytes(model.hidden_bytes_per_token[Codec.RAW]),
+        format_bytes(model.hidden_bytes_per_token[Codec.NVFP4_DELTA]),
+        f"{model.offload_saves:.0%}",
         "can be loaded" if model.loadable else "plan only",
     )
 
@@ -44,7 +50,7 @@ def _cells(model: KnownModel) -> tuple[str, ...]:
 def _table(rows: list[tuple[str, ...]]) -> str:
     """`rows` in columns; those of numbers stand on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = "<<<>>><"
+    aligned = "<<<>>>>>><"
     return "\n".join(
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True)).rstrip()
         for row in rows

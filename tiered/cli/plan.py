@@ -5,6 +5,7 @@ import json
 
 from tiered.cli.memory_options import add_memory_options, memory_budget
 from tiered.cli.policy_options import add_policy_options, policy_options
+from tiered.models.locate import EMBEDDED_MODELS
 from tiered.models.presets import PRESETS
 from tiered.planning.plan import plan
 
@@ -15,10 +16,9 @@ The exit status is 0 whether it fits or not."""
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Enter the command."""
     parser = subparsers.add_parser("plan", help="what a call takes in each memory tier", description=DESCRIPTION)
-    names = ", ".join(PRESETS)
-    parser.add_argument(
-        "model", help=f"'embedded', a preset ({names}), a directory, a config.json, or the id of a downloaded model"
-    )
+    embedded, presets = ", ".join(EMBEDDED_MODELS), ", ".join(PRESETS)
+    named = f"an embedded model ({embedded}), a preset ({presets})"
+    parser.add_argument("model", help=f"{named}, a directory, a config.json, or the id of a downloaded model")
     parser.add_argument("--context", type=int, required=True, help="positions, prompt and answer together")
     add_memory_options(parser)
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
@@ -29,7 +29,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--dtype", default="auto", help="float32, bfloat16, float16 or auto (default: the checkpoint's)"
     )
     parser.add_argument("--cfg", action="store_true", help="classifier-free guidance, which doubles the sequences")
-    parser.add_argument("--sampled", action="store_true", help="a temperature above 0, which takes room for the noise")
+    parser.add_argument(
+        "--sampled",
+        action="store_true",
+        help="a temperature above 0, top-p or top-k where they cut, confidence by entropy, or the rule 'ancestral': "
+        "all take room beside the logits",
+    )
     parser.add_argument("--json", action="store_true", help="also print the plan as JSON, on the last line")
     parser.set_defaults(run=run)
 

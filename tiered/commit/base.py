@@ -7,6 +7,9 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tiered.decoding.sampling_options import CONFIDENCES
+from tiered.decoding.sequence_noise import SequenceNoise
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
@@ -52,15 +55,32 @@ class CommitRule(ABC):
     """Options of a commit rule. Raises `ValueError` or `TypeError` on construction for options out of range.
 
     Attributes:
+        noise: the noise processes whose models the rule is for, as in `ModelShape.noise`.
+        rewrites: whether a chosen token stays open, and may be rewritten by every later step of the block.
         needs_drift: whether the rule reads `Candidates.drift`; it takes memory and time to measure.
+        confidences: the kinds of confidence that the rule can do with, as in `Sampling.confidence`.
+        tempered_confidence: whether it looks at the distribution that tokens are drawn from, as in `Sampling`.
+        by_time: whether the rule follows a time that falls over the steps, as Dream's do: the block is the whole answer
+            where no block length is given, and every step counts, even where there are more of them than tokens.
     """
 
     name: ClassVar[str]
+    noise: ClassVar[frozenset[str]] = frozenset({"mask"})
+    rewrites: ClassVar[bool] = False
     needs_drift: ClassVar[bool] = False
+    confidences: ClassVar[frozenset[str]] = frozenset(CONFIDENCES)
+    tempered_confidence: ClassVar[bool] = False
+    by_time: ClassVar[bool] = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether the rule draws random numbers."""
+        return False
 
     @abstractmethod
-    def start(self, steps_per_block: int) -> CommitState:
-        """Fresh state for one call; rules with a schedule spread a block's tokens over `steps_per_block`."""
+    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
+        """Fresh state for one call; rules with a schedule spread a block's tokens over `steps_per_block`. A rule that
+        draws takes its numbers from `noise`, a block at a time (`SequenceNoise.of_block`)."""
 
 
 class Memoryless(CommitState):

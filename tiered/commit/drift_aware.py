@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tiered.checks import check_integer, check_number
 from tiered.commit.base import Candidates, CommitRule, CommitState
+from tiered.decoding.sequence_noise import SequenceNoise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class DriftAware(CommitRule):
     """
 
     name: ClassVar[str] = "drift_aware"
+    confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
     needs_drift: ClassVar[bool] = True
     confidence_threshold: float = 0.9
     early_threshold: float = 0.7
@@ -53,7 +55,7 @@ class DriftAware(CommitRule):
         check_number("drift_slope", self.drift_slope, least=0.0)
         check_number("drift_ceiling", self.drift_ceiling, least=0.0)
 
-    def start(self, steps_per_block: int) -> CommitState:
+    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
         return _Rising(self)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tiered.checks import check_number
 from tiered.commit.base import Candidates, CommitRule, CommitState, Memoryless
+from tiered.decoding.sequence_noise import SequenceNoise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,7 @@ class Factor(CommitRule):
     """
 
     name: ClassVar[str] = "factor"
+    confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
     factor: float
 
     def __post_init__(self) -> None:
@@ -27,7 +29,7 @@ class Factor(CommitRule):
         if self.factor == 0:
             raise ValueError("factor = 0 would never let a second token pass; a number above 0 is allowed")
 
-    def start(self, steps_per_block: int) -> CommitState:
+    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
         return _Leading(self.factor)
 
 

@@ -3,16 +3,22 @@
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 
+from tiered.commit.adaptive import Adaptive
+from tiered.commit.ancestral import Ancestral
 from tiered.commit.base import CommitRule
 from tiered.commit.drift_aware import DriftAware
 from tiered.commit.factor import Factor
+from tiered.commit.origin import Origin
 from tiered.commit.static import Static
 from tiered.commit.threshold import Threshold
+from tiered.commit.timestep import Timestep
 from tiered.names import unknown_name
 
 # A new rule is one file and one entry here. Of rules that the same options fit, the first is meant: plain ones stand
 # in front of those that add to them.
-COMMIT_RULES: dict[str, type[CommitRule]] = {rule.name: rule for rule in (Static, Threshold, Factor, DriftAware)}
+COMMIT_RULES: dict[str, type[CommitRule]] = {
+    rule.name: rule for rule in (Static, Threshold, Factor, DriftAware, Origin, Timestep, Adaptive, Ancestral)
+}
 
 
 def make_commit_rule(commit: str | CommitRule | None, **options: float) -> CommitRule:
@@ -42,6 +48,11 @@ def make_commit_rule(commit: str | CommitRule | None, **options: float) -> Commi
             f"given: {', '.join(sorted(options)) or 'none'}"
         )
     return COMMIT_RULES[commit](**options)
+
+
+def fitting_rules(noise: str, *, rewriting: bool = True) -> list[str]:
+    """The rules for models of this noise process, plain ones first; those that rewrite tokens only if `rewriting`."""
+    return [name for name, rule in COMMIT_RULES.items() if noise in rule.noise and (rewriting or not rule.rewrites)]
 
 
 def _fits(rule: type[CommitRule], options: Mapping[str, float]) -> bool:

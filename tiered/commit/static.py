@@ -7,6 +7,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tiered.commit.base import Candidates, CommitRule, CommitState
+from tiered.decoding.sequence_noise import SequenceNoise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +16,7 @@ class Static(CommitRule):
 
     name: ClassVar[str] = "static"
 
-    def start(self, steps_per_block: int) -> CommitState:
+    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
         return _Quota(steps_per_block)
 
 

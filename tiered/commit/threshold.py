@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tiered.checks import check_number
 from tiered.commit.base import Candidates, CommitRule, CommitState, Memoryless
+from tiered.decoding.sequence_noise import SequenceNoise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,12 +16,13 @@ class Threshold(CommitRule):
     """Fix every candidate whose confidence is at least `confidence_threshold`, and always the most confident one."""
 
     name: ClassVar[str] = "threshold"
+    confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
     confidence_threshold: float
 
     def __post_init__(self) -> None:
         check_number("confidence_threshold", self.confidence_threshold, least=0.0, most=1.0)
 
-    def start(self, steps_per_block: int) -> CommitState:
+    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
         return _AtLeast(self.confidence_threshold)
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from tiered.kernels.divergence import divergence_terms
-from tiered.kernels.proxy_scores import proxy_scores
+from tiered.kernels.proxy_scores import proxy_scores, sink_scores
 from tiered.planning.attention_costs import AttentionChunk
 from tiered.rows import Rows
 
@@ -28,12 +28,18 @@ class AttentionDrift:
         *,
         chunk: AttentionChunk,
         device: torch.device,
+        soft_cap: float | None = None,
+        sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     ) -> None:
-        """`sequences`: those measured; with guidance, the first half of the forward's, which see their prompts."""
-        self._log_rows: Float32[Tensor, "batch heads block length"] = torch.empty(
-            sequences, heads, block_length, context, dtype=torch.float32, device=device
+        """`sequences`: those measured; with guidance, the first half of the forward's, which see their prompts.
+        `soft_cap`, `sink_keys`: of the last layer's attention. A family with a noise mask hides nothing from the rows
+        of a block."""
+        columns = context + (0 if sink_keys is None else sink_keys.shape[1])
+        self._log_rows: Float32[Tensor, "batch heads block columns"] = torch.empty(
+            sequences, heads, block_length, columns, dtype=torch.float32, device=device
         )
         self._chunk = chunk
+        self._soft_cap, self._sink_keys = soft_cap, sink_keys
         self._known = torch.zeros(sequences, block_length, dtype=torch.bool, device=device)
         self._stored = False
 
@@ -116,6 +122,8 @@ class AttentionDrift:
                     queries[sequences, some],
                     keys[sequences, some.start // sharing : -(-some.stop // sharing)],
                     None if key_mask is None else key_mask[sequences],
+                    self._soft_cap,
+                    None if self._sink_keys is None else self._sink_keys[some],
                 )
                 kept = self._log_rows[sequences, some, block_rows]
                 if self._compare:
@@ -134,9 +142,13 @@ def _log_probabilities(
     queries: Float[Tensor, "batch heads rows head_dim"],
     keys: Float[Tensor, "batch kv_heads length head_dim"],
     key_mask: Bool[Tensor, "batch 1 1 length"] | None,
-) -> Float32[Tensor, "batch heads rows length"]:
-    """Logarithms of the attention weights; −inf at masked keys."""
-    scores = proxy_scores(queries, keys)
+    soft_cap: float | None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
+) -> Float32[Tensor, "batch heads rows columns"]:
+    """Logarithms of the attention weights, those of sinks behind the others; −inf at masked keys."""
+    scores = proxy_scores(queries, keys, soft_cap)
     if key_mask is not None:
         scores.masked_fill_(~key_mask, -torch.inf)
+    if sink_keys is not None:
+        scores = torch.cat([scores, sink_scores(queries, sink_keys, soft_cap)], dim=-1)
     return scores.log_softmax(dim=-1)

@@ -9,10 +9,11 @@ PENDING = 2**31 - 1
 
 
 class Canvas:
-    """Prompts, padded on the left to one length, and masked answers behind them; every block spans the same columns.
+    """Prompts, padded on the left to one length, and answers behind them that begin as noise; every block spans the
+    same columns.
 
     Attributes:
-        tokens: ids; masks where nothing is fixed yet.
+        tokens: ids; masks, or whatever the noise is, where nothing is fixed yet.
         committed_at: which forward of its own sequence fixed each token (0: the first); `PROMPT` in prompts and their
             padding, `PENDING` where no forward has. Mask tokens inside a prompt are context: they are never denoised.
         pads: padding columns in front of each prompt.
@@ -28,12 +29,17 @@ class Canvas:
         max_new_tokens: int,
         block_length: int,
         mask_token_id: int,
+        prior: Int[Tensor, "batch noise"] | None = None,
     ) -> None:
-        """`prompts`: left-padded ids, `pads[b]` of them padding."""
+        """`prompts`: left-padded ids, `pads[b]` of them padding. `prior`: what answers begin as, and any noise behind
+        them that stays; None: masks, and nothing behind."""
         batch, self.prompt_length = prompts.shape
         self.block_length = block_length
         self.blocks = max_new_tokens // block_length
-        self.tokens = torch.cat([prompts, prompts.new_full((batch, max_new_tokens), mask_token_id)], dim=1)
+        self._answer = slice(self.prompt_length, self.prompt_length + max_new_tokens)
+        if prior is None:
+            prior = prompts.new_full((batch, max_new_tokens), mask_token_id)
+        self.tokens = torch.cat([prompts, prior], dim=1)
         self.committed_at = torch.full_like(self.tokens, PROMPT, dtype=torch.int32)
         self.committed_at[:, self.prompt_length :] = PENDING
         self.pads = pads
@@ -46,13 +52,13 @@ class Canvas:
 
     @property
     def length(self) -> int:
-        """Columns: padding, prompt and answer."""
+        """Columns: padding, prompt, answer, and noise behind it."""
         return self.tokens.shape[1]
 
     @property
     def answers(self) -> Int[Tensor, "batch answer"]:
-        """The columns behind the prompts."""
-        return self.tokens[:, self.prompt_length :]
+        """The columns behind the prompts, without noise that stays."""
+        return self.tokens[:, self._answer]
 
     def block_span(self, block: int) -> tuple[int, int]:
         """First column of `block`, and the column behind its last."""
@@ -88,6 +94,20 @@ class Canvas:
         self.tokens[:, columns] = tokens.where(chosen, self.tokens[:, columns])
         numbers = forwards.to(self.committed_at.dtype)[:, None]
         self.committed_at[:, columns] = numbers.where(chosen, self.committed_at[:, columns])
+
+    def rewrite(self, start: int, chosen: Bool[Tensor, "batch columns"], tokens: Int[Tensor, "batch columns"]) -> None:
+        """Put `tokens` where `chosen`, in the columns from `start`; they stay open."""
+        columns = slice(start, start + chosen.shape[1])
+        self.tokens[:, columns] = tokens.where(chosen, self.tokens[:, columns])
+
+    def freeze(self, start: int, stop: int, sequences: Bool[Tensor, " batch"], forwards: Int[Tensor, " batch"]) -> None:
+        """Fix the columns from `start` to `stop` of `sequences` as they are, as `commit` would."""
+        chosen = sequences[:, None].expand(-1, stop - start)
+        self.commit(start, chosen, self.tokens[:, start:stop], forwards)
+
+    def reopen(self) -> None:
+        """Everything behind the prompts is pending again, as it is."""
+        self.committed_at[:, self.prompt_length :] = PENDING
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending)."""

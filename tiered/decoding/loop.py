@@ -1,83 +1,25 @@
 """The denoising loop: plan, forward, propose, commit, block after block."""
 
 import time
-from collections import Counter
-from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tiered.commit.base import Candidates, CommitState
+from tiered.commit.rewriting import RewritingState
 from tiered.decoding.attention_drift import AttentionDrift
-from tiered.decoding.block_candidates import predicted_columns, spread
 from tiered.decoding.canvas import Canvas
+from tiered.decoding.denoised import Denoised
 from tiered.decoding.guidance import Guidance
-from tiered.decoding.sampling import SequenceNoise, propose
-from tiered.features import Account
+from tiered.decoding.observers import Inspector, Listener
+from tiered.decoding.proposer import Proposer
+from tiered.decoding.sequence_noise import SequenceNoise
 from tiered.forward import Forward
-from tiered.models.shape import ModelShape
 from tiered.policies.base import PassKind, PolicyState, Step, StepPlan
 from tiered.rows import Rows
-
-
-@runtime_checkable
-class Listener(Protocol):
-    """Who watches a canvas; both calls get ids of the whole batch, answers only."""
-
-    def step(self, answers: Int[Tensor, "batch answer"], start: int, stop: int) -> None:
-        """A forward has ended; columns `start` to `stop` hold proposals where nothing is fixed yet."""
-
-    def block(self, answers: Int[Tensor, "batch answer"], start: int, stop: int) -> None:
-        """Columns `start` to `stop` are final."""
-
-
-@runtime_checkable
-class Inspector(Protocol):
-    """Who looks into the caches of a call while it runs, for an analysis; changes nothing."""
-
-    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        """What it takes on the device at most, over a canvas of `length` columns; booked as long as the call lasts.
-        With guidance `sequences` is twice the canvas's."""
-        ...
-
-    def after_forward(
-        self,
-        step: Step,
-        kind: PassKind,
-        ids: Int[Tensor, "sequences length"],
-        forward: Forward,
-        active: Bool[Tensor, " batch"],
-    ) -> None:
-        """A forward has ended, its commit has not begun. `ids` is what the forward read (with guidance, twice the
-        canvas's sequences), `forward.store` what it left; `active` is False at sequences that wait for the others, of
-        which it wrote nothing. All are valid during the call only."""
-
-
-@dataclass(kw_only=True)
-class Denoised:
-    """What the loop leaves behind.
-
-    Attributes:
-        answers: final ids of every sequence of the call.
-        forwards: forwards that each sequence took part in.
-        passes: forwards of the batch by kind.
-        rows: rows of each sequence that every forward recomputed, on average over layers.
-        step_seconds: wall time of every forward with its commit.
-        block_ends: number of forwards after which each block ended.
-        history: answers before the first forward and after every one that changed something; empty if not asked for.
-    """
-
-    answers: Int[Tensor, "batch answer"]
-    forwards: list[int]
-    passes: Counter[PassKind] = field(default_factory=Counter)
-    rows: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-    block_ends: list[int] = field(default_factory=list)
-    history: list[Int[Tensor, "batch answer"]] = field(default_factory=list)
 
 
 class Denoiser:
@@ -91,9 +33,10 @@ class Denoiser:
         policy: PolicyState,
         rule: CommitState,
         *,
-        temperature: float = 0.0,
+        proposer: Proposer,
         cfg_scale: float = 0.0,
         noise: SequenceNoise,
+        correction: CommitState | None = None,
         drift: AttentionDrift | None = None,
         random_remasking: bool = False,
         stop_at_eos: bool = True,
@@ -102,10 +45,11 @@ class Denoiser:
         inspector: Inspector | None = None,
     ) -> None:
         """With `cfg_scale` above 0, `forward` serves twice the sequences: the second half sees masked prompts. `drift`
-        measures for a rule that needs it."""
+        measures for a rule that needs it. `correction`: the rule of a second go over the blocks, with every token of
+        the answer open again."""
         self.canvas, self.forward, self.policy, self.rule = canvas, forward, policy, rule
         self._model = forward.model
-        self._temperature, self._noise = temperature, noise
+        self._proposer, self._noise, self._correction = proposer, noise, correction
         self._guidance = Guidance(cfg_scale, forward.model.mask_token_id) if cfg_scale else None
         self._random_remasking, self._stop_at_eos, self._output_history = random_remasking, stop_at_eos, output_history
         self._listener, self._inspector = listener, inspector
@@ -116,33 +60,46 @@ class Denoiser:
         self._ended = [False] * canvas.batch  # by place in the canvas
 
     def run(self) -> Denoised:
-        """Denoise every block."""
+        """Denoise every block, and then correct every block where that is asked for."""
         self._result = Denoised(answers=self.canvas.answers.clone(), forwards=[0] * self.canvas.batch)
         if self._output_history:
             self._result.history.append(self._snapshot())
-        for block in range(self.canvas.blocks):
-            self._denoise_block(block)
-            self._result.block_ends.append(len(self._result.step_seconds))
-            if not self._drop_ended():
-                break
+        self._denoise(final=self._correction is None)
+        if self._correction is not None:
+            self.rule = self._correction
+            self.canvas.reopen()
+            self._ended = [False] * self.canvas.batch
+            self._denoise(final=True)
         return self._result
 
-    def _denoise_block(self, block: int) -> None:
+    def _denoise(self, *, final: bool) -> None:
+        """Every block in turn; `final`: what has ended is done, its sequence leaves, and listeners hear of it."""
+        for block in range(self.canvas.blocks):
+            self._denoise_block(block, final=final)
+            self._result.block_ends.append(len(self._result.step_seconds))
+            if all(self._ended):
+                break
+            if final:
+                self._drop_ended()
+
+    def _denoise_block(self, block: int, *, final: bool) -> None:
         start, stop = self.canvas.block_span(block)
-        shift = self._model.shape.prediction_shift
+        shape = self._model.shape
         step = Step(
             canvas=self.canvas, block=block, start=start, stop=stop, number=0,
-            first_row=start - shift, last_row=stop - shift, forwards=(), active=(), guidance=self._guidance is not None,
+            first_row=start - shape.prediction_shift, last_row=stop - shape.prediction_shift,
+            forwards=(), active=(), guidance=self._guidance is not None,
+            remasked=shape.noise_masked and any(self._result.forwards),
         )  # fmt: skip
         self.rule.begin_block(self.canvas.pending(start, stop))
-        remaining = [stop - start] * self.canvas.batch
+        remaining = [0 if ended else stop - start for ended in self._ended]
         while any(remaining):
             began = time.perf_counter()
             remaining = self._step(step, remaining)
             self._result.step_seconds.append(time.perf_counter() - began)
-            step = replace(step, number=step.number + 1)
+            step = replace(step, number=step.number + 1, remasked=False)
         self._publish(start, stop)
-        if self._listener is not None:
+        if self._listener is not None and final:
             offset = self.canvas.prompt_length
             self._listener.block(self._result.answers, start - offset, stop - offset)
 
@@ -165,14 +122,13 @@ class Denoiser:
             # Another block's rows are of no use, and a refresh moves every row at once.
             refreshed = plan.refreshed or (plan.kind is PassKind.REFRESH,) * canvas.batch
             self._drift.begin_step(step.first_row, forget=[step.number == 0 or every for every in refreshed])
-        candidates = self._propose(step, self._logits(step, plan, rows, here), output, pending, remaining)
+        logits = self._logits(step, plan, rows, here)
+        candidates = self._proposer.candidates(self.rule, step, logits, output, pending, remaining)
         if self._drift is not None:
             candidates = replace(candidates, drift=self._drift.drift)
         if scores is not None:
             candidates = replace(candidates, confidence=scores.masked_fill(~candidates.pending, -torch.inf))
-        chosen = self.rule.choose(candidates)
-        canvas.commit(start, chosen, candidates.tokens, torch.tensor(forwards, device=here.device))
-        self.policy.observe(step, chosen)
+        self.policy.observe(step, self._commit(step, candidates, here))
         self._result.passes[plan.kind] += 1
         self._result.rows.append(self.forward.rows_computed)
         for place, is_active in enumerate(active):
@@ -181,6 +137,19 @@ class Denoiser:
         self._ended = [was or now for was, now in zip(self._ended, ended, strict=True)]
         self._watch(step, candidates)
         return [0 if done else count for count, done in zip(left, self._ended, strict=True)]
+
+    def _commit(self, step: Step, candidates: Candidates, here: Bool[Tensor, " batch"]) -> Bool[Tensor, "batch block"]:
+        """Fix what the rule chooses, or rewrite it; the tokens of the block that this fixes or changes."""
+        canvas, start, stop = self.canvas, step.start, step.stop
+        clock = torch.tensor(step.forwards, device=here.device)
+        chosen = self.rule.choose(candidates)
+        if not isinstance(self.rule, RewritingState):
+            canvas.commit(start, chosen, candidates.tokens, clock)
+            return chosen
+        changed = chosen & (candidates.tokens != canvas.tokens[:, start:stop])
+        canvas.rewrite(start, chosen, candidates.tokens)
+        canvas.freeze(start, stop, self.rule.finished(changed) & here, clock)
+        return changed
 
     def _upcoming(
         self, step: Step, scores: Float[Tensor, "batch block"], pending: Bool[Tensor, "batch block"]
@@ -201,37 +170,12 @@ class Denoiser:
         else:
             ids = self._guidance.ids(self.canvas, plan.guided)
             fed = self._guidance.rows(rows, plan.guided, ids.device)
-        logits = self.forward.logits(ids, fed, plan.output, plan.program)
+        logits = self.forward.logits(ids, fed, plan.output, plan.program, clean=step.start)
         if self._guidance is not None:
             logits = self._guidance.merge(logits, plan.guided, rows[plan.output], (step.first_row, step.last_row))
         if self._inspector is not None:
             self._inspector.after_forward(step, plan.kind, ids, self.forward, here)
         return logits
-
-    def _propose(
-        self,
-        step: Step,
-        logits: Float[Tensor, "batch rows vocab"],
-        output: Rows,
-        pending: Bool[Tensor, "batch block"],
-        remaining: list[int],
-    ) -> Candidates:
-        """Candidates of the block; `logits` are those of the rows `output`."""
-        predicted = predicted_columns(output, self._model.shape.prediction_shift, step.start, step.stop)
-        if predicted is not None:
-            columns, valid = predicted
-            pending = pending.gather(1, columns) & valid
-            if self._temperature:
-                remaining = pending.sum(dim=1).tolist()
-        candidates = propose(
-            logits,
-            pending,
-            mask_token_id=self._model.mask_token_id,
-            temperature=self._temperature,
-            noise=self._noise,
-            remaining=remaining,
-        )
-        return candidates if predicted is None else spread(candidates, *predicted, step.stop - step.start)
 
     def _where_sequences_stand(self, start: int, stop: int) -> tuple[list[int], list[bool]]:
         """Pending rows of each sequence, and whether it has ended: an end-of-sequence token is fixed and so is
@@ -255,7 +199,9 @@ class Denoiser:
         if self._listener is not None:
             draft = self._result.answers.clone()
             first, last = step.start - self.canvas.prompt_length, step.stop - self.canvas.prompt_length
-            draft[self._alive, first:last] = candidates.tokens.where(candidates.pending, draft[self._alive, first:last])
+            if not isinstance(self.rule, RewritingState):
+                fixed = draft[self._alive, first:last]
+                draft[self._alive, first:last] = candidates.tokens.where(candidates.pending, fixed)
             self._listener.step(draft, first, last)
 
     def _snapshot(self) -> Int[Tensor, "batch answer"]:
@@ -275,10 +221,10 @@ class Denoiser:
             self._result.answers[self._alive, stop - offset :] = rest.masked_fill(ended, self._model.pad_token_id)
         self._result.answers[self._alive, start - offset : stop - offset] = tokens
 
-    def _drop_ended(self) -> bool:
-        """Let ended sequences leave; whether any is left."""
+    def _drop_ended(self) -> None:
+        """Let ended sequences leave; not all have."""
         places = [place for place, ended in enumerate(self._ended) if not ended]
-        if places and len(places) < self.canvas.batch:
+        if len(places) < self.canvas.batch:
             doubles = [self.canvas.batch + place for place in places] if self._guidance is not None else []
             self.forward.keep(places + doubles)
             if self._guidance is not None:
@@ -292,4 +238,3 @@ class Denoiser:
             self._alive = [self._alive[place] for place in places]
             self._pads = [self._pads[place] for place in places]
             self._ended = [False] * len(places)
-        return bool(places)

@@ -1,51 +1,17 @@
 """From logits to candidates: the proposed token of every pending row, and how sure the model is of it."""
 
+from dataclasses import dataclass
+
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from tiered.commit.base import Candidates
+from tiered.decoding.sampling_options import GREEDY, Sampling
+from tiered.decoding.sequence_noise import SequenceNoise
 
-# Between the seeds of a sequence's two streams: from one seed, ranks and noise would be made of the same bits.
-_APART = 0x9E3779B9
-
-
-class SequenceNoise:
-    """Random streams, one pair for each sequence: sequence i of a batch with seed s draws what it would draw alone
-    with seed s + i, whatever the others do."""
-
-    def __init__(self, seed: int | None, batch: int, device: torch.device) -> None:
-        """`seed` None takes one from torch's default stream, so that `torch.manual_seed` governs the call."""
-        first = int(torch.randint(2**62, ())) if seed is None else seed
-        # Ranks are drawn on the CPU so that a seed means the same on every device. Gumbel noise has a number for each
-        # vocabulary entry, too many to carry over, and is drawn where the logits are.
-        self._ranks = [torch.Generator().manual_seed(first + i) for i in range(batch)]
-        self._gumbel = [torch.Generator(device).manual_seed((first + i) ^ _APART) for i in range(batch)]
-        self._device = device
-
-    def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending)."""
-        self._ranks = [self._ranks[i] for i in sequences]
-        self._gumbel = [self._gumbel[i] for i in sequences]
-
-    def confidence(
-        self, length: int, pads: list[int], start: int, stop: int, active: list[bool]
-    ) -> Float[Tensor, "batch columns"]:
-        """Uniform float64 scores for columns `start` to `stop` of canvases of `length` columns.
-
-        Each active sequence draws for all of its columns but its `pads[i]` first, as the official sampler does.
-        """
-        scores = torch.zeros(len(pads), stop - start, dtype=torch.float64)
-        for i, pad in enumerate(pads):
-            if active[i]:
-                scores[i] = torch.rand(length - pad, generator=self._ranks[i])[start - pad : stop - pad]
-        return scores.to(self._device)
-
-    def gumbel(self, sequence: int, rows: int, vocab: int) -> Float[Tensor, "rows vocab"]:
-        """Standard Gumbel noise in float64."""
-        # float32 noise truncates the tail and makes the sampling measurably greedier (arXiv 2409.02908).
-        uniform = torch.rand(rows, vocab, dtype=torch.float64, device=self._device, generator=self._gumbel[sequence])
-        return uniform.log_().neg_().log_().neg_()
+# Parts of a sequence's rows that are sorted by themselves: a sort holds several times what it sorts.
+_SORTED_PARTS = 4
 
 
 def propose(
@@ -53,52 +19,181 @@ def propose(
     pending: Bool[Tensor, "batch block"],
     *,
     mask_token_id: int,
-    temperature: float = 0.0,
+    sampling: Sampling = GREEDY,
     noise: SequenceNoise | None = None,
     remaining: list[int] | None = None,
 ) -> Candidates:
     """Candidates of every row; `logits` is scratch space afterwards.
 
-    The token is the argmax of logits + `temperature` · Gumbel noise; its confidence is the softmax probability of the
-    logits without noise. The mask token is never proposed, or a row could stay undecided for ever.
+    The token is the argmax of logits + temperature · Gumbel noise over those that `top_p` and `top_k` leave; its
+    confidence is as `sampling` says, never with noise. The mask token is never proposed, or a row could stay undecided
+    for ever; it keeps its share of the distribution. The most likely other token is never cut, and of equals at the
+    edge of a cut all stay.
 
     Args:
-        temperature: 0 takes the argmax.
-        noise, remaining: needed above temperature 0; `remaining[i]` is the number of pending rows of sequence i that
-            draw noise (0 for a sequence that waits for the others).
+        noise: needed above temperature 0.
+        remaining: needed where `sampling.by_row`; `remaining[i]` is the number of pending rows of sequence i (0 for a
+            sequence that waits for the others).
     """
-    masked_out = logits[..., mask_token_id].clone()
-    logits[..., mask_token_id] = -torch.inf
-    tokens = logits.argmax(dim=-1)
-    if temperature > 0:
-        assert noise is not None and remaining is not None
-        _sample(logits, pending, tokens, temperature, noise, remaining)
-    logits[..., mask_token_id] = masked_out
-    # p(x) = 1 / (1 + Σ exp(l_i − l_x)) over all others i: near 1, where thresholds decide, the sum is small and float32
-    # keeps it exactly where a softmax would round it away. In place, since the logits are the largest tensor of a step.
-    logits -= logits.gather(-1, tokens[..., None])
-    others = logits.exp_().scatter_(-1, tokens[..., None], 0.0).sum(dim=-1)
-    confidence = 1.0 / (1.0 + others.double())
-    return Candidates(tokens=tokens, confidence=confidence.masked_fill(~pending, -torch.inf), pending=pending)
+    found = proposals(logits, pending, sampling=sampling, mask_token_id=mask_token_id, noise=noise, remaining=remaining)
+    temperature = 0.0
+    if sampling.tempered_confidence:
+        temperature = sampling.temperature
+        _cut(logits, found.least)
+    confidence = _confidence(logits, found.tokens, found.likeliest, temperature, sampling.confidence)
+    return Candidates(tokens=found.tokens, confidence=confidence.masked_fill(~pending, -torch.inf), pending=pending)
 
 
-def _sample(
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """Tokens that could stand in the rows.
+
+    Attributes:
+        tokens: drawn at a temperature, else the likeliest.
+        likeliest: of the model's own distribution, mask token left out.
+        least: the least logit that may be drawn in each row; None where all may.
+    """
+
+    tokens: Int[Tensor, "batch block"]
+    likeliest: Int[Tensor, "batch block"]
+    least: Float[Tensor, "batch block"] | None
+
+
+def proposals(
     logits: Float[Tensor, "batch block vocab"],
     pending: Bool[Tensor, "batch block"],
-    tokens: Int[Tensor, "batch block"],
+    *,
+    sampling: Sampling,
+    mask_token_id: int,
+    noise: SequenceNoise | None,
+    remaining: list[int] | None,
+) -> Proposals:
+    """The tokens of `propose`, with the same arguments; `logits` are as before afterwards."""
+    masked_out = logits[..., mask_token_id].clone()
+    logits[..., mask_token_id] = -torch.inf
+    likeliest = tokens = logits.argmax(dim=-1)
+    logits[..., mask_token_id] = masked_out
+    least = None
+    if sampling.by_row:
+        assert remaining is not None, "pending rows are worked on by themselves"
+        rows = _pending_rows(pending, remaining)
+        if sampling.cuts:
+            least = _least_logits(logits, likeliest, rows, sampling)
+        if sampling.temperature > 0:
+            assert noise is not None, "a temperature above 0 needs noise"
+            tokens = tokens.clone()
+            for i, some in enumerate(rows):
+                if len(some):
+                    tokens[i, some] = _draw(logits, least, i, some, mask_token_id, sampling.temperature, noise)
+    return Proposals(tokens, likeliest, least)
+
+
+def drawn_from(
+    logits: Float[Tensor, "batch block vocab"],
+    pending: Bool[Tensor, "batch block"],
+    *,
+    sampling: Sampling,
+    remaining: list[int],
+) -> Float[Tensor, "batch block vocab"]:
+    """The distribution that tokens of pending rows are drawn from, in place of the logits; at temperature 0 all of it
+    is on the likeliest."""
+    likeliest = logits.argmax(dim=-1)
+    if sampling.temperature == 0:
+        return logits.zero_().scatter_(-1, likeliest[..., None], 1.0)
+    if sampling.cuts:
+        _cut(logits, _least_logits(logits, likeliest, _pending_rows(pending, remaining), sampling))
+    logits -= logits.gather(-1, likeliest[..., None])
+    logits.div_(sampling.temperature).exp_()
+    return logits.div_(logits.sum(dim=-1, keepdim=True))
+
+
+def _cut(logits: Float[Tensor, "batch block vocab"], least: Float[Tensor, "batch block"] | None) -> None:
+    """Leave nothing below `least`, a sequence at a time: the mask takes a fourth of the room of what it masks."""
+    if least is not None:
+        for row_logits, bound in zip(logits, least, strict=True):
+            row_logits.masked_fill_(row_logits < bound[:, None], -torch.inf)
+
+
+def _pending_rows(pending: Bool[Tensor, "batch block"], remaining: list[int]) -> list[Int[Tensor, " rows"]]:
+    """Indices of each sequence's first `remaining[i]` pending rows, ascending."""
+    pending_first = pending.int().argsort(dim=1, descending=True, stable=True)
+    return [pending_first[i, :count] for i, count in enumerate(remaining)]
+
+
+def _least_logits(
+    logits: Float[Tensor, "batch block vocab"],
+    likeliest: Int[Tensor, "batch block"],
+    rows: list[Int[Tensor, " rows"]],
+    sampling: Sampling,
+) -> Float[Tensor, "batch block"]:
+    """The least logit that `top_p` and `top_k` leave in each of `rows`; −inf in others."""
+    least = logits.new_full(likeliest.shape, -torch.inf)
+    for i, pending in enumerate(rows):
+        for some in pending.split(max(1, -(-len(pending) // _SORTED_PARTS))) if len(pending) else ():
+            # A single row has no room for a copy beside its sort.
+            bound = _least_logit(logits[i] if logits.shape[1] == 1 else logits[i, some], sampling)
+            # Where the model wants a mask, nothing else might be left.
+            least[i, some] = torch.minimum(bound, logits[i, some, likeliest[i, some]])
+    return least
+
+
+def _least_logit(logits: Float[Tensor, "rows vocab"], sampling: Sampling) -> Float[Tensor, " rows"]:
+    least = logits.new_full(logits.shape[:1], -torch.inf)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        falling = logits.sort(dim=-1, descending=True).values
+        # A token stays where those before it have not exceeded top_p yet, so the one that does is the last.
+        reached = (falling / sampling.temperature if sampling.temperature > 0 else falling).softmax(dim=-1).cumsum_(-1)
+        last = (reached <= sampling.top_p).sum(dim=-1, keepdim=True)
+        least = falling.gather(-1, last.clamp_(max=logits.shape[-1] - 1))[:, 0]
+    if sampling.top_k is not None:
+        kth = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[:, -1]
+        least = torch.maximum(least, kth)
+    return least
+
+
+def _draw(
+    logits: Float[Tensor, "batch block vocab"],
+    least: Float[Tensor, "batch block"] | None,
+    sequence: int,
+    rows: Int[Tensor, " rows"],
+    mask_token_id: int,
     temperature: float,
     noise: SequenceNoise,
-    remaining: list[int],
-) -> None:
-    """Overwrite `tokens` at pending rows by samples. One sequence at a time: the noise is in float64."""
-    pending_first = pending.int().argsort(dim=1, descending=True, stable=True)
-    for sequence, count in enumerate(remaining):
-        if count:
-            rows = pending_first[sequence, :count]
-            # One expression, so that no sequence's noise outlives its turn: it is twice as large as the logits.
-            tokens[sequence, rows] = (
-                noise.gumbel(sequence, count, logits.shape[-1])
-                .mul_(temperature)
-                .add_(logits[sequence, rows])
-                .argmax(dim=-1)
-            )
+) -> Int[Tensor, " rows"]:
+    """Samples of one sequence's rows. One sequence at a time: the noise is in float64, twice as large as the logits."""
+    allowed = logits[sequence, rows]
+    if least is not None:
+        allowed.masked_fill_(allowed < least[sequence, rows][:, None], -torch.inf)
+    allowed[:, mask_token_id] = -torch.inf
+    return noise.gumbel(sequence, *allowed.shape).mul_(temperature).add_(allowed).argmax(dim=-1)
+
+
+def _confidence(
+    logits: Float[Tensor, "batch block vocab"],
+    tokens: Int[Tensor, "batch block"],
+    likeliest: Int[Tensor, "batch block"],
+    temperature: float,
+    kind: str,
+) -> Float64[Tensor, "batch block"]:
+    """Confidence of `kind` in softmax(logits / temperature), or of the logits as they are at temperature 0. In place,
+    since the logits are the largest tensor of a step."""
+    if kind == "probability":
+        logits -= logits.gather(-1, tokens[..., None])
+    else:
+        logits -= logits.amax(dim=-1, keepdim=True)
+    if temperature > 0:
+        logits /= temperature
+    logits.exp_()
+    if kind == "entropy":
+        # Σ p log(p + 1e-10), as the official code has it. One sequence at a time, for its logarithms take room.
+        logits /= logits.sum(dim=-1, keepdim=True)
+        return torch.stack([(one + 1e-10).log_().mul_(one).sum(dim=-1) for one in logits]).double()
+    if kind == "margin":
+        # The most likely token against the next. That may be the mask token, even as the larger one: a margin below 0.
+        top = logits.gather(-1, likeliest[..., None])[..., 0].double()
+        logits.scatter_(-1, likeliest[..., None], 0.0)
+        return (top - logits.amax(dim=-1).double()) / (top + logits.sum(dim=-1).double())
+    # p(x) = 1 / (1 + Σ exp(l_i − l_x)) over all others i: near 1, where thresholds decide, the sum is small and float32
+    # keeps it exactly where a softmax would round it away.
+    others = logits.scatter_(-1, tokens[..., None], 0.0).sum(dim=-1)
+    return 1.0 / (1.0 + others.double())

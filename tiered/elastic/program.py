@@ -5,16 +5,12 @@ moved, in one sequence or more, the pass widens: from the next layer up these se
 the step has not come with from the hidden states that the last pass over them stored.
 """
 
-from jaxtyping import Float
-from torch import Tensor
-
 from tiered.elastic.queries import LayerQueries, weights_of
 from tiered.elastic.step_rows import StepRows
 from tiered.elastic.storing import Storing
 from tiered.elastic.tracked import Tracked
 from tiered.elastic.watching import watch
 from tiered.elastic.widening import Widening
-from tiered.features import Feature
 from tiered.forward import Flow, Forward
 from tiered.planning.costs import part_rows
 from tiered.planning.elastic_costs import window_chunk
@@ -59,7 +55,9 @@ class ElasticPass:
         parts = rows.parts(min(part_rows(len(hidden)), self._length))
         # The store still holds the keys of the pass before.
         complete = widening.settled and self._step.all_active
-        past = None if widening.settled else weights_of(forward, layer, self._tracked.queries(layer))
+        past = None
+        if not widening.settled:
+            past = weights_of(forward, layer, self._tracked.queries(layer), self._tracked.columns(layer))
         queries = None
         for part in parts:
             normed = forward.model.attention_norm(layer, hidden[:, part])
@@ -72,16 +70,10 @@ class ElasticPass:
         for part in parts:
             if queries is None:
                 queries = forward.queries(layer, rows[part], forward.model.attention_norm(layer, hidden[:, part]))
-            hidden[:, part] += _attention(forward, layer, queries)
+            mixed = forward.attended(layer, rows[part], queries)
+            hidden[:, part] += forward.model.attention_out(layer, mixed)
+            del mixed
             queries = None
             hidden[:, part] += forward.model.feed_forward(layer, hidden[:, part])
         self._storing.write(forward, layer + 1, flow, widening, complete=complete)
         return flow if seen.moved is None else widening.widened(forward, layer + 1, flow, seen.moved, seen.others)
-
-
-def _attention(
-    forward: Forward, layer: int, queries: Float[Tensor, "batch heads rows head_dim"]
-) -> Float[Tensor, "batch rows width"]:
-    keys, values, mask = forward.keys(layer), forward.store.view(Feature.VALUE, layer), forward.key_mask
-    mixed = forward.model.attend(layer, queries, keys, values, None if mask is None else mask[:, None, None])
-    return forward.model.attention_out(layer, mixed)

@@ -57,7 +57,15 @@ def readable(forward: Forward, batch: int) -> Bool[Tensor, "batch length"] | Non
 
 
 def weights_of(
-    forward: Forward, layer: int, queries: Float[Tensor, "batch heads n head_dim"]
+    forward: Forward, layer: int, queries: Float[Tensor, "batch heads n head_dim"], columns: Int[Tensor, "batch n"]
 ) -> Float[Tensor, "batch heads n length"]:
-    """Attention weights of `queries` over the keys that the layer's store holds now."""
-    return attention_weights(queries, forward.keys(layer)[: len(queries)], readable(forward, len(queries)))
+    """Attention weights of the rows at `columns`, with these queries, over the keys that the layer's store holds now;
+    without meaning where there is no column."""
+    return attention_weights(
+        queries,
+        forward.keys(layer)[: len(queries)],
+        readable(forward, len(queries)),
+        soft_cap=forward.model.shape.soft_cap,
+        sink_keys=forward.model.sink_keys(layer),
+        visible=forward.visible(columns),
+    )

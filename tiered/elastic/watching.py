@@ -51,11 +51,20 @@ def watch(
     moved = torch.zeros_like(widening.full)
     if past is not None:
         known = columns != NONE
-        alike = similarity(past, weights_of(forward, layer, asked.at(columns))).where(known, 0.0)
+        alike = similarity(past, weights_of(forward, layer, asked.at(columns), columns)).where(known, 0.0)
         # Where nothing is tracked the mean is NaN, which is below no threshold.
         moved = step.active & ~widening.full & (alike.sum(dim=1) / known.sum(dim=1) < threshold)
     keys = forward.keys(layer)[: len(columns)]
-    mass = attention_received(asked.at(step.window), step.in_window, keys, readable(forward, len(columns)), chunk)
+    # The window is masked, so nothing is hidden from it.
+    mass = attention_received(
+        asked.at(step.window),
+        step.in_window,
+        keys,
+        readable(forward, len(columns)),
+        chunk,
+        soft_cap=forward.model.shape.soft_cap,
+        sink_keys=forward.model.sink_keys(layer),
+    )
     most, chosen = mass.masked_fill_(~step.committed, -1.0).topk(columns.shape[1], dim=1)
     chosen = chosen.where(most >= 0, NONE)
     found = asked.at(chosen)

@@ -48,6 +48,7 @@ def score_examples(
     examples: list[Example],
     *,
     max_new_tokens: int = 32,
+    seed: int = 0,
     progress: Callable[[int], object] = lambda done: None,
     watch: Callable[[GenerationOutput], object] = lambda out: None,
     **options: Any,
@@ -58,6 +59,7 @@ def score_examples(
         runtime: a model with the embedded tokenizer.
         examples: of any tasks and sizes.
         max_new_tokens: canvas of every example.
+        seed: of what is drawn, such as the noise that answers begin as; the n-th shortest prompt has seed + n.
         progress: called after each batch with the number of examples in it.
         watch: called with the output of each batch.
         **options: more options of `Runtime.generate`.
@@ -65,7 +67,8 @@ def score_examples(
     correct, forwards, tokens_per_forward = 0, [], []
     for batch in _batches(examples, max_new_tokens):
         chats = [[{"role": "user", "content": example.prompt}] for example in batch]
-        out = runtime.generate(chats, max_new_tokens=max_new_tokens, **options)
+        # Of the example's own, wherever batches end: `generate` gives the i-th sequence of a call its seed + i.
+        out = runtime.generate(chats, max_new_tokens=max_new_tokens, seed=seed + len(forwards), **options)
         assert out.text is not None, "the runtime has no tokenizer"
         correct += sum(score(example, text) for example, text in zip(batch, out.text, strict=True))
         forwards += out.forwards

@@ -1,6 +1,6 @@
 """Some sequences of a drift reference: all of its tensors have the batch first."""
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -27,5 +27,8 @@ def chosen(sequences: Bool[Tensor, " batch"], new: T, old: T) -> T:
 def _each(function: Any, *trees: Any) -> Any:
     if isinstance(trees[0], Tensor):
         return function(*trees)
-    parts = {field.name: [getattr(tree, field.name) for tree in trees] for field in fields(trees[0])}
-    return replace(trees[0], **{name: _each(function, *values) for name, values in parts.items()})
+    first: Any = trees[0]
+    if not is_dataclass(first):  # the same for all sequences
+        return first
+    parts = {field.name: [getattr(tree, field.name) for tree in trees] for field in fields(first)}
+    return type(first)(**{name: _each(function, *values) for name, values in parts.items()})

@@ -178,7 +178,16 @@ def _reference(
     """Their attention over all keys as they are now."""
     keys = forward.keys(layer)
     changing = torch.arange(*tracked, device=keys.device).expand(keys.shape[0], -1)
-    return DriftReference.of(queries, keys, changing, key_mask=forward.key_mask, cluster_of=part_of, clusters=parts)
+    return DriftReference.of(
+        queries,
+        keys,
+        changing,
+        key_mask=forward.key_mask,
+        cluster_of=part_of,
+        clusters=parts,
+        soft_cap=forward.model.shape.soft_cap,
+        sink_keys=forward.model.sink_keys(layer),
+    )
 
 
 def _padded(part: Tensor, count: int) -> Tensor:

@@ -18,7 +18,7 @@ class Refresh:
 
     def __init__(self, cache: HiddenCache, regions: tuple[Span, Span], tracked: Span, pads: Sequence[int]) -> None:
         """`regions`: columns before and behind `tracked`, the current block's; `pads`: padding in front of each
-        sequence."""
+        sequence. Under a noise mask what is before it makes no clusters: it sees nothing that will change."""
         self._cache = cache
         self._regions = regions
         self._tracked = tracked
@@ -31,6 +31,9 @@ class Refresh:
             copies = len(flow.hidden) // len(self._pads)
             cache.begin(forward.tiers, copies)
             self._pads = [*self._pads] * copies
+            if forward.model.shape.noise_masked:
+                (_, end), behind = self._regions
+                self._regions = (end, end), behind
         if layer == last:
             return forward.dense(layer, flow)
         shared = self._leaders.get(cache.leader(layer))

@@ -73,7 +73,8 @@ class Update:
         self._fresh = [self._marked((), None) for _ in self._updating]
 
     def _layer(self, forward: Forward, state: LayerState, flow: Flow) -> Flow:
-        cache, finished = self._cache, state.tracked
+        # A row that predicts this block's first token is tracked with both blocks, and belongs to this one.
+        cache, finished = self._cache, (state.tracked[0], min(state.tracked[1], self._tracked[0]))
         if self._active != self._tracked:  # the current block leaves the clusters that it was in
             state.retire(self._tracked)
         drift = write_and_measure(forward, state, flow, self._tracked, self._count, self._here)

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tiered.models.attention import attend
+from tiered.models.noise import Noise
 from tiered.models.rope import Rotary
 from tiered.models.shape import ModelShape
 
@@ -21,10 +22,12 @@ class DiffusionModel(nn.Module, ABC):
 
     Attributes:
         shape: sizes and weight names.
+        noise: what answers begin as and how it goes away, where that is not masks alone; None: masks.
         mask_token_id, eos_token_id, pad_token_id: special tokens of the vocabulary.
     """
 
     shape: ModelShape
+    noise: Noise | None = None
     mask_token_id: int
     eos_token_id: int
     pad_token_id: int
@@ -83,9 +86,22 @@ class DiffusionModel(nn.Module, ABC):
         keys: Float[Tensor, "batch kv_heads length head_dim"],
         values: Float[Tensor, "batch kv_heads length head_dim"],
         key_mask: Bool[Tensor, "batch 1 1 length"] | None,
+        visible: Int[Tensor, "batch rows"] | None = None,
     ) -> Float[Tensor, "batch rows heads_width"]:
-        """Attention of the rows over all keys of the layer. Families with a soft cap or sink tokens override it."""
+        """Attention of the rows over the keys of the layer. Families with a soft cap, sink tokens or final tokens that
+        see no others override it.
+
+        Args:
+            key_mask: False at keys that nobody may read.
+            visible: keys, from the first on, that each row may read; None: all. Never given to a family whose shape
+                does not say `noise_masked`.
+        """
+        assert visible is None, "every row of the family sees every key"
         return attend(queries, keys, values, key_mask)
+
+    def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:
+        """Keys, not rotated, that every row of `layer` attends to beside those of the canvas; None: there are none."""
+        return None
 
     @abstractmethod
     def attention_out(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tiered.models.locate import EMBEDDED, find_directory, is_hub_id, not_found
+from tiered.models.locate import EMBEDDED_MODELS, find_directory, is_hub_id, not_found
 from tiered.models.presets import preset_names, preset_of, read_preset
 from tiered.names import unknown_name
 
@@ -15,8 +15,9 @@ def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """The config that `source` stands for.
 
     Args:
-        source: "embedded", a directory with a config.json, the path of a config.json, the hub id of a downloaded
-            checkpoint, a preset, or a config itself. Where a directory and a preset share a name, the directory counts.
+        source: an embedded model's name, a directory with a config.json, the path of a config.json, the hub id of a
+            downloaded checkpoint, a preset, or a config itself. Where a directory and a preset share a name, the
+            directory counts.
 
     Raises:
         TypeError: none of those types.
@@ -39,7 +40,9 @@ def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         return read_preset(name)
     if is_hub_id(name):
         raise ValueError(not_found(name))
-    raise ValueError(f"{unknown_name('model', name, [EMBEDDED, *preset_names()])}; or a directory with a config.json")
+    raise ValueError(
+        f"{unknown_name('model', name, [*EMBEDDED_MODELS, *preset_names()])}; or a directory with a config.json"
+    )
 
 
 def _parse(path: Path) -> dict[str, Any]:

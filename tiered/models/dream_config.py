@@ -1,10 +1,13 @@
-"""Books: config.json of the Dream family (Dream-v0, Dream-Coder, DiffuCoder) with its official keys, as sizes.
+"""Books: config.json of the Dream family (Dream-v0, Dream-Coder, DiffuCoder) with its official keys, as sizes and
+numbers.
 
 The layout is Qwen2.5's: grouped-query attention with biases on q, k and v alone, a gated MLP, and Qwen2's tensor names.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from tiered.models.config_fields import positive_number, token_id
 from tiered.models.shape import ModelShape, checkpoint_dtype, positive, require
 
 # What the released models use; another value changes the function computed, so it is refused rather than ignored.
@@ -15,6 +18,22 @@ _ALLOWED: Mapping[str, tuple[object, ...]] = {
     "use_mrope": (False,),
     "use_sliding_window": (False,),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DreamConfig:
+    """What the Dream forward needs beside the sizes.
+
+    `head_tied`: the language-model head is the embedding (`tie_word_embeddings`).
+    """
+
+    shape: ModelShape
+    rope_theta: float
+    norm_eps: float
+    head_tied: bool
+    mask_token_id: int
+    eos_token_id: int
+    pad_token_id: int
 
 
 def dream_shape(config: Mapping[str, object]) -> ModelShape:
@@ -74,4 +93,22 @@ def dream_shape(config: Mapping[str, object]) -> ModelShape:
         dtype=checkpoint_dtype(config),
         prediction_shift=1,
         weight_shapes=weights,
+    )
+
+
+def read_dream_config(config: Mapping[str, object]) -> DreamConfig:
+    """`config.json` as the Dream forward reads it.
+
+    Raises:
+        ValueError: as `dream_shape`; also a token id outside the vocabulary.
+    """
+    shape = dream_shape(config)
+    return DreamConfig(
+        shape=shape,
+        rope_theta=positive_number(config, "rope_theta", 10000.0),
+        norm_eps=positive_number(config, "rms_norm_eps", 1e-6),
+        head_tied=bool(config.get("tie_word_embeddings", False)),
+        mask_token_id=token_id(config, "mask_token_id", shape.vocab_size),
+        eos_token_id=token_id(config, "eos_token_id", shape.vocab_size),
+        pad_token_id=token_id(config, "pad_token_id", shape.vocab_size),
     )

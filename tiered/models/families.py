@@ -43,8 +43,8 @@ class Family:
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llada": Family(name="LLaDA", shape=llada_shape, loader="tiered.models.llada:LLaDA"),
-        "Dream": Family(name="Dream", shape=dream_shape),
-        "gidd": Family(name="GIDD", shape=gidd_shape),
+        "Dream": Family(name="Dream", shape=dream_shape, loader="tiered.models.dream:Dream"),
+        "gidd": Family(name="GIDD", shape=gidd_shape, loader="tiered.models.gidd:Gidd"),
     }
 )
 

@@ -1,25 +1,55 @@
-"""Books: config.json of the GIDD family (gidd-unif, gidd-mask) with its official keys, as sizes.
+"""Books: config.json of the GIDD family (gidd-unif, gidd-mask) with its official keys, as sizes and numbers.
 
 Multi-head attention with q/k norms over the full width and, with `attention_bias`, one learned key/value token per
 layer; an MLP without a gate. Absent keys take the defaults of the official `GiddConfig`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from tiered.models.config_fields import finite_number, positive_number, token_id
+from tiered.models.noise import Noise
 from tiered.models.shape import ModelShape, checkpoint_dtype, positive, require
 
+_SCALINGS = ("fan_in", "fan_out")
 _ALLOWED: Mapping[str, tuple[object, ...]] = {
     "is_causal": (False,),
     "rope_scaling": (None,),
 }
 
 
-def _noise(config: Mapping[str, object]) -> str:
-    """Noise behind `noise_type`, a shift of the log-SNR: far above 0 for uniform noise, far below for mask."""
-    shift = config.get("noise_type", 0.0)
-    if isinstance(shift, bool) or not isinstance(shift, int | float):
-        raise ValueError(f"config.json: noise_type = {shift!r}; a number is allowed, above 0 for uniform noise")
-    return "uniform" if shift > 0 else "mask"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiddConfig:
+    """What the GIDD forward needs beside the sizes.
+
+    Attributes:
+        rope_theta, norm_eps: of the rotation and the norms.
+        qk_norm: whether queries and keys are normed over the full width.
+        mlp_bias, head_tied: whether the MLP has biases, and the head is the embedding.
+        residual_scale: of all branches together: each is scaled by it over the number of layers.
+        weight_scale: what every projection is multiplied by: a number, or "fan_in" or "fan_out", to the power of −½.
+        head_scale: what logits are multiplied by.
+        noise: the process that the model was trained on.
+    """
+
+    shape: ModelShape
+    rope_theta: float
+    norm_eps: float
+    qk_norm: bool
+    mlp_bias: bool
+    head_tied: bool
+    residual_scale: float
+    weight_scale: float | str
+    head_scale: float
+    noise: Noise
+    mask_token_id: int
+    eos_token_id: int
+    pad_token_id: int
+
+
+def _noise_type(config: Mapping[str, object]) -> float:
+    """A shift of the log-SNR: far above 0 for uniform noise, far below for mask."""
+    return finite_number(config, "noise_type", 0.0)
 
 
 def gidd_shape(config: Mapping[str, object]) -> ModelShape:
@@ -72,6 +102,46 @@ def gidd_shape(config: Mapping[str, object]) -> ModelShape:
         vocab_size=vocab_size,
         max_context=positive(config, "max_position_embeddings"),
         dtype=checkpoint_dtype(config),
-        noise=_noise(config),
+        noise="uniform" if _noise_type(config) > 0 else "mask",
+        noise_masked=True,
+        soft_cap=positive_number(config, "attn_soft_cap", 30.0),
+        sink_tokens=int(bool(config.get("attention_bias", False))),
         weight_shapes=weights,
+    )
+
+
+def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
+    """`config.json` as the GIDD forward reads it.
+
+    Raises:
+        ValueError: as `gidd_shape`; also a number or a token id out of range.
+    """
+    shape = gidd_shape(config)
+    scale = config.get("weight_scaling", "fan_in")
+    if scale not in _SCALINGS:
+        scale = positive_number(config, "weight_scaling", 1.0)
+    mask = token_id(config, "mask_token_id", shape.vocab_size, default=3)
+    low, high = (finite_number(config, key, default) for key, default in (("min_log_snr", -9.0), ("max_log_snr", 9.0)))
+    if not low < high:
+        raise ValueError(f"config.json: min_log_snr = {low} must be below max_log_snr = {high}")
+    return GiddConfig(
+        shape=shape,
+        rope_theta=positive_number(config, "rope_theta", 10000.0),
+        norm_eps=positive_number(config, "rms_norm_eps", 1e-6),
+        qk_norm=bool(config.get("use_qk_norm", True)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        head_tied=bool(config.get("tie_word_embeddings", False)),
+        residual_scale=positive_number(config, "resid_scale", 4.0),
+        weight_scale=scale if isinstance(scale, str) else float(scale),
+        head_scale=positive_number(config, "head_scaling", 1.0),
+        noise=Noise(
+            shift=_noise_type(config),
+            min_log_snr=low,
+            max_log_snr=high,
+            vocab_size=shape.vocab_size,
+            mask_token_id=mask,
+        ),
+        mask_token_id=mask,
+        eos_token_id=token_id(config, "eos_token_id", shape.vocab_size, default=1),
+        pad_token_id=token_id(config, "pad_token_id", shape.vocab_size, default=2),
     )

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -11,21 +10,10 @@ from torch import Tensor, nn
 from tiered.models.base import DiffusionModel
 from tiered.models.llada_config import LLaDAConfig, read_llada_config
 from tiered.models.projection import project
+from tiered.models.rms_norm import RMSNorm
 from tiered.models.rope import Rotary
 
 _OFFICIAL_PREFIX = "model.transformer."
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm: normalised in float32, rounded to the model's dtype, then scaled."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
-        return F.rms_norm(hidden.float(), self.weight.shape, eps=self.eps).to(hidden.dtype) * self.weight
 
 
 class LLaDABlock(nn.Module):

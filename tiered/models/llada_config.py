@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tiered.models.config_fields import positive_number, token_id
 from tiered.models.shape import ModelShape, checkpoint_dtype, positive, require
 
 # What the released models use; another value changes the function computed, so it is refused rather than ignored.
@@ -103,25 +104,12 @@ def read_llada_config(config: Mapping[str, object]) -> LLaDAConfig:
         ValueError: as `llada_shape`; also a token id outside the vocabulary.
     """
     shape = llada_shape(config)
-
-    def number(key: str, default: float) -> float:
-        value = config.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"config.json: {key} = {value!r}; a positive number is allowed")
-        return float(value)
-
-    def token(key: str) -> int:
-        value = config.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < shape.vocab_size:
-            raise ValueError(f"config.json: {key} = {value!r}; a token id in [0, {shape.vocab_size}) is allowed")
-        return value
-
     return LLaDAConfig(
         shape=shape,
-        rope_theta=number("rope_theta", 10000.0),
-        norm_eps=number("rms_norm_eps", 1e-5),
+        rope_theta=positive_number(config, "rope_theta", 10000.0),
+        norm_eps=positive_number(config, "rms_norm_eps", 1e-5),
         head_tied=bool(config.get("weight_tying", False)),
-        mask_token_id=token("mask_token_id"),
-        eos_token_id=token("eos_token_id"),
-        pad_token_id=token("pad_token_id"),
+        mask_token_id=token_id(config, "mask_token_id", shape.vocab_size),
+        eos_token_id=token_id(config, "eos_token_id", shape.vocab_size),
+        pad_token_id=token_id(config, "pad_token_id", shape.vocab_size),
     )

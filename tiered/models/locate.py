@@ -1,19 +1,23 @@
 """Where a checkpoint lies on this machine. Never reaches the network."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from tiered.models.presets import PRESETS, preset_of
 
-# The one model that comes with the library, under the name that stands for it.
-EMBEDDED = "embedded"
-_EMBEDDED_FOLDER = Path(__file__).parents[1] / "embedded" / "assets"
+# The models that come with the library, by the names that stand for them.
+_PACKAGE = Path(__file__).parents[1] / "embedded"
+EMBEDDED_MODELS: Mapping[str, Path] = MappingProxyType(
+    {"embedded": _PACKAGE / "assets", "embedded-uniform": _PACKAGE / "assets_uniform"}
+)
 
 
 def find_directory(name: str | Path) -> Path | None:
-    """The directory that `name` stands for ("embedded", a directory, or a hub id in the local cache), or None."""
-    if str(name) == EMBEDDED:
-        return _EMBEDDED_FOLDER
+    """The directory that `name` stands for (an embedded model's, a path, or a hub id in the local cache), or None."""
+    if str(name) in EMBEDDED_MODELS:
+        return EMBEDDED_MODELS[str(name)]
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
@@ -50,7 +54,8 @@ def not_found(name: str | Path) -> str:
     """Says that no directory is called `name`, and what to do about it."""
     if is_hub_id(str(name)):
         return f"no directory {str(name)!r} and no such model in the local cache; download it with `hf download {name}`"
-    return f"no directory {str(name)!r}; allowed: 'embedded', a checkpoint's directory, or the id of a downloaded model"
+    embedded = ", ".join(map(repr, EMBEDDED_MODELS))
+    return f"no directory {str(name)!r}; allowed: {embedded}, a checkpoint's directory, or the id of a downloaded model"
 
 
 def is_hub_id(name: str) -> bool:

@@ -24,7 +24,10 @@ class ModelShape:
         max_context: positions that the model was made for.
         dtype: dtype of the checkpoint, a key of `BYTES_PER_ELEMENT`.
         noise: noise process the model was trained on, "mask" or "uniform".
+        noise_masked: whether final tokens attend to final tokens alone (GIDD), else every row attends to every row.
         prediction_shift: 1 where row p predicts position p + 1 (Dream), else 0.
+        soft_cap: c where attention scores s become c · tanh(s / c); None where they stay as they are.
+        sink_tokens: learned keys and values of each layer that every row attends to beside those of the canvas.
         weight_shapes: every tensor of the checkpoint, by its official name, with its shape.
     """
 
@@ -40,7 +43,10 @@ class ModelShape:
     max_context: int
     dtype: str
     noise: str = "mask"
+    noise_masked: bool = False
     prediction_shift: int = 0
+    soft_cap: float | None = None
+    sink_tokens: int = 0
     weight_shapes: Mapping[str, tuple[int, ...]]
 
     @property

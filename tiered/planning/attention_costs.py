@@ -32,7 +32,7 @@ class AttentionChunk:
 
 def attention_rows_bytes(shape: ModelShape, *, sequences: int, block_length: int, context: int) -> int:
     """Bytes of the rows that are kept, log-probabilities in float32, and of the drift of each."""
-    return _FLOAT32 * sequences * block_length * (shape.heads * context + 2)
+    return _FLOAT32 * sequences * block_length * (shape.heads * (context + shape.sink_tokens) + 2)
 
 
 def attention_chunk(
@@ -55,7 +55,7 @@ def attention_chunk(
     fixed = rows * (shape.width + query_width) * element + block_length * rows * _MATCHED
     fixed += sequences * block_length * query_width * element
     # By head: scores and what they turn into, and queries in float32. Heads that share keys share those in float32 too.
-    by_head = _FLOAT32 * block_length * (_COMPARED * context + shape.head_dim)
+    by_head = _FLOAT32 * block_length * (_COMPARED * (context + shape.sink_tokens) + shape.head_dim)
     keys = _FLOAT32 * context * shape.head_dim if dtype != "float32" else 0
     sharing = shape.heads // shape.kv_heads
     free = room - fixed

@@ -51,6 +51,7 @@ class CallCosts:
                 context=sizes.context,
                 block_length=sizes.block_length,
                 dtype=sizes.dtype,
+                answer=sizes.answer,
                 least_slot=least_slot,
             )
 

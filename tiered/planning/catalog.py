@@ -1,14 +1,19 @@
-"""The models that can be named on this machine: the embedded one, the presets, and cached hub checkpoints."""
+"""The models that can be named on this machine: the embedded ones, the presets, and cached hub checkpoints."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tiered.models.config_source import read_config
 from tiered.models.families import FAMILIES, family_of
-from tiered.models.locate import EMBEDDED, find_directory
+from tiered.models.locate import EMBEDDED_MODELS, find_directory
 from tiered.models.presets import PRESETS
+from tiered.models.shape import BYTES_PER_ELEMENT
+from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.planning.workload import kv_bytes_per_token
+
+# Rows of a record, about as many as a cluster has: what a record holds once weighs as much less by row.
+RECORD_ROWS = 64
 
 Source = Literal["embedded", "preset", "cache"]
 
@@ -24,6 +29,8 @@ class KnownModel:
         parameters: elements of its weights.
         layers: transformer layers.
         kv_bytes_per_token: bytes of one token's keys and values in all layers, in the checkpoint's dtype.
+        hidden_bytes_per_token: bytes of one token's hidden states in all layers, by codec, in records of `RECORD_ROWS`.
+        offload_saves: share of the device bytes of keys, values and raw hidden states that offloading the latter frees.
         loadable: whether its weights are here and its family has a loader; otherwise it can be planned only.
     """
 
@@ -33,17 +40,20 @@ class KnownModel:
     parameters: int
     layers: int
     kv_bytes_per_token: int
+    hidden_bytes_per_token: Mapping[Codec, int]
+    offload_saves: float
     loadable: bool
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON."""
-        return asdict(self)
+        hidden = {codec.value: count for codec, count in self.hidden_bytes_per_token.items()}
+        return asdict(self) | {"hidden_bytes_per_token": hidden}
 
 
 def known_models() -> list[KnownModel]:
-    """The embedded model, then every preset, then the cached checkpoints of known families by name."""
+    """The embedded models, then every preset, then the cached checkpoints of known families by name."""
     return [
-        _known(EMBEDDED, "embedded"),
+        *(_known(name, "embedded") for name in EMBEDDED_MODELS),
         *(_known(name, "preset") for name in PRESETS),
         *(_known(name, "cache") for name in _cached_models() if _can_be_planned(name)),
     ]
@@ -55,13 +65,20 @@ def _known(name: str, source: Source) -> KnownModel:
     shape = family.shape(config)
     # A preset's name may be a directory's too; the preset itself has no weights.
     directory = None if source == "preset" else find_directory(name)
+    kept, element = kv_bytes_per_token(shape, shape.dtype), BYTES_PER_ELEMENT[shape.dtype]
+    hidden = {
+        codec: shape.layers * codec_bytes(codec, RECORD_ROWS, shape.width, element_bytes=element) // RECORD_ROWS
+        for codec in Codec
+    }
     return KnownModel(
         name=name,
         source=source,
         family=family.name,
         parameters=shape.parameters,
         layers=shape.layers,
-        kv_bytes_per_token=kv_bytes_per_token(shape, shape.dtype),
+        kv_bytes_per_token=kept,
+        hidden_bytes_per_token=hidden,
+        offload_saves=hidden[Codec.RAW] / (kept + hidden[Codec.RAW]),
         loadable=family.loader is not None and directory is not None and any(directory.glob("*.safetensors")),
     )
 

@@ -14,6 +14,9 @@ from tiered.planning.attention_costs import AttentionChunk, attention_chunk, att
 # gain nothing, and their temporaries grow in proportion.
 PART_ROWS = 512
 
+# Of `tiered.kernels.capped_attention_ref`: scores that exist at a time, or those of the heads that share one key head.
+PAIRS_AT_ONCE = 1 << 20
+
 _FLOAT32 = 4
 _FLOAT64 = 8
 _TOKEN_ID = 8
@@ -59,7 +62,8 @@ def call_bytes(
         dtype: of weights and activations, a key of `BYTES_PER_ELEMENT`.
         answer: positions behind the prompt; None: any number of them.
         logit_rows: rows of a sequence whose logits a step gets, at most; None: those of a block.
-        sampled: whether tokens are drawn at a temperature above 0.
+        sampled: whether proposing takes more than the logits: tokens are drawn at a temperature above 0, the
+            distribution is cut, or its entropy is the confidence.
         attention_rows: sequences whose last layer's attention is kept, for a commit rule that needs the drift; with
             guidance, half of `batch`.
     """
@@ -71,7 +75,7 @@ def call_bytes(
     logit_rows = block_length if logit_rows is None else logit_rows
     entries = logit_rows * shape.vocab_size
     # First the normed rows, and the head's output in the model's dtype on its way to float32; later, Gumbel noise of
-    # one sequence in float64 with its logits gathered.
+    # one sequence in float64 with its logits gathered. A sort of some of its rows fits in there, and so do logarithms.
     normed = 2 * batch * logit_rows * shape.width * _FLOAT32
     rounded = batch * entries * BYTES_PER_ELEMENT[dtype] if dtype != "float32" else 0
     noise = entries * (_FLOAT64 + _FLOAT32) if sampled else 0
@@ -126,4 +130,29 @@ def part_bytes(shape: ModelShape, *, batch: int, context: int, dtype: str) -> in
     attention = rows * element * (2 * shape.width + 3 * query_width)
     # Normed rows; gate, up projection and their product.
     feed_forward = rows * element * (shape.width + (shape.mlp_matrices + 1) * shape.mlp_width)
-    return max(rotation, attention, feed_forward)
+    capped = 0
+    if shape.soft_cap is not None:
+        # Normed rows, queries and what is made of them, while scores of a chunk are there.
+        capped = rows * element * (shape.width + 2 * query_width)
+        capped += _capped_bytes(shape, batch=batch, rows=rows // batch, context=context, dtype=dtype)
+    return max(rotation, attention, feed_forward, capped)
+
+
+def _capped_bytes(shape: ModelShape, *, batch: int, rows: int, context: int, dtype: str) -> int:
+    """Temporaries of a chunk of `tiered.kernels.capped_attention_ref`, of up to `rows` rows of each sequence. (The
+    kernel for CUDA takes none.)"""
+    sharing, copied = shape.heads // shape.kv_heads, dtype != "float32"
+    most = 0
+    for power in range((rows - 1).bit_length() + 1):
+        counted = max(1 << power, -(-shape.head_dim // sharing) if copied else 1)
+        groups = min(batch * shape.kv_heads, max(1, PAIRS_AT_ONCE // (sharing * counted * context)))
+        if groups > shape.kv_heads:
+            groups -= groups % shape.kv_heads
+        # Queries, and what comes of keys and of sinks, are as large as each other; some sums of each stand beside them.
+        some = min(1 << power, rows)
+        queries = groups * sharing * some * shape.head_dim
+        keys = groups * context * shape.head_dim if copied else 0
+        held = groups * sharing * some * (context + 4) + queries + max(keys + queries, 3 * queries)
+        hidden = -(-groups // shape.kv_heads) * some * context if shape.noise_masked else 0
+        most = max(most, _FLOAT32 * held + hidden)
+    return most

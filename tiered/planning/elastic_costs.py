@@ -34,7 +34,7 @@ def window_chunk(shape: ModelShape, *, batch: int, window: int, tracked: int, co
         shape, batch=batch, window=window, tracked=tracked, context=context, dtype=dtype
     )
     sharing = shape.heads // shape.kv_heads
-    row = sharing * _weights(context, dtype)  # of one key head
+    row = sharing * _weights(shape, context, dtype)  # of one key head
     most = max(1, free // row)
     rows = min(window, most)
     key_heads = min(shape.kv_heads, most // rows)
@@ -56,7 +56,7 @@ def elastic_bytes(
     sizes = {"batch": batch, "window": window, "tracked": tracked, "context": context, "dtype": dtype}
     chunk = window_chunk(shape, **sizes)
     rows = shape.heads // shape.kv_heads * chunk.sequences * chunk.key_heads * chunk.rows
-    observing = _observed(shape, **sizes) + rows * _weights(context, dtype)
+    observing = _observed(shape, **sizes) + rows * _weights(shape, context, dtype)
     room = part_bytes(shape, batch=batch, context=context, dtype=dtype)
     return kept + ragged + batch * (context + of_step) * _BY_COLUMN + max(0, observing - room)
 
@@ -66,10 +66,14 @@ def _observed(shape: ModelShape, *, batch: int, window: int, tracked: int, conte
     and of the tracked tokens once more, and the tracked tokens' weights."""
     element, query_width = BYTES_PER_ELEMENT[dtype], shape.heads * shape.head_dim
     rows = min(context, part_rows(batch)) * batch + (window + 2 * tracked) * batch
-    weights = _COMPARED * batch * tracked * shape.heads * _weights(context, dtype)
+    weights = _COMPARED * batch * tracked * shape.heads * _weights(shape, context, dtype)
+    if shape.noise_masked:  # which columns each of them sees
+        weights += batch * tracked * context + context * _INDEX
     return rows * (shape.width + query_width) * element + weights + 2 * batch * context * _FLOAT32
 
 
-def _weights(context: int, dtype: str) -> int:
-    """Attention weights of one row and head: in float32, and in the model's dtype on the way."""
-    return context * (_FLOAT32 + (0 if dtype == "float32" else BYTES_PER_ELEMENT[dtype]))
+def _weights(shape: ModelShape, context: int, dtype: str) -> int:
+    """Attention weights of one row and head: in float32, and in the model's dtype on the way. Where there are sinks,
+    its query in float32 as well."""
+    query = shape.head_dim * _FLOAT32 if shape.sink_tokens else 0
+    return query + context * (_FLOAT32 + (0 if dtype == "float32" else BYTES_PER_ELEMENT[dtype]))

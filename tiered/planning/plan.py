@@ -169,7 +169,8 @@ def plan(
         max_new_tokens: positions of the answer, for policies that keep some features of it alone; None: any number.
         dtype: of weights and activations; "auto" takes the checkpoint's.
         cfg: classifier-free guidance, which doubles the sequences.
-        sampled: whether tokens are drawn at a temperature above 0, which takes room for the noise.
+        sampled: whether proposing tokens takes room beside the logits: at a temperature above 0, where `top_p` or
+            `top_k` cut, with `confidence="entropy"`, and under the rule `ancestral`.
 
     Raises:
         TypeError, ValueError: an argument out of range, no such model, policy or option. Names what is allowed.

@@ -65,12 +65,16 @@ class TierCosts:
         context: int,
         block_length: int,
         dtype: str,
+        answer: int | None = None,
         least_slot: int = 0,
     ) -> "TierCosts":
-        """Of `batch` sequences (with guidance, twice those asked for) over `context` positions. A staging slot has
-        `least_slot` bytes at the least, where others use the rings as well."""
+        """Of `batch` sequences (with guidance, twice those asked for) over `context` positions, of which `answer` are
+        behind the prompt (None: any number). A staging slot has `least_slot` bytes at the least, where others use the
+        rings as well."""
         element, codec = BYTES_PER_ELEMENT[dtype], options.codec
-        rows = max(0, context - block_length)
+        # Under a noise mask what is behind the block alone goes stale, and is clustered.
+        clustered_in = answer if shape.noise_masked and answer is not None else context
+        rows = max(0, clustered_in - block_length)
         if options.window_blocks is not None:
             rows = min(rows, sum(options.window_blocks) * block_length)
         if options.clusters == "auto":  # large ones are cut
@@ -96,10 +100,13 @@ class TierCosts:
             "width": shape.width, "element_bytes": element,
         }  # fmt: skip
         bank = centroid_bytes(clusters, shape.width, element_bytes=element) * (codec is Codec.NVFP4_DELTA)
+        # The block, and the row in front of it where that predicts the block's first token.
+        tracked = block_length + shape.prediction_shift
+        parts = min(clustered, MOST_PARTS) + 1 + bool(shape.sink_tokens)
         sizes = UpdateSizes(
             shape=shape, batch=batch, context=context, dtype=dtype, codec=codec, scored=scored, clusters=clusters,
-            appended=appended, parts=min(clustered, MOST_PARTS) + 1, kept=kept, renewed=renewed, block=block_length,
-            active=block_length * (2 if appended else 1), record_rows=most,
+            appended=appended, parts=parts, kept=kept, renewed=renewed, block=tracked,
+            active=tracked + block_length * bool(appended), record_rows=most,
         )  # fmt: skip
         # What every call books for a refresh without clusters.
         room = batch * context * shape.width * element + part_bytes(shape, batch=batch, context=context, dtype=dtype)

@@ -40,7 +40,7 @@ class Workload:
         block_length: positions of a block.
         dtype: of weights and activations, a key of `BYTES_PER_ELEMENT`.
         answer: positions behind the prompt, for features that are kept of them alone; None: any number of them.
-        sampled: whether tokens are drawn at a temperature above 0.
+        sampled: whether proposing tokens takes more than the logits; see `call_bytes`.
     """
 
     shape: ModelShape
@@ -77,6 +77,7 @@ class Workload:
             context=self.context,
             block_length=self.block_length,
             dtype=self.dtype,
+            answer=self.answer,
         )
 
     def costs(self, budget: MemoryBudget = UNCAPPED) -> CallCosts:

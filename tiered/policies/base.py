@@ -46,6 +46,9 @@ class Step:
         upcoming: 1, 2, … at the block's columns that are committed after this forward, in the order of their ranks, and
             0 elsewhere, where that is known before it: under random remasking. None: the rule decides on the logits.
         guidance: whether there is classifier-free guidance.
+        remasked: whether rows see others than in the forward before: in a family with a noise mask
+            (`ModelShape.noise_masked`) where a block begins. All that is cached in front of the block was computed
+            under another mask, and the forward must recompute it; from then on it stays exact until the block ends.
     """
 
     canvas: Canvas
@@ -59,6 +62,7 @@ class Step:
     active: tuple[bool, ...]
     upcoming: Int[Tensor, "batch block"] | None = None
     guidance: bool = False
+    remasked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,8 @@ class StepPlan:
         rows: which, in any order.
         output: where in `rows` those stand whose logits the step gets. Of a span they are the needed rows (`Step`).
             Scattered, they are any of them, for each sequence its own; what none of them predicts is no candidate in
-            this step. Every active sequence needs a row that predicts a pending token.
+            this step. Every active sequence needs a row that predicts a pending token, and rows that predict all of
+            them where the commit rule rewrites tokens.
         kind: what the pass is for.
         program: how a row goes through a layer, where that is not `Forward.dense`: a policy that captures hidden
             states, keeps a branch's output, or recomputes other rows from layer to layer brings its own.

@@ -1,15 +1,18 @@
 """The variants of dKV-Cache (arXiv 2505.15781): a token's keys and values are kept from one step after it was decoded.
 
-Until then a token is recomputed in every step, and so is every mask. What the authors' code (horseee/dKV-Cache, commit
-49a76fcc) does otherwise is under `parity`; docs/policies.md lists it.
+Until then a token is recomputed in every step, and so is every mask. Where a family predicts a token from the row in
+front of it, a row has two tokens, and `shift_caching` says which of them keeps it open. What the authors' code
+(horseee/dKV-Cache, commit 49a76fcc) does otherwise is under `parity`; docs/policies.md lists it.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from tiered.checks import check_integer, check_switch
+from tiered.names import unknown_name
 from tiered.policies.base import Policy, PolicyState
 from tiered.policies.recipe import Recipe, RecipeState
+from tiered.policies.regions import ShiftCaching
 from tiered.policies.schedule import check_interval
 
 
@@ -39,35 +42,39 @@ class _Delayed(Policy):
     Attributes:
         delay: forwards after its commit in which a token is still recomputed; 0 keeps what it was as a mask.
         refresh_interval: N, forwards of a sequence from one refresh to the next; None: only the first.
+        shift_caching: on a family with shifted predictions, the token whose commit lets a row be kept: its own
+            ("right"), the one that it predicts ("un": its own may still be a mask), or both ("un_right").
+        parity: as the authors' code. On a family with shifted predictions, "un" keeps the canvas's last row from the
+            third step on, mask or not.
     """
 
     delay: int = 1
     refresh_interval: int | None = 8
+    shift_caching: ShiftCaching = "un_right"
+    parity: bool = False
 
     def __post_init__(self) -> None:
         check_integer("delay", self.delay, least=0)
         check_interval("refresh_interval", self.refresh_interval)
+        if self.shift_caching not in get_args(ShiftCaching):
+            raise unknown_name("shift_caching", str(self.shift_caching), get_args(ShiftCaching))
+        check_switch("parity", self.parity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DKVDecode(_Delayed):
     """Prompt and decoded tokens are kept, and refreshed at the interval.
 
-    Attributes:
-        parity: count intervals within each block, and begin each with two full steps.
+    With `parity`, intervals are counted within each block, which begins with two full steps (on a family with shifted
+    predictions, one).
     """
 
     name: ClassVar[str] = "dkv_decode"
-    parity: bool = False
-
-    def __post_init__(self) -> None:
-        _Delayed.__post_init__(self)
-        check_switch("parity", self.parity)
 
     def start(self) -> PolicyState:
         return RecipeState(
             Recipe(
-                rows="undecided", delay=self.delay,
+                rows="undecided", delay=self.delay, shift_caching=self.shift_caching, wraps=self.parity,
                 prompt_interval=self.refresh_interval, response_interval=self.refresh_interval,
                 by_block=self.parity, full_steps=2 if self.parity else 0,
             )
@@ -92,7 +99,7 @@ class DKVPD(_Delayed):
     def start(self) -> PolicyState:
         return RecipeState(
             Recipe(
-                rows="undecided", delay=self.delay,
+                rows="undecided", delay=self.delay, shift_caching=self.shift_caching, wraps=self.parity,
                 prompt_interval=self.prompt_interval, response_interval=self.refresh_interval,
             )
         )  # fmt: skip

@@ -13,7 +13,7 @@ from tiered.branches.distance import Similarity
 from tiered.branches.verify import Verify
 from tiered.checks import check_integer, check_number, check_switch
 from tiered.features import Account, Feature
-from tiered.models.shape import ModelShape
+from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.names import unknown_name
 from tiered.planning.branch_costs import branch_pass_bytes
 from tiered.policies.base import Policy, PolicyState
@@ -35,6 +35,7 @@ class DLLMCache(Policy):
         seed: of random rows.
         parity: as the authors' code: values of all rows replace the cached ones wherever they are compared, the first
             layer renews the whole answer, and guidance is computed in the first five forwards, but not for a new block.
+            Where predictions are shifted, the row that predicts the answer's first token is as old as the prompt.
     """
 
     name: ClassVar[str] = "dllm_cache"
@@ -66,7 +67,10 @@ class DLLMCache(Policy):
         self, shape: ModelShape, *, batch: int, context: int, block_length: int, dtype: str, answer: int | None = None
     ) -> Mapping[Account, int]:
         rows = context if answer is None else answer
-        return {Account.ACTIVATIONS: branch_pass_bytes(shape, batch=batch, context=context, answer=rows, dtype=dtype)}
+        taken = branch_pass_bytes(shape, batch=batch, context=context, answer=rows, dtype=dtype)
+        if self.parity:  # what is kept of the row in front of the answer, where it predicts, and what that is made of
+            taken += 4 * batch * shape.prediction_shift * shape.width * BYTES_PER_ELEMENT[dtype]
+        return {Account.ACTIVATIONS: taken}
 
     def skips_guidance(self) -> bool:
         return self.guidance_interval > 1

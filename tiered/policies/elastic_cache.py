@@ -81,7 +81,7 @@ class _Elastic(PolicyState):
         self._tracked = Tracked(policy.tracked)
 
     def plan(self, step: Step) -> StepPlan:
-        full = due(self._policy.refresh_interval, step)
+        full = step.active if step.remasked else due(self._policy.refresh_interval, step)
         rows = step_rows(step, self._policy.window, self._tracked, full)
         kind = PassKind.REFRESH if rows.all_due else PassKind.UPDATE if any(full) else PassKind.STEP
         apart = Feature.HIDDEN in self._policy.host_features()

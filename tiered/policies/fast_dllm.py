@@ -1,13 +1,18 @@
 """The caches of Fast-dLLM (arXiv 2505.22618): a full pass at each block's start, then the block's rows alone.
 
-Semantics follow the authors' code at commit 2a2de8c: the pass that begins a block also commits tokens.
+Semantics follow the authors' code at commit 2a2de8c: the pass that begins a block also commits tokens. What it does
+otherwise where a family predicts a token from the row in front of it (Dream) is under `parity`.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
+from tiered.checks import check_switch
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
 from tiered.policies.schedule import check_interval
+from tiered.rows import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +22,16 @@ class _BlockCache(Policy):
     Attributes:
         refresh_interval: forwards from one full pass to the next within a block; None: only the block's first. With 1
             nothing is ever stale, and the answers equal those of `none`.
+        parity: as the authors' code where predictions are shifted: the pass that begins a block gives the logits of the
+            row in front of it alone, so it commits the block's first token, however unsure; steps leave that row out.
     """
 
     refresh_interval: int | None = None
+    parity: bool = False
 
     def __post_init__(self) -> None:
         check_interval("refresh_interval", self.refresh_interval)
+        check_switch("parity", self.parity)
 
     def refreshes(self, step: Step) -> bool:
         """Whether this step recomputes every row."""
@@ -55,8 +64,24 @@ class _Rows(PolicyState):
         self._whole_suffix = whole_suffix
 
     def plan(self, step: Step) -> StepPlan:
+        if self._policy.parity and step.first_row < step.start:
+            return self._first_token_first(step)
         length = step.canvas.length
         if self._policy.refreshes(step):
             return StepPlan.of_span(0, length, step, PassKind.REFRESH)
-        stop = length if self._whole_suffix else step.last_row
+        stop = length if self._whole_suffix else step.stop
         return StepPlan.of_span(step.first_row, stop, step, PassKind.STEP)
+
+    def _first_token_first(self, step: Step) -> StepPlan:
+        """The authors' rows where predictions are shifted. Those with logits are not the span that a step needs."""
+        row, start, length = step.first_row, step.start, step.canvas.length
+        # A rule may leave the first token open, and no step without the row in front predicts it.
+        if step.number == 0 or step.canvas.pending(start, start + 1).any():
+            columns, output, kind = [row, *range(row), *range(start, length)], 1, PassKind.REFRESH
+        elif self._policy.refreshes(step):
+            return StepPlan.of_span(0, length, step, PassKind.REFRESH)
+        else:
+            columns = [*range(start, length if self._whole_suffix else step.stop)]
+            output, kind = step.stop - start, PassKind.STEP
+        index = torch.tensor(columns, device=step.canvas.tokens.device).expand(step.canvas.batch, -1)
+        return StepPlan(Rows.at(index), slice(0, output), kind)

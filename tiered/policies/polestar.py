@@ -146,12 +146,13 @@ class _Drifting(PolicyState):
             self._since = None
             plan = StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH)
             return plan if self._cache is None else replace(plan, program=self._capture(step))
-        block = (step.first_row, step.last_row)
+        # The block's rows, and where predictions are shifted the row in front of them.
+        block = (step.first_row, step.stop)
         active, updating = block, [True] * step.canvas.batch
         if step.number:
             updating = self._due(step)
         else:
-            active = (step.first_row - (step.stop - step.start), step.last_row)
+            active = (step.first_row - (step.stop - step.start), step.stop)
         plan = StepPlan.of_span(*active, step, PassKind.STEP)
         if self._cache is None or not any(updating):
             return plan
@@ -177,6 +178,8 @@ class _Drifting(PolicyState):
 
     def _refreshes(self, step: Step) -> bool:
         policy, cache = self._policy, self._cache
+        if step.remasked:
+            return True
         if policy.refresh_interval is not None:
             return step.number % policy.refresh_interval == 0
         drifting = policy.refresh == "drift" and cache is not None and bool(cache.states)
@@ -198,7 +201,7 @@ class _Drifting(PolicyState):
 
     def _capture(self, step: Step) -> Refresh:
         assert self._cache is not None, "only a policy with clusters captures them"
-        first, last, length = step.first_row, step.last_row, step.canvas.length
+        first, last, length = step.first_row, step.stop, step.canvas.length
         before, behind = (length, length)
         if self._policy.window_blocks is not None:
             before, behind = ((step.stop - step.start) * blocks for blocks in self._policy.window_blocks)

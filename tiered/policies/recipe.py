@@ -23,16 +23,20 @@ class Recipe:
             ("answer"); pending tokens and those committed in the last `delay` forwards ("undecided"); or tokens that
             are committed next, those committed last, and a `window` around them ("upcoming").
         delay: forwards after its commit in which an undecided row is still recomputed.
+        shift_caching, wraps: which tokens of a row these are: see `tiered.policies.regions.undecided`.
         window: rows around each committed one.
         prompt_interval, response_interval: when all rows of the prompt, and all rows behind it, are renewed.
         next_block_interval: steps of a block from one renewal of the next block to another; None: none.
         by_block: intervals count the steps of a block, and start anew with each.
-        full_steps: with `by_block`, steps at a block's beginning that recompute every row.
+        full_steps: with `by_block`, steps at a block's beginning that recompute every row; one at most on a family with
+            shifted predictions.
         window_of_masks: the window is counted as the authors of dKV-Cache do: see `tiered.policies.mask_window`.
     """
 
     rows: RowsOf
     delay: int = 1
+    shift_caching: regions.ShiftCaching = "un_right"
+    wraps: bool = False
     window: int = 0
     prompt_interval: Interval = "block"
     response_interval: Interval = "block"
@@ -50,19 +54,23 @@ class RecipeState(PolicyState):
 
     def plan(self, step: Step) -> StepPlan:
         recipe = self._recipe
-        beginning = recipe.by_block and step.number < recipe.full_steps
+        full_steps = min(1, recipe.full_steps) if step.first_row < step.start else recipe.full_steps
+        beginning = recipe.by_block and step.number < full_steps
         of_prompt, of_answer = (
             step.active if beginning else due(interval, step, by_block=recipe.by_block)
             for interval in (recipe.prompt_interval, recipe.response_interval)
         )
         interval = recipe.next_block_interval
         beyond = interval is not None and step.number > 0 and step.number % interval == 0
-        kind = PassKind.UPDATE if any(of_prompt) or any(of_answer) or beyond else PassKind.STEP
+        renews = any(of_prompt) or any(of_answer) or beyond or step.remasked
+        kind = PassKind.UPDATE if renews else PassKind.STEP
         if recipe.rows == "answer":
             of_answer = step.active
         if of_prompt == of_answer == step.active:
             return StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH)
         renewed = [regions.prompt(step, of_prompt), regions.answer(step, of_answer)]
+        if step.remasked:
+            renewed.append(regions.Region(0, step.start, step.active))
         mask = upcoming = None
         if of_answer != step.active:
             match recipe.rows:
@@ -71,7 +79,7 @@ class RecipeState(PolicyState):
                 case "suffix":
                     renewed.append(regions.suffix(step))
                 case "undecided":
-                    mask = regions.undecided(step, recipe.delay)
+                    mask = regions.undecided(step, recipe.delay, recipe.shift_caching, wraps=recipe.wraps)
                 case "upcoming":
                     mask, upcoming = self._around(step)
         plan = regions.plan_of(step, renewed, mask, kind, upcoming)

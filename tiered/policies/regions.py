@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,8 @@ from torch import Tensor
 from tiered.decoding.canvas import PROMPT
 from tiered.policies.base import PassKind, Step, StepPlan
 from tiered.rows_where import rows_where
+
+ShiftCaching = Literal["un", "un_right", "right"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +36,9 @@ def answer(step: Step, sequences: tuple[bool, ...]) -> Region:
 
 
 def block(step: Step, blocks_behind: int = 0) -> Region:
-    """The rows of the current block and of the next `blocks_behind`, of every active sequence."""
-    stop = step.last_row + blocks_behind * (step.stop - step.start)
+    """The rows of the current block, with the one in front where that predicts, and of the next `blocks_behind`, of
+    every active sequence."""
+    stop = step.stop + blocks_behind * (step.stop - step.start)
     return Region(step.first_row, min(stop, step.canvas.length), step.active)
 
 
@@ -43,10 +47,28 @@ def suffix(step: Step) -> Region:
     return Region(step.first_row, step.canvas.length, step.active)
 
 
-def undecided(step: Step, delay: int) -> Bool[Tensor, "batch length"]:
-    """Rows of tokens that are pending, or were committed in the last `delay` forwards of their sequence."""
-    dates = step.canvas.committed_at
-    return (dates >= _clock(step) - delay) & (dates != PROMPT)
+def undecided(
+    step: Step, delay: int, shift_caching: ShiftCaching = "un_right", *, wraps: bool = False
+) -> Bool[Tensor, "batch length"]:
+    """Rows of tokens that are pending, or were committed in the last `delay` forwards of their sequence.
+
+    Args:
+        shift_caching: where a row predicts the token behind its own: whether its own token counts ("right"), the
+            predicted one ("un"), or both ("un_right"). The last row predicts nothing; its own token counts.
+        wraps: with "un", the last row is taken to predict the first token, except in a sequence's first forwards, as
+            the authors' code of dKV-Cache does.
+    """
+    dates, clock = step.canvas.committed_at, _clock(step)
+    own = (dates >= clock - delay) & (dates != PROMPT)
+    shift = step.start - step.first_row
+    if not shift or shift_caching == "right":
+        return own
+    predicted = torch.cat([own[:, shift:], own[:, -shift:]], dim=1)
+    if shift_caching == "un_right":
+        return own | predicted
+    if wraps:
+        predicted[:, -shift:] &= clock <= delay
+    return predicted
 
 
 def just_committed(step: Step) -> Bool[Tensor, "batch length"]:

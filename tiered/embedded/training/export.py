@@ -8,11 +8,11 @@ from typing import Any
 from safetensors.torch import save_file
 
 from tiered.embedded.tokenizer import save_tokenizer
-from tiered.models.llada import LLaDA
+from tiered.models.base import DiffusionModel
 from tiered.whole_file import write_then_rename
 
 
-def export(model: LLaDA, config: Mapping[str, Any], directory: Path, report: Mapping[str, Any]) -> None:
+def export(model: DiffusionModel, config: Mapping[str, Any], directory: Path, report: Mapping[str, Any]) -> None:
     """Write weights, config.json, the tokenizer's files, and `report` as training.json.
 
     Only where the caller says: the package's own assets belong to the model that docs/embedded-model.md describes.

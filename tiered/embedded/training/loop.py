@@ -13,7 +13,7 @@ from tiered.embedded.scoring import score_examples
 from tiered.embedded.tasks import TASKS, sample
 from tiered.embedded.tokenizer import save_tokenizer
 from tiered.embedded.training.trainer import Trainer
-from tiered.models.llada import LLaDA
+from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import load_tokenizer
 from tiered.policies.none import NoCache
 from tiered.runtime import Runtime
@@ -64,11 +64,12 @@ def train(
 
 
 def validate(
-    model: LLaDA, tokenizer: PreTrainedTokenizerBase, *, examples: int, first: int, lookup: int
+    model: DiffusionModel, tokenizer: PreTrainedTokenizerBase, *, examples: int, first: int, lookup: int
 ) -> dict[str, float]:
     """Exact match by task: validation examples `first` to `first + examples - 1`, lookups of `lookup` prompt tokens.
 
-    One token a forward without a cache, canvas and block of 32, as the runtime decodes for everybody.
+    One token a forward without a cache, canvas and block of 32, as the runtime decodes for everybody: under masks it
+    fixes the surest, under uniform noise it rewrites the one that the model would most like to change.
     """
     runtime = Runtime(model, policy=NoCache(), tokenizer=tokenizer)
     scores = {}

@@ -1,4 +1,4 @@
-"""The losses: cross entropy of masked tokens, and two auxiliary ones without which lookup and chain stay at chance.
+"""The losses: cross entropy of the tokens asked for, and auxiliary ones without which lookup and chain stay at chance.
 
 The auxiliary losses show two attention heads where a wanted digit stands, and ask rows, through linear probes, for
 what their digit follows from. They add nothing to the model: the probes are dropped at export.
@@ -10,10 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tiered.embedded.tasks import KEY_TOKENS, LOOKUP_FRAME_TOKENS, PAIR_TOKENS
-from tiered.embedded.training.batches import CHAIN_ID, EQUALS_ID, MASK_ID, Batch
+from tiered.embedded.training.batches import CHAIN_ID, EQUALS_ID, Batch
 from tiered.embedded.training.lookup_batches import TABLE_START
 from tiered.embedded.training.model import Tap
-from tiered.models.llada import LLaDA
+from tiered.embedded.training.noise import Noised
+from tiered.models.base import DiffusionModel
 
 # The layer whose rows, queries and keys the auxiliary losses read, and the heads that are shown where to look; left
 # alone, heads stayed at the mean of all values.
@@ -23,8 +24,8 @@ AUXILIARY_WEIGHT = 0.3
 LOOKUP_FACTS, CHAIN_FACTS = 2, 4
 
 
-def masked_loss(
-    model: LLaDA,
+def token_loss(
+    model: DiffusionModel,
     hidden: Float[Tensor, "batch rows width"],
     target: Int[Tensor, "batch rows"],
     weight: Float[Tensor, "batch rows"],
@@ -32,31 +33,32 @@ def masked_loss(
     """Weighted mean cross entropy of the tokens whose weight is above 0, in nats; `hidden` is behind the last layer."""
     picked = weight > 0
     loss = F.cross_entropy(model.logits(hidden[picked]), target[picked], reduction="none") * weight[picked]
-    # A batch may have hardly any mask: the floor keeps it from weighing as much as all others.
+    # A batch may ask for hardly anything: the floor keeps it from weighing as much as all others.
     return loss.sum() / weight.sum().clamp(min=0.1)
 
 
-def pointer_losses(batch: Batch, noised: Int[Tensor, "batch length"], probe: nn.Linear, tap: Tap) -> dict[str, Tensor]:
+def pointer_losses(batch: Batch, noised: Noised, probe: nn.Linear, tap: Tap) -> dict[str, Tensor]:
     """Of a batch of lookups, all with one prompt and one answer length.
 
-    `look`: cross entropy of attention, where a masked digit shall look at its own digit in the table. `know`: what the
-    probe reads in the row of a digit, which is the key before it; rows can be compared by key only once they know it.
+    `look`: cross entropy of attention, where a digit that is asked for shall look at its own digit in the table.
+    `know`: what the probe reads in the row of a digit, which is the key before it; rows can be compared by key only
+    once they know it.
     """
     prompt, answer, rows = int(batch.prompt[0]), int(batch.answer[0]), len(batch.ids)
-    asked = answer // PAIR_TOKENS
-    count = (prompt - LOOKUP_FRAME_TOKENS - KEY_TOKENS * asked) // PAIR_TOKENS
+    keys = answer // PAIR_TOKENS
+    count = (prompt - LOOKUP_FRAME_TOKENS - KEY_TOKENS * keys) // PAIR_TOKENS
     table = batch.ids[:, TABLE_START : TABLE_START + PAIR_TOKENS * count].view(rows, 1, count, PAIR_TOKENS)
-    wanted = batch.ids[:, prompt : prompt + answer].view(rows, asked, 1, PAIR_TOKENS)
+    wanted = batch.ids[:, prompt : prompt + answer].view(rows, keys, 1, PAIR_TOKENS)
     same_key = (table[..., :KEY_TOKENS] == wanted[..., :KEY_TOKENS]).all(-1)
-    pair = same_key.float().argmax(-1)  # [batch, asked]: the wanted pair's number in the table
+    pair = same_key.float().argmax(-1)  # [batch, keys]: the wanted pair's number in the table
     digits = torch.arange(PAIR_TOKENS - 2, PAIR_TOKENS)
     target = (TABLE_START + PAIR_TOKENS * pair[..., None] + digits).flatten(1)
-    answer_starts = prompt + PAIR_TOKENS * torch.arange(asked)
+    answer_starts = prompt + PAIR_TOKENS * torch.arange(keys)
     slots = (answer_starts[:, None] + digits).flatten()
-    hidden = noised[:, slots] == MASK_ID
+    asked = noised.asked[:, slots]
     heads = list(POINTER_HEADS)
     scores = tap.queries[:, heads][:, :, slots] @ tap.keys[:, heads].mT / tap.queries.shape[-1] ** 0.5
-    look = torch.stack([mean_cross_entropy(scores[:, head][hidden], target[hidden]) for head in range(len(heads))])
+    look = torch.stack([mean_cross_entropy(scores[:, head][asked], target[asked]) for head in range(len(heads))])
     starts = torch.cat([TABLE_START + PAIR_TOKENS * torch.arange(count), answer_starts])
     known = probe(tap.hidden[:, (starts[:, None] + digits).flatten()]).view(rows, len(starts), 2, LOOKUP_FACTS, -1)
     letters = batch.ids[:, (starts[:, None] + torch.arange(KEY_TOKENS)).flatten()].view(
@@ -66,14 +68,14 @@ def pointer_losses(batch: Batch, noised: Int[Tensor, "batch length"], probe: nn.
     return {"look": look.mean(), "know": know}
 
 
-def operand_losses(batch: Batch, noised: Int[Tensor, "batch length"], probe: nn.Linear, tap: Tap) -> dict[str, Tensor]:
-    """Of a batch of short tasks. `operands`: what the probe reads in the rows of a chain's hidden total, which is what
-    the total follows from, as far as that is in sight: sign, operand, and the total before."""
+def operand_losses(batch: Batch, noised: Noised, probe: nn.Linear, tap: Tap) -> dict[str, Tensor]:
+    """Of a batch of short tasks. `operands`: what the probe reads in the rows of a chain's total, which is what it
+    follows from, as far as that is in sight: sign, operand, and the total before."""
     ids, place = batch.ids, batch.places()
     chain = ids[:, 1:2] == CHAIN_ID
     row, at = (chain & (place >= 3) & F.pad(ids == EQUALS_ID, (1, -1))).nonzero(as_tuple=True)  # tens of totals
     before = torch.where(place[row, at] == 3, 2, at - 5)  # tens of the totals before: the first stands in the prompt
-    usable = (noised[row, at] == MASK_ID) & (noised[row, before] != MASK_ID) & (noised[row, before + 1] != MASK_ID)
+    usable = noised.asked[row, at] & ~noised.hidden[row, before] & ~noised.hidden[row, before + 1]
     row, at, before = row[usable], at[usable], before[usable]
     facts = torch.stack([ids[row, at - 3], ids[row, at - 2], ids[row, before], ids[row, before + 1]], 1)
     both = torch.stack([tap.hidden[row, at], tap.hidden[row, at + 1]], 1)

@@ -6,7 +6,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from tiered.models.llada import LLaDA
+from tiered.models.base import DiffusionModel
 
 MUON_RATE, ADAM_RATE = 0.007, 2e-3
 WARMUP_STEPS, DECAY_SHARE = 60, 0.2
@@ -59,9 +59,10 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     return x
 
 
-def optimizers(model: LLaDA, probes: nn.Module) -> dict[str, torch.optim.Optimizer]:
+def optimizers(model: DiffusionModel, probes: nn.Module) -> dict[str, torch.optim.Optimizer]:
     """The optimizers of all parameters, by name. The probes' rate does not follow the schedule."""
-    matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim == 2]
+    layers = next(child for child in model.children() if isinstance(child, nn.ModuleList))
+    matrices = [linear.weight for linear in layers.modules() if isinstance(linear, nn.Linear)]
     chosen = set(map(id, matrices))
     rest = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
     return {

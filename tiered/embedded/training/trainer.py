@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiered.embedded.training.batches import MASK_ID, Batch, mask
+from tiered.embedded.training.batches import Batch
 from tiered.embedded.training.checkpoint import (
     load_checkpoint,
     optimizer_tensors,
@@ -26,18 +26,19 @@ from tiered.embedded.training.checkpoint import (
     save_checkpoint,
     under,
 )
-from tiered.embedded.training.curriculum import Curriculum
+from tiered.embedded.training.curriculum import LOOKUP_LEARNED, Curriculum
 from tiered.embedded.training.lookup_batches import lookup_batch
 from tiered.embedded.training.losses import (
     AUXILIARY_WEIGHT,
     CHAIN_FACTS,
     LOOKUP_FACTS,
     POINTER_LAYER,
-    masked_loss,
     operand_losses,
     pointer_losses,
+    token_loss,
 )
 from tiered.embedded.training.model import forward, new_model
+from tiered.embedded.training.noise import process_of
 from tiered.embedded.training.optimizer import optimizers, set_rate
 from tiered.embedded.training.settings import Settings, Standing
 from tiered.embedded.training.short_batches import ShortBatches
@@ -76,6 +77,7 @@ class Trainer:
                 {"short": nn.Linear(width, CHAIN_FACTS * vocab), "lookup": nn.Linear(width, LOOKUP_FACTS * vocab)}
             )
         self._short = ShortBatches(settings.seed, settings.short_tokens)
+        self._process = process_of(self.model.shape)
         self._optimizers = optimizers(self.model, self._probes)
         self._parameters = [*self.model.parameters(), *self._probes.parameters()]
 
@@ -85,8 +87,8 @@ class Trainer:
         One batch a core beats two cores on one batch by a third: the matrices are small.
         """
         began, standing = time.perf_counter(), self.standing
-        lookup_loss = standing.losses.get("lookup", math.inf)
-        self.curriculum = self.curriculum.advanced(standing.step, self.settings.grow, lookup_loss)
+        learned = standing.losses.get("lookup", math.inf) < LOOKUP_LEARNED[self.model.shape.noise]
+        self.curriculum = self.curriculum.advanced(standing.step, self.settings.grow, learned)
         for part in pool.map(self._part, ("short", "lookup")):
             standing.tokens += part.tokens
             for name, loss in part.losses.items():
@@ -121,12 +123,14 @@ class Trainer:
         )
 
     def losses(self, stream: str, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
-        """Of a batch under masks from `generator`: the masked loss under the stream's name, then auxiliary ones."""
-        noised, weight = mask(batch, generator)
+        """Of a batch under noise from `generator`: the tokens' loss under the stream's name, then auxiliary ones."""
+        noised = self._process(batch, generator)
         first = int(batch.prompt.min())
-        hidden, tap = forward(self.model, noised, batch.positions, first=first, tap_layer=POINTER_LAYER)
-        losses = {stream: masked_loss(self.model, hidden, batch.ids[:, first:], weight[:, first:])}
-        if bool((noised == MASK_ID).any()):
+        hidden, tap = forward(
+            self.model, noised.ids, batch.positions, clean=noised.clean, first=first, tap_layer=POINTER_LAYER
+        )
+        losses = {stream: token_loss(self.model, hidden, batch.ids[:, first:], noised.weight[:, first:])}
+        if bool(noised.asked.any()):
             auxiliary = operand_losses if stream == "short" else pointer_losses
             probe = self._probes[stream]
             assert isinstance(probe, nn.Linear)

@@ -1,0 +1,191 @@
+"""What official code answers on Dream: logits, `diffusion_generate`, and the caches of three groups of authors."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import tiered
+from tiered.commit import timestep
+from tiered.commit.base import Candidates
+from tiered.decoding import sampling
+from tiered.output import GenerationOutput
+from tiered.runtime import Runtime
+
+GOLDENS = Path(__file__).parent / "goldens" / "dream"
+LOGITS = load_file(GOLDENS / "logits.safetensors")
+PARTS = ("sampling", "dkv_cache", "dllm_cache", "fast_dllm")
+RECORDED: dict[str, dict[str, dict[str, Any]]] = {
+    part: json.loads((GOLDENS / f"{part}.json").read_text()) for part in PARTS
+}
+SEQUENCES = {part: load_file(GOLDENS / f"{part}.safetensors") for part in PARTS}
+# Those that draw random numbers come out if numbers are drawn from torch's stream as there: `test_drawn_sequences`.
+CASES = [(part, case) for part, cases in RECORDED.items() for case in cases if "seed0" not in case]
+DKV_CACHE = {"decoded": "dkv_decode", "prefill": "dkv_prefill", "pd": "dkv_pd"}
+
+
+@pytest.fixture(scope="module")
+def runtimes() -> dict[str, Runtime]:
+    return {
+        name: tiered.from_pretrained(GOLDENS / name, policy="none", dtype="float32")
+        for name in ("dream_tiny", "dream_tiny7")
+    }
+
+
+@pytest.mark.parametrize("case", ["noMask", "promptPlusMask", "leftPad"])
+def test_logits(runtimes: dict[str, Runtime], case: str):
+    ids = LOGITS[f"dream_tiny.{case}.input_ids"].long()
+    mask = LOGITS.get(f"dream_tiny.{case}.attention_mask_2d")
+    logits, rows = runtimes["dream_tiny"].logits(ids, mask), (torch.ones_like(ids) if mask is None else mask).bool()
+    torch.testing.assert_close(logits[rows], LOGITS[f"dream_tiny.{case}.logits"][rows], atol=5e-4, rtol=1e-4)
+
+
+def test_hidden_states(runtimes: dict[str, Runtime]):
+    states = runtimes["dream_tiny"].hidden_states(LOGITS["dream_tiny.promptPlusMask.input_ids"].long())
+    assert len(states) == 4
+    for layer, state in enumerate(states):
+        expected = LOGITS[f"dream_tiny.promptPlusMask.hidden.{layer}"]
+        torch.testing.assert_close(state, expected, atol=5e-4, rtol=1e-4)
+
+
+def without_repeats(states: list[Tensor]) -> Tensor:
+    kept = states[:1]
+    for state in states[1:]:
+        if not torch.equal(state, kept[-1]):
+            kept.append(state)
+    return torch.stack(kept)
+
+
+def policy_of(part: str, case: str, recorded: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The policy that a recorded case ran under; its arguments leave `options`."""
+    if part == "dkv_cache":
+        used, kind, interval, shift = (
+            options.pop(name, None) for name in ("use_cache", "cache_type", "cache_steps", "shift_type")
+        )
+        if not used:
+            return "none", {}
+        official = {"refresh_interval": interval, "shift_caching": shift, "parity": True}
+        return DKV_CACHE[kind], {} if kind == "prefill" else official
+    if part == "dllm_cache":
+        names = ("prompt_interval", "response_interval", "update_ratio")
+        return "dllm_cache", {**dict(zip(names, recorded["Kp_Kr_rho_Kcfg"], strict=True)), "parity": True}
+    if part == "fast_dllm":
+        options.pop("block", None)
+        dual = options.pop("dual_cache", None)
+        if dual is not None:
+            return ("fast_dllm_dual" if dual else "fast_dllm_prefix"), {"parity": True}
+    return "none", {}
+
+
+def generate(
+    runtimes: dict[str, Runtime], part: str, case: str, **changed: Any
+) -> tuple[GenerationOutput, dict[str, Any]]:
+    """The recorded call of `case`, with other options of its policy; and what was recorded."""
+    recorded, tensors = RECORDED[part][case], SEQUENCES[part]
+    options = dict(recorded["gen"] if part == "dllm_cache" else recorded["kwargs"])
+    policy, policy_options = policy_of(part, case, recorded, options)
+    out = (
+        runtimes[case.split(".")[0]]
+        .with_policy(policy, **{**policy_options, **changed})
+        .generate(
+            tensors[f"{case}.prompt"].long(),
+            attention_mask=tensors.get(f"{case}.attention_mask"),
+            stop_at_eos=False,
+            output_history=True,
+            **options,
+        )
+    )
+    return out, recorded
+
+
+@pytest.mark.parametrize(("part", "case"), CASES, ids=[f"{part}-{case}" for part, case in CASES])
+def test_sequences(runtimes: dict[str, Runtime], part: str, case: str):
+    out, recorded = generate(runtimes, part, case)
+    tensors = SEQUENCES[part]
+    prompt, states = tensors[f"{case}.prompt"], list(tensors[f"{case}.history"])
+    # Recorded after each step, whether it changed anything or not, and mostly without what there was at first.
+    first = torch.cat([prompt, prompt.new_full((len(prompt), states[0].shape[1] - prompt.shape[1]), 511)], dim=1)
+    assert out.history is not None
+    assert torch.equal(torch.stack(out.history).int(), without_repeats([first, *states]))
+    assert torch.equal(out.sequences.int(), tensors[f"{case}.final"])
+    # One state a step, where the first is not among them.
+    assert out.num_forwards == recorded.get("n_forward", len(states))
+    if "fwd_seq_lens" in recorded:
+        assert out.rows_per_forward == recorded["fwd_seq_lens"]
+
+
+def test_drawn_sequences(runtimes: dict[str, Runtime], monkeypatch: pytest.MonkeyPatch):
+    # Here every sequence has streams of its own; there one stream serves the batch, and is read by `multinomial`.
+    def drawn_tokens(
+        logits: Tensor, least: Tensor | None, sequence: int, rows: Tensor, mask: int, temperature: float, *_: object
+    ) -> Tensor:
+        allowed = logits[sequence, rows]
+        if least is not None:
+            allowed = allowed.masked_fill(allowed < least[sequence, rows][:, None], -torch.inf)
+        return torch.multinomial((allowed / temperature).softmax(-1), 1, replacement=True)[:, 0]
+
+    def drawn_columns(self: Any, candidates: Candidates) -> Candidates:
+        # The official call names as many columns as the step fixes; the order in which they come ranks them here.
+        count = int((self._masks.float() * self._shares[self._step - 1]).long())
+        chances = torch.zeros(1, 56)
+        chances[:, 24:] = (candidates.confidence.float() / self._temperature).softmax(-1)
+        named = torch.multinomial(chances, count)[0] - 24 if count else []
+        ranked = torch.full_like(candidates.confidence, -torch.inf)
+        ranked[0, named] = 1.0
+        return replace(candidates, confidence=ranked)
+
+    monkeypatch.setattr(sampling, "_draw", drawn_tokens)
+    monkeypatch.setattr(timestep._DrawnShares, "_rank", drawn_columns)
+    drawn = [case for case in RECORDED["sampling"] if "seed0" in case]
+    assert len(drawn) == 2
+    for case in drawn:
+        tensors, options = SEQUENCES["sampling"], RECORDED["sampling"][case]["kwargs"]
+        torch.manual_seed(0)
+        out = runtimes["dream_tiny"].generate(
+            tensors[f"{case}.prompt"].long(), stop_at_eos=False, output_history=True, seed=0, **options
+        )
+        assert out.history is not None
+        assert torch.equal(torch.stack(out.history[1:]).int(), without_repeats(list(tensors[f"{case}.history"]))), case
+
+
+@pytest.mark.parametrize(
+    ("part", "case", "changed"),
+    [
+        # Why each piece of parity is there: without it, what was recorded does not come out.
+        ("dkv_cache", "dream_tiny.decode_s32_r8_un", {"parity": False}),
+        ("dkv_cache", "dream_tiny.decode_s32_r8_un", {"shift_caching": "un_right"}),
+        ("dkv_cache", "dream_tiny.decode_s32_r8_un", {"shift_caching": "right"}),
+        ("dkv_cache", "dream_tiny.pd_s32_r8_un", {"parity": False}),
+        ("dllm_cache", "dream_tiny7.Kp8_Kr4_rho0.25_entropy_s16", {"parity": False}),
+        ("fast_dllm", "dream_tiny.fastdllm.dual_thr0.9_b8", {"parity": False}),
+        ("fast_dllm", "dream_tiny.fastdllm.prefix_entropy_b8_s32", {"parity": False}),
+    ],
+)
+def test_parity_makes_a_difference(runtimes: dict[str, Runtime], part: str, case: str, changed: dict[str, Any]):
+    out, recorded = generate(runtimes, part, case, **changed)
+    same_tokens = torch.equal(out.sequences.int(), SEQUENCES[part][f"{case}.final"])
+    assert not (same_tokens and out.rows_per_forward == recorded.get("fwd_seq_lens", out.rows_per_forward))
+
+
+@pytest.mark.parametrize("policy", ["none", "fast_dllm_prefix", "fast_dllm_dual"])
+def test_a_block_s_first_token_is_a_candidate_like_others(runtimes: dict[str, Runtime], policy: str):
+    case = "dream_tiny.fastdllm.dual_thr0.9_b8"
+    prompt = SEQUENCES["fast_dllm"][f"{case}.prompt"].long()
+    out = runtimes["dream_tiny"].with_policy(policy).generate(
+        prompt, max_new_tokens=32, block_length=8, stop_at_eos=False, output_history=True
+    )  # fmt: skip
+    assert out.history is not None
+    fixed = [
+        int((now != before).nonzero()[0, 1]) - 24 for before, now in zip(out.history, out.history[1:], strict=False)
+    ]
+    assert sorted(fixed) == list(range(32))
+    first_of_blocks = [column % 8 for column in fixed[::8]]
+    assert any(first_of_blocks), first_of_blocks
+    # The row in front of the block, and all rows of the block, whose tokens change: its last row too.
+    kept = {"none": 56, "fast_dllm_dual": 9, "fast_dllm_prefix": 33}[policy]
+    assert out.rows_per_forward[1] == kept

@@ -1,0 +1,88 @@
+"""Polestar on Dream: with everything renewed it is the uncached model, with nothing the dual cache, and where hidden
+states lie and how they travel changes no bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiered
+from tiered.offload.delay import Point
+from tiered.offload.thread_transport import ThreadTransport
+from tiered.offload.transport import Lane, Transport
+from tiered.output import GenerationOutput
+from tiered.policies.polestar import Polestar
+from tiered.runtime import Runtime
+
+DREAM = Path(__file__).parent / "goldens" / "dream" / "dream_tiny"
+LENGTHS = (17, 9)
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return tiered.from_pretrained(DREAM, policy="none", dtype="float32")
+
+
+def generate(runtime: Runtime, **options: Any) -> GenerationOutput:
+    ids = torch.randint(0, 480, (2, 17), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[1, :8] = 0
+    sizes = {"max_new_tokens": 24, "block_length": 8, "stop_at_eos": False, "output_history": True}
+    return runtime.generate(ids, attention_mask=mask, **{**sizes, "steps": 12, **options})
+
+
+def history(out: GenerationOutput) -> Tensor:
+    assert out.history is not None
+    return torch.stack(out.history)
+
+
+EVERYTHING: dict[str, Any] = {"codec": "raw", "top_m": 1000, "update_threshold": 0}
+
+
+@pytest.mark.parametrize("refresh", ["full", "drift"])
+@pytest.mark.parametrize("call", [{}, {"cfg_scale": 0.7}, {"block_length": 4}], ids=["plain", "guided", "short"])
+def test_renewing_every_cluster_equals_none(runtime: Runtime, refresh: str, call: dict[str, Any]):
+    found = generate(runtime.with_policy("polestar", clusters=5, refresh=refresh, **EVERYTHING), **call)
+    assert torch.equal(history(found), history(generate(runtime, **call)))
+    assert found.passes["update"] >= 6
+
+
+def test_without_clusters_to_renew_it_is_the_dual_cache(runtime: Runtime):
+    found, dual = (
+        generate(runtime.with_policy(policy, **options))
+        for policy, options in (("polestar", {"top_m": 0}), ("fast_dllm_dual", {}))
+    )
+    assert torch.equal(history(found), history(dual)) and found.passes == dual.passes
+    assert found.rows_per_forward == dual.rows_per_forward
+
+
+def slow(point: Point, lane: Lane | None) -> float:
+    return 0.002
+
+
+TRANSPORTS: dict[str, Callable[[], Transport] | None] = {
+    "plain": None,
+    "delayed": lambda: ThreadTransport(delay=slow),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "raw": {"codec": "raw", "clusters": 5, "top_m": 2, "update_threshold": 0},
+    "raw, by drift": {"codec": "raw", "clusters": 9, "top_m": 3, "update_threshold": 1, "refresh": "drift"},
+    "delta": {"codec": "nvfp4_delta", "clusters": 5, "top_m": 1, "update_threshold": 0},
+}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_offloaded_is_resident(runtime: Runtime, options: str, transport: str):
+    host, device = (
+        Runtime(runtime.model, policy=Polestar(hidden_tier=tier, **OPTIONS[options]), transport=TRANSPORTS[transport])
+        for tier in ("host", "device")
+    )
+    left, right = generate(host), generate(device)
+    assert torch.equal(history(left), history(right))
+    assert [update.clusters for update in left.updates] == [update.clusters for update in right.updates]
+    assert [update.drift for update in left.updates] == [update.drift for update in right.updates]
+    assert left.passes["update"] > 3 and any(any(update.clusters) for update in left.updates)

@@ -1,0 +1,134 @@
+"""What reads attention on GIDD reads the family's own: the drift of the rule `drift_aware`, Elastic-Cache's weights."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiered
+from tiered.decoding.attention_drift import AttentionDrift
+from tiered.elastic import program, watching
+from tiered.elastic.attention import attention_received
+from tiered.elastic.queries import weights_of
+from tiered.forward import Forward
+from tiered.rows import Rows
+from tiered.runtime import Runtime
+
+CHECKPOINT = Path(__file__).parent / "goldens" / "gidd" / "gidd_tiny_unif"
+SIZES: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "stop_at_eos": False}
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory: pytest.TempPathFactory) -> Runtime:
+    """The checkpoint with masks for its noise, and sinks that draw attention."""
+    folder = tmp_path_factory.mktemp("gidd_tiny_mask")
+    config = json.loads((CHECKPOINT / "config.json").read_text()) | {"noise_type": -1000.0, "attn_soft_cap": 3.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").symlink_to(CHECKPOINT / "model.safetensors")
+    return tiered.from_pretrained(folder, policy="none", dtype="float32")
+
+
+def prompts(*pads: int) -> dict[str, Tensor]:
+    ids = torch.randint(2, 500, (len(pads), 15), generator=torch.Generator().manual_seed(0))
+    return {"inputs": ids, "attention_mask": (torch.arange(15) >= torch.tensor(pads)[:, None]).long()}
+
+
+def weights64(forward: Forward, layer: int, queries: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+    """Attention over the columns of `visible` [batch, rows, length], and over the sinks behind them."""
+    sinks = forward.model.sink_keys(layer)
+    cap = forward.model.shape.soft_cap
+    assert sinks is not None and cap is not None
+    scores = torch.cat([queries.double() @ keys.double().mT, queries.double() @ sinks.double().mT], dim=-1)
+    scores = cap * (scores / queries.shape[-1] ** 0.5 / cap).tanh()
+    hidden = torch.cat([~visible, visible.new_zeros(*visible.shape[:2], sinks.shape[1])], dim=-1)
+    return scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+
+
+def test_the_drift_of_rows(masked: Runtime, monkeypatch: pytest.MonkeyPatch):
+    kept: dict[int, Tensor] = {}
+    compared = []
+    observe, begin = AttentionDrift.observe, AttentionDrift.begin_step
+    forwards: list[Forward] = []
+    attention = Forward.attention
+
+    def watched_forward(forward: Forward, *given: Any) -> Tensor:
+        forwards.append(forward)
+        return attention(forward, *given)
+
+    def begun(drift: AttentionDrift, first_row: int, *, forget: list[bool]) -> None:
+        if all(forget):
+            kept.clear()
+        begin(drift, first_row, forget=forget)
+
+    def watched(drift: AttentionDrift, rows: Rows, queries: Tensor, keys: Tensor, mask: Tensor | None) -> None:
+        assert rows.count == 8 and mask is not None
+        observe(drift, rows, queries, keys, mask)
+        everything = mask[:, 0].expand(-1, 8, -1)
+        now = weights64(forwards[-1], forwards[-1].model.shape.layers - 1, queries, keys, everything)
+        if 0 in kept:
+            terms = (now * (now / kept[0]).log()).where(now > 0, 0.0)
+            torch.testing.assert_close(drift.drift.double(), terms.sum(-1).mean(1), rtol=1e-3, atol=1e-7)
+            compared.append(drift.drift)
+        kept[0] = now
+
+    monkeypatch.setattr(Forward, "attention", watched_forward)
+    monkeypatch.setattr(AttentionDrift, "observe", watched)
+    monkeypatch.setattr(AttentionDrift, "begin_step", begun)
+    masked.with_policy("fast_dllm_dual").generate(**prompts(0, 6), commit="drift_aware", **SIZES)
+    assert len(compared) > 6 and torch.stack(compared).max() > 1e-4
+
+
+@pytest.mark.parametrize("tracked", [1, 12])
+def test_weights_of_tracked_tokens_and_of_the_window(masked: Runtime, tracked: int, monkeypatch: pytest.MonkeyPatch):
+    final = open_ = 0
+
+    def watched(forward: Forward, layer: int, queries: Tensor, columns: Tensor) -> Tensor:
+        nonlocal final, open_
+        found = weights_of(forward, layer, queries, columns)
+        assert isinstance(forward.clean, int) and forward.clean >= 15 and forward.key_mask is not None
+        column = torch.arange(forward.length)
+        visible = (column < forward.clean) | (columns >= forward.clean)[..., None]
+        visible &= forward.key_mask[: len(columns), None]
+        expected = weights64(forward, layer, queries, forward.keys(layer)[: len(columns)], visible)[..., :-1]
+        there = (columns >= 0)[:, None, :, None].expand_as(found)
+        torch.testing.assert_close(found.double()[there], expected[there], rtol=1e-5, atol=1e-7)
+        final += int((there[:, 0, :, 0] & (columns < forward.clean)).sum())
+        open_ += int((columns >= forward.clean).sum())
+        return found
+
+    def received(queries: Tensor, counts: Tensor, keys: Tensor, mask: Tensor | None, *rest: Any, **own: Any) -> Tensor:
+        found = attention_received(queries, counts, keys, mask, *rest, **own)
+        assert mask is not None and own["soft_cap"] == 3.0
+        layer = next(n for n in range(4) if model.sink_keys(n).data_ptr() == own["sink_keys"].data_ptr())
+        forward: Any = SimpleNamespace(model=model)
+        visible = mask[:, None].expand(-1, queries.shape[2], -1)
+        expected = weights64(forward, layer, queries, keys, visible)[..., :-1]
+        expected = (expected * counts[:, None, :, None]).sum(dim=(1, 2))
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+        return found
+
+    model: Any = masked.model
+    monkeypatch.setattr(watching, "weights_of", watched)
+    monkeypatch.setattr(program, "weights_of", watched)
+    monkeypatch.setattr(watching, "attention_received", received)
+    options = {"window": 8, "tracked": tracked, "similarity_threshold": 0.999}
+    masked.with_policy("elastic_cache", **options).generate(**prompts(0, 6), steps=12, **SIZES)
+    assert final and (open_ or tracked == 1)
+
+
+@pytest.mark.parametrize("policy", ["elastic_cache", "dllm_cache"])
+def test_every_row_at_every_step_equals_none(masked: Runtime, policy: str):
+    options = (
+        {"refresh_interval": 1, "window": 24}
+        if policy == "elastic_cache"
+        else {"response_interval": 1, "prompt_interval": 1}
+    )
+    found, expected = (
+        runtime.generate(**prompts(0, 6), steps=12, **SIZES).sequences
+        for runtime in (masked.with_policy(policy, **options), masked)
+    )
+    assert torch.equal(found, expected)

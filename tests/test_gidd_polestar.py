@@ -1,0 +1,176 @@
+"""Polestar on GIDD: its laws under soft-capped scores, sink tokens and the noise mask, and what its clusters hold."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiered
+from tiered.features import Account
+from tiered.forward import Forward
+from tiered.hidden import layer_state
+from tiered.hidden.cache import HiddenCache
+from tiered.kernels.drift_reference import DriftReference
+from tiered.kernels.full_drift_ref import full_drift
+from tiered.models.shape import ModelShape
+from tiered.output import GenerationOutput
+from tiered.planning.tier_costs import TierCosts
+from tiered.policies.base import PassKind, Step
+from tiered.policies.registry import make_policy
+from tiered.runtime import Runtime
+
+GOLDENS = Path(__file__).parent / "goldens" / "gidd"
+EVERYTHING: dict[str, Any] = {"codec": "raw", "top_m": 1000, "update_threshold": 0}
+RULES: dict[str, dict[str, Any]] = {
+    "adaptive": {"commit": "adaptive", "tokens_per_step": 2, "block_steps": 6},
+    "ancestral": {"commit": "ancestral", "block_steps": 5, "temperature": 0.9},
+    "corrected": {"commit": "adaptive", "tokens_per_step": 3, "block_steps": 3, "correction_steps": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return tiered.from_pretrained(GOLDENS / "gidd_tiny_unif", dtype="float32")
+
+
+def generate(runtime: Runtime, policy: str, options: Mapping[str, Any], rule: str, **given: Any) -> GenerationOutput:
+    """Two prompts, one of them padded; three blocks of 8 with noise behind the last."""
+    ids = torch.randint(2, 500, (2, 15), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    sizes = {"max_new_tokens": 24, "block_length": 8, "trailing_noise": 16, "seed": 5, "stop_at_eos": False}
+    call = {**sizes, "output_history": True, **RULES[rule], **given}
+    return runtime.with_policy(policy, **options).generate(ids, attention_mask=mask, **call)
+
+
+def assert_same(one: GenerationOutput, other: GenerationOutput) -> None:
+    assert one.history is not None and other.history is not None
+    assert torch.equal(torch.stack(one.history), torch.stack(other.history))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("clusters", "refresh"), [(3, "full"), ("auto", "drift"), (9, "drift")])
+def test_renewing_every_cluster_at_every_step_equals_none(
+    runtime: Runtime, rule: str, clusters: int | str, refresh: str
+):
+    out = generate(runtime, "polestar", {"clusters": clusters, "refresh": refresh, **EVERYTHING}, rule)
+    assert_same(out, generate(runtime, "none", {}, rule))
+    # And not by chance: the dual cache, which renews nothing, gives other tokens.
+    assert out.passes["update"]
+    dual = generate(runtime, "fast_dllm_dual", {}, rule)
+    assert not torch.equal(out.sequences, dual.sequences)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_renewing_nothing_equals_the_dual_cache(runtime: Runtime, rule: str):
+    out = generate(runtime, "polestar", {"top_m": 0}, rule)
+    assert_same(out, generate(runtime, "fast_dllm_dual", {}, rule))
+
+
+@pytest.mark.parametrize("codec", ["raw", "nvfp4_delta"])
+def test_offloaded_equals_resident(runtime: Runtime, codec: str):
+    options = {"codec": codec, "clusters": 5, "top_m": 2, "update_threshold": 0}
+    host, device = (
+        generate(runtime, "polestar", {**options, "hidden_tier": t}, "adaptive") for t in ("host", "device")
+    )
+    assert_same(host, device)
+    assert [update.clusters for update in host.updates] == [update.clusters for update in device.updates]
+    assert host.memory.moved["host->device"] and not device.memory.moved.get("host->device")
+
+
+class Clusters:
+    """Where members stand after every forward, and how far from the block's start."""
+
+    def __init__(self, caches: Sequence[HiddenCache]) -> None:
+        self._caches, self.firsts = caches, []
+
+    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
+        return {}
+
+    def after_forward(self, step: Step, kind: PassKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
+        for state in self._caches[-1].states.values():
+            for columns in state.columns:
+                assert (columns >= step.stop).all() and len(columns) == forward.length - step.stop
+                self.firsts.append(int(columns.min()) - step.stop)
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[HiddenCache]:
+    """Every cache that begins a refresh."""
+    seen, begin = [], HiddenCache.begin
+
+    def watched(cache: HiddenCache, *rest: Any) -> None:
+        seen.append(cache)
+        begin(cache, *rest)
+
+    monkeypatch.setattr(HiddenCache, "begin", watched)
+    return seen
+
+
+@pytest.mark.parametrize("options", [{}, {"window_blocks": (2, 9)}, {"refresh": "drift"}])
+def test_what_is_final_is_in_no_cluster(runtime: Runtime, caches: list[HiddenCache], options: dict[str, Any]):
+    inspector = Clusters(caches)
+    generate(runtime, "polestar", {**options, "update_threshold": 0}, "adaptive", inspector=inspector)
+    assert set(inspector.firsts) == {0}
+
+
+def test_nothing_behind_the_last_block_makes_no_clusters(runtime: Runtime, caches: list[HiddenCache]):
+    options: dict[str, Any] = {"trailing_noise": 0, "max_new_tokens": 16}
+    out = generate(runtime, "polestar", EVERYTHING, "adaptive", **options)
+    assert_same(out, generate(runtime, "none", {}, "adaptive", **options))
+    assert out.passes["update"] and not caches[-1].states
+
+
+def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
+    """The first drift of every layer, against all keys of then and now with the cap and the sinks."""
+    before, expected = {}, []
+    of = layer_state._reference
+    assert runtime.model.shape.soft_cap and runtime.model.shape.sink_tokens
+
+    def made(forward: Forward, layer: int, queries: Tensor, *rest: Any) -> DriftReference:
+        reference = of(forward, layer, queries, *rest)
+        before.setdefault(layer, (queries.clone(), forward.keys(layer).clone(), forward, reference))
+        return reference
+
+    monkeypatch.setattr(layer_state, "_reference", made)
+    options = {"clusters": 4, "top_m": 1, "update_threshold": 0, "codec": "raw", "prefetch_layers": 0}
+    first: dict[int, Any] = {}
+
+    def measured(queries: Tensor, keys: Tensor, reference: DriftReference) -> Tensor:
+        from tiered.kernels.proxy_drift_ref import proxy_drift
+
+        found = proxy_drift(queries, keys, reference)
+        layer = len(first)
+        if layer < 3:
+            old_queries, old_keys, forward, _ = before[layer]
+            assert torch.equal(old_queries, queries)
+            shape, sinks = forward.model.shape, forward.model.sink_keys(layer)
+            mask = forward.key_mask
+            first[layer] = found
+            expected.append(full_drift(queries, forward.keys(layer), old_keys, mask, shape.soft_cap, sinks))
+        return found
+
+    monkeypatch.setattr("tiered.hidden.scoring.proxy_drift", measured)
+    generate(runtime, "polestar", options, "adaptive")
+    assert len(first) == 3
+    for layer, drift in first.items():
+        torch.testing.assert_close(drift, expected[layer], rtol=1e-4, atol=1e-8)
+        assert (drift > 1e-6).all()
+
+
+def test_rows_in_front_of_the_answer_are_not_booked(runtime: Runtime):
+    shape = runtime.model.shape
+    options = make_policy("polestar").hidden()
+    assert options is not None
+    sizes: dict[str, Any] = {"batch": 2, "block_length": 8, "dtype": "float32"}
+    whole, answer = (TierCosts.of(options, shape, context=512, answer=behind, **sizes) for behind in (None, 64))
+    alone = TierCosts.of(options, shape, context=64, **sizes)
+    assert answer.records == alone.records < whole.records / 5
+    assert answer.arena == alone.arena
+    # Families without the mask cluster the prompt as well.
+    seen = replace(shape, noise_masked=False)
+    assert TierCosts.of(options, seen, context=512, answer=64, **sizes).records == whole.records

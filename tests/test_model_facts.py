@@ -1,0 +1,44 @@
+"""The table of docs/models.md says what the code counts."""
+
+from pathlib import Path
+
+import pytest
+
+from tiered.byte_size import format_bytes
+from tiered.models.presets import PRESETS
+from tiered.offload.codec_bytes import Codec
+from tiered.planning.catalog import KnownModel, known_models
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+MODELS = {model.name: model for model in known_models() if model.name in PRESETS}
+
+
+def row(model: KnownModel) -> str:
+    hidden = (format_bytes(model.hidden_bytes_per_token[codec]) for codec in Codec)
+    cells = (
+        f"`{model.name}`", model.family, str(model.layers), format_bytes(model.kv_bytes_per_token), *hidden,
+        f"{100 * model.offload_saves:.0f} %",
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_page_has_the_row(name: str):
+    assert row(MODELS[name]) in PAGE.read_text().splitlines()
+
+
+def test_offload_saves_what_the_layouts_say():
+    # Keys and values of every head are twice the hidden states; Dream has 4 key heads of 28.
+    assert {name: round(model.offload_saves, 4) for name, model in MODELS.items()} == {
+        **dict.fromkeys(PRESETS, round(1 / 3, 4)),
+        "dream-7b": round(28 / (28 + 2 * 4), 4),
+    }
+
+
+def test_codecs_in_bytes_of_one_row():
+    # Counted by hand for Dream's 3584 elements: a byte and a scale; codes and block scales; a record's share beside.
+    hidden = MODELS["dream-7b"].hidden_bytes_per_token
+    assert hidden[Codec.RAW] == 28 * 3584 * 2
+    assert hidden[Codec.FP8] == 28 * (3584 + 4)
+    assert hidden[Codec.NVFP4] == 28 * (64 * (3584 // 2 + 3584 // 16) + 4) // 64
+    assert hidden[Codec.NVFP4_DELTA] == 28 * (64 * (3584 // 2 + 3584 // 16 + 2) + 4) // 64

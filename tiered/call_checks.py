@@ -1,0 +1,93 @@
+"""Whether options, model and policy of a call go together; whoever does not is named, with what would."""
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tiered.commit.registry import fitting_rules
+from tiered.models.base import DiffusionModel
+from tiered.models.shape import ModelShape
+from tiered.options import GenerationOptions
+from tiered.policies.base import Policy
+
+
+def check_call(chosen: GenerationOptions, model: DiffusionModel, policy: Policy, *, name: str) -> None:
+    """Raise `ValueError` where `chosen` asks for what the model, called `name`, or the policy cannot do."""
+    rule = chosen.rule()
+    if rule.rewrites and model.noise is None:
+        raise ValueError(
+            f"the commit rule {rule.name!r} follows the noise that models of GIDD are trained on; {name!r} knows masks "
+            f"alone, which go with {', '.join(fitting_rules('mask', rewriting=False))}"
+        )
+    if policy.needs_order() and chosen.remasking != "random":
+        masks = (
+            "" if model.shape.noise == "mask" else f", and a rule for masks: {name!r} knows {model.shape.noise} noise"
+        )
+        raise ValueError(
+            f"policy {policy.name!r} recomputes the tokens that a step will commit, so it must know them before: "
+            f"remasking = 'random' is allowed, not {chosen.remasking!r}, which decides on the logits{masks}"
+        )
+    seen = policy.logit_rows(chosen.block, chosen.block)
+    if rule.rewrites and seen < chosen.block:
+        raise ValueError(
+            f"policy {policy.name!r} looks at {seen} rows of a block in a step, but any of its {chosen.block} may be "
+            f"rewritten under the commit rule {rule.name!r}: a longer window or shorter blocks are allowed"
+        )
+    if chosen.correction_steps and model.shape.noise != "uniform":
+        raise ValueError(
+            f"correction_steps = {chosen.correction_steps} rewrites tokens, which models of uniform noise can; "
+            f"{name!r} knows masks alone, and allows 0"
+        )
+    if chosen.cfg_scale and model.shape.noise_masked:
+        raise ValueError(
+            f"cfg_scale = {chosen.cfg_scale} masks prompts, which {name!r} would take for final text; 0 is allowed"
+        )
+
+
+def read_prior(
+    prior: Tensor, shape: tuple[int, int], chosen: GenerationOptions, *, vocab_size: int
+) -> Int[Tensor, "batch noise"]:
+    """`prior`, checked: what answers begin as, of this shape.
+
+    Raises:
+        TypeError: no LongTensor.
+        ValueError: another shape, ids outside the vocabulary, or a commit rule that fixes tokens once for all.
+    """
+    if not isinstance(prior, Tensor) or prior.dtype != torch.long:
+        raise TypeError(f"prior is a LongTensor of shape {shape}, not {prior!r}")
+    rule = chosen.rule()
+    if not rule.rewrites:
+        raise ValueError(f"a prior goes with a commit rule that rewrites tokens, not with {rule.name!r}")
+    if prior.shape != shape:
+        raise ValueError(f"prior has the shape {tuple(prior.shape)}; {shape} is allowed")
+    least, most = int(prior.min()), int(prior.max())
+    if least < 0 or most >= vocab_size:
+        raise ValueError(f"prior holds ids from {least} to {most}; ids in [0, {vocab_size}) are allowed")
+    return prior
+
+
+def read_noise_mask(
+    noise_mask: Tensor | None, shape: ModelShape, size: tuple[int, int], device: torch.device
+) -> int | Int[Tensor, " batch"]:
+    """How many columns of each sequence are clean.
+
+    Raises:
+        TypeError: no tensor.
+        ValueError: a family without a noise mask, another size than (batch, length), values other than 0 and 1, or
+            clean tokens behind noisy ones.
+    """
+    if noise_mask is None:
+        return 0
+    if not shape.noise_masked:
+        raise ValueError(f"a noise_mask is for families whose clean tokens see clean ones alone, not {shape.family!r}")
+    if not isinstance(noise_mask, Tensor):
+        raise TypeError(f"noise_mask is a tensor of size {size}, not {noise_mask!r}")
+    if noise_mask.shape != size:
+        raise ValueError(f"noise_mask has the size {tuple(noise_mask.shape)}; {size} is allowed")
+    noisy = noise_mask.to(device) != 0
+    if not bool((noise_mask.to(device) == noisy).all()):
+        raise ValueError("noise_mask holds values other than 0 (clean) and 1 (noisy)")
+    clean = (~noisy).sum(dim=1)
+    if not torch.equal(noisy, torch.arange(size[1], device=device)[None] >= clean[:, None]):
+        raise ValueError("noise_mask has clean tokens behind noisy ones; clean ones stand in front")
+    return clean

@@ -1,0 +1,60 @@
+"""The noise that GIDD models are trained on (arXiv 2503.04482): tokens turn into others, or into masks, or both."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Schedule = Literal["cosine", "linear"]
+SCHEDULES: tuple[Schedule, ...] = ("cosine", "linear")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """A process between clean text at `max_log_snr` and pure noise at `min_log_snr`.
+
+    A token is what it was with probability σ(log-SNR), else noise: any token but the mask, all alike, with probability
+    σ(log-SNR + `shift`), else the mask.
+
+    Attributes:
+        shift: `noise_type` of config.json: far above 0 for uniform noise, far below for masks alone.
+        min_log_snr, max_log_snr: the ends.
+        vocab_size, mask_token_id: of the model.
+    """
+
+    shift: float
+    min_log_snr: float
+    max_log_snr: float
+    vocab_size: int
+    mask_token_id: int
+
+    def log_snrs(self, steps: int, schedule: Schedule) -> list[float]:
+        """The levels between which `steps` steps go, clean first: entry i is that of time i / steps.
+
+        The share of clean tokens falls linearly in time, or as a half wave of the cosine.
+        """
+        low, high = _sigmoid(self.min_log_snr), _sigmoid(self.max_log_snr)
+        levels = []
+        for number in range(steps + 1):
+            time = number / steps
+            left = 1 - time if schedule == "linear" else 0.5 + 0.5 * math.cos(math.pi * time)
+            clean = (high - low) * left + low
+            levels.append(min(max(math.log(clean / (1 - clean)), self.min_log_snr), self.max_log_snr))
+        return levels
+
+    def clean(self, log_snr: float) -> float:
+        """Probability that a token is what it was."""
+        return _sigmoid(log_snr)
+
+    def of_tokens(self, log_snr: float) -> float:
+        """Probability that noise, where it is, is a token and not the mask."""
+        return _sigmoid(log_snr + self.shift)
+
+    def probability(self, log_snr: float) -> tuple[float, float]:
+        """Probability that noise, where it is, is a given token; and that it is the mask."""
+        tokens = self.of_tokens(log_snr)
+        return tokens / (self.vocab_size - 1), 1 - tokens
+
+
+def _sigmoid(number: float) -> float:
+    # Of either sign without an overflow: shifts are about ±1000.
+    return 1 / (1 + math.exp(-number)) if number >= 0 else math.exp(number) / (1 + math.exp(number))
