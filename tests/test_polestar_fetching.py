@@ -261,9 +261,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What forwards were asked to read."""
     read, logits = [], Forward.logits
 
-    def noted(self: Forward, ids: Tensor, *rest: Any) -> Tensor:
+    def noted(self: Forward, ids: Tensor, *rest: Any, **named: Any) -> Tensor:
         read.append(ids)
-        return logits(self, ids, *rest)
+        return logits(self, ids, *rest, **named)
 
     monkeypatch.setattr(Forward, "logits", noted)
     return read

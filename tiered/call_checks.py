@@ -44,10 +44,8 @@ def check_call(chosen: GenerationOptions, model: DiffusionModel, policy: Policy,
         )
 
 
-def read_prior(
-    prior: Tensor, shape: tuple[int, int], chosen: GenerationOptions, *, vocab_size: int
-) -> Int[Tensor, "batch noise"]:
-    """`prior`, checked: what answers begin as, of this shape.
+def check_prior(prior: Tensor, shape: tuple[int, int], chosen: GenerationOptions, *, vocab_size: int) -> None:
+    """Check what answers are to begin as.
 
     Raises:
         TypeError: no LongTensor.
@@ -63,7 +61,6 @@ def read_prior(
     least, most = int(prior.min()), int(prior.max())
     if least < 0 or most >= vocab_size:
         raise ValueError(f"prior holds ids from {least} to {most}; ids in [0, {vocab_size}) are allowed")
-    return prior
 
 
 def read_noise_mask(

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tiered.call import CallSpace
-from tiered.call_checks import check_call, read_noise_mask, read_prior
+from tiered.call_checks import check_call, check_prior, read_noise_mask
 from tiered.commit.adaptive import Adaptive
 from tiered.decoding.canvas import Canvas
 from tiered.decoding.denoised import Denoised
@@ -115,7 +115,7 @@ class Runtime:
             what += f" and trailing_noise = {chosen.trailing_noise}"
         self._check_length(length, what)
         if prior is not None:
-            prior = read_prior(prior, (batch, behind), chosen, vocab_size=self.model.shape.vocab_size).to(self.device)
+            check_prior(prior, (batch, behind), chosen, vocab_size=self.model.shape.vocab_size)
         self.ledger.restart_peaks()
         restart_allocator_peak(self.device)
         sequences = 2 * batch if chosen.cfg_scale else batch
@@ -141,17 +141,13 @@ class Runtime:
             # A call that draws nothing leaves torch's default stream alone.
             draws = chosen.draws or (prior is None and self.model.shape.noise == "uniform")
             noise = SequenceNoise(chosen.seed if draws else 0, batch, self.device)
-            if prior is None and self.model.noise is not None:
-                prior = noise.prior(behind, self.model.noise)
-            elif prior is None:
-                prior = ids.new_full((batch, behind), self.model.mask_token_id)
             canvas = Canvas(
                 ids,
                 pads,
                 max_new_tokens=chosen.max_new_tokens,
                 block_length=chosen.block,
                 mask_token_id=self.model.mask_token_id,
-                prior=prior,
+                prior=self._prior(batch, behind, noise) if prior is None else prior.to(self.device),
             )
             if listener is not None:
                 listener.prompts(prompts.ids)
@@ -240,6 +236,12 @@ class Runtime:
                 if layer < shape.layers - 1:  # what comes out of the last layer is no layer's input
                     flow = forward.dense(layer, flow)
             return states
+
+    def _prior(self, batch: int, columns: int, noise: SequenceNoise) -> Int[Tensor, "batch columns"]:
+        """What answers begin as: the noise that the model knows."""
+        if self.model.noise is not None:
+            return noise.prior(columns, self.model.noise)
+        return torch.full((batch, columns), self.model.mask_token_id, device=self.device)
 
     def _read_ids(self, input_ids: Tensor, attention_mask: Tensor | None) -> Prompts:
         if not isinstance(input_ids, Tensor):
