@@ -9,11 +9,10 @@ from torch import Tensor
 
 from tiered.checks import check_integer, check_switch
 from tiered.commit.base import Candidates, CommitState
-from tiered.commit.rewriting import OpenBlock, RewritingRule, RewritingState
+from tiered.commit.rewriting import OpenBlock, RewritingRule, RewritingState, check_noise_schedule
 from tiered.decoding.sampling import proposals
 from tiered.decoding.sequence_noise import SequenceNoise
-from tiered.models.noise import SCHEDULES, Schedule
-from tiered.names import unknown_name
+from tiered.models.noise import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +46,6 @@ class Adaptive(RewritingRule):
 
     def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
         return _MostWanted(self, steps_per_block)
-
-
-def check_noise_schedule(schedule: str) -> None:
-    """Raise `ValueError` for what is no schedule."""
-    if schedule not in SCHEDULES:
-        raise unknown_name("noise_schedule", str(schedule), SCHEDULES)
 
 
 class _MostWanted(RewritingState):

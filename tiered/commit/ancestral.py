@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.commit.adaptive import check_noise_schedule
 from tiered.commit.base import Candidates, CommitState
-from tiered.commit.rewriting import OpenBlock, RewritingRule, RewritingState
+from tiered.commit.rewriting import OpenBlock, RewritingRule, RewritingState, check_noise_schedule
 from tiered.decoding.sampling import drawn_from
 from tiered.decoding.sequence_noise import SequenceNoise
 from tiered.models.noise import Noise, Schedule

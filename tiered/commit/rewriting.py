@@ -15,7 +15,8 @@ from torch import Tensor
 from tiered.commit.base import Candidates, CommitRule, CommitState
 from tiered.decoding.sampling_options import Sampling
 from tiered.decoding.sequence_noise import SequenceNoise
-from tiered.models.noise import Noise
+from tiered.models.noise import SCHEDULES, Noise
+from tiered.names import unknown_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,3 +65,9 @@ class RewritingRule(CommitRule):
 
     noise: ClassVar[frozenset[str]] = frozenset({"uniform", "mask"})
     rewrites: ClassVar[bool] = True
+
+
+def check_noise_schedule(schedule: str) -> None:
+    """Raise `ValueError` for what is no schedule."""
+    if schedule not in SCHEDULES:
+        raise unknown_name("noise_schedule", str(schedule), SCHEDULES)
