@@ -1,7 +1,6 @@
 """What a call books is what torch allocates: never less, and not much more."""
 
 import gc
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tiered.analysis.allocations import Allocations
 from tiered.budget import MemoryBudget
 from tiered.clustering import seeding, tiles
 from tiered.decoding.attention_drift import AttentionDrift
@@ -79,26 +77,6 @@ CASES = [
 ]
 
 
-class AllocatedBytes(TorchDispatchMode):
-    """Bytes of all storages that operations make, counted until they are freed; `peak` is the most at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        # What comes out as a view of what went in, weights for one, was there before.
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage())._cdata not in given:
-                self.held[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.held.pop, storage._cdata, None)
-                self.peak = max(self.peak, sum(self.held.values()))
-        return result
-
-
 # Hidden states in tiers: what a call holds depends on the clusters, and is booked for those that take most.
 # `EVERYTHING` renews all rows in every step. Then the bound is close, but where it counts finished blocks that are not
 # there yet; else it is loose by as much as an update passes over fewer rows.
@@ -148,7 +126,7 @@ def test_a_call_allocates_what_it_books(policy: str, model: str, call: str):
     if runtime.policy.needs_order():
         options["remasking"] = "random"
     gc.collect()
-    with AllocatedBytes() as allocated:
+    with Allocations() as allocated:
         out = runtime.generate(ids, **options)
     booked = out.memory.peak_device_bytes
     assert TIGHT * booked <= allocated.peak <= booked
@@ -174,7 +152,7 @@ def test_proposing_holds_no_more_than_is_booked(case: str, model: str, batch: in
     ids, generation = call_of(case)
     runtime = Runtime(random_model(**MODELS[model]), policy=make_policy("none"))
     gc.collect()
-    with AllocatedBytes() as allocated:
+    with Allocations() as allocated:
         out = runtime.generate(ids, **{**generation, "steps": 2})
     booked = out.memory.peak_device_bytes
     assert tight * booked <= allocated.peak <= booked
@@ -213,7 +191,7 @@ def test_a_call_over_chosen_rows_allocates_what_it_books(case: str, model: str, 
     ids, options = call_of(case)
     runtime = Runtime(random_model(**{**MODELS[model], "vocab_size": 1024}), policy=make_policy("dllm_cache", **policy))
     gc.collect()
-    with AllocatedBytes() as allocated:
+    with Allocations() as allocated:
         out = runtime.generate(ids, **options)
     booked = out.memory.peak_device_bytes
     assert tight * booked <= allocated.peak <= booked
@@ -262,7 +240,7 @@ def test_a_call_with_hidden_states_allocates_what_it_books(options: str, model: 
     ids, generation = call_of(call)
     runtime = Runtime(random_model(**{"n_layers": 4, **MODELS[model]}), policy=make_policy("polestar", **policy))
     gc.collect()
-    with AllocatedBytes() as allocated:
+    with Allocations() as allocated:
         out = runtime.generate(ids, **generation)
     booked = out.memory.peak_device_bytes
     assert tight * booked <= allocated.peak <= booked
@@ -298,7 +276,7 @@ def test_a_call_whose_features_are_streamed_allocates_what_it_books(policy: str,
     budget = MemoryBudget(device=least[Tier.DEVICE], host=least[Tier.HOST])
     runtime = Runtime(model, policy=made, ledger=Ledger(budget))
     gc.collect()
-    with AllocatedBytes() as allocated:
+    with Allocations() as allocated:
         out = runtime.generate(ids, **options)
     booked = out.memory.peak_device_bytes
     tight = TIGHT if made.hidden() is None else 0.7  # what clusters take is booked for those that take most
@@ -514,7 +492,7 @@ def test_a_call_with_capped_scores_allocates_what_it_books(
     made = make_policy(policy, **CAPPED[policy])
     runtime = Runtime(random_gidd(masks="masks" in call, **CAPPED_MODELS[model]), policy=made)
     gc.collect()
-    with AllocatedBytes() as allocated:
+    with Allocations() as allocated:
         out = runtime.generate(ids, **options)
     booked = out.memory.peak_device_bytes
     assert 0.75 * booked <= allocated.peak <= booked
@@ -549,7 +527,7 @@ def test_comparing_attention_allocates_what_its_chunk_says(
     drift.begin_step(9, forget=[True] * sequences)
     drift.observe(rows, queries, keys, None)
     drift.begin_step(9, forget=[False] * sequences)
-    with AllocatedBytes() as allocated:
+    with Allocations() as allocated:
         drift.observe(rows, queries, keys, None)
     assert not drift.drift.isnan().any()
     assert 0.8 * chunk.temporaries <= allocated.peak <= chunk.temporaries
@@ -582,7 +560,7 @@ def test_a_pass_that_widens_allocates_what_it_books(
     policy = make_policy("elastic_cache", hidden_tier="device", **options)
     runtime = Runtime(random_model(n_layers=4, **sizes), policy=policy)
     gc.collect()
-    with AllocatedBytes() as allocated:
+    with Allocations() as allocated:
         out = runtime.generate(ids, **generation)
     booked = out.memory.peak_device_bytes
     assert TIGHT * booked <= allocated.peak <= booked
@@ -592,7 +570,7 @@ def test_logits_allocate_what_they_book():
     runtime = Runtime(random_model(), policy=make_policy("none"))
     ids = torch.randint(0, 1000, (2, 200))
     runtime.ledger.restart_peaks()
-    with AllocatedBytes() as allocated:
+    with Allocations() as allocated:
         runtime.logits(ids)
     booked = runtime.ledger.report().peak_device_bytes
     assert TIGHT * booked <= allocated.peak <= booked

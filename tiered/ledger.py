@@ -27,6 +27,10 @@ class Ledger:
         """Bytes that `tier` holds now, in all or under one account."""
         return self._current[tier].total() if account is None else self._current[tier][account]
 
+    def accounts(self, tier: Tier) -> dict[Account, int]:
+        """Bytes that `tier` holds now, by account; those that hold none are left out."""
+        return {account: size for account, size in self._current[tier].items() if size}
+
     def allocate(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE, *, hint: str = "") -> None:
         """Book `amounts` (bytes by account) in `tier`: all of them, or none when they do not fit.
 
