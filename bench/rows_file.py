@@ -19,12 +19,32 @@ def weights_basis(model: str) -> dict[str, str]:
 
 
 def measured_before(path: Path, basis: dict[str, Any]) -> dict[str, Any]:
-    """What `path` holds, if it rests on `basis`; else no rows."""
+    """What `path` holds, if it rests on `basis`; else no rows.
+
+    Raises:
+        ValueError: as `read_rows`.
+    """
     if path.exists():
-        saved = json.loads(path.read_text())
+        saved = read_rows(path)
         if all(saved.get(key) == value for key, value in basis.items()):
             return saved
     return {"rows": []}
+
+
+def read_rows(path: Path, *, name: str = "rows", kind: type = list) -> dict[str, Any]:
+    """What `write_rows` has written, or another file of measurements with a `kind` of JSON under `name`.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file is no JSON, or has no `kind` under `name`.
+    """
+    try:
+        saved = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); move it away, or measure into another file") from error
+    if not isinstance(saved, dict) or not isinstance(saved.get(name), kind):
+        raise ValueError(f"{path} holds no {kind.__name__} of {name!r}; move it away, or measure into another file")
+    return saved
 
 
 def write_rows(path: Path, head: dict[str, Any], rows: list[dict[str, Any]], *, name: str = "rows") -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tiered.policies.base import Policy
 from tiered.policies.registry import POLICIES, PRESETS, make_policy
+from tiered.runtime import Runtime
 
 # Policies with a window of their own, which slides over an answer of one block.
 ONE_BLOCK = frozenset({"elastic_cache"})
@@ -47,6 +48,10 @@ class Variant:
     def make(self) -> Policy:
         """The policy."""
         return make_policy(self.policy, **self.given)
+
+    def answerer(self, runtime: Runtime) -> Runtime:
+        """`runtime` under the policy."""
+        return runtime.with_policy(self.make())
 
     def call(self, *, answer: int, block: int) -> dict[str, Any]:
         """Options of `generate` for `answer` tokens, in blocks of `block`."""

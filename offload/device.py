@@ -24,6 +24,12 @@ def pick_device(device: str | torch.device) -> torch.device:
     return picked
 
 
+def synchronize(device: torch.device) -> None:
+    """Block the host until `device` has done all that it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def restart_allocator_peak(device: torch.device) -> None:
     """Begin a new measurement of `allocator_peak`."""
     if device.type == "cuda":

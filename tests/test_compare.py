@@ -28,8 +28,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 def compare(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """bench/compare.py with two questions of two examples."""
     module = script("compare")
-    questions = (module.Question(task="sort", examples=1), module.Question(task="lookup", size=64, examples=2))
-    monkeypatch.setattr(module, "QUESTIONS", questions)
+    asked = script("comparing.questions")
+    questions = (asked.Question(task="sort", examples=1), asked.Question(task="lookup", size=64, examples=2))
+    monkeypatch.setattr(asked, "QUESTIONS", questions)
     return module
 
 
@@ -53,8 +54,9 @@ def run(compare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
             patch.setattr(sys, "argv", ["compare.py", "--out", str(path), "--policies", policies, *arguments])
             compare.main()
         saved = json.loads(path.read_text())
-        last = json.loads(capsys.readouterr().out.splitlines()[-1])
-        return SimpleNamespace(path=path, saved=saved, rows=saved["rows"], last=last, measured=measured)
+        told = capsys.readouterr()
+        last = json.loads(told.out.splitlines()[-1])
+        return SimpleNamespace(path=path, saved=saved, rows=saved["rows"], last=last, measured=measured, err=told.err)
 
     return once
 
@@ -84,7 +86,7 @@ def test_rows_are_kept_as_long_as_what_they_rest_on_is_the_same(
     changed = json.loads(other.path.read_text())
     changed["variants"]["fast_dllm_dual"]["options"]["refresh_interval"] = 3
     other.path.write_text(json.dumps(changed))
-    assert {name for name, _ in run("none,fast_dllm_dual").measured} == {"fast_dllm_dual"}
+    assert {name for name, _ in run("fast_dllm_dual,dkv_greedy").measured} == {"fast_dllm_dual", "dkv_greedy"}
     assert {name for name, _ in run("none", "--fresh").measured} == {"none"}
     # Other weights: all go.
     changed["weights_sha256"] = "of another model"
@@ -142,6 +144,135 @@ def test_every_policy_and_preset_is_compared_beside_none_in_the_same_call(script
     assert len(set(map(str, made))) == len(made)
 
 
+def test_rounds_are_interleaved_and_ratios_are_of_one_round(
+    run: Callable[..., SimpleNamespace], compare: ModuleType, script: Callable[[str], ModuleType], monkeypatch
+):
+    # The longest question asked is the one whose speed is shown.
+    monkeypatch.setattr(script("comparing.summary"), "LONG", ("lookup", 64))
+    # Speeds of a machine that is half as fast in the second round: no ratio may cross rounds.
+    pace = {"none": 10.0, "none, again": 11.0, "fast_dllm_dual": 40.0}
+    measure, slow = compare.measure, {}
+
+    def timed(runtime: Any, setting: Any, *given: Any) -> dict[str, Any]:
+        key = (setting.variant.name, setting.question, setting.commit)
+        slow[key] = slow.get(key, 0) + 1
+        found = measure(runtime, setting, *given)
+        return found | {"tokens_per_second": pace[setting.variant.name] / slow[key]}
+
+    monkeypatch.setattr(compare, "measure", timed)
+    out = run("none,none, again,fast_dllm_dual", "--rounds", "2")
+    group = list(pace)
+    commits = list(compare.NOISES["masks"].commits)
+    assert out.measured == 2 * (2 * [(name, commit) for commit in commits for name in group])
+    assert [(each["policy"], each["commit"]) for each in out.rows] == 2 * [
+        (name, commit) for commit in commits for name in group
+    ]
+    by_policy = {each["policy"]: each for each in out.rows}
+    dual = by_policy["fast_dllm_dual"]
+    assert dual["rounds"] == 2 and len({sample["session"] for sample in dual["samples"]}) == 1
+    assert dual["tokens_per_second"] == 30 and (dual["low"], dual["high"]) == (24, 36)
+    assert (dual["speedup"], dual["speedup_low"], dual["speedup_high"]) == (4, 4, 4)
+    assert by_policy["none, again"]["speedup"] == 1.1 and "speedup" not in by_policy["none"]
+    # Two commit rules, two rounds, lookups alone.
+    floor = {"pairs": 4, "p80": 0.1, "largest": 0.1}
+    assert out.saved["noise_floor"] == out.last["noise_floor"] == floor
+    assert out.last["fast_dllm_dual"]["one a step"]["speedup"] == 4
+
+    # A third round is of another session, and has ratios of its own.
+    slow.clear()
+    pace["fast_dllm_dual"] = 60.0
+    more = run("none,none, again,fast_dllm_dual", "--rounds", "3")
+    assert len(more.measured) == len(out.measured) / 2
+    dual = {each["policy"]: each for each in more.rows}["fast_dllm_dual"]
+    assert [sample["round"] for sample in dual["samples"]] == [0, 1, 2]
+    assert dual["speedup"] == 4 and dual["speedup_high"] == 4 + 0.6 * 2
+    # What is measured alone later has no ratio; beside `none` it gets one, and `none` another sample.
+    alone = run("fast_dllm_dual", "--fresh")
+    assert "speedup" not in {each["policy"]: each for each in alone.rows}["fast_dllm_dual"]
+    beside = run("none,fast_dllm_dual", "--rounds", "2")
+    assert set(beside.measured) == {(name, commit) for name in ("none", "fast_dllm_dual") for commit in commits}
+    rows = {each["policy"]: each for each in beside.rows}
+    assert len(rows["none"]["samples"]) == 4 and rows["fast_dllm_dual"]["rounds"] == 2
+    assert rows["fast_dllm_dual"]["speedup"] == rows["fast_dllm_dual"]["speedup_high"]
+
+
+def test_rounds_that_answer_otherwise_are_an_error(
+    run: Callable[..., SimpleNamespace], compare: ModuleType, monkeypatch, capsys
+):
+    first = run("none")
+    measure = compare.measure
+    monkeypatch.setattr(compare, "measure", lambda *given: measure(*given) | {"nfe": 1.5})
+    with pytest.raises(SystemExit) as stopped:
+        run("none", "--rounds", "2")
+    assert stopped.value.code == 1
+    told = capsys.readouterr().err
+    assert f"none, sort, one a step: rounds disagree (nfe 1.5 after {first.rows[0]['nfe']}" in told
+    assert json.loads(first.path.read_text())["rows"] == first.rows
+
+
+def test_rows_from_before_there_were_rounds_are_still_good(run: Callable[..., SimpleNamespace]):
+    out = run("none")
+    new = ("samples", "low", "high", "rounds")
+    old = [{name: value for name, value in each.items() if name not in new} for each in out.rows]
+    out.path.write_text(json.dumps(out.saved | {"rows": old}))
+    kept = run("none")
+    assert kept.measured == [] and "noise_floor" not in kept.last
+    # More rounds than one are measured as a whole.
+    assert [each["rounds"] for each in run("none", "--rounds", "2").rows] == 4 * [2]
+
+
+def test_damaged_rows_are_named_and_measured_again(run: Callable[..., SimpleNamespace], capsys):
+    out = run("none")
+    for number, damage in enumerate(
+        ({"correct": 7}, {"exact_match": "all"}, {"device_bytes": -1}, {"policy": None}, {"samples": [{"round": 0}]})
+    ):
+        rows = [dict(each) for each in out.rows]
+        rows[number % 4] |= damage
+        out.path.write_text(json.dumps(out.saved | {"rows": rows}))
+        again = run("none")
+        assert len(again.measured) == 1 and [each["nfe"] for each in again.rows] == [each["nfe"] for each in out.rows]
+    out.path.write_text(json.dumps(out.saved | {"rows": [*out.rows, "a line of another file"]}))
+    more = run("none")
+    assert more.measured == [] and "rows 5 are damaged" in more.err
+    out.path.write_text(out.path.read_text()[:300])
+    with pytest.raises(SystemExit):
+        run("none")
+    assert "compare.json is damaged" in capsys.readouterr().err
+    assert out.path.stat().st_size == 300
+
+
+def test_names_with_commas_are_names(compare: ModuleType, script: Callable[[str], ModuleType]):
+    known = compare.compared("embedded")
+    names = [variant.name for variant in known]
+    assert names[:2] == ["none", "none, again"] and "transformers, quantized hqq" in names
+    assert [variant.name for variant in compare.chosen("none,none, one block, polestar,none", known)] == [
+        "none",
+        "none, one block",
+        "polestar",
+    ]
+    assert [variant.name for variant in compare.chosen(",".join(names), known)] == names
+    assert not [variant for variant in compare.compared("embedded-uniform") if hasattr(variant, "kind")]
+    with pytest.raises(ValueError, match="no policy 'pole'"):
+        compare.chosen("none,pole", known)
+    references = {variant.reference for variant in known}
+    assert references <= set(names)
+
+
+def test_the_spread_of_speeds(script: Callable[[str], ModuleType]):
+    module = script("comparing.rounds")
+    assert module.percentiles([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == (2.0, 3.5, 5.0)
+    samples = [{"session": "a", "round": number, "tokens_per_second": 10.0 + number} for number in range(2)]
+    other = [{"session": "b", "round": 0, "tokens_per_second": 99.0}]
+    row = {"policy": "x", "samples": [*samples, *other]}
+    elsewhere = {"session": "c", "round": 0, "tokens_per_second": 3.0}
+    reference = {"policy": "none", "samples": [{**samples[1], "tokens_per_second": 5.5}, elsewhere]}
+    assert module.paired_ratios(row, reference) == [2.0]
+    assert module.paired_ratios(row, None) == [] == module.paired_ratios({"policy": "x"}, reference)
+    idle = {"policy": "none", "samples": [{**samples[1], "tokens_per_second": 0.0}]}
+    assert module.paired_ratios(row, idle) == []
+    assert module.noise_floor([], lambda row: True) is None
+
+
 def row(policy: str, task: str, commit: str, correct: int, **figures: Any) -> dict[str, Any]:
     """A row of ten examples."""
     long = {
@@ -188,7 +319,7 @@ COST = {
 
 
 def test_the_tables_say_what_the_rows_say(script: Callable[[str], ModuleType]):
-    page = script("compare_page")
+    page = script("comparing.page")
     lines = page.tables(RESULT, COST).splitlines()
     assert "| | lists, 20 | sort, 0 | add, 0 | chain, 0 | lookup, 10 | fast: all, 20 | NFE | TPF |" in lines
     # 15 of 20 lists; the long lookup is none of the lookups, but one of all: 13 of 20, (2 + 6) / 2 forwards.
@@ -203,8 +334,45 @@ def test_the_tables_say_what_the_rows_say(script: Callable[[str], ModuleType]):
     assert "| `window` | 1.0 | 2.0 | 0.500 | 1.00 KiB | 2.00 KiB | 1.00 KiB |" in without
 
 
-def test_the_tables_are_put_between_the_marks(compare: ModuleType, script, tmp_path: Path, monkeypatch):
-    module, page, file = script("compare_page"), tmp_path / "PAGE.md", tmp_path / "compare.json"
+def test_the_tables_show_ratios_noise_and_what_was_counted(script: Callable[[str], ModuleType]):
+    page = script("comparing.page")
+    spread = {"low": 1.0, "high": 2.0, "rounds": 3, "speedup": 5.0, "speedup_low": 4.5, "speedup_high": 5.25}
+    rows = [
+        row("none", "copy", "slow", 10),
+        row("none", "lookup", "slow", 1, size=992, rounds=3, low=1.0, high=2.0),
+        row("transformers, cache", "copy", "slow", 10),
+        row("transformers, cache", "lookup", "slow", 1, size=992, bytes="counted", **spread),
+        *(
+            {"policy": "transformers, offloaded", "task": "copy", "size": None, "commit": commit, "examples": 10}
+            | {"why": "no CUDA"}
+            for commit in ("slow", "fast")
+        ),
+        row("none", "copy", "fast", 10),
+    ]
+    options = {"given": {}, "one_block": False, "random_order": False}
+    baselines = {name: {"policy": "transformers", "baseline": True, **options} for name in ("transformers, cache",)}
+    result = RESULT | {"rows": rows, "variants": {"none": RESULT["variants"]["none"], **baselines}}
+    result |= {"noise_floor": {"pairs": 6, "p80": 0.0123, "largest": 0.05}}
+    text = page.tables(result, None)
+    lines, joined = text.splitlines(), " ".join(text.split())
+    assert "| | tokens/s | over `none` | rows a step | from cache | device | host | moved a step |" in lines
+    assert "| `none` | 1.0 | - | 2.0 | 0.500 | 1.00 KiB | 0 | 1.00 KiB |" in lines
+    assert "| `transformers, cache` | 1.0 | 5.00 (4.50–5.25) | 2.0 | 0.500 | ≥ 1.00 KiB | 0 | 1.00 KiB |" in lines  # noqa: RUF001
+    # Refused under every commit rule: one sentence, without the rule.
+    assert "`transformers, offloaded`: no CUDA." in joined and "slow and fast: no CUDA" not in joined
+    assert "Speed is the median of 3 rounds; over `none` in the same call and round, with the 20th to 80th" in joined
+    assert "6 such pairs are apart by 1.2 % at the 80th percentile, by 5.0 % at most" in joined
+    assert "Bytes after ≥ are counted" in joined
+    assert "transformers" not in page.noise_table(
+        {"masks": result | {"variants": baselines | {"transformers, offloaded": baselines["transformers, cache"]}}}
+    )
+    # No column and no word of what no row has.
+    plain = page.tables(RESULT, None)
+    assert "over `none`" not in plain and "Speed is" not in plain and "≥" not in plain
+
+
+def test_the_tables_are_put_between_the_marks(compare: ModuleType, script, tmp_path: Path, monkeypatch, capsys):
+    module, page, file = script("comparing.page"), tmp_path / "PAGE.md", tmp_path / "compare.json"
     file.write_text(json.dumps(RESULT))
     page.write_text("before\n\n<!-- compare -->\nold\n<!-- /compare -->\n\nbehind\n")
     monkeypatch.setattr(compare, "COSTS", tmp_path / "none.json")
@@ -215,12 +383,29 @@ def test_the_tables_are_put_between_the_marks(compare: ModuleType, script, tmp_p
         assert text.startswith("before\n\n<!-- compare -->\n") and text.endswith("\n<!-- /compare -->\n\nbehind\n")
         assert module.between_marks(text, "compare") == module.tables(RESULT, None)
     page.write_text("no marks")
-    with pytest.raises(ValueError, match="compare"):
+    with pytest.raises(SystemExit):
         compare.main()
+    assert "has no <!-- compare -->" in capsys.readouterr().err
+    page.write_text("<!-- compare -->\n<!-- /compare -->\n")
+    shortened = {**RESULT, "rows": [*RESULT["rows"], {**row("none", "copy", "slow", 10), "correct": 11}]}
+    for text, told in (
+        ('{"rows": [', "compare.json is damaged"),
+        ("[]", "holds no list of 'rows'"),
+        (json.dumps(shortened), "rows 10 are damaged"),
+    ):
+        file.write_text(text)
+        with pytest.raises(SystemExit):
+            compare.main()
+        assert told in capsys.readouterr().err
+        assert page.read_text() == "<!-- compare -->\n<!-- /compare -->\n"
+    file.unlink()
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert "No such file" in capsys.readouterr().err
 
 
 def test_the_readme_shows_what_was_measured(script: Callable[[str], ModuleType]):
-    page = script("compare_page")
+    page = script("comparing.page")
     shown = page.between_marks((ROOT / "README.md").read_text(), "compare")
     if not RESULTS.exists():
         assert not shown, "README.md has figures that no file holds"
@@ -232,7 +417,7 @@ def test_the_readme_shows_what_was_measured(script: Callable[[str], ModuleType])
 
 
 def test_the_noise_table_says_what_the_rows_say(script: Callable[[str], ModuleType]):
-    page = script("compare_page")
+    page = script("comparing.page")
     uniform = {"rows": [row("none", "copy", "slow", 6), {**RESULT["rows"][-1], "commit": "slow", "why": "no masks"}]}
     lines = page.noise_table({"masks": RESULT, "uniform": uniform}).splitlines()
     assert lines[0] == (
@@ -254,7 +439,7 @@ def test_a_window_that_slides_over_masks_is_the_block_where_there_are_none(scrip
 
 
 def test_the_policies_page_shows_what_was_measured(script: Callable[[str], ModuleType]):
-    page = script("compare_page")
+    page = script("comparing.page")
     files = {noise: each.results for noise, each in script("compare").NOISES.items()}
     results = {noise: json.loads(path.read_text()) for noise, path in files.items()}
     shown = page.between_marks((ROOT / "docs" / "policies.md").read_text(), "noise")

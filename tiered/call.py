@@ -23,6 +23,7 @@ from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
 from tiered.tiers.call_tiers import PLAIN_HINT, call_tiers, check_room
 from tiered.tiers.manager import TierManager
+from tiered.tracing.traced_model import traced
 
 
 class CallSpace:
@@ -152,4 +153,4 @@ class CallSpace:
         if key_mask is not None and sequences > canvas.batch:
             positions, key_mask = positions.repeat(2, 1), key_mask.repeat(2, 1)
         store = self.store(policy, sequences, canvas.length, canvas.prompt_length, streams=streams, tiers=tiers)
-        return Forward(self._model, store, positions, key_mask, tiers)
+        return Forward(traced(self._model), store, positions, key_mask, tiers)

@@ -9,6 +9,8 @@ from torch import Tensor
 from tiered.features import ANSWER_ONLY, Feature
 from tiered.models.shape import ModelShape
 from tiered.rows import Rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
 class FeatureStore:
@@ -41,6 +43,11 @@ class FeatureStore:
         }  # fmt: skip
         self._sequences = batch
 
+    @property
+    def streamed_from(self) -> int | None:
+        """The first canvas column of which some layers are kept below the device; None: all are resident."""
+        return None
+
     def narrow(self, sequences: int) -> None:
         """Let views and writes be of the first `sequences` alone, until the next `narrow`."""
         self._sequences = sequences
@@ -51,6 +58,7 @@ class FeatureStore:
         stored = self._tensors[feature]
         return stored[layer if len(stored) > 1 else 0, : self._sequences]
 
+    @spanned(Op.WRITE)
     def write(
         self, feature: Feature, layer: int, rows: Rows, values: Float[Tensor, "batch heads rows elements"]
     ) -> None:

@@ -19,6 +19,8 @@ from tiered.models.base import DiffusionModel
 from tiered.models.rope import Rotary
 from tiered.planning.costs import part_rows
 from tiered.rows import Rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import span, spanned
 
 if TYPE_CHECKING:
     from tiered.tiers.manager import TierManager
@@ -45,6 +47,16 @@ class Flow:
 LayerProgram = Callable[["Forward", int, Flow], Flow]
 # Called with rows, their queries, the layer's keys, and the key mask, False at keys that nobody may read.
 AttentionProbe = Callable[[Rows, Tensor, Tensor, Tensor | None], None]
+# Called with rows, and of how many sequences, the first ones.
+RowsProbe = Callable[[Rows, int], None]
+
+
+@spanned(Op.RESIDUAL)
+def add_branch(
+    hidden: Float[Tensor, "batch rows width"], part: slice, branch: Float[Tensor, "batch part width"]
+) -> None:
+    """Add a branch of the rows in `part` to the residual stream, in place."""
+    hidden[:, part].add_(branch)
 
 
 class Forward:
@@ -58,6 +70,7 @@ class Forward:
             they see each other alone.
         rows_computed: rows of each sequence that went through a layer in the last pass, on average over layers.
         attention_probe: sees what the last layer's attention is made of, whenever rows go through it; None: nobody.
+        rows_probe: hears, in every layer, whose keys and values are computed anew; None: nobody.
 
     `dense` is the layer of a plain pass. It is built from the pieces below it, which a policy's own layer program may
     call as well, in another order or over other rows.
@@ -84,6 +97,7 @@ class Forward:
         self._key_mask = None if key_mask is None else key_mask[:, None, None, :]
         self._sequences: int | None = None  # that the pass under way goes over, the first ones; None: all
         self.attention_probe: AttentionProbe | None = None
+        self.rows_probe: RowsProbe | None = None
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending)."""
@@ -110,7 +124,8 @@ class Forward:
         layers, computed = self.model.shape.layers, 0
         for layer in range(layers):
             entered = flow.rows.count
-            flow = program(self, layer, flow) if program else self.dense(layer, flow)
+            with span(Op.LAYER, layer):
+                flow = program(self, layer, flow) if program else self.dense(layer, flow)
             computed += entered if flow.computed is None else flow.computed
         self.rows_computed = computed / layers
         return self.model.logits(flow.hidden[:, flow.output])
@@ -133,13 +148,16 @@ class Forward:
             # One part: its norm is still at hand. Several: computing it again is cheaper than keeping them all.
             if len(parts) > 1 or normed is None:
                 normed = self.model.attention_norm(layer, hidden[:, part])
-            hidden[:, part] += self.attention(layer, rows[part], normed)
+            add_branch(hidden, part, self.attention(layer, rows[part], normed))
             normed = None  # not held while the MLP runs: it is as large as the residual stream of the part
-            hidden[:, part] += self.model.feed_forward(layer, hidden[:, part])
+            add_branch(hidden, part, self.model.feed_forward(layer, hidden[:, part]))
         return Flow(rows, hidden, output)
 
+    @spanned(Op.QKV)
     def write_keys_values(self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]) -> None:
         """Project `normed` (see `DiffusionModel.attention_norm`) to keys and values, and store them at `rows`."""
+        if self.rows_probe is not None:
+            self.rows_probe(rows, len(normed))
         keys, values = self.model.keys_values(layer, normed, self.rotary.at(rows))
         self.store.write(Feature.KEY, layer, rows, keys)
         self.store.write(Feature.VALUE, layer, rows, values)
@@ -153,6 +171,7 @@ class Forward:
             self.attention_probe(rows, queries, self.keys(layer), self._mask)
         return self.model.attention_out(layer, self.attended(layer, rows, queries))
 
+    @spanned(Op.ATTENTION)
     def attended(
         self, layer: int, rows: Rows, queries: Float[Tensor, "batch heads rows head_dim"]
     ) -> Float[Tensor, "batch rows heads_width"]:
@@ -186,6 +205,7 @@ class Forward:
         clean = clean[: len(columns), None] if isinstance(clean, Tensor) else columns.new_full((1, 1), clean)
         return clean.where(columns < clean, self.length)
 
+    @spanned(Op.QKV)
     def queries(
         self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch heads rows head_dim"]:

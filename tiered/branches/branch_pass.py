@@ -11,9 +11,11 @@ from tiered.branches.prompt_edge import PromptEdge
 from tiered.branches.verify import Verifier
 from tiered.branches.work import Work
 from tiered.features import Feature
-from tiered.forward import Flow, Forward
+from tiered.forward import Flow, Forward, add_branch
 from tiered.planning.costs import part_rows
 from tiered.rows import Rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
 class BranchPass:
@@ -96,11 +98,11 @@ class BranchPass:
         for part in _parts(self._first_needed(forward, layer, flow), rows.count, size):
             branch = forward.attention(layer, rows[part], model.attention_norm(layer, hidden[:, part]))
             self._keep(forward, Feature.ATTN_OUT, layer, part, branch)
-            hidden[:, part] += branch
+            add_branch(hidden, part, branch)
             del branch  # not held while the MLP runs
             branch = model.feed_forward(layer, hidden[:, part])
             self._keep(forward, Feature.FFN_OUT, layer, part, branch)
-            hidden[:, part] += branch
+            add_branch(hidden, part, branch)
         return Flow(flow.rows, hidden, flow.output, computed=rows.count)
 
     def _keep(
@@ -124,17 +126,19 @@ class BranchPass:
             forward.write_keys_values(layer, rows[part], model.attention_norm(layer, self._taken(answer, rows[part])))
         needed = self._first_needed(forward, layer, flow)
         for part in _parts(needed, self._head, size):
-            prompt[:, part] += forward.attention(layer, prompt_rows[part], model.attention_norm(layer, prompt[:, part]))
-            prompt[:, part] += model.feed_forward(layer, prompt[:, part])
+            normed = model.attention_norm(layer, prompt[:, part])
+            add_branch(prompt, part, forward.attention(layer, prompt_rows[part], normed))
+            del normed
+            add_branch(prompt, part, model.feed_forward(layer, prompt[:, part]))
         for part in rows.parts(size):
             normed = model.attention_norm(layer, self._taken(answer, rows[part]))
             store.write(Feature.ATTN_OUT, layer, rows[part], forward.attention(layer, rows[part], normed)[:, None])
-        answer += store.view(Feature.ATTN_OUT, layer)[:, 0]
+        add_branch(answer, slice(None), store.view(Feature.ATTN_OUT, layer)[:, 0])
         for part in rows.parts(size):
             branch = model.feed_forward(layer, self._taken(answer, rows[part]))
             store.write(Feature.FFN_OUT, layer, rows[part], branch[:, None])
             del branch
-        answer += store.view(Feature.FFN_OUT, layer)[:, 0]
+        add_branch(answer, slice(None), store.view(Feature.FFN_OUT, layer)[:, 0])
         return Flow(flow.rows, flow.hidden, flow.output, computed=self._head + rows.count)
 
     def _farthest(
@@ -152,6 +156,7 @@ class BranchPass:
             valid = numbers < torch.tensor(counts, device=index.device)[:, None]
         return Rows.at(index, valid, within=span)
 
+    @spanned(Op.GATHER)
     def _taken(self, hidden: Float[Tensor, "batch answer width"], rows: Rows) -> Float[Tensor, "batch rows width"]:
         """A copy of the answer's `rows`."""
         assert rows.index is not None, "farthest rows are scattered"

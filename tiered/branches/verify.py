@@ -14,6 +14,8 @@ from tiered.features import Feature
 from tiered.forward import Forward
 from tiered.planning.costs import part_rows
 from tiered.rows import Rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
 class Verify(StrEnum):
@@ -40,6 +42,7 @@ class Verifier:
     seed: int = 0
     renew: bool = False
 
+    @spanned(Op.VERIFY)
     def ranked(
         self,
         forward: Forward,

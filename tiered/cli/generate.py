@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tiered.byte_size import format_bytes
 from tiered.cli.memory_options import add_memory_options, memory_budget
 from tiered.cli.policy_options import add_policy_options, policy_options
+from tiered.cli.watch import add_watch_options, check_watch_options, shown
 
 if TYPE_CHECKING:
     from tiered.output import GenerationOutput
@@ -61,6 +62,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Enter the command."""
     parser = subparsers.add_parser("generate", help="answer prompts with a checkpoint", description=DESCRIPTION)
     add_call(parser)
+    add_watch_options(parser)
     parser.add_argument("--json", action="store_true", help="also print answers and figures as JSON, on the last line")
     parser.set_defaults(run=run)
 
@@ -86,14 +88,12 @@ def add_call(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the answers, a line of figures on stderr, and with `--json` all of it as one line of JSON."""
+    check_watch_options(args)
     prompts = read_prompts(args)
-    # Imported here: help and a wrong command line need no torch.
-    from tiered.cli.progress import progress_bar
-
     options = generation_options(args)
     runtime = load_runtime(args)
-    with progress_bar(options.get("max_new_tokens", 128)) as streamer:
-        out = runtime.generate(as_inputs(prompts, runtime, raw=args.raw), streamer=streamer, **options)
+    with shown(args, runtime, options) as observers:
+        out = runtime.generate(as_inputs(prompts, runtime, raw=args.raw), **observers, **options)
     assert out.text is not None  # text went in, so there is a tokenizer
     for text in out.text:
         print(text)

@@ -10,7 +10,7 @@ from tiered.errors import TierCapacityError
 
 # Each is a module beside this one with `add_parser(subparsers)` and `run(args) -> int`. What they need torch for they
 # import when they run: planning and help work without it.
-COMMANDS = ("generate", "drift", "regions", "plan", "models")
+COMMANDS = ("generate", "drift", "regions", "trace", "plan", "models")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -10,6 +10,8 @@ from tiered.kernels.divergence import divergence_terms
 from tiered.kernels.proxy_scores import proxy_scores, sink_scores
 from tiered.planning.attention_costs import AttentionChunk
 from tiered.rows import Rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
 class AttentionDrift:
@@ -68,6 +70,7 @@ class AttentionDrift:
         self._log_rows, self._stored = self._log_rows[: len(sequences)], False
         self._known = self._known[: len(sequences)]
 
+    @spanned(Op.DRIFT)
     def observe(
         self,
         rows: Rows,

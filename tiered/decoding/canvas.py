@@ -18,6 +18,7 @@ class Canvas:
             padding, `PENDING` where no forward has. Mask tokens inside a prompt are context: they are never denoised.
         pads: padding columns in front of each prompt.
         padded: whether any prompt is shorter than the longest.
+        numbers: what its sequences are in the call: some leave it before the others are done.
         prompt_length, block_length, blocks: columns of the longest prompt, columns of a block, number of blocks.
     """
 
@@ -44,6 +45,7 @@ class Canvas:
         self.committed_at[:, self.prompt_length :] = PENDING
         self.pads = pads
         self.padded = bool(pads.any())
+        self.numbers = list(range(batch))
 
     @property
     def batch(self) -> int:
@@ -113,3 +115,4 @@ class Canvas:
         """Go on with these sequences alone (ascending)."""
         self.tokens, self.committed_at = self.tokens[sequences], self.committed_at[sequences]
         self.pads = self.pads[sequences]
+        self.numbers = [self.numbers[sequence] for sequence in sequences]

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from tiered.decoding.canvas import PROMPT, Canvas
 from tiered.rows import Rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
 class Guidance:
@@ -21,6 +23,7 @@ class Guidance:
         self._difference: Float[Tensor, "batch rows vocab"] | None = None
         self._first = 0  # canvas column of its first row
 
+    @spanned(Op.GUIDANCE)
     def ids(self, canvas: Canvas, guided: tuple[bool, ...] | None) -> Int[Tensor, "sequences length"]:
         """What the forward reads."""
         tokens = canvas.tokens
@@ -36,6 +39,7 @@ class Guidance:
             return rows
         return rows.doubled().only(torch.tensor([True] * len(guided) + [*guided], device=device))
 
+    @spanned(Op.GUIDANCE)
     def merge(
         self,
         logits: Float[Tensor, "sequences rows vocab"],

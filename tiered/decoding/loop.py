@@ -14,12 +14,14 @@ from tiered.decoding.attention_drift import AttentionDrift
 from tiered.decoding.canvas import Canvas
 from tiered.decoding.denoised import Denoised
 from tiered.decoding.guidance import Guidance
-from tiered.decoding.observers import Inspector, Listener
+from tiered.decoding.observers import CallInspector, Inspector, Listener
 from tiered.decoding.proposer import Proposer
 from tiered.decoding.sequence_noise import SequenceNoise
 from tiered.forward import Forward
 from tiered.policies.base import PassKind, PolicyState, Step, StepPlan
 from tiered.rows import Rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import span, spanned
 
 
 class Denoiser:
@@ -64,6 +66,8 @@ class Denoiser:
         self._result = Denoised(answers=self.canvas.answers.clone(), forwards=[0] * self.canvas.batch)
         if self._output_history:
             self._result.history.append(self._snapshot())
+        if isinstance(self._inspector, CallInspector):
+            self._inspector.begin(self.canvas, self.forward, self.policy)
         self._denoise(final=self._correction is None)
         if self._correction is not None:
             self.rule = self._correction
@@ -95,7 +99,8 @@ class Denoiser:
         remaining = [0 if ended else stop - start for ended in self._ended]
         while any(remaining):
             began = time.perf_counter()
-            remaining = self._step(step, remaining)
+            with span(Op.STEP):
+                remaining = self._step(step, remaining)
             self._result.step_seconds.append(time.perf_counter() - began)
             step = replace(step, number=step.number + 1, remasked=False)
         self._publish(start, stop)
@@ -115,20 +120,24 @@ class Denoiser:
             scores = self._noise.confidence(canvas.length, self._pads, start, stop, active)
         upcoming = None if scores is None else self._upcoming(step, scores, pending)
         step = replace(step, forwards=tuple(forwards), active=tuple(active), upcoming=upcoming)
-        plan = self.policy.plan(step)
+        with span(Op.POLICY):
+            plan = self.policy.plan(step)
         rows = plan.rows if all(active) else plan.rows.only(here)
         output = rows[plan.output]
         if self._drift is not None:
             # Another block's rows are of no use, and a refresh moves every row at once.
             refreshed = plan.refreshed or (plan.kind is PassKind.REFRESH,) * canvas.batch
             self._drift.begin_step(step.first_row, forget=[step.number == 0 or every for every in refreshed])
-        logits = self._logits(step, plan, rows, here)
+        with span(Op.FORWARD, kind=plan.kind.value):
+            logits = self._logits(step, plan, rows, here)
         candidates = self._proposer.candidates(self.rule, step, logits, output, pending, remaining)
         if self._drift is not None:
             candidates = replace(candidates, drift=self._drift.drift)
         if scores is not None:
             candidates = replace(candidates, confidence=scores.masked_fill(~candidates.pending, -torch.inf))
-        self.policy.observe(step, self._commit(step, candidates, here))
+        committed = self._commit(step, candidates, here)
+        with span(Op.POLICY):
+            self.policy.observe(step, committed)
         self._result.passes[plan.kind] += 1
         self._result.rows.append(self.forward.rows_computed)
         for place, is_active in enumerate(active):
@@ -138,6 +147,7 @@ class Denoiser:
         self._watch(step, candidates)
         return [0 if done else count for count, done in zip(left, self._ended, strict=True)]
 
+    @spanned(Op.COMMIT)
     def _commit(self, step: Step, candidates: Candidates, here: Bool[Tensor, " batch"]) -> Bool[Tensor, "batch block"]:
         """Fix what the rule chooses, or rewrite it; the tokens of the block that this fixes or changes."""
         canvas, start, stop = self.canvas, step.start, step.stop
@@ -177,6 +187,7 @@ class Denoiser:
             self._inspector.after_forward(step, plan.kind, ids, self.forward, here)
         return logits
 
+    @spanned(Op.COMMIT)
     def _where_sequences_stand(self, start: int, stop: int) -> tuple[list[int], list[bool]]:
         """Pending rows of each sequence, and whether it has ended: an end-of-sequence token is fixed and so is
         everything in front of it. The one host synchronisation of a step."""
@@ -189,6 +200,7 @@ class Denoiser:
         left_and_ended = torch.stack([left, ended.to(left.dtype)]).tolist()
         return left_and_ended[0], [bool(flag) for flag in left_and_ended[1]]
 
+    @spanned(Op.PUBLISH)
     def _watch(self, step: Step, candidates: Candidates) -> None:
         """Tell the history and the listener what the step has changed."""
         if not self._output_history and self._listener is None:
@@ -208,6 +220,7 @@ class Denoiser:
         """A copy of the answers on the host: a history takes no room in the device tier."""
         return self._result.answers.to("cpu", copy=True)
 
+    @spanned(Op.PUBLISH)
     def _publish(self, start: int, stop: int) -> None:
         """Bring the result's columns of a block up to date; behind a sequence's end comes padding."""
         tokens = self.canvas.tokens[:, start:stop].clone()

@@ -6,10 +6,11 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from tiered.decoding.canvas import Canvas
 from tiered.features import Account
 from tiered.forward import Forward
 from tiered.models.shape import ModelShape
-from tiered.policies.base import PassKind, Step
+from tiered.policies.base import PassKind, PolicyState, Step
 
 
 @runtime_checkable
@@ -43,3 +44,12 @@ class Inspector(Protocol):
         """A forward has ended, its commit has not begun. `ids` is what the forward read (with guidance, twice the
         canvas's sequences), `forward.store` what it left; `active` is False at sequences that wait for the others, of
         which it wrote nothing. All are valid during the call only."""
+
+
+@runtime_checkable
+class CallInspector(Inspector, Protocol):
+    """An inspector that is shown what it looks at before the first forward."""
+
+    def begin(self, canvas: Canvas, forward: Forward, policy: PolicyState) -> None:
+        """The call begins. All three are valid until it ends, and are its own: they are read, never written, but for
+        `Forward.rows_probe`."""

@@ -13,6 +13,8 @@ from tiered.decoding.sequence_noise import SequenceNoise
 from tiered.models.base import DiffusionModel
 from tiered.policies.base import Step
 from tiered.rows import Rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
 class Proposer:
@@ -25,6 +27,7 @@ class Proposer:
         self._model, self._sampling, self._noise = model, sampling, noise
         self._min_new_tokens = min_new_tokens
 
+    @spanned(Op.PROPOSE)
     def candidates(
         self,
         rule: CommitState,

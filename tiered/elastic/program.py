@@ -11,7 +11,7 @@ from tiered.elastic.storing import Storing
 from tiered.elastic.tracked import Tracked
 from tiered.elastic.watching import watch
 from tiered.elastic.widening import Widening
-from tiered.forward import Flow, Forward
+from tiered.forward import Flow, Forward, add_branch
 from tiered.planning.costs import part_rows
 from tiered.planning.elastic_costs import window_chunk
 
@@ -71,9 +71,9 @@ class ElasticPass:
             if queries is None:
                 queries = forward.queries(layer, rows[part], forward.model.attention_norm(layer, hidden[:, part]))
             mixed = forward.attended(layer, rows[part], queries)
-            hidden[:, part] += forward.model.attention_out(layer, mixed)
+            add_branch(hidden, part, forward.model.attention_out(layer, mixed))
             del mixed
             queries = None
-            hidden[:, part] += forward.model.feed_forward(layer, hidden[:, part])
+            add_branch(hidden, part, forward.model.feed_forward(layer, hidden[:, part]))
         self._storing.write(forward, layer + 1, flow, widening, complete=complete)
         return flow if seen.moved is None else widening.widened(forward, layer + 1, flow, seen.moved, seen.others)

@@ -9,6 +9,8 @@ from tiered.elastic.attention import attention_weights
 from tiered.features import Feature
 from tiered.forward import Flow, Forward
 from tiered.rows import Rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ def readable(forward: Forward, batch: int) -> Bool[Tensor, "batch length"] | Non
     return None if mask is None else mask[:batch]
 
 
+@spanned(Op.WATCH)
 def weights_of(
     forward: Forward, layer: int, queries: Float[Tensor, "batch heads n head_dim"], columns: Int[Tensor, "batch n"]
 ) -> Float[Tensor, "batch heads n length"]:

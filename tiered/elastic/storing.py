@@ -15,6 +15,8 @@ from tiered.features import Feature
 from tiered.forward import Flow, Forward
 from tiered.planning.costs import part_rows
 from tiered.rows import Rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
 class Storing:
@@ -32,6 +34,7 @@ class Storing:
         if apart and not step.all_due:
             self.pieces = _pieces(step, rows)
 
+    @spanned(Op.WRITE)
     def write(self, forward: Forward, layer: int, flow: Flow, widening: Widening, *, complete: bool) -> None:
         """Store `flow` as the input of `layer`; `complete`: it has every row of every sequence."""
         hidden, step = flow.hidden, self._step

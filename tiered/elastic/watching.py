@@ -12,6 +12,8 @@ from tiered.elastic.step_rows import StepRows
 from tiered.elastic.tracked import NONE, Tracked
 from tiered.elastic.widening import Widening
 from tiered.planning.elastic_costs import WindowChunk
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Seen:
     others: int = 0
 
 
+@spanned(Op.WATCH)
 def watch(
     asked: LayerQueries,
     tracked: Tracked,

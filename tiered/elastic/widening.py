@@ -9,6 +9,8 @@ from tiered.features import Feature
 from tiered.forward import Flow, Forward
 from tiered.planning.costs import part_rows
 from tiered.rows import Rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
 class Widening:
@@ -34,6 +36,7 @@ class Widening:
             return self.place.new_zeros(())
         return ((self.place < 0) & self._step.active[:, None]).sum(dim=1).amax()
 
+    @spanned(Op.GATHER)
     def widened(self, forward: Forward, layer: int, flow: Flow, moved: Bool[Tensor, " batch"], others: int) -> Flow:
         """`flow` with all rows of the sequences in `full`. Those in `moved` begin with `layer`, from the hidden states
         that are stored of it; `others` as `others()` has it."""

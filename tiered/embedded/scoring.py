@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tiered.checks import check_integer
 from tiered.embedded.tasks import Example, score
 from tiered.output import GenerationOutput
 from tiered.runtime import Runtime
@@ -48,6 +49,7 @@ def score_examples(
     examples: list[Example],
     *,
     max_new_tokens: int = 32,
+    batch: int | None = None,
     seed: int = 0,
     progress: Callable[[int], object] = lambda done: None,
     watch: Callable[[GenerationOutput], object] = lambda out: None,
@@ -59,31 +61,35 @@ def score_examples(
         runtime: a model with the embedded tokenizer.
         examples: of any tasks and sizes.
         max_new_tokens: canvas of every example.
+        batch: examples of a call, fewer in the last; None: as many as fill the cores.
         seed: of what is drawn, such as the noise that answers begin as; the n-th shortest prompt has seed + n.
         progress: called after each batch with the number of examples in it.
         watch: called with the output of each batch.
         **options: more options of `Runtime.generate`.
     """
+    if batch is not None:
+        check_integer("batch", batch, least=1)
     correct, forwards, tokens_per_forward = 0, [], []
-    for batch in _batches(examples, max_new_tokens):
-        chats = [[{"role": "user", "content": example.prompt}] for example in batch]
+    for own in _batches(examples, max_new_tokens, batch):
+        chats = [[{"role": "user", "content": example.prompt}] for example in own]
         # Of the example's own, wherever batches end: `generate` gives the i-th sequence of a call its seed + i.
         out = runtime.generate(chats, max_new_tokens=max_new_tokens, seed=seed + len(forwards), **options)
         assert out.text is not None, "the runtime has no tokenizer"
-        correct += sum(score(example, text) for example, text in zip(batch, out.text, strict=True))
+        correct += sum(score(example, text) for example, text in zip(own, out.text, strict=True))
         forwards += out.forwards
         tokens_per_forward += out.tokens_per_forward.tolist()
         watch(out)
-        progress(len(batch))
+        progress(len(own))
     return Scores(examples=len(examples), correct=correct, forwards=forwards, tokens_per_forward=tokens_per_forward)
 
 
-def _batches(examples: list[Example], canvas: int) -> Iterator[list[Example]]:
+def _batches(examples: list[Example], canvas: int, most: int | None) -> Iterator[list[Example]]:
     """All examples, shortest prompts first so that little is padded. How they are batched changes no answer."""
     batch: list[Example] = []
     for example in sorted(examples, key=lambda example: len(example.prompt)):
         # Characters bound tokens from above: close for tables, fourfold for names, which merely makes batches smaller.
-        if batch and (len(batch) + 1) * (len(example.prompt) + canvas) > BATCH_ROWS:
+        full = (len(batch) + 1) * (len(example.prompt) + canvas) > BATCH_ROWS if most is None else len(batch) == most
+        if batch and full:
             yield batch
             batch = []
         batch.append(example)

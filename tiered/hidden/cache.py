@@ -17,6 +17,8 @@ from tiered.hidden.options import HiddenOptions
 from tiered.hidden.update_log import LayerUpdate
 from tiered.tiers.hidden_records import HiddenRecords
 from tiered.tiers.manager import TierManager
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 KMEANS_ITERATIONS = 5  # as in the authors' code; more moves few rows
 
@@ -67,6 +69,7 @@ class HiddenCache:
         """The layer whose clustering `layer` shares. Embeddings say nothing of context: the first layer is its own."""
         return layer if layer <= 1 else 1 + (layer - 1) // self.options.cluster_layers * self.options.cluster_layers
 
+    @spanned(Op.CLUSTERING)
     def cluster(
         self,
         layer: int,
@@ -108,6 +111,7 @@ class HiddenCache:
             found.update(zip(numbers, indices, strict=True))
         return [found[number] for number in range(len(pads))]
 
+    @spanned(Op.STORE)
     def store(
         self, layer: int, hidden: Float[Tensor, "batch length width"], indices: Sequence[ClusterIndex]
     ) -> list[HiddenRecords]:
@@ -125,6 +129,7 @@ class HiddenCache:
             for sequence, index in enumerate(indices)
         ]
 
+    @spanned(Op.CLUSTERING)
     def members(self, indices: Sequence[ClusterIndex], length: int) -> list[Members]:
         """The same clusters for the host. Reads from the device once a sequence."""
         return [Members.of(index.rows.tolist(), index.sizes, length) for index in indices]

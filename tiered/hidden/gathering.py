@@ -12,8 +12,11 @@ from tiered.hidden.layer_state import LayerState
 from tiered.kernels.choice import for_device
 from tiered.kernels.scatter_rows_ref import scatter_rows
 from tiered.rows import Rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
+@spanned(Op.GATHER)
 def gather_rows(
     forward: Forward,
     state: LayerState,

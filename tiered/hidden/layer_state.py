@@ -16,6 +16,8 @@ from tiered.hidden.options import MOST_PARTS
 from tiered.kernels.drift_reference import DriftReference
 from tiered.rows import Rows
 from tiered.tiers.hidden_records import HiddenRecords
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 Span = tuple[int, int]
 
@@ -144,6 +146,7 @@ class LayerState:
                 self.records[sequence] = self.records[sequence].appended(span)
         return centroids
 
+    @spanned(Op.GATHER)
     def rows_of(self, clusters: Sequence[Sequence[int]]) -> Rows:
         """What the records of `clusters[b]` of every sequence b hold, cluster after cluster; valid are those that are
         members still, and not the filler behind sequences that have fewer."""
@@ -167,6 +170,7 @@ def centroid_queries(
     return forward.queries(layer, Rows.at(medoids), forward.model.attention_norm(layer, centroids))
 
 
+@spanned(Op.DRIFT)
 def _reference(
     forward: Forward,
     layer: int,

@@ -11,8 +11,11 @@ from tiered.hidden.fetching import Fetching, Tickets
 from tiered.hidden.gathering import gather_rows
 from tiered.hidden.layer_state import LayerState, Span
 from tiered.tiers.manager import TierManager
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
+@spanned(Op.PATCH)
 def patch(
     forward: Forward,
     tiers: TierManager,
@@ -56,6 +59,7 @@ def patch(
     state.move(forward, clusters, valid, centroids)
 
 
+@spanned(Op.PATCH)
 def append(forward: Forward, tiers: TierManager, state: LayerState, flow: Flow, finished: Span) -> None:
     """Let the block `finished`, the first rows of `flow`, be a cluster of its own from now on."""
     hidden = flow.hidden[:, : finished[1] - finished[0]]

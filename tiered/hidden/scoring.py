@@ -10,8 +10,11 @@ from tiered.hidden.layer_state import LayerState, Span
 from tiered.kernels.choice import for_device
 from tiered.kernels.proxy_drift_ref import proxy_drift
 from tiered.planning.costs import part_rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
+@spanned(Op.DRIFT)
 def write_and_measure(
     forward: Forward, state: LayerState, flow: Flow, tracked: Span, last_active: int, updating: Bool[Tensor, " batch"]
 ) -> list[list[float]]:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tiered.forward import Flow, Forward
+from tiered.forward import Flow, Forward, add_branch
 from tiered.hidden.cache import HiddenCache
 from tiered.hidden.fetching import Cluster, Fetching
 from tiered.hidden.gathering import gather_rows
@@ -23,6 +23,8 @@ from tiered.hidden.scoring import write_and_measure
 from tiered.hidden.update_log import LayerUpdate
 from tiered.planning.costs import part_rows
 from tiered.rows import Rows
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import span
 
 
 class Update:
@@ -78,16 +80,16 @@ class Update:
         if self._active != self._tracked:  # the current block leaves the clusters that it was in
             state.retire(self._tracked)
         drift = write_and_measure(forward, state, flow, self._tracked, self._count, self._here)
-        chosen = [self._chosen(of_sequence, members) for of_sequence, members in zip(drift, state.members, strict=True)]
-        touched = [members.touched(fresh) for members, fresh in zip(state.members, self._fresh, strict=True)]
-        asked = self._fetching.ask(state.layer, self._stored(state, chosen), state.records or ())
-        partly = self._stored(state, touched)
-        mended = self._fetching.mend(partly, state.records or ())
-        cache.ranking[state.layer] = [
-            measured or earlier for measured, earlier in zip(drift, cache.ranking.get(state.layer, drift), strict=True)
-        ]
-        fresh_above = [self._marked(clusters, state.members[b]) for b, clusters in enumerate(chosen)]
-        self._guess(state.layer, fresh_above)
+        with span(Op.FETCH):
+            chosen = [self._chosen(measured, members) for measured, members in zip(drift, state.members, strict=True)]
+            touched = [members.touched(fresh) for members, fresh in zip(state.members, self._fresh, strict=True)]
+            asked = self._fetching.ask(state.layer, self._stored(state, chosen), state.records or ())
+            partly = self._stored(state, touched)
+            mended = self._fetching.mend(partly, state.records or ())
+            earlier = cache.ranking.get(state.layer, drift)
+            cache.ranking[state.layer] = [now or before for now, before in zip(drift, earlier, strict=True)]
+            fresh_above = [self._marked(clusters, state.members[b]) for b, clusters in enumerate(chosen)]
+            self._guess(state.layer, fresh_above)
         attended = flow.hidden[:, : self._count].clone()  # what goes in may have to be stored
         self._attend(forward, state.layer, self._rows, attended)
         # Encoding what is all here keeps compute busy while the rest is on its way.
@@ -102,7 +104,7 @@ class Update:
         gather_rows(forward, state, flow, rows, chosen, self._fetching, asked, hidden)
         self._attend(forward, state.layer, rows, hidden[:, self._count :])
         for part in Rows.span(0, hidden.shape[1]).parts(part_rows(len(hidden))):
-            hidden[:, part] += forward.model.feed_forward(state.layer, hidden[:, part])
+            add_branch(hidden, part, forward.model.feed_forward(state.layer, hidden[:, part]))
         patch(forward, cache.open_tiers, state, flow, torn, self._fetching, mended)
         if self._active != self._tracked:
             append(forward, cache.open_tiers, state, flow, finished)
@@ -162,7 +164,7 @@ class Update:
         """Add the attention branch of `rows` to `hidden`, in place."""
         for part in rows.parts(part_rows(len(hidden))):
             normed = forward.model.attention_norm(layer, hidden[:, part])
-            hidden[:, part] += forward.attention(layer, rows[part], normed)
+            add_branch(hidden, part, forward.attention(layer, rows[part], normed))
 
     def _joined(self, rows: Rows) -> Rows:
         """The active rows, and `rows` behind them."""

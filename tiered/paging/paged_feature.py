@@ -16,6 +16,8 @@ from tiered.paging.page_indices import PageIndices
 from tiered.paging.pages import Pages, members, union
 from tiered.tiers.manager import TierManager
 from tiered.tiers.record import RecordKey
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
 class PagedFeature:
@@ -52,6 +54,7 @@ class PagedFeature:
     def __contains__(self, layer: object) -> bool:
         return layer in self._book
 
+    @spanned(Op.PAGES)
     def view(self, layer: int, sequences: int) -> Float[Tensor, "batch heads columns elements"]:
         """What is stored of the first so many sequences: a view, valid until another layer is used.
 
@@ -62,6 +65,7 @@ class PagedFeature:
         self._have(layer, self._pages.of(sequences))
         return self._space(layer)[:sequences]
 
+    @spanned(Op.PAGES)
     def to_write(
         self, layer: int, sequences: int, columns: tuple[int, int], *, whole: bool
     ) -> Float[Tensor, "batch heads columns elements"]:
@@ -75,6 +79,7 @@ class PagedFeature:
         self._book.wrote(layer, touched)
         return self._space(layer)[:sequences]
 
+    @spanned(Op.PAGES)
     def keep(self, sequences: Sequence[int]) -> None:
         """Go on with these sequences alone (ascending). Errors as `view`."""
         everything = self._pages.of(len(self._names))

@@ -70,6 +70,11 @@ class StreamedFeatureStore(FeatureStore):
             for feature, stream in streamed.items()
         }
 
+    @property
+    def streamed_from(self) -> int | None:
+        """See `FeatureStore.streamed_from`."""
+        return min(self._first[feature] for feature in self._paged)
+
     def view(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length elements"]:
         """See `FeatureStore.view`.
 

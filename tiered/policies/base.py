@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from jaxtyping import Bool, Int
+import numpy as np
+from jaxtyping import Bool, Int, Int8
 from torch import Tensor
 
 from tiered.decoding.canvas import Canvas
@@ -110,6 +111,11 @@ class PolicyState(ABC):
     def updates(self) -> Sequence[LayerUpdate]:
         """What the updates so far did, for a policy that measures drift."""
         return ()
+
+    def places(self, step: Step) -> Int8[np.ndarray, "batch length"] | None:
+        """Where the state of every canvas column is after the forward of `step`, as far as the policy decides it:
+        `STORED` and `FETCHED` of `tiered.places.Place`. None: on the device, all of it. For who looks on."""
+        return None
 
     # Most policies need neither of the two below, hence no abstract methods.
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:  # noqa: B027

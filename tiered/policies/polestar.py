@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int8
 from torch import Tensor
 
 from tiered.checks import check_integer, check_number, check_switch
 from tiered.features import Tier
 from tiered.hidden.cache import HiddenCache
 from tiered.hidden.options import LATE, HiddenOptions, Late
+from tiered.hidden.places import hidden_places
 from tiered.hidden.refresh import Refresh
 from tiered.hidden.update import Update
 from tiered.hidden.update_log import LayerUpdate
@@ -137,6 +139,7 @@ class _Drifting(PolicyState):
         options = policy.hidden()
         self._cache = None if options is None else HiddenCache(options)
         self._forwards = 0
+        self._active = (0, 0)  # columns that the last forward computed anyway
         self._last: Tensor | None = None  # commits of the last step, and since the last update, by sequence
         self._since: Tensor | None = None
 
@@ -144,6 +147,7 @@ class _Drifting(PolicyState):
         number, self._forwards = self._forwards, self._forwards + 1
         if self._refreshes(step):
             self._since = None
+            self._active = (0, step.canvas.length)
             plan = StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH)
             return plan if self._cache is None else replace(plan, program=self._capture(step))
         # The block's rows, and where predictions are shifted the row in front of them.
@@ -153,6 +157,7 @@ class _Drifting(PolicyState):
             updating = self._due(step)
         else:
             active = (step.first_row - (step.stop - step.start), step.stop)
+        self._active = active
         plan = StepPlan.of_span(*active, step, PassKind.STEP)
         if self._cache is None or not any(updating):
             return plan
@@ -171,6 +176,11 @@ class _Drifting(PolicyState):
             self._last, self._since = self._last[sequences], self._since[sequences]
         if self._cache is not None:
             self._cache.keep(sequences)
+
+    def places(self, step: Step) -> Int8[np.ndarray, "batch length"] | None:
+        if self._cache is None or not self._cache.states:
+            return None
+        return hidden_places(self._cache, self._forwards - 1, self._active, step.canvas.length)
 
     @property
     def updates(self) -> Sequence[LayerUpdate]:

@@ -50,12 +50,18 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Waited:
     """Compute decoded a batch that was fetched, or encoded one to store. `late`: a copy whose end it needs was still
-    under way; compute stood still for `exposed_ns`. `layer` as in `CopyEnded`."""
+    under way; compute stood still from `began` to `ended`. Times and `layer` as in `CopyEnded`."""
 
     way: Way
     late: bool
-    exposed_ns: int
+    began: int
+    ended: int
     layer: int | None = None
+
+    @property
+    def exposed_ns(self) -> int:
+        """For how long compute stood still."""
+        return self.ended - self.began
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from tiered.tiers.banks import CentroidBank
 from tiered.tiers.manager import TierManager
 from tiered.tiers.record import RecordKey
 from tiered.tiers.ticket import Ticket
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 MOST_ROWS = 256  # of a record: larger ones move no faster, and an update that wants a part of one fetches it all
 
@@ -90,6 +92,7 @@ class HiddenRecords:
         start = sum(self.sizes[:cluster])
         return self.rows[start : start + self.sizes[cluster]]
 
+    @spanned(Op.STORE)
     def renew(
         self,
         tiers: TierManager,

@@ -7,6 +7,7 @@ from tiered.ledger import Ledger
 from tiered.offload.arena import ArenaStats
 from tiered.tiers.events import CopyEnded, Event, Way
 from tiered.tiers.stats import TierStats
+from tiered.tracing.spans import active
 
 ENDS = {
     Way.STORE: (Tier.DEVICE, Tier.HOST),
@@ -24,8 +25,10 @@ class Journal:
         self._stats = TierStats()
 
     def add(self, event: Event) -> None:
-        """Count `event`."""
+        """Count `event`, and show it to whoever records the call."""
         self._stats.add(event)
+        if (recorder := active()) is not None:
+            recorder.add(event)
         if isinstance(event, CopyEnded) and not event.failed:
             self._ledger.record_transfer(*ENDS[event.way], event.nbytes)
 

@@ -37,6 +37,8 @@ from tiered.tiers.shipping import Shipping
 from tiered.tiers.stats import TierStats
 from tiered.tiers.ticket import Ticket
 from tiered.tiers.traffic import Traffic
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import spanned
 
 
 class TierManager:
@@ -111,6 +113,7 @@ class TierManager:
         self._check_open()
         self._rooms.reserve(tier, nbytes)
 
+    @spanned(Op.STORE)
     def store(
         self,
         keys: Sequence[RecordKey],
@@ -154,6 +157,7 @@ class TierManager:
                 entries.append(Entry(keys[number], forms[number], self._versions, base))
             self._store(entries, rows[first[run.start] : first[run.stop]], tier)
 
+    @spanned(Op.FETCH)
     def fetch(self, keys: Sequence[RecordKey], *, paged: bool = False) -> Ticket:
         """Begin to bring records to the device. Copies set out at once, as far as there are staging slots. `paged`:
         through the ring for pages of features (`open_tiers(page_slots=…)`), so that neither waits for the other.

@@ -1,7 +1,7 @@
 """Jobs between tiers: each waits for what the fences of its bytes say, and is counted when it has ended."""
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from tiered.offload.errors import TransferError
@@ -9,6 +9,11 @@ from tiered.offload.fence import Event, Fence
 from tiered.offload.transport import Copy, Lane, Settled, TransferEvent, Transport
 from tiered.tiers import events
 from tiered.tiers.events import CopyEnded, Waited, Way
+from tiered.tracing.ops import Op
+from tiered.tracing.spans import active, span
+
+# What compute does on either side of a copy.
+_WORK = {Way.STORE: Op.ENCODE, Way.FETCH: Op.DECODE}
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ class Traffic:
         `copy`."""
         waits = self.waits(reads, writes)
         late = any(not event.done() for event in waits)
-        event = self._transport.compute(work, waits)
+        event = self._transport.compute(work, waits) if active() is None else self._shown(way, work, waits, layer)
         return self._submitted(_Job(event=event, way=way, layer=layer, late=late), reads, writes)
 
     def waits(self, reads: Collection[Fence], writes: Collection[Fence]) -> list[Event]:
@@ -104,6 +109,19 @@ class Traffic:
                 job.event.synchronize()
         self.harvest()
 
+    def _shown(self, way: Way, work: Callable[[], None], waits: Sequence[Event], layer: int | None) -> TransferEvent:
+        """`Transport.compute`, as a range of waiting and one of work behind it."""
+        with ExitStack() as waiting:
+            waiting.enter_context(span(Op.WAIT, layer))
+
+            def named() -> None:
+                if active() is not None:  # else it runs in a thread of its own, and the caller waits for nothing
+                    waiting.close()
+                with span(_WORK[way], layer):
+                    work()
+
+            return self._transport.compute(named, waits)
+
     def _submitted(self, job: _Job, reads: Collection[Fence], writes: Collection[Fence]) -> TransferEvent:
         for fence in reads:
             fence.reads(job.event)
@@ -117,7 +135,7 @@ class Traffic:
         submitted = times.submitted or 0
         started = times.started or submitted
         if event.lane is None:
-            self._record(Waited(way=job.way, late=job.late, exposed_ns=started - submitted, layer=job.layer))
+            self._record(Waited(way=job.way, late=job.late, began=submitted, ended=started, layer=job.layer))
             return
         ended = times.ended or started
         self._record(

@@ -1,16 +1,16 @@
 """The tables of README.md and docs/policies.md, made from what bench/compare.py and bench/policy_cost.py wrote, each
 between two marks.
-
-A part of bench/compare.py.
 """
 
-import json
-import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from compare_summary import FIGURES, LONG, MEANS, Row, grouped, is_long, number, percent, summary
+from rows_file import read_rows
 
+from comparing.kept_rows import is_sound
+from comparing.notes import notes, prose, second_caption
+from comparing.rounds import AGAIN
+from comparing.summary import MEANS, Row, grouped, is_long, number, percent, shown_figures, summary
 from tiered.whole_file import write_then_rename
 
 POLICIES_MARK, NOISE_MARK = "compare", "noise"
@@ -31,19 +31,27 @@ def put_tables(page: Path, comparisons: Mapping[str, Path], costs: Path) -> None
 
     Raises:
         FileNotFoundError: a comparison was not measured.
-        ValueError: no marks in `page`.
+        ValueError: no marks in `page`, or a file that is damaged.
     """
     text, first = page.read_text(), next(iter(comparisons.values()))
     made = 0
     if between_marks(text, POLICIES_MARK) is not None:
-        cost = json.loads(costs.read_text()) if costs.exists() else None
-        text, made = _put(text, POLICIES_MARK, tables(json.loads(first.read_text()), cost)), made + 1
+        cost = read_rows(costs, name="policies", kind=dict) if costs.exists() else None
+        text, made = _put(text, POLICIES_MARK, tables(_result(first), cost)), made + 1
     if between_marks(text, NOISE_MARK) is not None:
-        results = {noise: json.loads(path.read_text()) for noise, path in comparisons.items()}
+        results = {noise: _result(path) for noise, path in comparisons.items()}
         text, made = _put(text, NOISE_MARK, noise_table(results)), made + 1
     if not made:
         raise ValueError(f"{page} has no <!-- {POLICIES_MARK} --> or <!-- {NOISE_MARK} --> with its end behind it")
     write_then_rename(page, lambda part: part.write_text(text))
+
+
+def _result(path: Path) -> Row:
+    """What a comparison has written. Raises as `read_rows`, also for a damaged row: a table has no holes."""
+    result = read_rows(path)
+    if damaged := [number for number, row in enumerate(result["rows"], start=1) if not is_sound(row)]:
+        raise ValueError(f"{path}: rows {', '.join(map(str, damaged))} are damaged; measure again to replace them")
+    return result
 
 
 def between_marks(text: str, mark: str) -> str | None:
@@ -61,7 +69,15 @@ def _put(text: str, mark: str, inside: str) -> str:
 def noise_table(results: Mapping[str, Row]) -> str:
     """Markdown: right answers, and forwards of an example, by policy, noise and commit rule."""
     by_noise = {noise: grouped(result["rows"], "policy") for noise, result in results.items()}
-    heads, policies = [], dict.fromkeys(policy for rows in by_noise.values() for policy in rows)
+    # One policy measured twice, and what transformers does, say nothing about noise processes.
+    apart = {
+        name
+        for result in results.values()
+        for name, variant in result.get("variants", {}).items()
+        if variant.get("baseline") or name == AGAIN
+    }
+    heads, every = [], dict.fromkeys(name for rows in by_noise.values() for name in rows)
+    policies = [name for name in every if name not in apart]
     columns: list[tuple[str, str]] = []
     for noise, result in results.items():
         for commit in grouped(result["rows"], "commit"):
@@ -77,8 +93,8 @@ def noise_table(results: Mapping[str, Row]) -> str:
         lines.append(_line(policy, cells))
     # What does not fit the calls with masks is told beside their own table.
     others = [noise for noise in results if noise != next(iter(results))]
-    notes = [f"`{policy}`, {noise}: {why}." for (noise, why), policy in reasons.items() if noise in others]
-    return "\n".join(lines) + ("\n\n" + _prose(" ".join(notes)) if notes else "")
+    told = [f"`{policy}`, {noise}: {why}." for (noise, why), policy in reasons.items() if noise in others]
+    return "\n".join(lines) + ("\n\n" + prose(" ".join(told)) if told else "")
 
 
 def tables(result: Row, cost: Row | None) -> str:
@@ -87,12 +103,10 @@ def tables(result: Row, cost: Row | None) -> str:
     slow, fast = commits[0], commits[-1]
     return "\n\n".join(
         [
-            _prose(
-                f"Right answers in per cent, {slow}, and {fast} where it says so; in the head, how many were asked:"
-            ),
+            prose(f"Right answers in per cent, {slow}, and {fast} where it says so; in the head, how many were asked:"),
             _accuracy(result["rows"], slow, fast),
-            *_notes(result),
-            _prose(_second_caption(result, slow, cost)),
+            *notes(result),
+            prose(second_caption(result, slow, cost)),
             _figures(result["rows"], slow, None if cost is None else cost["policies"]),
         ]
     )
@@ -111,59 +125,18 @@ def _accuracy(rows: list[Row], slow: str, fast: str) -> str:
 
 
 def _figures(rows: list[Row], commit: str, costs: Row | None) -> str:
-    lines = _head([*FIGURES, *(COSTS if costs is not None else ())])
-    for policy, own in grouped(rows, "policy").items():
-        figures = summary([row for row in own if row["commit"] == commit])
-        cells = [show(figures) for show in FIGURES.values()]
+    summaries = {
+        policy: summary([row for row in own if row["commit"] == commit])
+        for policy, own in grouped(rows, "policy").items()
+    }
+    columns = shown_figures(summaries.values())
+    lines = _head([*columns, *(COSTS if costs is not None else ())])
+    for policy, figures in summaries.items():
+        cells = [show(figures) for show in columns.values()]
         if costs is not None:
             cells += [show(costs.get(policy, {})) for show in COSTS.values()]
         lines.append(_line(policy, cells))
     return "\n".join(lines)
-
-
-def _notes(result: Row) -> list[str]:
-    """A paragraph of what is particular to some rows, if there is anything."""
-    notes = [*_calls(result["variants"]), *_refusals(result["rows"])]
-    return [_prose(" ".join(notes))] if notes else []
-
-
-def _calls(variants: Row) -> list[str]:
-    """A sentence for each policy that answers another call than the rest, or has options that are no defaults."""
-    ways = {"one_block": "in one block", "random_order": "in random order"}
-    policies = {name: variant for name, variant in variants.items() if variant["policy"] != "none"}
-    return [
-        *(
-            f"`{name}` answers {way}, and so does one row of `none`."
-            for name, variant in policies.items()
-            for flag, way in ways.items()
-            if variant[flag]
-        ),
-        *(
-            f"`{name}` has `{', '.join(f'{option}={value!r}' for option, value in variant['given'].items())}`."
-            for name, variant in policies.items()
-            if variant["given"]
-        ),
-    ]
-
-
-def _refusals(rows: list[Row]) -> list[str]:
-    """A sentence for each commit rule that does not fit some policies."""
-    refused: dict[tuple[str, str], dict[str, None]] = {}
-    for row in rows:
-        if "why" in row:
-            refused.setdefault((row["commit"], row["why"]), {})[f"`{row['policy']}`"] = None
-    return [f"{' and '.join(policies)}, {commit}: {why}." for (commit, why), policies in refused.items()]
-
-
-def _second_caption(result: Row, commit: str, cost: Row | None) -> str:
-    long = f"Lookups in {LONG[1] + result['canvas']} positions, {commit}, answers in blocks of {result['block']}"
-    if cost is None:
-        return f"{long}:"
-    return (
-        f"{long}. Then the time of a plain step in {cost['positions']} positions (a random model, width "
-        f"{cost['width']}, {cost['layers']} layers) over a full pass; over the floor, which is the share of the "
-        "positions that it recomputes; and, of a layer, over a block-only step of as many rows:"
-    )
 
 
 def _is_of(row: Row, group: Iterable[str] | None) -> bool:
@@ -188,11 +161,6 @@ def _share(rows: Iterable[Row]) -> str:
 
 def _head(columns: list[str]) -> list[str]:
     return [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-
-
-def _prose(text: str) -> str:
-    """Lines as long as those of the page."""
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _line(policy: str, cells: list[str]) -> str:

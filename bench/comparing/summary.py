@@ -1,7 +1,4 @@
-"""The rows of bench/compare.py by policy: as JSON, and as a table on the screen.
-
-A part of bench/compare.py.
-"""
+"""The rows of bench/compare.py by policy: as JSON, and as a table on the screen."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +14,8 @@ Row = dict[str, Any]
 # 1024 columns with the answer, long enough that a step's rows are what it costs.
 LONG = ("lookup", 992)
 LONG_NAME = "lookup 992"
+# What rows of several rounds have, and those of baselines.
+OF_SOME = ("low", "high", "rounds", "speedup", "speedup_low", "speedup_high", "bytes")
 
 
 def by_policy(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
@@ -42,7 +41,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     figures = {}
     for row in filter(is_long, measured):
         names = ("tokens_per_second", "rows_per_forward", "cache_ratio", "device_bytes", "host_bytes")
-        figures = {name: row[name] for name in names}
+        figures = {name: row[name] for name in names} | {name: row[name] for name in OF_SOME if name in row}
         figures["moved_bytes_per_forward"] = round(sum(row["moved_bytes"].values()) / sum(row["passes"].values()))
     return {"exact_match": matches} | means | figures
 
@@ -64,13 +63,21 @@ def screen_table(rows: Iterable[Row], commit: str) -> Table:
     """All policies under one commit rule, for a terminal."""
     names = [*tasks.TASKS, LONG_NAME]
     grid = Table(title=f"{commit}: right answers in per cent; tokens/s and what follows of {LONG_NAME}")
-    for column in ("policy", *names, *MEANS, *FIGURES):
+    by_name = by_policy(rows)
+    columns = MEANS | shown_figures(commits.get(commit, {}) for commits in by_name.values())
+    for column in ("policy", *names, *columns):
         grid.add_column(column, justify="left" if column == "policy" else "right", overflow="fold")
-    for policy, commits in by_policy(rows).items():
+    for policy, commits in by_name.items():
         figures = commits.get(commit, {})
         shares = [percent(figures.get("exact_match", {}).get(name)) for name in names]
-        grid.add_row(policy, *shares, *(show(figures) for show in (MEANS | FIGURES).values()))
+        grid.add_row(policy, *shares, *(show(figures) for show in columns.values()))
     return grid
+
+
+def shown_figures(summaries: Iterable[dict[str, Any]]) -> dict[str, Callable[[dict[str, Any]], str]]:
+    """The columns of `FIGURES` that any of `summaries` has something for."""
+    summaries = list(summaries)
+    return {name: show for name, show in FIGURES.items() if any(show(figures) != "-" for figures in summaries)}
 
 
 def percent(share: float | None) -> str:
@@ -87,13 +94,27 @@ def _bytes(name: str) -> Callable[[dict[str, Any]], str]:
     return lambda figures: "-" if figures.get(name) is None else format_bytes(figures[name]) if figures[name] else "0"
 
 
+def _held(figures: dict[str, Any]) -> str:
+    """Bytes of the device; what was counted leaves activations out, so it is a bound from below."""
+    return f"{'≥ ' if figures.get('bytes') == 'counted' else ''}{_bytes('device_bytes')(figures)}"
+
+
+def _speedup(figures: dict[str, Any]) -> str:
+    """The ratio to `none` in the same call; with more than one round, its 20th to 80th percentile."""
+    if "speedup" not in figures:
+        return "-"
+    spread = f" ({figures['speedup_low']:.2f}–{figures['speedup_high']:.2f})" if figures["rounds"] > 1 else ""  # noqa: RUF001
+    return f"{figures['speedup']:.2f}{spread}"
+
+
 # Columns: what each shows of a summary.
 MEANS = {"NFE": number("nfe", 2), "TPF": number("tokens_per_forward", 2)}
 FIGURES = {
     "tokens/s": number("tokens_per_second", 1),
+    "over `none`": _speedup,
     "rows a step": number("rows_per_forward", 1),
     "from cache": number("cache_ratio", 3),
-    "device": _bytes("device_bytes"),
+    "device": _held,
     "host": _bytes("host_bytes"),
     "moved a step": _bytes("moved_bytes_per_forward"),
 }

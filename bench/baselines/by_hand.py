@@ -1,0 +1,102 @@
+"""The official block-wise sampler as people write it by hand, around any function that gives logits.
+
+LLaDA's schedule (arXiv 2502.09992, algorithm 5) with one token a step, or Fast-dLLM's confidence threshold
+(arXiv 2505.22618, section 3.3): argmax tokens, confidence by softmax in float64, the best one always committed. Two
+things are as here and not as there, so that the same work is timed: the mask token is never proposed, and a sequence
+whose answer has ended leaves at the end of its block.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+# Called with the sequences that are left [batch], all columns of them [batch, columns], the block's first column, the
+# column behind its last, and whether it is the block's first pass; gives logits [batch, block, vocab].
+Logits = Callable[[Tensor, Tensor, int, int, bool], Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Denoised:
+    """What came out.
+
+    Attributes:
+        answers: [batch, answer] ids; padding behind an end-of-sequence token.
+        forwards: forwards that each sequence took part in.
+        seconds: of every forward with its commit.
+        first_block: forwards of the first block.
+    """
+
+    answers: Tensor
+    forwards: list[int]
+    seconds: list[float] = field(default_factory=list)
+    first_block: int = 0
+
+
+def denoise(
+    logits: Logits,
+    prompts: Tensor,
+    *,
+    answer: int,
+    block: int,
+    threshold: float | None,
+    mask_token: int,
+    end_token: int,
+    pad_token: int,
+    watch: Callable[[], object] = lambda: None,
+) -> Denoised:
+    """Answer `prompts` [batch, columns], padded on the left.
+
+    Args:
+        answer, block: tokens of the answer and of a block.
+        threshold: commit every token at least as confident; None: one a step.
+        watch: called behind every forward; its time counts nowhere.
+    """
+    batch, width = prompts.shape
+    canvas = torch.cat([prompts, prompts.new_full((batch, answer), mask_token)], dim=1)
+    done = Denoised(answers=canvas[:, width:].clone(), forwards=[0] * batch)
+    left = torch.arange(batch, device=prompts.device)
+    for start in range(width, width + answer, block):
+        stop, first = start + block, True
+        is_open = torch.ones(len(left), block, dtype=torch.bool, device=prompts.device)
+        ended = torch.zeros(len(left), dtype=torch.bool, device=prompts.device)
+        while (going := is_open.any(dim=1) & ~ended).any():
+            began = time.perf_counter()
+            found = logits(left, canvas, start, stop, first)
+            chosen, tokens = commit(found, is_open & going[:, None], threshold, mask_token)
+            canvas[:, start:stop] = torch.where(chosen, tokens, canvas[:, start:stop])
+            is_open &= ~chosen
+            ended = _ended(canvas[:, start:stop], is_open, end_token)
+            done.seconds.append(time.perf_counter() - began)
+            for number in left[going].tolist():
+                done.forwards[number] += 1
+            first = False
+            watch()
+        done.first_block = done.first_block or len(done.seconds)
+        done.answers[left] = canvas[:, width:]
+        canvas, left = canvas[~ended], left[~ended]
+        if not len(left):
+            break
+    behind = (done.answers == end_token).cumsum(dim=1) - (done.answers == end_token).int() > 0
+    done.answers[behind] = pad_token
+    return done
+
+
+def commit(found: Tensor, is_open: Tensor, threshold: float | None, mask_token: int) -> tuple[Tensor, Tensor]:
+    """Where to commit now, among `is_open` [batch, block], and which tokens, by `found` [batch, block, vocab]."""
+    shares = found.double().softmax(dim=-1)
+    shares[..., mask_token] = -1.0
+    confidence, tokens = shares.max(dim=-1)
+    confidence = confidence.masked_fill(~is_open, -1.0)
+    chosen = torch.zeros_like(is_open).scatter_(1, confidence.argmax(dim=1, keepdim=True), True)
+    if threshold is not None:
+        chosen |= confidence >= threshold
+    return chosen & is_open, tokens
+
+
+def _ended(tokens: Tensor, is_open: Tensor, end_token: int) -> Tensor:
+    """[batch] True where an end-of-sequence token is committed and so is everything in front of it."""
+    committed_so_far = is_open.int().cumsum(dim=1) == 0
+    return ((tokens == end_token) & committed_so_far).any(dim=1)

@@ -1,0 +1,161 @@
+"""A model in transformers' hands, with `generate` as the runtime has it, so that both are asked and timed alike.
+
+The figures of bytes are counted, not booked: weights and cached tensors by their storages, after each forward, without
+activations, logits and what a cache puts together while a layer runs.
+"""
+
+import torch
+from torch import Tensor
+
+from baselines.bidirectional_llama import forward, llama_of
+from baselines.by_hand import denoise
+from baselines.prefix_caches import PACKAGES, CacheKind, PrefixCache, storage_bytes
+from tiered.features import Tier
+from tiered.inputs import Inputs, read_inputs
+from tiered.memory_report import MemoryReport, TierReport
+from tiered.output import GenerationOutput, Timings
+from tiered.runtime import Runtime
+
+
+class ByTransformers:
+    """One baseline over the weights of a runtime; the tensors are shared."""
+
+    def __init__(self, runtime: Runtime, kind: CacheKind | None) -> None:
+        """`kind` None: no cache, a full forward every step.
+
+        Raises:
+            ValueError: transformers cannot do it here; the message says why, or what to install. Found by doing it: a
+                short prompt is answered, which also pays for what a first call loads.
+        """
+        self._runtime, self._kind = runtime, kind
+        self.model = llama_of(runtime.model)
+        prompt = torch.zeros(1, 8, dtype=torch.long, device=runtime.device)
+        self.generate(prompt, max_new_tokens=4, block_length=4)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Inputs,
+        *,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int,
+        block_length: int,
+        confidence_threshold: float | None = None,
+        seed: int = 0,
+    ) -> GenerationOutput:
+        """As `Runtime.generate`, of which it has some options. Nothing is drawn, whatever the `seed`.
+
+        Raises:
+            ValueError: as on construction, where the length or the batch decides.
+        """
+        runtime = self._runtime
+        prompts = read_inputs(
+            inputs,
+            attention_mask,
+            tokenizer=runtime.tokenizer,
+            tokenizer_missing="there is none",
+            pad_token_id=runtime.model.pad_token_id,
+            vocab_size=runtime.model.shape.vocab_size,
+        )
+        ids, pads = prompts.packed()
+        call = _Call(self, self._kind, ids, pads, max_new_tokens)
+        try:
+            done = denoise(
+                call.logits,
+                ids,
+                answer=max_new_tokens,
+                block=block_length,
+                threshold=confidence_threshold,
+                mask_token=runtime.model.mask_token_id,
+                end_token=runtime.model.eos_token_id,
+                pad_token=runtime.model.pad_token_id,
+                watch=call.count,
+            )
+        except ImportError as error:
+            package = None if self._kind is None else PACKAGES.get(self._kind.backend or "")
+            raise ValueError(f"not installed: pip install {package}" if package else _one_line(error)) from error
+        except (AssertionError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"transformers on {runtime.device.type}: {_one_line(error)}") from error
+        tokens = (done.answers == runtime.model.eos_token_id).cumsum(dim=1) == 0
+        counts = tokens.sum(dim=1)
+        return GenerationOutput(
+            sequences=torch.cat([prompts.ids, done.answers], dim=1),
+            text=_text(runtime, done.answers, tokens),
+            num_forwards=len(done.seconds),
+            forwards=done.forwards,
+            tokens_per_forward=counts / torch.tensor(done.forwards),
+            passes={name: count for name, count in call.passes.items() if count},
+            rows_per_forward=call.rows,
+            memory=call.memory(),
+            timings=Timings(
+                total=sum(done.seconds),
+                first_block=sum(done.seconds[: done.first_block]),
+                steps=done.seconds,
+                tokens=int(counts.sum()),
+            ),
+            history=None,
+        )
+
+
+class _Call:
+    """The model and its cache during one call."""
+
+    def __init__(self, owner: ByTransformers, kind: CacheKind | None, ids: Tensor, pads: Tensor, answer: int) -> None:
+        self._llama, self._kind = owner.model, kind
+        self._length = ids.shape[1] + answer
+        columns = torch.arange(self._length, device=ids.device)[None]
+        padded = bool(pads.any())
+        # A mask is passed only where it says something: without one the attention kernel is a faster one.
+        self._mask = (columns >= pads[:, None]).long() if padded else None
+        self._positions = (columns - pads[:, None]).clamp(min=0) if padded else columns
+        self._cache: PrefixCache | None = None
+        self._peak: dict[str, int] = {}
+        self._device = ids.device.type
+        self.passes = {"refresh": 0, "step": 0}
+        self.rows: list[float] = []
+
+    def logits(self, left: Tensor, canvas: Tensor, start: int, stop: int, first: bool) -> Tensor:
+        """See `by_hand.Logits`."""
+        if first and self._kind is not None:
+            self._cache = PrefixCache(self._kind, self._llama.config, self._length - start)
+        cache = self._cache
+        whole = first or cache is None
+        begin = 0 if whole else start
+        found = forward(
+            self._llama,
+            canvas[:, begin:],
+            mask=None if self._mask is None else self._mask[left],
+            positions=self._positions[left, begin:] if self._mask is not None else self._positions[:, begin:],
+            output=torch.arange(start - begin, stop - begin, device=canvas.device),
+            cache=None if cache is None else cache.next(),
+        )
+        self.passes["refresh" if whole else "step"] += 1
+        self.rows.append(self._length - begin)
+        return found
+
+    def count(self) -> None:
+        """Count what is held now."""
+        held = [*self._llama.parameters(), *self._llama.buffers()]
+        if self._cache is not None:
+            held += self._cache.tensors()
+        for device, size in storage_bytes(iter(held)).items():
+            self._peak[device] = max(self._peak.get(device, 0), size)
+
+    def memory(self) -> MemoryReport:
+        """The largest counts, as the ledger reports its own; what moves between tiers is not counted."""
+        device = self._peak.get(self._device, 0)
+        host = 0 if self._device == "cpu" else self._peak.get("cpu", 0)
+        sizes = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: 0}
+        reports = {tier: TierReport(current=size, peak=size, at_peak={}, cap=None) for tier, size in sizes.items()}
+        return MemoryReport(tiers=reports, moved={})
+
+
+def _text(runtime: Runtime, answers: Tensor, tokens: Tensor) -> list[str] | None:
+    if runtime.tokenizer is None:
+        return None
+    kept = [answer[some].tolist() for answer, some in zip(answers, tokens, strict=True)]
+    return runtime.tokenizer.batch_decode(kept, skip_special_tokens=True)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(".")

@@ -1,0 +1,100 @@
+"""transformers' caches used as a prefix cache: what a block's first pass leaves of the columns in front of it.
+
+A diffusion model rewrites the block and everything behind it, so each later pass must find the cache as the first left
+it. A dynamic cache takes back what a pass has added (`crop`). A quantized one does not: in transformers 5.23 `crop`
+cuts the part that is not quantized yet, of which there may be none, and leaves the length that masks are made by. So
+the prefix goes into the quantized cache once, and each pass is given shallow copies of its layers: an update gives a
+layer new tensors and writes to none.
+"""
+
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig, QuantizedCache
+from transformers.cache_utils import DynamicLayer
+
+# Backends of `QuantizedCache`, and what to install for them; fp8 is torch's own.
+PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq", "fp8": None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheKind:
+    """Which of transformers' caches holds the prefix.
+
+    Attributes:
+        offloading: layers lie in host memory, and come back one by one (`cache_implementation="offloaded"`).
+        backend: of `cache_implementation="quantized"`, a key of `PACKAGES`; None: not quantized. Bits, groups and
+            residual length are the backend's defaults.
+    """
+
+    offloading: bool = False
+    backend: str | None = None
+
+
+class PrefixCache:
+    """One block's cache. What a pass has added is taken away when the next one begins, so that between two passes all
+    that the pass has held can be counted."""
+
+    def __init__(self, kind: CacheKind, config: PreTrainedConfig, behind: int) -> None:
+        """`config` of the model; `behind`: columns of the block and of everything behind it, which no later pass may
+        find. Raises what transformers does where the kind cannot be had here."""
+        self._config, self._behind = config, behind
+        self._whole: Cache | None = DynamicCache(config=config, offloading=kind.offloading)
+        self._prefix: Cache | None = None if kind.backend is None else QuantizedCache(kind.backend, config)
+        self._lent: Cache | None = None
+
+    def next(self) -> Cache:
+        """What the next pass fills or reads: nothing at first, over all columns, and then the prefix."""
+        if self._whole is None:
+            return self._lend()
+        if self._whole.get_seq_length():
+            self._whole.crop(-self._behind)
+            if self._prefix is not None:
+                for number, layer in enumerate(self._whole.layers):
+                    assert isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
+                    self._prefix.update(layer.keys, layer.values, number)
+                self._whole = None
+                return self._lend()
+        return self._whole
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that is held now, the parts of quantized tensors one by one."""
+        for cache in (self._whole, self._prefix, self._lent):
+            for layer in () if cache is None else cache.layers:
+                yield from tensors_in(vars(layer))
+
+    def _lend(self) -> Cache:
+        assert self._prefix is not None, "only a quantized prefix is lent"
+        self._lent = copy(self._prefix)
+        self._lent.layers = [copy(layer) for layer in self._prefix.layers]
+        return self._lent
+
+
+def tensors_in(held: object) -> Iterator[Tensor]:
+    """The plain tensors inside tensors, tuples, lists and mappings."""
+    if isinstance(held, Tensor):
+        # A tensor of another library's class (quanto's) names the tensors that it is made of.
+        flatten = getattr(held, "__tensor_flatten__", None)
+        names = flatten()[0] if type(held) not in (Tensor, torch.nn.Parameter) and flatten is not None else None
+        if names is None:
+            yield held
+        else:
+            for name in names:
+                yield from tensors_in(getattr(held, name))
+    elif isinstance(held, dict):
+        yield from tensors_in(tuple(held.values()))
+    elif isinstance(held, tuple | list):
+        for item in held:
+            yield from tensors_in(item)
+
+
+def storage_bytes(tensors: Iterator[Tensor]) -> dict[str, int]:
+    """Bytes by type of device ("cpu", "cuda"), each storage once: a view counts with all that it keeps alive."""
+    storages = {(held.device.type, held.untyped_storage().data_ptr()): held.untyped_storage() for held in tensors}
+    sizes: dict[str, int] = {}
+    for (device, _), storage in storages.items():
+        sizes[device] = sizes.get(device, 0) + storage.nbytes()
+    return sizes

@@ -1,0 +1,1 @@
+"""The parts of bench/report.py: files are read and checked, figures drawn, and pages written."""

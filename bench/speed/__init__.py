@@ -1,0 +1,1 @@
+"""The parts of bench/throughput.py: who answers what, and rounds of calls."""

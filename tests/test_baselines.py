@@ -1,0 +1,248 @@
+"""transformers' own model and caches under a sampler written by hand: an independent oracle of the runtime's tokens."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiered
+from tiered.embedded import tasks
+from tiered.policies.none import NoCache
+from tiered.runtime import Runtime
+
+ROOT = Path(__file__).resolve().parents[1]
+# The two commit rules of the comparison, and a low threshold, which commits several at a time even of a random model.
+COMMITS: tuple[dict[str, Any], ...] = ({}, {"confidence_threshold": 0.9}, {"confidence_threshold": 0.3})
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a module of bench/, whose folder is on the path when a script runs."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    return importlib.import_module
+
+
+@pytest.fixture
+def baseline(script: Callable[[str], ModuleType]) -> Callable[..., Any]:
+    """Makes one: its runtime, and the fields of its kind of cache; none of them: no cache."""
+
+    def make(runtime: Runtime, **kind: Any) -> Any:
+        prefix_caches = script("baselines.prefix_caches")
+        return script("baselines.by_transformers").ByTransformers(
+            runtime, prefix_caches.CacheKind(**kind) if kind else None
+        )
+
+    return make
+
+
+@pytest.fixture
+def tiny(tiny_model: Any) -> Runtime:
+    """Two layers of random weights, four query heads on two key heads."""
+    return Runtime(tiny_model, policy=NoCache())
+
+
+def padded(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Three prompts of 9, 5 and 8 tokens, padded on either side, and their mask."""
+    ids = torch.randint(0, 120, (3, 9), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    mask[2, 8:] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("commit", COMMITS, ids=str)
+@pytest.mark.parametrize(
+    ("policy", "kind"), [("none", {}), ("fast_dllm_prefix", {"offloading": False})], ids=["no cache", "cache"]
+)
+@pytest.mark.parametrize("batch", ["one", "padded"])
+def test_random_weights_give_the_runtimes_tokens(
+    tiny: Runtime, baseline: Callable[..., Any], policy: str, kind: dict[str, Any], commit: dict[str, Any], batch: str
+):
+    theirs, ours, differ = baseline(tiny, **kind), tiny.with_policy(policy), 0
+    for seed in range(6):
+        ids, mask = padded(torch.Generator().manual_seed(seed))
+        given = {"attention_mask": mask} if batch == "padded" else {}
+        ids = ids if batch == "padded" else ids[:1]
+        options = {"max_new_tokens": 24, "block_length": 8, **commit}
+        expected, found = ours.generate(ids, **given, **options), theirs.generate(ids, **given, **options)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert found.forwards == expected.forwards and found.passes == expected.passes
+        assert torch.equal(found.tokens_per_forward, expected.tokens_per_forward)
+        assert found.timings.tokens == expected.timings.tokens
+        assert found.rows_per_forward == expected.rows_per_forward
+        other = tiny.with_policy("fast_dllm_prefix" if policy == "none" else "none").generate(ids, **given, **options)
+        differ += not torch.equal(other.sequences, expected.sequences)
+    # A cache answers otherwise than full forwards, or the equality of each would say little.
+    assert differ
+
+
+def test_an_answer_that_ends_leaves_its_batch(tiny: Runtime, baseline: Callable[..., Any]):
+    # What the first step of a block likes best becomes the end of the sequence.
+    ids, mask = padded(torch.Generator().manual_seed(7))
+    options: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8}
+    out = tiny.generate(ids, attention_mask=mask, **options, stop_at_eos=False)
+    tiny.model.eos_token_id = int(out.sequences[0, 9 + 2])
+    for policy, kind in (("none", {}), ("fast_dllm_prefix", {"offloading": False})):
+        for commit in COMMITS:
+            expected = tiny.with_policy(policy).generate(ids, attention_mask=mask, **options, **commit)
+            found = baseline(tiny, **kind).generate(ids, attention_mask=mask, **options, **commit)
+            assert torch.equal(found.sequences, expected.sequences)
+            assert found.forwards == expected.forwards and len(set(found.forwards)) > 1
+
+
+@pytest.mark.slow
+def test_the_embedded_model_answers_as_in_the_runtime(baseline: Callable[..., Any]):
+    runtime = tiered.from_pretrained("embedded", policy="none", device="cpu")
+    examples = [tasks.sample(task, "test", seed) for task in ("sort", "chain", "insert") for seed in range(2)]
+    chats = [[{"role": "user", "content": example.prompt}] for example in examples]
+    for policy, kind in (("none", {}), ("fast_dllm_prefix", {"offloading": False})):
+        for commit in COMMITS[:2]:
+            options = {"max_new_tokens": 32, "block_length": 8, **commit}
+            expected = runtime.with_policy(policy).generate(chats, **options)
+            found = baseline(runtime, **kind).generate(chats, **options)
+            assert found.text == expected.text and torch.equal(found.sequences, expected.sequences)
+            assert found.forwards == expected.forwards
+
+
+def test_the_models_logits_are_those_of_llama(tiny: Runtime, script: Callable[[str], ModuleType]):
+    module = script("baselines.bidirectional_llama")
+    llama = module.llama_of(tiny.model)
+    assert llama.lm_head.weight is tiny.model.get_parameter("ff_out.weight")
+    ids = torch.arange(12)[None]
+    found = module.forward(llama, ids, mask=None, positions=ids, output=torch.arange(12))
+    torch.testing.assert_close(found, tiny.logits(ids), atol=2e-5, rtol=1e-4)
+
+
+def test_a_tied_head_is_the_embedding(script: Callable[[str], ModuleType], tiny_config: dict[str, Any]):
+    from tiered.models.llada import LLaDA
+
+    torch.manual_seed(0)
+    runtime = Runtime(LLaDA.from_config(tiny_config | {"weight_tying": True}), policy=NoCache())
+    module = script("baselines.bidirectional_llama")
+    llama = module.llama_of(runtime.model)
+    assert llama.lm_head.weight is llama.model.embed_tokens.weight
+    ids = torch.arange(12)[None]
+    found = module.forward(llama, ids, mask=None, positions=ids, output=torch.arange(12))
+    torch.testing.assert_close(found, runtime.logits(ids), atol=2e-5, rtol=1e-4)
+
+
+def test_a_causal_llama_is_no_baseline(
+    tiny: Runtime, script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+):
+    module = script("baselines.bidirectional_llama")
+    llama = module.llama_of(tiny.model)
+    assert module.sees_ahead(llama) and not module.sees_ahead(llama, is_causal=True)
+    # With a mask of padding, and behind a cache, as well: another last token changes what the first row says.
+    from transformers import DynamicCache
+
+    cache, ids = DynamicCache(config=llama.config), torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
+    positions, mask = torch.arange(4)[None], torch.tensor([[0, 1, 1, 1]]).expand(2, 4)
+    for first, given in ((2, cache), (0, None)):
+        if given is not None:
+            module.forward(
+                llama, ids[:, :2], mask=mask[:, :2], positions=positions[:, :2], output=positions[0, :1], cache=cache
+            )
+        rows = positions[:, first:]
+        output = module.forward(
+            llama, ids[:, first:], mask=mask, positions=rows, output=torch.tensor([1 - first // 2]), cache=given
+        )
+        assert not torch.equal(output[0], output[1])
+    monkeypatch.setattr(module, "sees_ahead", lambda *_: False)
+    with pytest.raises(RuntimeError, match="masks what is ahead"):
+        module.llama_of(tiny.model)
+    with pytest.raises(ValueError, match="no Linear"):
+        module.llama_of(torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("backend", ["quanto", "fp8"])
+def test_a_quantized_prefix_is_made_once_a_block_and_left_as_it_is(
+    tiny: Runtime, baseline: Callable[..., Any], script: Callable[[str], ModuleType], backend: str, monkeypatch
+):
+    caches = script("baselines.prefix_caches")
+    seen: list[list[Tensor]] = []
+    lend = caches.PrefixCache._lend
+
+    def recorded(cache: Any) -> Any:
+        lent = lend(cache)
+        assert lent.get_seq_length() == 12 + 8 * (len(seen) // 7)
+        seen.append([tensor.clone() for layer in cache._prefix.layers for tensor in caches.tensors_in(vars(layer))])
+        return lent
+
+    theirs = baseline(tiny, backend=backend)
+    monkeypatch.setattr(caches.PrefixCache, "_lend", recorded)
+    ids = torch.randint(0, 120, (1, 12), generator=torch.Generator().manual_seed(1))
+    out = theirs.generate(ids, max_new_tokens=24, block_length=8)
+    assert out.passes == {"refresh": 3, "step": 21} and len(seen) == 21
+    for block in range(3):
+        first, *others = seen[7 * block : 7 * block + 7]
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    # Codes take less room than what they stand for.
+    plain = baseline(tiny, offloading=False).generate(ids, max_new_tokens=24, block_length=8)
+    assert plain.num_forwards == out.num_forwards
+    assert sum(tensor.nbytes for tensor in seen[-1]) < 28 * 2 * 2 * 16 * 4
+
+
+def test_bytes_are_those_of_weights_and_cached_tensors(
+    tiny: Runtime, baseline: Callable[..., Any], script: Callable[[str], ModuleType]
+):
+    ids = torch.arange(12)[None]
+    weights = sum(parameter.nbytes for parameter in tiny.model.parameters())
+    without = baseline(tiny).generate(ids, max_new_tokens=8, block_length=4).memory
+    cached = baseline(tiny, offloading=False).generate(ids, max_new_tokens=8, block_length=4).memory
+    # 20 columns, two layers, keys and values of two heads of 8 floats; RoPE's frequencies are a few bytes more.
+    assert weights <= without.peak_device_bytes < weights + 100
+    assert cached.peak_device_bytes - without.peak_device_bytes == 20 * 2 * 2 * 2 * 8 * 4
+    assert without.peak_host_bytes == cached.peak_host_bytes == 0 and without.moved == {}
+    # A view keeps its whole storage, which counts once.
+    whole = torch.zeros(10)
+    assert script("baselines.prefix_caches").storage_bytes(iter([whole[:3], whole])) == {"cpu": 40}
+
+
+def test_what_cannot_be_had_says_why(
+    tiny: Runtime, baseline: Callable[..., Any], script: Callable[[str], ModuleType], monkeypatch
+):
+    import transformers.cache_utils
+
+    if not torch.cuda.is_available():
+        with pytest.raises(
+            ValueError, match="transformers on cpu: AssertionError: Torch not compiled with CUDA enabled"
+        ):
+            baseline(tiny, offloading=True)
+    # Groups of 64 do not divide every prompt of a model as narrow as this one.
+    quanto, options = baseline(tiny, backend="quanto"), {"max_new_tokens": 8, "block_length": 4}
+    quanto.generate(torch.arange(12)[None], **options)
+    with pytest.raises(ValueError, match=r"on cpu: ValueError: Group size \(64\)") as refused:
+        quanto.generate(torch.arange(5)[None], **options)
+    assert "\n" not in str(refused.value)
+    for backend, package in (("quanto", "optimum-quanto"), ("hqq", "hqq")):
+        name = "is_optimum_quanto_available" if backend == "quanto" else "is_hqq_available"
+        monkeypatch.setattr(transformers.cache_utils, name, lambda: False)
+        with pytest.raises(ValueError, match=f"^not installed: pip install {package}$"):
+            baseline(tiny, backend=backend)
+
+
+def test_a_baseline_is_a_row_or_says_why(
+    tiny: Runtime, tokenizer: Any, script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+):
+    import transformers.cache_utils
+
+    monkeypatch.setattr(transformers.cache_utils, "is_optimum_quanto_available", lambda: False)
+    runtime = Runtime(tiny.model, policy=tiny.policy, tokenizer=tokenizer)
+    questions, one_row = script("comparing.questions"), script("comparing.one_row")
+    question = questions.Question(task="add", examples=2)
+    rows = {}
+    for variant in script("baselines.variants").BASELINES:
+        setting = questions.Setting(question=question, commit="one a step", variant=variant)
+        rows[variant.name] = one_row.measure(runtime, setting, 0, {})
+    assert rows["transformers, quantized"]["why"] == "not installed: pip install optimum-quanto"
+    assert "correct" not in rows["transformers, quantized"]
+    row = rows["transformers, cache"]
+    assert row["bytes"] == "counted" and row["examples"] == 2 and row["policy"] == "transformers, cache"
+    assert row["tokens_per_second"] > 0 and row["cache_ratio"] > 0 == rows["transformers, no cache"]["cache_ratio"]
+    kept = script("comparing.kept_rows")
+    assert all(kept.is_sound(row) for row in rows.values())

@@ -1,0 +1,62 @@
+"""`tiered trace`: the file, the table, and what is refused before any work."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiered.cli import trace
+from tiered.cli.main import main
+
+PROMPT = "sort: Nora Ben Ivan Cleo"
+SHORT = ["--max-new-tokens", "16", "--block-length", "8", "--steps", "8", "--no-stop-at-eos"]
+
+
+@pytest.mark.slow
+def test_a_trace_from_the_command_line(tmp_path: Path):
+    command = [sys.executable, "-m", "tiered", "trace", PROMPT, *SHORT, "--policy-option", "update_threshold=0"]
+    result = subprocess.run(
+        [*command, "--out", "trace.json.gz"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert {"step", "mlp/L0", "mlp/L4", "clustering/L1", "store/L1", "head", "commit"} <= names
+    first, head, *rows = result.stdout.splitlines()
+    assert "in 8 forwards" in first and head.split() == ["operation", "ms", "share", "ranges"]
+    assert any(row.startswith("attention ") for row in rows) and any(row.startswith("copies ") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([PROMPT, "--out", "trace.txt"], "*.json or *.json.gz"),
+        ([PROMPT, "--out", "no/such/folder/trace.json"], "no/such/folder"),
+        ([PROMPT, "--out", "folder.json"], "is a directory"),
+        ([PROMPT, "--out", "trace.json", "--prompt-file", "y"], "not both"),
+    ],
+)
+def test_refused_before_any_work(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    Path("folder.json").mkdir()
+    monkeypatch.setattr(trace, "load_runtime", lambda args: pytest.fail("a model was loaded"))
+    assert main(["trace", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("tiered: error: ") and message in err
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.json"]
+
+
+def test_the_file_is_asked_for(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["trace", PROMPT])
+    assert "--out" in capsys.readouterr().err

@@ -1,0 +1,482 @@
+"""The harness's model: answers are those of `generate`, whatever is batched with what, and as a request asks for."""
+
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
+
+import tiered
+from tiered.embedded.tasks import sample
+from tiered.errors import TierCapacityError
+from tiered.evaluation import TieredLM
+from tiered.evaluation.batches import Job, answer_in_batches, parse_batch_size
+from tiered.evaluation.gen_kwargs import RequestSettings
+from tiered.evaluation.stop_strings import answer_text, cut_text
+from tiered.features import Tier
+from tiered.runtime import Runtime
+
+GREEDY = {"until": [], "do_sample": False, "max_gen_toks": 32}
+EXAMPLES = [
+    sample(task, "test", seed, size=size)
+    for task, size in (("sort", 16), ("chain", 6), ("copy", 4), ("lookup", 100))
+    for seed in range(3)
+]
+PROMPTS = [example.prompt for example in EXAMPLES]
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return tiered.from_pretrained("embedded", policy="none")
+
+
+@pytest.fixture(scope="module")
+def lm(runtime: Runtime) -> TieredLM:
+    return TieredLM(runtime, confidence_threshold=0.5, batch_size=5)
+
+
+def instances(requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Instance]:
+    return [Instance("generate_until", {}, request, i) for i, request in enumerate(requests)]
+
+
+def ask(lm: TieredLM, contexts: Sequence[str], gen_kwargs: Mapping[str, Any] = GREEDY) -> list[str]:
+    return lm.generate_until(instances([(context, gen_kwargs) for context in contexts]), disable_tqdm=True)
+
+
+def chat(lm: TieredLM, prompt: str) -> str:
+    return lm.apply_chat_template([{"role": "user", "content": prompt}])
+
+
+def chats(lm: TieredLM) -> list[str]:
+    return [chat(lm, prompt) for prompt in PROMPTS]
+
+
+def direct(runtime: Runtime, prompt: str, **options: Any) -> str:
+    """What a user gets from `generate` for one message."""
+    given = {"max_new_tokens": 32, "confidence_threshold": 0.5, **options}
+    out = runtime.generate([{"role": "user", "content": prompt}], **given)
+    assert out.text is not None
+    return out.text[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch_size"), [("none", 1), ("none", 5), ("fast_dllm_dual", 12), ("polestar", "auto"), ("polestar", 1)]
+)
+def test_answers_are_those_of_generate_in_the_order_of_the_requests(
+    runtime: Runtime, policy: str, batch_size: int | str
+):
+    other = runtime.with_policy(policy)
+    lm = TieredLM(other, confidence_threshold=0.5, batch_size=batch_size)
+    expected = [direct(other, prompt) for prompt in PROMPTS]
+    assert ask(lm, chats(lm)) == expected and len(set(expected)) == len(PROMPTS)
+
+
+def test_requests_with_different_options_in_one_call(runtime: Runtime):
+    lm = TieredLM(runtime, confidence_threshold=0.5, batch_size=12)
+    kinds: list[dict[str, Any]] = [
+        {"until": [" "], "max_gen_toks": 32, "block_length": 32},
+        {"until": [], "max_gen_toks": 32, "confidence_threshold": 0.99},
+        {"until": "\n", "max_gen_toks": 3, "block_length": 32},
+    ]
+    requests = [(text, kinds[i % 3]) for i, text in enumerate(chats(lm))]
+    expected = []
+    for i, prompt in enumerate(PROMPTS):
+        text = direct(runtime, prompt, **({"confidence_threshold": 0.99} if i % 3 == 1 else {}))
+        if i % 3 == 0:
+            text = text.split(" ")[0]
+        if i % 3 == 2:
+            assert runtime.tokenizer is not None
+            text = runtime.tokenizer.decode(runtime.tokenizer(text)["input_ids"][:3])  # type: ignore[index]
+        expected.append(text)
+    assert lm.generate_until(instances(requests), disable_tqdm=True) == expected
+    assert lm._answering.totals.calls == 2  # stop strings and cuts share calls
+
+
+def test_no_requests_no_answers(lm: TieredLM):
+    assert lm.generate_until([], disable_tqdm=True) == []
+    assert lm.loglikelihood([]) == [] and lm.loglikelihood_rolling([]) == []
+
+
+def test_what_is_drawn_is_each_answers_own(runtime: Runtime):
+    sampled = {"do_sample": True, "temperature": 2.0, "max_gen_toks": 16}
+    lms = {size: TieredLM(runtime, batch_size=size, block_steps=4) for size in (1, 5)}
+    torch.manual_seed(3)
+    texts = {size: ask(lm, chats(lm), sampled) for size, lm in lms.items()}
+    assert texts[1] == texts[5]
+    # The same request twice is drawn twice: tasks ask so for several tries.
+    assert len(set(ask(lms[5], [chats(lms[5])[0]] * 4, sampled))) > 1
+    torch.manual_seed(4)
+    assert ask(lms[5], chats(lms[5]), sampled) != texts[5]
+    fixed = TieredLM(runtime, batch_size=5, block_steps=4, seed=3)
+    assert ask(fixed, chats(fixed), sampled) == texts[5]
+
+
+@pytest.mark.parametrize("size", [1, 5, 12])
+def test_seeds_go_by_place_and_not_by_batch(runtime: Runtime, size: int, monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[int, int]] = []
+
+    def generate(ids: torch.Tensor, *, attention_mask: torch.Tensor, seed: int, **options: Any) -> Any:
+        seen.extend((int(length), seed + row) for row, length in enumerate(attention_mask.sum(dim=1)))
+        return original(ids, attention_mask=attention_mask, seed=seed, **options)
+
+    lm, original = TieredLM(runtime, batch_size=size, confidence_threshold=0.5), runtime.generate
+    monkeypatch.setattr(lm.runtime, "generate", generate)
+    torch.manual_seed(7)
+    ask(lm, chats(lm))
+    lengths = sorted((len(lm.tokenizer(text)["input_ids"]) for text in chats(lm)), reverse=True)
+    assert seen == [(length, 7 + i) for i, length in enumerate(lengths)]
+
+
+def test_the_seed_leaves_torchs_own_stream_alone(lm: TieredLM):
+    torch.manual_seed(0)
+    ask(lm, chats(lm)[:1], {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4})
+    assert torch.equal(torch.rand(3), torch.manual_seed(0) and torch.rand(3))
+
+
+@pytest.mark.parametrize(
+    ("text", "until", "expected"),
+    [
+        ("one two three", [], "one two three"),
+        ("one two three", ["four"], "one two three"),
+        ("one two three", [" three", " two"], "one"),
+        ("one two three", ["three", "two", "two"], "one "),
+        ("one two three", ["wo t", "two three"], "one "),  # the one that begins first, though it ends last
+        ("one two three", ["", "three"], "one two "),
+        ("one two three", ["one"], ""),
+        ("two two two", [" two"], "two"),
+    ],
+)
+def test_text_ends_where_the_first_stop_string_begins(text: str, until: list[str], expected: str):
+    assert cut_text(text, until) == expected
+    assert cut_text(text, until[::-1]) == expected
+
+
+@pytest.mark.parametrize(
+    ("until", "most", "expected"),
+    [
+        ([], 6, "Ada Ben Cleo"),  # up to the end of the sequence, without special tokens
+        (["<|user|>"], 6, "Ada Ben"),  # a stop string that decoding would drop
+        (["<|user|>", "Ben"], 6, "Ada "),
+        (["<|user|>"], 1, "Ada"),
+        (["<|mask|>"], 6, "Ada Ben Cleo"),
+        ([], 2, "Ada Ben"),
+    ],
+)
+def test_special_tokens_stop_an_answer(tokenizer: Any, until: list[str], most: int, expected: str):
+    ids = tokenizer("Ada Ben")["input_ids"] + tokenizer("<|user|>")["input_ids"] + tokenizer("Cleo")["input_ids"]
+    ids += [tokenizer.eos_token_id, *tokenizer("Dan")["input_ids"]]
+    assert len(ids) == 6
+    assert answer_text(tokenizer, ids, most=most, eos_token_id=tokenizer.eos_token_id, until=until) == expected
+
+
+def test_stop_strings_of_a_request(lm: TieredLM, runtime: Runtime):
+    prompt = "copy: Ada Ben Cleo Dan"
+    assert direct(runtime, prompt) == "Ada Ben Cleo Dan"
+    for until, expected in (
+        ([" Cleo", " Ben"], "Ada"),
+        ("Dan", "Ada Ben Cleo "),
+        (None, "Ada Ben Cleo Dan"),
+        (["Zoe"], "Ada Ben Cleo Dan"),
+    ):
+        assert ask(lm, [chat(lm, prompt)], {"until": until, "max_gen_toks": 32}) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("gen_kwargs", "arguments", "tokens", "columns"),
+    [
+        ({}, {}, 256, 256),
+        ({}, {"gen_length": 64}, 64, 64),
+        ({}, {"max_gen_toks": 40, "max_new_tokens": 40}, 40, 64),
+        ({"max_gen_toks": 20}, {}, 20, 20),  # one block, as long as the answer
+        ({"max_gen_toks": 33}, {"max_gen_toks": 100}, 33, 64),
+        ({"max_gen_toks": 20}, {"block_length": 8}, 20, 24),
+        ({"max_tokens": 9, "block_length": 4}, {"block_length": 8}, 9, 12),
+        ({"max_new_tokens": 5, "max_gen_toks": 7}, {}, 7, 7),  # the harness's own order
+        ({"max_gen_toks": 100}, {"alg": "entropy"}, 100, 100),  # Dream's rule takes the answer as one block
+        ({"max_gen_toks": 33}, {"steps": 8}, 33, 64),
+        ({"max_gen_toks": 33}, {"trailing_noise": 3}, 33, 67),
+    ],
+)
+def test_lengths(runtime: Runtime, gen_kwargs: dict[str, Any], arguments: dict[str, Any], tokens: int, columns: int):
+    settings = TieredLM(runtime, **arguments)._answering.settings(gen_kwargs)
+    assert (settings.max_gen_toks, settings.columns) == (tokens, columns)
+
+
+def test_a_canvas_of_whole_blocks_is_cut_to_the_tokens_asked_for(runtime: Runtime):
+    lm = TieredLM(runtime, block_length=16)
+    whole = direct(runtime, PROMPTS[0], block_length=16, max_new_tokens=16, confidence_threshold=None)
+    (cut,) = ask(lm, chats(lm)[:1], {"max_gen_toks": 9})
+    assert whole.startswith(cut) and len(cut.split()) == 9 and len(whole.split()) == 16
+
+
+@pytest.mark.parametrize(
+    ("gen_kwargs", "arguments", "expected"),
+    [
+        ({}, {}, {}),
+        ({}, {"temperature": 0.5}, {"temperature": 0.5}),
+        ({"do_sample": False}, {"temperature": 0.5, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.9, "top_k": 5}, {}, {"temperature": 0.0}),
+        ({"do_sample": True}, {}, {"temperature": 1.0}),
+        ({"do_sample": True}, {"temperature": 0.5}, {"temperature": 0.5}),
+        ({"do_sample": True, "temperature": 0.2}, {"temperature": 0.5}, {"temperature": 0.2}),
+        ({"temperature": 0.2, "top_p": 0.9, "top_k": 5}, {}, {"temperature": 0.2, "top_p": 0.9, "top_k": 5}),
+        ({"temperature": 0.2, "top_k": -1}, {"top_k": 5}, {"temperature": 0.2, "top_k": None}),
+        ({"num_beams": 1, "repetition_penalty": 1.0}, {}, {}),
+        ({"threshold": 0.7}, {"confidence_threshold": 0.9}, {"confidence_threshold": 0.7}),
+    ],
+)
+def test_options_of_a_request(
+    runtime: Runtime, gen_kwargs: dict[str, Any], arguments: dict[str, Any], expected: dict[str, Any]
+):
+    options = dict(TieredLM(runtime, **arguments)._answering.settings(gen_kwargs).options)
+    assert options.pop("max_new_tokens") == 256
+    assert options == expected
+
+
+def test_greedy_over_a_temperature_is_said_once(runtime: Runtime, caplog: pytest.LogCaptureFixture):
+    lm = TieredLM(runtime, temperature=0.5, confidence_threshold=0.5)
+    assert not caplog.records
+    ask(lm, chats(lm)[:3], GREEDY)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "--gen_kwargs do_sample=True,temperature=0.5" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("gen_kwargs", "message"),
+    [
+        ({"max_gen_tok": 3}, "unknown gen_kwargs option 'max_gen_tok'; did you mean 'max_gen_toks'"),
+        ({"num_beams": 4}, "num_beams = 4 means nothing to a diffusion model; 1 is allowed"),
+        ({"until": [3]}, r"until is a string or strings, not \[3\]"),
+        ({"max_gen_toks": 0}, "max_gen_toks = 0"),
+        ({"max_gen_toks": "long"}, "max_gen_toks = 'long'"),
+        ({"max_gen_toks": 4096}, "takes 4096 of the model's 4096 positions"),
+        ({"max_length": 64}, "unknown option 'max_length'"),
+        ({"top_p": 3.0, "temperature": 1.0}, "top_p = 3.0"),
+    ],
+)
+def test_bad_gen_kwargs_are_named(lm: TieredLM, gen_kwargs: dict[str, Any], message: str):
+    with pytest.raises((ValueError, TypeError), match=message):
+        ask(lm, [chat(lm, PROMPTS[0])], gen_kwargs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"polcy": "none"}, "unknown model argument 'polcy'; did you mean 'policy'"),
+        ({"trust_remote_code": True}, "unknown model argument 'trust_remote_code'"),
+        ({"confidence_treshold": 0.9}, "did you mean 'confidence_threshold'"),
+        ({"policy": "polestar", "policy_topm": 2}, "unknown option of policy 'polestar' 'topm'; did you mean 'top_m'"),
+        ({"policy": "dual"}, "unknown policy 'dual'"),
+        ({"batch_size": "many"}, "batch_size = 'many'"),
+        ({"batch_size": 0}, "batch_size = 0"),
+        ({"max_gen_toks": 32, "gen_length": 64}, "the answer's length is given as"),
+        ({"max_gen_toks": 0}, "max_gen_toks = 0"),
+        ({"commit": "adaptive"}, "the commit rule 'adaptive'"),
+        ({"steps": 7, "max_gen_toks": 64}, "steps = 7 is not a multiple of the 2 blocks"),
+        ({"policy": "dkv_greedy"}, "remasking = 'random' is allowed"),
+        ({"mask_id": 7}, "mask_id = 7, but the model's mask token is 3"),
+        ({"memory": "1GiB"}, "the runtime is loaded already"),
+        ({"mc_num": 0}, "mc_num = 0"),
+        ({"add_bos_token": "yes"}, "add_bos_token = 'yes'"),
+    ],
+)
+def test_bad_model_arguments_are_named(runtime: Runtime, arguments: dict[str, Any], message: str):
+    with pytest.raises((ValueError, TypeError), match=message):
+        TieredLM(runtime, **arguments)
+
+
+def test_model_arguments_of_a_command_line(caplog: pytest.LogCaptureFixture):
+    lm = TieredLM.create_from_arg_string(
+        "pretrained=embedded,policy=polestar,policy_clusters=4,policy_top_m=1,memory=64MiB,host_memory=8MiB,"
+        "dtype=bfloat16,batch_size=3,threshold=0.9,gen_length=64",
+        # What the harness's command line adds whether it was given or not.
+        {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"},
+    )
+    assert lm.batch_size == 3 and lm.runtime.dtype == torch.bfloat16
+    assert str(lm.runtime.policy).startswith("Polestar(clusters=4, top_m=1")
+    budget = lm.runtime.ledger.budget
+    assert (budget.cap(Tier.DEVICE), budget.cap(Tier.HOST)) == (64 * 2**20, 8 * 2**20)
+    assert dict(lm._answering.options) == {"confidence_threshold": 0.9} and lm._answering.max_gen_toks == 64
+    if not torch.cuda.is_available():
+        assert lm.device == torch.device("cpu") and "there is no CUDA here" in caplog.text
+
+
+def test_a_model_without_a_tokenizer(write_checkpoint: Any):
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        TieredLM(write_checkpoint(), policy="none")
+
+
+def test_a_prompt_that_is_too_long_loses_its_beginning(lm: TieredLM, caplog: pytest.LogCaptureFixture):
+    tokenizer, words = lm.tokenizer, "Ada " * 4085 + "Ben Cleo"
+    short, long, longer = lm._answering.jobs([("Ada", GREEDY), (words, GREEDY), (words, {"max_gen_toks": 64})])
+    ids = tokenizer(words)["input_ids"]
+    assert len(ids) == 4087  # of 4096, of which 32 and 64 are the answer's
+    assert (short.ids, long.ids, longer.ids) == (tokenizer("Ada")["input_ids"], ids[-4064:], ids[-4032:])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "2 of 3 prompts" in caplog.text and "78 tokens in all, at most 55 (request 2, of 4087" in caplog.text
+
+
+def test_an_empty_context_is_one_token(lm: TieredLM):
+    (job,) = lm._answering.jobs([("", GREEDY)])
+    assert job.ids == [lm.eot_token_id]
+    assert len(ask(lm, [""])) == 1
+
+
+class Beginning:
+    """The embedded tokenizer, which has no beginning-of-sequence token, with one that it always adds."""
+
+    bos_token = "<|user|>"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        return self._tokenizer((self.bos_token if add_special_tokens else "") + text)
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return self._tokenizer.convert_tokens_to_ids(token)
+
+
+def test_one_beginning_of_sequence_token_however_it_comes(tokenizer: Any):
+    from tiered.evaluation.prompts import encode
+
+    with_bos, begun = Beginning(tokenizer), tokenizer("<|user|> Ada")["input_ids"]
+    for text, add in (("Ada", False), ("<|user|>Ada", False), ("<|user|>Ada", True)):
+        assert encode(with_bos, text, eos_token_id=0, add_bos_token=add) == begun  # type: ignore[arg-type]
+    with_bos._tokenizer = lambda text: tokenizer(text.removeprefix(2 * "<|user|>"))
+    assert encode(with_bos, "", eos_token_id=0) == tokenizer("<|user|>")["input_ids"]  # type: ignore[arg-type]
+    # A tokenizer that adds none by itself, as LLaDA's and Dream's.
+    plain = Beginning(tokenizer)
+    plain.__class__ = type("Plain", (Beginning,), {"__call__": lambda self, text, **_: tokenizer(text)})
+    assert encode(plain, "Ada", eos_token_id=0) == tokenizer("Ada")["input_ids"]  # type: ignore[arg-type]
+    assert encode(plain, "Ada", eos_token_id=0, add_bos_token=True) == begun  # type: ignore[arg-type]
+
+
+def test_chats(lm: TieredLM, runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
+    history = [{"role": "user", "content": "copy: Ada Ben"}, {"role": "assistant", "content": "Ada"}]
+    assert lm.apply_chat_template(history[:1]) == "<|user|>copy: Ada Ben<|assistant|>"
+    assert lm.apply_chat_template(history, add_generation_prompt=False) == "<|user|>copy: Ada Ben<|assistant|>Ada"
+    # With the template, and without, a prompt is another one.
+    (plain,), (templated,) = (ask(lm, [text]) for text in ("copy: Ada Ben", chat(lm, "copy: Ada Ben")))
+    assert templated == "Ada Ben" != plain
+    assert runtime.generate(["copy: Ada Ben"], max_new_tokens=32, confidence_threshold=0.5).text == [plain]
+    assert lm.chat_template(True) == lm.tokenizer.chat_template and lm.chat_template(False) is None
+    assert "/" not in lm.tokenizer_name
+    with pytest.raises(ValueError, match="no template is chosen by name here"):
+        lm.chat_template("rag")
+    monkeypatch.setattr(lm.tokenizer, "chat_template", None)
+    for call in (lambda: lm.apply_chat_template(history), lambda: lm.chat_template(True)):
+        with pytest.raises(ValueError, match="no chat template; run without --apply_chat_template"):
+            call()
+
+
+def test_answers_come_from_the_cache_where_it_has_them(lm: TieredLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    requests = instances([(text, GREEDY) for text in chats(lm)])
+    expected = lm.generate_until(requests, disable_tqdm=True)
+    asked, generate = [], lm.runtime.generate
+
+    def interrupted(ids: torch.Tensor, **options: Any) -> Any:
+        if len(asked) == 2:
+            raise RuntimeError("interrupted")
+        asked.append(len(ids))
+        return generate(ids, **options)
+
+    monkeypatch.setattr(lm.runtime, "generate", interrupted)
+    before = lm.cache_hook
+    caching = CachingLM(lm, str(tmp_path / "answers"))
+    try:
+        with pytest.raises(RuntimeError, match="interrupted"):
+            caching.generate_until(requests)
+        assert asked == [5, 5]
+        # The ten that were done before are there already.
+        asked.clear()
+        assert caching.generate_until(requests) == expected and asked == [2]
+        assert caching.generate_until(requests) == expected and asked == [2]
+    finally:
+        lm.set_cache_hook(before)
+
+
+@pytest.mark.parametrize("disable", [True, False])
+def test_progress(lm: TieredLM, disable: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    lm.generate_until(instances([(text, GREEDY) for text in chats(lm)[:2]]), disable_tqdm=disable)
+    assert ("2/2" in stream.getvalue()) == (not disable)
+
+
+def job(index: int, length: int, **options: Any) -> Job:
+    return Job(index=index, ids=[0] * length, settings=RequestSettings(max_gen_toks=1, until=(), options=options))
+
+
+def answer_at_most(fitting: int, calls: list[tuple[list[int], int]]):
+    def answer(batch: list[Job], number: int) -> torch.Tensor:
+        if len(batch) > fitting:
+            raise TierCapacityError(2, 1, Tier.DEVICE, "less")
+        calls.append(([job.index for job in batch], number))
+        return torch.tensor([[job.index] for job in batch])
+
+    return answer
+
+
+def test_batches_are_of_one_kind_longest_first():
+    jobs = [job(0, 3, steps=1), job(1, 9), job(2, 5, steps=1), job(3, 9), job(4, 1), job(5, 20)]
+    calls: list[tuple[list[int], int]] = []
+    done = [(done.index, ids) for done, ids in answer_in_batches(jobs, 3, answer_at_most(3, calls), auto=False)]
+    assert calls == [([2, 0], 0), ([5, 1, 3], 2), ([4], 5)]
+    assert done == [(i, [i]) for i in (2, 0, 5, 1, 3, 4)]
+
+
+def test_fewer_at_once_where_memory_is_short():
+    jobs = [job(i, 1) for i in range(9)]
+    calls: list[tuple[list[int], int]] = []
+    assert len(list(answer_in_batches(jobs, 64, answer_at_most(2, calls), auto=True))) == 9
+    assert calls == [([0, 1], 0), ([2, 3], 2), ([4, 5], 4), ([6, 7], 6), ([8], 8)]
+    for size, fitting, auto in ((3, 2, False), (64, 0, True)):
+        with pytest.raises(TierCapacityError):
+            list(answer_in_batches(jobs, size, answer_at_most(fitting, []), auto=auto))
+
+
+@pytest.mark.parametrize(
+    ("given", "most", "expected"),
+    [(4, None, (4, False)), ("4", 2, (4, False)), ("auto", None, (64, True)), ("auto:4", 16, (16, True))],
+)
+def test_batch_sizes(given: int | str, most: int | None, expected: tuple[int, bool]):
+    assert parse_batch_size(given, most) == expected
+
+
+def test_a_budget_halves_an_automatic_batch(runtime: Runtime):
+    # Room for the calls of a few sequences, not for all twelve at once.
+    one = TieredLM(runtime, batch_size=1, confidence_threshold=0.5)
+    expected = ask(one, chats(one))
+    budget = runtime.generate([[{"role": "user", "content": PROMPTS[-1]}]] * 4, max_new_tokens=32).memory
+    lm = TieredLM(
+        "embedded", policy="none", memory=budget.peak_device_bytes, batch_size="auto", confidence_threshold=0.5
+    )
+    assert ask(lm, chats(lm)) == expected
+    assert 1 < lm._answering.totals.calls < 12
+    with pytest.raises(TierCapacityError):
+        ask(TieredLM(lm.runtime, batch_size=12), chats(lm))
+
+
+def test_what_the_results_say_of_the_model(runtime: Runtime):
+    lm = TieredLM(runtime, policy="polestar", policy_top_m=1, confidence_threshold=0.5, batch_size=5)
+    assert lm.get_model_info()["totals"]["sequences"] == 0
+    ask(lm, chats(lm))
+    info = json.loads(json.dumps(lm.get_model_info()))
+    assert info["policy"].startswith("Polestar(") and "top_m=1" in info["policy"]
+    assert info["generation"] == {"confidence_threshold": "0.5"}
+    totals = info["totals"]
+    outs = [
+        lm.runtime.generate([{"role": "user", "content": p}], max_new_tokens=32, confidence_threshold=0.5)
+        for p in PROMPTS
+    ]
+    assert (totals["calls"], totals["sequences"]) == (3, 12)
+    assert totals["forwards"] == sum(out.num_forwards for out in outs)
+    assert totals["tokens"] == sum(out.timings.tokens for out in outs)
+    assert totals["tokens_per_forward"] == pytest.approx(totals["tokens"] / totals["forwards"])
+    assert totals["peak_bytes"]["device"] > max(out.memory.peak_device_bytes for out in outs)

@@ -1,0 +1,52 @@
+"""`tiered trace`: when a call computes, copies and waits, as a trace to look at."""
+
+import argparse
+from pathlib import Path
+
+from tiered.cli.generate import add_call, as_inputs, generation_options, load_runtime, read_prompts
+
+DESCRIPTION = """Answer prompts as `tiered generate` does, and write what happened when: ranges of compute by operation,
+layer and forward, copies between the tiers on a track for each way, and where compute waited for one. Open the file at
+https://ui.perfetto.dev. On CUDA torch's profiler makes it, with ranges of the same names."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Enter the command."""
+    parser = subparsers.add_parser("trace", help="when a call computes, copies and waits", description=DESCRIPTION)
+    add_call(parser)
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="write the trace there: *.json or *.json.gz"
+    )
+    parser.add_argument(
+        "--synchronize",
+        action="store_true",
+        help="on CUDA, wait for the device at both ends of every range: times by operation are the device's, and "
+        "nothing overlaps",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the trace, and print the time of each operation and of the copies."""
+    # Imported here: help and a wrong command line need no torch.
+    from tiered.tracing.trace_file import check_trace_path, write_trace
+
+    check_trace_path(args.out)
+    prompts = read_prompts(args)
+    from tiered.cli.progress import progress_bar
+    from tiered.tracing.trace_call import trace_call
+    from tiered.tracing.trace_report import trace_report
+
+    options = generation_options(args)
+    runtime = load_runtime(args)
+    with progress_bar(options.get("max_new_tokens", 128)) as streamer:
+        call = trace_call(
+            runtime,
+            as_inputs(prompts, runtime, raw=args.raw),
+            synchronized=args.synchronize,
+            streamer=streamer,
+            **options,
+        )
+    write_trace(args.out, call.trace)
+    print(trace_report(call.recorder, call.out.timings.total, call.out.tiers))
+    return 0

@@ -1,0 +1,130 @@
+"""The embedded model's tasks as task files of the harness, which then need no download: a folder for `--include_path`.
+
+    python -m tiered.evaluation.embedded_tasks tasks/ --examples 100
+    python -m tiered.evaluation run --model tiered --model_args pretrained=embedded --apply_chat_template \\
+        --tasks tiered_embedded --include_path tasks/
+
+The folder holds `<task>.jsonl` and `<task>.yaml` for each task, named `tiered_embedded_<task>`, and one group of them
+all, `tiered_embedded`. Examples are of the test split: no model was trained on them. The task files name the folder's
+absolute path, so write the folder again rather than move it.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tiered.checks import check_integer
+from tiered.embedded.tasks import TASKS, Example, sample, score
+from tiered.names import unknown_name
+from tiered.whole_file import write_then_rename
+
+GROUP = "tiered_embedded"
+
+
+def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """The harness's metric for one example: exact match as `tiered.embedded.tasks.score` takes it."""
+    example = Example(task=doc["task"], prompt=doc["prompt"], answer=doc["answer"])
+    return {"exact_match": float(score(example, results[0]))}
+
+
+def write_tasks(
+    folder: Path,
+    *,
+    tasks: Sequence[str] = tuple(TASKS),
+    examples: int = 100,
+    seed: int = 0,
+    size: int | None = None,
+    max_gen_toks: int = 32,
+) -> list[str]:
+    """Write the folder.
+
+    Args:
+        folder: made where it is not there.
+        tasks: names in `tiered.embedded.tasks.TASKS`.
+        examples: of each task: `sample(task, "test", seed)` and the seeds behind it.
+        seed: of the first.
+        size: of every example, in the task's unit; None: drawn within its bounds.
+        max_gen_toks: tokens of an answer.
+
+    Returns:
+        The names of the tasks as the harness knows them, the group's first.
+
+    Raises:
+        TypeError, ValueError: no such task, or a number out of range.
+    """
+    for task in tasks:
+        if task not in TASKS:
+            raise unknown_name("task", task, TASKS)
+    check_integer("examples", examples, least=1)
+    check_integer("max_gen_toks", max_gen_toks, least=1)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = []
+    for task in tasks:
+        drawn = [sample(task, "test", seed + number, size=size) for number in range(examples)]
+        rows = folder / f"{task}.jsonl"
+        _write(rows, "".join(json.dumps(asdict(example)) + "\n" for example in drawn))
+        names.append(f"{GROUP}_{task}")
+        _write(folder / f"{task}.yaml", _task_file(names[-1], rows.resolve(), max_gen_toks))
+    mean = [{"metric": "exact_match", "aggregation": "mean", "weight_by_size": True}]
+    group = {"group": GROUP, "task": names, "aggregate_metric_list": mean, "metadata": {"version": 1.0}}
+    _write(folder / f"_{GROUP}.yaml", json.dumps(group, indent=2) + "\n")
+    return [GROUP, *names]
+
+
+def _task_file(name: str, rows: Path, max_gen_toks: int) -> str:
+    settings = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(rows)}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": max_gen_toks},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        "num_fewshot": 0,
+        "metadata": {"version": 1.0},
+    }
+    # JSON is YAML, but for the one tag.
+    return f"process_results: !function {__name__}.process_results\n" + "".join(
+        f"{key}: {json.dumps(value)}\n" for key, value in settings.items()
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    write_then_rename(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a folder, and print the names of its tasks."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tiered.evaluation.embedded_tasks",
+        description="Write the embedded model's tasks as task files of lm-evaluation-harness.",
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help="default: all")
+    parser.add_argument("--examples", type=int, default=100, help="of each task (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first example (default: %(default)s)")
+    parser.add_argument("--size", type=int, help="of every example, in its task's unit (default: drawn)")
+    parser.add_argument("--max-gen-toks", type=int, default=32, help="tokens of an answer (default: %(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        names = write_tasks(
+            args.folder,
+            tasks=args.tasks,
+            examples=args.examples,
+            seed=args.seed,
+            size=args.size,
+            max_gen_toks=args.max_gen_toks,
+        )
+    except (ValueError, TypeError, OSError) as error:
+        parser.error(str(error))
+    print(" ".join(names))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

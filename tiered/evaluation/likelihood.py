@@ -1,0 +1,116 @@
+"""A lower bound on the log-probability of a text under a masked diffusion model, by sampling masks.
+
+    log p(x | c) >= -E_l E_m [ L / l · Σ over the l masked positions of -log p(x_i | c, what is not masked) ]
+
+with l uniform in 1 … L and m any l of the L positions: LLaDA's estimator (arXiv 2502.09992).
+It is noisy, and takes `mc_num` uncached forwards over the whole text, whatever the policy. A model of uniform noise
+(GIDD) has a bound of its own, which is not this one.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tiered.checks import check_integer, check_number, check_switch
+from tiered.runtime import Runtime
+
+
+def draw_masks(length: int, count: int, *, seed: int) -> Bool[Tensor, "count length"]:
+    """`count` masks: the numbers of masked positions spread evenly over 1 … `length` from a random offset on, the
+    positions by chance. Each alone is distributed as the bound asks for; together they are less noisy."""
+    generator = torch.Generator().manual_seed(seed)
+    time = (torch.arange(count) + torch.rand((), generator=generator, dtype=torch.float64)) / count
+    masked = (time * length).long().clamp_(max=length - 1) + 1
+    ranks = torch.rand(count, length, generator=generator).argsort(dim=1).argsort(dim=1)
+    return ranks < masked[:, None]
+
+
+class Likelihood:
+    """Scores texts with one loaded model."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        mc_num: int = 128,
+        batch_size: int = 1,
+        check_greedy: bool = True,
+        cfg_scale: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            runtime: of a masked model.
+            mc_num: masks drawn for each text.
+            batch_size: masks in a forward.
+            check_greedy: also find out whether greedy decoding, one token a step, would give the continuation, which
+                takes as many forwards as that has tokens; False: say that it would not. Accuracy of LAMBADA needs it;
+                multiple choice does not.
+            cfg_scale: classifier-free guidance; above 0 the prefix is masked in a second forward of each mask.
+            seed: of the masks; texts of one length get the same ones, so that choices are compared alike.
+
+        Raises:
+            TypeError, ValueError: an option of the wrong type or out of range.
+        """
+        check_integer("mc_num", mc_num, least=1)
+        check_integer("batch_size", batch_size, least=1)
+        check_switch("is_check_greedy", check_greedy)
+        check_number("cfg_scale", cfg_scale, least=0.0)
+        self._runtime, self._mc_num, self._batch_size = runtime, mc_num, batch_size
+        self._check_greedy, self._cfg_scale, self._seed = check_greedy, cfg_scale, seed
+
+    def score(self, prefix: Sequence[int], target: Sequence[int]) -> tuple[float, bool]:
+        """The bound on log p(target | prefix), in nats, and whether greedy decoding would give the target.
+
+        Raises:
+            NotImplementedError: the model's noise is not masks.
+            TierCapacityError: a forward does not fit the budget.
+        """
+        model = self._runtime.model
+        if model.shape.noise != "mask":
+            raise NotImplementedError(
+                f"loglikelihood is bounded for masked models; {self._runtime.name!r} ({model.shape.family}) knows "
+                f"{model.shape.noise} noise: tasks that generate (generate_until) are allowed"
+            )
+        if not target:
+            return 0.0, True
+        masks = draw_masks(len(target), self._mc_num, seed=self._seed)
+        losses = torch.cat([self.losses(prefix, target, part) for part in masks.split(self._batch_size)])
+        return -float(losses.mean()), self._check_greedy and self._is_greedy(prefix, target)
+
+    def losses(
+        self, prefix: Sequence[int], target: Sequence[int], masks: Bool[Tensor, "draws length"]
+    ) -> Float[Tensor, " draws"]:
+        """What each mask says of -log p(target | prefix): L / l times the sum over its masked positions; float64."""
+        device, model, start = self._runtime.device, self._runtime.model, len(prefix)
+        masks = masks.to(device)
+        ids = torch.tensor([*prefix, *target], device=device).repeat(len(masks), 1)
+        wanted = ids[:, start:].clone()
+        ids[:, start:][masks] = model.mask_token_id
+        logits = self._logits(ids, start)
+        taken = logits.log_softmax(dim=-1).gather(2, wanted[..., None])[..., 0].double()
+        return -(taken * masks).sum(dim=1) * len(target) / masks.sum(dim=1)
+
+    def _logits(self, ids: Tensor, start: int) -> Float[Tensor, "draws length vocab"]:
+        """Those that predict the columns from `start` on, guided."""
+        first = start - self._runtime.model.shape.prediction_shift
+        rows = slice(first, first + ids.shape[1] - start)
+        logits = self._runtime.logits(ids)[:, rows]
+        if self._cfg_scale:
+            ids = ids.clone()
+            ids[:, :start] = self._runtime.model.mask_token_id
+            free = self._runtime.logits(ids)[:, rows]
+            logits = free + (1 + self._cfg_scale) * (logits - free)
+        return logits
+
+    def _is_greedy(self, prefix: Sequence[int], target: Sequence[int]) -> bool:
+        out = self._runtime.generate(
+            torch.tensor([list(prefix)]),
+            max_new_tokens=len(target),
+            block_length=len(target),
+            cfg_scale=self._cfg_scale,
+            stop_at_eos=False,
+        )
+        return out.sequences[0, len(prefix) :].tolist() == list(target)

@@ -1,0 +1,1 @@
+"""What a call does when: named ranges of compute, copies and waits on one clock."""
