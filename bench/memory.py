@@ -1,6 +1,6 @@
 """Where the bytes of a call are: by tier and account, forward by forward, checked against what is allocated.
 
-    python bench/memory.py                      # two minutes; writes bench/results/memory.json
+    python bench/memory.py                      # some minutes; writes bench/results/memory.json
     python bench/memory.py --quick --out FILE   # a small model, a few seconds
 
 The ledger says what every tier holds. Beside it stands what torch allocates: every operation of another, equal call is
@@ -114,16 +114,16 @@ def drift_by_layer(out: tiered.GenerationOutput) -> list[dict[str, Any]]:
 
 def calls(quick: bool) -> Iterable[Call]:
     """All calls, made one after the other: each has a ledger, and the budgeted one follows from the one before."""
-    width, layers, context = (256, 4, 1024) if quick else (512, 8, 4096)
+    width, layers, context = (256, 4, 1024) if quick else (512, 8, 2048)
     model = random_model(width, layers, context)
-    prompt = torch.randint(0, VOCABULARY - 2, (1, context - 128), generator=torch.Generator().manual_seed(0))
-    generation = {"max_new_tokens": 128, "block_length": 32, "steps": 32, "stop_at_eos": False}
+    prompt = torch.randint(0, VOCABULARY - 2, (1, context - 64), generator=torch.Generator().manual_seed(0))
+    generation = {"max_new_tokens": 64, "block_length": 32, "steps": 32, "stop_at_eos": False}
 
     def random_call(name: str, policy: str, budget: tiered.MemoryBudget | None = None) -> Call:
         ledger = Ledger(budget)
         ledger.allocate({Account.WEIGHTS: weight_bytes(model.shape, "float32")})
         runtime = tiered.Runtime(model, policy=make_policy(policy), ledger=ledger)
-        one_block = {"block_length": 128} if policy == "elastic_cache" else {}
+        one_block = {"block_length": 64} if policy == "elastic_cache" else {}
         return Call(name=name, runtime=runtime, inputs=prompt, options=generation | one_block)
 
     for policy in ("fast_dllm_dual", "polestar", "dllm_cache", "elastic_cache"):

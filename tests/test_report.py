@@ -256,6 +256,12 @@ BAD_JSON: list[tuple[str, Callable[[dict[str, Any]], Any], str, str]] = [
     ("ops", inside("calls", 0, "ops", 1, ms="slow"), "operation 1", "ms is 'slow', not a number"),
     ("throughput", lambda content: content["rows"][0].pop("context"), "row 0", "has no context"),
     ("throughput", lambda content: content["rows"].append(7), "row 4", "7, not an object"),
+    (
+        "throughput",
+        lambda content: content["rows"].append({"policy": "polestar", "context": 9, "why": "needs 9 MiB"}),
+        "row 4",
+        "polestar at 9 tokens has no figures: needs 9 MiB",
+    ),
 ]
 
 

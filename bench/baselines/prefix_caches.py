@@ -1,4 +1,4 @@
-"""transformers' caches used as a prefix cache: what a block's first pass leaves of the columns in front of it.
+"""Caches of transformers used as a prefix cache: what a block's first pass leaves of the columns in front of it.
 
 A diffusion model rewrites the block and everything behind it, so each later pass must find the cache as the first left
 it. A dynamic cache takes back what a pass has added (`crop`). A quantized one does not: in transformers 5.23 `crop`

@@ -5,6 +5,7 @@ between two marks.
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from page_marks import between_marks, put_between_marks
 from rows_file import read_rows
 
 from comparing.kept_rows import is_sound
@@ -37,10 +38,10 @@ def put_tables(page: Path, comparisons: Mapping[str, Path], costs: Path) -> None
     made = 0
     if between_marks(text, POLICIES_MARK) is not None:
         cost = read_rows(costs, name="policies", kind=dict) if costs.exists() else None
-        text, made = _put(text, POLICIES_MARK, tables(_result(first), cost)), made + 1
+        text, made = put_between_marks(text, POLICIES_MARK, tables(_result(first), cost)), made + 1
     if between_marks(text, NOISE_MARK) is not None:
         results = {noise: _result(path) for noise, path in comparisons.items()}
-        text, made = _put(text, NOISE_MARK, noise_table(results)), made + 1
+        text, made = put_between_marks(text, NOISE_MARK, noise_table(results)), made + 1
     if not made:
         raise ValueError(f"{page} has no <!-- {POLICIES_MARK} --> or <!-- {NOISE_MARK} --> with its end behind it")
     write_then_rename(page, lambda part: part.write_text(text))
@@ -52,18 +53,6 @@ def _result(path: Path) -> Row:
     if damaged := [number for number, row in enumerate(result["rows"], start=1) if not is_sound(row)]:
         raise ValueError(f"{path}: rows {', '.join(map(str, damaged))} are damaged; measure again to replace them")
     return result
-
-
-def between_marks(text: str, mark: str) -> str | None:
-    """What stands between the marks; None without them."""
-    _, begin, rest = text.partition(f"<!-- {mark} -->")
-    inside, end, _ = rest.partition(f"<!-- /{mark} -->")
-    return inside.strip() if begin and end else None
-
-
-def _put(text: str, mark: str, inside: str) -> str:
-    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
-    return f"{text.partition(begin)[0]}{begin}\n{inside}\n{end}{text.partition(end)[2]}"
 
 
 def noise_table(results: Mapping[str, Row]) -> str:

@@ -47,9 +47,19 @@ def _without_path(error: Exception) -> str:
     return (error.strerror or "") if isinstance(error, OSError) else str(error)
 
 
-def plain_rows(fields: dict[str, Field]) -> Callable[[Source, list[Any]], list[Any]]:
-    """A check of rows that hold no rows of their own."""
-    return lambda source, rows: source.passing(rows, fields, "row")
+def throughput_rows(source: Source, rows: list[Any]) -> list[Any]:
+    """Rows with figures; a policy that did not fit its call is left out with its reason."""
+    good = []
+    for number, row in enumerate(rows):
+        refused = isinstance(row, dict) and "why" in row
+        fault = row_problem(row, schemas.THROUGHPUT_REFUSAL if refused else schemas.THROUGHPUT_ROW)
+        if fault is None and refused:
+            fault = f"{row['policy']} at {row['context']} tokens has no figures: {row['why']}"
+        if fault is None:
+            good.append(row)
+        else:
+            source.skip(f"row {number}", fault)
+    return good
 
 
 def memory_calls(source: Source, calls: list[Any]) -> list[Any]:

@@ -34,7 +34,7 @@ SAMPLE = {
     "tiers": Field(kind=dict),
 }
 CHECK = {
-    "tier": Field(kind=str, choices=TIERS),
+    "tier": Field(kind=str, choices=(*TIERS, "both")),
     "ledger": COUNT,
     "allocator": COUNT,
     "difference": Field(kind=float),
@@ -53,6 +53,8 @@ THROUGHPUT_ROW = {
     **dict.fromkeys(("tokens_per_forward", "nfe", "ms_per_forward", "first_block_ms", "low", "high"), OPTIONAL_SIZE),
     **dict.fromkeys(("device_bytes", "host_bytes", "rounds"), OPTIONAL_COUNT),
 }
+# A row of a policy that does not fit the call.
+THROUGHPUT_REFUSAL = {"policy": TEXT, "context": COUNT, "why": TEXT}
 OPS_CALL = {"name": TEXT, "policy": TEXT, "positions": COUNT, "wall_ms": SIZE, "sum_ms": SIZE, "ops": Field(kind=list)}
 OP = {"op": TEXT, "ms": SIZE, "share": SIZE, "count": COUNT}
 

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from reporting import schemas
 from reporting.points import Point, points_of
-from reporting.reading import compare_rows, memory_calls, ops_calls, overlap_rows, plain_rows, read_json
+from reporting.reading import compare_rows, memory_calls, ops_calls, overlap_rows, read_json, throughput_rows
 from reporting.skips import Skip, Source
 from reporting.sweep_rows import read_sweep
 
@@ -58,6 +57,6 @@ def read_sources(paths: Paths) -> Sources:
         compare=read_json(paths.compare, "compare.json", "rows", compare_rows),
         overlap=read_json(paths.overlap, "overlap.json", "rows", overlap_rows),
         ops=read_json(paths.ops, "ops.json", "calls", ops_calls),
-        throughput=read_json(paths.throughput, "throughput.json", "rows", plain_rows(schemas.THROUGHPUT_ROW)),
+        throughput=read_json(paths.throughput, "throughput.json", "rows", throughput_rows),
         points=points_of(sweep.rows),
     )
