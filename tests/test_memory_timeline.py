@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -105,6 +106,14 @@ def test_features_that_are_streamed_are_counted_too(memory_checks: ModuleType, m
     rows = memory_checks.checks(call_of(Runtime(model, policy=policy, ledger=ledger)), ledger)
     assert [row["agrees"] for row in rows] == [True] * 3
     assert next(row for row in rows if row["tier"] == "host")["ledger"] > 0
+
+
+def test_the_page_says_what_was_measured():
+    calls = json.loads((ROOT / "bench" / "results" / "memory.json").read_text())["calls"]
+    checks = [check for call in calls for check in call["checks"]]
+    assert len(calls) == 6 and all(check["difference"] == 0 for check in checks if check["what"] == "kept")
+    below = [-check["difference"] / check["ledger"] for check in checks if check["allowed"] is None]
+    assert min(below) >= 0 and max(below) < 0.205, "docs/benchmarks.md says 0 to 20 %"
 
 
 def test_what_is_not_booked_is_found(memory_checks: ModuleType, model, monkeypatch: pytest.MonkeyPatch):

@@ -463,6 +463,26 @@ def test_only_the_same_calls_are_compared(load: Callable[[str], Any], made: Modu
         assert [len(each.contenders) for each in found(**other)] == [3, 7], other
 
 
+def test_bytes_that_are_counted_in_part_win_nothing(
+    load: Callable[[str], Any], run: Callable[..., SimpleNamespace], made: ModuleType, tmp_path: Path
+):
+    made.write_all(tmp_path)
+    content = made.compare()
+    baseline = [row for row in content["rows"] if row["policy"].startswith("transformers")]
+    for row in baseline:
+        row.update(bytes="counted", device_bytes=1000, tokens_per_second=900.0, low=900.0, high=900.0)
+    again = [dict(row, policy="none, again") for row in content["rows"] if row["policy"] == "fast_dllm_dual"]
+    (tmp_path / "compare.json").write_text(json.dumps(content | {"rows": content["rows"] + again}))
+    reading, contenders = load("reporting.reading"), load("reporting.contenders")
+    source = reading.read_json(tmp_path / "compare.json", "", "rows", reading.compare_rows)
+    (workload,) = contenders.workloads(load("reporting.skips").Source(file="", head={}), [], source)
+    assert [who.name for who in workload.contenders] == ["fast_dllm_dual", "dllm_cache", "transformers offloaded"]
+    assert [who.counted for who in workload.contenders] == [False, False, True]
+    assert "transformers offloaded" not in {who.name for who in contenders.frontier(workload.contenders)}
+    text = run().text
+    assert "Bytes of baselines are counted" in text and "≥ 1000 B" in text
+
+
 @pytest.mark.parametrize(
     ("correct", "asked", "low", "high"), [(5, 10, 0.2366, 0.7634), (0, 20, 0.0, 0.1611), (98, 100, 0.9300, 0.9945)]
 )

@@ -7,7 +7,7 @@ ACCOUNTS = (
     *("weights", "key", "value", "hidden", "attn_out", "ffn_out"),
     *("centroids", "staging", "spare", "logits", "activations"),
 )
-TIERS = {"device": "Device", "host": "Host (pinned)", "disk": "Disk"}
+TIERS = {"device": "Device", "host": "Host", "disk": "Disk"}
 
 
 def total(sample: dict[str, Any], tier: str) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from comparing.rounds import AGAIN
+
 from reporting.metrics import device_bytes, tokens_per_second
 from reporting.points import Point, Spread
 from reporting.skips import Source
@@ -25,6 +27,7 @@ class Contender:
         kind: "sweep", "policy" or "baseline".
         settings: more of them, for those who point at it.
         nbytes, speed: peak of the device tier; tokens a second.
+        counted: whether `nbytes` is weights and cached tensors alone, the least that it takes.
         right: by task, right answers and questions.
     """
 
@@ -34,6 +37,7 @@ class Contender:
     nbytes: float
     speed: Spread
     right: dict[str, tuple[int, int]]
+    counted: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,9 +69,11 @@ class Workload:
 
 
 def frontier(contenders: Iterable[Contender]) -> list[Contender]:
-    """Those to whom no other is both as small and as fast, by size."""
+    """Those to whom no other is both as small and as fast, by size; without those whose bytes are counted in part."""
+    contenders = list(contenders)
+    whole = [each for each in contenders if not each.counted] or contenders
     best: list[Contender] = []
-    for each in sorted(contenders, key=lambda contender: (contender.nbytes, -contender.speed.value)):
+    for each in sorted(whole, key=lambda contender: (contender.nbytes, -contender.speed.value)):
         if not best or each.speed.value > best[-1].speed.value:
             best.append(each)
     return best
@@ -85,7 +91,8 @@ def workloads(sweep: Source, points: Iterable[Point], compare: Source) -> list[W
             _put(found, sweep, call, contender, fixed.get("weights_sha256") or sweep.head.get("weights_sha256"))
     answer = (compare.head.get("canvas"), compare.head.get("block"))
     for row in compare.rows:
-        if row["size"] is not None if "why" not in row else False:
+        # Who is measured twice to see the noise is no other contender.
+        if "why" not in row and row["size"] is not None and row["policy"] != AGAIN:
             commit = ONE_A_STEP.get(row["commit"], row["commit"])
             call = (row["size"], row.get("batch", 1), commit, *answer)
             _put(found, compare, call, _of_row(row, compare.rows), compare.head.get("weights_sha256"))
@@ -153,6 +160,7 @@ def _of_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> Contender:
         nbytes=row["device_bytes"],
         speed=spread,
         right=right,
+        counted=row.get("bytes") == "counted",
     )
 
 

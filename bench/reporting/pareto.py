@@ -10,6 +10,10 @@ from reporting.skips import Source
 from reporting.wording import DASH, listed, named, nbytes, percent, plain
 
 NAME, TOPIC = "pareto", "Memory against speed"
+COUNTED = (
+    " Bytes of baselines are counted: weights and cached tensors, without what a pass takes. They belong further to "
+    "the right, and no line goes through them."
+)
 HINT = "python bench/sweep.py and python bench/compare.py make what is compared."
 
 
@@ -48,7 +52,9 @@ def pareto_figures(sweep: Source, points: list[Point], compare: Source) -> list[
         caption="Up and to the left is better: more tokens a second, fewer bytes in the device tier at its peak, "
         f"weights included. The solid line joins those within {100 * CLOSE:g} points of the best accuracy for whom no "
         "other of them is as small and as fast; the dotted line all for whom no other is, right or wrong. Accuracy is "
-        "over the tasks that all in a panel were asked. Panels have other calls: they do not compare with one another.",
+        "over the tasks that all in a panel were asked. Panels have other calls: they do not compare with one another."
+        + COUNTED
+        * any(who.counted for each in found for who in each.contenders),
         groups=groups,
         tables=[_table(each) for each in found],
         sources=sorted({file for each in found for file in each.files}),
@@ -90,7 +96,7 @@ def _table(workload: Workload) -> Table:
                 Cell(who.name),
                 Cell(who.settings or DASH),
                 Cell(who.kind),
-                Cell(nbytes(who.nbytes), who.nbytes),
+                Cell(f"≥ {nbytes(who.nbytes)}" if who.counted else nbytes(who.nbytes), who.nbytes),
                 Cell(plain(who.speed.value), who.speed.value),
                 Cell(
                     f"{plain(who.speed.low)} to {plain(who.speed.high)}" if who.speed.runs > 1 else DASH, who.speed.low

@@ -93,7 +93,8 @@ def _walls(front: Sequence[Contender], x: Scale, y: Scale) -> list[tuple[float, 
 def _mark(who: Contender, share: float | None, x: Scale, y: Scale, low: float, high: float) -> Markup:
     paint = "var(--blank)" if share is None else shade("accuracy", (share - low) / ((high - low) or 1))[0]
     across, up = x(who.nbytes), y(who.speed.value)
-    tip = [who.name, *filter(None, [who.settings]), f"{plain(who.speed.value)} tokens/s", nbytes(who.nbytes)]
+    tip = [who.name, *filter(None, [who.settings]), f"{plain(who.speed.value)} tokens/s"]
+    tip.append(f"at least {nbytes(who.nbytes)}" if who.counted else nbytes(who.nbytes))
     tip.append(f"{percent(share)} right" if share is not None else "no accuracy")
     parts = []
     if who.speed.runs > 1:
