@@ -3,7 +3,7 @@
 import textwrap
 
 from comparing.rounds import AGAIN
-from comparing.summary import LONG, Row, grouped
+from comparing.summary import LONG, Row, grouped, is_long
 
 
 def notes(result: Row) -> list[str]:
@@ -61,19 +61,16 @@ def second_caption(result: Row, commit: str, cost: Row | None) -> str:
     )
 
 
-def _measured(rows: list[Row]) -> int:
-    return sum("why" not in row for row in rows)
-
-
 def _speeds(result: Row) -> str:
     """How speeds were measured, with a blank in front; nothing for rows from before there were rounds."""
-    rounds = [row["rounds"] for row in result["rows"] if "rounds" in row]
+    shown = [row for row in result["rows"] if is_long(row) and "why" not in row]
+    rounds = [row["rounds"] for row in shown if "rounds" in row]
     told = ""
     if rounds:
         several = sorted({number for number in rounds if number > 1})
         number = " to ".join(dict.fromkeys(str(each) for each in (several[0], several[-1]))) if several else "one"
         told += f" Speed is the median of {number} rounds" if several else " Speed is of one round"
-        told += " (of one, where there is no ratio)" if several and len(rounds) < _measured(result["rows"]) else ""
+        told += " (of one, where there is no ratio)" if several and len(rounds) < len(shown) else ""
         told += "; over `none` in the same call and round" if any("speedup" in row for row in result["rows"]) else ""
         told += ", with the 20th to 80th percentile." if max(rounds) > 1 else "."
     if floor := result.get("noise_floor"):
