@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cost_card import Rates, cost_card, machine_rates
 from memory_checks import checks
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +41,7 @@ from tiered.provenance import provenance
 from tiered.tiers.events import Way
 from tiered.whole_file import write_then_rename
 
+BLOCK = 32
 RESULTS = Path(__file__).resolve().parent / "results" / "memory.json"
 
 
@@ -50,17 +52,22 @@ class Call:
     Attributes:
         name: of the row.
         runtime: with a ledger of its own.
-        inputs, options: of `generate`.
+        ids, options: of `generate`.
     """
 
     name: str
     runtime: tiered.Runtime
-    inputs: Any
+    ids: torch.Tensor
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def positions(self) -> int:
+        """Columns of the canvas."""
+        return self.ids.shape[1] + self.options["max_new_tokens"]
 
     def run(self, inspector: Inspector) -> tiered.GenerationOutput:
         """The call, looked at by `inspector`."""
-        return self.runtime.generate(self.inputs, inspector=inspector, **self.options)
+        return self.runtime.generate(self.ids, inspector=inspector, **self.options)
 
 
 def measure(call: Call) -> dict[str, Any]:
@@ -73,7 +80,7 @@ def measure(call: Call) -> dict[str, Any]:
     return {
         "name": call.name,
         "policy": call.runtime.policy.name,
-        "positions": out.sequences.shape[1],
+        "positions": call.positions,
         "batch": len(out.sequences),
         "caps": {tier.value: call.runtime.ledger.budget.cap(tier) for tier in Tier},
         "peaks": {tier.value: report.peak for tier, report in out.memory.tiers.items()},
@@ -117,14 +124,14 @@ def calls(quick: bool) -> Iterable[Call]:
     width, layers, context = (256, 4, 1024) if quick else (512, 8, 2048)
     model = random_model(width, layers, context)
     prompt = torch.randint(0, VOCABULARY - 2, (1, context - 64), generator=torch.Generator().manual_seed(0))
-    generation = {"max_new_tokens": 64, "block_length": 32, "steps": 32, "stop_at_eos": False}
+    generation = {"max_new_tokens": 64, "block_length": BLOCK, "steps": 32, "stop_at_eos": False}
 
     def random_call(name: str, policy: str, budget: tiered.MemoryBudget | None = None) -> Call:
         ledger = Ledger(budget)
         ledger.allocate({Account.WEIGHTS: weight_bytes(model.shape, "float32")})
         runtime = tiered.Runtime(model, policy=make_policy(policy), ledger=ledger)
         one_block = {"block_length": 64} if policy == "elastic_cache" else {}
-        return Call(name=name, runtime=runtime, inputs=prompt, options=generation | one_block)
+        return Call(name=name, runtime=runtime, ids=prompt, options=generation | one_block)
 
     for policy in ("fast_dllm_dual", "polestar", "dllm_cache", "elastic_cache"):
         yield random_call(f"{policy}, random model", policy)
@@ -135,9 +142,23 @@ def calls(quick: bool) -> Iterable[Call]:
     yield random_call("fast_dllm_dual, random model, three quarters of its room", "fast_dllm_dual", budget)
     embedded = tiered.from_pretrained("embedded", policy="polestar", update_threshold=1, device="cpu")
     size = 256 if quick else 1024
+    assert embedded.tokenizer is not None, "the embedded model has one"
     chat = [{"role": "user", "content": tasks.sample("lookup", "test", 0, size=size).prompt}]
-    answer = {"max_new_tokens": 64, "block_length": 32, "stop_at_eos": False}
-    yield Call(name=f"polestar, embedded model, lookup in {size}", runtime=embedded, inputs=chat, options=answer)
+    ids = embedded.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    answer = {"max_new_tokens": 64, "block_length": BLOCK, "stop_at_eos": False}
+    yield Call(name=f"polestar, embedded model, lookup in {size}", runtime=embedded, ids=ids, options=answer)
+
+
+def cards(call: Call, rates: Rates) -> str:
+    """What the call's passes take at the least: one over everything, and one over a block."""
+    shape, element, block = call.runtime.model.shape, call.runtime.dtype.itemsize, call.options["block_length"]
+    lines = [f"{call.name}, {call.positions} positions"]
+    for name, rows in (("full pass", call.positions), ("block step", block)):
+        card = cost_card(
+            shape, batch=len(call.ids), context=call.positions, rows=rows, output_rows=block, dtype_bytes=element
+        )
+        lines.append(f"  {name}: {card}, floor {1e3 * card.floor(rates):.2f} ms")
+    return "\n".join(lines)
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> Table:
@@ -169,10 +190,10 @@ def main() -> int:
     if arguments.out is not None and not arguments.out.resolve().parent.is_dir():
         parser.error(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
     path = arguments.out or (None if arguments.quick else RESULTS)
-    console = Console(stderr=True)
-    records = []
+    records, rates = [], machine_rates(torch.device("cpu"), torch.float32)
+    print(f"this machine: {rates}")
     for call in calls(arguments.quick):
-        console.print(call.name, highlight=False)
+        print(cards(call, rates), flush=True)
         records.append(measure(call))
     Console(width=140).print(table(records))
     record = {"device": "cpu", "calls": records} | provenance()

@@ -108,6 +108,27 @@ def test_features_that_are_streamed_are_counted_too(memory_checks: ModuleType, m
     assert next(row for row in rows if row["tier"] == "host")["ledger"] > 0
 
 
+def test_what_is_measured_of_a_call_is_what_the_report_reads(
+    memory_checks: ModuleType, model: LLaDA, capsys: pytest.CaptureFixture[str]
+):
+    memory, reading, skips = map(importlib.import_module, ("memory", "reporting.reading", "reporting.skips"))
+    policy = make_policy("polestar", clusters=8, update_threshold=0, cluster_layers=1)
+    ids = torch.randint(0, 100, (2, 96), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 32, "block_length": 16, "steps": 8, "stop_at_eos": False}
+    call = memory.Call(name="tiny", runtime=Runtime(model, policy=policy), ids=ids, options=options)
+    record = json.loads(json.dumps(memory.measure(call)))
+    source = skips.Source(file="memory.json")
+    assert reading.memory_calls(source, [record]) and not source.skipped
+    assert (record["positions"], record["batch"], len(record["timeline"])) == (128, 2, 1 + 8)
+    assert {row["layer"] for row in record["drift"]} == {0, 1, 2} and all(row["mean"] >= 0 for row in record["drift"])
+    assert set(record["layers"]) <= {"1", "2"} and record["layers"], "records are of the layers between"
+    for layer in record["layers"].values():
+        assert layer["copy_ms"] == pytest.approx(layer["hidden_ms"] + min(layer["exposed_ms"], layer["copy_ms"]))
+    rates = memory.Rates(flops_per_second=1e9, bytes_per_second=1e9)
+    assert "full pass: 2 x 128 of 128 rows" in memory.cards(call, rates)
+    assert "block step: 2 x 16 of 128 rows" in memory.cards(call, rates)
+
+
 def test_the_page_says_what_was_measured():
     calls = json.loads((ROOT / "bench" / "results" / "memory.json").read_text())["calls"]
     checks = [check for call in calls for check in call["checks"]]

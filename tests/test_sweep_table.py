@@ -51,6 +51,21 @@ def test_the_page_shows_what_was_measured(script: ModuleType):
     assert shown == script.table(script.read_parquet(script.ROWS))
 
 
+def test_the_readme_says_what_the_table_shows(script: ModuleType):
+    rows = [row for row in script.read_parquet(script.ROWS) if row["task"] == "sort"]
+    right, speed = {}, {}
+    for each in rows:
+        knobs = each["clusters"], each["top_m"], each["update_threshold"]
+        right[knobs], speed[knobs] = each["correct"], each["tokens_per_second"]
+    whole, four_of_eight = ([right[clusters, 4, threshold] for threshold in (0, 1, 2, 4, 8)] for clusters in (4, 8))
+    less = [right[knobs] for knobs in right if None not in knobs and knobs[:2] not in ((4, 4), (8, 4))]
+    assert (min(whole), max(whole), min(four_of_eight), max(four_of_eight), max(less)) == (50, 60, 43, 48, 40)
+    assert next(each["correct"] for each in rows if each["policy"] == "fast_dllm_dual") == 38
+    assert [right[4, 4, threshold] for threshold in (0, 1, 4)] == [60, 57, 52]
+    assert speed[4, 4, 4] / speed[4, 4, 0] == pytest.approx(1.5, abs=0.05)
+    assert speed[None, 4, 4] / speed[4, 4, 4] == pytest.approx(1.6, abs=0.05)
+
+
 @pytest.mark.parametrize("wrong", ["no rows", "no marks"])
 def test_what_cannot_be_done_is_named(
     wrong: str, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

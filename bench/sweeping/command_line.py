@@ -26,9 +26,9 @@ FLAGS = {
     "context": ("--contexts", "512", "tokens of the prompts of lookups"),
     "batch": ("--batches", "8", "sequences of a call"),
     "budget": ("--budgets", "none", "of the device tier, such as 12MiB; none: no cap"),
-    "confidence": ("--confidences", "0.9", "threshold of the commit rule; none: one token a step"),
+    "confidence": ("--confidences", "0.99", "threshold of the commit rule; none: one token a step"),
 }
-EXAMPLES = "sort=60,chain=20,lookup=4"
+EXAMPLES = "sort=60,chain=40,lookup=4"
 TIMEOUT = 1800.0
 
 
