@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,17 @@ from tiered.runtime import Runtime
 ROOT = Path(__file__).resolve().parents[1]
 # The two commit rules of the comparison, and a low threshold, which commits several at a time even of a random model.
 COMMITS: tuple[dict[str, Any], ...] = ({}, {"confidence_threshold": 0.9}, {"confidence_threshold": 0.3})
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """quanto unpacks its codes in Python: building its C++ takes over a minute on a new machine."""
+
+    def unpack(packed: Tensor, bits: int) -> Tensor:
+        return torch.cat([packed >> shift & (2**bits - 1) for shift in range(0, 8, bits)])
+
+    cpp = importlib.import_module("optimum.quanto.library.extensions.cpp")
+    monkeypatch.setattr(cpp.ext, "_lib", SimpleNamespace(unpack=unpack))
 
 
 @pytest.fixture

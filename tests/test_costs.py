@@ -71,7 +71,7 @@ CASES = [
     # Attention is compared apart from the vocabulary and the MLP.
     if "drift-aware" not in call or model in ("grouped", "bfloat16")
     # Passes over chosen rows are slow to count; what they hold does not hang on the vocabulary and the MLP.
-    if policy in ("none", "fast_dllm_prefix", "fast_dllm_dual")
+    if policy in ("none", "fast_dllm_dual")
     or (model, call) in FEW
     or (policy in ("dllm_cache", "elastic_cache") and model in ("multi-head", "grouped") and call in OF_ITS_OWN)
 ]
@@ -100,7 +100,7 @@ HIDDEN_CASES = [
     *((options, "multi-head", PLAIN[(n + shift) % len(PLAIN)]) for shift in (0, 3) for n, options in enumerate(HIDDEN)),
     *((options, "multi-head", call) for options in ("default", "few clusters, raw") for call in PLAIN[:2]),
     *((options, "grouped", "guided") for options in list(HIDDEN)[1::4]),
-    *(("few clusters", "multi-head", call) for call in CALLS if "drift-aware" in call),
+    *(("few clusters", "multi-head", call) for call in ("drift-aware", "drift-aware, guided")),
     ("many clusters", "bfloat16", "short"),
     ("many clusters, raw", "bfloat16", "guided"),
     ("default", "wide MLP", "sampled"),
@@ -459,8 +459,8 @@ CAPPED_CASES = [
     *(("none", "wide", call, 1 << 20) for call in CAPPED_CALLS if call not in ("short", "padded batch", "masks")),
     *((policy, "bfloat16", "ancestral", 1 << 20) for policy in CAPPED),
     *((policy, "bfloat16", "short", 1 << 12) for policy in ("none", "dllm_cache")),
-    *((policy, "many heads", "padded batch", 1 << 16) for policy in ("none", "uniform", "elastic_cache")),
-    *((policy, "many heads", "masks, drift-aware", 1 << 16) for policy in ("fast_dllm_dual", "polestar")),
+    *((policy, "many heads", "padded batch", 1 << 16) for policy in ("uniform", "elastic_cache")),
+    ("polestar", "many heads", "masks, drift-aware", 1 << 16),
 ]
 
 

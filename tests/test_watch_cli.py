@@ -248,6 +248,7 @@ def run_in_terminal(command: list[str], until: Callable[[str], bool], then: byte
 
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests that run in the background have it ignored
 
     process = subprocess.Popen(
         command, stdin=ends.theirs, stdout=ends.theirs, stderr=ends.theirs, preexec_fn=own_terminal,
