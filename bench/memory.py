@@ -144,7 +144,7 @@ def calls(quick: bool) -> Iterable[Call]:
     size = 256 if quick else 1024
     assert embedded.tokenizer is not None, "the embedded model has one"
     chat = [{"role": "user", "content": tasks.sample("lookup", "test", 0, size=size).prompt}]
-    ids = embedded.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    ids = torch.tensor([embedded.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)])
     answer = {"max_new_tokens": 64, "block_length": BLOCK, "stop_at_eos": False}
     yield Call(name=f"polestar, embedded model, lookup in {size}", runtime=embedded, ids=ids, options=answer)
 
