@@ -72,7 +72,7 @@ def test_every_point_has_a_row_for_every_task_and_a_second_run_measures_nothing(
     polestar = {("polestar", clusters, 2, threshold, "nvfp4_delta") for clusters in (4, 8) for threshold in (0, 1)}
     assert axes == polestar | {(policy, None, None, None, None) for policy in ("none", "fast_dllm_dual")}
     assert [row["task"] for row in rows] == 6 * ["sort", "lookup"]
-    assert {(row["status"], row["context"], row["batch"], row["confidence"]) for row in rows} == {("ok", 512, 8, 0.9)}
+    assert {(row["status"], row["context"], row["batch"], row["confidence"]) for row in rows} == {("ok", 512, 8, 0.99)}
     head = record(tmp_path / "out")
     assert head["schema"] == "tiered sweep 1" and (head["points"], head["rows"], head["skipped"]) == (6, 12, [])
     assert head["grid"]["axes"]["update_threshold"] == [0, 1] and head["grid"]["fixed"]["tasks"]["sort"] == 6
@@ -168,7 +168,7 @@ def test_a_dry_run_measures_and_writes_nothing(run, tmp_path: Path):
         ("clusters=none|8", 4),
         ("clusters=none,policy=none", 1),
         ("budget=12582912", 6),
-        ("confidence=0.90,clusters!=8|none", 2),
+        ("confidence=0.990,clusters!=8|none", 2),
     ],
 )
 def test_a_filter_takes_points(run, expression: str, points: int):
