@@ -171,7 +171,10 @@ def main() -> None:
     runtime = tiered.from_pretrained(args.model, policy="none", device="cpu")
     basis: dict[str, Any] = {**weights_basis(args.model), "split": "test", "seed": args.seed}
     head, rows = basis | {"device": "cpu"} | provenance(), []
-    known = [] if args.fresh else measured_before(args.out, basis)["rows"]
+    try:
+        known = [] if args.fresh else measured_before(args.out, basis)["rows"]
+    except ValueError as error:
+        parser.error(str(error))
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:

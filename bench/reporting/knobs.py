@@ -21,7 +21,8 @@ WHAT = {
     "accuracy": "Right answers in per cent, of all tasks together.",
     "tokens_per_second": "Tokens of answers a second, over all tasks; no prompt, no padding, nothing behind an end.",
     "device_bytes": "The most that the device tier held during any task, weights included.",
-    "moved": "Bytes copied to the device, divided by forwards.",
+    "moved": "Bytes copied to the device, divided by forwards. Of several sequences a call their mean is known, the "
+    "fewest that the call can have had: the figure is then an upper bound.",
 }
 
 
