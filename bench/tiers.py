@@ -4,7 +4,8 @@
     python bench/tiers.py --quick      # fewer clusters, schedules and rounds
 
 The embedded model reads a long lookup; the input rows of its layers at a block's first step are clustered, encoded,
-offloaded and fetched back by cluster. On a CUDA device the link is measured too. The last line is JSON.
+offloaded and fetched back by cluster. All of it on the CPU: bench/gpu_day.py measures the link and the kernels of a
+CUDA device. The last line is JSON.
 """
 
 import argparse
@@ -32,7 +33,6 @@ from tiered.ledger import Ledger
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.codecs import CODECS
 from tiered.offload.fence import Region
-from tiered.offload.link_study import study_link
 from tiered.provenance import provenance
 from tiered.tiers.codec_study import VARIANTS, CodecResult, study_codecs
 from tiered.tiers.fuzz import run_schedule, without
@@ -245,11 +245,8 @@ def main() -> None:
         "codecs": [asdict(result) for result in averages.values()],
         "layers": [asdict(result) for result in results if result.clusters == AUTO],
         "offloaded": offloaded,
-        "gpu": None,
         **provenance(),
     }
-    if torch.cuda.is_available():
-        record["gpu"] = study_link(torch.device("cuda"), rounds)
     brief = {name: value for name, value in record.items() if name not in ("codecs", "layers", "offloaded")}
     if arguments.out:
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")

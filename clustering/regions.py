@@ -15,6 +15,7 @@ from tiered.clustering.cluster_index import ClusterIndex
 from tiered.clustering.pieces import pieces
 from tiered.clustering.spherical import Backend, spherical_kmeans
 from tiered.clustering.summaries import means_and_medoids
+from tiered.kernels.host_values import on_device
 
 Span = tuple[int, int]
 
@@ -131,11 +132,11 @@ def _cut(index: ClusterIndex, most_rows: int) -> ClusterIndex:
     parts = pieces(index.sizes, most_rows)
     ends = list(accumulate(index.shares, initial=0))
     sizes = tuple(part.stop - part.start for part in parts)
-    cluster = torch.tensor([part.cluster for part in parts], device=index.rows.device)
+    cluster = on_device([part.cluster for part in parts], index.rows.device)
     return replace(
         index,
         sizes=sizes,
-        counts=torch.tensor(sizes, device=index.rows.device),
+        counts=on_device(sizes, index.rows.device),
         shares=tuple(sum(first <= part.cluster < stop for part in parts) for first, stop in pairwise(ends)),
         centroids=index.centroids[cluster],
         medoids=index.medoids[cluster],

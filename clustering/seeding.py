@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tiered.clustering.tiles import CPU_ELEMENTS, DEVICE_ELEMENTS
 from tiered.clustering.unit_rows import UnitRows, normalised
+from tiered.kernels.host_values import on_device
 
 # Rows are read once, into random projections of this width, and the picks are made among those: k-means++ looks at
 # every row once for each cluster. Squared distances keep to within √(2/128) = 12 % of themselves (standard deviation).
@@ -25,10 +26,10 @@ def kmeans_start(units: UnitRows, clusters: int, seed: int) -> Float32[Tensor, "
     groups, n, width = units.rows.shape
     device = units.rows.device
     generator = torch.Generator().manual_seed(seed)
-    draws = torch.rand(clusters, 4 + int(2 * math.log(clusters)), dtype=torch.float64, generator=generator).to(device)
-    projection = None
+    draws = torch.rand(clusters, 4 + int(2 * math.log(clusters)), dtype=torch.float64, generator=generator)
+    draws, projection = on_device(draws, device), None
     if width > SKETCH_WIDTH:
-        projection = torch.randn(width, SKETCH_WIDTH, generator=generator).to(device)
+        projection = on_device(torch.randn(width, SKETCH_WIDTH, generator=generator), device)
     elements = CPU_ELEMENTS if device.type == "cpu" else DEVICE_ELEMENTS
     many = max(1, elements // (n * min(width, SKETCH_WIDTH)))
     parts = [units.groups(slice(first, first + many)) for first in range(0, groups, many)]

@@ -17,7 +17,7 @@ BLOCK_ROWS = 4
 BLOCK_GROUPS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _decode(
     buffer,
     total,

@@ -17,7 +17,7 @@ BLOCK_ROWS = 4
 BLOCK_GROUPS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _measure(
     rows,
     row_stride,
@@ -72,7 +72,7 @@ def _measure(
     tl.atomic_max(amax + record, largest, real, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _encode(
     rows,
     row_stride,

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from tiered.kernels.host_values import on_device
 from tiered.kernels.record_layout import Nvfp4Layout
 
 RECORD_ALIGNMENT = 128  # bytes: what one request over PCIe or to device memory carries
@@ -44,7 +45,8 @@ class RecordTable:
     ) -> "RecordTable":
         """The table of records of `rows[k]` rows at byte `offsets[k]`, for kernels on `device`.
 
-        The device's part (16 bytes a record and 8 a row) goes there in one copy that the host does not wait for.
+        The device's part (16 bytes a record, 8 a row and 16 more) goes there in one copy that the host does not wait
+        for.
 
         Raises:
             ValueError: a record without rows, an offset that is negative or no multiple of 128, records that overlap,
@@ -65,13 +67,13 @@ class RecordTable:
             if begin < end:
                 raise ValueError(f"records overlap: one ends at byte {end}, another begins at byte {begin}")
 
-        device = torch.device(device)
         counts = torch.tensor(rows, dtype=torch.int64)
         record_of_row = torch.repeat_interleave(torch.arange(len(rows)), counts, output_size=sum(rows))
-        host = torch.cat([torch.tensor([0, *accumulate(rows), *offsets]), record_of_row])
-        if device.type == "cuda":
-            host = host.pin_memory()
-        starts, at, record_of_row = host.to(device, non_blocking=True).split([len(rows) + 1, len(rows), sum(rows)])
+        # Each part begins at a multiple of 16 bytes: Triton compiles a kernel anew for arguments that do not.
+        odd = len(rows) % 2
+        host = torch.cat([torch.tensor([0, *accumulate(rows), *[0] * (1 - odd), *offsets, *[0] * odd]), record_of_row])
+        starts, at, record_of_row = on_device(host, device).split([len(rows) + 2 - odd, len(rows) + odd, sum(rows)])
+        starts, at = starts[: len(rows) + 1], at[: len(rows)]
         return cls(tuple(rows), tuple(offsets), width, delta, starts, at, record_of_row)
 
     @property

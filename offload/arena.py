@@ -170,7 +170,7 @@ class Arena:
             allowed = self._allowed_slabs()
             if allowed < 1:
                 raise self._full(self.book.room_for(nbytes), self.book.free_bytes(nbytes))
-            self._grow(min(self._chunk_slabs, allowed))
+            self._grow_by_a_chunk(min(self._chunk_slabs, allowed))
             place = self.book.allocate(nbytes)
             assert place is not None, "a new slab holds a record of any size"
         chunk, first = self._homes[place.slab]
@@ -231,6 +231,17 @@ class Arena:
     def _allowed_slabs(self) -> int:
         """Slabs that `capacity` still has room for."""
         return sys.maxsize if self.capacity is None else (self.capacity - self.actual_bytes) // self.slab_bytes
+
+    def _grow_by_a_chunk(self, slabs: int) -> None:
+        """Up to `slabs` more: half as many, and half of that, where so many are refused. `capacity` is not all that may
+        refuse: `on_grow` knows what else the budget has to hold."""
+        while True:
+            try:
+                return self._grow(slabs)
+            except Exception:
+                if slabs == 1:
+                    raise
+            slabs //= 2
 
     def _grow(self, slabs: int) -> None:
         """One more chunk, booked before it is there; all or nothing."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from tiered.kernels.choice import for_device
 from tiered.kernels.delta_decode_ref import delta_decode
 from tiered.kernels.delta_encode_ref import delta_encode
+from tiered.kernels.host_values import on_device
 from tiered.kernels.record_table import RecordTable
 from tiered.offload.codec_bytes import FP8_SCALE_BYTES, Codec
 
@@ -100,7 +101,7 @@ class Nvfp4Codec:
 
     def encode(self, rows, sizes, out, offsets, centroids, clusters) -> None:
         table = RecordTable.build(sizes, offsets, width=rows.shape[1], delta=self.delta, device=rows.device)
-        chosen = None if clusters is None else torch.tensor(clusters).to(rows.device, non_blocking=True)
+        chosen = None if clusters is None else on_device(clusters, rows.device)
         for_device(delta_encode, rows.device)(rows, table, centroids, chosen, out, base=self.base)
 
     def decode(self, buffer, offsets, sizes, dtype, out, places, centroids) -> None:

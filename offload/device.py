@@ -21,6 +21,8 @@ def pick_device(device: str | torch.device) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (picked.index or 0) >= count:
             raise ValueError(f"device {device!r} is not there: this machine has {count} CUDA devices")
+        if picked.index is None:  # tensors say which, and a device without its number is unequal to theirs
+            return torch.device("cuda", torch.cuda.current_device())
     return picked
 
 

@@ -8,6 +8,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from tiered.kernels.byte_segments import ALIGNMENT, check_segments
+from tiered.kernels.host_values import on_device
 from tiered.offload.routes import Segment
 from tiered.offload.transport import Copy
 
@@ -26,8 +27,7 @@ class Gather:
         """Copy on the current stream of `device`."""
         from tiered.kernels.gather_copy import gather_copy
 
-        table = torch.tensor(list(zip(*self.segments, strict=True)), dtype=torch.int64, pin_memory=True)
-        source, destination, sizes = table.to(device, non_blocking=True)
+        source, destination, sizes = on_device(list(zip(*self.segments, strict=True)), device)
         gather_copy(self.source, source, self.destination, destination, sizes, programs=PROGRAMS)
 
 

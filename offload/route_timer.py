@@ -2,10 +2,11 @@
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from tiered.offload.cuda_event import mark, ns_between
+from tiered.offload.device_timer import device_times
 from tiered.offload.gather import gather_of
 from tiered.offload.routes import Route, measure_crossover
 from tiered.offload.transport import Copy
@@ -39,17 +40,12 @@ def timer_for(device: torch.device) -> Callable[[Route, int], float]:
         ]
         gather = gather_of(pieces)
         assert gather is not None, "records of whole KiB in one buffer"
-        stream, times = torch.cuda.current_stream(device), []
-        for _ in range(1 + REPEATS):  # the first one compiles, and warms up
-            start = mark(stream)
-            if route is Route.GATHER:
-                gather.launch(device)
-            else:
-                for piece in pieces:
-                    piece.destination.copy_(piece.source, non_blocking=True)
-            end = mark(stream)
-            end.synchronize()
-            times.append(ns_between(start, end) / 1e9)
-        return statistics.median(times[1:])
+
+        def by_engine() -> None:
+            for piece in pieces:
+                piece.destination.copy_(piece.source, non_blocking=True)
+
+        work = by_engine if route is Route.ENGINE else partial(gather.launch, device)
+        return statistics.median(device_times(work, device, rounds=REPEATS))  # the warm-up compiles the kernel
 
     return time_of

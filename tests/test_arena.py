@@ -237,6 +237,22 @@ def test_the_last_chunk_is_what_capacity_leaves():
         arena.reserve(4 * SLAB)
 
 
+@pytest.mark.parametrize("refuses", ["ledger", "system"])
+def test_less_than_a_chunk_is_obtained_where_a_whole_one_is_refused(refuses: str):
+    """The capacity is a tier's, of which something else may hold a part: a ring, say."""
+    system = System(cap=3 * SLAB) if refuses == "ledger" else System(refuse_above=2 * SLAB)
+    arena = system.arena(None, chunk_bytes=8 * SLAB)
+    for _ in range(3):
+        arena.place(SLAB)
+    system.check(arena, (3 if refuses == "ledger" else 4) * SLAB)
+    if refuses == "ledger":
+        with pytest.raises(KeyError):
+            arena.place(SLAB)
+        system.check(arena, 3 * SLAB)
+    arena.close()
+    assert system.held == system.booked == 0
+
+
 def test_bytes_handed_out_again_carry_what_is_under_way():
     arena = System().arena(SLAB)
     slot, read, write = arena.place(4096), Copying(), Copying()

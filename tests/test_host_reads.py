@@ -1,6 +1,10 @@
-"""How often clustering makes the host wait for the device, counted by the calls that would."""
+"""How often clustering makes the host wait for the device, counted by the calls that would; and that no value of the
+host goes there by a copy that waits."""
 
+import ast
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +12,14 @@ from torch import Tensor
 
 from tiered.clustering.regions import cluster_regions, same_members
 from tiered.clustering.spherical import spherical_kmeans
+from tiered.kernels.host_values import on_device
 
 CALLS = ("tolist", "item", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 REGIONS = ((0, 50), (58, 100))
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("tiered", "clustering", "offload", "kernels")
+# Once in a process, and between two calls of an evaluation.
+MADE_THERE = {"kernels/nvfp4_decode_ref.py", "tiered/evaluation/likelihood.py"}
 
 
 @pytest.fixture
@@ -58,3 +67,25 @@ def test_layers_that_share_clusters(reads: list[str]):
     reads.clear()
     same_members(random(2, 100, 8) + 1, indices)
     assert reads == []
+
+
+def test_values_of_the_host_go_to_the_device_without_a_wait():
+    """`torch.tensor(values, device=…)` copies from ordinary memory, which waits on CUDA: `on_device` does not."""
+    found = set()
+    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            made = isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.tensor", "torch.as_tensor")
+            if made and any(keyword.arg == "device" for keyword in node.keywords):
+                found.add(name)
+    assert found == MADE_THERE
+
+
+@pytest.mark.parametrize(
+    "values", [[1, 2], [], [True, False], torch.arange(3), torch.rand(2, 2, dtype=torch.float64)], ids=str
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_they_arrive(values: Any, device: str):
+    there = on_device(values, device)
+    assert there.device.type == device
+    torch.testing.assert_close(there.cpu(), torch.as_tensor(values), rtol=0, atol=0)

@@ -12,6 +12,7 @@ from tiered.branches.verify import Verifier
 from tiered.branches.work import Work
 from tiered.features import Feature
 from tiered.forward import Flow, Forward, add_branch
+from tiered.kernels.host_values import on_device
 from tiered.planning.costs import part_rows
 from tiered.rows import Rows
 from tiered.tracing.ops import Op
@@ -66,7 +67,7 @@ class BranchPass:
     def _pass_over(self, edge: PromptEdge, hidden: Float[Tensor, "batch rows width"], layer: int, last: int) -> None:
         """Let rows in front of the answer leave no trace behind the first layer, where the prompt is not due."""
         rows = hidden[:, self._head - edge.rows : self._head]
-        due = torch.tensor([prompt for prompt, _ in self._work.due[: len(hidden)]], device=hidden.device)
+        due = on_device([prompt for prompt, _ in self._work.due[: len(hidden)]], hidden.device)
         if layer == 0:
             edge.enter(rows)
             columns = self._span.positions(len(hidden), hidden.device)
@@ -79,7 +80,7 @@ class BranchPass:
         work, batch = self._work, len(flow.hidden)
         assert flow.rows.start is not None, "the pass goes over a span"
         columns = flow.rows.positions(batch, flow.hidden.device)
-        first = torch.tensor(work.first[:batch], device=columns.device)[:, None]
+        first = on_device(work.first[:batch], columns.device)[:, None]
         self._here = [column < self._stop for column in work.first[:batch]]
         self._rows = list(work.rows[:batch])
         everywhere = all(column == flow.rows.start for column in work.first[:batch])
@@ -153,7 +154,7 @@ class BranchPass:
         index, valid = ranked[:, :most] + self._start, None
         if min(counts) < most:
             numbers = torch.arange(most, device=index.device)
-            valid = numbers < torch.tensor(counts, device=index.device)[:, None]
+            valid = numbers < on_device(counts, index.device)[:, None]
         return Rows.at(index, valid, within=span)
 
     @spanned(Op.GATHER)

@@ -12,6 +12,7 @@ from torch import Tensor
 from tiered.branches.distance import Similarity, distances, farthest_first
 from tiered.features import Feature
 from tiered.forward import Forward
+from tiered.kernels.host_values import on_device
 from tiered.planning.costs import part_rows
 from tiered.rows import Rows
 from tiered.tracing.ops import Op
@@ -61,7 +62,7 @@ class Verifier:
         """
         if self.verify is Verify.RANDOM:
             lots = torch.stack([self._lots(layer, clock, answer.count) for clock in clocks])
-            return farthest_first(lots.to(hidden.device), first)
+            return farthest_first(on_device(lots, hidden.device), first)
         parts = answer.parts(part_rows(len(hidden)))
         moved = [self._moved(forward, layer, answer[part], hidden[:, part]) for part in parts]
         return farthest_first(torch.cat(moved, dim=1), first)

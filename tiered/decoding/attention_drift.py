@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from tiered.kernels.divergence import divergence_terms
+from tiered.kernels.host_values import on_device
 from tiered.kernels.proxy_scores import proxy_scores, sink_scores
 from tiered.planning.attention_costs import AttentionChunk
 from tiered.rows import Rows
@@ -59,7 +60,7 @@ class AttentionDrift:
         if not self._stored:
             self._known.zero_()
         elif any(forget):
-            self._known &= ~torch.tensor(forget, device=self._known.device)[:, None]
+            self._known &= ~on_device(forget, self._known.device)[:, None]
         self._compare = self._stored and not all(forget)
         self._stored = True  # by the time the next step begins
         self._drift = self._log_rows.new_full((batch, block_length), torch.nan)

@@ -5,6 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tiered.decoding.canvas import PROMPT, Canvas
+from tiered.kernels.host_values import on_device
 from tiered.rows import Rows
 from tiered.tracing.ops import Op
 from tiered.tracing.spans import spanned
@@ -37,7 +38,7 @@ class Guidance:
             return rows.doubled()
         if not any(guided):
             return rows
-        return rows.doubled().only(torch.tensor([True] * len(guided) + [*guided], device=device))
+        return rows.doubled().only(on_device([True] * len(guided) + [*guided], device))
 
     @spanned(Op.GUIDANCE)
     def merge(

@@ -18,6 +18,7 @@ from tiered.decoding.observers import CallInspector, Inspector, Listener
 from tiered.decoding.proposer import Proposer
 from tiered.decoding.sequence_noise import SequenceNoise
 from tiered.forward import Forward
+from tiered.kernels.host_values import on_device
 from tiered.policies.base import PassKind, PolicyState, Step, StepPlan
 from tiered.rows import Rows
 from tiered.tracing.ops import Op
@@ -113,7 +114,7 @@ class Denoiser:
         canvas, start, stop = self.canvas, step.start, step.stop
         active = [count > 0 for count in remaining]
         forwards = [self._result.forwards[number] for number in self._alive]
-        here = torch.tensor(active, device=canvas.tokens.device)
+        here = on_device(active, canvas.tokens.device)
         pending = canvas.pending(start, stop) & here[:, None]
         scores = None
         if self._random_remasking:
@@ -151,7 +152,7 @@ class Denoiser:
     def _commit(self, step: Step, candidates: Candidates, here: Bool[Tensor, " batch"]) -> Bool[Tensor, "batch block"]:
         """Fix what the rule chooses, or rewrite it; the tokens of the block that this fixes or changes."""
         canvas, start, stop = self.canvas, step.start, step.stop
-        clock = torch.tensor(step.forwards, device=here.device)
+        clock = on_device(step.forwards, here.device)
         chosen = self.rule.choose(candidates)
         if not isinstance(self.rule, RewritingState):
             canvas.commit(start, chosen, candidates.tokens, clock)
@@ -226,7 +227,7 @@ class Denoiser:
         tokens = self.canvas.tokens[:, start:stop].clone()
         offset = self.canvas.prompt_length
         if self._stop_at_eos:
-            ended = torch.tensor(self._ended, device=tokens.device)[:, None]
+            ended = on_device(self._ended, tokens.device)[:, None]
             ends = ((tokens == self._model.eos_token_id) & ~self.canvas.pending(start, stop)).int()
             behind = ended & (ends.cumsum(dim=1) - ends > 0)
             tokens.masked_fill_(behind, self._model.pad_token_id)

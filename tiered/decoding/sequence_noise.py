@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+from tiered.kernels.host_values import on_device
 from tiered.models.noise import Noise
 
 # Between the seeds of a sequence's streams: from one seed, all of them would be made of the same bits.
@@ -45,7 +46,7 @@ class SequenceNoise:
         for i, pad in enumerate(pads):
             if active[i]:
                 scores[i] = torch.rand(length - pad, generator=self._ranks[i])[start - pad : stop - pad]
-        return scores.to(self._device)
+        return on_device(scores, self._device)
 
     def gumbel(self, sequence: int, rows: int, vocab: int) -> Float[Tensor, "rows vocab"]:
         """Standard Gumbel noise in float64."""
@@ -61,7 +62,7 @@ class SequenceNoise:
             tokens = torch.randint(process.vocab_size - 1, (columns,), generator=stream)
             tokens += tokens >= mask  # any token but the mask
             drawn.append(tokens.where(torch.rand(columns, generator=stream) < share, mask))
-        return torch.stack(drawn).to(self._device)
+        return on_device(torch.stack(drawn), self._device)
 
     def of_block(self) -> "BlockNoise":
         """What a commit rule draws from in the block that begins."""
@@ -84,7 +85,7 @@ class BlockNoise:
     def uniform(self, columns: int) -> Float64[Tensor, "batch columns"]:
         """Uniform numbers in [0, 1), `columns` of each sequence."""
         drawn = [torch.rand(columns, dtype=torch.float64, generator=stream) for stream in self._streams]
-        return torch.stack(drawn).to(self._device)
+        return on_device(torch.stack(drawn), self._device)
 
     def gumbel(self, columns: int) -> Float64[Tensor, "batch columns"]:
         """Standard Gumbel noise, `columns` numbers of each sequence."""

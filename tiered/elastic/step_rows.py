@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tiered.decoding.canvas import PENDING, PROMPT
 from tiered.elastic.tracked import Tracked
+from tiered.kernels.host_values import on_device
 from tiered.policies.base import Step
 from tiered.rows import Rows
 from tiered.rows_where import rows_where
@@ -49,7 +50,7 @@ def step_rows(step: Step, window: int, tracked: Tracked, due: tuple[bool, ...]) 
     """
     canvas = step.canvas
     device = canvas.tokens.device
-    active, forwards = (torch.tensor(values, device=device) for values in (step.active, step.forwards))
+    active, forwards = (on_device(values, device) for values in (step.active, step.forwards))
     masked = canvas.committed_at == PENDING
     first = masked & (masked.cumsum(dim=1) <= window) & active[:, None]
     candidates = first.clone()
@@ -62,7 +63,7 @@ def step_rows(step: Step, window: int, tracked: Tracked, due: tuple[bool, ...]) 
     rows, counts = rows_where(predicting, (first | recent) & here, tracked.mask(masked) & here, *everything)
     near, count = sum(counts[:2]), sum(counts[:3])
     all_due = due == step.active
-    is_due = torch.tensor(due, device=device) & active
+    is_due = on_device(due, device) & active
     others = rows[count:] if everything else None
     if others is not None and not all_due:
         assert rows.index is not None and rows.valid is not None, "made from masks"

@@ -15,6 +15,7 @@ from tiered.hidden.layer_state import LayerState, Span
 from tiered.hidden.members import Members
 from tiered.hidden.options import HiddenOptions
 from tiered.hidden.update_log import LayerUpdate
+from tiered.kernels.host_values import on_device
 from tiered.tiers.hidden_records import HiddenRecords
 from tiered.tiers.manager import TierManager
 from tiered.tracing.ops import Op
@@ -86,7 +87,7 @@ class HiddenCache:
             return same_members(hidden, shared)
         length = hidden.shape[1]
         (_, end), (suffix, last) = regions
-        padding = torch.tensor(pads, device=hidden.device)[:, None]
+        padding = on_device(pads, hidden.device)[:, None]
         valid = torch.arange(length, device=hidden.device)[None] >= padding if any(pads) else None
         # Sequences that are too short for all clusters get as many as they have rows.
         groups: dict[int | str, list[int]] = defaultdict(list)

@@ -10,6 +10,7 @@ from tiered.forward import Flow, Forward
 from tiered.hidden.fetching import Fetching, Tickets
 from tiered.hidden.gathering import gather_rows
 from tiered.hidden.layer_state import LayerState, Span
+from tiered.kernels.host_values import on_device
 from tiered.tiers.manager import TierManager
 from tiered.tracing.ops import Op
 from tiered.tracing.spans import spanned
@@ -71,4 +72,4 @@ def append(forward: Forward, tiers: TierManager, state: LayerState, flow: Flow, 
 
 def _table(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
     """`rows` with zeros behind them."""
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+    return on_device([[*row, *[0] * (width - len(row))] for row in rows], device)

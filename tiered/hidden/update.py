@@ -21,6 +21,7 @@ from tiered.hidden.members import Members
 from tiered.hidden.patching import append, patch
 from tiered.hidden.scoring import write_and_measure
 from tiered.hidden.update_log import LayerUpdate
+from tiered.kernels.host_values import on_device
 from tiered.planning.costs import part_rows
 from tiered.rows import Rows
 from tiered.tracing.ops import Op
@@ -69,7 +70,7 @@ class Update:
 
     def _begin(self, forward: Forward, flow: Flow) -> None:
         self._fetching = Fetching(self._cache.open_tiers, self._cache.options)
-        self._here = torch.tensor(self._updating, device=flow.hidden.device)
+        self._here = on_device(self._updating, flow.hidden.device)
         self._rows = flow.rows  # of the active columns: a span, in every layer
         self._length = forward.length
         self._fresh = [self._marked((), None) for _ in self._updating]

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from tiered.kernels.host_values import on_device
 from tiered.paging.pages import Pages
 
 _INT64 = 8
@@ -43,6 +44,6 @@ def _index(layout: Pages, pages: Sequence[int], device: torch.device) -> Int[Ten
     for width, group in groupby(pages, key=layout.width):
         places = [layout.sequence_and_part(page) for page in group]
         firsts = [sequence * layout.heads * layout.columns + part * layout.page_rows for sequence, part in places]
-        origins = torch.tensor(firsts).to(device, non_blocking=True)[:, None, None]
+        origins = on_device(firsts, device)[:, None, None]
         parts.append((origins + heads + torch.arange(width, device=device)).flatten())
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -7,9 +7,8 @@ otherwise where a family predicts a token from the row in front of it (Dream) is
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from tiered.checks import check_switch
+from tiered.kernels.host_values import on_device
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
 from tiered.policies.schedule import check_interval
 from tiered.rows import Rows
@@ -83,5 +82,5 @@ class _Rows(PolicyState):
         else:
             columns = [*range(start, length if self._whole_suffix else step.stop)]
             output, kind = step.stop - start, PassKind.STEP
-        index = torch.tensor(columns, device=step.canvas.tokens.device).expand(step.canvas.batch, -1)
+        index = on_device(columns, step.canvas.tokens.device).expand(step.canvas.batch, -1)
         return StepPlan(Rows.at(index), slice(0, output), kind)

@@ -1,9 +1,9 @@
 """The window of dKV-Cache-Greedy as its authors' code counts it (horseee/dKV-Cache, commit 49a76fcc)."""
 
-import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from tiered.kernels.host_values import on_device
 from tiered.policies.base import Step
 
 
@@ -31,4 +31,4 @@ def masks_around(
                         rows[column] = True
                         found += 1
                 distance += 1
-    return torch.tensor(chosen, device=fresh.device)
+    return on_device(chosen, fresh.device)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Int8
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from tiered.hidden.places import hidden_places
 from tiered.hidden.refresh import Refresh
 from tiered.hidden.update import Update
 from tiered.hidden.update_log import LayerUpdate
+from tiered.kernels.host_values import on_device
 from tiered.names import unknown_name
 from tiered.offload.codec_bytes import Codec
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
@@ -207,7 +207,7 @@ class _Drifting(PolicyState):
 
     def _reset(self, updating: Sequence[bool]) -> None:
         assert self._since is not None, "an update follows a refresh"
-        self._since = self._since.masked_fill(torch.tensor(updating, device=self._since.device), 0)
+        self._since = self._since.masked_fill(on_device(updating, self._since.device), 0)
 
     def _capture(self, step: Step) -> Refresh:
         assert self._cache is not None, "only a policy with clusters captures them"

@@ -10,6 +10,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tiered.decoding.canvas import PROMPT
+from tiered.kernels.host_values import on_device
 from tiered.policies.base import PassKind, Step, StepPlan
 from tiered.rows_where import rows_where
 
@@ -117,11 +118,11 @@ def _answer_start(step: Step) -> int:
 
 
 def _clock(step: Step) -> Tensor:
-    return torch.tensor(step.forwards, device=step.canvas.committed_at.device)[:, None]
+    return on_device(step.forwards, step.canvas.committed_at.device)[:, None]
 
 
 def _flags(sequences: tuple[bool, ...], like: Tensor) -> Bool[Tensor, "batch 1"]:
-    return torch.tensor(sequences, device=like.device)[:, None]
+    return on_device(sequences, like.device)[:, None]
 
 
 def _union(regions: Sequence[Region]) -> tuple[int, int] | None:

@@ -1,8 +1,9 @@
 """Random schedules of stores, fetches and evictions under random delays, each answer compared bit for bit.
 
-A schedule runs on threads that imitate CUDA streams, with small tiers so that slots are used again all the time. The
-oracle encodes and decodes each record on the spot, in the caller's thread. What a schedule proves is only worth what it
-would find: `without` gives the same tiers with one wait left out, and a corruption must show.
+A schedule runs on threads that imitate CUDA streams, or on the streams of a CUDA device, with small tiers so that slots
+are used again all the time. The oracle encodes and decodes each record on the spot, in the caller's thread. What a
+schedule proves is only worth what it would find: `without` gives the same tiers with one wait left out, and a
+corruption must show.
 """
 
 import random
@@ -21,11 +22,13 @@ from tiered.features import Feature, Tier
 from tiered.ledger import Ledger
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.codecs import CODECS
+from tiered.offload.cuda_transport import CudaTransport
 from tiered.offload.delay import Point
+from tiered.offload.device_timer import stand_still
 from tiered.offload.errors import CorruptRecordError, TransferError
 from tiered.offload.fence import Event, Fence, Region
 from tiered.offload.thread_transport import ThreadTransport
-from tiered.offload.transport import Lane
+from tiered.offload.transport import Lane, Transport
 from tiered.tiers.opening import open_tiers
 from tiered.tiers.record import RecordKey
 from tiered.tiers.ticket import Ticket
@@ -62,14 +65,29 @@ def without(region: Region, access: str) -> type[Traffic]:
     return Faulty
 
 
-def run_schedule(seed: int, *, steps: int = 30, traffic: type[Traffic] = Traffic, asynchronous: bool = True) -> Outcome:
-    """One schedule of `steps` operations drawn from `seed`. `asynchronous` False: every job ends before the next."""
+def run_schedule(
+    seed: int,
+    *,
+    steps: int = 30,
+    traffic: type[Traffic] = Traffic,
+    asynchronous: bool = True,
+    device: torch.device | str = "cpu",
+) -> Outcome:
+    """One schedule of `steps` operations drawn from `seed`. `asynchronous` False: every job ends before the next.
+
+    On a CUDA `device` records take either route over the bus, and half of the delays hold up a stream, not the host.
+    """
     with TemporaryDirectory() as folder:
-        return _Schedule(seed, Path(folder), traffic, asynchronous).run(steps)
+        # With its number, as tensors say it.
+        there = torch.empty(0, device=device).device
+        return _Schedule(seed, Path(folder), traffic, asynchronous, there).run(steps)
 
 
 class _Schedule:
-    def __init__(self, seed: int, folder: Path, traffic: type[Traffic], asynchronous: bool) -> None:
+    def __init__(
+        self, seed: int, folder: Path, traffic: type[Traffic], asynchronous: bool, device: torch.device
+    ) -> None:
+        self.device = device
         self.draw = random.Random(seed)
         self.noise = random.Random(seed + 1)  # drawn by several threads: the delays differ from run to run
         self.slowest: dict[object, float] = {lane: self.draw.choice([0.0, 3e-4, 3e-3]) for lane in (*Lane, None)}
@@ -78,12 +96,12 @@ class _Schedule:
         budget = MemoryBudget(host=(HOST_SLABS + 1) * SLOT_BYTES, disk=disk, disk_path=folder)
         self.tiers = open_tiers(
             Ledger(budget),
-            device="cpu",
+            device=device,
             slot_bytes=SLOT_BYTES,
             fetch_slots=2,
             store_slots=1,
             load_slots=1,
-            transport=ThreadTransport(compute_thread=asynchronous, delay=self.delay if asynchronous else None),
+            transport=self.transport(asynchronous),
             traffic=traffic,
         )
         self.asynchronous = asynchronous
@@ -92,9 +110,21 @@ class _Schedule:
         self.answers: list[tuple[Tensor, Tensor]] = []
         self.outcome = Outcome()
 
+    def transport(self, asynchronous: bool) -> Transport:
+        delay = self.delay if asynchronous else None
+        if self.device.type != "cuda":
+            return ThreadTransport(compute_thread=asynchronous, delay=delay)
+        return CudaTransport(self.device, crossover=self.draw.choice([0, SLOT_BYTES + 1]), delay=delay)
+
     def delay(self, point: Point, lane: Lane | None) -> float:
         slowest = self.slowest[lane]
-        return self.noise.uniform(0, slowest) if slowest and self.noise.random() < 0.5 else 0.0
+        seconds = self.noise.uniform(0, slowest) if slowest and self.noise.random() < 0.5 else 0.0
+        # At these points the current stream is the one that the job goes on.
+        on_stream = (point, lane) in ((Point.COPY, Lane.FETCH), (Point.COPY, Lane.STORE), (Point.SUBMIT, None))
+        if self.device.type == "cuda" and on_stream and seconds and self.noise.random() < 0.5:
+            stand_still(self.device, seconds)
+            return 0.0
+        return seconds
 
     def run(self, steps: int) -> Outcome:
         operations = [*[self.store, self.fetch, self.wait, self.evict] * 2, self.store, self.forget]
@@ -134,10 +164,10 @@ class _Schedule:
     def store(self) -> None:
         keys, codec = self.keys(4), self.draw.choice(list(Codec))
         sizes = [self.draw.randint(1, MOST_ROWS) for _ in keys]
-        rows = torch.randn(sum(sizes), WIDTH, generator=self.generator)
+        rows = torch.randn(sum(sizes), WIDTH, generator=self.generator).to(self.device)
         bank = clusters = None
         if codec is Codec.NVFP4_DELTA:
-            bank = self.tiers.bank(torch.randn(3, WIDTH, generator=self.generator))
+            bank = self.tiers.bank(torch.randn(3, WIDTH, generator=self.generator).to(self.device))
             clusters = [self.draw.randrange(3) for _ in keys]
         expected = [
             round_trip(part, codec, None if bank is None or clusters is None else bank.centroids[clusters[number]])

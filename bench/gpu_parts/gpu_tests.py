@@ -1,0 +1,99 @@
+"""The tests marked `gpu`, by pytest in a process of its own, each outcome noted as soon as it is there."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from gpu_parts.setting import Setting
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKERS = 4  # processes that share the device, so that a test that kills it takes few others along
+_SECONDS = 85.0
+_LISTED = 40
+
+
+def cases(setting: Setting) -> list[str]:
+    """All of them at once: importing torch costs more than most tests."""
+    return ["pytest -m gpu"]
+
+
+def measure(setting: Setting, case: str) -> dict[str, Any]:
+    """Counts by outcome; names of what failed and of what was not over in time. `ok`: nothing is among those, and some
+    test ran, or nothing can because there is no GPU."""
+    files = gpu_files()
+    with TemporaryDirectory() as folder:
+        notes = Path(folder, "notes.jsonl")
+        began = time.monotonic()
+        status = run_pytest(files, notes, workers=0 if setting.tiny else WORKERS)
+        lines = notes.read_text().splitlines() if notes.exists() else []
+    return figures([json.loads(line) for line in lines], status, device=setting.on.type) | {
+        "files": len(files),
+        "wall_s": round(time.monotonic() - began, 1),
+    }
+
+
+def gpu_files() -> list[Path]:
+    """Those that have such tests: what else is in the folder may need packages that are not installed."""
+    return sorted(path for path in (ROOT / "tests").glob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8"))
+
+
+def figures(notes: list[dict[str, Any]], status: int | None, *, device: str) -> dict[str, Any]:
+    """The row of a run.
+
+    Args:
+        notes: of `gpu_parts.outcome_notes`, in their order.
+        status: pytest's; None: it was killed, because it took too long.
+        device: a machine with a GPU has to have run some.
+    """
+    begun = {note["test"]: None for note in notes if note["what"] == "begun"}
+    ended = {note["test"]: note for note in notes if note["what"] == "ended"}
+    outcomes = Counter(note["outcome"] for note in ended.values())
+    failed = [note for note in ended.values() if note["outcome"] == "failed"]
+    unfinished = [test for test in begun if test not in ended]
+    why = []
+    if failed:
+        why.append(f"{len(failed)} failed")
+    if unfinished:
+        why.append(f"{len(unfinished)} did not end")
+    if status is None:
+        why.append("out of time")
+    elif status not in (0, 1):
+        why.append(f"pytest ended with status {status}")
+    if device == "cuda" and not outcomes["passed"]:
+        why.append("none passed")
+    slowest = sorted(ended.values(), key=lambda note: -note["seconds"])[:5]
+    row: dict[str, Any] = {
+        **{outcome: outcomes[outcome] for outcome in ("passed", "failed", "skipped")},
+        "unfinished": unfinished[:_LISTED],
+        "failures": [{"test": note["test"], "why": note["why"]} for note in failed[:_LISTED]],
+        "slowest_s": {note["test"]: round(note["seconds"], 2) for note in slowest},
+        "ok": not why,
+    }
+    return row | ({"why": ", ".join(why)} if why else {})
+
+
+def run_pytest(
+    files: list[Path], notes: Path, *, workers: int, seconds: float = _SECONDS, root: Path = ROOT
+) -> int | None:
+    """The exit status; None where it took longer than `seconds`. `root`: folder that names of tests start from."""
+    shared = importlib.util.find_spec("xdist") is not None
+    command = [
+        *(sys.executable, "-P", "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"),
+        # A file that cannot be imported here costs its own tests and no others.
+        *("--continue-on-collection-errors", "-p", "gpu_parts.outcome_notes", f"--outcome-notes={notes}"),
+        *("-c", str(ROOT / "pyproject.toml"), f"--rootdir={root}"),
+        *(("-n", str(workers)) if shared and workers else ()),
+        *map(str, files),
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr) as process:
+        try:
+            return process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return None

@@ -1,0 +1,63 @@
+"""The device, the versions, and what of the toolchain is not there."""
+
+import importlib.metadata
+import importlib.util
+import shutil
+import subprocess
+from typing import Any
+
+import torch
+
+from gpu_parts.setting import Setting
+
+PACKAGES = (
+    *("torch", "transformers", "triton", "numpy", "cupy", "faiss", "jaxtyping"),
+    *("beartype", "torchao", "hypothesis"),
+)
+_DISTRIBUTIONS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"), "faiss": ("faiss-cpu",)}
+PROGRAMS = ("compute-sanitizer", "ncu", "nvidia-smi")
+
+
+def cases(setting: Setting) -> list[str]:
+    """One."""
+    return ["device"]
+
+
+def measure(setting: Setting, case: str) -> dict[str, Any]:
+    """Names and versions; figures of the card as torch and the driver know them."""
+    row: dict[str, Any] = {
+        "name": "cpu",
+        "packages": {package: _version(package) for package in PACKAGES},
+        "programs": {program: shutil.which(program) is not None for program in PROGRAMS},
+    }
+    if setting.on.type != "cuda":
+        return row
+    properties = torch.cuda.get_device_properties(setting.on)
+    return row | {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "cuda": torch.version.cuda,
+        "driver": _driver(),
+    }
+
+
+def _version(package: str) -> str | None:
+    """None where it is not installed."""
+    for distribution in _DISTRIBUTIONS.get(package, (package,)):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _driver() -> str | None:
+    """The driver's version, as nvidia-smi says it."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None

@@ -1,0 +1,142 @@
+"""What the host and the device do in a step: kernels, copies, waits and idle time, from torch's profiler; and a trace.
+
+One block at 4096 positions over the first eight layers of LLaDA-8B's shape, with random weights: layers are alike, and
+a trace of all 32 takes too long to write. The profiler costs the host time at every launch, so the device's time is
+taken from the profiled call and set against the wall clock of one that nobody watched.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+from gpu_parts.few_layers import few_layers
+from gpu_parts.profile_counts import ProfiledCall
+from gpu_parts.random_llada import random_ids
+from gpu_parts.setting import Setting
+from gpu_parts.small_trace import write_small_trace
+from tiered.offload.host_waits import HostWait, host_waits
+from tiered.policies.base import Policy
+from tiered.policies.fast_dllm import FastDLLMDual
+from tiered.policies.polestar import Polestar
+from tiered.runtime import Runtime
+from tiered.tracing.ops import Op
+from tiered.tracing.recorder import Recorder
+from tiered.tracing.spans import active, recording
+from tiered.tracing.trace_call import trace_call
+
+LAYERS = 8
+BLOCK = 32
+TRACE = "trace.json.gz"
+# Four tokens a step, and an update behind more than seven: every other step updates.
+POLESTAR = Polestar(codec="nvfp4_delta", update_threshold=7)
+OPTIONS: dict[str, Any] = {"max_new_tokens": BLOCK, "block_length": BLOCK, "steps": 8, "stop_at_eos": False}
+_LINES = 40
+_OUTSIDE = "outside"
+
+
+def cases(setting: Setting) -> list[str]:
+    """What needs no profiler first: it takes least."""
+    return ["host waits", "plain and update steps", "block steps"]
+
+
+def measure(setting: Setting, case: str) -> dict[str, Any]:
+    """Figures by what the forwards were for."""
+    if case == "host waits":
+        return _host_waits(setting)
+    if case == "block steps":
+        return _profiled(setting, FastDLLMDual(), None)
+    return _profiled(setting, POLESTAR, TRACE)
+
+
+@cache
+def _warm(setting: Setting, policy: Policy) -> tuple[Runtime, Tensor, Sequence[float]]:
+    """A runtime whose kernels are compiled, a prompt, and the seconds of each forward of a call that nobody watched."""
+    runtime = Runtime(few_layers(setting, LAYERS), policy=policy)
+    ids = random_ids(setting, (256 if setting.tiny else 4096) - BLOCK)
+    runtime.generate(ids, **OPTIONS)
+    return runtime, ids, runtime.generate(ids, **OPTIONS).timings.steps
+
+
+def _profiled(setting: Setting, policy: Policy, trace: str | None) -> dict[str, Any]:
+    runtime, ids, seconds = _warm(setting, policy)
+    traced = trace_call(runtime, ids, profiled=True, **OPTIONS)
+    call = ProfiledCall(traced.trace, traced.recorder.kinds)
+    steps = call.by_kind()
+    for kind, figures in steps.items():
+        wall = 1000 * median(each for each, of in zip(seconds, call.kinds, strict=True) if of == kind)
+        # What the host adds to the device's own time: a graph of the step would save most of it.
+        idle = wall - figures["busy_ms"]
+        figures |= {"unwatched_ms": round(wall, 4), "idle_ms": round(idle, 4), "idle_share": round(idle / wall, 4)}
+    row = {
+        "layers": runtime.model.shape.layers,
+        "positions": ids.shape[1] + BLOCK,
+        "steps": steps,
+        "fetches": call.fetches(),
+        "top_kernels": call.top_kernels(),
+        "unclaimed": call.unclaimed,
+    }
+    if trace is not None:
+        row["trace"] = write_small_trace(setting.files / trace, traced.trace)
+    if setting.on.type == "cuda" and not any(event.category == "kernel" for event in call.device):
+        row |= {"ok": False, "why": "the profiler saw no kernel"}
+    return row
+
+
+def _host_waits(setting: Setting) -> dict[str, Any]:
+    """Waits of the host by line, and their means over the steps of each kind."""
+    runtime, ids, _ = _warm(setting, POLESTAR)
+    with recording(Recorder()) as recorder, host_waits(_at) as found:
+        runtime.generate(ids, **OPTIONS)
+    return wait_figures(found, recorder.kinds)
+
+
+def wait_figures(found: Counter[HostWait], kinds: Sequence[str]) -> dict[str, Any]:
+    """The row of what `_at` has named. `kinds`: of the forwards."""
+    steps = Counter(kinds)
+    places = {kind: Counter[str]() for kind in steps}
+    lines: dict[tuple[str, str, str, str, str], int] = defaultdict(int)
+    for wait, count in found.items():
+        number, place, op = wait.at.split()
+        kind = kinds[int(number)] if place != _OUTSIDE else _OUTSIDE
+        if place != _OUTSIDE:
+            places[kind][place] += count
+        lines[kind, place, op, wait.line, wait.what] += count
+    named = ("kind", "place", "op", "line", "what")
+    return {
+        "waits_by_kind": {
+            kind: {
+                "steps": steps[kind],
+                "waits": round(of.total() / steps[kind], 2),
+                "waits_in_forward": round((of["forward"] + of["layer"]) / steps[kind], 2),
+                "waits_in_layers": round(of["layer"] / steps[kind], 2),
+            }
+            for kind, of in places.items()
+        },
+        "lines": [
+            dict(zip(named, line, strict=True)) | {"count": count}
+            for line, count in sorted(lines.items(), key=lambda item: -item[1])[:_LINES]
+        ],
+        "lines_left_out": max(0, len(lines) - _LINES),
+    }
+
+
+def _at() -> str:
+    """The number of the step under way; whether it is in a layer, else in the forward, else only in the step; the
+    innermost range."""
+    recorder = active()
+    span = None
+    if recorder is not None:
+        with suppress(StopIteration):
+            span = next(span for span in reversed(recorder.spans) if span.ended is None)
+    if span is None or span.forward is None:
+        return f"-1 {_OUTSIDE} -"
+    place, holder = "layer" if span.layer is not None else "step", span
+    while place == "step" and holder is not None:
+        place = "forward" if holder.op is Op.FORWARD else "step"
+        holder = holder.parent
+    return f"{span.forward} {place} {span.op.value}"

@@ -1,0 +1,83 @@
+"""A model of LLaDA-8B's shape with random weights, drawn on the device: for speed and bytes, not for answers."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gpu_parts.setting import Setting
+from tiered.budget import MemoryBudget
+from tiered.features import Account
+from tiered.ledger import Ledger
+from tiered.models.llada import LLaDA
+from tiered.models.presets import read_preset
+from tiered.planning.costs import weight_bytes
+from tiered.policies.base import Policy
+from tiered.runtime import Runtime
+
+# More than any call here asks for. RoPE's angles are made for each call, so the model is the same one.
+POSITIONS = 1 << 18
+_STD = 0.02
+_TINY = {
+    "d_model": 64,
+    "n_layers": 3,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "mlp_hidden_size": 192,
+    "vocab_size": 512,
+    "embedding_size": 512,
+    "mask_token_id": 511,
+    "eos_token_id": 510,
+    "pad_token_id": 510,
+    "torch_dtype": "float32",
+}
+
+
+def llada_config(setting: Setting) -> dict[str, Any]:
+    """LLaDA-8B's config.json for `POSITIONS` positions, in bfloat16; the tiny one has 64 wide layers, in float32."""
+    return read_preset("llada-8b") | {"max_sequence_length": POSITIONS} | (_TINY if setting.tiny else {})
+
+
+@cache
+def random_llada(setting: Setting) -> LLaDA:
+    """The model, made once in a process. Its 15 GiB are drawn where they stay: the host never holds them."""
+    with torch.device("meta"), _Undrawn():
+        model = LLaDA.from_config(llada_config(setting))
+    model = model.to(getattr(torch, model.shape.dtype)).to_empty(device=setting.on)
+    draws = torch.Generator(setting.on).manual_seed(setting.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # of a norm
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=_STD, generator=draws)
+    return model
+
+
+class _Undrawn(TorchFunctionMode):
+    """Modules draw no weights when they are made: on the meta device that would import half of torch, for seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == torch.nn.init.__name__:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def random_runtime(setting: Setting, policy: Policy, memory: MemoryBudget | None = None) -> Runtime:
+    """A runtime of the model with a ledger of its own, in which the weights are booked.
+
+    Raises:
+        TierCapacityError: the weights alone exceed `memory`.
+    """
+    model, ledger = random_llada(setting), Ledger(memory)
+    ledger.allocate({Account.WEIGHTS: weight_bytes(model.shape, model.shape.dtype)})
+    return Runtime(model, policy=policy, ledger=ledger, name="random LLaDA")
+
+
+def random_ids(setting: Setting, length: int) -> torch.Tensor:
+    """Token ids [1, length], none of them special."""
+    # Special tokens stand at the end of the tiny vocabulary, and behind 126080 in the real one.
+    most = min(llada_config(setting)[f"{name}_token_id"] for name in ("mask", "eos", "pad"))
+    return torch.randint(0, most, (1, length), generator=torch.Generator().manual_seed(setting.seed))

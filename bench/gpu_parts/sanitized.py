@@ -1,0 +1,175 @@
+"""The program that compute-sanitizer watches: every kernel once, or the transports and tiers, small; it checks itself.
+
+    python -P -m gpu_parts.sanitized kernels --device cuda
+    python -P -m gpu_parts.sanitized transports --device cuda --schedules 100
+    python -P -m gpu_parts.sanitized planted --device cuda      # an error that the tool has to find
+
+The last line that it says is `DONE` and JSON, what it ran. Exit status 1: something was wrong, and that line says what.
+After `--limit` seconds it ends itself and says where every thread was, whatever it hangs in.
+"""
+
+import argparse
+import faulthandler
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from gpu_parts.kernel_case import interpret
+from gpu_parts.kernel_cases import small_cases
+from gpu_parts.moved_bytes import POISON
+from gpu_parts.sanitizer_report import DONE
+from tiered.budget import MemoryBudget
+from tiered.features import Feature
+from tiered.kernels.choice import for_device
+from tiered.kernels.gather_copy_ref import gather_copy
+from tiered.ledger import Ledger
+from tiered.offload.codec_bytes import Codec
+from tiered.offload.cuda_transport import CudaTransport
+from tiered.offload.device import synchronize
+from tiered.offload.fence import Fence, Region
+from tiered.offload.pinning import pick_pinner
+from tiered.offload.thread_transport import ThreadTransport
+from tiered.offload.transport import Copy, Lane
+from tiered.tiers.fuzz import round_trip, run_schedule
+from tiered.tiers.opening import open_tiers
+from tiered.tiers.record import RecordKey
+
+KIB = 1 << 10
+_ROUTES = {"engine": 0, "gather": 1 << 30}  # `crossover` of a transport that takes no other
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("kernels", "transports", "planted"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--schedules", type=int, default=2, help="random schedules of the tiers, see tiers/fuzz.py")
+    parser.add_argument("--seconds", type=float, default=15.0, help="no schedule but the first begins after that many")
+    parser.add_argument("--limit", type=float, default=60.0)
+    asked = parser.parse_args(argv)
+    faulthandler.dump_traceback_later(asked.limit, exit=True)
+    device = torch.device(asked.device)
+    if asked.what == "kernels":
+        ran = run_kernels(device)
+    elif asked.what == "planted":
+        ran = run_planted(device)
+    else:
+        ran = run_transports(device, asked.seed, schedules=asked.schedules, end=time.monotonic() + asked.seconds)
+    print(DONE + json.dumps(ran), flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    return 1 if ran["wrong"] else 0
+
+
+def run_kernels(device: torch.device) -> dict[str, Any]:
+    """Every kernel at a tiny size; on a CPU by Triton's interpreter. Whether results are right is another part's."""
+    interpret(device)
+    names = []
+    for name, run in small_cases():
+        print(name, flush=True)
+        run(device)
+        names.append(name)
+    return {"ran": names, "wrong": [] if names else ["there were no kernels"]}
+
+
+def run_planted(device: torch.device) -> dict[str, Any]:
+    """A gather that writes behind the end of its target, which only who looks at every access can tell; the kernel has
+    no way to know. It refuses such a thing where it can see it: on a CPU."""
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in (1 << 16, 64))
+    start, size = torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), 1 << 16, device=device)
+    for_device(gather_copy, device)(source, start, target, start, size)
+    synchronize(device)
+    return {"ran": ["planted"], "wrong": []}
+
+
+def run_transports(device: torch.device, seed: int, *, schedules: int, end: float) -> dict[str, Any]:
+    """Copies by either route, tiers in every codec, then random schedules until `end` of the monotonic clock."""
+    device = torch.empty(0, device=device).device  # with its number, as tensors say it
+    checks: dict[str, Callable[[], bool]] = {
+        **{
+            f"route {route}": partial(copies_are_right, device, seed, crossover) for route, crossover in _ROUTES.items()
+        },
+        **{f"tiers {codec}": partial(tiers_are_right, device, seed, codec) for codec in Codec},
+    }
+    wrong = []
+    for name, right in checks.items():
+        print(name, flush=True)
+        if not right():
+            wrong.append(f"{name}: bytes differ")
+    answers = done = 0
+    while done < schedules and (not done or time.monotonic() < end):
+        outcome = run_schedule(seed + done, device=device)
+        if outcome.corrupt:
+            wrong.append(f"schedule {seed + done}: {outcome.wrong} wrong answers; {'; '.join(outcome.errors)}")
+        answers, done = answers + outcome.answers, done + 1
+    return {"ran": list(checks), "schedules": done, "answers": answers, "wrong": wrong}
+
+
+def copies_are_right(device: torch.device, seed: int, crossover: int) -> bool:
+    """Six turns through one small buffer of host memory that each turn uses again: down, up, and out by a kernel, every
+    job told by fences what it waits for. `crossover`: as of `CudaTransport`."""
+    turns, size, count = 6, 4 * KIB, 8
+    generator = torch.Generator(device).manual_seed(seed)
+    given = torch.randint(256, (turns, count * size), dtype=torch.uint8, device=device, generator=generator)
+    found, arrived = torch.full_like(given, POISON), torch.full_like(given[0], POISON)
+    chunk = pick_pinner("auto", device).allocate(2 * count * size)
+    # Every second record of the buffer; the last one lies at an odd address, where no kernel can take it.
+    host = [chunk.bytes[2 * number * size + number // (count - 1) :][:size] for number in range(count)]
+    there, landing = Fence(Region.HOST_SLOT), Fence(Region.FETCH_SLOT)
+
+    def leave(turn: int) -> None:
+        found[turn] = arrived
+
+    with closing(CudaTransport(device, crossover=crossover) if device.type == "cuda" else ThreadTransport()) as lanes:
+        for turn in range(turns):
+            ready = lanes.compute(lambda: None)  # `given` is there
+            down = [Copy(row, place) for row, place in zip(given[turn].view(count, size), host, strict=True)]
+            there.writes(lanes.copy(Lane.STORE, down, [*there.before_write(), ready]))
+            up = [Copy(place, row) for row, place in zip(arrived.view(count, size), host, strict=True)]
+            for part in (up[:-1], up[-1:]):  # in the order of their lane, so that the last one ends last
+                event = lanes.copy(Lane.FETCH, part, [*there.before_read(), *landing.before_write()])
+                there.reads(event)
+            landing.writes(event)
+            landing.reads(lanes.compute(partial(leave, turn), landing.before_read()))
+        for event in landing.before_write():
+            event.synchronize()
+    return torch.equal(found, given)
+
+
+def tiers_are_right(device: torch.device, seed: int, codec: Codec) -> bool:
+    """Records to host memory, some of them on to the disk, and back, against encoding and decoding on the spot."""
+    records, rows, width, slot = 6, 5, 96, 16 * KIB
+    generator = torch.Generator(device).manual_seed(seed)
+    given = torch.randn(records * rows, width, device=device, generator=generator)
+    keys = [RecordKey(Feature.HIDDEN, 0, 0, part) for part in range(records)]
+    order = [4, 1, 0, 5, 2, 3]
+    bank = clusters = None
+    with TemporaryDirectory() as folder:
+        budget = MemoryBudget(host=4 * slot, disk=4 * (slot + 4 * KIB), disk_path=Path(folder))
+        with open_tiers(Ledger(budget), device=device, dtype=given.dtype, slot_bytes=slot) as tiers:
+            if codec is Codec.NVFP4_DELTA:
+                bank, clusters = tiers.bank(given[:2].clone()), [part % 2 for part in range(records)]
+            tiers.store(keys, given, [rows] * records, codec=codec, bank=bank, clusters=clusters)
+            tiers.evict(keys[::2])
+            answer = tiers.fetch([keys[part] for part in order]).wait()
+            if bank is not None:
+                bank.release()
+            tiers.synchronize()
+            tiers.check_integrity()
+    wanted = [
+        round_trip(part, codec, None if clusters is None else given[clusters[number]])
+        for number, part in enumerate(given.split(rows))
+    ]
+    return torch.equal(answer, torch.cat([wanted[part] for part in order]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

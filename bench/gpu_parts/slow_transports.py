@@ -1,0 +1,80 @@
+"""Transports that carry the same bytes at other times or by other ways, and one that does not."""
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from tiered.offload.cuda_transport import CudaTransport
+from tiered.offload.delay import Delay, Point
+from tiered.offload.fence import Event
+from tiered.offload.thread_transport import ThreadTransport
+from tiered.offload.transport import Copy, Lane, TransferEvent, Transport
+
+BY_KERNEL = 1 << 40  # a record size that none reaches: all are fetched by the kernel
+_CYCLES = 2_000_000  # of the device, a millisecond
+_SECONDS = 0.002
+
+
+def transport(device: torch.device, *, crossover: int = 0, delay: Delay | None = None) -> Transport:
+    """The transport of `device`; `crossover`: see `CudaTransport`, nothing on a CPU."""
+    if device.type != "cuda":
+        return ThreadTransport(delay=delay)
+    return CudaTransport(device, crossover=crossover, delay=delay)
+
+
+def random_delays(device: torch.device, seed: int) -> Delay:
+    """Holds up one job or piece in three, up to 2 ms: the host anywhere, and a copy's own stream as well."""
+    chance = random.Random(seed)
+
+    def delay(point: Point, lane: Lane | None) -> float:
+        if device.type == "cuda" and point is Point.COPY and lane in (Lane.FETCH, Lane.STORE) and chance.random() < 0.3:
+            torch.cuda._sleep(int(chance.random() * _CYCLES))  # on the stream that the copy is about to be put on
+        return max(0.0, chance.uniform(-2 * _SECONDS, _SECONDS))
+
+    return delay
+
+
+class Synchronous:
+    """Every job has ended before the caller goes on."""
+
+    def __init__(self, carrier: Transport) -> None:
+        self._carrier = carrier
+        self.device = carrier.device
+
+    def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
+        """See `Transport`; blocks."""
+        return _ended(self._carrier.copy(lane, copies, after))
+
+    def run(self, lane: Lane, work: Callable[[], int], after: Iterable[Event] = ()) -> TransferEvent:
+        """See `Transport`; blocks."""
+        return _ended(self._carrier.run(lane, work, after))
+
+    def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
+        """See `Transport`; blocks."""
+        return _ended(self._carrier.compute(work, after))
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._carrier.close()
+
+
+class Damaging(Synchronous):
+    """What is stored has a bit of each of its first bytes turned over, which makes numbers some times larger or smaller
+    and none infinite. For a control: whoever reads it has to be seen."""
+
+    def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
+        """See `Transport`; blocks."""
+        event = super().copy(lane, copies, after)
+        if lane is Lane.STORE:
+            with torch.inference_mode():
+                for piece in copies:
+                    piece.destination[:16].bitwise_xor_(0x01)
+        return event
+
+
+def _ended(event: TransferEvent) -> TransferEvent:
+    while not event.done():
+        time.sleep(0)
+    return event
