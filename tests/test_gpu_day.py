@@ -1,4 +1,4 @@
-"""bench/gpu_day.py as a user runs it: what becomes of parts that crash, hang or lie, of its time and of its file.
+"""`bench/gpu_day.py` as a user runs it: what becomes of parts that crash, hang or lie, of its time and of its file.
 
 A quick worker stands in for the processes that measure, but for the last tests.
 """

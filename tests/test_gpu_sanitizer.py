@@ -1,4 +1,4 @@
-"""compute-sanitizer as a part of a GPU day: what it and the program under it say becomes the right row."""
+"""`compute-sanitizer` as a part of a GPU day: what it and the program under it say becomes the right row."""
 
 import importlib
 import itertools

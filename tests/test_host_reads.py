@@ -75,8 +75,9 @@ def test_values_of_the_host_go_to_the_device_without_a_wait():
     for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            made = isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.tensor", "torch.as_tensor")
-            if made and any(keyword.arg == "device" for keyword in node.keywords):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("torch.tensor", "torch.as_tensor"):
+                continue
+            if any(keyword.arg == "device" for keyword in node.keywords):
                 found.add(name)
     assert found == MADE_THERE
 
