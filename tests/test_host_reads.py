@@ -83,7 +83,7 @@ def test_values_of_the_host_go_to_the_device_without_a_wait():
 
 
 @pytest.mark.parametrize(
-    "values", [[1, 2], [], [True, False], torch.arange(3), torch.rand(2, 2, dtype=torch.float64)], ids=str
+    "values", [[1, 2], [], [True, False], torch.arange(3), torch.tensor([[0.1, -2.0]], dtype=torch.float64)], ids=str
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_they_arrive(values: Any, device: str):
