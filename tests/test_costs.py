@@ -51,11 +51,24 @@ CALLS: dict[str, dict[str, Any]] = {
     "padded batch": {"prompt": 600, "max_new_tokens": 32, "batch": 3, "pads": 200},
     "guided": {"prompt": 300, "max_new_tokens": 32, "cfg_scale": 1.0},
     "sampled": {"prompt": 64, "max_new_tokens": 32, "temperature": 1.0, "batch": 2},
-    "threshold": {"prompt": 64, "max_new_tokens": 32, "confidence_threshold": 0.5},
+    "threshold": {"prompt": 64, "max_new_tokens": 16, "block_length": 8, "confidence_threshold": 0.5},
     "drift-aware": {"prompt": 64, "max_new_tokens": 16, "block_length": 8, "commit": "drift_aware"},
-    "drift-aware, long": {"prompt": 1500, "max_new_tokens": 32, "commit": "drift_aware"},
-    "drift-aware, padded batch": {"prompt": 300, "max_new_tokens": 32, "commit": "drift_aware", "batch": 3, "pads": 90},
-    "drift-aware, guided": {"prompt": 300, "max_new_tokens": 32, "commit": "drift_aware", "cfg_scale": 1.0},
+    "drift-aware, long": {"prompt": 1500, "max_new_tokens": 16, "block_length": 16, "commit": "drift_aware"},
+    "drift-aware, padded batch": {
+        "prompt": 300,
+        "max_new_tokens": 16,
+        "block_length": 16,
+        "commit": "drift_aware",
+        "batch": 3,
+        "pads": 90,
+    },
+    "drift-aware, guided": {
+        "prompt": 300,
+        "max_new_tokens": 16,
+        "block_length": 16,
+        "commit": "drift_aware",
+        "cfg_scale": 1.0,
+    },
 }
 FEW = (("multi-head", "short"), ("grouped", "padded batch"), ("grouped", "guided"), ("multi-head", "sampled"))
 # Calls of policies that hold something of their own.
@@ -70,8 +83,9 @@ CASES = [
     if model != "bfloat16" or call not in ("long", "padded batch", "drift-aware, long", "drift-aware, padded batch")
     # Attention is compared apart from the vocabulary and the MLP.
     if "drift-aware" not in call or model in ("grouped", "bfloat16")
-    # Passes over chosen rows are slow to count; what they hold does not hang on the vocabulary and the MLP.
-    if policy in ("none", "fast_dllm_dual")
+    # Passes over chosen rows are slow to count; what they hold does not hang on the vocabulary and the MLP. A pass of
+    # `none` is a refresh of the dual cache, without the cache.
+    if policy == "fast_dllm_dual"
     or (model, call) in FEW
     or (policy in ("dllm_cache", "elastic_cache") and model in ("multi-head", "grouped") and call in OF_ITS_OWN)
 ]
@@ -250,6 +264,7 @@ def test_a_call_with_hidden_states_allocates_what_it_books(options: str, model: 
             runtime,
             out.sequences.shape[1],
             batch=len(ids),
+            block_length=generation.get("block_length", 32),
             guidance="cfg_scale" in generation,
             sampled="temperature" in generation,
         )
@@ -446,7 +461,14 @@ CAPPED_CALLS: dict[str, dict[str, Any]] = {
     "ancestral, cut": {"prompt": 64, "max_new_tokens": 32, "top_p": 0.9, **ANCESTRAL},
     "ancestral, one row": {"prompt": 64, "max_new_tokens": 2, "block_length": 1, **ANCESTRAL},
     "masks": {"prompt": 300, "max_new_tokens": 32, "batch": 2, "pads": 70, "steps": 4},
-    "masks, drift-aware": {"prompt": 300, "max_new_tokens": 32, "batch": 2, "pads": 70, "commit": "drift_aware"},
+    "masks, drift-aware": {
+        "prompt": 300,
+        "max_new_tokens": 16,
+        "block_length": 16,
+        "batch": 2,
+        "pads": 70,
+        "commit": "drift_aware",
+    },
 }
 CAPPED_MODELS: dict[str, dict[str, Any]] = {
     "wide": {},

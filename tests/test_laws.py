@@ -37,17 +37,17 @@ REFRESHED: dict[str, dict[str, Any]] = {
 }
 RULES: dict[str, dict[str, Any]] = {
     "one a step": {},
-    "two a step": {"steps": 9},
-    "uneven": {"steps": 12},
+    "two a step": {"steps": 6},
+    "uneven": {"steps": 8},
     "random": {"remasking": "random", "seed": 3},
-    "random, uneven": {"remasking": "random", "seed": 4, "steps": 12},
+    "random, uneven": {"remasking": "random", "seed": 4, "steps": 8},
     "threshold": {"confidence_threshold": 0.3},
     "factor": {"factor": 1.0},
     "drift-aware": {"confidence_threshold": 0.8, "early_threshold": 0.2, "drift_slope": 0.1, "drift_ceiling": 9.0},
-    "guidance": {"cfg_scale": 0.7, "steps": 9},
+    "guidance": {"cfg_scale": 0.7, "steps": 6},
     "sampled": {"temperature": 0.8, "seed": 5},
     "by time, drawn": {"commit": "timestep", "confidence": "margin", "confidence_temperature": 0.3, "seed": 2},
-    "by time, cut": {"commit": "origin", "temperature": 0.8, "top_p": 0.9, "seed": 6, "steps": 9},
+    "by time, cut": {"commit": "origin", "temperature": 0.8, "top_p": 0.9, "seed": 6, "steps": 6},
 }
 REWRITING: dict[str, dict[str, Any]] = {
     "adaptive": {"tokens_per_step": 2, "block_steps": 6, "seed": 3},
@@ -65,7 +65,7 @@ RULES |= REWRITING
 # Caches that are stale. Under the noise mask the prefix cache is exact.
 STALE = {family: ("fast_dllm_prefix", "fast_dllm_dual")[family == "gidd" :] for family in FAMILIES}
 LENGTHS = (17, 9, 12)
-SIZES: dict[str, Any] = {"max_new_tokens": 18, "block_length": 6}
+SIZES: dict[str, Any] = {"max_new_tokens": 12, "block_length": 6}
 
 
 def rules_of(family: str, policy: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -91,7 +92,9 @@ def run_pytest(
         *(("-n", str(workers)) if shared and workers else ()),
         *map(str, files),
     ]
-    with subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr) as process:
+    # What somebody wishes of other runs is not wished of this one.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    with subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, env=environment) as process:
         try:
             return process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
