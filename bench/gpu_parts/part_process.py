@@ -48,7 +48,8 @@ class PartProcess:
             "PYTHONFAULTHANDLER": "1",  # where it crashed is then in the log
             "HF_HUB_OFFLINE": "1",  # a machine without a network may let a request hang
         }
-        if setting.tiny:  # no time of a rehearsal counts, and on busy cores threads that spin take a hundred times as long
+        if setting.tiny:
+            # No time of a rehearsal counts, and on busy cores threads that spin while they wait take far longer.
             own["OMP_WAIT_POLICY"] = "passive"
         self._process = subprocess.Popen(
             command,
