@@ -122,7 +122,7 @@ def test_a_smaller_device_changes_no_bit(model: LLaDA, name: str, call: str):
     least, resident = least_and_resident(model, policy, "cfg_scale" in options)
     unlimited = run(model, policy, **options)
     moved = []
-    shares = (0.0, 0.5) if call == "four a step" else (0.0,)
+    shares = (0.0, 0.5, 1.0) if call == "four a step" else (0.0,)
     for share in shares:
         device = int(least + share * (resident - 1 - least))
         out = run(model, policy, MemoryBudget(device=device), **options)
