@@ -2,19 +2,21 @@
 
 
 class ArenaFullError(RuntimeError):
-    """An arena or a spill file has no room for a record.
+    """An arena, or the disk under a spill file, has no room for a record.
 
     Attributes:
         needed: bytes that the record takes there.
         available: bytes that are free in pieces of that size.
         capacity: bytes of the arena.
+        hint: what to change, where that is not the budget.
     """
 
-    def __init__(self, needed: int, available: int, capacity: int, what: str) -> None:
+    def __init__(self, needed: int, available: int, capacity: int, what: str, hint: str = "") -> None:
         super().__init__(f"{what} of {capacity} bytes has no room for {needed} bytes ({available} are free)")
         self.needed = needed
         self.available = available
         self.capacity = capacity
+        self.hint = hint
 
 
 class PinError(RuntimeError):

@@ -4,8 +4,9 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from jaxtyping import UInt8
@@ -13,30 +14,34 @@ from torch import Tensor
 
 from tiered.offload.errors import ArenaFullError, CorruptRecordError, TransferError
 from tiered.offload.file_io import read_all, write_all
-from tiered.offload.locked_file import open_locked, unlock
 from tiered.offload.spill_record import HEADER_BYTES, find_fault, pack_header
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a quota, a limit on the length of files
 
 
 class RecordFile:
-    """An open, locked file. `write` and `read` may run on several threads at once; after a fork it is the parent's.
+    """An empty file without a name: it meets nothing that is in the folder, and goes with the process that has it open.
+
+    `write` and `read` may run on several threads at once. After a fork it is the parent's.
 
     Args:
-        path: of the file.
-        create: make it where it is missing.
+        folder: that it takes its room from; a link to one will do.
 
     Raises:
-        ValueError: it cannot be opened, or is open elsewhere.
+        OSError: no file can be made there.
     """
 
-    def __init__(self, path: Path, *, create: bool) -> None:
-        self.path = path
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = folder
         self._process = os.getpid()
         self._idle = threading.Condition()
         self._users = 0  # threads inside `write` or `read`
         self._closed = False
-        self._file = os.fdopen(open_locked(path, create=create), "r+b", buffering=0)
+        try:
+            # O_TMPFILE, which does not follow links, or else a new file with a random name that is unlinked at once.
+            self._file = TemporaryFile(buffering=0, prefix="tiered-", dir=os.path.realpath(folder))  # noqa: SIM115
+        except OSError as error:
+            raise self._named(error) from error
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +52,6 @@ class RecordFile:
         """Write a record; blocks. Returns the bytes written, header included.
 
         Raises:
-            ArenaFullError: the disk is full.
             TransferError: the system could not write.
             ValueError: closed, or a payload that is not contiguous bytes on the CPU.
         """
@@ -57,8 +61,6 @@ class RecordFile:
             try:
                 return write_all(descriptor, [header, data], offset)
             except OSError as error:
-                if error.errno in _DISK_FULL:
-                    raise self._full(HEADER_BYTES + data.nbytes) from error
                 raise TransferError(f"writing {self._record(name, offset)}: {error}") from error
 
     def read(self, offset: int, name: str | bytes, version: int, into: UInt8[Tensor, " nbytes"]) -> int:
@@ -82,36 +84,50 @@ class RecordFile:
             raise CorruptRecordError(f"{self._record(name, offset)}: {fault}")
         return count
 
-    def preallocate(self, nbytes: int) -> None:
-        """Take `nbytes` from the disk now, so that no write finds it full. What is there stays.
+    def check_free(self, nbytes: int) -> int:
+        """Bytes that the disk has free, for all who write to it.
 
         Raises:
-            ArenaFullError: the disk has no room for them.
+            ArenaFullError: fewer than `nbytes`.
         """
+        disk = os.fstatvfs(self._file.fileno())
+        free = disk.f_bavail * disk.f_frsize
+        if free < nbytes:
+            raise self._full(nbytes, free, os.strerror(errno.ENOSPC))
+        return free
+
+    def grow(self, nbytes: int) -> None:
+        """Take `nbytes` more from the disk now, so that no write finds it full. What is there stays.
+
+        Raises:
+            ArenaFullError: the disk has no room for them; the file is as long as before.
+            OSError: the system refuses for another reason; likewise.
+        """
+        descriptor, end = self._file.fileno(), self.nbytes
+        free = self.check_free(nbytes)  # before the attempt, which may fill the disk and then fail
         try:
-            os.posix_fallocate(self._file.fileno(), 0, nbytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, end, nbytes)
+            else:  # macOS
+                write_all(descriptor, [bytes(nbytes)], end)
         except OSError as error:
-            if error.errno not in _DISK_FULL:
-                raise
-            raise self._full(nbytes) from error
-
-    def truncate(self) -> None:
-        """Drop everything."""
-        os.ftruncate(self._file.fileno(), 0)
-
-    def sync(self) -> None:
-        """Return once everything that was written is on the disk."""
-        os.fdatasync(self._file.fileno())
+            os.ftruncate(descriptor, end)
+            if error.errno not in _REFUSED:
+                raise self._named(error) from error
+            available = free if error.errno == errno.ENOSPC else 0
+            raise self._full(nbytes, available, os.strerror(error.errno)) from error
 
     def check_open(self) -> None:
         """Raise ValueError where the file is closed, or another process's."""
         if os.getpid() != self._process:
-            raise ValueError(f"spill file {self.path} belongs to process {self._process}: this is a fork of it")
+            raise ValueError(
+                f"the spill file in {self.folder} belongs to process {self._process}: this is a fork of it"
+            )
         if self._closed:
-            raise ValueError(f"spill file {self.path} is closed")
+            raise ValueError(f"the spill file in {self.folder} is closed")
 
-    def close(self, delete: tuple[Path, ...] = ()) -> None:
-        """Wait for the threads inside `write` and `read`, delete those files under our lock, and close.
+    def close(self) -> None:
+        """Wait for the threads inside `write` and `read`, then close; the disk has its bytes back.
 
         May be called again. A forked child's call changes nothing for the parent.
         """
@@ -123,12 +139,9 @@ class RecordFile:
                 return
             self._closed = True
             self._idle.wait_for(lambda: not self._users)
-        try:
-            for path in delete:
-                path.unlink(missing_ok=True)
-        finally:
-            unlock(self._file.fileno())
-            self._file.close()
+        with suppress(OSError):  # a forked child has the descriptor too, and would keep them
+            os.ftruncate(self._file.fileno(), 0)
+        self._file.close()
 
     @contextmanager
     def _using(self) -> Iterator[int]:
@@ -146,12 +159,16 @@ class RecordFile:
                     self._idle.notify_all()
 
     def _record(self, name: str | bytes, offset: int) -> str:
-        return f"record {name!r} at offset {offset} of {self.path}"
+        return f"record {name!r} at offset {offset} of the spill file in {self.folder}"
 
-    def _full(self, needed: int) -> ArenaFullError:
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, f"disk_path takes no file of records: {error.strerror}", str(self.folder))
+
+    def _full(self, needed: int, available: int, reason: str) -> ArenaFullError:
         disk = os.fstatvfs(self._file.fileno())
-        available, whole = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
-        return ArenaFullError(needed, available, whole, f"the disk under disk_path {self.path} (lower disk)")
+        what = f"the disk under disk_path {self.folder}"
+        hint = f"{reason} in disk_path {self.folder}: make room there, name another folder, or lower `disk`"
+        return ArenaFullError(needed, available, disk.f_blocks * disk.f_frsize, what, hint)
 
 
 def _buffer(data: UInt8[Tensor, " nbytes"]) -> memoryview:

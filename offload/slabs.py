@@ -109,22 +109,6 @@ class SlabBook:
         slab = _lowest(slabs)
         return self._take(slab, _lowest(self._free[slab]) if slab in self._free else 0, room, nbytes)
 
-    def allocate_at(self, offset: int, nbytes: int) -> Place:
-        """The slot at `offset` for a record of `nbytes`, as a table on disk tells it.
-
-        Raises:
-            ValueError: no free slot of this class begins there.
-        """
-        room = self.room_for(nbytes)
-        slab, within = divmod(offset, self.slab_bytes)
-        index = within // room
-        free = 0
-        if 0 <= slab < self.slabs and within == index * room and within + room <= self.slab_bytes:
-            free = self._free.get(slab, -1) if self._class.get(slab, room) == room else 0  # -1: an empty slab, all free
-        if not free >> index & 1:
-            raise ValueError(f"no free slot of {room} bytes begins at offset {offset}")
-        return self._take(slab, index, room, nbytes)
-
     def release(self, place: Place) -> None:
         """Give the slot of `place` back, and its slab too when nothing else is in it.
 

@@ -1,24 +1,21 @@
-"""The disk tier: one preallocated file of records, each with its name, version and checksums.
+"""The disk tier: one file of records without a name, each record with its name, version and checksums.
 
 Reads and writes go through the page cache. So the system may hold what was written in RAM that no budget of ours counts
-and that it gives up when others need it; a read may be served from there, faster than the disk; and a record outlives
-the process once `write` has returned, but a loss of power only once `save_table` has.
+and that it gives up when others need it; and a read may be served from there, faster than the disk.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxtyping import UInt8
 from torch import Tensor
 
 from tiered.offload.arena import ArenaStats
-from tiered.offload.errors import ArenaFullError, CorruptRecordError
 from tiered.offload.fence import Fence, Region
 from tiered.offload.record_file import RecordFile
 from tiered.offload.slab_fences import SlabFences
 from tiered.offload.slabs import Place, SlabBook
 from tiered.offload.spill_record import HEADER_BYTES
-from tiered.offload.spill_table import SpillTable, TableEntry, part_path, table_path
 
 
 class DiskSlot:
@@ -51,51 +48,43 @@ class DiskSlot:
 
 
 class SpillFile:
-    """Slots of size classes in one file. `write` and `read` may run on any thread; all else is for the manager's.
+    """Slots of size classes in one file, which grows by a slab when it is full and stays as long until `close`.
 
-    An open spill file is locked, so that no other runtime takes it. After a fork it is the parent's.
+    `write` and `read` may run on any thread; all else is for the manager's. After a fork the file is the parent's.
 
     Args:
-        path: of the file; `<path>.table` lies beside it.
-        capacity: bytes of the file, taken from the disk at once; what is over whole slabs is left.
+        folder: where the file takes its room; it has no name there.
         slab_bytes: a multiple of 4096; the largest record with its header of 64 bytes.
-        reopen: keep the file and its records as `save_table` left them (see `load_table`), instead of starting anew.
+        on_grow: told the bytes before they are taken from the disk; raises to refuse.
+        on_shrink: told the bytes that were given back, or that the disk refused after `on_grow`.
 
     Raises:
-        ArenaFullError: the disk has no room for the file; a new one is not left behind.
-        CorruptRecordError: the table is damaged.
-        ValueError: a path or size that does not work, a file that is in use, or one that is no spill file.
+        OSError: no file can be made there.
+        ValueError: `slab_bytes` is no such multiple.
     """
 
-    def __init__(self, path: str | Path, capacity: int, slab_bytes: int, *, reopen: bool = False) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        folder: str | Path,
+        slab_bytes: int,
+        on_grow: Callable[[int], object] = lambda nbytes: None,
+        on_shrink: Callable[[int], object] = lambda nbytes: None,
+    ) -> None:
         self.book = SlabBook(slab_bytes)
-        if capacity < slab_bytes:
-            raise ValueError(f"disk capacity = {capacity} bytes must be slab_bytes = {slab_bytes} or more")
         self.slab_bytes = slab_bytes
+        self.file_bytes = 0
+        self._on_grow = on_grow
+        self._on_shrink = on_shrink
         self._fences = SlabFences(Region.DISK_SLOT)
         self._slots: dict[int, DiskSlot] = {}  # in use, by offset
-        self._records: dict[str, tuple[DiskSlot, int]] = {}
-        self._file = RecordFile(self.path, create=not reopen)
-        try:
-            if reopen:
-                self._take_over(capacity)
-            else:
-                self._start(capacity)
-        except BaseException:
-            self._file.close()
-            raise
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the file."""
-        return self.book.capacity_bytes
+        self._file = RecordFile(folder)
 
     def place(self, nbytes: int) -> DiskSlot:
-        """A slot for a payload of `nbytes`.
+        """A slot for a payload of `nbytes`. May take a slab from the disk.
 
         Raises:
-            ArenaFullError: no slot of its class is free.
+            ArenaFullError: no slot of its class is free, and the disk is full. What `on_grow` raises, likewise.
+            OSError: the system refuses to let the file grow.
             ValueError: closed, or `nbytes` is not 1 to `slab_bytes` less the header.
         """
         self._file.check_open()
@@ -105,16 +94,17 @@ class SpillFile:
             raise ValueError(f"a record of {nbytes} bytes: 1 to {most}, slab_bytes = {self.slab_bytes} less the header")
         place = self.book.allocate(whole)
         if place is None:
-            what = f"spill file {self.path} (memory=MemoryBudget(disk=…, disk_path=…))"
-            raise ArenaFullError(self.book.room_for(whole), self.book.free_bytes(whole), self.file_bytes, what)
-        return self._slot(place)
+            self._grow()
+            place = self.book.allocate(whole)
+            assert place is not None, "a new slab holds a record of any size"
+        slot = self._slots[place.offset] = DiskSlot(self, place, self._fences.fence(place))
+        return slot
 
     def write(self, slot: DiskSlot, name: str | bytes, version: int, payload: UInt8[Tensor, " nbytes"]) -> int:
         """Write the record; blocks. Returns the bytes written, header included.
 
         Raises:
-            ArenaFullError: the disk is full all the same, as those are that copy on write.
-            TransferError: the system could not write.
+            TransferError: the system could not write. That may be a full disk all the same where it copies on write.
             ValueError: closed, or a payload that is not `slot.nbytes` contiguous bytes on the CPU.
         """
         _check_length(payload, slot)
@@ -131,31 +121,6 @@ class SpillFile:
         _check_length(into, slot)
         return self._file.read(slot.offset, name, version, into)
 
-    def save_table(self, records: Mapping[str, tuple[DiskSlot, int]]) -> None:
-        """Say which records a later `reopen` shall find: name → slot and version. Their writes must have ended.
-
-        A process killed in here leaves the old table or the new one.
-
-        Raises:
-            OSError: the system could not write; the old table stands.
-            ValueError: closed, or a slot that is not in use.
-        """
-        self._file.check_open()
-        for name, (slot, _) in records.items():
-            if self._slots.get(slot.offset) is not slot:
-                raise ValueError(f"record {name!r} is in a slot that was released, or in another file")
-        self._file.sync()  # a table that is on the disk has its records there too
-        entries = {name: TableEntry(slot.offset, slot.nbytes, version) for name, (slot, version) in records.items()}
-        SpillTable(self.slab_bytes, self.book.slabs, entries).save(table_path(self.path))
-
-    def load_table(self) -> dict[str, tuple[DiskSlot, int]]:
-        """The records that the table named when the file was reopened: name → slot and version.
-
-        The slots are in use. Whether a record is whole, `read` says.
-        """
-        self._file.check_open()
-        return dict(self._records)
-
     def stats(self) -> ArenaStats:
         """What is requested, headers included, what is held, and the bytes of the file."""
         return ArenaStats(self.book.requested_bytes, self.book.held_bytes, self.file_bytes, 0)
@@ -164,64 +129,35 @@ class SpillFile:
         """Raise `RuntimeError` with the numbers where the books are not what the slots and the file hold."""
         self._file.check_open()
         self.book.check_integrity()
-        slots, stats = self._slots.values(), self.stats()
+        slots, stats, found = self._slots.values(), self.stats(), self._file.nbytes
         held = sum(slot.nbytes + HEADER_BYTES for slot in slots), sum(slot.room_bytes for slot in slots)
-        if (self._file.nbytes, *held) != (stats.actual_bytes, stats.requested_bytes, stats.held_bytes):
-            raise RuntimeError(f"{self.path} of {self._file.nbytes} bytes, slots of {held}, {stats}")
+        if (found, *held) != (stats.actual_bytes, stats.requested_bytes, stats.held_bytes):
+            raise RuntimeError(f"the spill file in {self._file.folder} of {found} bytes, slots of {held}, {stats}")
 
-    def close(self, delete: bool = True) -> None:
-        """Wait for the threads inside `write` and `read`, then close, and delete file and table unless told not to.
+    def close(self) -> None:
+        """Wait for the threads inside `write` and `read`, then give the file back to the disk. May be called again.
 
-        May be called again. A forked child's call leaves the file to the parent.
+        A forked child's call leaves the file to the parent.
         """
-        self._file.close(self._paths() if delete else ())
+        self._file.close()
+        self._on_shrink(self.file_bytes)
+        self.file_bytes = 0
 
-    def _start(self, capacity: int) -> None:
-        """An empty file of full length, over whatever spill file was there."""
-        table = table_path(self.path)
-        if self._file.nbytes and not table.exists():
-            raise ValueError(f"disk_path {self.path} is there and no spill file: it stays; choose another path")
-        self.book.add_slabs(capacity // self.slab_bytes)
+    def _grow(self) -> None:
+        """One more slab, booked before it is there."""
+        self._on_grow(self.slab_bytes)
         try:
-            SpillTable(self.slab_bytes, self.book.slabs, {}).save(table)
-            self._file.truncate()
-            self._file.preallocate(self.file_bytes)
+            self._file.grow(self.slab_bytes)
         except BaseException:
-            self._file.close(self._paths())
+            self._on_shrink(self.slab_bytes)
             raise
-
-    def _take_over(self, capacity: int) -> None:
-        """The file and its records as they are."""
-        try:
-            table = SpillTable.load(table_path(self.path))
-        except FileNotFoundError as error:
-            raise ValueError(f"disk_path {self.path} has no table: nothing to reopen") from error
-        if table.slab_bytes != self.slab_bytes or not 0 < table.slabs * table.slab_bytes <= capacity:
-            raise ValueError(
-                f"spill file {self.path} has {table.slabs} slabs of {table.slab_bytes} bytes; slab_bytes = "
-                f"{self.slab_bytes} must be the same, and disk capacity = {capacity} hold them"
-            )
-        self.book.add_slabs(table.slabs)
-        for name, entry in table.records.items():
-            try:
-                place = self.book.allocate_at(entry.offset, entry.nbytes + HEADER_BYTES)
-            except ValueError as error:
-                raise CorruptRecordError(f"the table of {self.path} is wrong about record {name!r}: {error}") from error
-            self._records[name] = self._slot(place), entry.version
-        self._file.preallocate(self.file_bytes)  # where it was cut short, there are zeros now, and no valid header
-
-    def _slot(self, place: Place) -> DiskSlot:
-        slot = self._slots[place.offset] = DiskSlot(self, place, self._fences.fence(place))
-        return slot
+        self.file_bytes += self.slab_bytes
+        self.book.add_slabs(1)
 
     def _release(self, slot: DiskSlot) -> None:
         self._file.check_open()
         self.book.release(slot._place)
         del self._slots[slot.offset]
-
-    def _paths(self) -> tuple[Path, ...]:
-        table = table_path(self.path)
-        return self.path, table, part_path(table)
 
 
 def _check_length(data: UInt8[Tensor, " nbytes"], slot: DiskSlot) -> None:

@@ -1,13 +1,25 @@
-"""Budgets: sizes are normalised, nonsense is refused, one size is the device's."""
+"""Budgets: sizes are normalised, nonsense is refused, one size is the device's, and a folder stays as it was."""
 
+import contextlib
+import errno
+import os
+import shutil
+import socket
+import stat
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import tiered
 from tiered.budget import MemoryBudget
+from tiered.cli.main import main
 from tiered.errors import TierCapacityError
 from tiered.features import Tier
+from tiered.output import GenerationOutput
+from tiered.runtime import Runtime
 
 
 @pytest.mark.parametrize(
@@ -18,7 +30,7 @@ from tiered.features import Tier
         (4096, (4096, None, None)),
         (0, (0, None, None)),  # a cap of nothing, not no cap
         (MemoryBudget(), (None, None, None)),
-        (MemoryBudget(device="1KiB", host=2, disk="3kB", disk_path="spill"), (1024, 2, 3000)),
+        (MemoryBudget(device="1KiB", host=2, disk="3kB", disk_path="/tmp"), (1024, 2, 3000)),
         (MemoryBudget(disk=0), (None, None, 0)),
     ],
 )
@@ -55,3 +67,183 @@ def test_capacity_error_says_what_is_missing_and_what_to_do():
     assert str(error) == (
         "the host tier needs 3.00 GiB but has 1.00 GiB (3221225472 of 1073741824 bytes); lower max_new_tokens"
     )
+
+
+# ---- disk_path, and what lies there ----
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Things of somebody else, of every kind, under names that a runtime might want."""
+    folder = tmp_path / "theirs"
+    (folder / "within").mkdir(parents=True)
+    (folder / "größe 大\n").mkdir()
+    for name in ("data", "data.table", "lonely.table", "old.table.part", "tiered-0.spill", "within/note"):
+        (folder / name).write_text(f"a thesis, {name}")
+    (folder / "empty").touch()
+    (folder / "data").chmod(0o640)
+    links = {"to data": "data", "to within": "within", "to nothing": "away", "to itself": "to itself"}
+    for link, target in links.items():
+        (folder / link).symlink_to(target)
+    os.mkfifo(folder / "fifo")
+    with socket.socket(socket.AF_UNIX) as here, contextlib.chdir(folder):  # its address is short
+        here.bind("socket")
+    with contextlib.suppress(PermissionError):  # for the mighty alone; to others its row is one more of nothing
+        os.mknod(folder / "device", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+    return folder
+
+
+def contents(folder: Path) -> dict[str, tuple[object, ...]]:
+    """All that there is to know about `folder` and what is in it."""
+    nameless = False
+    with contextlib.suppress(AttributeError, OSError):  # elsewhere a new file has a name until it is unlinked
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR))
+        nameless = True
+    told = {}
+    for path in [folder, *folder.rglob("*")]:
+        found = path.lstat()
+        content = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        changed = found.st_mtime_ns if nameless or not path.is_dir() else None
+        told[str(path)] = (found.st_ino, found.st_mode, found.st_size, changed, found.st_nlink, content)
+    return told
+
+
+NOTHING, OTHER = "must be an existing folder; nothing is there", "must be an existing folder; something else is there"
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("none", ValueError, NOTHING),
+        ("none/spill", ValueError, NOTHING),
+        ("data/spill", ValueError, NOTHING),
+        ("lonely", ValueError, NOTHING),  # beside lonely.table
+        ("x" * 5000, ValueError, NOTHING),
+        ("null\0byte", ValueError, NOTHING),
+        ("\udc80", ValueError, NOTHING),
+        ("to nothing", ValueError, OTHER),
+        ("to itself", ValueError, OTHER),
+        ("to data", ValueError, OTHER),
+        ("data", ValueError, OTHER),  # beside data.table
+        ("empty", ValueError, OTHER),
+        ("fifo", ValueError, OTHER),
+        ("socket", ValueError, OTHER),
+        ("device", ValueError, "must be an existing folder; "),
+        (Path("data"), ValueError, OTHER),
+        ("", ValueError, f"disk_path = '' {NOTHING}"),
+        (5, TypeError, "disk_path is a str or a Path that leads to an existing folder, not 5"),
+        (True, TypeError, "existing folder, not True"),
+        (b"/tmp", TypeError, "existing folder, not b'/tmp'"),
+    ],
+)
+def test_what_is_no_folder_is_refused_and_left_alone(
+    path: Any,
+    error: type[Exception],
+    message: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    before = contents(folder)
+    monkeypatch.chdir(folder)
+    if error is ValueError and path != "":
+        message = f"disk_path = {str(path)!r} {message}"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", lambda *_, **__: pytest.fail("something was opened"))
+        for size in (None, "1MiB"):
+            with pytest.raises(error) as caught:
+                MemoryBudget(disk=size, disk_path=path)
+            assert message in str(caught.value)
+    if isinstance(path, str):
+        assert main(["plan", "embedded", "--context", "64", "--disk-memory", "1MiB", "--disk-path", path]) == 2
+        assert message in capsys.readouterr().err
+    assert contents(folder) == before
+
+
+def test_a_folder_that_we_may_not_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tmp_path.chmod(0o555)
+    if os.geteuid() == 0:  # who may write anywhere but on a disk that is mounted to be read
+        monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    with pytest.raises(ValueError, match=f"disk_path = '{tmp_path}' must be a folder that we may write to"):
+        MemoryBudget(disk_path=tmp_path)
+
+
+CAPS: dict[str, Any] = {"host": "320KiB", "disk": "16MiB"}  # of which `answer` needs some of the disk
+
+
+def answer(runtime: Runtime) -> GenerationOutput:
+    ids = torch.randint(5, 100, (1, 700), generator=torch.Generator().manual_seed(0))
+    return runtime.generate(ids, max_new_tokens=32, steps=2)
+
+
+@pytest.fixture(scope="module")
+def unlimited() -> torch.Tensor:
+    """The tokens without a budget."""
+    return answer(tiered.from_pretrained("embedded")).sequences
+
+
+@pytest.mark.parametrize("path", [".", Path("within"), "within/", "to within", "größe 大\n"])
+def test_what_lies_in_the_folder_stays_as_it_was(
+    path: str | Path, folder: Path, unlimited: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+):
+    before = contents(folder)
+    monkeypatch.chdir(folder)
+    runtime = tiered.from_pretrained("embedded", memory=MemoryBudget(**CAPS, disk_path=path))
+    out = answer(runtime)
+    assert torch.equal(out.sequences, unlimited)
+    assert 0 < out.memory.tiers[Tier.DISK].peak < 1 << 20  # as much as was needed
+    assert runtime.ledger.held(Tier.DISK) == 0
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("disk", "gone", "error", "message"),
+    [
+        ("1000000TiB", False, TierCapacityError, "No space left on device in disk_path"),
+        ("16MiB", True, FileNotFoundError, "disk_path takes no file of records: No such file"),
+    ],
+)
+def test_the_disk_is_looked_at_before_weights_load(
+    disk: str, gone: bool, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    budget = MemoryBudget(disk=disk, disk_path=folder)
+    if gone:
+        folder.rmdir()
+    monkeypatch.setattr("tiered.loading.load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(error, match=message) as caught:
+        tiered.from_pretrained("embedded", memory=budget)
+    assert str(folder) in str(caught.value)
+    if isinstance(caught.value, TierCapacityError):
+        free = shutil.disk_usage(tmp_path).free
+        assert caught.value.tier is Tier.DISK and caught.value.needed == 10**6 << 40
+        assert 0.5 * free < caught.value.available < 2 * free  # others write there too
+
+
+def test_a_disk_that_fails_within_a_call_does_not_fail_the_next(
+    tmp_path: Path, unlimited: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    runtime = tiered.from_pretrained("embedded", memory=MemoryBudget(**CAPS, disk_path=folder))
+    allocate = os.posix_fallocate
+
+    def filling(descriptor: int, offset: int, nbytes: int) -> None:
+        if offset:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(descriptor, offset, nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", filling)
+        with pytest.raises(TierCapacityError, match="No space left on device in disk_path") as caught:
+            answer(runtime)
+    assert caught.value.tier is Tier.DISK
+    folder.rmdir()
+    with pytest.raises(FileNotFoundError, match=f"disk_path .*{folder}"):
+        answer(runtime)
+    folder.mkdir()
+    assert all(runtime.ledger.held(tier) == 0 for tier in Tier if tier is not Tier.DEVICE)
+    assert torch.equal(answer(runtime).sequences, unlimited)
+    runtime.ledger.check_integrity()
+    assert not list(folder.iterdir())

@@ -26,7 +26,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(device=CAPS, host=CAPS, disk=CAPS)
     def open(self, device: int | None, host: int | None, disk: int | None):
         self.caps = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk}
-        self.ledger = Ledger(MemoryBudget(device=device, host=host, disk=disk, disk_path="spill"))
+        self.ledger = Ledger(MemoryBudget(device=device, host=host, disk=disk, disk_path="/tmp"))
         self.history: dict[Tier, list[Counter[Account]]] = {tier: [Counter()] for tier in Tier}
         self.moved: Counter[str] = Counter()
 

@@ -52,17 +52,6 @@ class SlabMachine(RuleBasedStateMachine):
         if place is not None:
             self.took(place, nbytes)
 
-    @rule(data=st.data(), nbytes=st.integers(1, 300), misfit=st.integers(0, 2))
-    def allocate_at(self, data: st.DataObject, nbytes: int, misfit: int):
-        nbytes = min(nbytes, self.book.slab_bytes)
-        free = self.free_slots(self.book.room_for(nbytes))
-        offset = data.draw(st.sampled_from(free)) + misfit if free else data.draw(st.integers(-1, 900))
-        if offset in free:
-            self.took(self.book.allocate_at(offset, nbytes), nbytes)
-        else:
-            with pytest.raises(ValueError, match=f"begins at offset {offset}"):
-                self.book.allocate_at(offset, nbytes)
-
     def took(self, place: Place, nbytes: int):
         assert (place.nbytes, place.room) == (nbytes, self.book.room_for(nbytes))
         assert place.offset == place.slab * self.book.slab_bytes + place.index * place.room
@@ -201,11 +190,3 @@ def test_an_overlap_is_found():
     book._places[4096] = Place(0, 1, 4096, 4096, 4096)
     with pytest.raises(RuntimeError, match="overlaps what ends at 8192"):
         book.check_integrity()
-
-
-def test_no_slot_reaches_over_the_end_of_its_slab():
-    book = SlabBook(3 * 4096)
-    book.add_slabs(2)
-    with pytest.raises(ValueError, match="begins at offset 8192"):
-        book.allocate_at(8192, 8192)
-    book.check_integrity()

@@ -1,12 +1,15 @@
-"""Records in a file: what comes back, what is found damaged, and what is left after every way to stop."""
+"""Records in a file: what comes back, what is found damaged, how it grows, and whose it is."""
 
 import errno
 import os
+import resource
+import stat
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tiered.offload import locked_file, spill_table
 from tiered.offload.errors import ArenaFullError, CorruptRecordError, TransferError
 from tiered.offload.fence import Region
 from tiered.offload.file_io import read_all, write_all
@@ -36,17 +38,16 @@ def out(nbytes: int) -> Tensor:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Where the spill file goes."""
-    return tmp_path / "spill"
-
-
-@pytest.fixture
-def file(path: Path):
-    """A spill file of four slabs."""
-    file = SpillFile(path, 4 * SLAB, SLAB)
+def file(tmp_path: Path) -> Iterator[SpillFile]:
+    """A spill file."""
+    file = SpillFile(tmp_path, SLAB)
     yield file
     file.close()
+
+
+def descriptor(file: SpillFile) -> int:
+    """The file has no name."""
+    return file._file._file.fileno()
 
 
 def stored(file: SpillFile, name: str | bytes = "record", version: int = 3, nbytes: int = 5000) -> DiskSlot:
@@ -56,13 +57,9 @@ def stored(file: SpillFile, name: str | bytes = "record", version: int = 3, nbyt
     return slot
 
 
-def flip(path: Path, offset: int) -> None:
+def flip(file: SpillFile, offset: int) -> None:
     """Flip a bit of the byte at `offset`."""
-    with path.open("r+b") as raw:
-        raw.seek(offset)
-        byte = raw.read(1)[0]
-        raw.seek(offset)
-        raw.write(bytes([byte ^ 0x10]))
+    os.pwrite(descriptor(file), bytes([os.pread(descriptor(file), 1, offset)[0] ^ 0x10]), offset)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4032, 4033, 5000, SLAB - 64])
@@ -75,23 +72,42 @@ def test_what_was_written_comes_back(nbytes: int, name: str | bytes, file: Spill
     assert torch.equal(into, payload(nbytes))
 
 
-def test_the_file_is_taken_from_the_disk_at_once(path: Path):
-    file = SpillFile(path, 4 * SLAB + 4095, SLAB)
-    assert file.file_bytes == path.stat().st_size == 4 * SLAB
-    assert path.stat().st_blocks * 512 >= 4 * SLAB
-    slots = [file.place(SLAB - 64) for _ in range(4)]
-    assert [slot.offset for slot in slots] == [0, SLAB, 2 * SLAB, 3 * SLAB]
-    with pytest.raises(ArenaFullError, match=r"disk=…, disk_path=….* no room for 4096 bytes \(0 are free\)") as caught:
+@pytest.mark.parametrize("without", [None, "posix_fallocate"])  # macOS has none
+def test_the_file_grows_by_slabs_that_are_booked_and_taken_from_the_disk(
+    without: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if without:
+        monkeypatch.delattr(os, without)
+    booked = [0]
+
+    def grow(nbytes: int) -> None:
+        if booked[0] == 3 * SLAB:
+            raise ValueError("over the budget")
+        booked[0] += nbytes
+
+    def shrink(nbytes: int) -> None:
+        booked[0] -= nbytes
+
+    file = SpillFile(tmp_path, SLAB, grow, shrink)
+    assert file.file_bytes == booked[0] == 0
+    slots = []
+    for slabs in (1, 2, 3):
+        slots.append(file.place(SLAB - 64))
+        found = os.fstat(descriptor(file))
+        assert file.file_bytes == booked[0] == found.st_size == slabs * SLAB <= found.st_blocks * 512
+    assert [slot.offset for slot in slots] == [0, SLAB, 2 * SLAB]
+    with pytest.raises(ValueError, match="over the budget"):
         file.place(1)
-    assert caught.value.capacity == 4 * SLAB
-    slots[2].release()
-    file.check_integrity()
+    slots[1].release()
     slot = file.place(100)
-    assert (slot.offset, slot.nbytes, slot.room_bytes) == (2 * SLAB, 100, 4096)
+    assert (slot.offset, slot.nbytes, slot.room_bytes) == (SLAB, 100, 4096)
+    file.check_integrity()
     stats = file.stats()
-    assert (stats.requested_bytes, stats.held_bytes) == (3 * SLAB + 164, 3 * SLAB + 4096)
-    assert (stats.actual_bytes, stats.pinned) == (4 * SLAB, False)
-    file.close()
+    assert (stats.requested_bytes, stats.held_bytes) == (2 * SLAB + 164, 2 * SLAB + 4096)
+    assert (stats.actual_bytes, stats.pinned) == (3 * SLAB, False)
+    for _ in range(2):
+        file.close()
+        assert booked[0] == 0
 
 
 def test_a_slot_is_released_once(file: SpillFile):
@@ -117,8 +133,7 @@ def test_a_slot_handed_out_again_waits_for_its_earlier_users(file: SpillFile):
 
 
 @pytest.mark.parametrize("threads", [2, 8])
-def test_several_threads(threads: int, path: Path):
-    file = SpillFile(path, 64 * SLAB, SLAB)
+def test_several_threads(threads: int, file: SpillFile):
     slots = [file.place(4096 + 100 * n) for n in range(32)]
 
     def work(number: int) -> bool:
@@ -133,24 +148,23 @@ def test_several_threads(threads: int, path: Path):
     with ThreadPoolExecutor(threads) as pool:
         assert all(pool.map(work, range(32)))
     file.check_integrity()
-    file.close()
 
 
 @pytest.mark.parametrize("byte", [*range(0, HEADER_BYTES, 3), HEADER_BYTES, 2000, HEADER_BYTES + 4999])
-def test_a_flipped_bit_is_found(byte: int, file: SpillFile, path: Path):
+def test_a_flipped_bit_is_found(byte: int, file: SpillFile, tmp_path: Path):
     file.place(100)
     slot = stored(file)
-    flip(path, slot.offset + byte)
-    with pytest.raises(CorruptRecordError, match=f"record 'record' at offset {slot.offset} of {path}: .*checksum"):
+    flip(file, slot.offset + byte)
+    with pytest.raises(CorruptRecordError, match=f"record 'record' at offset {slot.offset} .*{tmp_path}: .*checksum"):
         file.read(slot, "record", 3, out(5000))
-    flip(path, slot.offset + byte)
+    flip(file, slot.offset + byte)
     file.read(slot, "record", 3, out(5000))
 
 
 @pytest.mark.parametrize("where", [HEADER_BYTES + 5000, 8191])
-def test_what_is_behind_the_payload_does_not_matter(where: int, file: SpillFile, path: Path):
+def test_what_is_behind_the_payload_does_not_matter(where: int, file: SpillFile):
     slot = stored(file)
-    flip(path, slot.offset + where)
+    flip(file, slot.offset + where)
     file.read(slot, "record", 3, out(5000))
 
 
@@ -172,20 +186,18 @@ def test_a_record_that_is_not_the_one_asked_for(name: str, version: int, nbytes:
         file.read(fresh, "record", 3, out(100))
 
 
-def test_a_record_at_the_wrong_place(file: SpillFile, path: Path):
+def test_a_record_at_the_wrong_place(file: SpillFile):
     slots = [stored(file, version=version) for version in (3, 4)]
-    raw = bytearray(path.read_bytes())
-    raw[slots[1].offset : slots[1].offset + 6000] = raw[:6000]
-    path.write_bytes(raw)
+    os.pwrite(descriptor(file), os.pread(descriptor(file), 6000, 0), slots[1].offset)
     with pytest.raises(CorruptRecordError, match="written for offset 0"):
         file.read(slots[1], "record", 3, out(5000))
 
 
 @pytest.mark.parametrize("left", [0, 30, HEADER_BYTES, 5000])
-def test_a_file_cut_short(left: int, file: SpillFile, path: Path):
+def test_a_file_cut_short(left: int, file: SpillFile):
     slot = stored(file)
-    os.truncate(path, left)
-    with pytest.raises(CorruptRecordError, match=f"offset 0 of {path}: the file ends after {left} of 5064 bytes"):
+    os.ftruncate(descriptor(file), left)
+    with pytest.raises(CorruptRecordError, match=f"offset 0 of .*: the file ends after {left} of 5064 bytes"):
         file.read(slot, "record", 3, out(5000))
     with pytest.raises(RuntimeError, match=f"of {left} bytes"):
         file.check_integrity()
@@ -240,33 +252,86 @@ def failing(number: int) -> Callable[..., int]:
     return call
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-@pytest.mark.parametrize("leftover", [False, True])
-def test_a_disk_without_room_for_the_file(number: int, leftover: bool, path: Path, monkeypatch: pytest.MonkeyPatch):
-    if leftover:
-        SpillFile(path, SLAB, SLAB).close(delete=False)
+def filling(number: int) -> Callable[[int, int, int], None]:
+    """A `posix_fallocate` that takes a part of what it is asked for and fails."""
+
+    def call(descriptor: int, offset: int, nbytes: int) -> None:
+        os.ftruncate(descriptor, offset + nbytes // 2)
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def free(nbytes: int) -> Callable[[int], object]:
+    """A `fstatvfs` of a disk of 2 GiB with so much free, and a bit more for the system's own."""
+    return lambda descriptor: SimpleNamespace(f_bavail=nbytes // 512, f_bfree=1 << 21, f_blocks=1 << 22, f_frsize=512)
+
+
+NO_ROOM, GIB = "No space left on device in disk_path", 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected", "available", "message"),
+    [
+        ({"fstatvfs": free(SLAB - 512)}, ArenaFullError, SLAB - 512, NO_ROOM),
+        ({"fstatvfs": free(0)}, ArenaFullError, 0, NO_ROOM),
+        # What was free before the attempt, which may have filled the disk.
+        ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.ENOSPC)}, ArenaFullError, GIB, NO_ROOM),
+        ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.EDQUOT)}, ArenaFullError, 0, "quota exceeded in"),
+        ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.EFBIG)}, ArenaFullError, 0, "File too large in"),
+        ({"posix_fallocate": filling(errno.EIO)}, OSError, None, "disk_path takes no file of records: Input/output"),
+        ({"posix_fallocate": None, "pwritev": failing(errno.ENOSPC)}, ArenaFullError, ..., NO_ROOM),
+    ],
+)
+def test_a_disk_that_lets_the_file_grow_no_more(
+    calls: dict[str, Callable[..., object] | None],
+    expected: type[Exception],
+    available: object,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    booked: list[int] = []
+    file = SpillFile(tmp_path, SLAB, booked.append, lambda nbytes: booked.append(-nbytes))
+    slot = stored(file)
+    file.place(SLAB - 64)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", failing(number))
-        with pytest.raises(ArenaFullError, match=rf"disk_path {path} \(lower disk\)") as caught:
-            SpillFile(path, 4 * SLAB, SLAB)
-    assert caught.value.needed == 4 * SLAB
-    assert not list(path.parent.iterdir())
-    SpillFile(path, 4 * SLAB, SLAB).close()
+        for name, call in calls.items():
+            if call is None:
+                patch.delattr(os, name)
+            else:
+                patch.setattr(os, name, call)
+        with pytest.raises(expected) as caught:
+            file.place(SLAB - 64)
+    assert message in getattr(caught.value, "hint", str(caught.value)) and str(tmp_path) in str(caught.value)
+    if isinstance(caught.value, ArenaFullError):
+        assert caught.value.needed == SLAB and available in (..., caught.value.available)
+    assert sum(booked) == file.file_bytes == 2 * SLAB
+    file.check_integrity()
+    file.read(slot, "record", 3, out(5000))
+    assert file.place(SLAB - 64).offset == 2 * SLAB
+    file.close()
 
 
-def test_another_failure_leaves_no_half_file_either(path: Path, monkeypatch: pytest.MonkeyPatch):
-    for call in ("posix_fallocate", "fsync", "ftruncate"):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, call, failing(errno.EIO))
-            with pytest.raises(OSError, match="Input/output error"):
-                SpillFile(path, 4 * SLAB, SLAB)
-        assert not list(path.parent.iterdir())
+def test_a_limit_on_the_length_of_files(file: SpillFile):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    file.place(SLAB - 64)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * SLAB - 1, hard))
+    try:
+        with pytest.raises(ArenaFullError) as caught:
+            file.place(SLAB - 64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (caught.value.needed, caught.value.available) == (SLAB, 0)
+    assert "File too large" in caught.value.hint
+    file.check_integrity()
+    file.place(SLAB - 64)
 
 
 @pytest.mark.parametrize(
     ("number", "expected", "message"),
     [
-        (errno.ENOSPC, ArenaFullError, r"disk_path .* \(lower disk\).* no room for 5064 bytes"),
+        (errno.ENOSPC, TransferError, "writing record 'record' at offset 0 of .*No space"),  # where it copies on write
         (errno.EIO, TransferError, "writing record 'record' at offset 0 of .*Input/output"),
     ],
 )
@@ -334,260 +399,65 @@ def test_buffers_are_one_row_of_bytes(parts: list[bytes], most: int, offset: int
     os.close(descriptor)
 
 
-# Reopening.
-
-
-def test_a_reopened_file_has_its_records(path: Path):
-    file = SpillFile(path, 4 * SLAB, SLAB)
-    gap = file.place(9000)
-    records = {f"record {n}": (stored(file, f"record {n}", n, 3000 + 2000 * n), n) for n in range(4)}
-    gap.release()
-    file.save_table(records)
-    file.close(delete=False)
-    file = SpillFile(path, 8 * SLAB, SLAB, reopen=True)
-    found = file.load_table()
-    assert {name: (slot.offset, slot.nbytes, n) for name, (slot, n) in found.items()} == {
-        name: (slot.offset, slot.nbytes, n) for name, (slot, n) in records.items()
-    }
-    for name, (slot, version) in found.items():
-        into = out(slot.nbytes)
-        file.read(slot, name, version, into)
-        assert torch.equal(into, payload(slot.nbytes))
-    file.check_integrity()
-    assert file.file_bytes == 4 * SLAB
-    fresh = file.place(9000)
-    assert fresh.offset == gap.offset
-    for slot, _ in found.values():
-        slot.release()
-    assert file.stats().requested_bytes == 9064
-    file.close()
-
-
-def test_a_file_that_is_not_reopened_starts_anew(path: Path):
-    file = SpillFile(path, 4 * SLAB, SLAB)
-    file.save_table({"record": (stored(file), 3)})
-    file.close(delete=False)
-    file = SpillFile(path, 2 * SLAB, SLAB)
-    assert path.stat().st_size == 2 * SLAB
-    assert file.load_table() == {}
-    with pytest.raises(CorruptRecordError, match="nothing was written there"):
-        file.read(file.place(5000), "record", 3, out(5000))
-    file.close(delete=False)
-    file = SpillFile(path, 2 * SLAB, SLAB, reopen=True)
-    assert file.load_table() == {}
-    file.close()
-
-
-def test_a_record_written_over_since_the_table_is_found_out(path: Path):
-    file = SpillFile(path, 4 * SLAB, SLAB)
-    slot = stored(file)
-    file.save_table({"record": (slot, 3)})
-    file.write(slot, "record", 4, payload(5000, 1))
-    file.close(delete=False)
-    file = SpillFile(path, 4 * SLAB, SLAB, reopen=True)
-    slot, version = file.load_table()["record"]
-    with pytest.raises(CorruptRecordError, match="version 4, not 3"):
-        file.read(slot, "record", version, out(5000))
-    file.close()
-
-
-def test_a_file_cut_short_while_it_was_closed(path: Path):
-    file = SpillFile(path, 4 * SLAB, SLAB)
-    records = {name: (stored(file, name), 3) for name in ("first", "second")}
-    file.save_table(records)
-    file.close(delete=False)
-    os.truncate(path, 6000)
-    file = SpillFile(path, 4 * SLAB, SLAB, reopen=True)
-    found = file.load_table()
-    file.read(found["first"][0], "first", 3, out(5000))
-    with pytest.raises(CorruptRecordError, match="record 'second' at offset 8192"):
-        file.read(found["second"][0], "second", 3, out(5000))
-    file.check_integrity()
-    file.close()
-
-
-def crash(path: Path, point: str) -> None:
-    """Save a table, then die at `point` of saving the next, or within a record."""
-    file = SpillFile(path, 4 * SLAB, SLAB)
-    old, new = stored(file, "old", 1), file.place(5000)
-    file.save_table({"old": (old, 1)})
-    file.write(new, "new", 2, payload(5000, 2))
-    when, name = point.split()
-    call = getattr(os, name)
-
-    def dying(*arguments: object) -> None:
-        if when == "after":
-            call(*arguments)
-        if when == "within":
-            descriptor, parts, offset = arguments
-            assert isinstance(parts, list)
-            call(descriptor, [parts[0], parts[1][:1000]], offset)
-        os._exit(7)
-
-    setattr(os, name, dying)
-    if when == "within":
-        file.write(old, "old", 1, payload(5000, 3))
-    file.save_table({"old": (old, 1), "new": (new, 2)})
-
-
-def in_a_child(work: Callable[[], object]) -> int:
-    """The exit status of a fork that does `work`: 0, or 1 where it raises."""
-    child = os.fork()
-    if not child:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("point", "names"),
-    [
-        ("before fdatasync", {"old"}),
-        ("before fsync", {"old"}),
-        ("after fsync", {"old"}),
-        ("before replace", {"old"}),
-        ("after replace", {"old", "new"}),
-        ("within pwritev", {"old"}),
-    ],
-)
-def test_a_process_killed_at_any_point(point: str, names: set[str], path: Path):
-    assert in_a_child(lambda: crash(path, point)) == 7
-    file = SpillFile(path, 4 * SLAB, SLAB, reopen=True)
-    found = file.load_table()
-    assert set(found) == names
-    for name, (slot, version) in found.items():
-        if "within" in point:
-            with pytest.raises(CorruptRecordError, match="payload's checksum"):
-                file.read(slot, name, version, out(5000))
-        else:
-            file.read(slot, name, version, out(5000))
-    file.save_table(found)
-    file.close()
-    assert not list(path.parent.iterdir())
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *("", "{", "[]", "1", '{"format": 2}', '{"format": 1, "slab_bytes": 16384, "slabs": 4}'),
-        '{"format": 1, "slab_bytes": 16384, "slabs": 4, "records": {"a": [0, 100]}}',
-        '{"format": 1, "slab_bytes": 16384, "slabs": 4, "records": {"a": [0, 100, "1"]}}',
-        '{"format": 1, "slab_bytes": 16384, "slabs": 4, "records": {"a": [-4096, 100, 1]}}',
-        '{"format": 1, "slab_bytes": 16384, "slabs": 4, "records": {"a": [100, 100, 1]}}',
-        '{"format": 1, "slab_bytes": 16384, "slabs": 4, "records": {"a": [0, 100, -1]}}',
-        '{"format": 1, "slab_bytes": 16384, "slabs": 4, "records": {"a": [0, -10, 1]}}',
-        '{"format": 1, "slab_bytes": 16384, "slabs": 4, "records": {"a": [0, 99999, 1]}}',
-        '{"format": 1, "slab_bytes": 16384, "slabs": 4, "records": {"a": [0, 100, 1], "b": [0, 100, 1]}}',
-    ],
-)
-def test_a_damaged_table(content: str, path: Path):
-    SpillFile(path, 4 * SLAB, SLAB).close(delete=False)
-    table = spill_table.table_path(path)
-    table.write_text(content)
-    with pytest.raises(CorruptRecordError, match=str(path)):
-        SpillFile(path, 4 * SLAB, SLAB, reopen=True)
-    SpillFile(path, 4 * SLAB, SLAB).close()  # and the lock is free
-
-
-@pytest.mark.parametrize(("slab_bytes", "capacity"), [(2 * SLAB, 4 * SLAB), (SLAB, 4 * SLAB - 1)])
-def test_reopening_with_another_shape(slab_bytes: int, capacity: int, path: Path):
-    SpillFile(path, 4 * SLAB, SLAB).close(delete=False)
-    with pytest.raises(ValueError, match=f"has 4 slabs of {SLAB} bytes; slab_bytes = {slab_bytes} .* {capacity} "):
-        SpillFile(path, capacity, slab_bytes, reopen=True)
-
-
-def test_slots_that_a_table_cannot_name(file: SpillFile):
-    slot = stored(file)
-    slot.release()
-    with pytest.raises(ValueError, match="'record' is in a slot that was released"):
-        file.save_table({"record": (slot, 3)})
-
-
 # Whose file it is.
 
 
-def test_a_file_of_someone_else_stays(path: Path):
-    path.write_text("a thesis")
-    with pytest.raises(ValueError, match="no spill file: it stays"):
-        SpillFile(path, 4 * SLAB, SLAB)
-    with pytest.raises(ValueError, match="no table: nothing to reopen"):
-        SpillFile(path, 4 * SLAB, SLAB, reopen=True)
-    assert path.read_text() == "a thesis"
-    assert list(path.parent.iterdir()) == [path]
+def without_anonymous_files(path: object, flags: int, *arguments: object, call=os.open) -> int:
+    """An `os.open` of a file system, or a system, that knows no O_TMPFILE."""
+    if flags & os.O_DIRECTORY:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    return call(path, flags, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("where", "reopen", "message"),
-    [(".", False, "Is a directory"), ("none/spill", False, "No such file"), ("spill", True, "No such file")],
-)
-def test_paths_that_do_not_work(where: str, reopen: bool, message: str, tmp_path: Path):
-    with pytest.raises(ValueError, match=f"disk_path .* cannot be opened: {message}"):
-        SpillFile(tmp_path / where, SLAB, SLAB, reopen=reopen)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("capacity", "slab_bytes"), [(SLAB - 1, SLAB), (0, SLAB), (SLAB, 5000)])
-def test_sizes_that_do_not_work(capacity: int, slab_bytes: int, path: Path):
-    with pytest.raises(ValueError, match="slab_bytes ="):
-        SpillFile(path, capacity, slab_bytes)
-    assert not path.exists()
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("reopen", [False, True])
-def test_one_user_at_a_time(reopen: bool, file: SpillFile, path: Path):
-    def again() -> None:
-        with pytest.raises(ValueError, match=f"disk_path {path} is in use"):
-            SpillFile(path, SLAB, SLAB, reopen=reopen)
-
-    slot = stored(file)
-    again()
-    assert in_a_child(again) == 0
-    file.read(slot, "record", 3, out(5000))
-
-
-def test_a_name_that_changes_hands_while_we_wait_for_the_lock(path: Path, monkeypatch: pytest.MonkeyPatch):
-    flock, first = locked_file.fcntl.flock, SpillFile(path, SLAB, SLAB)
-
-    def deleted_meanwhile(descriptor: int, operation: int) -> None:
-        monkeypatch.undo()
-        first.close(delete=True)
-        flock(descriptor, operation)
-
-    monkeypatch.setattr(locked_file.fcntl, "flock", deleted_meanwhile)
-    file = SpillFile(path, SLAB, SLAB)
-    assert path.stat().st_size == SLAB
-    file.check_integrity()
+@pytest.mark.parametrize("through", ["the folder", "a link"])
+@pytest.mark.parametrize("anonymous", [True, False])
+def test_the_file_has_no_name(through: str, anonymous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to("folder")
+    if not anonymous:
+        monkeypatch.setattr(os, "open", without_anonymous_files)
+    file = SpillFile(link if through == "a link" else folder, SLAB)
+    stored(file)
+    found = os.fstat(descriptor(file))
+    assert (stat.S_IMODE(found.st_mode), found.st_nlink, found.st_dev) == (0o600, 0, folder.stat().st_dev)
+    assert not os.get_inheritable(descriptor(file))
+    assert not list(folder.iterdir())
     file.close()
+    assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("delete", [True, False])
-def test_closing_twice(delete: bool, path: Path):
-    file = SpillFile(path, SLAB, SLAB)
+@pytest.mark.parametrize(("folder", "reason"), [("none", "No such file"), ("file", "Not a directory")])
+def test_folders_that_are_none(folder: str, reason: str, tmp_path: Path):
+    (tmp_path / "file").write_text("a thesis")
+    with pytest.raises(OSError, match=f"disk_path takes no file of records: {reason}.*{tmp_path / folder}"):
+        SpillFile(tmp_path / folder, SLAB)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["a thesis"]
+
+
+def test_slabs_are_whole_units(tmp_path: Path):
+    with pytest.raises(ValueError, match="slab_bytes = 5000"):
+        SpillFile(tmp_path, 5000)
+
+
+def test_closing_twice(file: SpillFile, tmp_path: Path):
     slot = stored(file)
     for _ in range(2):
-        file.close(delete)
-    assert path.exists() == spill_table.table_path(path).exists() == (not delete)
+        file.close()
     verbs: list[Callable[[], object]] = [
         lambda: file.place(1),
         lambda: file.write(slot, "record", 3, payload(5000)),
         lambda: file.read(slot, "record", 3, out(5000)),
-        lambda: file.save_table({}),
-        file.load_table,
         file.check_integrity,
         slot.release,
     ]
     for verb in verbs:
-        with pytest.raises(ValueError, match=f"spill file {path} is closed"):
+        with pytest.raises(ValueError, match=f"spill file in {tmp_path} is closed"):
             verb()
 
 
-def test_closing_waits_for_a_read_under_way(path: Path, monkeypatch: pytest.MonkeyPatch):
-    file, into = SpillFile(path, SLAB, SLAB), out(5000)
+def test_closing_waits_for_a_read_under_way(file: SpillFile, monkeypatch: pytest.MonkeyPatch):
+    into = out(5000)
     slot, preadv = stored(file), os.preadv
     reading, go_on = threading.Event(), threading.Event()
 
@@ -613,55 +483,50 @@ def test_closing_waits_for_a_read_under_way(path: Path, monkeypatch: pytest.Monk
     assert torch.equal(into, payload(5000))
 
 
-def test_a_thousand_files_leave_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a disk's time
+def test_no_descriptor_is_left(tmp_path: Path):
     before = sorted(os.listdir("/proc/self/fd"))
-    for number in range(1000):
-        file = SpillFile(tmp_path / str(number % 3), SLAB, SLAB)
-        if number % 100 == 0:
-            with pytest.raises(ValueError, match="in use"):
-                SpillFile(file.path, SLAB, SLAB)
-        file.close(delete=number % 2 == 0)
+    for _ in range(100):
+        file = SpillFile(tmp_path, SLAB)
+        file.place(1)
+        file.close()
+        with pytest.raises(OSError, match="none"):
+            SpillFile(tmp_path / "none", SLAB)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_fork_leaves_the_file_to_its_parent(file: SpillFile, path: Path):
+def test_a_fork_leaves_the_file_to_its_parent(file: SpillFile):
     slot, (ready, say_ready), (over, say_over) = stored(file), os.pipe(), os.pipe()
     child = os.fork()
     if not child:
         refused = 0
         os.close(say_over)
         try:
+            number = os.dup(descriptor(file))
             for verb in (lambda: file.place(1), slot.release, lambda: file.read(slot, "record", 3, out(5000))):
                 try:
                     verb()
                 except ValueError as error:
                     refused += "a fork of it" in str(error)
+            file.close()
+            refused += os.fstat(number).st_size == SLAB  # it closed nobody's but its own
             os.write(say_ready, b"x")
-            os.read(over, 1)  # the child lives on, with the descriptor, while the parent closes and opens again
-            file.close(delete=True)
+            os.read(over, 1)  # the child lives on, with a descriptor, while the parent closes
+            refused += os.fstat(number).st_blocks == 0
         finally:
-            os._exit(0 if refused == 3 else 1)
+            os._exit(0 if refused == 5 else 1)
     try:
         os.read(ready, 1)
         file.read(slot, "record", 3, out(5000))
-        file.close(delete=False)
-        again = SpillFile(path, 4 * SLAB, SLAB)
+        file.close()
     finally:
         os.close(say_over)  # the child goes on
     assert os.waitpid(child, 0)[1] == 0
-    assert path.exists()
-    with pytest.raises(ValueError, match="in use"):
-        SpillFile(path, SLAB, SLAB)
-    again.close()
-    for descriptor in (ready, say_ready, over):
-        os.close(descriptor)
+    for number in (ready, say_ready, over):
+        os.close(number)
 
 
-def test_a_file_that_nobody_holds_is_closed(path: Path):
-    file = RecordFile(path, create=True)
+def test_a_file_that_nobody_holds_is_closed(tmp_path: Path):
+    file = RecordFile(tmp_path)
     with pytest.warns(ResourceWarning):
         del file
-    RecordFile(path, create=False).close((path,))
-    assert not path.exists()

@@ -5,6 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def faults() -> Faults:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(MemoryBudget(host=4 * SLOT, disk=8 * (SLOT + 4096), disk_path=tmp_path / "spill"))
+    return Ledger(MemoryBudget(host=4 * SLOT, disk=8 * (SLOT + 4096), disk_path=tmp_path))
 
 
 @pytest.fixture
@@ -142,17 +143,16 @@ def test_a_transport_that_is_gone_costs_no_slot(tiers: TierManager, ledger: Ledg
     assert ledger.held(Tier.HOST, Account.HIDDEN) == held
 
 
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 16]))
+def spill_descriptor(tiers: TierManager) -> int:
+    """The file has no name."""
+    storage = tiers._rooms._storages[Tier.DISK]
+    assert isinstance(storage, SpillFile)
+    return storage._file._file.fileno()
 
 
 @pytest.mark.parametrize("damage", ["flipped bit", "flipped header", "short file"])
 @pytest.mark.parametrize("host_full", [False, True])
-def test_a_damaged_record_is_noticed(tiers: TierManager, ledger: Ledger, damage: str, host_full: bool):
+def test_a_damaged_record_is_noticed(tiers: TierManager, damage: str, host_full: bool):
     store(tiers, 1, 2)
     tiers.evict(keys(1, 2))
     tiers.synchronize()
@@ -161,11 +161,12 @@ def test_a_damaged_record_is_noticed(tiers: TierManager, ledger: Ledger, damage:
         store(tiers, *range(10, 18))
         held = tiers.fetch(keys(*range(10, 18)))
     slot = tiers._book.find(*keys(2)).places[Tier.DISK]
-    path = Path(str(ledger.budget.disk_path))
+    file = spill_descriptor(tiers)
     if damage == "short file":
-        os.truncate(path, slot.offset + 100)
+        os.ftruncate(file, slot.offset + 100)
     else:
-        flip(path, slot.offset + (64 + 1000 if damage == "flipped bit" else 20))
+        at = slot.offset + (64 + 1000 if damage == "flipped bit" else 20)
+        os.pwrite(file, bytes([os.pread(file, 1, at)[0] ^ 16]), at)
     with pytest.raises(TransferError, match="part 2"):
         tiers.fetch(keys(2)).wait()
     tiers.synchronize()
@@ -174,7 +175,7 @@ def test_a_damaged_record_is_noticed(tiers: TierManager, ledger: Ledger, damage:
     if held is not None:
         held.close()
     if damage == "short file":
-        os.truncate(path, tiers._rooms._storages[Tier.DISK].stats().actual_bytes)
+        os.ftruncate(file, tiers._rooms._storages[Tier.DISK].stats().actual_bytes)
     assert torch.equal(tiers.fetch(keys(1)).wait(), rows_of(1))
     works(tiers)
 
@@ -230,25 +231,41 @@ def test_a_refused_pin_leaves_what_is_there_usable(monkeypatch: pytest.MonkeyPat
     assert ledger.held(Tier.HOST) == 0
 
 
-def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(*_: object) -> None:
+def test_a_disk_that_fills_up_says_so_and_what_is_stored_stays(
+    tiers: TierManager, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    slab = SLOT + 4096
+
+    def refusing(descriptor: int, offset: int, nbytes: int) -> None:
         raise OSError(28, "No space left on device")
 
-    ledger = Ledger(MemoryBudget(disk="1MiB", disk_path=tmp_path))
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(TierCapacityError, match="disk_path") as caught:
-        open_tiers(ledger, device="cpu", slot_bytes=SLOT)
-    assert caught.value.tier is Tier.DISK
-    assert list(tmp_path.iterdir()) == []
-    assert all(ledger.held(tier) == 0 for tier in Tier)
+    store(tiers, *range(12))  # eight fill the host tier, and one slab of the disk holds more than the others
+    assert ledger.held(Tier.DISK) == slab
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: SimpleNamespace(f_bavail=5, f_frsize=slab // 4, f_blocks=9))
+    monkeypatch.setattr(os, "posix_fallocate", refusing)
+    with pytest.raises(TierCapacityError, match=f"No space left on device in disk_path {tmp_path}") as caught:
+        for part in range(12, 20):
+            store(tiers, part)
+    assert (caught.value.tier, caught.value.needed, caught.value.available) == (Tier.DISK, slab, 5 * (slab // 4))
+    assert ledger.held(Tier.DISK) == slab
+    tiers.check_integrity()
+    stored = [part for part in range(20) if keys(part)[0] in tiers]
+    assert stored == list(range(len(stored))) and len(stored) > 12
+    assert torch.equal(tiers.fetch(keys(*stored)).wait(), rows_of(*stored))
     monkeypatch.undo()
-    with open_tiers(ledger, device="cpu", slot_bytes=SLOT) as tiers:
-        works(tiers)
+    store(tiers, *range(12, 20))
+    assert ledger.held(Tier.DISK) > slab
+    works(tiers)
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_file_in_use_is_left_alone(ledger: Ledger, tiers: TierManager):
-    with pytest.raises(ValueError, match=r"in use|open"):
-        open_tiers(Ledger(ledger.budget), device="cpu", slot_bytes=SLOT)
+def test_two_may_share_a_folder(ledger: Ledger, tiers: TierManager):
+    with open_tiers(Ledger(ledger.budget), device="cpu", slot_bytes=SLOT) as others:
+        for part, mine in enumerate((tiers, others)):
+            store(mine, part)
+            mine.evict(keys(part))
+        works(others)
+    assert torch.equal(tiers.fetch(keys(0)).wait(), rows_of(0))
     works(tiers)
 
 

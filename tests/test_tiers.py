@@ -152,32 +152,26 @@ def test_full_tiers_say_so_and_nothing_is_lost(ledger: Ledger):
         store(tiers, 6, 7)
         assert torch.equal(tiers.fetch(keys(*range(8))).wait(), rows_of(*range(8)))
     with open_tiers(ledger, device="cpu", slot_bytes=SLOT) as tiers:
-        with pytest.raises(TierCapacityError):
+        with pytest.raises(TierCapacityError, match="disk=") as caught:
             store(tiers, *range(60))
+        assert caught.value.tier is Tier.DISK
+        assert ledger.held(Tier.DISK) == DISK
         tiers.check_integrity()
         stored = [part for part in range(60) if keys(part)[0] in tiers]
         assert stored == list(range(len(stored))) and len(stored) >= 32
         assert torch.equal(tiers.fetch(keys(*stored)).wait(), rows_of(*stored))
 
 
-@pytest.mark.parametrize(
-    ("budget", "tier"),
-    [
-        (MemoryBudget(device=5 * SLOT - 1), Tier.DEVICE),
-        (MemoryBudget(disk=SLOT, disk_path="."), Tier.DISK),
-    ],
-)
-def test_what_does_not_fit_is_told_at_the_door(budget: MemoryBudget, tier: Tier):
-    ledger = Ledger(budget)
+def test_rings_that_do_not_fit_are_told_at_the_door():
+    ledger = Ledger(MemoryBudget(device=5 * SLOT - 1))
     with pytest.raises(TierCapacityError, match="slot_bytes") as caught:
         open_tiers(ledger, device="cpu", slot_bytes=SLOT)
-    assert caught.value.tier is tier
+    assert caught.value.tier is Tier.DEVICE
     assert all(ledger.held(tier) == 0 for tier in Tier)
 
 
 def test_the_ledger_has_rings_arenas_and_records(tiers: TierManager, ledger: Ledger):
     assert ledger.held(Tier.DEVICE) == ledger.held(Tier.DEVICE, Account.STAGING) == 5 * SLOT
-    assert ledger.held(Tier.DISK) == DISK
     assert ledger.held(Tier.HOST) == ledger.held(Tier.HOST, Account.STAGING) == 2 * SLOT
     store(tiers, 1, 2)
     record = ROWS * WIDTH * 4
@@ -185,6 +179,10 @@ def test_the_ledger_has_rings_arenas_and_records(tiers: TierManager, ledger: Led
     assert ledger.held(Tier.HOST) == 3 * SLOT
     store(tiers, 3, tier=Tier.DEVICE)
     assert ledger.held(Tier.DEVICE, Account.HIDDEN) == record
+    assert ledger.held(Tier.DISK) == 0
+    tiers.evict(keys(1, 2))
+    assert ledger.held(Tier.DISK, Account.HIDDEN) == 2 * record
+    assert ledger.held(Tier.DISK) == SLOT + 4096
     tiers.reserve(Tier.HOST, 2 * SLOT)
     assert ledger.held(Tier.HOST) == 4 * SLOT
     with pytest.raises(TierCapacityError, match="host"):

@@ -21,6 +21,7 @@ from tiered.policies import DEFAULT_POLICY
 from tiered.policies.base import Policy
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
+from tiered.tiers.opening import check_disk
 
 
 def from_pretrained(
@@ -43,11 +44,15 @@ def from_pretrained(
         device: "cpu", "cuda", "cuda:N"; "auto": CUDA where there is any.
 
     Raises:
-        TierCapacityError: the weights alone exceed the device budget; nothing has been loaded.
+        TierCapacityError: the weights alone exceed the device budget, or the disk has less free than the disk budget;
+            nothing has been loaded.
+        OSError: no file can be made in the budget's `disk_path`.
         ValueError, TypeError, FileNotFoundError: anything wrong with the checkpoint or an argument, named.
     """
     chosen = make_policy(policy, **policy_options)
-    ledger = Ledger(MemoryBudget.of(memory))
+    budget = MemoryBudget.of(memory)
+    check_disk(budget)
+    ledger = Ledger(budget)
     target = pick_device(device)
     directory = checkpoint_directory(path_or_name)
     config = read_config(directory)

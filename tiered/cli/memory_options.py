@@ -12,7 +12,7 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="cap of the device tier, such as 24GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="cap of the host tier (pinned memory)")
     parser.add_argument("--disk-memory", metavar="SIZE", help="size of the disk tier; needs --disk-path")
-    parser.add_argument("--disk-path", metavar="PATH", help="file or folder of the disk tier")
+    parser.add_argument("--disk-path", metavar="PATH", help="existing folder that the disk tier takes its room from")
 
 
 def memory_budget(args: argparse.Namespace) -> "MemoryBudget":

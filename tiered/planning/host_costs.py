@@ -14,9 +14,8 @@ _FEWEST_SLABS = 16
 
 def rings_bytes(budget: MemoryBudget, slot_bytes: int) -> dict[Tier, dict[Account, int]]:
     """What a disk tier takes of itself, whatever is in it; nothing without one."""
-    if not budget.cap(Tier.DISK):
-        return {Tier.HOST: {}, Tier.DISK: {}}
-    return {Tier.HOST: {Account.STAGING: LOAD_SLOTS * slot_bytes}, Tier.DISK: {Account.SPARE: slot_bytes + UNIT}}
+    ring = {Account.STAGING: LOAD_SLOTS * slot_bytes} if budget.cap(Tier.DISK) else {}
+    return {Tier.HOST: ring, Tier.DISK: {}}
 
 
 def below_device(
@@ -36,7 +35,7 @@ def below_device(
     of_rings = rings_bytes(budget, slot_bytes)
     cap, total = budget.cap(Tier.HOST), sum(records.values())
     ring = sum(of_rings[Tier.HOST].values())
-    if not of_rings[Tier.DISK] or cap is None or ring + arena <= cap:
+    if not ring or cap is None or ring + arena <= cap:
         of_rings[Tier.HOST] |= {**records, Account.SPARE: arena - total}
         return of_rings
     slabs = min(max(_FEWEST_SLABS, (cap - ring) // slot_bytes), arena // slot_bytes)

@@ -1,13 +1,12 @@
 """Opening a tier manager: arenas, rings, spill file and transport under one ledger."""
 
-import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 
 import torch
 
+from tiered.budget import MemoryBudget
 from tiered.errors import TierCapacityError
 from tiered.features import Account, Tier
 from tiered.ledger import Ledger
@@ -17,6 +16,7 @@ from tiered.offload.device import pick_device
 from tiered.offload.errors import ArenaFullError, PinError
 from tiered.offload.fence import Region
 from tiered.offload.pinning import pick_pinner
+from tiered.offload.record_file import RecordFile
 from tiered.offload.ring import Ring
 from tiered.offload.slabs import UNIT
 from tiered.offload.spill_file import SpillFile
@@ -27,7 +27,7 @@ from tiered.tiers.journal import Journal
 from tiered.tiers.manager import TierManager
 from tiered.tiers.placement import Placement
 from tiered.tiers.record_book import RecordBook
-from tiered.tiers.rooms import KNOBS, Rooms
+from tiered.tiers.rooms import KNOBS, Rooms, told_by_tier
 from tiered.tiers.shipping import Shipping
 from tiered.tiers.traffic import Traffic
 
@@ -56,8 +56,8 @@ def open_tiers(
 
     Memory of device and host is obtained as records need it, `slot_bytes` at a time and pinned memory 16 times that
     (`TierManager.reserve` does it ahead). The rings on the device, `(fetch_slots + store_slots + page_slots) ·
-    slot_bytes`, are obtained here; with a disk tier, also the spill file, which takes the whole disk budget, and a ring
-    of `load_slots · slot_bytes` of host memory.
+    slot_bytes`, are obtained here; with a disk tier, also a ring of `load_slots · slot_bytes` of host memory, and the
+    spill file is made, empty: it grows by `slot_bytes` and a page as records need it.
 
     Args:
         ledger: books everything. Its budget caps the tiers; without a disk budget there is no disk tier.
@@ -71,8 +71,9 @@ def open_tiers(
         traffic: the class that submits jobs.
 
     Raises:
-        TierCapacityError: the rings do not fit the device budget, or the file does not fit its budget or disk.
-        ValueError: sizes that do not work, a pinner that is not there, or a `disk_path` that is in use.
+        OSError: no file can be made in `disk_path` any more.
+        TierCapacityError: the rings do not fit the budget.
+        ValueError: sizes that do not work, or a pinner that is not there.
     """
     device = pick_device(device)
     pin = pick_pinner(pinner, device).allocate
@@ -140,6 +141,19 @@ def open_tiers(
         )
 
 
+def check_disk(budget: MemoryBudget) -> None:
+    """See whether there can be the disk tier that `budget` has, if any: a file is made and closed again.
+
+    Raises:
+        OSError: no file can be made in `disk_path`.
+        TierCapacityError: the disk has not as many bytes free.
+    """
+    cap = budget.cap(Tier.DISK)
+    if cap and budget.disk_path is not None:
+        with told_by_tier(Tier.DISK), closing(RecordFile(budget.disk_path)) as file:
+            file.check_free(cap)
+
+
 def _transport_for(device: torch.device) -> Transport:
     if device.type != "cuda":
         return ThreadTransport()
@@ -184,22 +198,10 @@ def _ring(
 
 def _spill_file(ledger: Ledger, slot_bytes: int, opened: ExitStack) -> SpillFile | None:
     """The disk tier, if the budget has one; it goes when the manager does."""
-    cap, path = ledger.budget.cap(Tier.DISK), ledger.budget.disk_path
-    if not cap or path is None:
+    folder = ledger.budget.disk_path
+    if not ledger.budget.cap(Tier.DISK) or folder is None:
         return None
-    slab_bytes = slot_bytes + UNIT  # room for a record of a whole staging slot and its header
-    nbytes = cap // slab_bytes * slab_bytes
-    if not nbytes:
-        raise TierCapacityError(slab_bytes, cap, Tier.DISK, "the file takes whole slabs: lower slot_bytes")
-    path = Path(path)
-    if path.is_dir():
-        path = path / f"tiered-{os.getpid()}-{id(ledger):x}.spill"
-    grow, shrink = _booking(ledger, Tier.DISK)
-    grow(nbytes)
-    opened.callback(shrink, nbytes)
-    try:
-        spill = SpillFile(path, nbytes, slab_bytes)
-    except ArenaFullError as error:
-        raise TierCapacityError(error.needed, error.available, Tier.DISK, KNOBS[Tier.DISK]) from error
-    opened.callback(spill.close, delete=True)
+    # A slab has room for a record of a whole staging slot and its header.
+    spill = SpillFile(folder, slot_bytes + UNIT, *_booking(ledger, Tier.DISK))
+    opened.callback(spill.close)
     return spill

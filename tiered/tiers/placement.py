@@ -57,6 +57,8 @@ class Placement:
                     self.move_down(victim, tier)
                 except TierCapacityError as below:
                     # The clean ones went first, so every other victim would need room below as well.
+                    if self._spill is not None and below.tier is Tier.DISK:
+                        raise  # no tier is left, and what the disk says is what helps
                     raise full from below
                 try:
                     return self.rooms.take(tier, entry)

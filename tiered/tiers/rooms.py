@@ -17,7 +17,7 @@ from tiered.tiers.record_book import Entry
 KNOBS = {
     Tier.DEVICE: "raise memory=MemoryBudget(device=…), or keep fewer records on the device",
     Tier.HOST: "raise memory=MemoryBudget(host=…), or give a disk tier to spill to: MemoryBudget(disk=…, disk_path=…)",
-    Tier.DISK: "raise memory=MemoryBudget(disk=…), or put disk_path on a larger file system",
+    Tier.DISK: "raise memory=MemoryBudget(disk=…, disk_path=…)",
 }
 
 
@@ -79,7 +79,7 @@ class Rooms:
         nbytes = entry.form.nbytes
         if tier not in self._storages:
             raise TierCapacityError(nbytes, 0, tier, KNOBS[tier])
-        with _told_by_tier(tier):
+        with told_by_tier(tier):
             room = self._storages[tier].place(nbytes)
         self._ledger.rebook(Account.SPARE, Account(entry.key.feature), nbytes, tier)
         self._taken[tier] += nbytes
@@ -90,7 +90,7 @@ class Rooms:
         storage = self._storages.get(tier)
         if not isinstance(storage, Arena):
             raise ValueError(f"only memory can be reserved, in the device or host tier; not in {tier}")
-        with _told_by_tier(tier):
+        with told_by_tier(tier):
             storage.reserve(nbytes)
 
     def give_back(self, tier: Tier, entry: Entry, room: Room) -> None:
@@ -111,11 +111,11 @@ class Rooms:
 
 
 @contextmanager
-def _told_by_tier(tier: Tier) -> Iterator[None]:
+def told_by_tier(tier: Tier) -> Iterator[None]:
     """What a storage lacks, as the error of the public contract."""
     try:
         yield
     except ArenaFullError as error:
-        raise TierCapacityError(error.needed, error.available, tier, KNOBS[tier]) from error
+        raise TierCapacityError(error.needed, error.available, tier, error.hint or KNOBS[tier]) from error
     except PinError as error:
         raise TierCapacityError(error.needed, 0, tier, str(error)) from error
