@@ -10,6 +10,7 @@ from step_cost import VOCABULARY, random_model
 
 import tiered
 from tiered.features import Account, Tier
+from tiered.models.presets import read_preset
 from tiered.policies.none import NoCache
 
 BLOCK = 32
@@ -48,10 +49,10 @@ def memory(runtime: tiered.Runtime, quick: bool) -> dict[str, Any]:
         "random": measured_bytes(tiered.Runtime(model, policy=NoCache()), prompt),
         "embedded": measured_bytes(runtime, torch.randint(0, 100, (1, 2048 - 2 * BLOCK))),
     }
-    plans = {}
+    plans, llada = {}, read_preset("llada-8b") | {"max_sequence_length": 32768}
     for context in (4096, 16384, 32768):
         dual, polestar = (
-            tiered.plan("llada-8b", context=context, block_length=BLOCK, policy=name)
+            tiered.plan(llada, context=context, block_length=BLOCK, policy=name)
             for name in ("fast_dllm_dual", "polestar")
         )
         device, host = (polestar.tiers[tier].accounts for tier in (Tier.DEVICE, Tier.HOST))

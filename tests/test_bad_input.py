@@ -29,6 +29,7 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 Q_PROJ = "model.transformer.blocks.0.q_proj.weight"
 WTE = "model.transformer.wte.weight"
 NAN, INF = math.nan, math.inf
+BRACKETS = 10**5 * "["
 
 Damage = Callable[[Path], object]
 
@@ -85,21 +86,43 @@ def cut(file: str, size: int) -> Damage:
     return lambda directory: (directory / file).write_bytes((directory / file).read_bytes()[:size])
 
 
+def folder(name: str) -> Damage:
+    """A folder called `name`."""
+    return lambda directory: (directory / name).mkdir()
+
+
+def together(*damages: Damage) -> Damage:
+    """One after the other."""
+    return lambda directory: [damage(directory) for damage in damages]
+
+
 BAD_CHECKPOINTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
     "missing shard": (removed(SECOND), FileNotFoundError, ["1 of 2 shards", SECOND]),
     "all shards missing": (removed(FIRST, SECOND), ValueError, ["no complete checkpoint", "*.safetensors"]),
     "shard is a directory": (
-        written(INDEX, json.dumps({"weight_map": {WTE: "."}})), FileNotFoundError, ["1 of 1 shards"],
+        together(removed(SECOND), folder(SECOND)), FileNotFoundError, ["1 of 2 shards", SECOND],
     ),
+    "single file is a directory": (
+        together(removed(INDEX), folder("model.safetensors")), ValueError, ["model.safetensors is no file"],
+    ),
+    **{
+        f"index names {name!r}": (
+            written(INDEX, json.dumps({"weight_map": {WTE: FIRST, Q_PROJ: name}})),
+            ValueError, [INDEX, repr(name), "in the same folder"],
+        )
+        for name in ("../out.safetensors", "/out.safetensors", f"./{SECOND}", "sub/x.safetensors", "..", ".", "")
+    },
     "truncated data": (cut(SECOND, -100), ValueError, [SECOND, "truncated"]),
     "truncated header": (cut(FIRST, 100), ValueError, [FIRST, "truncated"]),
     "empty shard": (cut(FIRST, 0), ValueError, [FIRST, "truncated"]),
-    "index of no JSON": (written(INDEX, "{"), ValueError, [INDEX, "damaged", "weight_map"]),
+    "index of no JSON": (written(INDEX, "{"), ValueError, [INDEX, "damaged", "no JSON"]),
+    "index of brackets": (written(INDEX, BRACKETS), ValueError, [INDEX, "damaged", "nested too deeply"]),
     "index without map": (written(INDEX, "{}"), ValueError, [INDEX, "damaged", "weight_map"]),
-    "index is a list": (written(INDEX, "[]"), ValueError, [INDEX, "damaged", "weight_map"]),
+    "index is a list": (written(INDEX, "[]"), ValueError, [INDEX, "damaged", "not list"]),
+    "map of nothing": (written(INDEX, '{"weight_map": {}}'), ValueError, [INDEX, "damaged", "weight_map"]),
     "map is a number": (written(INDEX, '{"weight_map": 1}'), ValueError, [INDEX, "damaged", "weight_map"]),
     "map to numbers": (written(INDEX, '{"weight_map": {"a": 1}}'), ValueError, [INDEX, "damaged", "weight_map"]),
-    "index of no text": (written(INDEX, b"\xff\xfe\x00"), ValueError, [INDEX, "damaged", "weight_map"]),
+    "index of no text": (written(INDEX, b"\xff\xfe\x00"), ValueError, [INDEX, "damaged", "no JSON"]),
     "neither index nor single file": (removed(INDEX), FileNotFoundError, ["model.safetensors", INDEX]),
     "integer weight": (
         weights({Q_PROJ: torch.zeros(32, 32, dtype=torch.long)}),
@@ -153,29 +176,45 @@ BAD_CHECKPOINTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
     "no config": (removed("config.json"), ValueError, ["no complete checkpoint", "config.json"]),
     "config of no JSON": (written("config.json", "{'a': 1}"), ValueError, ["config.json is damaged"]),
     "config of no text": (written("config.json", b"\xff\xfe\x00"), ValueError, ["config.json is damaged"]),
+    "config of brackets": (written("config.json", BRACKETS), ValueError, ["config.json", "nested too deeply"]),
     "config is a list": (written("config.json", "[]"), ValueError, ["config.json is damaged", "not list"]),
     "alibi": (config(alibi=True), ValueError, ["alibi = True (allowed: False)", "LLaDA"]),
     "two unsupported": (
         config(rope=False, activation_type="gelu"), ValueError,
         ["rope = False (allowed: True)", "activation_type = 'gelu' (allowed: 'silu')"],
     ),
-    "size absent": (config(d_model=...), ValueError, ["'d_model'"]),
-    "size of zero": (config(n_layers=0), ValueError, ["n_layers = 0", "positive integer"]),
-    "size as text": (config(n_layers="2"), ValueError, ["n_layers = '2'", "positive integer"]),
-    "odd heads": (config(n_heads=3), ValueError, ["d_model = 32", "n_heads = 3"]),
-    "odd key heads": (config(n_kv_heads=3), ValueError, ["n_heads = 4", "n_kv_heads = 3"]),
     "no mask token": (config(mask_token_id=...), ValueError, ["mask_token_id = None", "[0, 128)"]),
     "mask token outside": (config(mask_token_id=128), ValueError, ["mask_token_id = 128", "[0, 128)"]),
     "end token of another kind": (config(eos_token_id=[0]), ValueError, ["eos_token_id = [0]", "[0, 128)"]),
-    "no epsilon": (config(rms_norm_eps=0), ValueError, ["rms_norm_eps = 0", "positive number"]),
     "theta as text": (config(rope_theta="1e4"), ValueError, ["rope_theta = '1e4'", "positive number"]),
-    "dtype": (config(torch_dtype="int8"), ValueError, ["torch_dtype = 'int8'", "float32, bfloat16, float16"]),
-    "tokenizer of no JSON": (written("tokenizer.json", "{"), ValueError, ["the tokenizer in", "cannot be read"]),
-    "tokenizer of nothing": (written("tokenizer.json", "{}"), ValueError, ["the tokenizer in", "cannot be read"]),
+    "more layers than any model": (config(n_layers=10**6), ValueError, ["n_layers = 1000000", "up to 1024"]),
+    "a scaled rotation": (config(rope_scaling={"type": "yarn"}), ValueError, ["rope_scaling", "'yarn'"]),
+    **{
+        f"tokenizer {what}": (written(file, content), ValueError, ["the tokenizer in", "cannot be read", f"its {file}"])
+        for what, file, content in (
+            ("of no JSON", "tokenizer.json", "{"),
+            ("of nothing", "tokenizer.json", "{}"),
+            ("of brackets", "tokenizer.json", BRACKETS),
+            ("of an unknown kind", "tokenizer_config.json", '{"tokenizer_class": 5}'),
+            ("of an end that is no token", "tokenizer_config.json", '{"eos_token": {"a": 5}}'),
+        )
+    },
     "tokenizer settings of no JSON": (
-        written("tokenizer_config.json", "["), ValueError, ["the tokenizer in", "cannot be read"],
+        written("tokenizer_config.json", "["), ValueError, ["tokenizer_config.json is damaged", "no JSON"],
+    ),
+    "tokenizer settings of brackets": (
+        written("tokenizer_config.json", BRACKETS), ValueError, ["tokenizer_config.json", "nested too deeply"],
+    ),
+    "tokenizer of a larger model": (
+        config(vocab_size=100, mask_token_id=99, eos_token_id=98, pad_token_id=97),
+        ValueError, ["the tokenizer in", "up to 110", "[0, 100)"],
     ),
 }  # fmt: skip
+
+
+def files_of(directory: Path) -> dict[str, bytes | None]:
+    """Every name beside and below `directory`, with what its file holds."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in directory.parent.rglob("*")}
 
 
 @pytest.fixture
@@ -193,8 +232,10 @@ def test_bad_checkpoint(
 ):
     directory = write_checkpoint(shards=2, tokenizer=True)
     damage(directory)
+    before = files_of(directory)
     message = complaint(error, lambda: tiered.from_pretrained(directory))
     assert [fragment for fragment in fragments if fragment not in message] == [], message
+    assert files_of(directory) == before
 
 
 def test_the_checkpoint_is_good_before_the_damage(write_checkpoint: Callable[..., Path], nothing_loads: None):
@@ -327,6 +368,11 @@ def test_the_call_is_good_before_the_damage(runtime: Runtime, inputs: Any):
         (IDS, torch.tensor([[0.0, NAN, 1], [1, 1, 1]]), ValueError, ["attention_mask", "0 (padding) and 1 (token)"]),
         (IDS, torch.tensor([[0, 1, 1], [0, 0, 0]]), ValueError, ["prompts [1] are empty", "attention_mask"]),
         (IDS, [[1, 1, 1], [1, 1, 1]], TypeError, ["attention_mask", "list"]),
+        (IDS.to("meta"), None, ValueError, ["ids", "meta", "a dense one with values"]),
+        (IDS.to_sparse(), None, ValueError, ["ids", "torch.sparse_coo"]),
+        (torch.nested.nested_tensor([IDS, IDS], layout=torch.jagged), None, ValueError, ["ids", "nested"]),
+        (IDS, torch.ones(2, 3, device="meta"), ValueError, ["attention_mask", "meta"]),
+        (IDS, torch.ones(2, 3).to_sparse(), ValueError, ["attention_mask", "torch.sparse_coo"]),
     ],
 )
 def test_bad_ids(runtime: Runtime, inputs: Tensor, mask: Any, error: type[Exception], fragments: list[str]):
@@ -348,6 +394,8 @@ def test_bad_ids(runtime: Runtime, inputs: Tensor, mask: Any, error: type[Except
         ([{"role": "user"}], TypeError, ["'role' and 'content'", "{'role': 'user'}"]),
         ([CHAT, [{"content": "copy: Ada"}]], TypeError, ["'role' and 'content'", "{'content': 'copy: Ada'}"]),
         ({"role": "user", "content": "copy: Ada"}, TypeError, ["chat messages", "dict"]),
+        (["copy: Ada", "copy: \ud83d"], ValueError, ["'\\ud83d' at character 6", "surrogate", "'copy: \\ud83d'"]),
+        ([{"role": "user", "content": "\udcff"}], ValueError, ["'\\udcff' at character 8", "surrogate"]),
         (None, TypeError, ["LongTensor", "NoneType"]),
         (7, TypeError, ["LongTensor", "int"]),
     ],
@@ -464,6 +512,9 @@ def test_bad_number(runtime: Runtime, option: str, value: Any, error: type[Excep
         ({"generation_config": {5: 8}}, ValueError, ["option 5", "allowed:"]),
         ({"generation_config": {"mask_token_id": 5}}, ValueError, ["mask_token_id = 5", "127"]),
         ({"generation_config": {"threshold": 2}}, ValueError, ["confidence_threshold = 2", "from 0 to 1"]),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, ValueError, ["min_new_tokens = 9", "max_new_tokens = 8"]),
+        ({"min_length": 129}, ValueError, ["min_new_tokens = 129", "max_new_tokens = 128"]),
+        ({"inspector": "x"}, TypeError, ["device_bytes and after_forward", "'x'"]),
         ({"streamer": 5}, TypeError, ["put and end", "5"]),
         ({"streamer": [].append}, TypeError, ["put and end", "append"]),
     ],

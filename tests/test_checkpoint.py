@@ -43,6 +43,17 @@ def test_every_layout_gives_the_same_weights(
     assert all(torch.equal(found[name], weight) for name, weight in tiny_weights.items())
 
 
+def test_files_may_be_links_out_of_the_folder(
+    write_checkpoint: Callable[..., Path], tiny_weights: Mapping[str, Tensor], tmp_path: Path
+):
+    # As in Hugging Face's cache, where a snapshot is links to ../../blobs.
+    directory = write_checkpoint(shards=2)
+    for number, file in enumerate([*directory.iterdir()]):
+        file.symlink_to(file.rename(tmp_path / f"blob-{number}"))
+    found = weights_of(loaded(directory))
+    assert all(torch.equal(found[name], weight) for name, weight in tiny_weights.items())
+
+
 def test_a_tied_head_is_the_embedding(
     write_checkpoint: Callable[..., Path], tiny_config: Mapping[str, Any], tiny_weights: Mapping[str, Tensor]
 ):

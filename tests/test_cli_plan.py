@@ -27,8 +27,8 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plan_prints_the_card(capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "llada-8b", "--context", "32768", "--memory", "24GiB"]) == 0
-    assert capsys.readouterr().out == f"{plan('llada-8b', context=32768, memory='24GiB')}\n"
+    assert main(["plan", "llada-8b", "--context", "4096", "--memory", "16GiB"]) == 0
+    assert capsys.readouterr().out == f"{plan('llada-8b', context=4096, memory='16GiB')}\n"
 
 
 def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]):
@@ -55,6 +55,7 @@ def test_what_does_not_fit_is_no_error(capsys: pytest.CaptureFixture[str]):
     [
         (["llada-9b", "--context", "64"], "did you mean 'llada-8b'"),
         (["llada-8b", "--context", "0"], "context = 0"),
+        (["llada-8b", "--context", "32768"], "context = 32768 positions; the model was made for 4096 ("),
         (["llada-8b", "--context", "64", "--memory", "lots"], "'lots'"),
         (["llada-8b", "--context", "64", "--policy", "lru"], "unknown policy 'lru'"),
         (["llada-8b", "--context", "64", "--policy-option", "window"], "'window'; NAME=VALUE is allowed"),

@@ -1,10 +1,13 @@
 """What each family reads out of config.json: sizes, the table of weights, and what it refuses."""
 
+import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from tiered.models.config_fields import ModelConfig
 from tiered.models.families import FAMILIES, Family, family_of
 from tiered.models.shape import ModelShape
 
@@ -17,6 +20,9 @@ LLADA: Mapping[str, Any] = {
     "vocab_size": 64,
     "max_sequence_length": 128,
     "torch_dtype": "bfloat16",
+    "mask_token_id": 63,
+    "eos_token_id": 62,
+    "pad_token_id": 62,
 }
 DREAM: Mapping[str, Any] = {
     "model_type": "Dream",
@@ -28,6 +34,9 @@ DREAM: Mapping[str, Any] = {
     "vocab_size": 64,
     "max_position_embeddings": 128,
     "torch_dtype": "bfloat16",
+    "mask_token_id": 63,
+    "eos_token_id": 62,
+    "pad_token_id": 62,
 }
 GIDD: Mapping[str, Any] = {
     "model_type": "gidd",
@@ -43,13 +52,19 @@ GIDD: Mapping[str, Any] = {
     "noise_type": 1000.0,
     "torch_dtype": "float32",
 }
+INF, NAN = math.inf, math.nan
 CONFIGS = {"llada": LLADA, "Dream": DREAM, "gidd": GIDD}
+
+
+def read(config: Mapping[str, Any], **changes: Any) -> ModelConfig:
+    """What is read of `config` with other values; `...` takes a key out."""
+    changed = {key: value for key, value in {**config, **changes}.items() if value is not ...}
+    return family_of(changed).read(changed)
 
 
 def shape_of(config: Mapping[str, Any], **changes: Any) -> ModelShape:
     """The shape of `config` with other values; `...` takes a key out."""
-    changed = {key: value for key, value in {**config, **changes}.items() if value is not ...}
-    return family_of(changed).shape(changed)
+    return read(config, **changes).shape
 
 
 # The official names, with the tensors of layer 1 for all layers.
@@ -157,6 +172,44 @@ def test_defaults_and_variants(config: Mapping[str, Any], changes: dict[str, Any
     assert {name: getattr(shape, name) for name in expected} == expected
 
 
+YARN = {"type": "yarn", "factor": 4.0}
+# Set, and still as good as absent: null, off, or what the forward does anyway.
+INERT: Mapping[str, Any] = {
+    "rope_scaling": {"rope_type": "default"},
+    "rope_parameters": None,
+    "rms_norm_eps": None,
+    "quantization_config": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "use_mrope": False,
+    "is_causal": False,
+    "num_experts": 0,
+    "partial_rotary_factor": 1.0,
+    "tie_word_embeddings": False,
+    "weight_tying": None,
+    "attention_dropout": 0.1,
+}
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_what_is_off_changes_nothing(model_type: str):
+    assert read(CONFIGS[model_type], **INERT) == read(CONFIGS[model_type])
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_newer_files_have_the_base_inside_rope_parameters(model_type: str):
+    parameters = {"rope_type": "default", "rope_theta": 5e5}
+    assert read(CONFIGS[model_type], rope_parameters=parameters).rope_theta == 5e5
+
+
+def test_a_width_is_no_window_while_windows_are_off():
+    assert read(DREAM, sliding_window=4096, use_sliding_window=False) == read(DREAM)
+
+
+def in_every_family(changes: dict[str, Any], message: str) -> list[tuple[Mapping[str, Any], dict[str, Any], str]]:
+    return [(config, changes, message) for config in CONFIGS.values()]
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "gone"),
     [
@@ -194,15 +247,57 @@ def test_switches_take_tensors_away(config: Mapping[str, Any], changes: dict[str
         (DREAM, {"num_hidden_layers": True}, "num_hidden_layers = True"),
         (DREAM, {"hidden_size": 12}, "hidden_size = 12 must be an even multiple of num_attention_heads = 4"),
         (DREAM, {"num_key_value_heads": 3}, "num_attention_heads = 4 must be a multiple of num_key_value_heads = 3"),
-        (DREAM, {"use_sliding_window": True}, "use_sliding_window = True"),
         (DREAM, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        (DREAM, {"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
         (DREAM, {"torch_dtype": "int8"}, "torch_dtype = 'int8'; allowed: float32, bfloat16, float16"),
         (GIDD, {"head_dim": 16}, "hidden_size = 32 must be num_attention_heads = 4 times an even head_dim, not 16"),
         (GIDD, {"hidden_size": 2, "head_dim": ...}, "hidden_size = 2 must be num_attention_heads = 4"),
         (GIDD, {"hidden_size": 12, "head_dim": ...}, "an even head_dim, not 3"),
-        (GIDD, {"is_causal": True}, "is_causal = True"),
         (GIDD, {"noise_type": "uniform"}, "noise_type = 'uniform'"),
+        # Sizes that no model has, before anything grows with them.
+        (LLADA, {"n_layers": 10**6}, "n_layers = 1000000; a positive integer up to 1024"),
+        (DREAM, {"num_hidden_layers": 1025}, "num_hidden_layers = 1025"),
+        (GIDD, {"num_hidden_layers": 1025}, "num_hidden_layers = 1025"),
+        (LLADA, {"embedding_size": 1e30}, r"embedding_size = 1e\+30; a positive integer up to 16777216"),
+        (LLADA, {"embedding_size": 10**30}, "embedding_size = 1000"),
+        (LLADA, {"vocab_size": 10**12}, "vocab_size = 1000000000000"),
+        (LLADA, {"vocab_size": 65, "embedding_size": 64}, "embedding_size = 64 must be at least vocab_size = 65"),
+        (LLADA, {"mlp_hidden_size": ..., "mlp_ratio": 2**23}, "mlp_hidden_size = 268435456"),
+        (DREAM, {"intermediate_size": 2**24 + 1}, "intermediate_size = 16777217"),
+        (GIDD, {"max_position_embeddings": 10**9}, "max_position_embeddings = 1000000000"),
+        # Switches of other models.
+        *in_every_family({"rope_scaling": YARN}, "rope_scaling = .*'yarn'.* 'default'}"),
+        *in_every_family({"rope_scaling": "yarn"}, "rope_scaling = 'yarn'"),
+        *in_every_family({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "rope_parameters = .*factor"),
+        *in_every_family({"quantization_config": {"quant_method": "awq"}}, "quantization_config = .*awq"),
+        *in_every_family({"use_sliding_window": True}, r"use_sliding_window = True \(allowed: False\)"),
+        *in_every_family({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        *in_every_family({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        *in_every_family({"num_experts": 64}, "num_experts = 64"),
+        *in_every_family({"is_causal": True}, "is_causal = True"),
+        *((config, {"sliding_window": 4096}, "sliding_window = 4096") for config in (LLADA, GIDD)),
+        *((config, {"mlp_bias": True}, "mlp_bias = True") for config in (LLADA, DREAM)),
+        *((config, {"use_qk_norm": True}, "use_qk_norm = True") for config in (LLADA, DREAM)),
+        *((config, {"weight_tying": True}, "weight_tying = True") for config in (DREAM, GIDD)),
+        (LLADA, {"attention_bias": True}, "attention_bias = True"),
+        (LLADA, {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+        (DREAM, {"attention_bias": False}, "attention_bias = False"),
+        (LLADA, {"weight_tying": "false"}, "weight_tying = 'false'; true or false"),
+        (DREAM, {"tie_word_embeddings": 0}, "tie_word_embeddings = 0; true or false"),
+        # Numbers that float32 cannot compute with.
+        *(
+            row
+            for key in ("rope_theta", "rms_norm_eps")
+            for value in (INF, NAN, 0, -1.0, 1e39, 1e-300)
+            for row in in_every_family({key: value}, f"{key} = {re.escape(repr(value))}; a positive number")
+        ),
+        *in_every_family({"rope_parameters": {"rope_theta": INF}}, "rope_theta = inf"),
+        (GIDD, {"head_scaling": INF}, "head_scaling = inf"),
+        (GIDD, {"attn_soft_cap": NAN}, "attn_soft_cap = nan"),
+        (GIDD, {"noise_type": INF}, "noise_type = inf"),
+        (GIDD, {"min_log_snr": -1e308}, r"min_log_snr = -1e\+308; a finite number from -30 to 30"),
+        (GIDD, {"max_log_snr": 31}, "max_log_snr = 31"),
+        # An answer could not end.
+        *in_every_family({"mask_token_id": 5, "eos_token_id": 5}, "mask_token_id = 5 is the eos_token_id too"),
     ],
 )
 def test_a_bad_config_is_named(config: Mapping[str, Any], changes: dict[str, Any], message: str):
@@ -226,6 +321,6 @@ def test_a_foreign_model_type_is_named(config: dict[str, Any], message: str):
 
 def test_a_loader_is_resolved_when_it_is_wanted():
     assert FAMILIES["llada"].resolve_loader().__name__ == "LLaDA"
-    assert Family(name="any", shape=FAMILIES["llada"].shape, loader="fractions:Fraction").resolve_loader()(1, 2) == 0.5
+    assert Family(name="any", read=FAMILIES["llada"].read, loader="fractions:Fraction").resolve_loader()(1, 2) == 0.5
     with pytest.raises(ValueError, match="Nothing can be planned, but not loaded yet; loadable: LLaDA"):
-        Family(name="Nothing", shape=FAMILIES["llada"].shape).resolve_loader()
+        Family(name="Nothing", read=FAMILIES["llada"].read).resolve_loader()

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import tiered
@@ -16,7 +17,8 @@ from tiered.budget import MemoryBudget
 from tiered.byte_size import format_bytes
 from tiered.errors import TierCapacityError
 from tiered.features import Account, Tier
-from tiered.models.presets import PRESETS
+from tiered.models.config_source import read_config
+from tiered.models.presets import PRESETS, read_preset
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.call_sizes import CallSizes
 from tiered.planning.card import format_count
@@ -33,6 +35,18 @@ NOTHING = Tier.HOST, Tier.DISK
 
 
 DUAL = "fast_dllm_dual"
+MANY = 2**24  # positions: as many as a config.json may have
+# A plan takes the config that would be loaded; a context beyond the model's own needs one that allows it.
+LONG_LLADA = {**read_preset("llada-8b"), "max_sequence_length": MANY, "_name_or_path": "llada-8b"}
+
+
+def stretched(model: str) -> dict[str, Any]:
+    """The config of `model`, made for many positions."""
+    config = read_config(model)
+    key = "max_sequence_length" if config["model_type"] == "llada" else "max_position_embeddings"
+    return {**config, key: MANY, "_name_or_path": model}
+
+
 KEY_VALUE = (Account.KEY, Account.VALUE)
 
 
@@ -105,13 +119,16 @@ def test_a_policy_comes_by_name_or_as_an_object():
 def test_the_largest_context_fits_and_one_block_more_does_not(
     model: str, context: int, batch: int, block_length: int, percent: int, policy: str
 ):
+    config = stretched(model)
+    assume(config.get("noise_type", -1) < 0 or policy not in ("dkv_greedy", "elastic_cache"))
     options: dict[str, Any] = {"batch": batch, "block_length": block_length, "policy": policy}
-    memory = device_bytes(plan(model, context=context, **options)) * percent // 100
-    largest = plan(model, context=context, memory=memory, **options).largest_context
+    context = max(context, block_length)
+    memory = device_bytes(plan(config, context=context, **options)) * percent // 100
+    largest = plan(config, context=context, memory=memory, **options).largest_context
     assert largest is not None and largest % block_length == 0
     if largest:
-        assert plan(model, context=largest, memory=memory, **options).fits
-    assert not plan(model, context=largest + block_length, memory=memory, **options).fits
+        assert plan(config, context=largest, memory=memory, **options).fits
+    assert not plan(config, context=largest + block_length, memory=memory, **options).fits
 
 
 def test_a_cap_is_met_to_the_byte():
@@ -124,13 +141,13 @@ def test_a_cap_is_met_to_the_byte():
 
 
 def test_without_a_cap_everything_fits():
-    made = plan("llada-8b", context=10**6, policy=DUAL, memory=MemoryBudget(host="1GiB"))
+    made = plan(LONG_LLADA, context=10**6, policy=DUAL, memory=MemoryBudget(host="1GiB"))
     assert made.fits and made.largest_context is None and made.advice == ()
     made.require_fit()
 
 
 def test_require_fit_says_what_is_needed_and_what_to_do():
-    made = plan("llada-8b", context=32768, policy=DUAL, memory=alone("24GiB"))
+    made = plan(LONG_LLADA, context=32768, policy=DUAL, memory=alone("24GiB"))
     with pytest.raises(TierCapacityError) as caught:
         made.require_fit()
     error = caught.value
@@ -189,7 +206,7 @@ ADVISED: dict[str, tuple[dict[str, Any], set[tuple[str, ...]]]] = {
 @pytest.mark.parametrize("case", ADVISED)
 def test_advice_names_every_way_out(case: str):
     arguments, expected = ADVISED[case]
-    assert {tuple(advice.change) for advice in plan("llada-8b", **arguments).advice} == expected
+    assert {tuple(advice.change) for advice in plan(LONG_LLADA, **arguments).advice} == expected
 
 
 def raised_caps(arguments: dict[str, Any], budget: MemoryBudget) -> list[str]:
@@ -207,10 +224,10 @@ def followed(arguments: dict[str, Any], change: Mapping[str, Any]) -> dict[str, 
 @pytest.mark.parametrize("case", ADVISED)
 def test_advice_works_when_followed(case: str):
     arguments, _ = ADVISED[case]
-    made = plan("llada-8b", **arguments)
+    made = plan(LONG_LLADA, **arguments)
     json.dumps(made.as_dict())
     for advice in made.advice:
-        assert plan("llada-8b", **followed(arguments, advice.change)).fits, advice.text
+        assert plan(LONG_LLADA, **followed(arguments, advice.change)).fits, advice.text
         values = [
             size
             for value in advice.change.values()
@@ -222,9 +239,9 @@ def test_advice_works_when_followed(case: str):
 
 def test_advised_sizes_are_the_largest():
     arguments: dict[str, Any] = {"context": 2048, "batch": 16, "memory": alone("20GiB"), "policy": DUAL}
-    sizes = {name: value for advice in plan("llada-8b", **arguments).advice for name, value in advice.change.items()}
-    assert not plan("llada-8b", **{**arguments, "batch": sizes["batch"] + 1}).fits
-    assert not plan("llada-8b", **{**arguments, "context": sizes["context"] + 32}).fits
+    sizes = {name: value for advice in plan(LONG_LLADA, **arguments).advice for name, value in advice.change.items()}
+    assert not plan(LONG_LLADA, **{**arguments, "batch": sizes["batch"] + 1}).fits
+    assert not plan(LONG_LLADA, **{**arguments, "context": sizes["context"] + 32}).fits
     assert sizes["memory"].device - device_bytes(plan("llada-8b", **arguments)) < 2**20
 
 
@@ -272,10 +289,10 @@ def test_disk_is_for_what_exceeds_the_host(policy: str):
 
 def test_the_host_limits_the_context():
     memory = MemoryBudget(host="1GiB")
-    largest = plan("llada-8b", context=4096, policy="polestar", memory=memory).largest_context
+    largest = plan(LONG_LLADA, context=4096, policy="polestar", memory=memory).largest_context
     assert largest
-    assert plan("llada-8b", context=largest, policy="polestar", memory=memory).fits
-    assert not plan("llada-8b", context=largest + 32, policy="polestar", memory=memory).tiers[Tier.HOST].fits
+    assert plan(LONG_LLADA, context=largest, policy="polestar", memory=memory).fits
+    assert not plan(LONG_LLADA, context=largest + 32, policy="polestar", memory=memory).tiers[Tier.HOST].fits
     on_device = plan("llada-8b", context=4096, policy="polestar", hidden_tier="device", memory=memory)
     assert on_device.largest_context is None and on_device.fits
 
@@ -311,9 +328,9 @@ def test_what_would_be_kept_is_what_is_kept(codec: Codec):
 @pytest.mark.parametrize("context", [4096, 16384, 32768])
 def test_hidden_states_cost_the_device_three_percent_of_the_cache(context: int):
     size: dict[str, Any] = {"context": context, "block_length": 32}
-    polestar = plan("llada-8b", policy="polestar", **size)
+    polestar = plan(LONG_LLADA, policy="polestar", **size)
     device, host = (polestar.tiers[tier].accounts for tier in (Tier.DEVICE, Tier.HOST))
-    cache = [plan("llada-8b", policy=DUAL, **size).tiers[Tier.DEVICE].accounts[name] for name in KEY_VALUE]
+    cache = [plan(LONG_LLADA, policy=DUAL, **size).tiers[Tier.DEVICE].accounts[name] for name in KEY_VALUE]
     kept = (*KEY_VALUE, Account.CENTROIDS, Account.STAGING)
     assert sum(cache) < sum(device[name] for name in kept) <= 1.03 * sum(cache)
     assert 0.56 < host[Account.HIDDEN] / (30 * (context - 32) * 4096) <= 0.58
@@ -335,7 +352,7 @@ def test_hidden_states_grow_with_the_sequences_and_are_in_no_total():
 
 
 def test_the_card():
-    made = plan("llada-8b", context=32768, memory=alone("24GiB"), policy=DUAL)
+    made = plan(LONG_LLADA, context=32768, memory=alone("24GiB"), policy=DUAL)
     head, device, host, context, hidden, remarks = str(made).split("\n\n")
     assert head.splitlines() == [
         "llada-8b",
@@ -354,7 +371,7 @@ def test_the_card():
     assert device.endswith(f"cap                  24.00 GiB      25,769,803,776 B   DOES NOT FIT, {over:.2f} GiB over")
     assert context.splitlines() == [
         "KV per token          512.00 KiB",
-        f"largest context     {made.largest_context} tokens   beyond the 4096 that the model was made for",
+        f"largest context     {made.largest_context} tokens",
     ]
     assert [line.split("  ")[0] for line in hidden.splitlines()[:1]] == [
         "if hidden states were kept, as policy polestar does (no part of the totals above)"
@@ -367,7 +384,7 @@ def test_the_card():
         f"  centroids         {centroids}   639 clusters a layer and sequence",
         "  staging rings         2.28 MiB           2,392,064 B   8 slots of nvfp4_delta records",
     ]
-    assert remarks.splitlines()[0].startswith("warning: a context of 32768 is beyond the 4096 positions")
+    assert remarks.splitlines()[0] == "any one of these makes it fit:"
     assert f"  - lower the context to {made.largest_context}" in remarks.splitlines()
 
 
@@ -375,8 +392,9 @@ def test_the_card():
 @pytest.mark.parametrize("policy", [DUAL, "polestar"])
 @pytest.mark.parametrize("memory", [None, "1GiB", "17GiB", MemoryBudget(device="40TiB", host="1GiB")])
 def test_the_card_fits_the_screen(model: str, policy: str, memory: MemoryBudget | str | None):
-    options: dict[str, Any] = {"batch": 3, "memory": memory, "cfg": True, "sampled": True, "policy": policy}
-    made = plan(model, context=1_000_000, **options, refresh_interval=12)
+    cfg = not model.startswith("gidd")
+    options: dict[str, Any] = {"batch": 3, "memory": memory, "cfg": cfg, "sampled": True, "policy": policy}
+    made = plan(stretched(model), context=1_000_000, **options, refresh_interval=12)
     lines = str(made).splitlines()
     assert max(map(len, lines)) <= 100
     assert not [line for line in lines if line != line.rstrip()]
@@ -386,25 +404,16 @@ def test_the_card_fits_the_screen(model: str, policy: str, memory: MemoryBudget 
     assert ("moved to the device" in str(made)) is (made.streams is not None)
 
 
-@pytest.mark.parametrize(
-    ("model", "context", "warnings"),
-    [
-        ("llada-8b", 4096, []),
-        ("llada-8b", 4097, ["beyond the 4096 positions"]),
-        ("dream-7b", 4096, []),
-        ("gidd-unif-3b", 2049, ["beyond the 2048 positions"]),
-    ],
-)
-def test_warnings(model: str, context: int, warnings: list[str]):
-    made = plan(model, context=context)
-    assert len(made.warnings) == len(warnings)
-    assert all(part in warning for part, warning in zip(warnings, made.warnings, strict=True))
-    assert str(made).count("warning: ") == len(warnings)
+def test_the_largest_context_is_one_that_the_model_was_made_for():
+    made = plan("llada-8b", context=1024, memory="40GiB")
+    assert (made.largest_context, made.warnings) == (4096, ())
+    assert "largest context      4096 tokens   all of the 4096 that the model was made for" in str(made).splitlines()
+    assert plan("llada-8b", context=1024, memory="40GiB", block_length=96).largest_context == 42 * 96
 
 
 @pytest.mark.parametrize("memory", [None, "16GiB"])
 def test_as_dict_survives_json(memory: str | None):
-    made = plan("llada-8b", context=32768, policy=DUAL, memory=memory)
+    made = plan(LONG_LLADA, context=32768, policy=DUAL, memory=memory)
     told = json.loads(json.dumps(made.as_dict()))
     assert told["fits"] is made.fits
     assert sum(told["tiers"]["device"]["accounts"].values()) == told["tiers"]["device"]["total"] == device_bytes(made)
@@ -417,8 +426,7 @@ def test_as_dict_survives_json(memory: str | None):
     [({}, "a LLaDA config"), ({"_name_or_path": "acme/tiny"}, "acme/tiny")],
 )
 def test_a_config_is_planned_under_its_own_name(config: dict[str, str], name: str):
-    sizes = {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "max_sequence_length": 64}
-    assert plan({"model_type": "llada", **sizes, **config}, context=64).model == name
+    assert plan({**read_preset("llada-8b"), **config}, context=64).model == name
 
 
 @pytest.mark.parametrize(
@@ -449,11 +457,42 @@ def test_counts(number: int, text: str):
         ({"policy": "fast_dlm_dual"}, ValueError, "did you mean 'fast_dllm_dual'"),
         ({"refresh_intervall": 2}, ValueError, "did you mean 'refresh_interval'"),
         ({"refresh_interval": 0}, ValueError, "refresh_interval = 0"),
+        ({"context": 10, "max_new_tokens": 64}, ValueError, "context = 10 has no room for a prompt and .* = 64"),
+        ({"max_new_tokens": 64}, ValueError, "context = 64 has no room for a prompt and max_new_tokens = 64"),
+        ({"context": 10, "block_length": 11}, ValueError, "context = 10 has no room for block_length = 11"),
+        ({"path_or_config": {**LONG_LLADA, "rope_theta": 0}}, ValueError, "rope_theta = 0; a positive number"),
     ],
 )
 def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], message: str):
     with pytest.raises(error, match=message):
-        plan("llada-8b", **{"context": 64, **arguments})
+        plan(**{"path_or_config": "llada-8b", "context": 64, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("model", "policy", "context", "block_length", "answer", "message"),
+    [
+        ("embedded", "none", 4097, 32, 32, "4097 positions; the model was made for 4096"),
+        ("embedded", "none", 64, 7, 8, "max_new_tokens = 8 is not a multiple of block_length = 7; 7 or 14 would be"),
+        ("embedded-uniform", "dkv_greedy", 64, 32, 32, "must know them before.*'embedded-uniform' knows uniform"),
+        ("embedded-uniform", "elastic_cache", 64, 32, 32, "looks at 16 rows of a block in a step, but any of its 32"),
+        ("embedded-uniform", "none", 64, 32, 32, "masks prompts, which 'embedded-uniform' would take for final text"),
+    ],
+)
+def test_a_plan_refuses_what_generate_refuses(
+    model: str, policy: str, context: int, block_length: int, answer: int, message: str
+):
+    cfg = "masks prompts" in message
+    with pytest.raises(ValueError, match=message):
+        plan(model, policy=policy, context=context, block_length=block_length, max_new_tokens=answer, cfg=cfg)
+    runtime = tiered.from_pretrained(model, policy=policy, device="cpu")
+    ids = torch.zeros(1, context - answer, dtype=torch.long)
+    with pytest.raises(ValueError, match=message):
+        runtime.generate(ids, block_length=block_length, max_new_tokens=answer, cfg_scale=float(cfg))
+
+
+def test_a_block_is_as_long_as_that_of_generate():
+    sizes: list[dict[str, Any]] = [{"context": 64}, {"context": 64, "max_new_tokens": 8}, {"context": 10}]
+    assert [plan("embedded", **size).workload.block_length for size in sizes] == [32, 8, 10]
 
 
 def test_planning_is_imported_without_torch():

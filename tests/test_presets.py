@@ -103,6 +103,7 @@ def test_reading_a_mapping_copies_it():
         ("broken", r"broken.config\.json is damaged, it holds no JSON"),
         ("binary.json", r"binary\.json is damaged, it holds no JSON"),
         ("list.json", r"list\.json is damaged: .* not list"),
+        ("deep.json", r"deep\.json is damaged: its brackets are nested too deeply"),
     ],
 )
 def test_a_config_that_is_not_there_or_damaged(
@@ -114,6 +115,7 @@ def test_a_config_that_is_not_there_or_damaged(
     Path("broken/config.json").write_text('{"n_layers": ')
     Path("binary.json").write_bytes(b"\xff\xfe\x00")
     Path("list.json").write_text("[]")
+    Path("deep.json").write_text(10**5 * '{"a":')
     with pytest.raises(ValueError, match=message):
         read_config(source)
 

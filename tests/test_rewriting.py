@@ -215,6 +215,12 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("uniform", "elastic_cache", {"block_length": 32}, "looks at 16 rows .* block of|looks at 16 rows of a block"),
     ("uniform", "none", {"prior": torch.zeros(1, 31, dtype=torch.long)}, r"\(1, 31\); \(1, 32\)"),
     ("uniform", "none", {"prior": torch.full((1, 32), 512)}, "ids from 512 to 512"),
+    (
+        "uniform",
+        "none",
+        {"prior": torch.zeros(1, 32, dtype=torch.long, device="meta")},
+        "prior is a tensor of the kind meta",
+    ),
     ("uniform", "none", {"tokens_per_step": 0}, "tokens_per_step = 0"),
     ("uniform", "none", {"noise_schedule": "sine"}, "cosine"),
     ("uniform", "none", {"trailing_noise": 80}, "positions; the model was made for 96"),

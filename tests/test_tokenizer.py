@@ -122,21 +122,42 @@ def test_no_tokenizer_where_a_file_is_missing(write: Callable[..., Path], missin
     assert load_tokenizer(write({missing: None})) is None
 
 
+def test_tokenizer_json_needs_no_settings(write: Callable[..., Path]):
+    absent = dict.fromkeys(("vocab.json", "merges.txt", "tokenizer_config.json"))
+    tokenizer = load_tokenizer(write({**absent, "tokenizer.json": fast().to_str()}))
+    assert tokenizer is not None
+    ids = list(tokenizer(TEXT)["input_ids"])
+    assert ids == fast().encode(TEXT).ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT.replace("<|im_end|>", "")
+
+
 @pytest.mark.parametrize(
-    ("files", "settings"),
+    ("files", "settings", "message"),
     [
-        ({"vocab.json": "{"}, {}),
-        ({"vocab.json": "[]"}, {}),
-        ({"merges.txt": "#version: 0.2\nnot in the vocabulary\n"}, {}),
-        ({"tokenizer_config.json": "[]"}, {}),
-        ({}, {"tokenizer_class": "AcmeTokenizer", "auto_map": {"AutoTokenizer": ["acme.AcmeTokenizer", None]}}),
+        ({"vocab.json": "{"}, {}, r"cannot be read, by its vocab\.json:"),
+        ({"vocab.json": "[]"}, {}, r"cannot be read, by its vocab\.json:"),
+        (
+            {"merges.txt": "#version: 0.2\nnot in the vocabulary\n"},
+            {},
+            r"by its merges\.txt or tokenizer_config\.json:",
+        ),
+        ({"added_tokens.json": "{", "tokenizer_config.json": "{}"}, {}, r"by its added_tokens\.json:"),
+        ({"tokenizer_config.json": "[]"}, {}, r"tokenizer_config\.json is damaged: .* not list"),
+        (
+            {},
+            {"tokenizer_class": "AcmeTokenizer", "auto_map": {"AutoTokenizer": ["acme.AcmeTokenizer", None]}},
+            r"'AcmeTokenizer' is code of the repository, which is never run; .* 'PreTrainedTokenizerFast', is allowed",
+        ),
     ],
-    ids=["no JSON", "a list", "merges of nothing", "settings are a list", "code of its own"],
+    ids=["no JSON", "a list", "merges of nothing", "added tokens", "settings are a list", "code of its own"],
 )
-def test_what_cannot_be_read_is_an_error(write: Callable[..., Path], files: dict[str, str | None], settings: Any):
+def test_what_cannot_be_read_is_an_error(
+    write: Callable[..., Path], files: dict[str, str | None], settings: Any, message: str
+):
     directory = write(files, **settings)
-    with pytest.raises(ValueError, match=r"the tokenizer in .* cannot be read"):
+    with pytest.raises(ValueError, match=message) as caught:
         load_tokenizer(directory)
+    assert "trust_remote_code" not in str(caught.value)  # there is no such argument here
 
 
 def test_text_in_and_out(write: Callable[..., Path], tmp_path: Path):

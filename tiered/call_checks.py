@@ -5,9 +5,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tiered.commit.registry import fitting_rules
+from tiered.decoding.observers import Inspector
+from tiered.inputs import check_readable
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
 from tiered.options import GenerationOptions
+from tiered.planning.call_sizes import check_policy
 from tiered.policies.base import Policy
 
 
@@ -19,29 +22,26 @@ def check_call(chosen: GenerationOptions, model: DiffusionModel, policy: Policy,
             f"the commit rule {rule.name!r} follows the noise that models of GIDD are trained on; {name!r} knows masks "
             f"alone, which go with {', '.join(fitting_rules('mask', rewriting=False))}"
         )
-    if policy.needs_order() and chosen.remasking != "random":
-        masks = (
-            "" if model.shape.noise == "mask" else f", and a rule for masks: {name!r} knows {model.shape.noise} noise"
-        )
-        raise ValueError(
-            f"policy {policy.name!r} recomputes the tokens that a step will commit, so it must know them before: "
-            f"remasking = 'random' is allowed, not {chosen.remasking!r}, which decides on the logits{masks}"
-        )
-    seen = policy.logit_rows(chosen.block, chosen.block)
-    if rule.rewrites and seen < chosen.block:
-        raise ValueError(
-            f"policy {policy.name!r} looks at {seen} rows of a block in a step, but any of its {chosen.block} may be "
-            f"rewritten under the commit rule {rule.name!r}: a longer window or shorter blocks are allowed"
-        )
+    check_policy(
+        policy,
+        model.shape,
+        name=name,
+        block_length=chosen.block,
+        guidance=f"cfg_scale = {chosen.cfg_scale}" if chosen.cfg_scale else None,
+        ordered=chosen.remasking == "random",
+        rewrites=rule.rewrites,
+    )
     if chosen.correction_steps and model.shape.noise != "uniform":
         raise ValueError(
             f"correction_steps = {chosen.correction_steps} rewrites tokens, which models of uniform noise can; "
             f"{name!r} knows masks alone, and allows 0"
         )
-    if chosen.cfg_scale and model.shape.noise_masked:
-        raise ValueError(
-            f"cfg_scale = {chosen.cfg_scale} masks prompts, which {name!r} would take for final text; 0 is allowed"
-        )
+
+
+def check_inspector(inspector: object) -> None:
+    """Raise `TypeError` for what is neither an inspector nor None."""
+    if inspector is not None and not isinstance(inspector, Inspector):
+        raise TypeError(f"an inspector has the methods device_bytes and after_forward, not {inspector!r}")
 
 
 def check_prior(prior: Tensor, shape: tuple[int, int], chosen: GenerationOptions, *, vocab_size: int) -> None:
@@ -49,13 +49,15 @@ def check_prior(prior: Tensor, shape: tuple[int, int], chosen: GenerationOptions
 
     Raises:
         TypeError: no LongTensor.
-        ValueError: another shape, ids outside the vocabulary, or a commit rule that fixes tokens once for all.
+        ValueError: no dense tensor with values, another shape, ids outside the vocabulary, or a commit rule that fixes
+            tokens once for all.
     """
     if not isinstance(prior, Tensor) or prior.dtype != torch.long:
         raise TypeError(f"prior is a LongTensor of shape {shape}, not {prior!r}")
     rule = chosen.rule()
     if not rule.rewrites:
         raise ValueError(f"a prior goes with a commit rule that rewrites tokens, not with {rule.name!r}")
+    check_readable("prior", prior)
     if prior.shape != shape:
         raise ValueError(f"prior has the shape {tuple(prior.shape)}; {shape} is allowed")
     least, most = int(prior.min()), int(prior.max())
@@ -79,6 +81,7 @@ def read_noise_mask(
         raise ValueError(f"a noise_mask is for families whose clean tokens see clean ones alone, not {shape.family!r}")
     if not isinstance(noise_mask, Tensor):
         raise TypeError(f"noise_mask is a tensor of size {size}, not {noise_mask!r}")
+    check_readable("noise_mask", noise_mask)
     if noise_mask.shape != size:
         raise ValueError(f"noise_mask has the size {tuple(noise_mask.shape)}; {size} is allowed")
     noisy = noise_mask.to(device) != 0

@@ -13,6 +13,14 @@ def check_integer(name: str, value: object, *, least: int, most: int | None = No
         raise ValueError(f"{name} = {value}; {allowed} is allowed")
 
 
+def check_multiple(name: str, value: int, unit: int, what: str) -> None:
+    """Raise `ValueError` where `value` is no multiple of `unit`, which is `what`."""
+    if value % unit:
+        below, above = value // unit * unit, -(-value // unit) * unit
+        nearest = f"{below} or {above}" if below else str(above)
+        raise ValueError(f"{name} = {value} is not a multiple of {what}; {nearest} would be")
+
+
 def check_switch(name: str, value: object) -> None:
     """Raise `TypeError` where `value` is no bool."""
     if not isinstance(value, bool):

@@ -1,5 +1,6 @@
 """From what a caller passes (text, chats, ids) to prompts that a canvas can hold, with every check on the way."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
+_SURROGATE = re.compile("[\ud800-\udfff]")
 Inputs = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]] | Tensor
 
 
@@ -44,8 +46,8 @@ def read_inputs(
 
     Raises:
         TypeError: another kind of input, or a mask beside text.
-        ValueError: an empty prompt, ids out of range, a mask of another shape, or text without a tokenizer
-            (`tokenizer_missing` says why there is none).
+        ValueError: an empty prompt, text that is no Unicode, ids out of range, a mask of another shape, or text
+            without a tokenizer (`tokenizer_missing` says why there is none).
     """
     if isinstance(inputs, Tensor):
         return _checked(inputs, attention_mask, vocab_size)
@@ -71,16 +73,25 @@ def _encode(inputs: object, tokenizer: PreTrainedTokenizerBase) -> list[list[int
     if not inputs:
         raise ValueError("inputs are empty; at least one prompt is needed")
     if all(isinstance(item, str) for item in inputs):
-        return [list(tokenizer(text)["input_ids"]) for text in inputs]  # type: ignore[arg-type]
-    chats = [inputs] if all(isinstance(item, Mapping) for item in inputs) else list(inputs)
+        return [_ids(str(text), tokenizer) for text in inputs]
+    chats: list[Any] = [inputs] if all(isinstance(item, Mapping) for item in inputs) else list(inputs)
     for chat in chats:
         _check_chat(chat)
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template; pass the prompt as a string")
-    return [
-        list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])  # type: ignore[index]
-        for chat in chats
-    ]
+    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    # The template has written the special tokens.
+    return [_ids(str(text), tokenizer, add_special_tokens=False) for text in texts]
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:
+    lone = _SURROGATE.search(text)
+    if lone:
+        raise ValueError(
+            f"a prompt holds {lone[0]!r} at character {lone.start()}, half of a surrogate pair; text that UTF-8 can "
+            f"write is allowed: {text!r:.80}"
+        )
+    return list(tokenizer(text, **options)["input_ids"])  # type: ignore[arg-type]
 
 
 def _check_chat(chat: object) -> None:
@@ -91,7 +102,15 @@ def _check_chat(chat: object) -> None:
             raise TypeError(f"a chat message is a mapping with 'role' and 'content', not {message!r:.80}")
 
 
+def check_readable(name: str, tensor: Tensor) -> None:
+    """Raise `ValueError` where `tensor`, the argument `name`, has no plain values to look at."""
+    if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
+        kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else str(tensor.layout)
+        raise ValueError(f"{name} is a tensor of the kind {kind}; a dense one with values is allowed")
+
+
 def _checked(ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Prompts:
+    check_readable("ids", ids)
     if ids.dim() != 2 or ids.dtype not in (torch.long, torch.int):
         raise ValueError(f"ids are a LongTensor [batch, length], not {ids.dtype} {list(ids.shape)}")
     if not ids.numel():
@@ -104,6 +123,7 @@ def _checked(ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Pro
         return Prompts(ids=ids.long(), mask=torch.ones_like(ids, dtype=torch.bool))
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask is a tensor of the ids' shape, not {type(attention_mask).__name__}")
+    check_readable("attention_mask", attention_mask)
     if attention_mask.shape != ids.shape:
         raise ValueError(f"attention_mask has shape {list(attention_mask.shape)}; the ids have {list(ids.shape)}")
     if not ((attention_mask == 0) | (attention_mask == 1)).all():

@@ -63,7 +63,7 @@ def from_pretrained(
         raise ValueError(f"dtype = {dtype!r}; allowed: 'auto', {', '.join(map(repr, BYTES_PER_ELEMENT))}")
     with torch.device("meta"):
         model: DiffusionModel = family.resolve_loader().from_config(config)
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory, vocab_size=shape.vocab_size)
     ledger.allocate(
         {Account.WEIGHTS: weight_bytes(shape, dtype_name)},
         hint="raise `memory`, or load the weights in a smaller dtype",

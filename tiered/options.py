@@ -5,13 +5,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tiered.aliases import resolve_aliases
-from tiered.checks import check_integer, check_number, check_switch
+from tiered.checks import check_integer, check_multiple, check_number, check_switch
 from tiered.commit.base import CommitRule
 from tiered.commit.registry import COMMIT_RULES, fitting_rules, make_commit_rule
 from tiered.commit.time_schedule import MOST_STEPS
 from tiered.decoding.sampling_options import CONFIDENCES, Confidence, Sampling
 from tiered.models.noise import Schedule
 from tiered.names import unknown_name
+from tiered.planning.call_sizes import DEFAULT_BLOCK_LENGTH
 
 # Options of `generate` that belong to commit rules; each rule takes some of them.
 COMMIT_OPTIONS = tuple(
@@ -19,7 +20,6 @@ COMMIT_OPTIONS = tuple(
     dict.fromkeys(field.name for rule in COMMIT_RULES.values() for field in fields(rule) if field.name != "parity")
 )
 REMASKING = ("low_confidence", "random")
-DEFAULT_BLOCK_LENGTH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,18 +101,10 @@ class GenerationOptions:
         if self.confidence_temperature is not None:
             check_number("confidence_temperature", self.confidence_temperature, least=0.0)
         rule = self.rule()
-        if self.max_new_tokens % self.block:
-            raise ValueError(
-                f"max_new_tokens = {self.max_new_tokens} is not a multiple of block_length = {self.block}; "
-                f"{_nearest_multiples(self.max_new_tokens, self.block)} would be"
-            )
+        check_multiple("max_new_tokens", self.max_new_tokens, self.block, f"block_length = {self.block}")
         if self.steps is not None:
             check_integer("steps", self.steps, least=1, most=MOST_STEPS if rule.by_time else None)
-            if self.steps % self.blocks:
-                raise ValueError(
-                    f"steps = {self.steps} is not a multiple of the {self.blocks} blocks; "
-                    f"{_nearest_multiples(self.steps, self.blocks)} would be"
-                )
+            check_multiple("steps", self.steps, self.blocks, f"the {self.blocks} blocks")
         if self.block_steps is not None:
             check_integer("block_steps", self.block_steps, least=1)
             if self.steps is not None:
@@ -122,6 +114,10 @@ class GenerationOptions:
                 )
         for name in ("correction_steps", "min_new_tokens", "trailing_noise"):
             check_integer(name, getattr(self, name), least=0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens = {self.min_new_tokens} is more than max_new_tokens = {self.max_new_tokens}"
+            )
         self.sampling()  # checks its own
         check_number("cfg_scale", self.cfg_scale, least=0.0)
         if self.seed is not None:
@@ -223,8 +219,3 @@ class GenerationOptions:
 
 OPTION_NAMES: tuple[str, ...] = tuple(field.name for field in fields(GenerationOptions))
 COMMIT_NAMES: tuple[str, ...] = tuple(COMMIT_RULES)
-
-
-def _nearest_multiples(value: int, unit: int) -> str:
-    below, above = value // unit * unit, -(-value // unit) * unit
-    return f"{below} or {above}" if below else str(above)

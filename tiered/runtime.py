@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tiered.call import CallSpace
-from tiered.call_checks import check_call, check_prior, read_noise_mask
+from tiered.call_checks import check_call, check_inspector, check_prior, read_noise_mask
 from tiered.commit.adaptive import Adaptive
 from tiered.decoding.canvas import Canvas
 from tiered.decoding.denoised import Denoised
@@ -29,6 +29,7 @@ from tiered.offload.device import allocator_peak, restart_allocator_peak
 from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
 from tiered.output import GenerationOutput, Timings
+from tiered.planning.call_sizes import check_positions
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
 from tiered.policies.registry import make_policy
@@ -105,6 +106,7 @@ class Runtime:
             generation_config, options, mask_token_id=self.model.mask_token_id, noise=self.model.shape.noise
         )
         check_call(chosen, self.model, self.policy, name=self.name)
+        check_inspector(inspector)
         prompts = self._read(inputs, attention_mask)
         listener = None if streamer is None else StreamerListener(streamer)
         ids, pads = prompts.packed()
@@ -113,7 +115,7 @@ class Runtime:
         what = f"the prompt's {ids.shape[1]} tokens and max_new_tokens = {chosen.max_new_tokens}"
         if chosen.trailing_noise:
             what += f" and trailing_noise = {chosen.trailing_noise}"
-        self._check_length(length, what)
+        check_positions(self.model.shape, length, f"{what} make")
         if prior is not None:
             check_prior(prior, (batch, behind), chosen, vocab_size=self.model.shape.vocab_size)
         self.ledger.restart_peaks()
@@ -247,7 +249,7 @@ class Runtime:
         if not isinstance(input_ids, Tensor):
             raise TypeError(f"input_ids are a LongTensor [batch, length], not {type(input_ids).__name__}")
         prompts = self._read(input_ids, attention_mask)
-        self._check_length(prompts.ids.shape[1], f"the {prompts.ids.shape[1]} ids")
+        check_positions(self.model.shape, prompts.ids.shape[1], "the ids make")
         return prompts
 
     def _read(self, inputs: Inputs, attention_mask: Tensor | None) -> Prompts:
@@ -260,12 +262,6 @@ class Runtime:
             vocab_size=self.model.shape.vocab_size,
         )
         return Prompts(ids=prompts.ids.to(self.device), mask=prompts.mask.to(self.device))
-
-    def _check_length(self, length: int, what: str) -> None:
-        if length > self.model.shape.max_context:
-            raise ValueError(
-                f"{what} make {length} positions; the model was made for {self.model.shape.max_context} (config.json)"
-            )
 
     def _output(self, prompts: Prompts, denoised: Denoised, seconds: float) -> GenerationOutput:
         def behind_prompts(answers: Tensor) -> Tensor:

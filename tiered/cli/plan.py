@@ -23,7 +23,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_memory_options(parser)
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
     add_policy_options(parser)
-    parser.add_argument("--block-length", type=int, default=32, help="positions of a block (default: %(default)s)")
+    parser.add_argument(
+        "--block-length", type=int, help="positions of a block (default: 32, or the answer's where that is shorter)"
+    )
     parser.add_argument("--max-new-tokens", type=int, help="positions of the answer (default: any number of them)")
     parser.add_argument(
         "--dtype", default="auto", help="float32, bfloat16, float16 or auto (default: the checkpoint's)"

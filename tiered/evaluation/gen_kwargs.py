@@ -9,7 +9,8 @@ from typing import Any
 from tiered.aliases import ALIASES, ALWAYS_NAMES, GIDD_ALIASES, MASK_NAMES, resolve_aliases
 from tiered.checks import check_integer
 from tiered.names import unknown_name
-from tiered.options import DEFAULT_BLOCK_LENGTH, OPTION_NAMES, GenerationOptions
+from tiered.options import OPTION_NAMES, GenerationOptions
+from tiered.planning.call_sizes import DEFAULT_BLOCK_LENGTH
 from tiered.runtime import Runtime
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 safetensors only: no pickle is ever opened.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tiered.models.base import DiffusionModel
+from tiered.models.config_source import read_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -34,8 +34,9 @@ def load_weights(model: DiffusionModel, directory: Path, *, dtype: torch.dtype, 
 
     Raises:
         FileNotFoundError: no weights, or a shard that the index names is missing.
-        ValueError: a file that cannot be read (truncated, not safetensors), or weights that are missing, unexpected,
-            of another shape, or of a dtype that is no floating-point weight's; names every one, before any is loaded.
+        ValueError: a file that cannot be read (truncated, not safetensors), an index that names files elsewhere, or
+            weights that are missing, unexpected, of another shape, or of a dtype that is no floating-point weight's;
+            names every one, before any is loaded.
     """
     found = _read_headers(_shards(directory))
     _check(found, model.shape.weight_shapes)
@@ -53,16 +54,22 @@ def load_weights(model: DiffusionModel, directory: Path, *, dtype: torch.dtype, 
 
 
 def _shards(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint."""
-    index = directory / INDEX_FILE
+    """The safetensors files of a checkpoint. A file may be a link, as in Hugging Face's cache; a name is no way out."""
+    index, single = directory / INDEX_FILE, directory / SINGLE_FILE
     if not index.exists():
-        if not (directory / SINGLE_FILE).exists():
+        if not single.exists():
             raise FileNotFoundError(f"no weights in {directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
-        return [directory / SINGLE_FILE]
-    try:
-        files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} is damaged: it has no readable 'weight_map' ({error})") from error
+        if not single.is_file():
+            raise ValueError(f"{single} is no file")
+        return [single]
+    by_weight = read_object(index).get("weight_map")
+    names = list(by_weight.values()) if isinstance(by_weight, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{index} is damaged: its 'weight_map' is no object of weights and names of files")
+    elsewhere = [name for name in names if name in ("", "..") or name != Path(name).name]
+    if elsewhere:
+        raise ValueError(f"{index} names {elsewhere[0]!r}; the name of a file in the same folder is allowed")
+    files = [directory / name for name in sorted(set(names))]
     absent = [file.name for file in files if not file.is_file()]
     if absent:
         raise FileNotFoundError(f"{len(absent)} of {len(files)} shards are missing in {directory}: {', '.join(absent)}")
@@ -79,7 +86,7 @@ def _read_headers(files: list[Path]) -> dict[str, _Weight]:
                         raise ValueError(f"weight {name} is in two files: {found[name].file.name} and {file.name}")
                     entry = shard.get_slice(name)
                     found[name] = _Weight(file, tuple(entry.get_shape()), entry.get_dtype())
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} cannot be read as safetensors (truncated or damaged): {error}") from error
     return found
 

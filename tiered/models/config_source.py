@@ -29,12 +29,12 @@ def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"a config is a name, a path or a mapping, not {source!r}")
     path = Path(os.path.expanduser(source))
     if path.is_file():
-        return _parse(path)
+        return read_object(path)
     directory = find_directory(source)
     if directory is not None:
         if not (directory / "config.json").is_file():
             raise ValueError(f"{str(source)!r} has no config.json in {directory}")
-        return _parse(directory / "config.json")
+        return read_object(directory / "config.json")
     name = str(source)
     if preset_of(name) is not None:
         return read_preset(name)
@@ -45,11 +45,18 @@ def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the file `path` of a checkpoint.
+
+    Raises:
+        ValueError: no text, no JSON, none that can be parsed, or no object; names the file.
+    """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # broken JSON, or bytes that are no text
         raise ValueError(f"{path} is damaged, it holds no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is damaged: a config.json holds an object, not {type(config).__name__}")
-    return config
+    except RecursionError as error:
+        raise ValueError(f"{path} is damaged: its brackets are nested too deeply to be read") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it is to hold an object, not {type(content).__name__}")
+    return content

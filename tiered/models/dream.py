@@ -11,7 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tiered.models.base import DiffusionModel
-from tiered.models.dream_config import DreamConfig, read_dream_config
+from tiered.models.config_fields import ModelConfig
+from tiered.models.dream_config import read_dream_config
 from tiered.models.projection import project
 from tiered.models.rms_norm import RMSNorm
 from tiered.models.rope import Rotary
@@ -22,7 +23,7 @@ _OFFICIAL_PREFIX = "model."
 class DreamAttention(nn.Module):
     """The projections of one layer's attention, under their official names."""
 
-    def __init__(self, config: DreamConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         shape = config.shape
         self.q_proj = nn.Linear(shape.width, shape.width)
@@ -34,7 +35,7 @@ class DreamAttention(nn.Module):
 class DreamMLP(nn.Module):
     """The projections of one layer's MLP, under their official names."""
 
-    def __init__(self, config: DreamConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         shape = config.shape
         self.gate_proj = nn.Linear(shape.width, shape.mlp_width, bias=False)
@@ -45,7 +46,7 @@ class DreamMLP(nn.Module):
 class DreamLayer(nn.Module):
     """The weights of one layer, under their official names."""
 
-    def __init__(self, config: DreamConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.shape.width, config.norm_eps)
         self.self_attn = DreamAttention(config)
@@ -56,7 +57,7 @@ class DreamLayer(nn.Module):
 class Dream(DiffusionModel):
     """See `DiffusionModel`. Construct it under `torch.device("meta")` to take no memory before the weights arrive."""
 
-    def __init__(self, config: DreamConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.shape = shape = config.shape

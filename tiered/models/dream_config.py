@@ -5,35 +5,16 @@ The layout is Qwen2.5's: grouped-query attention with biases on q, k and v alone
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from tiered.models.config_fields import positive_number, token_id
-from tiered.models.shape import ModelShape, checkpoint_dtype, positive, require
+from tiered.models.config_fields import ModelConfig, common_fields, switch
+from tiered.models.shape import MOST_LAYERS, ModelShape, checkpoint_dtype, positive, require
 
 # What the released models use; another value changes the function computed, so it is refused rather than ignored.
 _ALLOWED: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (True,),
     "hidden_act": ("silu",),
-    "rope_scaling": (None,),
-    "use_mrope": (False,),
-    "use_sliding_window": (False,),
+    "weight_tying": (False,),  # in this family `tie_word_embeddings`
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DreamConfig:
-    """What the Dream forward needs beside the sizes.
-
-    `head_tied`: the language-model head is the embedding (`tie_word_embeddings`).
-    """
-
-    shape: ModelShape
-    rope_theta: float
-    norm_eps: float
-    head_tied: bool
-    mask_token_id: int
-    eos_token_id: int
-    pad_token_id: int
 
 
 def dream_shape(config: Mapping[str, object]) -> ModelShape:
@@ -42,11 +23,12 @@ def dream_shape(config: Mapping[str, object]) -> ModelShape:
     Raises:
         ValueError: a size is absent or impossible, or a switch asks for a variant that the family does not have.
     """
-    require(config, _ALLOWED, "Dream")
-    width, layers, heads, mlp_width, vocab_size = (
-        positive(config, key)
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    # As in Qwen2, a window's width means nothing while `use_sliding_window` is off.
+    require({**config, "sliding_window": None}, _ALLOWED, "Dream")
+    width, heads, mlp_width, vocab_size = (
+        positive(config, key) for key in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
     )
+    layers = positive(config, "num_hidden_layers", most=MOST_LAYERS)
     kv_heads = positive(config, "num_key_value_heads", default=heads)
     if width % heads or (width // heads) % 2:
         raise ValueError(
@@ -77,7 +59,7 @@ def dream_shape(config: Mapping[str, object]) -> ModelShape:
         **{f"model.layers.{layer}.{name}": shape for layer in range(layers) for name, shape in block.items()},
         "model.norm.weight": (width,),
     }
-    if not config.get("tie_word_embeddings", False):
+    if not switch(config, "tie_word_embeddings"):
         weights["lm_head.weight"] = (vocab_size, width)
     return ModelShape(
         family="dream",
@@ -96,19 +78,11 @@ def dream_shape(config: Mapping[str, object]) -> ModelShape:
     )
 
 
-def read_dream_config(config: Mapping[str, object]) -> DreamConfig:
+def read_dream_config(config: Mapping[str, object]) -> ModelConfig:
     """`config.json` as the Dream forward reads it.
 
     Raises:
-        ValueError: as `dream_shape`; also a token id outside the vocabulary.
+        ValueError: as `dream_shape` and `common_fields`.
     """
-    shape = dream_shape(config)
-    return DreamConfig(
-        shape=shape,
-        rope_theta=positive_number(config, "rope_theta", 10000.0),
-        norm_eps=positive_number(config, "rms_norm_eps", 1e-6),
-        head_tied=bool(config.get("tie_word_embeddings", False)),
-        mask_token_id=token_id(config, "mask_token_id", shape.vocab_size),
-        eos_token_id=token_id(config, "eos_token_id", shape.vocab_size),
-        pad_token_id=token_id(config, "pad_token_id", shape.vocab_size),
-    )
+    fields = common_fields(config, dream_shape(config), head_tied=switch(config, "tie_word_embeddings"), norm_eps=1e-6)
+    return ModelConfig(**fields)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from tiered.models.dream_config import dream_shape
-from tiered.models.gidd_config import gidd_shape
-from tiered.models.llada_config import llada_shape
+from tiered.models.config_fields import ModelConfig
+from tiered.models.dream_config import read_dream_config
+from tiered.models.gidd_config import read_gidd_config
+from tiered.models.llada_config import read_llada_config
 from tiered.models.shape import ModelShape
 from tiered.names import unknown_name
 
@@ -19,13 +20,21 @@ class Family:
 
     Attributes:
         name: as people write it; for cards and error messages.
-        shape: reads the sizes and the weights' names out of a config.json.
+        read: reads a config.json: sizes, the weights' names, and what else the forward needs.
         loader: where the family's model class is, as "module:name"; None for a family that can be planned, not loaded.
     """
 
     name: str
-    shape: Callable[[Mapping[str, object]], ModelShape]
+    read: Callable[[Mapping[str, object]], ModelConfig]
     loader: str | None = None
+
+    def shape(self, config: Mapping[str, object]) -> ModelShape:
+        """The sizes in `config`, all of which is read: what cannot be loaded cannot be planned.
+
+        Raises:
+            ValueError: anything in it that the forward does not have.
+        """
+        return self.read(config).shape
 
     def resolve_loader(self) -> Any:
         """What `loader` names. Imported here and not before: a plan needs neither the model nor torch.
@@ -42,9 +51,9 @@ class Family:
 # By the `model_type` of config.json.
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "llada": Family(name="LLaDA", shape=llada_shape, loader="tiered.models.llada:LLaDA"),
-        "Dream": Family(name="Dream", shape=dream_shape, loader="tiered.models.dream:Dream"),
-        "gidd": Family(name="GIDD", shape=gidd_shape, loader="tiered.models.gidd:Gidd"),
+        "llada": Family(name="LLaDA", read=read_llada_config, loader="tiered.models.llada:LLaDA"),
+        "Dream": Family(name="Dream", read=read_dream_config, loader="tiered.models.dream:Dream"),
+        "gidd": Family(name="GIDD", read=read_gidd_config, loader="tiered.models.gidd:Gidd"),
     }
 )
 

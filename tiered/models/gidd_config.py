@@ -7,44 +7,38 @@ layer; an MLP without a gate. Absent keys take the defaults of the official `Gid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tiered.models.config_fields import finite_number, positive_number, token_id
-from tiered.models.noise import Noise
-from tiered.models.shape import ModelShape, checkpoint_dtype, positive, require
+from tiered.models.config_fields import ModelConfig, common_fields, finite_number, positive_number, switch
+from tiered.models.noise import MOST_LOG_SNR, Noise
+from tiered.models.shape import MOST_LAYERS, ModelShape, checkpoint_dtype, positive, require
 
 _SCALINGS = ("fan_in", "fan_out")
 _ALLOWED: Mapping[str, tuple[object, ...]] = {
-    "is_causal": (False,),
-    "rope_scaling": (None,),
+    "attention_bias": (False, True),
+    "mlp_bias": (False, True),
+    "use_qk_norm": (False, True),
+    "weight_tying": (False,),  # in this family `tie_word_embeddings`
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GiddConfig:
-    """What the GIDD forward needs beside the sizes.
+class GiddConfig(ModelConfig):
+    """What the GIDD forward needs beside the sizes and what every forward needs.
 
     Attributes:
-        rope_theta, norm_eps: of the rotation and the norms.
         qk_norm: whether queries and keys are normed over the full width.
-        mlp_bias, head_tied: whether the MLP has biases, and the head is the embedding.
+        mlp_bias: whether the MLP has biases.
         residual_scale: of all branches together: each is scaled by it over the number of layers.
         weight_scale: what every projection is multiplied by: a number, or "fan_in" or "fan_out", to the power of −½.
         head_scale: what logits are multiplied by.
         noise: the process that the model was trained on.
     """
 
-    shape: ModelShape
-    rope_theta: float
-    norm_eps: float
     qk_norm: bool
     mlp_bias: bool
-    head_tied: bool
     residual_scale: float
     weight_scale: float | str
     head_scale: float
     noise: Noise
-    mask_token_id: int
-    eos_token_id: int
-    pad_token_id: int
 
 
 def _noise_type(config: Mapping[str, object]) -> float:
@@ -59,10 +53,10 @@ def gidd_shape(config: Mapping[str, object]) -> ModelShape:
         ValueError: a size is absent or impossible, or a switch asks for a variant that the family does not have.
     """
     require(config, _ALLOWED, "GIDD")
-    width, layers, heads, mlp_width, vocab_size = (
-        positive(config, key)
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    width, heads, mlp_width, vocab_size = (
+        positive(config, key) for key in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
     )
+    layers = positive(config, "num_hidden_layers", most=MOST_LAYERS)
     # `max` only so that a width below the number of heads reaches the check, which names both.
     head_dim = positive(config, "head_dim", default=max(width // heads, 1))
     if head_dim * heads != width or head_dim % 2:
@@ -77,18 +71,18 @@ def gidd_shape(config: Mapping[str, object]) -> ModelShape:
         "mlp.up_proj.weight": (mlp_width, width),
         "mlp.down_proj.weight": (width, mlp_width),
     }
-    if config.get("use_qk_norm", True):
+    if switch(config, "use_qk_norm", True):
         block |= {"self_attn.q_norm.weight": (width,), "self_attn.k_norm.weight": (width,)}
-    if config.get("attention_bias", False):
+    if switch(config, "attention_bias"):
         block |= {"self_attn.k_bias": (heads, head_dim), "self_attn.v_bias": (heads, head_dim)}
-    if config.get("mlp_bias", False):
+    if switch(config, "mlp_bias"):
         block |= {"mlp.up_proj.bias": (mlp_width,), "mlp.down_proj.bias": (width,)}
     weights = {
         "model.embed_tokens.weight": (vocab_size, width),
         **{f"model.layers.{layer}.{name}": shape for layer in range(layers) for name, shape in block.items()},
         "model.norm.weight": (width,),
     }
-    if not config.get("tie_word_embeddings", False):
+    if not switch(config, "tie_word_embeddings"):
         weights["lm_head.weight"] = (vocab_size, width)
     return ModelShape(
         family="gidd",
@@ -105,7 +99,7 @@ def gidd_shape(config: Mapping[str, object]) -> ModelShape:
         noise="uniform" if _noise_type(config) > 0 else "mask",
         noise_masked=True,
         soft_cap=positive_number(config, "attn_soft_cap", 30.0),
-        sink_tokens=int(bool(config.get("attention_bias", False))),
+        sink_tokens=int(switch(config, "attention_bias")),
         weight_shapes=weights,
     )
 
@@ -114,23 +108,24 @@ def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
     """`config.json` as the GIDD forward reads it.
 
     Raises:
-        ValueError: as `gidd_shape`; also a number or a token id out of range.
+        ValueError: as `gidd_shape` and `common_fields`; also another number out of range.
     """
     shape = gidd_shape(config)
     scale = config.get("weight_scaling", "fan_in")
     if scale not in _SCALINGS:
         scale = positive_number(config, "weight_scaling", 1.0)
-    mask = token_id(config, "mask_token_id", shape.vocab_size, default=3)
-    low, high = (finite_number(config, key, default) for key, default in (("min_log_snr", -9.0), ("max_log_snr", 9.0)))
+    low, high = (
+        finite_number(config, key, default, most=MOST_LOG_SNR)
+        for key, default in (("min_log_snr", -9.0), ("max_log_snr", 9.0))
+    )
     if not low < high:
         raise ValueError(f"config.json: min_log_snr = {low} must be below max_log_snr = {high}")
+    head_tied = switch(config, "tie_word_embeddings")
+    fields = common_fields(config, shape, head_tied=head_tied, norm_eps=1e-6, tokens=(3, 1, 2))
     return GiddConfig(
-        shape=shape,
-        rope_theta=positive_number(config, "rope_theta", 10000.0),
-        norm_eps=positive_number(config, "rms_norm_eps", 1e-6),
-        qk_norm=bool(config.get("use_qk_norm", True)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        head_tied=bool(config.get("tie_word_embeddings", False)),
+        **fields,
+        qk_norm=switch(config, "use_qk_norm", True),
+        mlp_bias=switch(config, "mlp_bias"),
         residual_scale=positive_number(config, "resid_scale", 4.0),
         weight_scale=scale if isinstance(scale, str) else float(scale),
         head_scale=positive_number(config, "head_scaling", 1.0),
@@ -139,9 +134,6 @@ def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
             min_log_snr=low,
             max_log_snr=high,
             vocab_size=shape.vocab_size,
-            mask_token_id=mask,
+            mask_token_id=fields["mask_token_id"],
         ),
-        mask_token_id=mask,
-        eos_token_id=token_id(config, "eos_token_id", shape.vocab_size, default=1),
-        pad_token_id=token_id(config, "pad_token_id", shape.vocab_size, default=2),
     )

@@ -8,7 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tiered.models.base import DiffusionModel
-from tiered.models.llada_config import LLaDAConfig, read_llada_config
+from tiered.models.config_fields import ModelConfig
+from tiered.models.llada_config import read_llada_config
 from tiered.models.projection import project
 from tiered.models.rms_norm import RMSNorm
 from tiered.models.rope import Rotary
@@ -19,7 +20,7 @@ _OFFICIAL_PREFIX = "model.transformer."
 class LLaDABlock(nn.Module):
     """The weights of one layer, under their official names. `ff_proj` is the gate of the MLP."""
 
-    def __init__(self, config: LLaDAConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         shape = config.shape
         self.attn_norm = RMSNorm(shape.width, config.norm_eps)
@@ -36,7 +37,7 @@ class LLaDABlock(nn.Module):
 class LLaDA(DiffusionModel):
     """See `DiffusionModel`. Construct it under `torch.device("meta")` to take no memory before the weights arrive."""
 
-    def __init__(self, config: LLaDAConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.shape = shape = config.shape

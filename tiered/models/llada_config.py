@@ -1,44 +1,28 @@
 """Books: config.json of the dense LLaDA family (LLaDA-8B, LLaDA-1.5) with its official keys, as sizes and numbers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from tiered.models.config_fields import positive_number, token_id
-from tiered.models.shape import ModelShape, checkpoint_dtype, positive, require
+from tiered.models.config_fields import ModelConfig, common_fields, switch
+from tiered.models.shape import MOST_LAYERS, ModelShape, checkpoint_dtype, positive, require
 
 # What the released models use; another value changes the function computed, so it is refused rather than ignored.
 _ALLOWED: Mapping[str, tuple[object, ...]] = {
     "activation_type": ("silu",),
     "alibi": (False,),
     "attention_layer_norm": (False,),
-    "bias_for_layer_norm": (False, None),
+    "bias_for_layer_norm": (False,),
     "block_group_size": (1,),
     "block_type": ("llama",),
     "include_bias": (False,),
-    "include_qkv_bias": (False, None),
+    "include_qkv_bias": (False,),
     "input_emb_norm": (False,),
     "layer_norm_type": ("rms",),
     "layer_norm_with_affine": (True,),
     "rope": (True,),
     "rope_full_precision": (True,),
     "scale_logits": (False,),
+    "tie_word_embeddings": (False,),  # in this family `weight_tying`
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LLaDAConfig:
-    """What the LLaDA forward needs beside the sizes.
-
-    `head_tied`: the language-model head is the embedding (`weight_tying`).
-    """
-
-    shape: ModelShape
-    rope_theta: float
-    norm_eps: float
-    head_tied: bool
-    mask_token_id: int
-    eos_token_id: int
-    pad_token_id: int
 
 
 def llada_shape(config: Mapping[str, object]) -> ModelShape:
@@ -48,8 +32,9 @@ def llada_shape(config: Mapping[str, object]) -> ModelShape:
         ValueError: a size is absent or impossible, or a switch asks for a variant that the forward does not have.
     """
     require(config, _ALLOWED, "LLaDA")
-    width, layers, heads = (positive(config, key) for key in ("d_model", "n_layers", "n_heads"))
-    kv_heads = positive(config, "n_kv_heads", default=1 if config.get("multi_query_attention") else heads)
+    width, heads = (positive(config, key) for key in ("d_model", "n_heads"))
+    layers = positive(config, "n_layers", most=MOST_LAYERS)
+    kv_heads = positive(config, "n_kv_heads", default=1 if switch(config, "multi_query_attention") else heads)
     if width % heads or (width // heads) % 2:
         raise ValueError(f"config.json: d_model = {width} must be an even multiple of n_heads = {heads}")
     if heads % kv_heads:
@@ -57,7 +42,10 @@ def llada_shape(config: Mapping[str, object]) -> ModelShape:
     head_dim = width // heads
     # `mlp_ratio` is official too, and official code ignores it where `mlp_hidden_size` is set.
     mlp_width = positive(config, "mlp_hidden_size", default=positive(config, "mlp_ratio", default=4) * width)
-    vocab_size = positive(config, "embedding_size", default=positive(config, "vocab_size"))
+    tokens = positive(config, "vocab_size")
+    vocab_size = positive(config, "embedding_size", default=tokens)
+    if vocab_size < tokens:
+        raise ValueError(f"config.json: embedding_size = {vocab_size} must be at least vocab_size = {tokens}")
     kv_width = kv_heads * head_dim
     block = {
         "attn_norm": (width,),
@@ -79,7 +67,7 @@ def llada_shape(config: Mapping[str, object]) -> ModelShape:
         },
         "model.transformer.ln_f.weight": (width,),
     }
-    if not config.get("weight_tying", False):
+    if not switch(config, "weight_tying"):
         weights["model.transformer.ff_out.weight"] = (vocab_size, width)
     return ModelShape(
         family="llada",
@@ -97,19 +85,11 @@ def llada_shape(config: Mapping[str, object]) -> ModelShape:
     )
 
 
-def read_llada_config(config: Mapping[str, object]) -> LLaDAConfig:
+def read_llada_config(config: Mapping[str, object]) -> ModelConfig:
     """`config.json` as the LLaDA forward reads it.
 
     Raises:
-        ValueError: as `llada_shape`; also a token id outside the vocabulary.
+        ValueError: as `llada_shape` and `common_fields`.
     """
-    shape = llada_shape(config)
-    return LLaDAConfig(
-        shape=shape,
-        rope_theta=positive_number(config, "rope_theta", 10000.0),
-        norm_eps=positive_number(config, "rms_norm_eps", 1e-5),
-        head_tied=bool(config.get("weight_tying", False)),
-        mask_token_id=token_id(config, "mask_token_id", shape.vocab_size),
-        eos_token_id=token_id(config, "eos_token_id", shape.vocab_size),
-        pad_token_id=token_id(config, "pad_token_id", shape.vocab_size),
-    )
+    fields = common_fields(config, llada_shape(config), head_tied=switch(config, "weight_tying"), norm_eps=1e-5)
+    return ModelConfig(**fields)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Schedule = Literal["cosine", "linear"]
+# Beyond it the share of clean tokens, or of noise, is no float64 apart from 0 and 1.
+MOST_LOG_SNR = 30.0
 SCHEDULES: tuple[Schedule, ...] = ("cosine", "linear")
 
 

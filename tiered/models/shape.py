@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
+# What no model comes near, and what keeps every count of bytes an int64: two sizes, the layers and 4 bytes are 2^60.
+MOST_SIZE, MOST_LAYERS = 2**24, 2**10
 # Bytes an element takes, by the names that config.json and safetensors users write.
 BYTES_PER_ELEMENT: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
@@ -60,18 +62,45 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
 
-def positive(config: Mapping[str, object], key: str, default: int | None = None) -> int:
+# Switches of other models, by their usual names, with what leaves the function computed as it is. A family that has one
+# says so in its own table.
+_SWITCHES: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "attention_bias": (False,),
+        "attn_logit_softcapping": (False,),
+        "compression_config": (False,),
+        "final_logit_softcapping": (False,),
+        "is_causal": (False,),
+        "mlp_bias": (False,),
+        "num_experts": (0,),
+        "num_local_experts": (0,),
+        "partial_rotary_factor": (1.0,),
+        "quantization_config": (False,),
+        "sliding_window": (False,),
+        "use_mrope": (False,),
+        "use_qk_norm": (False,),
+        "use_sliding_window": (False,),
+    }
+)
+
+
+def value_of(config: Mapping[str, object], key: str, default: object) -> object:
+    """`config[key]`; `default` where it is absent or null."""
+    value = config.get(key)
+    return default if value is None else value
+
+
+def positive(config: Mapping[str, object], key: str, default: int | None = None, *, most: int = MOST_SIZE) -> int:
     """`config[key]` as a size; `default` stands in for a key that is absent or null.
 
     Raises:
-        ValueError: absent without a default, or not a positive integer.
+        ValueError: absent without a default, or not a positive integer up to `most`.
     """
-    value = config.get(key)
-    value = default if value is None else value
+    value = value_of(config, key, default)
     if value is None:
         raise ValueError(f"config.json lacks {key!r}, which this model family needs")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"config.json: {key} = {value!r}; a positive integer is allowed")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"config.json: {key} = {value!r}; a positive integer up to {most} is allowed")
     return value
 
 
@@ -88,15 +117,16 @@ def checkpoint_dtype(config: Mapping[str, object]) -> str:
 
 
 def require(config: Mapping[str, object], allowed: Mapping[str, tuple[object, ...]], family: str) -> None:
-    """Check that each key, where config.json has it, holds one of the values that our forward implements.
+    """Check that each key of `allowed`, and each switch of other models, holds a value that our forward implements
+    where config.json has it; null is as good as absent.
 
     Raises:
         ValueError: names every key, its value and what is allowed.
     """
     wrong = [
         f"{key} = {config[key]!r} (allowed: {', '.join(map(repr, values))})"
-        for key, values in allowed.items()
-        if key in config and config[key] not in values
+        for key, values in {**_SWITCHES, **allowed}.items()
+        if config.get(key) is not None and config[key] not in values
     ]
     if wrong:
         raise ValueError(f"config.json asks for what the {family} forward does not have: {'; '.join(wrong)}")

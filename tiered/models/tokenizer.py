@@ -1,36 +1,66 @@
 """The tokenizer beside a checkpoint, through transformers, with remote code off."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+from tiered.models.config_source import read_object
+
+VOCABULARY_FILE, SETTINGS_FILE = TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 # What a tokenizer is read from, for error messages.
-TOKENIZER_SOURCES = "tokenizer_config.json and tokenizer.json, or vocab.json and merges.txt in place of the latter"
-_VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"))
+TOKENIZER_SOURCES = f"{VOCABULARY_FILE}, or vocab.json and merges.txt with {SETTINGS_FILE}"
 # Classes that repositories bring as code of their own, and those of transformers that do the same.
 _SAME_AS: Mapping[str, type[PreTrainedTokenizerBase]] = {"DreamTokenizer": Qwen2Tokenizer}
 
 
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(directory: Path, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase | None:
     """The tokenizer in `directory`; None where it has none (token ids still work).
 
     Raises:
-        ValueError: the files are there and cannot be read.
+        ValueError: the files are there and cannot be read, need code of their own, or have tokens that the model, of
+            `vocab_size` tokens, has not; names the file.
     """
-    config = directory / "tokenizer_config.json"
-    complete = any(all((directory / name).exists() for name in names) for names in _VOCABULARIES)
-    if not (config.exists() and complete):
+    has_settings = (directory / SETTINGS_FILE).exists()
+    in_parts = has_settings and (directory / "vocab.json").exists() and (directory / "merges.txt").exists()
+    if not (directory / VOCABULARY_FILE).exists() and not in_parts:
         return None
+    kind = str(read_object(directory / SETTINGS_FILE).get("tokenizer_class")) if has_settings else ""
     try:
-        known = _SAME_AS.get(json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class"))
-        if known is not None:
-            return known.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-        # An empty config keeps transformers from looking for the model family, which it does not know and warns about.
-        return AutoTokenizer.from_pretrained(
-            directory, config=PreTrainedConfig(), trust_remote_code=False, local_files_only=True
-        )
+        if kind in _SAME_AS:
+            tokenizer = _SAME_AS[kind].from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        else:
+            # An empty config keeps transformers from looking for the model family, which it does not know and warns of.
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, config=PreTrainedConfig(), trust_remote_code=False, local_files_only=True
+            )
     except Exception as error:  # transformers raises whatever the file's content leads to
-        raise ValueError(f"the tokenizer in {directory} cannot be read: {error}") from error
+        if "trust_remote_code" in str(error):  # its advice, which nobody can take here
+            raise ValueError(
+                f"the tokenizer in {directory} cannot be read: its class {kind!r} is code of the repository, which is "
+                f"never run; with {VOCABULARY_FILE} beside it, a tokenizer_class of transformers in {SETTINGS_FILE}, "
+                "such as 'PreTrainedTokenizerFast', is allowed"
+            ) from None
+        raise ValueError(
+            f"the tokenizer in {directory} cannot be read, by its {_broken(directory)}: {error}"
+        ) from error
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer in {directory} has tokens up to {largest}, the model (config.json) those in "
+            f"[0, {vocab_size}): they do not belong together"
+        )
+    return tokenizer
+
+
+def _broken(directory: Path) -> str:
+    """The file that a tokenizer cannot be read from; its settings were parsed before."""
+    for name in (VOCABULARY_FILE, "vocab.json", "added_tokens.json", "special_tokens_map.json"):
+        file = directory / name
+        try:
+            if file.exists():
+                _ = Tokenizer.from_file(str(file)) if name == VOCABULARY_FILE else read_object(file)
+        except Exception:  # what tokenizers raises for anything that is wrong
+            return name
+    return SETTINGS_FILE if (directory / VOCABULARY_FILE).exists() else f"merges.txt or {SETTINGS_FILE}"

@@ -60,8 +60,8 @@ def _contexts(plan: "Plan") -> Iterator[str]:
     yield f"{'KV per token':{_LABEL}}{format_bytes(plan.kv_bytes_per_token):>{_SIZE}}"
     if plan.largest_context is not None:
         largest = f"{plan.largest_context} tokens" if plan.largest_context else "none: not even one block fits"
-        beyond = plan.largest_context > plan.shape.max_context
-        note = f"   beyond the {plan.shape.max_context} that the model was made for" if beyond else ""
+        last = plan.largest_context + plan.workload.block_length > plan.shape.max_context
+        note = f"   all of the {plan.shape.max_context} that the model was made for" if last else ""
         yield f"{'largest context':{_LABEL}}{largest:>{_SIZE}}{note}"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiered.budget import MemoryBudget
-from tiered.checks import check_switch
+from tiered.checks import check_multiple, check_switch
 from tiered.errors import TierCapacityError
 from tiered.features import Account, Tier
 from tiered.models.config_source import read_config
@@ -14,6 +14,7 @@ from tiered.models.families import Family, family_of
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.names import unknown_name
 from tiered.planning.advice import PLAINER, Advice, advise
+from tiered.planning.call_sizes import DEFAULT_BLOCK_LENGTH, check_policy, check_positions
 from tiered.planning.card import plan_card
 from tiered.planning.hidden_costs import HiddenCosts
 from tiered.planning.stream_costs import StreamCosts
@@ -54,8 +55,8 @@ class Plan:
         policy_options: its options.
         tiers: bytes and cap of every tier: what the runtime books. Of a policy that keeps hidden states, what it books
             at most, since the sizes of clusters are not known before; with a disk tier, the share of the disk is close.
-        largest_context: positions that fit every cap with all else equal, in whole blocks; 0 where not even one block
-            fits, None where no cap limits them.
+        largest_context: positions that fit every cap with all else equal, in whole blocks, up to what the model was
+            made for; 0 where not even one block fits, None where no cap limits them.
         streams: the features of which some layers are streamed from the tiers below, so that the device's cap holds;
             None: all are on the device.
         hidden: what hidden states would take if the policy kept them, part of no tier's total; None: it does.
@@ -150,22 +151,24 @@ def plan(
     batch: int = 1,
     policy: "str | Policy" = DEFAULT_POLICY,
     memory: MemoryBudget | int | str | None = None,
-    block_length: int = 32,
+    block_length: int | None = None,
     max_new_tokens: int | None = None,
     dtype: str = "auto",
     cfg: bool = False,
     sampled: bool = False,
     **policy_options: Any,
 ) -> Plan:
-    """Count the bytes of a call from the model's config.json alone; nothing is loaded or downloaded.
+    """Count the bytes of a call from the model's config.json alone; nothing is loaded or downloaded. What `generate`
+    refuses of every such call, a plan refuses too.
 
     Args:
         path_or_config: a name, path or config that `tiered.models.config_source.read_config` takes.
-        context: positions of the canvas, prompt and answer together. Past what the model was made for, the plan warns.
+        context: positions of the canvas, prompt and answer together, up to what the model was made for. A longer one
+            is planned from a config that allows it.
         batch: sequences.
         policy: name of a policy, with its options as further keywords, or a policy.
         memory: cap of the device tier (`"24GiB"`), or a `MemoryBudget`.
-        block_length: positions of a block.
+        block_length: positions of a block; None: 32, or the answer's where that is shorter.
         max_new_tokens: positions of the answer, for policies that keep some features of it alone; None: any number.
         dtype: of weights and activations; "auto" takes the checkpoint's.
         cfg: classifier-free guidance, which doubles the sequences.
@@ -173,7 +176,8 @@ def plan(
             `top_k` cut, with `confidence="entropy"`, and under the rule `ancestral`.
 
     Raises:
-        TypeError, ValueError: an argument out of range, no such model, policy or option. Names what is allowed.
+        TypeError, ValueError: an argument out of range or at odds with another, with the model or with the policy; no
+            such model, policy or option. Names what is allowed.
     """
     # Imported here so that importing this module, as `tiered plan --help` does, needs no torch.
     from tiered.policies.registry import make_policy
@@ -185,21 +189,24 @@ def plan(
     shape = family.shape(config)
     chosen = make_policy(policy, **policy_options)
     budget = MemoryBudget.of(memory)
+    name = _name(path_or_config, config, family)
+    answer = None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens)
     workload = Workload(
         shape=shape,
         policy=chosen,
         batch=_size("batch", batch),
         context=_size("context", context),
-        block_length=_size("block_length", block_length),
+        block_length=_block(block_length, context if answer is None else answer),
         dtype=_dtype(dtype, shape),
-        answer=None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens),
+        answer=answer,
         guidance=cfg,
         sampled=sampled,
     )
+    _check(workload, name)
     accounts = workload.accounts(budget)
     kept = make_policy("polestar").hidden()
     return Plan(
-        model=_name(path_or_config, config, family),
+        model=name,
         family=family.name,
         workload=workload,
         policy=chosen.name,
@@ -208,7 +215,7 @@ def plan(
         largest_context=_largest_context(workload, budget),
         streams=workload.costs(budget).streams,
         hidden=HiddenCosts.of(workload, kept) if workload.hidden is None and kept is not None else None,
-        warnings=tuple(_warnings(workload, family)),
+        warnings=tuple(_warnings(family)),
         advice=tuple(advise(workload, budget, {name: make_policy(name) for name in PLAINER})),
     )
 
@@ -222,18 +229,41 @@ def _name(path_or_config: str | Path | Mapping[str, Any], config: Mapping[str, A
 def _largest_context(workload: Workload, budget: MemoryBudget) -> int | None:
     if all(budget.cap(tier) is None for tier in Tier):
         return None
-    largest = workload.largest("context", budget, multiple=workload.block_length)
-    return None if largest + workload.block_length >= LARGEST_SIZE else largest
+    block = workload.block_length
+    largest = workload.largest("context", budget, multiple=block)
+    return None if largest + block >= LARGEST_SIZE else min(largest, workload.shape.max_context // block * block)
 
 
-def _warnings(workload: Workload, family: Family) -> Iterator[str]:
-    if workload.context > workload.shape.max_context:
-        yield (
-            f"a context of {workload.context} is beyond the {workload.shape.max_context} positions that the model was "
-            "made for; generate refuses it"
-        )
+def _check(workload: Workload, name: str) -> None:
+    """Refuse what no call can be."""
+    shape, context, block = workload.shape, workload.context, workload.block_length
+    if workload.answer is not None:
+        check_multiple("max_new_tokens", workload.answer, block, f"block_length = {block}")
+        if context <= workload.answer:
+            raise ValueError(f"context = {context} has no room for a prompt and max_new_tokens = {workload.answer}")
+    if context < block:
+        raise ValueError(f"context = {context} has no room for block_length = {block}")
+    check_positions(shape, context, "context =")
+    # Of all the rules that the model's noise goes with, one that asks for least: a plan knows none.
+    masks = shape.noise == "mask"
+    check_policy(
+        workload.policy,
+        shape,
+        name=name,
+        block_length=block,
+        guidance="cfg = True" if workload.guidance else None,
+        ordered=masks,
+        rewrites=not masks,
+    )
+
+
+def _warnings(family: Family) -> Iterator[str]:
     if family.loader is None:
         yield f"{family.name} can be planned, but not loaded yet"
+
+
+def _block(block_length: int | None, longest: int) -> int:
+    return min(DEFAULT_BLOCK_LENGTH, longest) if block_length is None else _size("block_length", block_length)
 
 
 def _size(name: str, value: object) -> int:
