@@ -1,4 +1,5 @@
-"""What can go wrong below the tier manager. Each message names what to change."""
+"""What can go wrong below the tier manager. Each message names what to change, and is put together from an error's
+`args` when it is read, so that the error can be pickled."""
 
 
 class ArenaFullError(RuntimeError):
@@ -8,15 +9,20 @@ class ArenaFullError(RuntimeError):
         needed: bytes that the record takes there.
         available: bytes that are free in pieces of that size.
         capacity: bytes of the arena.
+        what: the arena, or the file.
         hint: what to change, where that is not the budget.
     """
 
     def __init__(self, needed: int, available: int, capacity: int, what: str, hint: str = "") -> None:
-        super().__init__(f"{what} of {capacity} bytes has no room for {needed} bytes ({available} are free)")
+        super().__init__(needed, available, capacity, what, hint)
         self.needed = needed
         self.available = available
         self.capacity = capacity
+        self.what = what
         self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.capacity} bytes has no room for {self.needed} bytes ({self.available} are free)"
 
 
 class PinError(RuntimeError):
@@ -24,11 +30,16 @@ class PinError(RuntimeError):
 
     Attributes:
         needed: bytes that were asked for.
+        message: what the system said, and what to change.
     """
 
     def __init__(self, needed: int, message: str) -> None:
-        super().__init__(message)
+        super().__init__(needed, message)
         self.needed = needed
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class TransferError(RuntimeError):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,19 @@ from transformers import PreTrainedTokenizerBase
 
 import tiered
 from tiered.budget import MemoryBudget
+from tiered.commit.drift_aware import DriftAware
 from tiered.commit.factor import Factor
 from tiered.commit.threshold import Threshold
+from tiered.commit.timestep import Timestep
 from tiered.errors import TierCapacityError
 from tiered.features import Account, Tier
 from tiered.ledger import Ledger
 from tiered.models.llada import LLaDA
 from tiered.models.presets import read_preset
+from tiered.policies.dllm_cache import DLLMCache
+from tiered.policies.elastic_cache import ElasticCache
 from tiered.policies.none import NoCache
+from tiered.policies.polestar import Polestar
 from tiered.runtime import Runtime
 
 INDEX = "model.safetensors.index.json"
@@ -139,6 +145,18 @@ BAD_CHECKPOINTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
     "transposed embedding": (
         weights({WTE: torch.zeros(32, 128)}),
         ValueError, [f"{WTE} [32, 128] instead of [128, 32]"],
+    ),
+    "weight of NaN": (
+        weights({WTE: torch.zeros(128, 32).index_fill(0, torch.tensor([7]), NAN)}), tiered.NonFiniteError,
+        [f"the weight {WTE} is not finite", FIRST, "damaged"],
+    ),
+    "weight of infinity": (
+        weights({WTE: torch.zeros(128, 32, dtype=torch.bfloat16).fill_diagonal_(-INF)}), tiered.NonFiniteError,
+        [f"the weight {WTE} is not finite", FIRST, "damaged"],
+    ),
+    "weight beyond the checkpoint's own dtype": (
+        together(config(torch_dtype="float16"), weights({WTE: torch.full((128, 32), -1e8)})), tiered.NonFiniteError,
+        [f"the weight {WTE}", "up to 1e+08", "float16, which ends at 6.55e+04", "dtype = 'float32' or 'bfloat16'"],
     ),
     "missing weight": (
         weights({Q_PROJ: None}), ValueError, [f"1 missing: {Q_PROJ}"],
@@ -459,7 +477,7 @@ def test_bad_integer(runtime: Runtime, option: str, value: Any, error: type[Exce
     ("value", "error"),
     [
         *[(-0.5, ValueError), (-1, ValueError), (NAN, ValueError), (INF, ValueError), (-INF, ValueError)],
-        *[(10**400, ValueError), (True, TypeError), ("0.5", TypeError), ([0.5], TypeError)],
+        *[(1e308, ValueError), (10**400, ValueError), (True, TypeError), ("0.5", TypeError), ([0.5], TypeError)],
     ],
 )
 def test_bad_number(runtime: Runtime, option: str, value: Any, error: type[Exception]):
@@ -477,6 +495,9 @@ def test_bad_number(runtime: Runtime, option: str, value: Any, error: type[Excep
         ({"temperature": None}, TypeError, ["temperature = None", "a number"]),
         ({"seed": 2**63}, ValueError, [f"seed = {2**63}", "from 0 to"]),
         ({"confidence_threshold": 1.01}, ValueError, ["confidence_threshold = 1.01", "from 0 to 1"]),
+        # Divided by, float32's 0 would give NaN.
+        ({"temperature": 1e-300}, ValueError, ["temperature = 1e-300", "0, or a number from 1.17549e-38 on"]),
+        ({"alg": "entropy", "alg_temp": 1e-300}, ValueError, ["confidence_temperature = 1e-300", "0, or a number"]),
         ({"factor": 0}, ValueError, ["factor = 0", "above 0"]),
         ({"stop_at_eos": 1}, TypeError, ["stop_at_eos = 1", "True or False"]),
         ({"stop_at_eos": None}, TypeError, ["stop_at_eos = None", "True or False"]),
@@ -535,12 +556,17 @@ def test_a_streamer_needs_both_methods(runtime: Runtime):
     ("rule", "options"),
     [
         *[(Threshold, {"confidence_threshold": value}) for value in (-0.1, 1.1, NAN, "0.9", True, None)],
-        *[(Factor, {"factor": value}) for value in (0, -1.0, NAN, INF, "1", False, None)],
+        *[(DriftAware, {name: value}) for name in ("drift_slope", "drift_ceiling") for value in (NAN, INF, 1e39)],
+        *[(Timestep, {"confidence_temperature": value}) for value in (NAN, INF, 1e39, 1e-39)],
+        *[(Polestar, {"deadline_ms": value}) for value in (NAN, INF, 1e39)],
+        *[(DLLMCache, {"update_ratio": value}) for value in (NAN, INF)],
+        *[(ElasticCache, {"similarity_threshold": value}) for value in (NAN, INF, 1e39)],
+        *[(Factor, {"factor": value}) for value in (0, -1.0, NAN, INF, 1e308, "1", False, None)],
     ],
 )
-def test_bad_commit_rule(rule: Callable[..., object], options: Mapping[str, Any]):
+def test_bad_number_of_a_rule_or_policy(rule: Callable[..., object], options: Mapping[str, Any]):
     (name, value), *_ = options.items()
-    with pytest.raises((TypeError, ValueError), match=f"{name} = {value!r}"):
+    with pytest.raises((TypeError, ValueError), match=re.escape(f"{name} = {value!r}")):
         rule(**options)
 
 

@@ -47,7 +47,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def refused(self, error: TierCapacityError, tier: Tier, amounts: dict[Account, int]):
         assert (error.needed, error.available, error.tier) == (sum(amounts.values()), self.room(tier), tier)
-        assert error.hint == "lower top_m"
+        assert error.hint == "lower top_m" and error.total == self.now(tier).total() + error.needed
 
     @rule(tier=TIERS, amounts=AMOUNTS)
     def allocate(self, tier: Tier, amounts: dict[Account, int]):

@@ -2,6 +2,8 @@
 
 import signal
 import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +116,33 @@ def test_the_budget_is_hard_and_exact():
         short.generate(ids, max_new_tokens=32)
     assert raised.value.tier == Tier.DEVICE
     assert raised.value.needed == needed - held and raised.value.available == needed - 1 - held
+    assert raised.value.total == needed
     assert short.ledger.held(Tier.DEVICE) == held
     assert short.generate(ids[:1], max_new_tokens=32).num_forwards > 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "guidance"),
+    [*((policy, 0.0) for policy in (*POLICIES, "polestar-window")), ("dllm_cache", 0.5), ("polestar", 0.5)],
+)
+def test_what_a_call_required_is_a_budget_for_it(policy: str, guidance: float):
+    """Of device and host, to the byte: a byte less of either is refused, or streams what was resident."""
+    ids = torch.randint(0, 480, (2, 70))
+    call: dict[str, Any] = {"max_new_tokens": 12, "block_length": 6, "cfg_scale": guidance} | rule_for(policy)
+    load = partial(tiered.from_pretrained, GOLDENS / "llada_tiny_gqa", dtype="float32", policy=policy)
+    free = load().generate(ids, **call)
+    budget = free.memory.budget
+    assert free.memory.peak_device_bytes <= budget.device and free.memory.peak_host_bytes <= budget.host
+    capped = load(memory=budget).generate(ids, **call)
+    assert torch.equal(capped.sequences, free.sequences)
+    assert capped.memory.budget == budget and capped.memory.moved == free.memory.moved
+    if budget.host:
+        with pytest.raises(tiered.TierCapacityError) as raised:
+            load(memory=replace(budget, host=budget.host - 1)).generate(ids, **call)
+        assert (raised.value.tier, raised.value.total) == (Tier.HOST, budget.host)
+    with pytest.raises(tiered.TierCapacityError) as raised:
+        load(memory=replace(budget, device=budget.device - 1)).generate(ids, **call)
+    assert (raised.value.tier, raised.value.total) == (Tier.DEVICE, budget.device)
 
 
 def test_the_plan_is_what_the_call_books():

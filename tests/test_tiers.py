@@ -146,7 +146,7 @@ def test_full_tiers_say_so_and_nothing_is_lost(ledger: Ledger):
         store(tiers, *range(6))
         with pytest.raises(TierCapacityError, match="disk_path") as caught:
             store(tiers, 6, 7, 8)
-        assert caught.value.tier is Tier.HOST
+        assert (caught.value.tier, caught.value.total) == (Tier.HOST, 3 * SLOT)  # one slab more
         tiers.check_integrity()
         assert len(tiers) == 6 and keys(6)[0] not in tiers
         store(tiers, 6, 7)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiered.budget import MemoryBudget
-    from tiered.errors import TierCapacityError
+    from tiered.errors import NonFiniteError, TierCapacityError
     from tiered.loading import from_pretrained
     from tiered.options import GenerationOptions
     from tiered.output import GenerationOutput
@@ -27,6 +27,7 @@ _HOMES = {
     "GenerationOptions": "tiered.options",
     "GenerationOutput": "tiered.output",
     "MemoryBudget": "tiered.budget",
+    "NonFiniteError": "tiered.errors",
     "Plan": "tiered.planning.plan",
     "Policy": "tiered.policies.base",
     "Runtime": "tiered.runtime",
@@ -39,6 +40,7 @@ __all__ = [
     "GenerationOptions",
     "GenerationOutput",
     "MemoryBudget",
+    "NonFiniteError",
     "Plan",
     "Policy",
     "Runtime",

@@ -42,3 +42,12 @@ def format_bytes(size: int) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
+
+
+def enough(size: int) -> str:
+    """The least whole number of a unit that holds `size` bytes, as `parse_bytes` reads it: `enough(16 << 20 | 1) ==
+    "17MiB"`. It is less than a tenth above."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >> power >= 10:
+            return f"{-(-size >> power)}{unit}"
+    return str(size)

@@ -18,10 +18,11 @@ from tiered.paging.streamed_store import StreamedFeatureStore
 from tiered.planning.call_costs import CallCosts
 from tiered.planning.call_sizes import CallSizes
 from tiered.planning.costs import compared_at_a_time
+from tiered.planning.policy_costs import added
 from tiered.planning.stream_costs import StreamCosts
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
-from tiered.tiers.call_tiers import PLAIN_HINT, call_tiers, check_room
+from tiered.tiers.call_tiers import call_tiers, check_room
 from tiered.tiers.manager import TierManager
 from tiered.tracing.traced_model import traced
 
@@ -63,24 +64,21 @@ class CallSpace:
             attention_rows=attention_rows,
         )
         held = {tier: self._ledger.held(tier) for tier in Tier}
-        held[Tier.DEVICE] += sum(self._inspector_bytes(inspector, batch, length).values())
+        held[Tier.DEVICE] += sum(self.inspector_bytes(inspector, batch, length).values())
         return CallCosts.of(sizes, self._ledger.budget, held)
 
-    def reserve(self, costs: CallCosts):
-        """Book what passes take for as long as the block lasts.
+    def reserve(self, costs: CallCosts, inspected: Mapping[Account, int] | None = None):
+        """Book what passes take, and an inspector (`inspector_bytes`), for as long as the block lasts.
 
         Raises:
-            TierCapacityError: a tier has no room for all of `costs`.
+            TierCapacityError: a tier has no room for all of `costs`, and the inspector's.
         """
-        check_room(self._ledger, costs)
-        return self._ledger.holding(costs.passes, hint=PLAIN_HINT)
+        inspected = inspected or {}
+        check_room(self._ledger, costs, inspected)
+        return self._ledger.holding(added(costs.passes, inspected))
 
-    def inspecting(self, inspector: Inspector | None, sequences: int, length: int):
-        """Book what an inspector takes for as long as the block lasts."""
-        amounts = self._inspector_bytes(inspector, sequences, length)
-        return self._ledger.holding(amounts, hint="raise `memory`, or generate without the inspector")
-
-    def _inspector_bytes(self, inspector: Inspector | None, sequences: int, length: int) -> Mapping[Account, int]:
+    def inspector_bytes(self, inspector: Inspector | None, sequences: int, length: int) -> Mapping[Account, int]:
+        """What an inspector takes on the device over canvases of `length` columns."""
         if inspector is None:
             return {}
         return inspector.device_bytes(self._model.shape, sequences=sequences, length=length, dtype=self._dtype_name)

@@ -1,7 +1,9 @@
 """Checks of numbers that callers pass: the errors name the value and what is allowed."""
 
 import math
-import sys
+
+# Of float32, in which logits are worked on: a larger number would be infinity there, and a smaller one could be 0.
+_FLOAT32_LEAST, _FLOAT32_MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
@@ -28,10 +30,18 @@ def check_switch(name: str, value: object) -> None:
 
 
 def check_number(name: str, value: object, *, least: float, most: float = math.inf) -> None:
-    """Raise `TypeError` where `value` is no number, `ValueError` where it is not finite or out of range."""
-    allowed = f"a number from {least:g} to {most:g}" if most < math.inf else f"a number of at least {least:g}"
+    """Raise `TypeError` where `value` is no number, `ValueError` where it is out of range, not finite, or beyond what
+    float32 holds."""
+    allowed = f"a number from {least:g} to {min(most, _FLOAT32_MOST):g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} = {value!r}; {allowed} is allowed")
     # Written so that NaN fails too, and infinity, and an int that no float can hold.
-    if not least <= value <= min(most, sys.float_info.max):
+    if not least <= value <= min(most, _FLOAT32_MOST):
         raise ValueError(f"{name} = {value}; {allowed} is allowed")
+
+
+def check_temperature(name: str, value: object) -> None:
+    """As `check_number`, for what numbers are divided by where it is not 0: its inverse has to be finite as well."""
+    check_number(name, value, least=0.0)
+    if isinstance(value, int | float) and 0 < value < _FLOAT32_LEAST:
+        raise ValueError(f"{name} = {value}; 0, or a number from {_FLOAT32_LEAST:g} on, is allowed")

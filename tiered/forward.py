@@ -115,8 +115,9 @@ class Forward:
         program: LayerProgram | None = None,
         clean: int | Int[Tensor, " batch"] = 0,
     ) -> Float[Tensor, "batch output vocab"]:
-        """float32 logits of `rows[output]` after all layers; every layer goes through `program` (None: `dense`). A pass
-        over the first sequences alone leaves the others' cache as it is. `clean`: see the attribute."""
+        """float32 logits of `rows[output]` after all layers, NaN where a row has no finite norm; every layer goes
+        through `program` (None: `dense`). A pass over the first sequences alone leaves the others' cache as it is.
+        `clean`: see the attribute."""
         self.ids, self.clean = ids, clean
         self._sequences = len(ids)
         self.store.narrow(len(ids))
@@ -128,7 +129,11 @@ class Forward:
                 flow = program(self, layer, flow) if program else self.dense(layer, flow)
             computed += entered if flow.computed is None else flow.computed
         self.rows_computed = computed / layers
-        return self.model.logits(flow.hidden[:, flow.output])
+        hidden = flow.hidden[:, flow.output]
+        # The last norm would make zeros of a row whose own norm float32 cannot hold, and its logits would be equal: a
+        # token like any other. Such a row is NaN from here on; to all others this adds 0.
+        hidden.add_(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32).mul_(0))
+        return self.model.logits(hidden)
 
     def dense(self, layer: int, flow: Flow) -> Flow:
         """A plain layer: write keys and values of all rows, then attention and MLP of all rows (in the last layer, of

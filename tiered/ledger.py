@@ -21,6 +21,7 @@ class Ledger:
         self.budget = budget or MemoryBudget()
         self._current: dict[Tier, Counter[Account]] = {tier: Counter() for tier in Tier}
         self._at_peak: dict[Tier, Counter[Account]] = {tier: Counter() for tier in Tier}
+        self._required: Counter[Tier] = Counter()
         self._moved: Counter[tuple[Tier, Tier]] = Counter()
 
     def held(self, tier: Tier, account: Account | None = None) -> int:
@@ -40,12 +41,21 @@ class Ledger:
         """
         if any(amount < 0 for amount in amounts.values()):
             raise ValueError(f"amounts of bytes cannot be negative: {dict(amounts)}")
-        cap = self.budget.cap(tier)
-        needed = sum(amounts.values())
-        if cap is not None and self.held(tier) + needed > cap:
-            raise TierCapacityError(needed, cap - self.held(tier), tier, hint or "raise `memory`")
+        self.require(sum(amounts.values()), tier, hint=hint)
         self._current[tier].update(amounts)
         self._note_peak(tier)
+
+    def require(self, needed: int, tier: Tier, *, hint: str = "") -> None:
+        """Look whether `tier` has room for `needed` bytes more, which are booked later, perhaps not all of them. The
+        next `report` has it among what the call required (`TierReport.required`).
+
+        Raises:
+            TierCapacityError: the tier's cap does not leave that much room.
+        """
+        cap, total = self.budget.cap(tier), self.held(tier) + needed
+        if cap is not None and total > cap:
+            raise TierCapacityError(needed, cap - self.held(tier), tier, hint or "raise `memory`", total)
+        self._required[tier] = max(self._required[tier], total)
 
     def release(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE) -> None:
         """Take `amounts` (bytes by account) off the books again.
@@ -91,6 +101,7 @@ class Ledger:
     def restart_peaks(self) -> None:
         """Forget earlier peaks and transfers: what is held now is where the next report begins."""
         self._at_peak = {tier: accounts.copy() for tier, accounts in self._current.items()}
+        self._required = Counter({tier: self.held(tier) for tier in Tier})
         self._moved.clear()
 
     def report(self, *, allocator_peak: int | None = None) -> MemoryReport:
@@ -104,12 +115,14 @@ class Ledger:
                     current=self.held(tier),
                     peak=self._at_peak[tier].total(),
                     at_peak={account: size for account, size in self._at_peak[tier].items() if size},
+                    required=self._required[tier],
                     cap=self.budget.cap(tier),
                 )
                 for tier in Tier
             },
             moved={f"{source}->{destination}": size for (source, destination), size in self._moved.items()},
             allocator_peak=allocator_peak,
+            disk_path=None if self.budget.disk_path is None else str(self.budget.disk_path),
         )
 
     def _note_peak(self, tier: Tier) -> None:

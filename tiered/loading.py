@@ -47,6 +47,7 @@ def from_pretrained(
         TierCapacityError: the weights alone exceed the device budget, or the disk has less free than the disk budget;
             nothing has been loaded.
         OSError: no file can be made in the budget's `disk_path`.
+        NonFiniteError: a weight is NaN or infinite, or would be in `dtype`.
         ValueError, TypeError, FileNotFoundError: anything wrong with the checkpoint or an argument, named.
     """
     chosen = make_policy(policy, **policy_options)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tiered.aliases import resolve_aliases
-from tiered.checks import check_integer, check_multiple, check_number, check_switch
+from tiered.checks import check_integer, check_multiple, check_number, check_switch, check_temperature
 from tiered.commit.base import CommitRule
 from tiered.commit.registry import COMMIT_RULES, fitting_rules, make_commit_rule
 from tiered.commit.time_schedule import MOST_STEPS
@@ -99,7 +99,7 @@ class GenerationOptions:
         if self.block_length is not None:
             check_integer("block_length", self.block_length, least=1)
         if self.confidence_temperature is not None:
-            check_number("confidence_temperature", self.confidence_temperature, least=0.0)
+            check_temperature("confidence_temperature", self.confidence_temperature)
         rule = self.rule()
         check_multiple("max_new_tokens", self.max_new_tokens, self.block, f"block_length = {self.block}")
         if self.steps is not None:

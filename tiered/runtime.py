@@ -100,6 +100,8 @@ class Runtime:
 
         Raises:
             TierCapacityError: the call does not fit the budget; no work has started.
+            NonFiniteError: logits are NaN or infinite, so that no token can be told from them; the error has the tokens
+                that were fixed before.
             TypeError, ValueError: anything wrong with an argument, named.
         """
         chosen = GenerationOptions.of(
@@ -136,8 +138,7 @@ class Runtime:
             inspector=inspector,
         )
         with (
-            self._call.reserve(costs),
-            self._call.inspecting(inspector, sequences, length),
+            self._call.reserve(costs, self._call.inspector_bytes(inspector, sequences, length)),
             self._call.tiers(costs) as tiers,
         ):
             # A call that draws nothing leaves torch's default stream alone.
@@ -187,8 +188,8 @@ class Runtime:
         attention_mask: Tensor | None = None,
         noise_mask: Tensor | None = None,
     ) -> Float[Tensor, "batch length vocab"]:
-        """float32 logits of all rows from one uncached forward; those of padding rows mean nothing. With a prediction
-        shift (Dream) row r predicts token r + 1.
+        """float32 logits of all rows from one uncached forward, as they are: NaN and infinity too, where `generate`
+        raises. Those of padding rows mean nothing. With a prediction shift (Dream) row r predicts token r + 1.
 
         Args:
             input_ids, attention_mask: as for `generate`.

@@ -146,7 +146,10 @@ class _Call:
         device = self._peak.get(self._device, 0)
         host = 0 if self._device == "cpu" else self._peak.get("cpu", 0)
         sizes = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: 0}
-        reports = {tier: TierReport(current=size, peak=size, at_peak={}, cap=None) for tier, size in sizes.items()}
+        reports = {
+            tier: TierReport(current=size, peak=size, at_peak={}, required=size, cap=None)
+            for tier, size in sizes.items()
+        }
         return MemoryReport(tiers=reports, moved={})
 
 

@@ -1,14 +1,12 @@
-"""Looks on at a call: which kind each forward is, and whether its logits are finite."""
+"""Looks on at a call: which kind each forward is."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tiered.features import Account
 from tiered.forward import Forward
-from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
 from tiered.policies.base import PassKind, Step
 
@@ -33,22 +31,3 @@ class Kinds:
     ) -> None:
         """See `tiered.decoding.observers.Inspector`."""
         self.kinds.append(kind)
-
-
-@contextmanager
-def summed_logits(model: DiffusionModel) -> Iterator[list[Tensor]]:
-    """The sums of all logits that `model` makes meanwhile: one kernel a forward, read when all is done. A NaN or an
-    infinity among the logits is one in their sum."""
-    sums: list[Tensor] = []
-    plain: Callable[[Tensor], Tensor] = model.logits
-
-    def summed(hidden: Tensor) -> Tensor:
-        logits = plain(hidden)
-        sums.append(logits.sum())
-        return logits
-
-    vars(model)["logits"] = summed
-    try:
-        yield sums
-    finally:
-        del vars(model)["logits"]

@@ -22,12 +22,15 @@ class Candidates:
         drift: KL, in nats, of each row's attention in the last layer, mean over heads, from the step before to this
             one; NaN where there is none before: at a block's first pass and at one that refreshes every row. None where
             it was not measured, because the rule does not ask for it (`CommitRule.needs_drift`).
+        broken: sequences with a pending row whose largest logit, as the model gave it, is no finite number: nothing
+            right can come of it. None where nobody looked.
     """
 
     tokens: Int[Tensor, "batch block"]
     confidence: Float[Tensor, "batch block"]
     pending: Bool[Tensor, "batch block"]
     drift: Float[Tensor, "batch block"] | None = None
+    broken: Bool[Tensor, " batch"] | None = None
 
     def ranks(self) -> Int[Tensor, "batch block"]:
         """0 for each sequence's most confident row, 1 for the next; of equals, the leftmost comes first."""

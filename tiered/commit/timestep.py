@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tiered.checks import check_number
+from tiered.checks import check_temperature
 from tiered.commit.base import Candidates, CommitRule, CommitState
 from tiered.commit.time_schedule import check_schedule_floor, fixed_shares
 from tiered.decoding.sequence_noise import SequenceNoise
@@ -30,7 +30,7 @@ class Timestep(CommitRule):
     schedule_floor: float = 1e-3
 
     def __post_init__(self) -> None:
-        check_number("confidence_temperature", self.confidence_temperature, least=0.0)
+        check_temperature("confidence_temperature", self.confidence_temperature)
         check_schedule_floor(self.schedule_floor)
 
     @property

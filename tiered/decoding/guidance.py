@@ -19,7 +19,7 @@ class Guidance:
     """
 
     def __init__(self, scale: float, mask_token_id: int) -> None:
-        self._scale = scale
+        self.scale = scale
         self._mask_token_id = mask_token_id
         self._difference: Float[Tensor, "batch rows vocab"] | None = None
         self._first = 0  # canvas column of its first row
@@ -58,7 +58,7 @@ class Guidance:
         if guided is None:
             conditional, unconditional = logits.chunk(2)
             # In place: (scale + 1) · cond − scale · un would round differently from the official order.
-            return conditional.sub_(unconditional).mul_(self._scale + 1).add_(unconditional)
+            return conditional.sub_(unconditional).mul_(self.scale + 1).add_(unconditional)
         assert output.start is not None, "whose guidance is left out at times computes a span"
         conditional = logits[: len(guided)]
         if any(guided):
@@ -68,7 +68,7 @@ class Guidance:
         assert first >= 0 and needed[1] - self._first <= self._difference.shape[1], (needed, self._first)
         columns = slice(needed[0] - output.start, needed[1] - output.start)
         difference = self._difference[:, first : first + needed[1] - needed[0]]
-        return conditional[:, columns].add(difference, alpha=self._scale)
+        return conditional[:, columns].add(difference, alpha=self.scale)
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending)."""

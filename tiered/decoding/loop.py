@@ -1,6 +1,7 @@
 """The denoising loop: plan, forward, propose, commit, block after block."""
 
 import time
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -13,10 +14,12 @@ from tiered.commit.rewriting import RewritingState
 from tiered.decoding.attention_drift import AttentionDrift
 from tiered.decoding.canvas import Canvas
 from tiered.decoding.denoised import Denoised
+from tiered.decoding.first_broken import first_broken
 from tiered.decoding.guidance import Guidance
 from tiered.decoding.observers import CallInspector, Inspector, Listener
 from tiered.decoding.proposer import Proposer
 from tiered.decoding.sequence_noise import SequenceNoise
+from tiered.errors import NonFiniteError
 from tiered.forward import Forward
 from tiered.kernels.host_values import on_device
 from tiered.policies.base import PassKind, PolicyState, Step, StepPlan
@@ -130,7 +133,12 @@ class Denoiser:
             refreshed = plan.refreshed or (plan.kind is PassKind.REFRESH,) * canvas.batch
             self._drift.begin_step(step.first_row, forget=[step.number == 0 or every for every in refreshed])
         with span(Op.FORWARD, kind=plan.kind.value):
-            logits = self._logits(step, plan, rows, here)
+            try:
+                logits = self._logits(step, plan, rows, here)
+            except ValueError as error:  # clustering and codecs refuse rows that are not finite
+                if (found := self._first_broken(step)) is None:
+                    raise
+                raise self._not_finite(step, active, found) from error
         candidates = self._proposer.candidates(self.rule, step, logits, output, pending, remaining)
         if self._drift is not None:
             candidates = replace(candidates, drift=self._drift.drift)
@@ -143,7 +151,9 @@ class Denoiser:
         self._result.rows.append(self.forward.rows_computed)
         for place, is_active in enumerate(active):
             self._result.forwards[self._alive[place]] += is_active
-        left, ended = self._where_sequences_stand(start, stop)
+        left, ended, broken = self._where_sequences_stand(start, stop, candidates)
+        if any(broken):
+            raise self._not_finite(step, broken, self._first_broken(step))
         self._ended = [was or now for was, now in zip(self._ended, ended, strict=True)]
         self._watch(step, candidates)
         return [0 if done else count for count, done in zip(left, self._ended, strict=True)]
@@ -189,17 +199,47 @@ class Denoiser:
         return logits
 
     @spanned(Op.COMMIT)
-    def _where_sequences_stand(self, start: int, stop: int) -> tuple[list[int], list[bool]]:
-        """Pending rows of each sequence, and whether it has ended: an end-of-sequence token is fixed and so is
-        everything in front of it. The one host synchronisation of a step."""
+    def _where_sequences_stand(
+        self, start: int, stop: int, candidates: Candidates
+    ) -> tuple[list[int], list[bool], list[bool]]:
+        """Pending rows of each sequence; whether it has ended: an end-of-sequence token is fixed and so is everything
+        in front of it; and whether its logits were broken. The one host synchronisation of a step."""
+        assert candidates.broken is not None, "the proposer looks"
         pending = self.canvas.pending(start, stop)
         left = pending.sum(dim=1)
         ended = torch.zeros_like(left, dtype=torch.bool)
         if self._stop_at_eos:
             ends = (self.canvas.tokens[:, start:stop] == self._model.eos_token_id) & ~pending
             ended = ends.any(dim=1) & ~((ends.cumsum(dim=1) == 0) & pending).any(dim=1)
-        left_and_ended = torch.stack([left, ended.to(left.dtype)]).tolist()
-        return left_and_ended[0], [bool(flag) for flag in left_and_ended[1]]
+        left, ended, broken = torch.stack([left, ended.to(left.dtype), candidates.broken.to(left.dtype)]).tolist()
+        return left, [bool(flag) for flag in ended], [bool(flag) for flag in broken]
+
+    def _first_broken(self, step: Step) -> str | None:
+        """What makes NaN or infinity in a forward over the canvas as it was before this step. The call is over with it:
+        its caches are overwritten."""
+        canvas, clock = self.canvas, on_device(step.forwards, self.canvas.tokens.device)[:, None]
+        if not isinstance(self.rule, RewritingState):
+            canvas.tokens.masked_fill_(canvas.committed_at == clock, self._model.mask_token_id)
+        ids = canvas.tokens if self._guidance is None else self._guidance.ids(canvas, None)
+        return first_broken(self.forward, ids, slice(step.first_row, step.last_row), step.start)
+
+    def _not_finite(self, step: Step, broken: Sequence[bool], found: str | None) -> NonFiniteError:
+        """The error of this step, with all that was fixed before it; `broken`: which sequences went wrong."""
+        self._publish(step.start, step.stop)
+        sequences = [self._alive[place] for place, is_broken in enumerate(broken) if is_broken]
+        hint = f"seen in forward {len(self._result.step_seconds)} of the call, in sequences {sequences} of the batch. "
+        dtype = next(self._model.parameters()).dtype
+        if found is None and self._guidance is not None:
+            found = "the sum of guided logits"
+            hint += f"Each of the two is finite: cfg_scale = {self._guidance.scale:g} is too large"
+        elif found is None:
+            found = "what the policy had cached"
+            hint += "With all rows computed anew every layer is finite"
+        elif dtype == torch.float16:
+            hint += f"float16 ends at {torch.finfo(dtype).max:g}: dtype = 'bfloat16' or 'float32' goes further"
+        else:
+            hint += "A weight, or a number in config.json, is likely not what the model was trained with"
+        return NonFiniteError(found, hint, sequences, self._result.answers.cpu())
 
     @spanned(Op.PUBLISH)
     def _watch(self, step: Step, candidates: Candidates) -> None:

@@ -1,5 +1,7 @@
 """From the logits of a step to the candidates of the block, whatever rows the step has computed."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -37,7 +39,7 @@ class Proposer:
         pending: Bool[Tensor, "batch block"],
         remaining: list[int],
     ) -> Candidates:
-        """Candidates of the block.
+        """Candidates of the block; whether their logits are finite stays on the device with them.
 
         Args:
             rule: proposes by itself where it rewrites tokens.
@@ -53,6 +55,8 @@ class Proposer:
             tokens, pending = tokens.gather(1, columns), pending.gather(1, columns) & valid
             if self._sampling.by_row or isinstance(rule, RewritingState):
                 remaining = pending.sum(dim=1).tolist()
+        # Before anything is ruled out. The largest is NaN where any is, and infinite where the row says nothing.
+        broken = (~logits.amax(dim=-1).isfinite() & pending).any(dim=1)
         self._keep_open(step, logits, columns)
         if isinstance(rule, RewritingState):
             assert self._model.noise is not None, "the runtime refuses the rule for other models"
@@ -72,6 +76,7 @@ class Proposer:
                 noise=self._noise,
                 remaining=remaining,
             )
+        found = replace(found, broken=broken)
         return found if predicted is None else spread(found, *predicted, step.stop - step.start)
 
     def _keep_open(self, step: Step, logits: Float[Tensor, "batch rows vocab"], columns: Tensor | None) -> None:

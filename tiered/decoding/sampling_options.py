@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tiered.checks import check_integer, check_number, check_switch
+from tiered.checks import check_integer, check_number, check_switch, check_temperature
 from tiered.names import unknown_name
 
 Confidence = Literal["probability", "margin", "entropy"]
@@ -35,7 +35,7 @@ class Sampling:
     tempered_confidence: bool = False
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, least=0.0)
+        check_temperature("temperature", self.temperature)
         if self.top_p is not None:
             check_number("top_p", self.top_p, least=0.0, most=1.0)
             if self.top_p == 0:

@@ -7,6 +7,7 @@ It is noisy, and takes `mc_num` uncached forwards over the whole text, whatever 
 (GIDD) has a bound of its own, which is not this one.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tiered.checks import check_integer, check_number, check_switch
+from tiered.errors import NonFiniteError
 from tiered.runtime import Runtime
 
 
@@ -67,6 +69,7 @@ class Likelihood:
         Raises:
             NotImplementedError: the model's noise is not masks.
             TierCapacityError: a forward does not fit the budget.
+            NonFiniteError: it is NaN or infinite.
         """
         model = self._runtime.model
         if model.shape.noise != "mask":
@@ -78,7 +81,10 @@ class Likelihood:
             return 0.0, True
         masks = draw_masks(len(target), self._mc_num, seed=self._seed)
         losses = torch.cat([self.losses(prefix, target, part) for part in masks.split(self._batch_size)])
-        return -float(losses.mean()), self._check_greedy and self._is_greedy(prefix, target)
+        bound = -float(losses.mean())
+        if not math.isfinite(bound):
+            raise NonFiniteError("the bound on the log-probability", "cfg_scale is too large, or a weight is broken")
+        return bound, self._check_greedy and self._is_greedy(prefix, target)
 
     def losses(
         self, prefix: Sequence[int], target: Sequence[int], masks: Bool[Tensor, "draws length"]

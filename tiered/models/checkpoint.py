@@ -11,8 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from tiered.errors import NonFiniteError
 from tiered.models.base import DiffusionModel
 from tiered.models.config_source import read_object
+from tiered.models.shape import BYTES_PER_ELEMENT
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -33,6 +35,7 @@ def load_weights(model: DiffusionModel, directory: Path, *, dtype: torch.dtype, 
     One tensor at a time goes to `device` as `dtype`, so host memory holds the model and the pages of one shard.
 
     Raises:
+        NonFiniteError: a weight holds NaN or infinity, in the file or because `dtype` cannot hold what is there.
         FileNotFoundError: no weights, or a shard that the index names is missing.
         ValueError: a file that cannot be read (truncated, not safetensors), an index that names files elsewhere, or
             weights that are missing, unexpected, of another shape, or of a dtype that is no floating-point weight's;
@@ -48,6 +51,8 @@ def load_weights(model: DiffusionModel, directory: Path, *, dtype: torch.dtype, 
             for name in names:
                 # A copy even where dtype and device are the same: safetensors returns a view of the mapped file.
                 weight = torch.empty(found[name].shape, dtype=dtype, device=device).copy_(shard.get_tensor(name))
+                if not _is_finite(weight):
+                    raise _not_finite(name, found[name], shard.get_tensor(name), dtype)
                 _assign(model, model.parameter_name(name), weight)
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not left, f"weights that the shape does not list: {left}"
@@ -109,6 +114,23 @@ def _check(found: Mapping[str, _Weight], expected: Mapping[str, tuple[int, ...]]
     lines = [f"{len(names)} {what}: {', '.join(names)}" for what, names in problems.items() if names]
     if lines:
         raise ValueError("the weights do not fit config.json; " + "; ".join(lines))
+
+
+def _is_finite(weight: torch.Tensor) -> bool:
+    # One pass over the weight where it now is, without a copy; NaN is passed on as the least and as the most.
+    return bool(torch.stack(weight.aminmax()).isfinite().all())
+
+
+def _not_finite(name: str, weight: _Weight, stored: torch.Tensor, dtype: torch.dtype) -> NonFiniteError:
+    hint = f"so it is in {weight.file}: the file is damaged, or the training failed"
+    if _is_finite(stored):
+        most = float(torch.stack(stored.aminmax()).abs().max())
+        wide = [name for name in BYTES_PER_ELEMENT if torch.finfo(getattr(torch, name)).max > most]
+        hint = (
+            f"up to {most:.3g} in {weight.file}, it is beyond {str(dtype).removeprefix('torch.')}, which ends at "
+            f"{torch.finfo(dtype).max:.3g}: dtype = {' or '.join(map(repr, wide))} holds it"
+        )
+    return NonFiniteError(f"the weight {name}", hint)
 
 
 def _assign(model: nn.Module, path: str, weight: torch.Tensor) -> None:

@@ -96,7 +96,7 @@ class Plan:
         for name, tier in self.tiers.items():
             if tier.cap is not None and tier.total > tier.cap:
                 hint = "; or ".join(advice.text for advice in self.advice)
-                raise TierCapacityError(tier.total, tier.cap, name, hint)
+                raise TierCapacityError(tier.total, tier.cap, name, hint, tier.total)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON. Sizes are bytes, contexts positions."""

@@ -1,12 +1,11 @@
 """The tiers of one call: opened when it begins, within what is left of the budget, and closed when it ends."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-from tiered.errors import TierCapacityError
-from tiered.features import Account
+from tiered.features import Account, Tier
 from tiered.ledger import Ledger
 from tiered.offload.transport import Transport
 from tiered.planning.call_costs import CallCosts
@@ -59,11 +58,12 @@ def call_tiers(
         yield tiers
 
 
-def check_room(ledger: Ledger, costs: CallCosts) -> None:
-    """Raise TierCapacityError where a tier has no room for all of `costs`, so that a call that cannot end does not
-    begin. Nothing of it is booked yet."""
+def check_room(ledger: Ledger, costs: CallCosts, inspected: Mapping[Account, int]) -> None:
+    """Raise TierCapacityError where a tier has no room for all of `costs`, and the device for what an inspector takes
+    beside, so that a call that cannot end does not begin. Nothing of it is booked yet."""
+    hint = PLAIN_HINT if costs.hidden is None else HINT
+    if inspected:
+        hint += ", or generate without the inspector"
     for tier, amounts in costs.tiers(ledger.budget).items():
-        cap, needed = ledger.budget.cap(tier), sum(amounts.values())
-        if cap is not None and ledger.held(tier) + needed > cap:
-            hint = PLAIN_HINT if costs.hidden is None else HINT
-            raise TierCapacityError(needed, cap - ledger.held(tier), tier, hint)
+        beside = inspected if tier is Tier.DEVICE else {}
+        ledger.require(sum(amounts.values()) + sum(beside.values()), tier, hint=hint)

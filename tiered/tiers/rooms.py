@@ -1,8 +1,9 @@
 """Room for records in the three tiers: booked in the ledger before it is taken, and given back when it is left."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from tiered.errors import TierCapacityError
@@ -79,7 +80,7 @@ class Rooms:
         nbytes = entry.form.nbytes
         if tier not in self._storages:
             raise TierCapacityError(nbytes, 0, tier, KNOBS[tier])
-        with told_by_tier(tier):
+        with told_by_tier(tier, partial(self._total, tier)):
             room = self._storages[tier].place(nbytes)
         self._ledger.rebook(Account.SPARE, Account(entry.key.feature), nbytes, tier)
         self._taken[tier] += nbytes
@@ -90,7 +91,7 @@ class Rooms:
         storage = self._storages.get(tier)
         if not isinstance(storage, Arena):
             raise ValueError(f"only memory can be reserved, in the device or host tier; not in {tier}")
-        with told_by_tier(tier):
+        with told_by_tier(tier, partial(self._total, tier)):
             storage.reserve(nbytes)
 
     def give_back(self, tier: Tier, entry: Entry, room: Room) -> None:
@@ -109,13 +110,22 @@ class Rooms:
                 )
         self._ledger.check_integrity()
 
+    def _total(self, tier: Tier, needed: int) -> int | None:
+        """The cap that would do; None without one: it is the system that has no more. Storages grow by whole slabs."""
+        if self._ledger.budget.cap(tier) is None:
+            return None
+        return self._ledger.held(tier) + max(needed, self._storages[tier].book.slab_bytes)
+
 
 @contextmanager
-def told_by_tier(tier: Tier) -> Iterator[None]:
-    """What a storage lacks, as the error of the public contract."""
+def told_by_tier(tier: Tier, total: Callable[[int], int | None] | None = None) -> Iterator[None]:
+    """What a storage lacks, as the error of the public contract. `total`: the cap that would do, from the bytes that a
+    record needs."""
     try:
         yield
     except ArenaFullError as error:
-        raise TierCapacityError(error.needed, error.available, tier, error.hint or KNOBS[tier]) from error
+        enough = None if error.hint or total is None else total(error.needed)
+        hint = error.hint or KNOBS[tier]
+        raise TierCapacityError(error.needed, error.available, tier, hint, enough) from error
     except PinError as error:
         raise TierCapacityError(error.needed, 0, tier, str(error)) from error

@@ -1,0 +1,111 @@
+"""Errors that callers catch: they travel whole between processes, and one about room says how much would do."""
+
+import copy
+import multiprocessing
+import pickle
+import re
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import tiered
+import tiered.errors
+import tiered.offload.errors
+from tiered.budget import MemoryBudget
+from tiered.errors import NonFiniteError, RecordLostError, TierCapacityError
+from tiered.features import Account, Tier
+from tiered.ledger import Ledger
+from tiered.offload.errors import ArenaFullError, CorruptRecordError, PinError, TransferError
+
+GOLDEN = Path(__file__).parent / "goldens" / "llada" / "llada_tiny_gqa"
+
+# By type, what one is made with, and part of what it says.
+ERRORS: dict[type[Exception], tuple[tuple[Any, ...], str]] = {
+    TierCapacityError: ((3000, 1000, Tier.HOST, "", 36 << 10), '36.00 KiB in all: pass host="36KiB" or more'),
+    NonFiniteError: (
+        ("the weight w", "load float32", [1], torch.arange(3)),
+        "the weight w is not finite; load float32",
+    ),
+    RecordLostError: (("gone",), "gone"),
+    ArenaFullError: ((5, 4, 8, "the arena"), "the arena of 8 bytes has no room for 5 bytes (4 are free)"),
+    PinError: ((5, "raise ulimit -l"), "raise ulimit -l"),
+    TransferError: (("closed",), "closed"),
+    CorruptRecordError: (("another name",), "another name"),
+}
+WAYS: dict[str, Callable[[Exception], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    **{f"pickle {number}": lambda e, n=number: pickle.loads(pickle.dumps(e, n)) for number in (2, 5)},
+}
+
+
+def test_every_error_is_in_the_table():
+    def defined(module: ModuleType) -> set[type]:
+        return {value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__}
+
+    assert set(ERRORS) == {
+        kind for kind in defined(tiered.errors) | defined(tiered.offload.errors) if issubclass(kind, Exception)
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_errors_travel(kind: type[Exception], way: str):
+    arguments, text = ERRORS[kind]
+    error = kind(*arguments)
+    there = WAYS[way](error)
+    assert type(there) is kind and text in str(error)
+    assert str(there) == str(error) and repr(there) == repr(error)
+    assert {name: str(value) for name, value in vars(there).items()} == {
+        name: str(value) for name, value in vars(error).items()
+    }
+
+
+def test_out_of_a_process():
+    """What a pool's process refuses reaches whoever waits, and the pool goes on."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        small, large = (Ledger(MemoryBudget(device=cap)) for cap in (1, 2))
+        with pytest.raises(TierCapacityError, match='pass device="2" or more') as caught:
+            pool.submit(small.allocate, {Account.WEIGHTS: 2}).result(60)
+        assert (caught.value.needed, caught.value.available, caught.value.tier) == (2, 1, Tier.DEVICE)
+        assert pool.submit(large.allocate, {Account.WEIGHTS: 2}).result(60) is None
+
+
+IDS = torch.arange(400).view(2, 200)
+CALL: dict[str, Any] = {"max_new_tokens": 12, "block_length": 6}
+load = partial(tiered.from_pretrained, GOLDEN, dtype="float32", policy="polestar")
+
+
+@pytest.mark.parametrize(
+    ("budget", "tiers"),
+    [
+        ({"device": "1MiB", "host": "1MiB"}, ["device", "device"]),  # the weights, and then the call
+        ({"host": 5000}, ["host"]),
+        ({"device": "3MiB", "host": 0}, ["device", "host"]),
+        ({"host": "220KiB", "disk": 1}, ["disk"]),
+        ({"host": "1KiB", "disk": "64KiB"}, ["host"]),
+    ],
+)
+def test_what_the_message_asks_for_is_enough(budget: dict[str, Any], tiers: list[str], tmp_path: Path):
+    expected = load().generate(IDS, **CALL).sequences
+    memory = MemoryBudget(**budget, disk_path=tmp_path if "disk" in budget else None)
+    asked = []
+    while len(asked) <= len(tiers):
+        try:
+            sequences = load(memory=memory).generate(IDS, **CALL).sequences
+            break
+        except TierCapacityError as error:
+            (found,) = re.findall(r'in all: pass (\w+)="(\w+)" or more; ', str(error))
+            assert found[0] == error.tier and error.total is not None
+            assert error.total - error.needed == (getattr(memory, error.tier) or 0) - error.available
+            memory = replace(memory, **{found[0]: found[1]})
+            assert error.total <= getattr(memory, error.tier) <= 1.1 * error.total
+            asked.append(error.tier)
+    assert asked == tiers and torch.equal(sequences, expected)
