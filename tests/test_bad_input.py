@@ -288,6 +288,18 @@ def test_the_checkpoint_is_good_before_the_damage(write_checkpoint: Callable[...
             ValueError,
             ["'refresh_intervall'", "policy 'fast_dllm_dual'", "did you mean 'refresh_interval'?"],
         ),
+        *[
+            ({name: 1}, ValueError, [f"argument of from_pretrained {name!r}", f"did you mean {meant!r}?", "clusters"])
+            for name, meant in [
+                ("memroy", "memory"),
+                ("polcy", "policy"),
+                ("torch_dtype", "dtype"),
+                ("device_map", "device"),
+            ]
+        ],
+        ({"trust_remote_code": True}, ValueError, ["trust_remote_code", "no code that comes with a checkpoint"]),
+        ({"policy": "none", "xyz": 1}, ValueError, ["'xyz'; allowed: device, dtype, memory, policy"]),
+        ({"policy": NoCache(), "memroy": 1}, ValueError, ["did you mean 'memory'?"]),
         ({"policy": NoCache(), "refresh_interval": 1}, ValueError, ["refresh_interval", "NoCache()"]),
         *[
             (
@@ -321,8 +333,9 @@ def test_bad_argument(
     ("name", "error", "fragments"),
     [
         ("someone/no-such-model", ValueError, ["'someone/no-such-model'", "`hf download someone/no-such-model`"]),
-        ("no-such-model", ValueError, ["'no-such-model'", "'embedded'"]),
-        ("./no/such/directory", ValueError, ["'./no/such/directory'", "'embedded'"]),
+        ("no-such-model", ValueError, ["'no-such-model'", "embedded,"]),
+        ("embeded", ValueError, ["'embeded'", "did you mean 'embedded'?"]),
+        ("./no/such/directory", ValueError, ["'./no/such/directory'", "embedded,", "directory (none"]),
         ("llada-8b", ValueError, ["'llada-8b' can be planned", "`hf download GSAI-ML/LLaDA-8B-Instruct`"]),
         ("llada-1.5", ValueError, ["'llada-1.5' can be planned", "`hf download GSAI-ML/LLaDA"]),
         ("GSAI-ML/LLaDA-1.5", ValueError, ["can be planned", "`hf download GSAI-ML/LLaDA-1.5`"]),

@@ -1,4 +1,4 @@
-"""`tiered generate`: answers, JSON on the last line, errors, and a progress bar for terminals only."""
+"""`tiered generate`: answers, JSON in their place, errors, and what a terminal alone is shown."""
 
 import io
 import json
@@ -20,13 +20,15 @@ SHORT = ["--max-new-tokens", "32"]
 
 
 def test_answers_and_json(capsys: pytest.CaptureFixture[str]):
-    assert main(["generate", "sort: Nora Ben Ivan Cleo", "add 0472+0389", *SHORT, "--policy", "none", "--json"]) == 0
+    call = ["generate", "sort: Nora Ben Ivan Cleo", "add 0472+0389", *SHORT, "--policy", "none"]
+    assert main(call) == 0
     out, err = capsys.readouterr()
-    first, second, last = out.splitlines()
-    assert (first, second) == ("Ben Cleo Ivan Nora", "0861")
-    record = json.loads(last)
-    assert record["text"] == [first, second]
-    assert record["num_forwards"] == 32 and record["policy"] == "none"
+    assert out == "Ben Cleo Ivan Nora\n0861\n" and err.startswith("32 forwards, ")
+    assert main([*call, "--json"]) == 0
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert record["text"] == ["Ben Cleo Ivan Nora", "0861"]
+    assert record["num_forwards"] == 32 and record["policy"] == "none" and record["options"]["max_new_tokens"] == 32
     assert record["memory"]["tiers"]["device"]["peak"] > record["memory"]["tiers"]["device"]["current"] > 0
     assert err.startswith("32 forwards, ")
 
@@ -42,10 +44,12 @@ def test_prompts_from_a_file_and_from_standard_input(
     assert capsys.readouterr().out.splitlines() == ["Ada Max"]
 
 
-def test_raw_leaves_the_chat_template_out(capsys: pytest.CaptureFixture[str]):
-    templated = "<|user|>sort: Max Ada<|assistant|>"
-    assert main(["generate", "--raw", templated, *SHORT]) == 0
-    assert capsys.readouterr().out.splitlines() == ["Ada Max"]
+def test_a_prompt_means_what_a_string_means_to_the_library(capsys: pytest.CaptureFixture[str]):
+    runtime = tiered.from_pretrained("embedded")
+    for prompt, raw in (("sort: Max Ada", []), ("<|user|>sort: Max Ada<|assistant|>", ["--raw"])):
+        assert main(["generate", *raw, prompt, *SHORT]) == 0
+        assert capsys.readouterr().out == "Ada Max\n"
+        assert runtime.generate(prompt, raw=bool(raw), max_new_tokens=32).text == ["Ada Max"]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +64,8 @@ def test_raw_leaves_the_chat_template_out(capsys: pytest.CaptureFixture[str]):
         (["x", "--prompt-file", "y"], "not both"),
         (["--prompt-file", "no-such-file"], "no-such-file"),
         (["x", "--temperature", "nan"], "temperature = nan"),
+        (["sort: Max Ada", ""], "prompt 1 is empty: ''"),
+        (["x", "--gen-length", "32", "--max-new-tokens", "64"], "gen_length = 32 contradicts max_new_tokens = 64"),
     ],
 )
 def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -94,6 +100,25 @@ def test_every_option_has_a_flag(command: str):
     assert GenerationOptions(**plain) == GenerationOptions()
 
 
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        (
+            "--gen-length 64 --block_size 16 --threshold 0.5",
+            {"max_new_tokens": 64, "block_length": 16, "confidence_threshold": 0.5},
+        ),
+        ("--alg entropy --eps 0.01", {"commit": "timestep", "confidence": "entropy", "schedule_floor": 0.01}),
+        (
+            "--sampling-method adaptive --max-length 64 --steps 8",
+            {"commit": "adaptive", "max_new_tokens": 64, "block_steps": 8},
+        ),
+    ],
+)
+def test_official_names_are_flags(line: str, meant: dict[str, Any]):
+    given = generation_options(build_parser().parse_args(["generate", "x", *line.split()]))
+    assert given == {"stop_at_eos": True, **meant}
+
+
 def test_help_names_every_commit_rule(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
@@ -104,10 +129,10 @@ def test_help_names_every_commit_rule(capsys: pytest.CaptureFixture[str]):
 def test_uniform_noise(capsys: pytest.CaptureFixture[str]):
     rule = ["--block-steps", "4", "--tokens-per-step", "8", "--trailing-noise", "8", "--seed", "5", "--json"]
     assert main(["generate", "--raw", "x", "--model", "embedded-uniform", "--policy", "none", *SHORT, *rule]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    told = json.loads(capsys.readouterr().out)
     runtime = tiered.from_pretrained("embedded-uniform", policy="none")
     options: dict[str, Any] = {"max_new_tokens": 32, "block_steps": 4, "tokens_per_step": 8, "trailing_noise": 8}
-    out = runtime.generate("x", seed=5, **options)
+    out = runtime.generate("x", raw=True, seed=5, **options)
     assert told["text"] == out.text and told["num_forwards"] == out.num_forwards
 
 

@@ -1,8 +1,12 @@
 """The commands that need no loaded model: `tiered plan`, `tiered models`, and what every command shares."""
 
 import json
+import os
+import pty
+import signal
 import subprocess
 import sys
+from contextlib import nullcontext, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
@@ -27,15 +31,15 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plan_prints_the_card(capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "llada-8b", "--context", "4096", "--memory", "16GiB"]) == 0
-    assert capsys.readouterr().out == f"{plan('llada-8b', context=4096, memory='16GiB')}\n"
+    assert main(["plan", "llada-8b", "--context", "4096", "--batch", "8", "--memory", "24GiB"]) == 0
+    assert capsys.readouterr().out == f"{plan('llada-8b', context=4096, batch=8, memory='24GiB')}\n"
 
 
 def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]):
     sizes = "--context 640 --batch 3 --block-length 64 --memory 64GiB --host-memory 1GiB"
     switches = "--policy fast_dllm_prefix --policy-option refresh_interval=5 --dtype float16 --cfg --sampled --json"
     assert main(["plan", "dream-7b", *sizes.split(), *switches.split()]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    told = json.loads(capsys.readouterr().out)
     expected = {"context": 640, "batch": 3, "block_length": 64, "dtype": "float16", "cfg": True, "sampled": True}
     expected |= {"policy": "fast_dllm_prefix", "fits": True}
     expected["policy_options"] = {"refresh_interval": 5, "parity": False}
@@ -44,10 +48,11 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]):
 
 
 def test_what_does_not_fit_is_no_error(capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "llada-8b", "--context", "4096", "--memory", "1GiB", "--json"]) == 0
-    *card, last = capsys.readouterr().out.splitlines()
-    assert json.loads(last)["fits"] is False
-    assert any("DOES NOT FIT" in line for line in card)
+    call = ["plan", "llada-8b", "--context", "4096", "--memory", "1GiB"]
+    assert main([*call, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+    assert main(call) == 0
+    assert "DOES NOT FIT" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -117,6 +122,66 @@ def test_what_argparse_answers(arguments: list[str], status: int, text: str, cap
     assert text in "".join(capsys.readouterr())
 
 
+class Told:
+    """A plan that says whatever a model may write: colours, a title, C1 codes, a bell, and what is harmless."""
+
+    def __str__(self) -> str:
+        return "\x1b[31mred \x1b]0;title\x07 \x9b2J \x7f\b\rover\r\n\tkept \u200d é"
+
+    def as_dict(self) -> dict[str, str]:
+        return {"text": str(self)}
+
+
+def test_a_terminal_gets_no_control_characters_and_a_pipe_gets_all(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tiered.cli.plan.plan", lambda *_, **__: Told())
+    call = ["plan", "llada-8b", "--context", "64"]
+    told: dict[str, str] = {}
+    for name, (ours, theirs) in {"terminal": pty.openpty(), "pipe": os.pipe()}.items():
+        with open(theirs, "w", encoding="utf-8", newline="") as stream, redirect_stdout(stream):
+            assert main(call) == main([*call, "--json"]) == 0
+        with open(ours, "rb", buffering=0) as stream, suppress(OSError):  # the end of a terminal is an error
+            while part := stream.read(65536):
+                told[name] = told.get(name, "") + part.decode()
+    text, record, _ = told["pipe"].rsplit("\n", 2)
+    assert text == str(Told()) and json.loads(record) == Told().as_dict()
+    # The terminal itself ends lines with \r\n.
+    shown = told["terminal"].replace("\r\n", "\n")
+    assert shown == f"�[31mred �]0;title� �2J ���over\n\tkept \u200d é\n{record}\n"
+
+
+def test_a_reader_who_has_gone_ends_it_without_a_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tiered.cli.plan.plan", lambda *_, **__: Told())
+    ours, theirs = os.pipe()
+    os.close(ours)
+    # Closing the stream flushes it again, as Python does at its end.
+    with open(theirs, "w", encoding="utf-8") as stream, redirect_stdout(stream):
+        assert main(["plan", "llada-8b", "--context", "64"]) == 141
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pressed", [True, False])
+def test_what_a_library_makes_of_an_interrupt(pressed: bool, monkeypatch: pytest.MonkeyPatch):
+    def half_imported(*_: object, **__: object):
+        try:
+            if pressed:
+                signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pass
+        raise ImportError("half of a library")
+
+    monkeypatch.setattr("tiered.cli.plan.plan", half_imported)
+    # Tests that run in the background have it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with nullcontext() if pressed else pytest.raises(ImportError):
+            assert main(["plan", "llada-8b", "--context", "64"]) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -145,8 +210,9 @@ def test_models_lists_what_can_be_named(hub_cache: Path, capsys: pytest.CaptureF
     (hub_cache / "models--acme--bare" / "snapshots").mkdir(parents=True)
 
     assert main(["models", "--json"]) == 0
-    *table, last = capsys.readouterr().out.splitlines()
-    told = json.loads(last)
+    told = json.loads(capsys.readouterr().out)
+    assert main(["models"]) == 0
+    table = capsys.readouterr().out.splitlines()
     loadable = {model["name"]: model["loadable"] for model in told["models"]}
     cached = {"acme/config-only": False, "acme/dream": True, "acme/whole": True}
     assert loadable == {"embedded": True, "embedded-uniform": True, **dict.fromkeys(PRESETS, False), **cached}

@@ -18,7 +18,7 @@ FAST = ["--confidence-threshold", "0.3"]
 
 @pytest.mark.parametrize("policy", [[], ["--policy", "fast_dllm_dual", "--policy-option", "refresh_interval=3"]])
 def test_tables_and_file(policy: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["regions", PROMPT, *SHORT, *FAST, *policy, "--json", str(tmp_path / "regions.json")]) == 0
+    assert main(["regions", PROMPT, *SHORT, *FAST, *policy, "--out", str(tmp_path / "regions.json")]) == 0
     out, err = capsys.readouterr()
     options: dict[str, Any] = {"refresh_interval": 3} if policy else {}
     runtime = tiered.from_pretrained("embedded", policy="fast_dllm_dual" if policy else "none", **options)
@@ -26,8 +26,8 @@ def test_tables_and_file(policy: list[str], tmp_path: Path, capsys: pytest.Captu
     report = measure_regions(
         runtime, chat, max_new_tokens=32, block_length=8, confidence_threshold=0.3, stop_at_eos=False
     )
-    assert out == f"{report}\n" and not err
     record = json.loads((tmp_path / "regions.json").read_text())
+    assert out == f"{report}\n" and not err
     assert {name: record[name] for name in report.as_dict()} == report.as_dict()
     assert record["policy"] == runtime.policy.name and record["policy_options"] == options
     assert record["prompts"] == [PROMPT] and record["options"]["confidence_threshold"] == 0.3
@@ -38,7 +38,7 @@ def test_tables_and_file(policy: list[str], tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([PROMPT, "--json", "no/such/folder/file.json"], "no/such/folder"),
+        ([PROMPT, "--out", "no/such/folder/file.json"], "no/such/folder"),
         ([PROMPT, "--memory", "1MiB"], "the device tier needs"),
         ([PROMPT, "--prompt-file", "y"], "not both"),
         ([PROMPT, "--trailing-noise", "-1"], "trailing_noise = -1"),

@@ -365,7 +365,7 @@ def test_chats(lm: TieredLM, runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
     # With the template, and without, a prompt is another one.
     (plain,), (templated,) = (ask(lm, [text]) for text in ("copy: Ada Ben", chat(lm, "copy: Ada Ben")))
     assert templated == "Ada Ben" != plain
-    assert runtime.generate(["copy: Ada Ben"], max_new_tokens=32, confidence_threshold=0.5).text == [plain]
+    assert runtime.generate(["copy: Ada Ben"], raw=True, max_new_tokens=32, confidence_threshold=0.5).text == [plain]
     assert lm.chat_template(True) == lm.tokenizer.chat_template and lm.chat_template(False) is None
     assert "/" not in lm.tokenizer_name
     with pytest.raises(ValueError, match="no template is chosen by name here"):

@@ -164,7 +164,7 @@ assert "torch" not in sys.modules
 sys.exit(status)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    message = "lm-evaluation-harness (lm_eval) is not installed: pip install 'tiered[eval]'"
+    message = "lm_eval is not installed: pip install 'tiered[eval]'"
     assert (done.returncode, done.stdout) == (2, message + "\n"), done.stderr
     assert done.stderr == f"tiered.evaluation: error: {message}\n"
 

@@ -14,9 +14,17 @@ from tiered.inputs import Prompts, read_inputs
 PAD = 125
 
 
-def read(inputs: Any, mask: Tensor | None = None, tokenizer: PreTrainedTokenizerBase | None = None) -> Prompts:
+def read(
+    inputs: Any, mask: Tensor | None = None, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any
+) -> Prompts:
     return read_inputs(
-        inputs, mask, tokenizer=tokenizer, tokenizer_missing="there is none", pad_token_id=PAD, vocab_size=128
+        inputs,
+        mask,
+        tokenizer=tokenizer,
+        tokenizer_missing="there is none",
+        pad_token_id=PAD,
+        vocab_size=128,
+        **options,
     )
 
 
@@ -76,10 +84,12 @@ def chat(text: str, *turns: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("inputs", "meant"),
     [
-        ("copy: Ada", ["copy: Ada"]),
-        (["copy: Ada"], ["copy: Ada"]),
-        (["copy: Ada", "sort: Nora Ben Ivan"], ["copy: Ada", "sort: Nora Ben Ivan"]),
-        (("sort: Nora Ben Ivan", "copy: Ada"), ["sort: Nora Ben Ivan", "copy: Ada"]),
+        ("copy: Ada", ["<|user|>copy: Ada<|assistant|>"]),
+        (["copy: Ada"], ["<|user|>copy: Ada<|assistant|>"]),
+        (
+            ("copy: Ada", "sort: Nora Ben Ivan"),
+            ["<|user|>copy: Ada<|assistant|>", "<|user|>sort: Nora Ben Ivan<|assistant|>"],
+        ),
         (chat("copy: Ada"), ["<|user|>copy: Ada<|assistant|>"]),
         (
             chat("copy: Ada", "Ada", "add 1 + 2"),
@@ -90,7 +100,7 @@ def chat(text: str, *turns: str) -> list[dict[str, str]]:
             ["<|user|>copy: Ada<|assistant|>", "<|user|>sort: Nora Ben Ivan<|assistant|>"],
         ),
     ],
-    ids=["string", "one string", "strings", "tuple", "chat", "turns", "chats"],
+    ids=["string", "one string", "tuple", "chat", "turns", "chats"],
 )
 def test_text(tokenizer: PreTrainedTokenizerBase, inputs: Any, meant: list[str]):
     prompts = read(inputs, tokenizer=tokenizer)
@@ -99,3 +109,14 @@ def test_text(tokenizer: PreTrainedTokenizerBase, inputs: Any, meant: list[str])
     assert (prompts.ids[~prompts.mask] == PAD).all()
     assert prompts.mask[:, -1].all()
     assert prompts.ids.shape[1] == max(map(len, unpadded(prompts)))
+
+
+@pytest.mark.parametrize("inputs", [["copy: Ada"], ["copy: Ada", "sort: Nora Ben Ivan"]])
+@pytest.mark.parametrize("raw", [True, False])
+def test_text_that_is_continued_as_it_stands(
+    tokenizer: PreTrainedTokenizerBase, inputs: list[str], raw: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not raw:
+        monkeypatch.setattr(tokenizer, "chat_template", None)
+    prompts = read(inputs, tokenizer=tokenizer, raw=raw)
+    assert unpadded(prompts) == [tokenizer(text)["input_ids"] for text in inputs]

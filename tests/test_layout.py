@@ -1,5 +1,6 @@
 """The folders, the names they install under, and the map of them in docs/structures.md."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -8,6 +9,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from tiered.extras import Extra
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ["kernels", "offload", "clustering"]
@@ -75,6 +78,12 @@ def test_the_rooms_install_inside_tiered(tmp_path: Path):
     origins = [Path(line) for line in python(code, tmp_path).splitlines()]
     assert [f"tiered.{origin.parent.name}.{origin.stem}" for origin in origins] == modules
     assert modules
+
+
+def test_a_missing_package_is_named_with_what_brings_it():
+    message = r"^no_such_package is not installed: pip install 'tiered\[bench\]'$"
+    with pytest.raises(ModuleNotFoundError, match=message), Extra("bench"):
+        importlib.import_module("no_such_package")
 
 
 def test_every_package_is_listed():

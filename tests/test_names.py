@@ -19,5 +19,11 @@ def test_unknown_name(name: object, message: str):
     assert str(unknown_name("commit rule", name, ["threshold", "static"])) == message
 
 
+def test_where_there_is_no_name():
+    assert str(unknown_name("option of policy 'none'", "window", [])) == (
+        "unknown option of policy 'none' 'window'; there is none"
+    )
+
+
 def test_the_nearest_name_keeps_its_case():
     assert "did you mean 'GSAI-ML/LLaDA-1.5'?" in str(unknown_name("model", "gsai-ml/llada-1.5", ["GSAI-ML/LLaDA-1.5"]))

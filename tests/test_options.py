@@ -3,6 +3,7 @@
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tiered.aliases import ALIASES, ALWAYS_NAMES, COMMIT_ALIASES, MASK_NAMES, resolve_aliases
@@ -15,6 +16,7 @@ from tiered.commit.threshold import Threshold
 from tiered.commit.timestep import Timestep
 from tiered.decoding.sampling_options import Sampling
 from tiered.options import OPTION_NAMES, GenerationOptions
+from tiered.planning.plan import plan
 from tiered.policies.registry import make_policy
 
 MASK = 126336
@@ -350,6 +352,18 @@ def test_policies_know_the_names_of_official_scripts(policy: str, given: dict[st
     assert make_policy(policy, **given) == make_policy(policy, **meant) != make_policy(policy)
     with pytest.raises(ValueError, match="contradicts"):
         make_policy(policy, **meant, **dict.fromkeys(given, 11))
+
+
+def test_numbers_of_numpy_become_pythons():
+    # In byte counts an int32 would overflow.
+    chosen = options(max_new_tokens=np.int32(64), confidence_threshold=np.float32(0.5), top_k=np.int64(3))
+    assert chosen == options(max_new_tokens=64, confidence_threshold=0.5, top_k=3)
+    values = [getattr(chosen, name) for name in ("max_new_tokens", "confidence_threshold", "top_k")]
+    policy: Any = make_policy("dllm_cache", prompt_interval=np.int16(9), update_ratio=np.float16(0.5))
+    made = plan("embedded", context=np.int32(2**20), batch=np.int8(4), policy="none")  # type: ignore[arg-type]
+    values += [policy.prompt_interval, policy.update_ratio, made.workload.context, made.workload.batch]
+    assert [type(value) for value in values] == [int, float, int, int, float, int, int]
+    assert made.tiers == plan("embedded", context=2**20, batch=4, policy="none").tiers
 
 
 def test_an_alias_is_of_the_policies_that_have_the_option():

@@ -143,7 +143,7 @@ def test_a_checkpoint_is_found_wherever_it_is(tmp_path: Path, hub_cache: Path):
         ("llada-8b", "can be planned, .* `hf download GSAI-ML/LLaDA-8B-Instruct` and load 'GSAI-ML/LLaDA-8B-Instruct'"),
         ("GSAI-ML/LLaDA-1.5", "`hf download GSAI-ML/LLaDA-1.5`"),
         ("acme/absent", "`hf download acme/absent`"),
-        ("absent", "no directory 'absent'; allowed: 'embedded'"),
+        ("absent", "unknown model 'absent'; allowed: embedded, .*, a checkpoint's directory .none is called so"),
         ("no_weights", r"no complete checkpoint: no_weights has no \*\.safetensors"),
         ("empty", r"empty has no config\.json and no \*\.safetensors"),
         ("acme/partial", r"'acme/partial' is no complete checkpoint"),

@@ -1,7 +1,9 @@
 """Promises of the runtime: early stop, budget, interruption, repetition, and what the output object says."""
 
+import gc
 import signal
 import threading
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -230,6 +232,28 @@ def test_a_policy_is_changed_without_loading_again(embedded: Runtime):
     assert other.model is embedded.model and other.ledger is embedded.ledger
     assert embedded.policy.name == "polestar"
     assert tiered.from_pretrained("embedded", policy="fast_dllm_dual", refresh_interval=4).policy.refresh_interval == 4  # type: ignore[attr-defined]
+
+
+def test_closing_gives_the_weights_back():
+    budget = tiered.MemoryBudget(device="64MiB", host="16MiB")
+    with tiered.from_pretrained("embedded", memory=budget, policy="none") as runtime:
+        other = runtime.with_policy("polestar", top_m=2)
+        assert other.generate("copy: Ada Ben", max_new_tokens=32).text == ["Ada Ben"]
+        weights = weakref.ref(next(runtime.model.parameters()))
+        assert runtime.ledger.held(Tier.DEVICE) > 0
+        told = [repr(runtime), repr(other)]
+    gc.collect()
+    assert weights() is None and runtime.ledger.held(Tier.DEVICE) == 0
+    runtime.ledger.check_integrity()
+    held = "float32 on cpu, device 7.23 MiB of 64.00 MiB, host 0 B of 16.00 MiB>"
+    assert told == [f"<Runtime 'embedded': none, {held}", f"<Runtime 'embedded': polestar(top_m=2), {held}"]
+    ids = torch.tensor([[5, 6, 7]])
+    for closed in (runtime, other, other.with_policy("none")):
+        assert repr(closed) == "<Runtime 'embedded': closed>"
+        closed.close()
+        for use in (closed.generate, closed.logits, closed.hidden_states):
+            with pytest.raises(ValueError, match="the runtime is closed"):
+                use(ids)
 
 
 def test_options_come_from_a_config_too(embedded: Runtime):

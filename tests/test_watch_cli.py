@@ -180,9 +180,8 @@ def test_what_others_say_meanwhile_comes_afterwards(terminal: Terminal, monkeypa
 def test_without_a_terminal_a_line_for_every_forward(capsys: pytest.CaptureFixture[str]):
     assert main([*CALL, *UPDATES, "--watch", "--json"]) == 0
     out, err = capsys.readouterr()
-    *answers, record = out.splitlines()
-    assert answers == [ANSWER.strip()] and "\x1b" not in out + err
-    told = json.loads(record)
+    told = json.loads(out)
+    assert told["text"] == [ANSWER.strip()] and "\x1b" not in out + err
     *lines, last, figures = err.splitlines()
     assert [line.split()[1] for line in lines] == [f"forward={n + 1}" for n in range(told["num_forwards"])]
     assert figures.startswith(f"{told['num_forwards']} forwards, ") and last.startswith("watch end ")

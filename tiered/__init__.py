@@ -1,11 +1,11 @@
 """Memory-tiered inference for diffusion language models.
 
     import tiered
-    runtime = tiered.from_pretrained("embedded")
-    out = runtime.generate([{"role": "user", "content": "sort: Nora Ben Ivan Cleo"}], max_new_tokens=32)
+    with tiered.from_pretrained("embedded") as runtime:
+        out = runtime.generate("sort: Nora Ben Ivan Cleo", max_new_tokens=32)
     out.text, out.num_forwards, out.memory.peak_device_bytes
 
-Names are imported when they are first used, so that planning needs no torch.
+Names are imported when they are first used, so that `import tiered` and the help of commands come at once.
 """
 
 import importlib

@@ -32,10 +32,28 @@ class CallSpace:
 
     def __init__(self, model: DiffusionModel, ledger: Ledger, transport: Callable[[], Transport] | None = None) -> None:
         """`transport` makes what carries copies between the tiers of a call; None: by device."""
-        self._model, self._ledger, self._transport = model, ledger, transport
+        self._loaded: DiffusionModel | None = model
+        self._ledger, self._transport = ledger, transport
         weights = next(model.parameters())
         self._device, self._dtype = weights.device, weights.dtype
         self._dtype_name = str(self._dtype).removeprefix("torch.")
+
+    @property
+    def model(self) -> DiffusionModel:
+        """What calls run. Raises `ValueError` once it is closed."""
+        if self._loaded is None:
+            raise ValueError("the runtime is closed; load the model again with tiered.from_pretrained")
+        return self._loaded
+
+    @property
+    def closed(self) -> bool:
+        """Whether there is a model no more."""
+        return self._loaded is None
+
+    def close(self) -> None:
+        """Let the model go, and take its weights off the books."""
+        self._loaded = None
+        self._ledger.release({Account.WEIGHTS: self._ledger.held(Tier.DEVICE, Account.WEIGHTS)})
 
     def costs(
         self,
@@ -53,7 +71,7 @@ class CallSpace:
         """What a call takes, with as few features streamed as the budget needs; arguments as in `CallSizes`."""
         sizes = CallSizes(
             policy=policy,
-            shape=self._model.shape,
+            shape=self.model.shape,
             batch=batch,
             context=length,
             block_length=block_length,
@@ -81,7 +99,7 @@ class CallSpace:
         """What an inspector takes on the device over canvases of `length` columns."""
         if inspector is None:
             return {}
-        return inspector.device_bytes(self._model.shape, sequences=sequences, length=length, dtype=self._dtype_name)
+        return inspector.device_bytes(self.model.shape, sequences=sequences, length=length, dtype=self._dtype_name)
 
     def store(
         self,
@@ -94,23 +112,23 @@ class CallSpace:
         tiers: TierManager | None = None,
     ) -> FeatureStore:
         """Where a policy's features are; with `streams`, some of them in `tiers`."""
-        features = policy.features(self._model.shape)
+        features = policy.features(self.model.shape)
         sizes = {"batch": batch, "length": length, "answer_start": answer_start}
         if streams is not None and tiers is not None:
-            return StreamedFeatureStore(self._model.shape, features, streams, tiers, **sizes)
-        return FeatureStore(self._model.shape, features, **sizes, dtype=self._dtype, device=self._device)
+            return StreamedFeatureStore(self.model.shape, features, streams, tiers, **sizes)
+        return FeatureStore(self.model.shape, features, **sizes, dtype=self._dtype, device=self._device)
 
     def attention_drift(self, measured: int, sequences: int, length: int, block_length: int) -> AttentionDrift:
         """What measures the drift of `measured` sequences, the first of those that go through a forward."""
         chunk = compared_at_a_time(
-            self._model.shape,
+            self.model.shape,
             batch=sequences,
             attention_rows=measured,
             context=length,
             block_length=block_length,
             dtype=self._dtype_name,
         )
-        shape = self._model.shape
+        shape = self.model.shape
         return AttentionDrift(
             measured,
             shape.heads,
@@ -119,7 +137,7 @@ class CallSpace:
             chunk=chunk,
             device=self._device,
             soft_cap=shape.soft_cap,
-            sink_keys=self._model.sink_keys(shape.layers - 1),
+            sink_keys=self.model.sink_keys(shape.layers - 1),
         )
 
     def uncached(self, prompts: Prompts) -> Forward:
@@ -128,7 +146,7 @@ class CallSpace:
         padded = not bool(prompts.mask.all())
         positions = prompts.mask.long().cumsum(dim=1).sub_(1).clamp_(min=0) if padded else None
         return Forward(
-            self._model,
+            self.model,
             self.store(NoCache(), batch, length),
             torch.arange(length, device=self._device)[None] if positions is None else positions,
             prompts.mask if padded else None,
@@ -151,4 +169,4 @@ class CallSpace:
         if key_mask is not None and sequences > canvas.batch:
             positions, key_mask = positions.repeat(2, 1), key_mask.repeat(2, 1)
         store = self.store(policy, sequences, canvas.length, canvas.prompt_length, streams=streams, tiers=tiers)
-        return Forward(traced(self._model), store, positions, key_mask, tiers)
+        return Forward(traced(self.model), store, positions, key_mask, tiers)

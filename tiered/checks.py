@@ -1,9 +1,19 @@
 """Checks of numbers that callers pass: the errors name the value and what is allowed."""
 
 import math
+from numbers import Integral, Real
+from typing import Any
 
 # Of float32, in which logits are worked on: a larger number would be infinity there, and a smaller one could be 0.
 _FLOAT32_LEAST, _FLOAT32_MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+
+
+def plain_number(value: Any) -> Any:
+    """An integer or a real number of another library, such as numpy's, as Python's own, which never overflows; anything
+    else as it is."""
+    if isinstance(value, bool | int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:

@@ -10,6 +10,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tiered.checks import check_switch
+
 Message = Mapping[str, Any]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 Inputs = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]] | Tensor
@@ -39,23 +41,26 @@ def read_inputs(
     tokenizer_missing: str,
     pad_token_id: int,
     vocab_size: int,
+    raw: bool = False,
 ) -> Prompts:
     """Prompts of a string, a list of strings, chat messages (one chat or a list of chats), or ids [batch, length].
 
-    Strings are continued as they stand, as transformers' pipelines do it; chats go through the chat template.
+    A string is a user's message where the tokenizer has a chat template, and is continued as it stands where it has
+    none, or with `raw`. Ids always stay as they are.
 
     Raises:
-        TypeError: another kind of input, or a mask beside text.
+        TypeError: another kind of input, a mask beside text, or `raw` beside chats.
         ValueError: an empty prompt, text that is no Unicode, ids out of range, a mask of another shape, or text
             without a tokenizer (`tokenizer_missing` says why there is none).
     """
+    check_switch("raw", raw)
     if isinstance(inputs, Tensor):
         return _checked(inputs, attention_mask, vocab_size)
     if attention_mask is not None:
         raise TypeError("attention_mask goes with token ids; text is padded and masked here")
     if tokenizer is None:
         raise ValueError(f"text needs a tokenizer, and {tokenizer_missing}; pass token ids instead")
-    rows = [torch.tensor(row, dtype=torch.long) for row in _encode(inputs, tokenizer)]
+    rows = [torch.tensor(row, dtype=torch.long) for row in _encode(inputs, tokenizer, raw)]
     for i, row in enumerate(rows):
         if not len(row):
             raise ValueError(f"prompt {i} is empty: {inputs!r:.80} has no token")
@@ -64,7 +69,7 @@ def read_inputs(
     return _checked(ids, torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None], vocab_size)
 
 
-def _encode(inputs: object, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _encode(inputs: object, tokenizer: PreTrainedTokenizerBase, raw: bool) -> list[list[int]]:
     """Ids of every prompt in `inputs`, which is text or chats."""
     if isinstance(inputs, str):
         inputs = [inputs]
@@ -73,10 +78,19 @@ def _encode(inputs: object, tokenizer: PreTrainedTokenizerBase) -> list[list[int
     if not inputs:
         raise ValueError("inputs are empty; at least one prompt is needed")
     if all(isinstance(item, str) for item in inputs):
-        return [_ids(str(text), tokenizer) for text in inputs]
-    chats: list[Any] = [inputs] if all(isinstance(item, Mapping) for item in inputs) else list(inputs)
+        if raw or not tokenizer.chat_template:
+            return [_ids(str(text), tokenizer) for text in inputs]
+        for i, text in enumerate(inputs):
+            if not text.strip():
+                raise ValueError(f"prompt {i} is empty: {text!r:.80} says nothing")
+            _check_text(text)
+        chats: list[Any] = [[{"role": "user", "content": text}] for text in inputs]
+    else:
+        chats = [inputs] if all(isinstance(item, Mapping) for item in inputs) else list(inputs)
     for chat in chats:
         _check_chat(chat)
+    if raw:
+        raise TypeError("raw = True goes with strings; chats go through the chat template")
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template; pass the prompt as a string")
     texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
@@ -85,13 +99,17 @@ def _encode(inputs: object, tokenizer: PreTrainedTokenizerBase) -> list[list[int
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:
+    _check_text(text)
+    return list(tokenizer(text, **options)["input_ids"])  # type: ignore[arg-type]
+
+
+def _check_text(text: str) -> None:
     lone = _SURROGATE.search(text)
     if lone:
         raise ValueError(
             f"a prompt holds {lone[0]!r} at character {lone.start()}, half of a surrogate pair; text that UTF-8 can "
             f"write is allowed: {text!r:.80}"
         )
-    return list(tokenizer(text, **options)["input_ids"])  # type: ignore[arg-type]
 
 
 def _check_chat(chat: object) -> None:

@@ -19,7 +19,7 @@ from tiered.offload.device import pick_device
 from tiered.planning.costs import weight_bytes
 from tiered.policies import DEFAULT_POLICY
 from tiered.policies.base import Policy
-from tiered.policies.registry import make_policy
+from tiered.policies.registry import check_arguments, make_policy
 from tiered.runtime import Runtime
 from tiered.tiers.opening import check_disk
 
@@ -50,6 +50,7 @@ def from_pretrained(
         NonFiniteError: a weight is NaN or infinite, or would be in `dtype`.
         ValueError, TypeError, FileNotFoundError: anything wrong with the checkpoint or an argument, named.
     """
+    check_arguments(from_pretrained, policy, policy_options)
     chosen = make_policy(policy, **policy_options)
     budget = MemoryBudget.of(memory)
     check_disk(budget)

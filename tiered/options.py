@@ -5,7 +5,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tiered.aliases import resolve_aliases
-from tiered.checks import check_integer, check_multiple, check_number, check_switch, check_temperature
+from tiered.checks import (
+    check_integer,
+    check_multiple,
+    check_number,
+    check_switch,
+    check_temperature,
+    plain_number,
+)
 from tiered.commit.base import CommitRule
 from tiered.commit.registry import COMMIT_RULES, fitting_rules, make_commit_rule
 from tiered.commit.time_schedule import MOST_STEPS
@@ -95,6 +102,8 @@ class GenerationOptions:
     output_history: bool = False
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, plain_number(getattr(self, field.name)))
         check_integer("max_new_tokens", self.max_new_tokens, least=1)
         if self.block_length is not None:
             check_integer("block_length", self.block_length, least=1)

@@ -2,14 +2,16 @@
 
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tiered.byte_size import format_bytes
 from tiered.call import CallSpace
 from tiered.call_checks import check_call, check_inspector, check_prior, read_noise_mask
 from tiered.commit.adaptive import Adaptive
@@ -19,7 +21,7 @@ from tiered.decoding.loop import Denoiser
 from tiered.decoding.observers import Inspector
 from tiered.decoding.proposer import Proposer
 from tiered.decoding.sequence_noise import SequenceNoise
-from tiered.features import Account
+from tiered.features import Account, Tier
 from tiered.forward import Flow
 from tiered.inputs import Inputs, Prompts, read_inputs
 from tiered.ledger import Ledger
@@ -38,7 +40,10 @@ from tiered.streaming import Streamer, StreamerListener
 
 
 class Runtime:
-    """A model that is loaded, a policy, and the books of what both hold. Calls leave no trace in it."""
+    """A model that is loaded, a policy, and the books of what both hold. Calls leave no trace in it.
+
+    As a context manager it closes itself: `with tiered.from_pretrained(…) as runtime:`.
+    """
 
     def __init__(
         self,
@@ -52,7 +57,6 @@ class Runtime:
     ) -> None:
         """`ledger` has the weights booked already; None makes one without caps, which does not count them.
         `transport` makes, for each call, what carries copies between the tiers; None: streams on CUDA, threads else."""
-        self.model = model
         self.policy = policy
         self.ledger = ledger or Ledger()
         self.tokenizer = tokenizer
@@ -63,15 +67,46 @@ class Runtime:
         self.device, self.dtype = weights.device, weights.dtype
 
     def with_policy(self, policy: str | Policy, **policy_options: Any) -> "Runtime":
-        """The same loaded model and books under another policy."""
-        return Runtime(
-            self.model,
-            policy=make_policy(policy, **policy_options),
-            ledger=self.ledger,
-            tokenizer=self.tokenizer,
-            name=self.name,
-            transport=self.transport,
-        )
+        """The same loaded model and books under another policy; what closes one closes both.
+
+        Raises:
+            TypeError, ValueError: no such policy or option, named.
+        """
+        other = copy(self)
+        other.policy = make_policy(policy, **policy_options)
+        return other
+
+    @property
+    def model(self) -> DiffusionModel:
+        """The loaded model. Raises `ValueError` once the runtime is closed."""
+        return self._call.model
+
+    def close(self) -> None:
+        """Let the model go, and take its weights off the books. Nothing else outlives a call.
+
+        Its memory is free once nobody else refers to it, and on CUDA stays with torch's allocator for the next model.
+        From then on calls of this runtime, and of others made from it by `with_policy`, raise `ValueError`. A second
+        time does nothing.
+        """
+        self._call.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._call.closed:
+            return f"<Runtime {self.name!r}: closed>"
+        held = {tier: (self.ledger.held(tier), self.ledger.budget.cap(tier)) for tier in Tier}
+        tiers = [
+            f"{tier} {format_bytes(now)}" + ("" if cap is None else f" of {format_bytes(cap)}")
+            for tier, (now, cap) in held.items()
+            if now or cap is not None
+        ]
+        parts = [str(self.policy), f"{str(self.dtype).removeprefix('torch.')} on {self.device}", *tiers]
+        return f"<Runtime {self.name!r}: {', '.join(parts)}>"
 
     @torch.no_grad()
     def generate(
@@ -80,6 +115,7 @@ class Runtime:
         *,
         generation_config: GenerationOptions | Mapping[str, Any] | None = None,
         attention_mask: Tensor | None = None,
+        raw: bool = False,
         prior: Tensor | None = None,
         streamer: Streamer | None = None,
         inspector: Inspector | None = None,
@@ -88,9 +124,11 @@ class Runtime:
         """Denoise an answer to every prompt.
 
         Args:
-            inputs: a string, strings, chat messages, several chats, or ids [batch, length].
+            inputs: a string, strings, chat messages, several chats, or ids [batch, length]. A string is a user's
+                message where the tokenizer has a chat template; ids are continued as they stand.
             generation_config: options, or a mapping of them; `options` go on top.
             attention_mask: beside ids, 0 at padding on any side. A padded prompt is answered as it would be alone.
+            raw: strings are continued as they stand, whatever template there is.
             prior: ids [batch, max_new_tokens + trailing_noise] that answers begin as, in place of noise that `seed`
                 draws, for a rule that rewrites tokens: noise of one's own, or an answer to go on from.
             streamer: gets prompts, drafts and final blocks (`tiered.streaming.Streamer`).
@@ -109,8 +147,9 @@ class Runtime:
         )
         check_call(chosen, self.model, self.policy, name=self.name)
         check_inspector(inspector)
-        prompts = self._read(inputs, attention_mask)
-        listener = None if streamer is None else StreamerListener(streamer)
+        prompts = self._read(inputs, attention_mask, raw=raw)
+        end = self.model.eos_token_id if chosen.stop_at_eos else None
+        listener = None if streamer is None else StreamerListener(streamer, end)
         ids, pads = prompts.packed()
         batch, behind = ids.shape[0], chosen.max_new_tokens + chosen.trailing_noise
         length = ids.shape[1] + behind
@@ -253,7 +292,7 @@ class Runtime:
         check_positions(self.model.shape, prompts.ids.shape[1], "the ids make")
         return prompts
 
-    def _read(self, inputs: Inputs, attention_mask: Tensor | None) -> Prompts:
+    def _read(self, inputs: Inputs, attention_mask: Tensor | None, *, raw: bool = False) -> Prompts:
         prompts = read_inputs(
             inputs,
             attention_mask,
@@ -261,6 +300,7 @@ class Runtime:
             tokenizer_missing=f"{self.name!r} has none ({TOKENIZER_SOURCES}, beside the weights)",
             pad_token_id=self.model.pad_token_id,
             vocab_size=self.model.shape.vocab_size,
+            raw=raw,
         )
         return Prompts(ids=prompts.ids.to(self.device), mask=prompts.mask.to(self.device))
 

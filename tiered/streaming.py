@@ -11,7 +11,7 @@ class Streamer(Protocol):
     """Ids come as CPU tensors [batch, n]. A `put_draft` method is called too, where there is one."""
 
     def put(self, value: Tensor) -> None:
-        """The prompts first, then every block once it is final."""
+        """The prompts first, then every block once it is final, up to where the last of its sequences ends."""
 
     def end(self) -> None:
         """Nothing more comes."""
@@ -20,11 +20,11 @@ class Streamer(Protocol):
 class StreamerListener:
     """Tells `streamer` of drafts (the block with proposals where nothing is fixed) and of final blocks."""
 
-    def __init__(self, streamer: Streamer) -> None:
-        """Raises `TypeError` for what is no streamer."""
+    def __init__(self, streamer: Streamer, end: int | None) -> None:
+        """`end`: the token that ends an answer; None: nothing does. Raises `TypeError` for what is no streamer."""
         if not isinstance(streamer, Streamer):
             raise TypeError(f"a streamer has the methods put and end (and may have put_draft), not {streamer!r}")
-        self._streamer = streamer
+        self._streamer, self._end = streamer, end
         self._put_draft = getattr(streamer, "put_draft", None)
 
     def prompts(self, ids: Int[Tensor, "batch length"]) -> None:
@@ -38,7 +38,12 @@ class StreamerListener:
 
     def block(self, answers: Int[Tensor, "batch answer"], start: int, stop: int) -> None:
         """See `tiered.decoding.loop.Listener`."""
-        self._streamer.put(answers[:, start:stop].cpu())
+        done = answers[:, :stop].cpu()
+        if self._end is not None:
+            ends = done == self._end
+            if ends.any(dim=1).all():
+                stop = int(ends.int().argmax(dim=1).max()) + 1
+        self._streamer.put(done[:, start:stop])
 
     def end(self) -> None:
         """The call is over."""

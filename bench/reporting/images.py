@@ -1,11 +1,13 @@
 """PNG and SVG of a figure, for pages such as README.md: light, with all their colours inside."""
 
-import vl_convert
-
 from reporting.colours import resolved, variables
 from reporting.figure import Figure
 from reporting.svg import side_by_side, standalone
 from reporting.wording import without_marks
+from tiered.extras import Extra
+
+with Extra("bench"):
+    import vl_convert
 
 
 def images(figure: Figure, scale: float = 2.0) -> dict[str, bytes]:

@@ -2,14 +2,16 @@
 
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
-
 from reporting.colours import variables
 from reporting.figure import Table
 from reporting.report import MAIN, Report
 from reporting.svg import FONT, element, hatching
 from reporting.wording import pieces
+from tiered.extras import Extra
+
+with Extra("bench"):
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup, escape
 
 HERE = Path(__file__).resolve().parent
 WORDS = {

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from tiered.extras import Extra
+
+with Extra("bench"):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 STATUSES = ("ok", "refused", "failed")
 

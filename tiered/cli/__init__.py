@@ -1,1 +1,1 @@
-"""The command line: `tiered generate | drift | regions | plan | models`."""
+"""The command line: `tiered generate | drift | regions | trace | plan | models`."""

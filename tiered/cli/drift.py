@@ -18,7 +18,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table of means by layer, and with `--json` write the figures of every step to a file."""
+    """Print the table of means by layer."""
 
     def measure():
         from tiered.analysis.token_drift import measure_token_drift

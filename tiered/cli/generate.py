@@ -1,14 +1,16 @@
 """`tiered generate`: answer prompts with a checkpoint."""
 
 import argparse
-import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiered.aliases import ALIASES, GIDD_ALIASES, resolve_aliases
 from tiered.byte_size import format_bytes
 from tiered.cli.memory_options import add_memory_options, memory_budget
 from tiered.cli.policy_options import add_policy_options, policy_options
+from tiered.cli.printing import add_json, print_result
 from tiered.cli.watch import add_watch_options, check_watch_options, shown
 
 if TYPE_CHECKING:
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
     from tiered.runtime import Runtime
 
 DESCRIPTION = """Answer one prompt or several, as one batch. Prompts are arguments, the lines of --prompt-file, or
-standard input. Where the tokenizer has a chat template, a prompt is a user's message; --raw continues it as it is."""
+standard input. Where the tokenizer has a chat template, a prompt is a user's message; --raw continues it as it is.
+Options are known by the names of official scripts too: --gen-length, --threshold, --alg."""
 
 # Options of `generate`: name, type, help. What is not given is left to the library's defaults.
 _OPTIONS: tuple[tuple[str, type, str], ...] = (
@@ -56,6 +59,13 @@ _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("cfg-scale", float, "classifier-free guidance (default: 0, none)"),
     ("seed", int, "of sampling; prompt i uses seed + i"),
 )
+_KINDS = {name.replace("-", "_"): kind for name, kind, _ in _OPTIONS}
+# The names that official scripts use, with their types.
+_OFFICIAL = {
+    alias: _KINDS[name]
+    for alias, name in (*ALIASES.items(), *GIDD_ALIASES.items())
+    if name in _KINDS and alias not in _KINDS
+}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -63,7 +73,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser("generate", help="answer prompts with a checkpoint", description=DESCRIPTION)
     add_call(parser)
     add_watch_options(parser)
-    parser.add_argument("--json", action="store_true", help="also print answers and figures as JSON, on the last line")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -83,27 +93,27 @@ def add_call(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
     for name, kind, text in _OPTIONS:
         parser.add_argument(f"--{name}", type=kind, help=text)
+    for name, kind in _OFFICIAL.items():
+        flags = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
+        parser.add_argument(*flags, dest=name, type=kind, help=argparse.SUPPRESS)
     parser.add_argument("--no-stop-at-eos", action="store_true", help="denoise every block, as the official scripts do")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the answers, a line of figures on stderr, and with `--json` all of it as one line of JSON."""
+    """Print the answers, and a line of figures on stderr."""
     check_watch_options(args)
     prompts = read_prompts(args)
     options = generation_options(args)
     runtime = load_runtime(args)
     with shown(args, runtime, options) as observers:
-        out = runtime.generate(as_inputs(prompts, runtime, raw=args.raw), **observers, **options)
+        out = runtime.generate(prompts, raw=args.raw, **observers, **options)
     assert out.text is not None  # text went in, so there is a tokenizer
-    for text in out.text:
-        print(text)
+    print_result(args, "\n".join(out.text), {**as_asked(args, prompts, options), **out.as_dict()})
     print(
         f"{out.num_forwards} forwards, {out.tokens_per_forward.mean():.2f} tokens per forward, "
         f"{out.timings.tokens_per_second:.1f} tokens/s, peak {_tiers(out)}",
         file=sys.stderr,
     )
-    if args.json:
-        print(json.dumps({"model": args.model, "policy": args.policy, "prompts": prompts, **out.as_dict()}))
     return 0
 
 
@@ -114,10 +124,29 @@ def _tiers(out: "GenerationOutput") -> str:
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of `Runtime.generate` that were given."""
-    names = [name.replace("-", "_") for name, _, _ in _OPTIONS]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return {"stop_at_eos": not args.no_stop_at_eos, **given}
+    """The options of `Runtime.generate` that were given, under the library's own names.
+
+    Raises:
+        ValueError: two names of one option with different values.
+    """
+    # Imported here: help needs no torch.
+    from tiered.options import OPTION_NAMES
+
+    given = {name: value for name in (*_KINDS, *_OFFICIAL) if (value := getattr(args, name)) is not None}
+    # No flag is called as the mask token is, so any id does.
+    return {"stop_at_eos": not args.no_stop_at_eos, **resolve_aliases(given, OPTION_NAMES, mask_token_id=0)}
+
+
+def as_asked(args: argparse.Namespace, prompts: list[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the command line asked for, for JSON."""
+    return {
+        "model": args.model,
+        "policy": args.policy,
+        "policy_options": policy_options(args),
+        "prompts": prompts,
+        "raw": args.raw,
+        "options": dict(options),
+    }
 
 
 def load_runtime(args: argparse.Namespace) -> "Runtime":
@@ -151,10 +180,3 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if not prompts:
         raise ValueError(f"{args.prompt_file or 'standard input'} holds no prompt")
     return prompts
-
-
-def as_inputs(prompts: list[str], runtime: "Runtime", *, raw: bool) -> Any:
-    """Strings, or one chat a prompt."""
-    if raw or runtime.tokenizer is None or not runtime.tokenizer.chat_template:
-        return prompts
-    return [[{"role": "user", "content": prompt}] for prompt in prompts]

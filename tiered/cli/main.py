@@ -2,14 +2,18 @@
 
 import argparse
 import importlib
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import tiered
 from tiered.errors import TierCapacityError
 
-# Each is a module beside this one with `add_parser(subparsers)` and `run(args) -> int`. What they need torch for they
-# import when they run: planning and help work without it.
+# Each is a module beside this one with `add_parser(subparsers)` and `run(args) -> int`. What needs torch they import
+# when they run: help comes at once.
 COMMANDS = ("generate", "drift", "regions", "trace", "plan", "models")
 
 
@@ -28,14 +32,51 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` is the process's own where it is None.
 
-    Returns the exit status: 0 done, 2 for anything wrong with what was asked, 130 after Ctrl-C. A command line that
-    cannot be parsed, `--help` and `--version` raise `SystemExit`, as argparse does.
+    Returns the exit status: 0 done, 2 for anything wrong with what was asked, 130 after Ctrl-C, 141 where whoever read
+    the output has gone (`| head`). A command line that cannot be parsed, `--help` and `--version` raise `SystemExit`,
+    as argparse does.
     """
     try:
-        args = build_parser().parse_args(argv)
-        return args.run(args)
+        with _interrupts_stay_interrupts():
+            try:
+                args = build_parser().parse_args(argv)
+                return args.run(args)
+            finally:
+                print(end="", flush=True)
+    except BrokenPipeError:
+        # Python flushes once more at its end.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except (ValueError, TypeError, TierCapacityError, OSError) as error:
         print(f"tiered: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+@contextmanager
+def _interrupts_stay_interrupts() -> Iterator[None]:
+    """Ctrl-C leaves the block as `KeyboardInterrupt`, also where a library that it meets half imported makes another
+    error of it."""
+    came = False
+
+    def note(number: int, frame: object) -> None:
+        nonlocal came
+        came = True
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    # A caller's own handler stays, and so does a signal that is ignored; only the main thread may set one.
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except Exception as error:
+        if came:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,9 +1,9 @@
 """`tiered models`: what can be named on this machine."""
 
 import argparse
-import json
 
 from tiered.byte_size import format_bytes
+from tiered.cli.printing import add_json, print_result
 from tiered.models.presets import ALIASES
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.card import format_count
@@ -18,17 +18,19 @@ HEADER = ("name", "from", "family", "parameters", "layers", "KV/token", "hidden/
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Enter the command."""
     parser = subparsers.add_parser("models", help="the models that can be planned or loaded", description=DESCRIPTION)
-    parser.add_argument("--json", action="store_true", help="also print the list as JSON, on the last line")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table, and with `--json` the same as one line of JSON after it."""
+    """Print the table."""
     models = known_models()
-    print(_table([HEADER, *map(_cells, models)]))
-    print(f"aliases: {', '.join(f'{alias} = {preset}' for alias, preset in ALIASES.items())}")
-    if args.json:
-        print(json.dumps({"models": [model.as_dict() for model in models], "aliases": dict(ALIASES)}))
+    aliases = ", ".join(f"{alias} = {preset}" for alias, preset in ALIASES.items())
+    print_result(
+        args,
+        f"{_table([HEADER, *map(_cells, models)])}\naliases: {aliases}",
+        {"models": [model.as_dict() for model in models], "aliases": dict(ALIASES)},
+    )
     return 0
 
 

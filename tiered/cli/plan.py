@@ -1,10 +1,10 @@
 """`tiered plan`: the bytes of a call, before anything is loaded."""
 
 import argparse
-import json
 
 from tiered.cli.memory_options import add_memory_options, memory_budget
 from tiered.cli.policy_options import add_policy_options, policy_options
+from tiered.cli.printing import add_json, print_result
 from tiered.models.locate import EMBEDDED_MODELS
 from tiered.models.presets import PRESETS
 from tiered.planning.plan import plan
@@ -37,12 +37,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="a temperature above 0, top-p or top-k where they cut, confidence by entropy, or the rule 'ancestral': "
         "all take room beside the logits",
     )
-    parser.add_argument("--json", action="store_true", help="also print the plan as JSON, on the last line")
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the card, and with `--json` the same as one line of JSON after it."""
+    """Print the card."""
     made = plan(
         args.model,
         context=args.context,
@@ -56,7 +56,5 @@ def run(args: argparse.Namespace) -> int:
         sampled=args.sampled,
         **policy_options(args),
     )
-    print(made)
-    if args.json:
-        print(json.dumps(made.as_dict()))
+    print_result(args, made, made.as_dict())
     return 0

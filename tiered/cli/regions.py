@@ -19,7 +19,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print both tables of means by layer, and with `--json` write the figures of every step to a file."""
+    """Print both tables of means by layer."""
 
     def measure():
         from tiered.analysis.regions_report import measure_regions

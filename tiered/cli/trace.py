@@ -1,9 +1,11 @@
 """`tiered trace`: when a call computes, copies and waits, as a trace to look at."""
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
-from tiered.cli.generate import add_call, as_inputs, generation_options, load_runtime, read_prompts
+from tiered.cli.generate import add_call, as_asked, generation_options, load_runtime, read_prompts
+from tiered.cli.printing import add_json, print_result
 
 DESCRIPTION = """Answer prompts as `tiered generate` does, and write what happened when: ranges of compute by operation,
 layer and forward, copies between the tiers on a track for each way, and where compute waited for one. Open the file at
@@ -23,17 +25,19 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="on CUDA, wait for the device at both ends of every range: times by operation are the device's, and "
         "nothing overlaps",
     )
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the trace, and print the time of each operation and of the copies."""
-    # Imported here: help and a wrong command line need no torch.
+    # Imported here: help needs no torch.
     from tiered.tracing.trace_file import check_trace_path, write_trace
 
     check_trace_path(args.out)
     prompts = read_prompts(args)
     from tiered.cli.progress import progress_bar
+    from tiered.tracing.op_times import op_times
     from tiered.tracing.trace_call import trace_call
     from tiered.tracing.trace_report import trace_report
 
@@ -42,11 +46,21 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar(options.get("max_new_tokens", 128)) as streamer:
         call = trace_call(
             runtime,
-            as_inputs(prompts, runtime, raw=args.raw),
+            prompts,
+            raw=args.raw,
             synchronized=args.synchronize,
             streamer=streamer,
             **options,
         )
     write_trace(args.out, call.trace)
-    print(trace_report(call.recorder, call.out.timings.total, call.out.tiers))
+    print_result(
+        args,
+        trace_report(call.recorder, call.out.timings.total, call.out.tiers),
+        {
+            **as_asked(args, prompts, options),
+            "trace": str(args.out),
+            "operations": [asdict(time) for time in op_times(call.recorder)],
+            **call.out.as_dict(),
+        },
+    )
     return 0

@@ -1,10 +1,11 @@
 """Whether lm-evaluation-harness is here, and the name under which it finds our model."""
 
-import importlib.util
+import importlib
+
+from tiered.extras import Extra
 
 MODEL_NAME = "tiered"
 MODEL = "tiered.evaluation.lm:TieredLM"
-INSTALL = "pip install 'tiered[eval]'"
 
 
 def require_harness() -> None:
@@ -13,8 +14,8 @@ def require_harness() -> None:
     Raises:
         ImportError: it is not installed; says how to get it.
     """
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ImportError(f"lm-evaluation-harness (lm_eval) is not installed: {INSTALL}", name="lm_eval")
+    with Extra("eval"):
+        importlib.import_module("lm_eval")
 
 
 def register() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tiered.models.presets import PRESETS, preset_of
+from tiered.names import unknown_name
 
 # The models that come with the library, by the names that stand for them.
 _PACKAGE = Path(__file__).parents[1] / "embedded"
@@ -51,11 +52,11 @@ def checkpoint_directory(name: str | Path) -> Path:
 
 
 def not_found(name: str | Path) -> str:
-    """Says that no directory is called `name`, and what to do about it."""
+    """Says that no model is called `name`, and what to do about it."""
     if is_hub_id(str(name)):
         return f"no directory {str(name)!r} and no such model in the local cache; download it with `hf download {name}`"
-    embedded = ", ".join(map(repr, EMBEDDED_MODELS))
-    return f"no directory {str(name)!r}; allowed: {embedded}, a checkpoint's directory, or the id of a downloaded model"
+    known = unknown_name("model", str(name), EMBEDDED_MODELS)
+    return f"{known}, a checkpoint's directory (none is called so), or the id of a downloaded model"
 
 
 def is_hub_id(name: str) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiered.budget import MemoryBudget
-from tiered.checks import check_multiple, check_switch
+from tiered.checks import check_multiple, check_switch, plain_number
 from tiered.errors import TierCapacityError
 from tiered.features import Account, Tier
 from tiered.models.config_source import read_config
@@ -180,8 +180,9 @@ def plan(
             such model, policy or option. Names what is allowed.
     """
     # Imported here so that importing this module, as `tiered plan --help` does, needs no torch.
-    from tiered.policies.registry import make_policy
+    from tiered.policies.registry import check_arguments, make_policy
 
+    check_arguments(plan, policy, policy_options)
     check_switch("cfg", cfg)
     check_switch("sampled", sampled)
     config = read_config(path_or_config)
@@ -266,7 +267,8 @@ def _block(block_length: int | None, longest: int) -> int:
     return min(DEFAULT_BLOCK_LENGTH, longest) if block_length is None else _size("block_length", block_length)
 
 
-def _size(name: str, value: object) -> int:
+def _size(name: str, value: Any) -> int:
+    value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} = {value!r}; a positive int is allowed")
     if value < 1:

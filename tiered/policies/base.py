@@ -6,7 +6,7 @@ for a `StepPlan` before every forward and tells it afterwards what was committed
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import ClassVar
 
@@ -130,6 +130,16 @@ class Policy(ABC):
     """Options of a caching policy. Raises `ValueError` or `TypeError` on construction for options out of range."""
 
     name: ClassVar[str]
+
+    def __str__(self) -> str:
+        """Its name, with the options that are not at their defaults."""
+        options = [(field, getattr(self, field.name)) for field in fields(self)]
+        changed = [
+            f"{field.name}={value if isinstance(value, Policy) else repr(value)}"
+            for field, value in options
+            if value != field.default
+        ]
+        return f"{self.name}({', '.join(changed)})" if changed else self.name
 
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
         """What is kept on the device, by the number of layers: `shape.layers`, or 1 for a workspace that each layer

@@ -1,10 +1,13 @@
 """Every policy by name, and presets: names for a policy with some of its options set."""
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 from tiered.aliases import POLICY_ALIASES
-from tiered.names import unknown_name
+from tiered.checks import plain_number
+from tiered.names import nearest, unknown_name
 from tiered.policies.base import Policy
 from tiered.policies.composed import Composed
 from tiered.policies.dkv_cache import DKVPD, DKVDecode, DKVGreedy, DKVPrefill
@@ -67,13 +70,9 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
     """
     if isinstance(policy, Policy):
         if options:
-            raise ValueError(f"options {sorted(options)} beside a policy object; set them in the object: {policy}")
+            raise ValueError(f"options {sorted(options)} beside a policy object; set them in the object: {policy!r}")
         return policy
-    if not isinstance(policy, str):
-        raise TypeError(f"a policy is a name or a Policy object, not {policy!r}")
-    kind, preset = PRESETS[policy] if policy in PRESETS else (POLICIES.get(policy), {})
-    if kind is None:
-        raise unknown_name("policy", policy, (*POLICIES, *PRESETS))
+    kind, preset = _known(policy)
     allowed = [field.name for field in fields(kind)]
     given: dict[str, Any] = {}
     for option, value in options.items():
@@ -82,5 +81,29 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
             raise unknown_name(f"option of policy {policy!r}", option, allowed)
         if name in given and given[name] != value:
             raise ValueError(f"{option} = {value!r} contradicts {name} = {given[name]!r}; give one of them")
-        given[name] = value
-    return kind(**(preset | given))
+        given[name] = plain_number(value)
+    return kind(**{**preset, **given})
+
+
+def check_arguments(function: Callable[..., Any], policy: str | Policy, options: Iterable[str]) -> None:
+    """Raise `ValueError` for one of `options`, given to `function` beside its own keywords and nearer to one of those
+    than to any option of a policy. What is near an option is left to `make_policy`."""
+    kind = type(policy) if isinstance(policy, Policy) else _known(policy)[0]
+    own = [name for name, argument in signature(function).parameters.items() if argument.kind is argument.KEYWORD_ONLY]
+    anywhere = {field.name for known in (kind, *POLICIES.values()) for field in fields(known)} | {*POLICY_ALIASES}
+    for name in options:
+        if name == "trust_remote_code":
+            raise ValueError("trust_remote_code is no argument: no code that comes with a checkpoint is ever run")
+        if name not in anywhere and nearest(name, [*own, *anywhere]) not in anywhere:
+            known = [field.name for field in fields(kind)]
+            raise unknown_name(f"argument of {function.__name__}", name, [*own, *known])
+
+
+def _known(policy: object) -> tuple[type[Policy], Mapping[str, Any]]:
+    """The class of that name, and the options that the name sets."""
+    if not isinstance(policy, str):
+        raise TypeError(f"a policy is a name or a Policy object, not {policy!r}")
+    kind, preset = PRESETS[policy] if policy in PRESETS else (POLICIES.get(policy), {})
+    if kind is None:
+        raise unknown_name("policy", policy, (*POLICIES, *PRESETS))
+    return kind, preset
