@@ -20,7 +20,9 @@ from tiered.policies.base import PassKind, Step
 
 PAGE = 4096
 # What is kept: accounts that no pass comes and goes with, and by tier the modules that ask for their storages.
-KEPT = frozenset(Account) - {Account.WEIGHTS, Account.CENTROIDS, Account.LOGITS, Account.ACTIVATIONS}
+KEPT = frozenset(Account) - {
+    Account.WEIGHTS, Account.CENTROIDS, Account.LOGITS, Account.ACTIVATIONS, Account.LIBRARIES
+}  # fmt: skip
 ASKED_BY = {
     Tier.DEVICE: ("tiered.feature_store", "tiered.paging.paged_feature", "tiered.offload.arena"),
     Tier.HOST: ("tiered.offload.pinning",),

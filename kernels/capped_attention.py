@@ -194,6 +194,7 @@ COMPILATIONS = tuple(
             "BLOCK_KEYS": block,
             "BLOCK_ELEMENTS": 128,
         },
+        spills=True,
     )
     for dtype, block, hidden in [("bf16", 64, True), ("bf16", 64, False), ("fp32", 32, True)]
 )

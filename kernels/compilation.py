@@ -15,6 +15,7 @@ class Compilation:
         signature: Triton type by argument name (`"*u8"`, `"i32"`, `"fp32"`, `"constexpr"`).
         constexprs: value by name of each constexpr argument.
         num_warps: warps a program.
+        spills: whether it may use more than the registers of a thread, which memory then stands in for.
         fp_fusion: whether `a * b + c` may become one fused instruction, which rounds once instead of twice.
     """
 
@@ -22,4 +23,5 @@ class Compilation:
     signature: Mapping[str, str]
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
+    spills: bool = False
     fp_fusion: bool = True

@@ -185,6 +185,7 @@ COMPILATIONS = tuple(
             "BLOCK_KEYS": block,
             "BLOCK_ELEMENTS": 128,
         },
+        spills=dtype == "fp32",
     )
     for dtype, block, masked, capped in [
         ("bf16", 32, True, False),

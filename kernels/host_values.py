@@ -15,5 +15,6 @@ def on_device(values: Sequence[Any] | Tensor, device: torch.device | str) -> Ten
     """
     device, host = torch.device(device), torch.as_tensor(values)
     if device.type == "cuda":
-        host = host.pin_memory()
+        with torch.cuda.device(device):  # memory is pinned for the current device, whose context that makes
+            host = host.pin_memory()
     return host.to(device, non_blocking=True)

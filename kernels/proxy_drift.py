@@ -60,7 +60,7 @@ def _drift(
     BLOCK_ELEMENTS: tl.constexpr,
 ):
     cluster = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     there = cluster < clusters
     element = tl.arange(0, BLOCK_ELEMENTS)

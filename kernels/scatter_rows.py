@@ -9,7 +9,8 @@ from torch import Tensor
 from tiered.kernels.compilation import Compilation
 from tiered.kernels.launch import launch
 
-BLOCK_ROWS = 32
+TILE = 4096  # elements that a program moves: more of them do not fit its registers
+WARPS = 8
 
 
 @triton.jit
@@ -70,11 +71,13 @@ def scatter_rows(
         )
     if values.numel() == 0:
         return
+    block_elements = 1 << (elements - 1).bit_length()
+    block_rows = max(1, TILE // block_elements)
     # Without flags the kernel reads none; any pointer does.
     flags = index if valid is None else valid.view(torch.uint8)
     launch(
         _scatter,
-        (-(-rows // BLOCK_ROWS), heads, batch),
+        (-(-rows // block_rows), heads, batch),
         target,
         values,
         index,
@@ -87,8 +90,9 @@ def scatter_rows(
         length,
         elements,
         MASKED=valid is not None,
-        BLOCK_ROWS=BLOCK_ROWS,
-        BLOCK_ELEMENTS=1 << (elements - 1).bit_length(),
+        BLOCK_ROWS=block_rows,
+        BLOCK_ELEMENTS=block_elements,
+        num_warps=WARPS,
         on=target,
     )
 
@@ -109,9 +113,18 @@ COMPILATIONS = tuple(
         constexprs={
             **dict.fromkeys(["target_element", "value_element", "index_row", "valid_row"], 1),
             "MASKED": masked,
-            "BLOCK_ROWS": BLOCK_ROWS,
+            "BLOCK_ROWS": TILE // elements,
             "BLOCK_ELEMENTS": elements,
         },
+        num_warps=WARPS,
     )
-    for dtype, elements, masked in [("bf16", 128, True), ("bf16", 128, False), ("fp32", 256, True)]
+    # Keys and values, and hidden states.
+    for dtype, elements, masked in [
+        ("bf16", 128, True),
+        ("bf16", 128, False),
+        ("fp32", 256, True),
+        ("bf16", 4096, True),
+        ("bf16", 4096, False),
+        ("fp32", 4096, True),
+    ]
 )

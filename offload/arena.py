@@ -10,6 +10,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from tiered.offload.chunk import Chunk
+from tiered.offload.cuda_event import end_of_stream
 from tiered.offload.errors import ArenaFullError, TransferError
 from tiered.offload.fence import Fence, Region
 from tiered.offload.slab_fences import SlabFences
@@ -261,6 +262,8 @@ class Arena:
             raise
         self.actual_bytes += chunk.actual_bytes
         self._chunks.append(chunk)
+        for slab in range(len(self._homes), len(self._homes) + slabs):
+            self._fences.begin(slab, self.slab_bytes, chunk.earlier)
         self._homes += [(chunk, slab * self.slab_bytes) for slab in range(slabs)]
         self.book.add_slabs(slabs)
 
@@ -275,6 +278,10 @@ class Arena:
 def device_chunks(device: torch.device) -> Callable[[int], Chunk]:
     """What makes chunks of a device's own memory, for `Arena`.
 
+    CUDA's allocator gives out memory again as soon as its owner drops it, though kernels that were launched before may
+    still use it: on the current stream, in whose order the new owner's come. A copy on another stream has to wait for
+    them, so the chunk says where that stream was.
+
     The function raises ArenaFullError where the device has no memory left.
     """
 
@@ -284,6 +291,7 @@ def device_chunks(device: torch.device) -> Callable[[int], Chunk]:
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
             raise ArenaFullError(nbytes, free, total, f"{device} (memory=MemoryBudget(device=…))") from error
-        return Chunk(memory, pinned=False, actual_bytes=nbytes)
+        earlier = end_of_stream(device) if device.type == "cuda" else None
+        return Chunk(memory, pinned=False, actual_bytes=nbytes, earlier=earlier)
 
     return allocate

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from jaxtyping import UInt8
 from torch import Tensor
 
+from tiered.offload.fence import Event
+
 
 class Chunk:
     """Bytes that are there until `free`, or until nobody holds the chunk.
@@ -15,6 +17,7 @@ class Chunk:
         bytes: the memory; all of it is the arena's.
         pinned: whether the device's copy engines may reach it.
         actual_bytes: what the system gave up for it, rounding included.
+        earlier: ends with what those who had the memory before may have left under way in it; None: nothing.
         before: called once, before the memory goes; never in a forked child, where CUDA is not usable.
         after: called by `free` once the memory is gone.
     """
@@ -25,12 +28,14 @@ class Chunk:
         *,
         pinned: bool,
         actual_bytes: int,
+        earlier: Event | None = None,
         before: Callable[[], object] = lambda: None,
         after: Callable[[], object] = lambda: None,
     ) -> None:
         self._bytes: Tensor | None = bytes
         self.pinned = pinned
         self.actual_bytes = actual_bytes
+        self.earlier = () if earlier is None else (earlier,)
         self._after = after
         self._finalizer = weakref.finalize(self, _in_process, os.getpid(), before)
         self._finalizer.atexit = False  # the system takes everything back then

@@ -30,7 +30,8 @@ class CudaEvent:
 
     __slots__ = ("_broken", "_clock", "arrival", "end", "issued", "start")
 
-    def __init__(self, issued: HostEvent, clock: CudaClock) -> None:
+    def __init__(self, issued: HostEvent, clock: CudaClock | None = None) -> None:
+        """`clock`: what its times are told by; None: nobody asks for them."""
         self.issued = issued
         self.arrival: torch.cuda.Event | None = None  # of `compute`: when its stream got to the wait
         self.start: torch.cuda.Event | None = None
@@ -56,6 +57,7 @@ class CudaEvent:
         if not self.done() or self.failed:
             return Times(submitted, None, self.issued.times.ended if self.issued.failed else None)
         assert self.start is not None and self.end is not None, "what is on the stream has been marked"
+        assert self._clock is not None, "an event that has times has a clock"
         if self.arrival is None:
             started = self._clock.ns(self.start)
         else:
@@ -83,6 +85,14 @@ class CudaEvent:
         except RuntimeError as error:
             self._broken = error
             raise TransferError(f"{self.issued}: the device failed: {error}") from error
+
+
+def end_of_stream(device: torch.device) -> CudaEvent:
+    """Ends with what is on the current stream of `device` now."""
+    event = CudaEvent(HostEvent(None))
+    event.issued.end(0)
+    event.end = mark(torch.cuda.current_stream(device))
+    return event
 
 
 def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -10,6 +10,7 @@ import torch
 
 from tiered.offload.cuda_event import CudaClock, CudaEvent, host_part, mark, stream_part
 from tiered.offload.delay import Delay, Point, hold_up
+from tiered.offload.device import reads_host_addresses
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Event
 from tiered.offload.gather import gather_of
@@ -27,14 +28,15 @@ class CudaTransport(LaneTransport):
 
     Args:
         device: a CUDA device.
-        crossover: record size in bytes below which several pieces are fetched by a kernel, see `crossover_for`.
+        crossover: record size in bytes below which several pieces are fetched by a kernel, see `crossover_for`; none
+            are where kernels cannot read host memory by its address (`reads_host_addresses`).
         delay: holds up the host's part of the work, see `Point`.
     """
 
     def __init__(self, device: torch.device, *, crossover: int = 0, delay: Delay | None = None) -> None:
         super().__init__(device, delay=delay)
         self._pid = os.getpid()
-        self._crossover = crossover
+        self._crossover = crossover if crossover and reads_host_addresses(device) else 0
         # Priority 0 is the lowest there is: where both want an engine or a processor, the model's stream may be first.
         self._streams = {lane: torch.cuda.Stream(device, priority=0) for lane in (Lane.FETCH, Lane.STORE)}
         self._clock = CudaClock(device)

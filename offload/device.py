@@ -1,6 +1,15 @@
-"""The compute device: which one, how much memory it has, and what its allocator has seen."""
+"""The compute device: which one, what it can do, and what its allocator has seen."""
+
+import ctypes
+import functools
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
+
+_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91  # of CUdevice_attribute
 
 
 def pick_device(device: str | torch.device) -> torch.device:
@@ -24,6 +33,51 @@ def pick_device(device: str | torch.device) -> torch.device:
         if picked.index is None:  # tensors say which, and a device without its number is unequal to theirs
             return torch.device("cuda", torch.cuda.current_device())
     return picked
+
+
+@contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """Make `device` the current one as long as the block lasts: contexts, handles of libraries and pinned memory are
+    the current device's, wherever tensors are.
+
+    On CUDA it also switches cuDNN's attention off, for the whole process and for good: it builds a plan for each number
+    of rows, and which of its versions torch prefers to its own kernels changes answers. All threads share the switch,
+    so one that were put back at the end of a block would be put back in the middle of another thread's.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    with torch.cuda.device(device):
+        yield
+
+
+@functools.cache
+def reads_host_addresses(device: torch.device) -> bool:
+    """Whether kernels on the CUDA `device` may read registered host memory by the host's own address. Under WSL it has
+    another one there."""
+    answer, index = ctypes.c_int(0), torch.cuda.current_device() if device.index is None else device.index
+    with suppress(OSError):  # no driver of that name: nobody has said yes
+        ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(
+            ctypes.byref(answer), _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, index
+        )
+    return bool(answer.value)
+
+
+def cublas_workspace_bytes(device: torch.device) -> int:
+    """What torch gives cuBLAS on the CUDA `device`, once for each thread and stream: as it says itself, and before 2.13
+    as it documents it."""
+    if (said := getattr(torch.backends.cuda, "cublas_workspace_size", None)) is not None:
+        with torch.cuda.device(device):
+            return said()
+    if chosen := re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")):
+        return sum(int(kib) * int(count) for kib, count in chosen) << 10
+    return 32 << 20 if torch.cuda.get_device_capability(device)[0] >= 9 else (2 * 4096 + 8 * 16) << 10
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many the CUDA `device` has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def synchronize(device: torch.device) -> None:

@@ -41,9 +41,10 @@ class Fence:
 
     __slots__ = ("_reads", "_write", "region")
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, earlier: Iterable[Event] = ()) -> None:
+        """`earlier`: what is under way on the bytes already."""
         self.region = region
-        self._write: tuple[Event, ...] = ()
+        self._write: tuple[Event, ...] = tuple(earlier)
         self._reads: list[Event] = []
 
     def before_read(self) -> tuple[Event, ...]:

@@ -9,13 +9,14 @@ Release does not wait: a slot may be empty in the books while the device still r
 starts with whatever is unfinished, and its first write waits for that to be over, well or badly.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from tiered.offload.fence import Fence, Region
+from tiered.offload.fence import Event, Fence, Region
 from tiered.offload.ring_books import Hold, RingBooks
 from tiered.offload.transport import Settled
 
@@ -65,13 +66,16 @@ class RingSlot:
 
 
 class Ring:
-    """`slots` equal parts of `buffer`, which the caller made on the device. Not for several threads.
+    """`slots` equal parts of `buffer`, which the caller made on the device. Not for several threads. `earlier`: what is
+    under way on the buffer already (`Chunk.earlier`).
 
     Raises:
         ValueError: a buffer that is not contiguous bytes, or does not divide into `slots` parts of a byte or more.
     """
 
-    def __init__(self, slots: int, buffer: UInt8[Tensor, " bytes"], region: Region) -> None:
+    def __init__(
+        self, slots: int, buffer: UInt8[Tensor, " bytes"], region: Region, earlier: Iterable[Event] = ()
+    ) -> None:
         self._books = RingBooks(slots)
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
             raise ValueError(
@@ -82,7 +86,7 @@ class Ring:
             raise ValueError(f"a buffer of {buffer.numel()} bytes does not divide into {slots} equal slots")
         self.region = region
         self._parts = buffer.view(slots, -1)
-        self._fences = [Fence(region) for _ in range(slots)]
+        self._fences = [Fence(region, earlier) for _ in range(slots)]
 
     @property
     def slots(self) -> int:

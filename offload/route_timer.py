@@ -31,7 +31,8 @@ def crossover_for(device: torch.device) -> int:
 
 def timer_for(device: torch.device) -> Callable[[Route, int], float]:
     """Times `RECORDS` records of a size from pinned memory to the CUDA `device`: the median, in seconds."""
-    source = torch.zeros(2 * RECORDS * SIZES[-1], dtype=torch.uint8, pin_memory=True)
+    with torch.cuda.device(device):  # memory is pinned for the current device
+        source = torch.zeros(2 * RECORDS * SIZES[-1], dtype=torch.uint8, pin_memory=True)
     destination = torch.zeros(RECORDS * SIZES[-1], dtype=torch.uint8, device=device)
 
     def time_of(route: Route, size: int) -> float:

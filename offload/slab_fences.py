@@ -1,6 +1,8 @@
 """The fences of a slab book's slots, which outlive the slots: new users wait for what earlier users left unfinished."""
 
-from tiered.offload.fence import Fence, Region
+from collections.abc import Iterable
+
+from tiered.offload.fence import Event, Fence, Region
 from tiered.offload.slabs import Place
 
 
@@ -12,6 +14,10 @@ class SlabFences:
         self._rooms: dict[int, int] = {}  # slab → the class that its fences are of
         self._fences: dict[int, dict[int, Fence]] = {}  # slab → slot → fence
         self._former: dict[int, list[tuple[int, int, Fence]]] = {}  # slab → (first byte, end, fence) of earlier classes
+
+    def begin(self, slab: int, slab_bytes: int, earlier: Iterable[Event]) -> None:
+        """A new slab: `earlier` is under way on its bytes already."""
+        self._former[slab] = [(0, slab_bytes, Fence(self.region, earlier))]
 
     def fence(self, place: Place) -> Fence:
         """The fence of a place that was just taken. It waits for every unfinished access to any of its bytes.

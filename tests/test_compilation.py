@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles ahead of time for the H100, and stands beside a reference of the same signature."""
+"""Every Triton kernel compiles ahead of time for the H100, none spills unawares, and each has a reference."""
 
 import ast
 import importlib
@@ -40,6 +40,8 @@ for path in map(Path, sys.argv[1:]):
         try:
             source = ASTSource(fn=wanted.kernel, signature=dict(wanted.signature), constexprs=dict(wanted.constexprs))
             options = {"num_warps": wanted.num_warps, "enable_fp_fusion": wanted.fp_fusion}
+            if not wanted.spills:
+                options["ptx_options"] = "--warn-on-spills --warning-as-error"
             binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             if binary.metadata.shared > SHARED_BYTES:
                 raise ValueError(f"{binary.metadata.shared} bytes of shared memory; {SHARED_BYTES} are allowed")
@@ -75,6 +77,8 @@ REFUSED = {
     "product_of_8": "tl.store(target + tl.arange(0, 8)[:, None] + tl.arange(0, 8), "
     "tl.dot(tl.zeros([8, 8], tl.float32), tl.zeros([8, 8], tl.float32)))",
     "global_of_the_module": "tl.store(target + at, OUTSIDE)",
+    "spills": "many = tl.arange(0, 32)[:, None] * 4096 + tl.arange(0, 4096)\n    "
+    "tl.store(target + tl.max(many, 0), tl.sum(tl.load(target + many) * tl.load(target + 2 * many), 0))",
     "shared_memory": "inner = tl.arange(0, 1024)\n    out = tl.arange(0, 64)\n    "
     "x = tl.load(target + out[:, None] * 1024 + inner)\n    y = tl.load(target + inner[:, None] * 64 + out)\n    "
     "tl.store(target + out[:, None] * 64 + out, tl.dot(x, y))",
@@ -151,6 +155,7 @@ def test_every_kernel_compiles_for_sm_90(tmp_path: Path):
 @pytest.mark.slow
 def test_what_does_not_compile_is_reported(tmp_path: Path):
     sources = {name: KERNEL.format(body=body, compilations=ONCE) for name, body in REFUSED.items()}
+    sources["shared_memory"] = sources["shared_memory"].replace("kernel=kernel,", "kernel=kernel, spills=True,")
     sources["empty"] = KERNEL.format(body=COPY, compilations="()")
     sources["unlisted"] = KERNEL.format(body=COPY, compilations="()").replace("COMPILATIONS", "OTHER")
     sources["good"] = KERNEL.format(body=COPY, compilations=ONCE)
@@ -164,6 +169,7 @@ def test_what_does_not_compile_is_reported(tmp_path: Path):
         "e2m1_conversion.kernel[0]": "not supported on .target 'sm_90a'",
         "global_of_the_module.kernel[0]": "OUTSIDE",
         "shared_memory.kernel[0]": "bytes of shared memory",
+        "spills.kernel[0]": "Registers are spilled",
     }.items():
         assert reason in outcome["failures"][name]
 

@@ -233,6 +233,17 @@ def cases_of(kept: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: {row["case"]: row for row in part["rows"]} for name, part in kept["parts"].items()}
 
 
+def test_the_shares_of_the_parts_fit_the_day_and_what_runs_in_them():
+    part, tests, sanitizer, line = (
+        importlib.import_module(f"gpu_parts.{name}") for name in ("part", "gpu_tests", "sanitizer", "command_line")
+    )
+    names = [of.name for of in part.PARTS]
+    assert sum(of.seconds for of in part.PARTS) == 60 * line.MINUTES
+    assert names.index("kernels") < names.index("gpu_tests")  # which finds them compiled
+    assert part.part_named("gpu_tests").case_seconds > tests._SECONDS
+    assert part.part_named("sanitizer").case_seconds > sanitizer.LIMIT
+
+
 def test_the_parts_run_in_order_and_the_file_is_named_after_the_device(run, tmp_path: Path):
     from gpu_parts.part import PARTS
 

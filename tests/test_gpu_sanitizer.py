@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -288,10 +289,14 @@ def test_runs_go_side_by_side_and_fail_alone(part: ModuleType, monkeypatch: pyte
     (tmp_path / "compute-sanitizer").write_text("")
     (tmp_path / "compute-sanitizer").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    asked = []
+    asked, running, together = [], [], []
 
     def run(setting: Any, tool: str, what: str, *, limit: float) -> dict[str, Any]:
         asked.append((tool, what, limit))
+        running.append(what)
+        time.sleep(0.02)
+        together.append(len(running))
+        running.pop()
         if tool == "racecheck":
             raise RuntimeError("crash")
         return {"ok": True, "of": f"{tool} {what}"}
@@ -303,6 +308,7 @@ def test_runs_go_side_by_side_and_fail_alone(part: ModuleType, monkeypatch: pyte
     with pytest.raises(RuntimeError, match="crash"):
         part.measure(there, "racecheck kernels")
     assert part.measure(there, "initcheck kernels")["ok"]
+    assert 1 < max(together) <= part.AT_ONCE
     assert len(asked) == len(set(asked)) == 6 and {limit for *_, limit in asked} == {part.LIMIT}
     part._begun.cache_clear()
 

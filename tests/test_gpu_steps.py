@@ -15,6 +15,7 @@ import tiered.runtime
 from tiered.features import Account, Tier
 from tiered.hidden.update_log import LayerUpdate
 from tiered.models.llada import LLaDA
+from tiered.planning.library_costs import LARGEST_GPU
 from tiered.policies.base import PassKind
 from tiered.tiers.events import Way
 from tiered.tiers.stats import TierStats, WayStats
@@ -307,37 +308,46 @@ def gigabyte_device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_memory_of_a_device(
-    part: Callable[[str], ModuleType], setting: Any, peak: Callable[[int], None], gigabyte_device: dict[str, int]
+    part: Callable[[str], ModuleType],
+    setting: Any,
+    peak: Callable[[int], None],
+    gigabyte_device: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory = part("call_memory").CallMemory(torch.device("cuda"))
     gigabyte_device |= {"free": GIB - 20_000, "reserved": 9000, "allocated": 7}
-    peak(2_000_000)
+    peak(200_000_000)
     calls = part("policy_calls")
     policy, call = calls.policy_of("fast_dllm_dual", setting), calls.PolicyCall(positions=96, steps=4)
+    monkeypatch.setattr("tiered.call.gpu_of", lambda device: LARGEST_GPU)
+    monkeypatch.setattr("tiered.planning.plan.gpu_of", lambda device: LARGEST_GPU)
     out = call.run(part("random_llada").random_runtime(setting, policy), setting).out
     figures = memory.figures(out, calls.planned(setting, policy, call))
     weights = figures["booked_device_accounts_bytes"]["weights"]
-    assert figures["unbooked_bytes"] == 1000 - weights  # as they were before the call
+    assert figures["libraries_before_bytes"] == 1000 - weights  # as they were before the call
+    libraries = figures["libraries_booked_bytes"]
+    assert libraries == LARGEST_GPU.workspace_bytes + 2 * (96 + 32) * 4  # and a mask, in float32
+    assert libraries == figures["planned_device_accounts_bytes"]["libraries"]
     assert (figures["outside_torch_before_bytes"], figures["outside_torch_after_bytes"]) == (10_000 - 4096, 11_000)
     assert (figures["reserved_peak_bytes"], figures["inactive_split_peak_bytes"]) == (8192, 512)
-    assert figures["allocator_peak_bytes"] == 2_000_000
+    assert figures["allocator_peak_bytes"] == 200_000_000
     booked = figures["booked_device_bytes"]
-    assert list(memory.faults(out, cap=2_000_000)) == [
-        f"torch held 2000000 bytes, {2_000_000 - booked} more than the {booked} that were booked, "
-        f"{1000 - weights} of them there before the call"
+    assert list(memory.faults(out, cap=200_000_000)) == [
+        f"torch held 200000000 bytes, {200_000_000 - booked} more than the {booked} that were booked; "
+        f"{1000 - weights} were there before the call, {libraries} are libraries'"
     ]
-    assert len(list(memory.faults(out, cap=1_999_999))) == 2
+    assert len(list(memory.faults(out, cap=199_999_999))) == 2
 
 
 def test_torch_is_limited_meanwhile(part: Callable[[str], ModuleType], gigabyte_device: dict[str, int]) -> None:
     limit = part("capped_run").torch_limit
-    with pytest.raises(KeyError), limit(torch.device("cuda"), 500_000_000, 1_000_000):
-        assert gigabyte_device["cap"] == 501_000_000
+    with pytest.raises(KeyError), limit(torch.device("cuda"), 500_000_000):
+        assert gigabyte_device["cap"] == 500_000_000
         raise KeyError
     assert gigabyte_device["cap"] == GIB
     del gigabyte_device["cap"]
     for device, cap in (("cuda", None), ("cpu", 500)):
-        with limit(torch.device(device), cap, 0):
+        with limit(torch.device(device), cap):
             assert "cap" not in gigabyte_device
 
 

@@ -4,6 +4,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,9 @@ from tiered.offload.codec_bytes import Codec
 from tiered.planning.call_sizes import CallSizes
 from tiered.planning.card import format_count
 from tiered.planning.costs import weight_bytes
-from tiered.planning.plan import Plan, TierPlan, plan
+from tiered.planning.library_costs import LARGEST_GPU, Gpu, library_bytes
+from tiered.planning.plan import Plan, TierPlan
+from tiered.planning.plan import plan as plan_for
 from tiered.planning.policy_costs import policy_bytes
 from tiered.planning.tier_costs import TierCosts
 from tiered.policies.fast_dllm import FastDLLMDual
@@ -34,6 +40,7 @@ GIB = 2**30
 NOTHING = Tier.HOST, Tier.DISK
 
 
+plan = partial(plan_for, device="cpu")
 DUAL = "fast_dllm_dual"
 MANY = 2**24  # positions: as many as a config.json may have
 # A plan takes the config that would be loaded; a context beyond the model's own needs one that allows it.
@@ -85,6 +92,52 @@ def test_a_plan_is_what_a_run_reserves():
     out = runtime.generate("copy: Ada Ben", max_new_tokens=32, block_length=16)
     made = plan("embedded", context=out.sequences.shape[1], block_length=16, policy="fast_dllm_dual")
     assert out.memory.tiers[Tier.DEVICE].peak == device_bytes(made)
+
+
+def test_libraries_are_planned_booked_and_capped_on_cuda(monkeypatch: pytest.MonkeyPatch):
+    for module in ("tiered.call", "tiered.planning.plan"):
+        monkeypatch.setattr(f"{module}.gpu_of", lambda device: LARGEST_GPU if device == "cuda" else None)
+    sizes = {"context": 64, "block_length": 16, "policy": "fast_dllm_dual", "dtype": "bfloat16"}
+    made, without = (plan_for("embedded", **sizes, device=device) for device in ("cuda", "cpu"))  # pyright: ignore[reportArgumentType]
+    libraries = device_bytes(made) - device_bytes(without)
+    assert libraries == made.tiers[Tier.DEVICE].accounts[Account.LIBRARIES] > LARGEST_GPU.workspace_bytes
+    assert "libraries" in str(made) and "libraries" not in str(without)
+
+    monkeypatch.setattr("tiered.call.gpu_of", lambda device: LARGEST_GPU)
+    ids = torch.arange(5, 37)[None]
+    for memory, fits in ((device_bytes(made), True), (device_bytes(made) - 1, False)):
+        runtime = tiered.from_pretrained(
+            "embedded", policy=DUAL, device="cpu", dtype="bfloat16", memory=MemoryBudget(device=memory, host=0)
+        )
+        with nullcontext() if fits else pytest.raises(TierCapacityError):
+            out = runtime.generate(ids, max_new_tokens=32, block_length=16)
+            assert out.memory.tiers[Tier.DEVICE].at_peak[Account.LIBRARIES] == libraries
+        assert set(runtime.ledger.accounts(Tier.DEVICE)) == {Account.WEIGHTS}
+
+
+def parts_of_keys(programs: int, slots: int, blocks: int) -> int:
+    """Flash attention's own choice: the fewest parts that use 85 % of what the best number of them would."""
+    if programs >= 0.8 * slots:
+        return 1
+    parts = range(1, min(128, slots, blocks) + 1)
+    rounds = {n: programs * n / slots for n in parts if n == 1 or ceil(blocks / n) != ceil(blocks / (n - 1))}
+    used = {n: of / ceil(of) for n, of in rounds.items()}
+    return min(n for n, share in used.items() if share >= 0.85 * max(used.values()))
+
+
+@pytest.mark.parametrize("multiprocessors", [20, 68, 132, 170])
+@pytest.mark.parametrize(("batch", "context"), [(1, 130), (1, 1408), (1, 4096), (2, 1536), (3, 32768), (16, 700)])
+def test_the_sums_of_attentions_parts_fit(multiprocessors: int, batch: int, context: int):
+    shape, gpu = plan("llada-8b", context=64).shape, Gpu(workspace_bytes=0, multiprocessors=multiprocessors)
+    sizes = CallSizes(
+        shape=shape, policy=FastDLLMDual(), batch=batch, context=context, block_length=32, dtype="bfloat16", gpu=gpu
+    )
+    booked = library_bytes(sizes)[Account.LIBRARIES]
+    most = min(context, 512 // batch)
+    for rows in {min(64 * programs, most) for programs in range(1, 9)}:
+        parts = parts_of_keys(batch * shape.heads * ceil(rows / 64), 2 * multiprocessors, ceil(context / 128))
+        assert (parts > 1) * parts * batch * shape.heads * rows * (shape.head_dim + 1) * 4 <= booked, rows
+    assert library_bytes(replace(sizes, gpu=None)) == {}
 
 
 def test_key_and_value_weigh_what_a_token_costs():

@@ -1,7 +1,10 @@
 """Multiplying rows by a weight answers the same whichever way round it goes."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from tiered.models.projection import project
 
@@ -20,3 +23,19 @@ def test_gradients_reach_both_factors() -> None:
     assert hidden.grad is not None and weight.grad is not None
     torch.testing.assert_close(hidden.grad, weight.detach().sum(0).expand(2, 10, 24), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(weight.grad, hidden.detach().sum((0, 1)).expand(40, 24), atol=1e-4, rtol=1e-4)
+
+
+class Quantised(Tensor):
+    """A weight as torchao makes them: a class of its own, of which `F.linear` is the only product."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.nn.functional.linear, Tensor.shape.__get__):  # pyright: ignore[reportAttributeAccessIssue]
+            raise NotImplementedError(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_quantised_weight_is_a_right_factor() -> None:
+    hidden, weight = torch.randn(2, 40, 24), torch.randn(40, 24)
+    assert torch.equal(project(hidden, weight.as_subclass(Quantised)), torch.nn.functional.linear(hidden, weight))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tiered.commit.base import Candidates
-from tiered.decoding.sampling import propose
+from tiered.decoding.sampling import drawn_from, propose
 from tiered.decoding.sampling_options import CONFIDENCES, Sampling
 from tiered.decoding.sequence_noise import SequenceNoise
 
@@ -255,6 +255,23 @@ def test_tempered_confidence_is_of_what_is_drawn_from(cut: str, temperature: flo
         assert left[token] > 0 and token != MASK
         assert temperature or left[token] == max(left)
         assert found.confidence[i, row].item() == pytest.approx(confidence_in(left, token, kind), rel=2e-5, abs=2e-6)
+
+
+def test_where_top_p_cuts_does_not_hang_on_the_order_of_the_sum(monkeypatch: pytest.MonkeyPatch):
+    """CUDA adds in another order in every call."""
+    logits, pending = random_logits(1, 1, 512, scale=0.1), torch.ones(1, 1, dtype=torch.bool)
+    sums = logits[0, 0].sort(descending=True).values.softmax(-1).cumsum(0)
+
+    def left() -> list[Tensor]:
+        cuts = [Sampling(temperature=1.0, top_p=float(sums[at])) for at in range(0, 500, 4)]
+        return [drawn_from(logits.clone(), pending, sampling=cut, remaining=[1]) for cut in cuts]
+
+    def from_behind(part: Tensor, dim: int) -> Tensor:
+        return part.sum(dim, keepdim=True) - part.flip(dim).cumsum(dim).flip(dim) + part
+
+    expected = left()
+    monkeypatch.setattr(Tensor, "cumsum_", from_behind)
+    assert all(map(torch.equal, left(), expected))
 
 
 @pytest.mark.parametrize("kind", CONFIDENCES)

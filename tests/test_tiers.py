@@ -1,6 +1,7 @@
 """The tier manager: what is stored comes back, from whichever tier, within the budget."""
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,11 @@ from tiered.budget import MemoryBudget
 from tiered.errors import TierCapacityError
 from tiered.features import Account, Feature, Tier
 from tiered.ledger import Ledger
+from tiered.offload.chunk import Chunk
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
+from tiered.tiers import opening
 from tiered.tiers.events import Way
 from tiered.tiers.fuzz import round_trip
 from tiered.tiers.manager import TierManager
@@ -70,6 +73,43 @@ def test_the_way_makes_no_difference_to_a_bit(tiers: TierManager, codec: Codec, 
     if bank:
         bank.release()
     assert torch.equal(tiers.fetch(keys(2, 1)).wait(), torch.cat(expected[::-1]))
+
+
+class Earlier:
+    """A kernel of those who had some memory before: it still writes there a moment after others have obtained it."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory, self.over = memory, threading.Event()
+        threading.Timer(0.05, self.run).start()
+
+    def run(self) -> None:
+        self.memory.fill_(255)
+        self.over.set()
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+    def synchronize(self) -> None:
+        assert self.over.wait(20)
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
+def test_device_memory_is_used_once_its_earlier_owners_are_done(
+    ledger: Ledger, tier: Tier, monkeypatch: pytest.MonkeyPatch
+):
+    kernels: list[Earlier] = []
+
+    def allocate(nbytes: int) -> Chunk:
+        kernels.append(Earlier(torch.zeros(nbytes, dtype=torch.uint8)))
+        return Chunk(kernels[-1].memory, pinned=False, actual_bytes=nbytes, earlier=kernels[-1])
+
+    monkeypatch.setattr(opening, "device_chunks", lambda device: allocate)
+    with open_tiers(ledger, device="cpu", slot_bytes=SLOT) as tiers:
+        store(tiers, 1, 2, tier=tier)
+        ticket = tiers.fetch(keys(2, 1))
+        for kernel in kernels:
+            kernel.synchronize()
+        assert torch.equal(ticket.wait(), rows_of(2, 1))
 
 
 def test_raw_records_are_the_rows(tiers: TierManager):

@@ -19,12 +19,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiered.offload import cuda_transport
+from tiered.offload.arena import Arena, device_chunks
 from tiered.offload.cuda_event import CudaEvent
 from tiered.offload.cuda_transport import CudaTransport
 from tiered.offload.delay import Point
 from tiered.offload.errors import CorruptRecordError, TransferError
 from tiered.offload.fence import Event, Fence, Region
 from tiered.offload.gather import Gather
+from tiered.offload.ring import Ring
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane, Settled, TransferEvent, Transport
 
@@ -675,6 +678,31 @@ def test_streams_wait_for_streams(on_fakes: Callable[..., CudaTransport], fake_c
     assert [fake_cuda[10][2], fake_cuda[11][2]] == [ends[2], ends[0]]
 
 
+def test_the_first_copy_into_new_memory_waits_for_the_stream_that_it_was_obtained_on(
+    on_fakes: Callable[..., CudaTransport], fake_cuda: list[tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
+):
+    """Whoever had the memory before may still use it there. The stream waits, not the host."""
+    transport = on_fakes()
+    monkeypatch.setattr(FakeMark, "query", lambda mark: False)  # the device lags behind
+
+    def obtained(nbytes: int, **_: object) -> Tensor:
+        fake_cuda.append(("obtain", "", 0))
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", obtained)
+        chunks = device_chunks(torch.device("cuda"))
+        chunk, arena = chunks(2 * SIZE), Arena(Region.DEVICE_SLOT, 4096, None, chunks)
+        slots = [Ring(2, chunk.bytes, Region.FETCH_SLOT, chunk.earlier).acquire(), arena.place(SIZE)]
+    assert [kind for kind, _, _ in fake_cuda] == ["obtain", "record"] * 2
+    marks = [name for _, _, name in fake_cuda[1::2]]
+    for slot in slots:
+        assert slot is not None
+        transport.copy(Lane.FETCH, [cpu_copy()], after=slot.fence.before_write())
+    copied = [(kind, mark) for kind, _, mark in fake_cuda[4:] if kind != "record"]
+    assert copied == [("wait", mark) for mark in marks]
+
+
 def test_what_the_host_alone_sees_is_waited_for_by_a_thread(
     on_fakes: Callable[..., CudaTransport], fake_cuda: list[tuple[str, str, int]]
 ):
@@ -738,13 +766,14 @@ def test_pieces_live_until_they_are_copied(on_fakes: Callable[..., CudaTransport
 
 
 @pytest.mark.parametrize(
-    ("lane", "count", "size", "pinned", "gathered"),
+    ("lane", "count", "size", "pinned", "by_address", "gathered"),
     [
-        (Lane.FETCH, 3, 32, True, True),
-        (Lane.FETCH, 3, 64, True, False),  # from the crossover on the engine is as fast
-        (Lane.FETCH, 1, 32, True, False),  # one piece costs the engine no more than a kernel its launch
-        (Lane.FETCH, 3, 32, False, False),  # a kernel cannot read pageable memory
-        (Lane.STORE, 3, 32, True, False),  # measured for fetches
+        (Lane.FETCH, 3, 32, True, True, True),
+        (Lane.FETCH, 3, 32, True, False, False),  # the device has another address for it
+        (Lane.FETCH, 3, 64, True, True, False),  # from the crossover on the engine is as fast
+        (Lane.FETCH, 1, 32, True, True, False),  # one piece costs the engine no more than a kernel its launch
+        (Lane.FETCH, 3, 32, False, True, False),  # a kernel cannot read pageable memory
+        (Lane.STORE, 3, 32, True, True, False),  # measured for fetches
     ],
 )
 def test_small_records_are_gathered(
@@ -754,11 +783,13 @@ def test_small_records_are_gathered(
     count: int,
     size: int,
     pinned: bool,
+    by_address: bool,
     gathered: bool,
 ):
     launched = []
     monkeypatch.setattr(Gather, "launch", lambda self, device: launched.append(self))
     monkeypatch.setattr(Tensor, "is_pinned", lambda _: pinned)
+    monkeypatch.setattr(cuda_transport, "reads_host_addresses", lambda device: by_address)
     source, destination = torch.arange(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     pieces = [Copy(source[i * 64 :][:size], destination[i * size :][:size]) for i in range(count)]
     end(on_fakes(crossover=64).copy(lane, pieces))

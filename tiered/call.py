@@ -1,6 +1,7 @@
 """What one call takes of every tier, booked before it begins, and the forward that it runs on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -13,11 +14,13 @@ from tiered.forward import Forward
 from tiered.inputs import Prompts
 from tiered.ledger import Ledger
 from tiered.models.base import DiffusionModel
+from tiered.offload.device import computing_on
 from tiered.offload.transport import Transport
 from tiered.paging.streamed_store import StreamedFeatureStore
 from tiered.planning.call_costs import CallCosts
 from tiered.planning.call_sizes import CallSizes
 from tiered.planning.costs import compared_at_a_time
+from tiered.planning.library_costs import gpu_of
 from tiered.planning.policy_costs import added
 from tiered.planning.stream_costs import StreamCosts
 from tiered.policies.base import Policy
@@ -37,6 +40,7 @@ class CallSpace:
         weights = next(model.parameters())
         self._device, self._dtype = weights.device, weights.dtype
         self._dtype_name = str(self._dtype).removeprefix("torch.")
+        self._gpu = gpu_of(self._device)
 
     @property
     def model(self) -> DiffusionModel:
@@ -80,20 +84,24 @@ class CallSpace:
             guidance=guidance,
             sampled=sampled,
             attention_rows=attention_rows,
+            gpu=self._gpu,
         )
         held = {tier: self._ledger.held(tier) for tier in Tier}
         held[Tier.DEVICE] += sum(self.inspector_bytes(inspector, batch, length).values())
         return CallCosts.of(sizes, self._ledger.budget, held)
 
-    def reserve(self, costs: CallCosts, inspected: Mapping[Account, int] | None = None):
-        """Book what passes take, and an inspector (`inspector_bytes`), for as long as the block lasts.
+    @contextmanager
+    def reserve(self, costs: CallCosts, inspected: Mapping[Account, int] | None = None) -> Iterator[None]:
+        """Book what passes take, and an inspector (`inspector_bytes`), for as long as the block lasts, which
+        computes on the model's device.
 
         Raises:
             TierCapacityError: a tier has no room for all of `costs`, and the inspector's.
         """
         inspected = inspected or {}
         check_room(self._ledger, costs, inspected)
-        return self._ledger.holding(added(costs.passes, inspected))
+        with self._ledger.holding(added(costs.passes, inspected)), computing_on(self._device):
+            yield
 
     def inspector_bytes(self, inspector: Inspector | None, sequences: int, length: int) -> Mapping[Account, int]:
         """What an inspector takes on the device over canvases of `length` columns."""

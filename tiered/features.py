@@ -39,3 +39,4 @@ class Account(StrEnum):
     SPARE = "spare"  # memory and file space of the arenas that no record fills
     LOGITS = "logits"
     ACTIVATIONS = "activations"
+    LIBRARIES = "libraries"  # workspaces of cuBLAS and of attention, on CUDA

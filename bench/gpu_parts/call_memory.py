@@ -28,7 +28,8 @@ class CallMemory:
     def figures(self, out: GenerationOutput, plan: Plan) -> dict[str, Any]:
         """Bytes; None where the device keeps no such count, as the CPU does not.
 
-        `unbooked_bytes`: that torch held before the call beside the weights: workspaces of libraries, mostly.
+        `libraries_before_bytes`: that torch held before the call beside the weights: what libraries keep, which is a
+        part of `libraries_booked_bytes`.
         `plan_difference_share`: what torch held at the peak over what the plan says, less 1.
         """
         booked, peak = out.memory.peak_device_bytes, out.memory.allocator_peak
@@ -42,7 +43,8 @@ class CallMemory:
             "booked_host_bytes": out.memory.peak_host_bytes,
             "booked_device_accounts_bytes": _plain(at_peak),
             "allocator_peak_bytes": peak,
-            "unbooked_bytes": None if self.allocated is None else self.allocated - at_peak.get(Account.WEIGHTS, 0),
+            "libraries_booked_bytes": at_peak.get(Account.LIBRARIES, 0),
+            "libraries_before_bytes": self._before(out),
             "plan_difference_share": None if peak is None else (peak - planned) / planned,
             "booked_difference_share": None if peak is None else (peak - booked) / booked,
             "reserved_peak_bytes": stats.get("reserved_bytes.all.peak"),
@@ -60,9 +62,15 @@ class CallMemory:
         peak, booked = out.memory.allocator_peak, out.memory.peak_device_bytes
         for limit, what in ((booked, "that were booked"), (cap, "of the cap")):
             if peak is not None and limit is not None and peak > limit:
-                weights = out.memory.tiers[Tier.DEVICE].at_peak.get(Account.WEIGHTS, 0)
-                before = "" if self.allocated is None else f", {self.allocated - weights} of them there before the call"
-                yield f"torch held {peak} bytes, {peak - limit} more than the {limit} {what}{before}"
+                libraries = out.memory.tiers[Tier.DEVICE].at_peak.get(Account.LIBRARIES, 0)
+                before = self._before(out)
+                known = "" if before is None else f"; {before} were there before the call, {libraries} are libraries'"
+                yield f"torch held {peak} bytes, {peak - limit} more than the {limit} {what}{known}"
+
+    def _before(self, out: GenerationOutput) -> int | None:
+        """Bytes that torch held before the call beside the weights."""
+        weights = out.memory.tiers[Tier.DEVICE].at_peak.get(Account.WEIGHTS, 0)
+        return None if self.allocated is None else self.allocated - weights
 
     def _outside_torch(self) -> int | None:
         """Bytes of the device in use that torch's allocator does not hold: the context, libraries, other processes."""

@@ -15,7 +15,7 @@ from gpu_parts.random_llada import random_ids, random_runtime
 from gpu_parts.setting import Setting
 from tiered.budget import MemoryBudget
 from tiered.errors import TierCapacityError
-from tiered.features import Account, Tier
+from tiered.features import Tier
 from tiered.offload.errors import ArenaFullError
 from tiered.planning.plan import Plan
 from tiered.policies.base import Policy
@@ -32,11 +32,9 @@ def capped_run(
     """
     runtime, faults = random_runtime(setting, policy, budget), []
     memory = CallMemory(setting.on)
-    weights = runtime.ledger.held(Tier.DEVICE, Account.WEIGHTS)
-    unbooked = 0 if memory.allocated is None else memory.allocated - weights
     measured, began = None, time.perf_counter()
     try:
-        with torch_limit(setting.on, budget.cap(Tier.DEVICE), unbooked):
+        with torch_limit(setting.on, budget.cap(Tier.DEVICE)):
             measured = call.run(runtime, setting)
     except (torch.OutOfMemoryError, ArenaFullError) as error:
         faults.append(f"torch refused what the ledger allows: {str(error).splitlines()[0]}")
@@ -51,14 +49,14 @@ def capped_run(
 
 
 @contextmanager
-def torch_limit(device: torch.device, cap: int | None, unbooked: int) -> Iterator[None]:
-    """Torch's allocator holds no more than `cap` bytes meanwhile, and `unbooked` ones that it holds for libraries. The
-    context of CUDA is beside that. Without CUDA or a cap: no limit."""
+def torch_limit(device: torch.device, cap: int | None) -> Iterator[None]:
+    """Torch's allocator holds no more than `cap` bytes meanwhile, what it holds for libraries included. The context of
+    CUDA is beside that. Without CUDA or a cap: no limit."""
     if device.type != "cuda" or cap is None:
         yield
         return
     total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (cap + unbooked) / total))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))
     try:
         yield
     finally:

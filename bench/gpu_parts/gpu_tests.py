@@ -11,11 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from gpu_parts.part import part_named
 from gpu_parts.setting import Setting
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 4  # processes that share the device, so that a test that kills it takes few others along
-_SECONDS = 85.0
+_SECONDS = part_named("gpu_tests").seconds - 5  # the rest is for what it leaves behind
 _LISTED = 40
 
 

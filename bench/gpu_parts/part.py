@@ -43,16 +43,17 @@ class Part:
 # What others rest on comes first: a wrong kernel makes every later figure worthless.
 PARTS = (
     Part(name="machine", seconds=10, case_seconds=10, what="the device, the versions, what is not installed"),
-    Part(name="gpu_tests", seconds=90, case_seconds=90, what="the tests marked gpu"),
+    # Before the tests, which find its kernels compiled: Triton keeps them.
     Part(name="kernels", seconds=55, case_seconds=30, what="every kernel against higher precision"),
-    Part(name="sanitizer", seconds=85, case_seconds=60, what="memcheck and racecheck over a small run"),
-    Part(name="copies", seconds=15, case_seconds=10, what="copy peaks by kind of host memory"),
-    Part(name="fetches", seconds=20, case_seconds=15, what="fetches by record size and route"),
-    Part(name="floors", seconds=30, case_seconds=15, what="kernels against the time of their bytes"),
-    Part(name="exactness", seconds=30, case_seconds=20, what="offloaded against resident, bit for bit"),
-    Part(name="steps", seconds=115, case_seconds=45, what="LLaDA-8B's shape, by policy and context"),
-    Part(name="budget", seconds=60, case_seconds=30, what="the longest context under a cap"),
-    Part(name="profile", seconds=30, case_seconds=30, what="launches, waits of the host, a trace"),
+    Part(name="gpu_tests", seconds=150, case_seconds=150, what="the tests marked gpu"),
+    Part(name="sanitizer", seconds=110, case_seconds=90, what="memcheck and racecheck over a small run"),
+    Part(name="copies", seconds=10, case_seconds=10, what="copy peaks by kind of host memory"),
+    Part(name="fetches", seconds=15, case_seconds=15, what="fetches by record size and route"),
+    Part(name="floors", seconds=20, case_seconds=15, what="kernels against the time of their bytes"),
+    Part(name="exactness", seconds=25, case_seconds=20, what="offloaded against resident, bit for bit"),
+    Part(name="steps", seconds=85, case_seconds=45, what="LLaDA-8B's shape, by policy and context"),
+    Part(name="budget", seconds=40, case_seconds=30, what="the longest context under a cap"),
+    Part(name="profile", seconds=20, case_seconds=30, what="launches, waits of the host, a trace"),
 )
 
 

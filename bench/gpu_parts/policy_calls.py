@@ -120,4 +120,5 @@ def planned(setting: Setting, policy: Policy, call: PolicyCall, memory: MemoryBu
         block_length=BLOCK,
         policy=policy,
         memory=memory,
+        device=setting.device,
     )

@@ -1,7 +1,7 @@
 """Part of a GPU day: NVIDIA's compute-sanitizer over every kernel and over the transports, and the same without it.
 
 The tool is a program of its own, so what it watches is one too: gpu_parts/sanitized.py. The runs under the tool are
-slow for reasons of the host, not of the device, so they go side by side.
+slow for reasons of the host, not of the device, so some of them go side by side.
 """
 
 import os
@@ -22,7 +22,8 @@ from gpu_parts.setting import Setting
 BENCH = Path(__file__).resolve().parents[1]
 TOOL = "compute-sanitizer"
 PROGRAM = (sys.executable, "-P", "-m", "gpu_parts.sanitized")
-LIMIT, BARE_LIMIT = 50.0, 30.0  # seconds of one run, under the tool and bare
+LIMIT, BARE_LIMIT = 80.0, 30.0  # seconds of one run, under the tool and bare
+AT_ONCE = 3  # runs; more would slow each other down on the cores of the host
 SCHEDULES, BARE_SCHEDULES = 2, 100
 _LOGGED = 20_000  # characters of a run that go to the log
 _GRACE = 3.0  # seconds for what ends itself to be gone
@@ -78,9 +79,9 @@ def _planted(row: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _begun(setting: Setting, *, watched: bool) -> dict[str, Future[dict[str, Any]]]:
-    """All runs under the tool, or all bare ones, side by side."""
+    """All runs under the tool, or all bare ones, `AT_ONCE` side by side."""
     runs = _WATCHED if watched else _BARE
-    pool, limit = ThreadPoolExecutor(len(runs)), LIMIT if watched or setting.tiny else BARE_LIMIT
+    pool, limit = ThreadPoolExecutor(AT_ONCE), LIMIT if watched or setting.tiny else BARE_LIMIT
     return {case: pool.submit(run, setting, tool, what, limit=limit) for case, (tool, what) in runs.items()}
 
 

@@ -31,6 +31,7 @@ def main() -> None:
         # Here, since it takes seconds, in which whoever asked may be gone.
         from gpu_parts.part import part_named
         from gpu_parts.setting import Setting
+        from tiered.offload.device import computing_on
 
         setting, module = Setting(**request["setting"]), part_named(request["part"]).module()
         cases = module.cases(setting) if request["cases"] is None else request["cases"]
@@ -43,7 +44,8 @@ def main() -> None:
         _say(said, {"begin": case})
         _log(f"--- {request['part']}: {case}\n")
         try:
-            row = module.measure(setting, case)
+            with computing_on(setting.on):  # as calls do
+                row = module.measure(setting, case)
             if not isinstance(row, dict):
                 raise TypeError(f"measure() gave {row!r}; a dict is allowed")
             line = json.dumps({"case": case, "row": row}, allow_nan=False)

@@ -30,6 +30,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--dtype", default="auto", help="float32, bfloat16, float16 or auto (default: the checkpoint's)"
     )
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda or cuda:N, whose libraries take room (default: what is here)"
+    )
     parser.add_argument("--cfg", action="store_true", help="classifier-free guidance, which doubles the sequences")
     parser.add_argument(
         "--sampled",
@@ -54,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         cfg=args.cfg,
         sampled=args.sampled,
+        device=args.device,
         **policy_options(args),
     )
     print_result(args, made, made.as_dict())

@@ -13,6 +13,12 @@ from tiered.decoding.sequence_noise import SequenceNoise
 # Parts of a sequence's rows that are sorted by themselves: a sort holds several times what it sorts.
 _SORTED_PARTS = 4
 
+# Parts of the vocabulary whose sums, in whole numbers twice as large as logits, exist at a time.
+_SUMMED_PARTS = 8
+
+# Of a probability; a power of two, so that a float32 is a whole number of them down to 2⁻³⁶, and their sum an int64.
+_UNITS = 2**60
+
 
 def propose(
     logits: Float[Tensor, "batch block vocab"],
@@ -142,8 +148,13 @@ def _least_logit(logits: Float[Tensor, "rows vocab"], sampling: Sampling) -> Flo
     if sampling.top_p is not None and sampling.top_p < 1:
         falling = logits.sort(dim=-1, descending=True).values
         # A token stays where those before it have not exceeded top_p yet, so the one that does is the last.
-        reached = (falling / sampling.temperature if sampling.temperature > 0 else falling).softmax(dim=-1).cumsum_(-1)
-        last = (reached <= sampling.top_p).sum(dim=-1, keepdim=True)
+        share = (falling / sampling.temperature if sampling.temperature > 0 else falling).softmax(dim=-1)
+        # Sums of whole numbers: those of floats depend on the order, which on CUDA is another one in every call.
+        last = reached = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
+        for some in share.chunk(_SUMMED_PARTS, dim=-1):
+            sums = some.mul_(_UNITS).long().cumsum_(dim=-1).add_(reached)
+            last = last + (sums / _UNITS <= sampling.top_p).sum(dim=-1, keepdim=True)
+            reached = sums[:, -1:].clone()
         least = falling.gather(-1, last.clamp_(max=logits.shape[-1] - 1))[:, 0]
     if sampling.top_k is not None:
         kth = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[:, -1]

@@ -17,4 +17,6 @@ def attend(
     # Grouped queries: the heads that share a key head become more rows of that head, so no key is ever copied.
     folded = queries.reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
     mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=key_mask)
-    return mixed.view(batch, heads, rows, head_dim).transpose(1, 2).reshape(batch, rows, heads * head_dim)
+    # Backends answer with heads or with rows as the outer axis in memory: an axis can be split in either.
+    apart = mixed.unflatten(2, (heads // kv_heads, rows))
+    return apart.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads * head_dim)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from tiered.models.shape import ModelShape
 
 if TYPE_CHECKING:
+    from tiered.planning.library_costs import Gpu
     from tiered.policies.base import Policy
 
 
@@ -20,6 +21,7 @@ class CallSizes:
         policy: what is kept, and what its passes take.
         shape: sizes of the model.
         batch: sequences that go through a forward together; with `guidance`, twice those asked for.
+        gpu: that the call runs on; None: on the CPU, whose libraries take nothing.
         context, block_length, dtype, answer, sampled, attention_rows: as in `tiered.planning.costs.call_bytes`.
     """
 
@@ -33,6 +35,7 @@ class CallSizes:
     guidance: bool = False
     sampled: bool = False
     attention_rows: int = 0
+    gpu: "Gpu | None" = None
 
 
 def check_positions(shape: ModelShape, positions: int, what: str) -> None:

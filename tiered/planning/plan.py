@@ -17,6 +17,7 @@ from tiered.planning.advice import PLAINER, Advice, advise
 from tiered.planning.call_sizes import DEFAULT_BLOCK_LENGTH, check_policy, check_positions
 from tiered.planning.card import plan_card
 from tiered.planning.hidden_costs import HiddenCosts
+from tiered.planning.library_costs import gpu_of
 from tiered.planning.stream_costs import StreamCosts
 from tiered.planning.workload import LARGEST_SIZE, Workload, kv_bytes_per_token
 from tiered.policies import DEFAULT_POLICY
@@ -156,6 +157,7 @@ def plan(
     dtype: str = "auto",
     cfg: bool = False,
     sampled: bool = False,
+    device: str = "auto",
     **policy_options: Any,
 ) -> Plan:
     """Count the bytes of a call from the model's config.json alone; nothing is loaded or downloaded. What `generate`
@@ -174,6 +176,8 @@ def plan(
         cfg: classifier-free guidance, which doubles the sequences.
         sampled: whether proposing tokens takes room beside the logits: at a temperature above 0, where `top_p` or
             `top_k` cut, with `confidence="entropy"`, and under the rule `ancestral`.
+        device: as for `from_pretrained`: libraries take room on CUDA devices. "cuda" on a machine without one counts
+            the most that any card takes.
 
     Raises:
         TypeError, ValueError: an argument out of range or at odds with another, with the model or with the policy; no
@@ -202,6 +206,7 @@ def plan(
         answer=answer,
         guidance=cfg,
         sampled=sampled,
+        gpu=gpu_of(device),
     )
     _check(workload, name)
     accounts = workload.accounts(budget)

@@ -1,16 +1,17 @@
-"""Books: what one call takes on the device under a policy, its own state included."""
+"""Books: what one call takes on the device under a policy, its own state and what libraries take included."""
 
 from collections.abc import Mapping
 
 from tiered.features import Account
 from tiered.planning.call_sizes import CallSizes
 from tiered.planning.costs import call_bytes
+from tiered.planning.library_costs import library_bytes
 
 _FLOAT32 = 4
 
 
 def policy_bytes(sizes: CallSizes) -> dict[Account, int]:
-    """`call_bytes` of what the policy keeps and asks for, and what its state takes."""
+    """`call_bytes` of what the policy keeps and asks for, what its state takes, and `library_bytes`."""
     policy, shape = sizes.policy, sizes.shape
     logit_rows = policy.logit_rows(sizes.block_length, sizes.context)
     plain = call_bytes(
@@ -35,7 +36,8 @@ def policy_bytes(sizes: CallSizes) -> dict[Account, int]:
     )
     # The difference that guidance made, kept for the forwards that do without their unconditional half.
     differences = sizes.batch // 2 if sizes.guidance and policy.skips_guidance() else 0
-    return added(plain, state, {Account.LOGITS: differences * logit_rows * shape.vocab_size * _FLOAT32})
+    kept = {Account.LOGITS: differences * logit_rows * shape.vocab_size * _FLOAT32}
+    return added(plain, state, kept, library_bytes(sizes))
 
 
 def added(*parts: Mapping[Account, int]) -> dict[Account, int]:

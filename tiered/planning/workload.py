@@ -16,6 +16,7 @@ from tiered.planning.policy_costs import added
 from tiered.planning.tier_costs import TierCosts
 
 if TYPE_CHECKING:
+    from tiered.planning.library_costs import Gpu
     from tiered.policies.base import Policy
 
 # Where a search for the largest size ends; no device holds what costs nothing per row and still needs more.
@@ -41,6 +42,7 @@ class Workload:
         dtype: of weights and activations, a key of `BYTES_PER_ELEMENT`.
         answer: positions behind the prompt, for features that are kept of them alone; None: any number of them.
         sampled: whether proposing tokens takes more than the logits; see `call_bytes`.
+        gpu: that the call runs on; None: on the CPU.
     """
 
     shape: ModelShape
@@ -52,6 +54,7 @@ class Workload:
     answer: int | None = None
     guidance: bool = False
     sampled: bool = False
+    gpu: "Gpu | None" = None
 
     @property
     def features(self) -> Mapping[Feature, int]:
@@ -92,6 +95,7 @@ class Workload:
             answer=self.answer,
             guidance=self.guidance,
             sampled=self.sampled,
+            gpu=self.gpu,
         )
         return CallCosts.of(sizes, budget, {Tier.DEVICE: weight_bytes(self.shape, self.dtype)})
 

@@ -193,7 +193,7 @@ def _ring(
     opened.callback(chunk.free)
     rounding = chunk.actual_bytes - slots * slot_bytes
     opened.enter_context(ledger.holding({Account.STAGING: rounding}, tier, hint=hint))
-    return Ring(slots, chunk.bytes, region)
+    return Ring(slots, chunk.bytes, region, chunk.earlier)
 
 
 def _spill_file(ledger: Ledger, slot_bytes: int, opened: ExitStack) -> SpillFile | None:

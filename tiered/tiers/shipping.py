@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tiered.errors import TierCapacityError
 from tiered.features import Tier
+from tiered.kernels.host_values import on_device
 from tiered.offload.arena import Slot
 from tiered.offload.codecs import CODECS
 from tiered.offload.fence import Fence, Region
@@ -254,6 +255,6 @@ def _decode(
         target, places = (out[part], None) if rows is None else (out, rows[part])
     else:
         numbers = torch.cat([torch.arange(first, end) for first, end in zip(batch.rows, ends, strict=True)])
-        places = numbers.to(out.device, non_blocking=True)
+        places = on_device(numbers, out.device)
         target, places = out, places if rows is None else rows[places]
     return partial(CODECS[form.codec].decode, batch.buffer, batch.offsets, sizes, dtype, target, places, stacked)

@@ -54,7 +54,7 @@ GROUPS = (
     Group((Account.ATTN_OUT, Account.FFN_OUT), Look("◆", "B", "yellow", "branches")),
     Group((Account.CENTROIDS,), Look("●", "C", "red", "centroids")),
     Group((Account.STAGING,), Look("≡", "S", "cyan", "staging")),
-    Group((Account.LOGITS, Account.ACTIVATIONS), Look("▪", "A", "white", "passes")),
+    Group((Account.LOGITS, Account.ACTIVATIONS, Account.LIBRARIES), Look("▪", "A", "white", "passes")),
     Group((Account.SPARE,), Look("□", "-", "bright_black", "spare")),
 )
 

@@ -1,0 +1,129 @@
+"""What a CUDA device is made ready by, on faked ones."""
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tiered.call
+from tiered.offload.device import computing_on, cublas_workspace_bytes, reads_host_addresses
+from tiered.planning.library_costs import LARGEST_GPU, Gpu, gpu_of
+from tiered.policies.none import NoCache
+from tiered.runtime import Runtime
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+
+
+@pytest.fixture
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
+    """Says whether attention may be cuDNN's, as it may at first, to every thread; devices can be made current."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+    def enabled() -> bool:
+        seen: list[bool] = []
+        thread = threading.Thread(target=lambda: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+        thread.start()
+        thread.join()
+        return seen[0]
+
+    yield enabled
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_no_call_gets_cudnns_attention_in_whatever_order_calls_end(cudnn: Callable[[], bool]):
+    """torch has one switch for all threads: who puts it back does so in the middle of somebody else's call."""
+    with computing_on(CPU):
+        assert cudnn()
+    calls = [computing_on(CUDA) for _ in range(3)]
+    for call in calls:
+        call.__enter__()
+        assert not cudnn()
+    for call in calls:  # the first to begin is the first to end
+        assert not cudnn()
+        call.__exit__(None, None, None)
+    assert not cudnn()
+
+
+@pytest.mark.parametrize("call", ["generate", "logits", "hidden_states"])
+def test_the_models_device_is_current_in_every_pass(call: str, tiny_model: Any, monkeypatch: pytest.MonkeyPatch):
+    inside: list[torch.device] = []
+    passes: list[list[torch.device]] = []
+
+    @contextlib.contextmanager
+    def noted(device: torch.device) -> Iterator[None]:
+        inside.append(device)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(tiered.call, "computing_on", noted)
+    attend = tiny_model.attend
+    monkeypatch.setattr(tiny_model, "attend", lambda *given: passes.append([*inside]) or attend(*given))
+    runtime = Runtime(tiny_model, policy=NoCache())
+    getattr(runtime, call)(torch.arange(9)[None], **({"max_new_tokens": 2} if call == "generate" else {}))
+    assert passes and all(devices == [CPU] for devices in passes) and not inside
+
+
+@pytest.mark.parametrize(
+    ("code", "value", "expected"), [(0, 1, True), (0, 0, False), (1, None, False), (None, None, False)]
+)
+def test_host_addresses_are_read_where_the_driver_says_so(
+    code: int | None, value: int | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """WSL's says no; a driver that fails, or is not found, has not said yes."""
+    asked: list[tuple[int, int]] = []
+
+    def attribute(answer: Any, which: int, device: int) -> int:
+        asked.append((which, device))
+        if value is not None:
+            answer._obj.value = value
+        assert code is not None
+        return code
+
+    def library(name: str) -> SimpleNamespace:
+        if code is None:
+            raise OSError(name)
+        return SimpleNamespace(cuDeviceGetAttribute=attribute)
+
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    reads_host_addresses.cache_clear()
+    assert reads_host_addresses(CUDA) is expected
+    assert asked == ([] if code is None else [(91, 1)])
+    reads_host_addresses.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("said", "config", "major", "mib"),
+    [
+        (20, ":4096:8", 9, 20),
+        (None, ":4096:8:16:2", 8, 32.03125),
+        (None, "", 9, 32),
+        (None, "", 12, 32),
+        (None, "", 8, 8.125),
+    ],
+)
+def test_workspace_of_cublas(said: int | None, config: str, major: int, mib: float, monkeypatch: pytest.MonkeyPatch):
+    """As torch says, else as it reads its variable, else as it documents."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    monkeypatch.setattr(
+        torch.backends.cuda, "cublas_workspace_size", None if said is None else lambda: said << 20, raising=False
+    )
+    assert cublas_workspace_bytes(CUDA) == mib * 2**20
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it has a GPU, which a plan counts")
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cpu", None), ("auto", None), ("cuda", LARGEST_GPU), ("cuda:3", LARGEST_GPU)]
+)
+def test_gpu_of_a_plan_on_a_machine_without_one(device: str, expected: Gpu | None):
+    assert gpu_of(device) == expected
+    with pytest.raises(ValueError, match="unknown device 'gpu'"):
+        gpu_of("gpu")
