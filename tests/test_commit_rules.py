@@ -77,6 +77,41 @@ def test_threshold(rows: list[Row], bound: float):
     assert chosen(Threshold(confidence_threshold=bound), rows) == [by_threshold(row, bound) for row in rows]
 
 
+def left_by_shares(row: Row, bound: float, steps: int) -> list[int]:
+    """Masks after each forward of a block, by the loop of Fast-dLLM's Dream code without a cache."""
+    waiting, left = [c for c, _ in best_first(row)], []
+    share, over, step = len(waiting) // steps, 0, 0
+    while step < steps:
+        taken, over = share + over, 0
+        kept = waiting[:1]
+        for confidence in waiting[1:taken]:
+            if confidence >= bound:
+                kept.append(confidence)
+                continue
+            over += 1
+            if step >= steps - 1:
+                share, steps = 0, steps + 1
+        waiting = waiting[len(kept) :]
+        left.append(len(waiting))
+        step += 1
+    return left
+
+
+@given(st.integers(1, 4), st.lists(CONFIDENCES, min_size=1, max_size=4), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+@example(steps=8, part=[0.9, 0.0, 0.0, 0.0], bound=0.5)
+def test_threshold_in_shares(steps: int, part: list[float], bound: float):
+    whole: Row = [*part] * steps  # the steps share the tokens out evenly, or the authors' code stops
+    rows: list[Row] = [whole, [0.3] + [None] * (len(whole) - 1)]  # the second has a share of its own
+    state = Threshold(confidence_threshold=bound, parity=True).start(steps)
+    state.begin_block(candidates(rows).pending)
+    left: list[int] = []
+    while best_first(rows[0]):
+        fixed = state.choose(candidates(rows)).tolist()
+        rows = [[None if now else c for c, now in zip(*each, strict=True)] for each in zip(rows, fixed, strict=True)]
+        left.append(len(best_first(rows[0])))
+    assert left == left_by_shares(whole, bound, steps)
+
+
 @given(ROWS, st.sampled_from([0.5, 1.0, 1.5, 2.0]) | st.floats(0.01, 10))
 @example([[0.75, 0.0, 0.0]], 1.0)
 @example([[0.75, 0.75, 0.0]], 1.0)
@@ -100,7 +135,13 @@ def test_factor_of_one(row: Row, columns: list[int]):
     assert chosen(Factor(factor=1.0), [row]) == [columns]
 
 
-RULES: list[CommitRule] = [Static(), Threshold(confidence_threshold=0.9), Factor(factor=1.0), DriftAware()]
+RULES: list[CommitRule] = [
+    Static(),
+    Threshold(confidence_threshold=0.9),
+    Threshold(confidence_threshold=0.9, parity=True),
+    Factor(factor=1.0),
+    DriftAware(),
+]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

@@ -190,6 +190,7 @@ def test_rows_of_two_tokens_by_hand(shifted: Runtime, variant: str, block: int):
         ({"shift_caching": "unright"}, ValueError, "did you mean 'un_right'"),
         ({"shift_caching": None}, ValueError, "shift_caching"),
         ({"parity": 1}, TypeError, "parity = 1"),
+        ({"shift_caching": "right", "parity": True}, ValueError, "'right' with parity: .* 'un' and 'un_right' are"),
     ],
 )
 def test_options_out_of_range(policy: str, options: dict[str, Any], error: type[Exception], message: str):

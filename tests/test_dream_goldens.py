@@ -13,6 +13,7 @@ from torch import Tensor
 import tiered
 from tiered.commit import timestep
 from tiered.commit.base import Candidates
+from tiered.commit.threshold import Threshold
 from tiered.decoding import sampling
 from tiered.output import GenerationOutput
 from tiered.runtime import Runtime
@@ -85,10 +86,17 @@ def policy_of(part: str, case: str, recorded: dict[str, Any], options: dict[str,
 def generate(
     runtimes: dict[str, Runtime], part: str, case: str, **changed: Any
 ) -> tuple[GenerationOutput, dict[str, Any]]:
-    """The recorded call of `case`, with other options of its policy; and what was recorded."""
+    """The recorded call of `case`, with other options of its policy or, where there is no cache, of its rule; and what
+    was recorded."""
     recorded, tensors = RECORDED[part][case], SEQUENCES[part]
     options = dict(recorded["gen"] if part == "dllm_cache" else recorded["kwargs"])
     policy, policy_options = policy_of(part, case, recorded, options)
+    if policy == "none" and "threshold" in options:
+        options |= {
+            "commit": Threshold(**{"confidence_threshold": options.pop("threshold"), "parity": True, **changed})
+        }
+        del options["alg"]
+        changed = {}
     out = (
         runtimes[case.split(".")[0]]
         .with_policy(policy, **{**policy_options, **changed})
@@ -159,11 +167,14 @@ def test_drawn_sequences(runtimes: dict[str, Runtime], monkeypatch: pytest.Monke
         # Why each piece of parity is there: without it, what was recorded does not come out.
         ("dkv_cache", "dream_tiny.decode_s32_r8_un", {"parity": False}),
         ("dkv_cache", "dream_tiny.decode_s32_r8_un", {"shift_caching": "un_right"}),
-        ("dkv_cache", "dream_tiny.decode_s32_r8_un", {"shift_caching": "right"}),
+        ("dkv_cache", "dream_tiny.decode_s32_r8_un", {"shift_caching": "right", "parity": False}),
+        ("dkv_cache", "dream_tiny.decode_s32_r4_un_right", {"parity": False}),
         ("dkv_cache", "dream_tiny.pd_s32_r8_un", {"parity": False}),
+        ("dkv_cache", "dream_tiny.pd_s16_r4_un_right", {"parity": False}),
         ("dllm_cache", "dream_tiny7.Kp8_Kr4_rho0.25_entropy_s16", {"parity": False}),
         ("fast_dllm", "dream_tiny.fastdllm.dual_thr0.9_b8", {"parity": False}),
         ("fast_dllm", "dream_tiny.fastdllm.prefix_entropy_b8_s32", {"parity": False}),
+        ("fast_dllm", "dream_tiny.fastdllm.nocache_confthr0.5_s8", {"parity": False}),
     ],
 )
 def test_parity_makes_a_difference(runtimes: dict[str, Runtime], part: str, case: str, changed: dict[str, Any]):

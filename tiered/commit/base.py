@@ -63,8 +63,6 @@ class CommitRule(ABC):
         needs_drift: whether the rule reads `Candidates.drift`; it takes memory and time to measure.
         confidences: the kinds of confidence that the rule can do with, as in `Sampling.confidence`.
         tempered_confidence: whether it looks at the distribution that tokens are drawn from, as in `Sampling`.
-        by_time: whether the rule follows a time that falls over the steps, as Dream's do: the block is the whole answer
-            where no block length is given, and every step counts, even where there are more of them than tokens.
     """
 
     name: ClassVar[str]
@@ -73,11 +71,16 @@ class CommitRule(ABC):
     needs_drift: ClassVar[bool] = False
     confidences: ClassVar[frozenset[str]] = frozenset(CONFIDENCES)
     tempered_confidence: ClassVar[bool] = False
-    by_time: ClassVar[bool] = False
 
     @property
     def draws(self) -> bool:
         """Whether the rule draws random numbers."""
+        return False
+
+    @property
+    def by_time(self) -> bool:
+        """Whether the rule follows a time that falls over the steps, as Dream's do: the block is the whole answer where
+        no block length is given, and every step counts, even where there are more of them than tokens."""
         return False
 
     @abstractmethod

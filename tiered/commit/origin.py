@@ -23,11 +23,14 @@ class Origin(CommitRule):
     name: ClassVar[str] = "origin"
     confidences: ClassVar[frozenset[str]] = frozenset({"probability"})  # which it does not look at
     tempered_confidence: ClassVar[bool] = True
-    by_time: ClassVar[bool] = True
     schedule_floor: float = 1e-3
 
     def __post_init__(self) -> None:
         check_schedule_floor(self.schedule_floor)
+
+    @property
+    def by_time(self) -> bool:
+        return True
 
     @property
     def draws(self) -> bool:

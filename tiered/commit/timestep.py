@@ -25,13 +25,16 @@ class Timestep(CommitRule):
 
     name: ClassVar[str] = "timestep"
     tempered_confidence: ClassVar[bool] = True
-    by_time: ClassVar[bool] = True
     confidence_temperature: float = 0.0
     schedule_floor: float = 1e-3
 
     def __post_init__(self) -> None:
         check_temperature("confidence_temperature", self.confidence_temperature)
         check_schedule_floor(self.schedule_floor)
+
+    @property
+    def by_time(self) -> bool:
+        return True
 
     @property
     def draws(self) -> bool:

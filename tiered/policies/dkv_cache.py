@@ -45,7 +45,8 @@ class _Delayed(Policy):
         shift_caching: on a family with shifted predictions, the token whose commit lets a row be kept: its own
             ("right"), the one that it predicts ("un": its own may still be a mask), or both ("un_right").
         parity: as the authors' code. On a family with shifted predictions, "un" keeps the canvas's last row from the
-            third step on, mask or not.
+            third step on, mask or not, and "un_right" once the row in front of it is kept; "right" is refused: where
+            that keeps the row that predicts a pending token, they have no logits for it, and answer with id 0.
     """
 
     delay: int = 1
@@ -59,6 +60,11 @@ class _Delayed(Policy):
         if self.shift_caching not in get_args(ShiftCaching):
             raise unknown_name("shift_caching", str(self.shift_caching), get_args(ShiftCaching))
         check_switch("parity", self.parity)
+        if self.parity and self.shift_caching == "right":
+            raise ValueError(
+                "shift_caching = 'right' with parity: the authors' code answers with id 0 what a kept row predicts; "
+                "'un' and 'un_right' are allowed, or parity = False, which recomputes that row"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

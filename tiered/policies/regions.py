@@ -56,8 +56,8 @@ def undecided(
     Args:
         shift_caching: where a row predicts the token behind its own: whether its own token counts ("right"), the
             predicted one ("un"), or both ("un_right"). The last row predicts nothing; its own token counts.
-        wraps: with "un", the last row is taken to predict the first token, except in a sequence's first forwards, as
-            the authors' code of dKV-Cache does.
+        wraps: the last row is as the authors' code of dKV-Cache takes it: with "un" it predicts the first token, except
+            in a sequence's first forwards, and with "un_right" it is open where the row in front of it is.
     """
     dates, clock = step.canvas.committed_at, _clock(step)
     own = (dates >= clock - delay) & (dates != PROMPT)
@@ -65,11 +65,12 @@ def undecided(
     if not shift or shift_caching == "right":
         return own
     predicted = torch.cat([own[:, shift:], own[:, -shift:]], dim=1)
-    if shift_caching == "un_right":
-        return own | predicted
-    if wraps:
-        predicted[:, -shift:] &= clock <= delay
-    return predicted
+    rows = predicted if shift_caching == "un" else own | predicted
+    if wraps and shift_caching == "un":
+        rows[:, -shift:] &= clock <= delay
+    elif wraps:
+        rows[:, -shift:] = rows[:, -2 * shift : -shift]
+    return rows
 
 
 def just_committed(step: Step) -> Bool[Tensor, "batch length"]:
