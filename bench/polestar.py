@@ -3,11 +3,12 @@
     python bench/polestar.py --out FILE.json     # about half an hour on two cores
     python bench/polestar.py --quick             # everything with a few examples
 
-Four parts, each written as soon as it is measured, beside what FILE holds of the others (bench/overlap.py measures what
+Five parts, each written as soon as it is measured, beside what FILE holds of the others (bench/overlap.py measures what
 of the copies is hidden):
   table    the embedded model's held-out tasks under each policy and commit rule, one row each
   memory   bytes by tier and account: runs of two models, and plans for LLaDA-8B
   trigger  what the update threshold T does to a task that hangs on fresh looks at its prompt
+  early    what drift-aware commits do to the same task, on more examples
   drift    how far cached keys and values of the prompt are from an uncached pass, by policy and option
 """
 
@@ -32,7 +33,7 @@ from tiered.embedded import tasks
 from tiered.embedded.scoring import score_examples
 from tiered.provenance import provenance
 
-PARTS = ("memory", "table", "trigger", "drift")
+PARTS = ("memory", "table", "trigger", "early", "drift")
 BLOCK = 32
 
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -146,6 +147,28 @@ def trigger(runtime: tiered.Runtime, share: float) -> list[dict[str, Any]]:
     return rows
 
 
+def early(runtime: tiered.Runtime, share: float) -> list[dict[str, Any]]:
+    """Sorting with confident tokens alone, and with nearly confident ones beside them."""
+    rows = []
+    examples = QUESTIONS[0].sample(max(4, round(share * 360)))
+    for policy in ("none", "fast_dllm_dual", "polestar", "polestar-window"):
+        for commit in ("threshold 0.9", "drift_aware 0.9"):
+            scores = score_examples(
+                runtime.with_policy(policy), examples, max_new_tokens=BLOCK, block_length=BLOCK, **COMMITS[commit]
+            )
+            rows.append(
+                {
+                    "task": "sort",
+                    "commit": commit,
+                    "policy": policy,
+                    "examples": len(examples),
+                    "correct": scores.correct,
+                    "nfe": round(scores.mean_forwards, 3),
+                }
+            )
+    return rows
+
+
 DRIFTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fast_dllm_dual": ("fast_dllm_dual", {}),
     "polestar, raw": ("polestar", {"codec": "raw"}),
@@ -183,7 +206,7 @@ def drift(runtime: tiered.Runtime, examples: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write; without, nothing is kept")
-    parser.add_argument("--parts", default="memory,table,trigger,drift", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="a few examples of each task")
     args = parser.parse_args()
@@ -213,6 +236,8 @@ def main() -> None:
             keep("table", rows)
     if "trigger" in parts:
         keep("trigger", trigger(runtime, 0.02 if args.quick else 1.0))
+    if "early" in parts:
+        keep("early", early(runtime, 0.02 if args.quick else 1.0))
     if "drift" in parts:
         keep("drift", drift(runtime, 1 if args.quick else 2))
     summary: dict[str, Any] = {"rows": len(rows)}

@@ -73,7 +73,7 @@ def token_by_token(rule: DriftAware, steps: list[list[tuple[float, float]]]) -> 
                 rise = None
             else:
                 recent = earlier[i][-rule.drift_window :]
-                rise = drift - sum(recent) / len(recent) if recent else None
+                rise = drift - sum(recent) / max(1, len(recent))
                 earlier[i].append(drift)
             if i not in pending:
                 continue
@@ -114,11 +114,11 @@ def early(rule: DriftAware, drifts: list[float], confidence: float = 0.85) -> li
 @pytest.mark.parametrize(
     ("options", "drifts", "passes"),
     [
-        pytest.param({}, [NAN, 1.9, 1.9], [False, False, False], id="no drift before, no rise"),
-        pytest.param({}, [NAN, 0.1, 0.2], [False, False, True], id="from the third step on"),
-        pytest.param({}, [0.1, 0.2, NAN, 0.5, 0.6], [False, True, False, False, True], id="refreshed"),
-        pytest.param({}, [0.1, 0.12, 0.14], [False, False, True], id="slope"),
-        pytest.param({"drift_slope": 0.0}, [0.5, 0.5, 0.4], [False, True, False], id="no slope"),
+        pytest.param({}, [NAN, 1.9, 1.9], [False, True, False], id="no drift before, all of it is rise"),
+        pytest.param({}, [2.0, 0.02], [False, False], id="no drift before, the bounds hold"),
+        pytest.param({}, [0.1, 0.1, NAN, 0.1, 0.1], [True, False, False, True, False], id="refreshed"),
+        pytest.param({}, [0.1, 0.12, 0.14], [True, False, True], id="slope"),
+        pytest.param({"drift_slope": 0.0}, [0.5, 0.5, 0.4], [True, True, False], id="no slope"),
         pytest.param({}, [0.0, 1.99, 4.0, 2.0], [False, True, False, False], id="ceiling"),
         pytest.param({}, [0.0, 2.0], [False, False], id="at the ceiling"),
         pytest.param({"drift_window": 1}, [4.0, 0.5, 0.6], [False, False, True], id="window of one"),
@@ -134,7 +134,7 @@ def test_sequences_that_go_on_keep_their_history():
     rule, pending = DriftAware(), torch.ones(3, 2, dtype=torch.bool)
     state = rule.start(1)
     state.begin_block(pending)
-    state.choose(candidates([[0.95, 0.8]] * 3, pending, [[0.0, 0.0], [0.0, NAN], [0.0, 1.0]]))
+    state.choose(candidates([[0.95, 0.8]] * 3, pending, [[0.0, 0.0], [0.0, 1.15], [0.0, 0.0]]))
     state.keep([1, 2])
     chosen = state.choose(candidates([[0.95, 0.8]] * 2, pending[:2], [[0.0, 1.2]] * 2))
     assert chosen.tolist() == [[True, False], [True, True]]
@@ -409,9 +409,9 @@ def test_early_commits_save_forwards(tiny: Runtime, policy: Policy):
 def test_without_drift_the_rule_is_threshold(tiny: Runtime):
     for policy in (tiered_none := tiny.with_policy("none"), tiny.with_policy(FastDLLMDual(refresh_interval=1))):
         assert torch.equal(history(policy, **EAGER), history(tiered_none, confidence_threshold=0.8))
-    # With a refresh in every second pass there is a drift, but none before it.
+    # With a refresh in every second pass there is a drift in the others, and none before it.
     runtime = tiny.with_policy(FastDLLMDual(refresh_interval=2))
-    assert torch.equal(history(runtime, **EAGER), history(runtime, confidence_threshold=0.8))
+    assert len(history(runtime, **EAGER)) < len(history(runtime, confidence_threshold=0.8))
 
 
 def test_stopping_at_the_end_changes_no_text():

@@ -15,6 +15,7 @@ from tiered.forward import Flow, Forward
 from tiered.hidden import update
 from tiered.hidden.cache import HiddenCache
 from tiered.hidden.layer_state import LayerState, Span
+from tiered.hidden.members import Members
 from tiered.hidden.scoring import write_and_measure
 from tiered.kernels.full_drift_ref import full_drift
 from tiered.output import GenerationOutput
@@ -63,6 +64,7 @@ class Oracle:
     errors: list[float] = field(default_factory=list)
     sizes: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)  # of clusters, by update and layer
     stored: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)  # of their records
+    members: dict[tuple[int, int], list[Members]] = field(default_factory=dict)
     updates: int = -1
 
     def refreshed(self, forward: Forward, layer: int) -> None:
@@ -86,6 +88,7 @@ class Oracle:
             self.last_keys[layer][b] = keys[b]
         self.updates += layer == 0
         at = self.updates, layer
+        self.members[at] = [*state.members]
         members = [[range(len(rows))[one.slice_of(c)] for c in range(len(one.sizes))]
                    for one, rows in zip(state.members, state.columns, strict=True)]  # fmt: skip
         self.stored[at] = [[len(part) for part in parts] for parts in members]
@@ -131,7 +134,14 @@ def test_the_drift_of_updates_is_that_of_all_keys(runtime: Runtime, oracle: Orac
         at = number // 3, number % 3
         assert layer.layer == at[1]
         for b, (drift, clusters) in enumerate(zip(layer.drift, layer.clusters, strict=True)):
-            best = sorted(range(len(drift)), key=lambda cluster: (-drift[cluster], cluster))
+            # First what the layer below has renewed by half or more, most drifted first; then the rest.
+            below = {
+                row for one in (out.updates[number - 1].clusters[b] if layer.layer else ())
+                for row in oracle.members[at[0], at[1] - 1][b].live(one).tolist()
+            }  # fmt: skip
+            rows = [set(oracle.members[at][b].live(cluster).tolist()) for cluster in range(len(drift))]
+            goes_on = [bool(of) and 2 * len(of & below) >= len(of) for of in rows]
+            best = sorted(range(len(drift)), key=lambda one: (not goes_on[one], -drift[one], one))
             assert clusters == best[:top_m]
             assert layer.rows[b] == sum(oracle.sizes[at][b][cluster] for cluster in clusters)
     # Rows of a forward: those of each layer's output but the last, and of the first's input; filled up to the longest.

@@ -127,7 +127,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[GenerationOutput], None
             measured.append(state.layer)
             return [*drift]
 
-        def chosen(_: update.Update, drift: Sequence[float]) -> list[int]:
+        def chosen(_: update.Update, drift: Sequence[float], *__: Any) -> list[int]:
             assert isinstance(drift, Marked)
             return [*other.updates[drift.update].clusters[drift.sequence]]
 

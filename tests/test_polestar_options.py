@@ -101,7 +101,7 @@ def test_what_the_device_keeps_for_every_row():
         ),
         (
             "polestar-window",
-            {"clusters": 8, "top_m": 4, "update_threshold": 1, "cumulative_threshold": 2, "window_blocks": (2, 1)}
+            {"clusters": 7, "top_m": 4, "update_threshold": 1, "cumulative_threshold": 2, "window_blocks": (2, 1)}
             | {"hidden_tier": "device", "codec": "raw"},
         ),
     ],

@@ -17,14 +17,12 @@ class DriftAware(CommitRule):
     """Fix every candidate that `threshold` would fix, and early ones beside them.
 
     A row's drift d is KL(its attention in the last layer now ‖ at the step before); its rise is d minus the mean of the
-    row's last `drift_window` drifts before this one. A candidate passes early where its confidence c is above
-    `early_threshold`, its rise is at least `drift_slope` · (`confidence_threshold` − c)², and the rise is below
-    `drift_ceiling`.
+    row's last `drift_window` drifts before this one, or d itself where there are none. A candidate passes early where
+    its confidence c is above `early_threshold`, its rise is at least `drift_slope` · (`confidence_threshold` − c)², and
+    the rise is below `drift_ceiling`.
 
-    A row needs an earlier drift to pass early, so no row does before a block's third pass: the first has no attention
-    to compare with, the second no drift. (The authors' code takes d itself for the rise there, and commits many tokens
-    early in the second pass.) A pass that refreshes every row begins all of this anew: under a policy that refreshes at
-    every step, such as `none`, the rule is `threshold`.
+    A pass that refreshes every row has no attention to compare with, and begins all of this anew: under a policy that
+    refreshes at every step, such as `none`, the rule is `threshold`.
 
     Attributes:
         confidence_threshold: at this confidence a candidate needs no rise; in [0, 1].
@@ -64,8 +62,7 @@ class _Rising(CommitState):
         self._rule = rule
 
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
-        # A ring of each row's last drifts. NaN stands for "none": `nanmean` passes over it, and no comparison with a
-        # mean of nothing is true.
+        # A ring of each row's last drifts. NaN stands for "none": `nanmean` passes over it.
         self._earlier: Float64[Tensor, "window batch block"] = torch.full(
             (self._rule.drift_window, *pending.shape), torch.nan, dtype=torch.float64, device=pending.device
         )
@@ -84,11 +81,12 @@ class _Rising(CommitState):
         self._earlier = self._earlier[:, sequences]
 
     def _rise(self, candidates: Candidates) -> Float64[Tensor, "batch block"]:
-        """Drift of this step above the mean of those before, which then has this one too; NaN without any before."""
+        """Drift of this step above the mean of those before, which then has this one too; NaN, which is no rise, where
+        there is no drift."""
         if candidates.drift is None:
             raise ValueError("candidates of the commit rule 'drift_aware' have drift = None; their drift is needed")
         drift = candidates.drift.double()
-        rise = drift - self._earlier.nanmean(dim=0)
+        rise = drift - self._earlier.nanmean(dim=0).nan_to_num(0.0)
         # Nothing to compare with: attention was refreshed, and the drifts before it are of another time.
         self._earlier.masked_fill_(drift.isnan(), torch.nan)
         self._earlier[self._step % len(self._earlier)] = drift

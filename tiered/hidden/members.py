@@ -47,6 +47,15 @@ class Members:
         """Whether every member of `cluster` is in `fresh`."""
         return bool(fresh[self.live(cluster)].all())
 
+    def mostly(self, fresh: Bool[np.ndarray, " length"]) -> list[int]:
+        """Clusters half or more of whose members are in `fresh`, ascending."""
+        clustered = self.cluster_of >= 0
+        every, some = (
+            np.bincount(self.cluster_of[columns], minlength=len(self.sizes))
+            for columns in (clustered, clustered & fresh)
+        )
+        return np.flatnonzero((some > 0) & (2 * some >= every)).tolist()
+
     def without(self, first: int, stop: int) -> "Members":
         """The same records, of which columns `first` to `stop` belong to no cluster any more."""
         cluster_of = self.cluster_of.copy()

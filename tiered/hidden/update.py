@@ -4,7 +4,6 @@ Rows that one layer recomputes go on to the next, where they patch keys, values,
 take the place of stored rows if their clusters are chosen again, and end otherwise.
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -82,7 +81,7 @@ class Update:
             state.retire(self._tracked)
         drift = write_and_measure(forward, state, flow, self._tracked, self._count, self._here)
         with span(Op.FETCH):
-            chosen = [self._chosen(measured, members) for measured, members in zip(drift, state.members, strict=True)]
+            chosen = [self._chosen(*each) for each in zip(drift, state.members, self._fresh, strict=True)]
             touched = [members.touched(fresh) for members, fresh in zip(state.members, self._fresh, strict=True)]
             asked = self._fetching.ask(state.layer, self._stored(state, chosen), state.records or ())
             partly = self._stored(state, touched)
@@ -113,18 +112,22 @@ class Update:
         self._write_down(state, drift, chosen, touched)
         return Flow(self._joined(rows), hidden, flow.output)
 
-    def _chosen(self, drift: Sequence[float], members: Members) -> list[int]:
+    def _chosen(self, drift: Sequence[float], members: Members, fresh: Bool[np.ndarray, " length"]) -> list[int]:
         """The clusters to renew in a layer."""
         if self._renewed_from is None or not drift:
-            return self._most_drifted(drift)
+            return self._most_drifted(drift, members, fresh)
         always = members.touched(np.arange(self._length) >= self._renewed_from)
-        others = [-math.inf if cluster in always else of_cluster for cluster, of_cluster in enumerate(drift)]
-        beside = min(self._cache.options.top_m, len(drift) - len(always))
-        return always + self._most_drifted(others)[:beside]
+        return always + self._most_drifted(drift, members, fresh, besides=always)
 
-    def _most_drifted(self, drift: Sequence[float]) -> list[int]:
-        """The clusters to renew, most drifted first; of equal ones, the first."""
-        return sorted(range(len(drift)), key=lambda cluster: -drift[cluster])[: self._cache.options.top_m]
+    def _most_drifted(
+        self, drift: Sequence[float], members: Members, fresh: Bool[np.ndarray, " length"], besides: Sequence[int] = ()
+    ) -> list[int]:
+        """`top_m` clusters, without `besides`: first those that the layer below has renewed by half or more (`fresh`):
+        their inputs have moved, which drift, measured at the old centroid, does not say. Of these and of the others,
+        most drifted first, and of equal ones, the first."""
+        below = members.mostly(fresh)
+        others = [cluster for cluster in range(len(drift)) if cluster not in besides]
+        return sorted(others, key=lambda cluster: (cluster not in below, -drift[cluster]))[: self._cache.options.top_m]
 
     def _stored(self, state: LayerState, clusters: Sequence[Sequence[int]]) -> list[Cluster]:
         """Those that are to be fetched: some of their rows are in the tiers alone."""
@@ -156,7 +159,7 @@ class Update:
                 (sequence, cluster)
                 for sequence, drift in enumerate(cache.ranking[above])
                 if self._updating[sequence]
-                for cluster in self._most_drifted(drift)
+                for cluster in self._most_drifted(drift, state.members[sequence], fresh[sequence])
                 if not state.members[sequence].covered(cluster, fresh[sequence])
             ]
             self._fetching.guess(above, likely, state.records)

@@ -42,11 +42,12 @@ PRESETS: dict[str, tuple[type[Policy], dict[str, Any]]] = {
     "uniform_prefix": (FastDLLMPrefix, {}),
     # The paper's whole-context setting.
     "polestar-paper": (Polestar, {"clusters": 8, "top_m": 2, "update_threshold": 4, "cluster_layers": 1}),
-    # The authors' code at commit a125b28c: two blocks before and one behind, everything on the device, as it is.
+    # The authors' code at commit a125b28c: two blocks before and one behind, everything on the device, as it is. Of its
+    # 8 clusters one is for rows behind the block, also where there are none.
     "polestar-window": (
         Polestar,
         {
-            "clusters": 8,
+            "clusters": 7,
             "top_m": 4,
             "update_threshold": 1,
             "cumulative_threshold": 2,
