@@ -2,7 +2,8 @@
 #
 #   PYTHON=python3.12       the interpreter (3.11 or newer)
 #   TORCH_INDEX=URL         where the CPU build of torch comes from, if pip's own index does not have it
-#   ARGS="-k ledger -x"     arguments for pytest
+#   ARGS="-k ledger -x"     arguments for pytest; what stands in front of `make`, such as MKL_CBWR=COMPATIBLE, whose
+#                           sums round otherwise, holds for the tests
 #   WORKERS=2               processes that share the tests (0: none, which lets pytest's debugger in)
 
 PYTHON ?= python3

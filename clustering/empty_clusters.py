@@ -10,6 +10,8 @@ from tiered.clustering.unit_rows import UnitRows, normalised
 # Ranks below every distance 1 − cosine: a row without direction is taken when no other is left, a barred one never.
 LAST_RESORT = -1.0
 BARRED = -2.0
+# Distances are ranked in so many steps, from the largest to 0: rows that ought to be equal rank alike.
+STEPS = 64
 
 
 def reseed_empty(
@@ -22,7 +24,7 @@ def reseed_empty(
     farthest from theirs; each at a different row. Rows stay where they are: the next pass assigns them."""
     usable = units.inverse > 0
     counts = torch.zeros_like(directions[..., 0]).scatter_add_(1, nearest, usable.float())
-    picks = _farthest(torch.where(usable, 1 - cosine, LAST_RESORT), counts == 0)
+    picks = _farthest(torch.where(usable, 1 - cosine, LAST_RESORT), counts == 0, units.rounding)
     return torch.where((counts == 0)[..., None], normalised(units.take(picks), directions), directions)
 
 
@@ -38,11 +40,11 @@ def fill_empty(
     `assignment` is −1 at invalid rows.
     """
     clusters, n = directions.shape[1], assignment.shape[1]
-    keepers = nearest_members(cosine, assignment, clusters)
+    keepers = nearest_members(cosine, assignment, clusters, units.rounding)
     empty = keepers == n
     usable = units.inverse > 0
     rank = torch.where(usable, 1 - cosine, LAST_RESORT).where(assignment >= 0, BARRED)
-    picks = _farthest(_put(rank, keepers, torch.full_like(directions[..., 0], BARRED)), empty)
+    picks = _farthest(_put(rank, keepers, torch.full_like(directions[..., 0], BARRED)), empty, units.rounding)
     columns = picks.where(empty, n)
     assignment = _put(assignment, columns, torch.arange(clusters, device=picks.device).expand_as(columns))
     cosine = _put(cosine, columns, usable.gather(1, picks).float())
@@ -50,10 +52,12 @@ def fill_empty(
 
 
 def _farthest(
-    rank: Float[Tensor, "groups n"], empty: Bool[Tensor, "groups clusters"]
+    rank: Float[Tensor, "groups n"], empty: Bool[Tensor, "groups clusters"], apart: float
 ) -> Int[Tensor, "groups clusters"]:
-    """For the i-th empty cluster of a group the row of the i-th highest rank; for the others any row."""
-    order = rank.topk(empty.shape[1]).indices
+    """For the i-th empty cluster of a group the row of the i-th highest rank; for the others any row. Of ranks that
+    differ by less than a step, or than `apart`, the first row's is higher."""
+    most = rank.amax(1, keepdim=True)
+    order = ((most - rank) / (most / STEPS).clamp_min(apart)).floor().argsort(dim=1, stable=True)
     return order.gather(1, (empty.cumsum(1) - 1).clamp_min(0))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiered.clustering.cluster_sums import add_by_cluster
 from tiered.clustering.empty_clusters import reseed_empty
-from tiered.clustering.unit_rows import UnitRows, normalised
+from tiered.clustering.unit_rows import UnitRows, first_alike, normalised
 
 
 class Fit(NamedTuple):
@@ -56,8 +56,11 @@ def lloyd(
 def _assign(
     units: UnitRows, directions: Tensor, nearest: Tensor, cosine: Tensor, sums: Tensor | None, skip: list[bool]
 ) -> None:
-    """Write `nearest` and `cosine`, and add each row to its cluster's sum, in one pass over the rows."""
+    """Write `nearest` and `cosine`, and add each row to its cluster's sum, in one pass over the rows. Of directions
+    that are alike but for rounding the first gets the rows of all."""
+    first = first_alike(directions, units.rounding)
     for here, span, tile in units.tiles(columns=directions.shape[1], skip=skip):
-        cosine[here, span], nearest[here, span] = (tile @ directions[here].mT).max(-1)
+        cosine[here, span], best = (tile @ directions[here].mT).max(-1)
+        nearest[here, span] = first[here].gather(1, best)
         if sums is not None:
             add_by_cluster(sums[here], tile, nearest[here, span])

@@ -15,13 +15,17 @@ from tiered.kernels.host_values import on_device
 SKETCH_WIDTH = 128
 # More than any squared distance between rows of unit norm: 4 before the projection.
 FARTHER_THAN_ANY = 16.0
+# Of draws that leave as much to gain but for this share, the first is best: two rows are as far from each other as the
+# other way round, and only rounding could tell which of them leaves less.
+AS_GOOD = 2**-10
 
 
 def kmeans_start(units: UnitRows, clusters: int, seed: int) -> Float32[Tensor, "groups clusters width"]:
     """Directions of rows that are spread out: each pick is a row drawn in proportion to its 1 − cosine to the picks so
     far, the best of 4 + 2·ln(clusters) draws. Every group uses the same random numbers, so none depends on the others.
 
-    Where fewer rows have a direction than there are clusters, some are repeated. No host synchronisation.
+    Rows that are alike but for rounding are one: a row that a pick is alike is never drawn. Where fewer rows have a
+    direction than there are clusters, some are repeated. No host synchronisation.
     """
     groups, n, width = units.rows.shape
     device = units.rows.device
@@ -33,7 +37,7 @@ def kmeans_start(units: UnitRows, clusters: int, seed: int) -> Float32[Tensor, "
     elements = CPU_ELEMENTS if device.type == "cpu" else DEVICE_ELEMENTS
     many = max(1, elements // (n * min(width, SKETCH_WIDTH)))
     parts = [units.groups(slice(first, first + many)) for first in range(0, groups, many)]
-    picks = torch.cat([_picks(_sketch(part, projection), part.inverse > 0, draws) for part in parts])
+    picks = torch.cat([_picks(_sketch(part, projection), part.inverse > 0, draws, units.rounding) for part in parts])
     return normalised(units.take(picks), axes(groups, clusters, width, device))
 
 
@@ -56,6 +60,7 @@ def _picks(
     sketch: Float32[Tensor, "groups n sketch"],
     usable: Bool[Tensor, "groups n"],
     draws: Float64[Tensor, "clusters trials"],
+    apart: float,
 ) -> Int[Tensor, "groups clusters"]:
     _, n, width = sketch.shape
     norms = sketch.square().sum(-1)
@@ -68,9 +73,11 @@ def _picks(
         drawn = torch.searchsorted(mass, draw * mass[:, -1:], right=True).clamp_max(n - 1)
         points = sketch.gather(1, drawn[..., None].expand(-1, -1, width))
         products = sketch @ points.mT
-        distances = (norms[..., None] + norms.gather(1, drawn)[:, None] - 2 * products).clamp_min(0)
-        left_then = torch.minimum(left[..., None], distances)
-        best = left_then.sum(1).argmin(1, keepdim=True)
+        distances = norms[..., None] + norms.gather(1, drawn)[:, None] - 2 * products
+        # Squared distances between unit rows are 2 − 2·cosine.
+        left_then = torch.minimum(left[..., None], distances.where(distances > 2 * apart, 0))
+        sums = left_then.sum(1)
+        best = (sums <= (1 + AS_GOOD) * sums.amin(1, keepdim=True)).int().argmax(1, keepdim=True)
         left = left_then.gather(2, best[:, None].expand(-1, n, -1)).squeeze(2)
         picks.append(drawn.gather(1, best))
     return torch.cat(picks, dim=1)

@@ -13,6 +13,19 @@ from tiered.clustering.tiles import tiles
 ZERO_NORM = 1e-18
 
 
+def rounding(dtype: torch.dtype) -> float:
+    """The distance 1 − cosine up to which rows of `dtype` count as one direction: δ²/2, with δ = 4ε, and at least 2⁻⁸.
+
+    Rows that ought to be equal, such as masks that see nothing but masks, differ by what rounding has left in them.
+    That depends on the machine and on the rest of the batch, so nothing may be chosen by it. An addition rounds a row
+    by about ε/5 of its length; the hundred of a forward, one after the other, come to 2ε, and between two rows to 3ε.
+    A float32 cosine sees no more than 2⁻⁸: it is 1 − 2⁻¹⁷ there, and off by a few 2⁻²³.
+
+    A divergence between distributions whose log-probabilities are δ apart is δ²/2 as well.
+    """
+    return max(2**-8, 4 * torch.finfo(dtype).eps) ** 2 / 2
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitRows:
     """Rows of unit norm in float32, made from `rows` when they are looked at; zero and invalid rows are zeros.
@@ -40,6 +53,11 @@ class UnitRows:
         inverse = torch.where(norms > ZERO_NORM, 1 / norms, 0)
         return cls(rows, valid, inverse, norms.isfinite().all())
 
+    @property
+    def rounding(self) -> float:
+        """See `rounding`."""
+        return rounding(self.rows.dtype)
+
     def groups(self, part: slice) -> "UnitRows":
         """Some of the groups, as views."""
         valid = None if self.valid is None else self.valid[part]
@@ -62,3 +80,8 @@ def normalised(
     """`vectors` at unit norm, and `otherwise` in place of those that have no direction, NaN among them."""
     norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return torch.where(norms > ZERO_NORM, vectors / norms, otherwise)
+
+
+def first_alike(directions: Float32[Tensor, "groups clusters width"], apart: float) -> Int[Tensor, "groups clusters"]:
+    """The first of the directions that each is no farther from than `apart` (1 − cosine): itself, or an earlier one."""
+    return torch.stack([(one @ one.mT >= 1 - apart).int().argmax(-1) for one in directions])

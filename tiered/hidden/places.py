@@ -13,8 +13,8 @@ from tiered.places import Place
 
 
 def hidden_places(cache: HiddenCache, forward: int, active: Span, length: int) -> Int8[np.ndarray, "batch length"]:
-    """`Place.STORED` and `Place.FETCHED` of every column, after forward number `forward` of the call. With guidance a
-    column has what is true of either of its canvases. Books alone: nothing is read from the device.
+    """`Place.STORED` and `Place.FETCHED` of every column, after forward number `forward` of the call, with
+    guidance on the canvases that see their prompts. Books alone: nothing is read from the device.
 
     Args:
         cache: as that forward left it.
@@ -29,8 +29,7 @@ def hidden_places(cache: HiddenCache, forward: int, active: Span, length: int) -
                 for row, members in zip(places, state.members, strict=True):
                     row[members.cluster_of >= 0] |= Place.STORED
         places[_fetched(cache, forward, active, places.shape)] |= Place.FETCHED
-    copies = places.reshape(cache.copies, -1, length)
-    return np.bitwise_or.reduce(copies, axis=0)
+    return places[: sequences // cache.copies]
 
 
 def _fetched(

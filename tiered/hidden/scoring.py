@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from tiered.clustering.unit_rows import rounding
 from tiered.forward import Flow, Forward
 from tiered.hidden.by_sequence import chosen
 from tiered.hidden.layer_state import LayerState, Span
@@ -30,7 +31,8 @@ def write_and_measure(
         updating: sequences that update.
 
     Returns:
-        KL of every cluster, by sequence; empty where a sequence does not update.
+        KL of every cluster, by sequence, 0 where it is no more than rounding: noise must not choose among clusters that
+        stand still. Empty where a sequence does not update.
     """
     layer, known = state.layer, state.tracked[1] - state.tracked[0]
     others = flow.rows[known:]
@@ -46,6 +48,7 @@ def write_and_measure(
         forward.write_keys_values(layer, flow.rows[part], normed)
     keys = flow.rows.take(forward.keys(layer))
     drift = for_device(proxy_drift, keys.device)(state.queries, keys, reference)
+    drift = drift.where(drift > rounding(keys.dtype), 0)
     block = slice(last_active - (tracked[1] - tracked[0]), last_active)
     renewed = reference.refreshed(state.queries, keys).narrowed(block)
     # Where a block begins every sequence updates; else the columns are the same, and the others' references stay.
