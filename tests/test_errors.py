@@ -96,7 +96,7 @@ load = partial(tiered.from_pretrained, GOLDEN, dtype="float32", policy="polestar
 def test_what_the_message_asks_for_is_enough(budget: dict[str, Any], tiers: list[str], tmp_path: Path):
     expected = load().generate(IDS, **CALL).sequences
     memory = MemoryBudget(**budget, disk_path=tmp_path if "disk" in budget else None)
-    asked = []
+    asked, sequences = [], torch.empty(0)
     while len(asked) <= len(tiers):
         try:
             sequences = load(memory=memory).generate(IDS, **CALL).sequences
