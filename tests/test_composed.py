@@ -222,7 +222,7 @@ def test_a_longer_prompt_interval_with_drift_updates_renews_the_response(
     updates: dict[str, Any] = {"codec": "raw", "clusters": 6, "top_m": 1, "update_threshold": 1000}
     pieces: dict[str, Any] = {"prompt_interval": None, "response_interval": "block"}
     with_drift = history(runtime, "composed", {**pieces, "updates": updates})
-    monkeypatch.setattr(Update, "_most_drifted", lambda self, drift: [])
+    monkeypatch.setattr(Update, "_most_drifted", lambda self, *_, **__: [])
     alone = history(runtime, "composed", {**pieces, "updates": updates})
     assert torch.equal(alone, history(runtime, "composed", pieces))
     assert not torch.equal(alone, with_drift), "the most drifted cluster of the prompt changes nothing here"

@@ -407,11 +407,11 @@ def test_the_sum_of_all_is_a_hard_limit(run, day: ModuleType, monkeypatch: pytes
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM")])
 def test_a_signal_ends_it_and_keeps_what_is_there(run, processes: Path, number: int, name: str):
-    done = run(MACHINE | {"gpu_tests": {"a": "ok", "b": f"stop {int(number)}", "c": "ok"}})
+    done = run(MACHINE | {"kernels": {"a": "ok", "b": f"stop {int(number)}", "c": "ok"}})
     assert done.code == 128 + number and done.last["stopped_by"] == done.kept["stopped_by"] == name
     rows = cases_of(done.kept)
-    assert rows["gpu_tests"]["a"]["ms"] == 1.0 and f"ended by {name}" in done.out
-    assert {row["skipped"] for row in [*rows["steps"].values(), rows["gpu_tests"]["c"]]} == {"ended by a signal"}
+    assert rows["kernels"]["a"]["ms"] == 1.0 and f"ended by {name}" in done.out
+    assert {row["skipped"] for row in [*rows["steps"].values(), rows["kernels"]["c"]]} == {"ended by a signal"}
     assert len(list(processes.iterdir())) == 2, "something was begun after the signal"
 
 

@@ -356,15 +356,15 @@ def test_policies_know_the_names_of_official_scripts(policy: str, given: dict[st
 
 
 def test_numbers_of_numpy_become_pythons():
-    # In byte counts an int32 would overflow.
+    # In byte counts an int16 would overflow.
     chosen = options(max_new_tokens=np.int32(64), confidence_threshold=np.float32(0.5), top_k=np.int64(3))
     assert chosen == options(max_new_tokens=64, confidence_threshold=0.5, top_k=3)
     values = [getattr(chosen, name) for name in ("max_new_tokens", "confidence_threshold", "top_k")]
     policy: Any = make_policy("dllm_cache", prompt_interval=np.int16(9), update_ratio=np.float16(0.5))
-    made = plan("embedded", context=np.int32(2**20), batch=np.int8(4), policy="none")  # type: ignore[arg-type]
+    made = plan("embedded", context=np.int16(2**10), batch=np.int8(4), policy="none")  # type: ignore[arg-type]
     values += [policy.prompt_interval, policy.update_ratio, made.workload.context, made.workload.batch]
     assert [type(value) for value in values] == [int, float, int, int, float, int, int]
-    assert made.tiers == plan("embedded", context=2**20, batch=4, policy="none").tiers
+    assert made.tiers == plan("embedded", context=2**10, batch=4, policy="none").tiers
 
 
 def test_an_alias_is_of_the_policies_that_have_the_option():

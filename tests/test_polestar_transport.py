@@ -101,7 +101,7 @@ def run(model: Any, transport: Callable[[], Transport] | None = None, guidance: 
     [
         ("raw", 5, 2, 0),
         ("fp8", 3, 1, 1),
-        ("nvfp4", "auto", 1, 0),
+        ("nvfp4", 4, 1, 0),
         ("nvfp4_delta", 5, 1, 0),
         ("nvfp4_delta", 9, 3, 2),
     ],

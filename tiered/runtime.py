@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -90,7 +90,7 @@ class Runtime:
         """
         self._call.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Runtime":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -34,7 +34,7 @@ BLOCK = 32
 DELTA = Polestar(codec=Codec.NVFP4_DELTA, cluster_layers=1, update_threshold=7)
 CONTROL = "damaged rows are seen"
 # Else an update renews all that there are, and what was fetched is of no use.
-TINY = {"clusters": 7, "top_m": 2, "update_threshold": 15}
+TINY = {"clusters": 7, "top_m": 3, "update_threshold": 15}
 
 
 def cases(setting: Setting) -> list[str]:
