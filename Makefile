@@ -1,4 +1,4 @@
-# make demo | test | lint | clean. Everything is installed into .venv/, from nothing; a second run starts at once.
+# make demo | test | test-long | lint | clean. Everything is installed into .venv/, from nothing; a second run starts at once.
 #
 #   PYTHON=python3.12       the interpreter (3.11 or newer)
 #   TORCH_INDEX=URL         where the CPU build of torch comes from, if pip's own index does not have it
@@ -25,13 +25,17 @@ TORCH := $(TORCH)+cpu
 OR_ELSE = 2>/dev/null || $(INSTALL) --index-url $(TORCH_INDEX) $(TORCH)
 endif
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-long lint clean
 
 demo: .venv/.demo
 	$(BIN)/python bench/demo.py
 
 test: .venv/.dev
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+
+# What takes too long for every change.
+test-long: .venv/.dev
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m long $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

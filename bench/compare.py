@@ -34,9 +34,9 @@ from rows_file import weights_basis
 from variants import Variant, all_variants
 
 import tiered
+from tiered.core.provenance import provenance
 from tiered.embedded import tasks
-from tiered.embedded.scoring import score_examples
-from tiered.provenance import provenance
+from tiered.evaluation.scoring import score_examples
 
 COSTS = FOLDER / "policy_cost.json"
 QUICK_EXAMPLES = 2

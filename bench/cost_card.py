@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tiered.byte_size import format_bytes
+from tiered.core.byte_size import format_bytes
 from tiered.models.shape import ModelShape
 from tiered.offload.device import synchronize
 

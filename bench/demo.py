@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 import tiered
-from tiered.byte_size import format_bytes
+from tiered.core.byte_size import format_bytes
+from tiered.core.provenance import provenance
 from tiered.embedded.tasks import Example, sample, score
-from tiered.provenance import provenance
 
 ANSWER = {"max_new_tokens": 32, "block_length": 32}
 # One token a forward, as the official samplers do it; and every token that is confident enough.

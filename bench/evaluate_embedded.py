@@ -21,10 +21,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rows_file import measured_before, weights_basis, write_rows
 
 import tiered
+from tiered.core.provenance import provenance
 from tiered.embedded import tasks
-from tiered.embedded.scoring import score_examples
+from tiered.evaluation.scoring import score_examples
 from tiered.models.locate import EMBEDDED_MODELS
-from tiered.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 # Prompt tokens → examples under "none", whose steps recompute the whole table, and under the dual cache, ten times

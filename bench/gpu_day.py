@@ -42,7 +42,7 @@ from rich.console import Console
 from rows_file import read_rows
 from sweeping.interrupts import stop_wish
 
-from tiered.provenance import ROOT, provenance
+from tiered.core.provenance import ROOT, provenance
 
 SCHEMA = "tiered gpu day 1"
 REHEARSAL = "a rehearsal at tiny sizes on a CPU: no figure in it means anything"

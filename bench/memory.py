@@ -24,22 +24,22 @@ from typing import Any
 import torch
 from cost_card import Rates, cost_card, machine_rates
 from memory_checks import checks
+from memory_timeline import MemoryTimeline
 from rich.console import Console
 from rich.table import Table
 from step_cost import VOCABULARY, random_model, resident_peak
 
 import tiered
-from tiered.analysis.memory_timeline import MemoryTimeline
-from tiered.byte_size import format_bytes
+from tiered.core.byte_size import format_bytes
+from tiered.core.events import Way
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
+from tiered.core.provenance import provenance
+from tiered.core.whole_file import write_then_rename
 from tiered.decoding.observers import Inspector
 from tiered.embedded import tasks
-from tiered.features import Account, Tier
-from tiered.ledger import Ledger
-from tiered.planning.costs import weight_bytes
+from tiered.forward.costs import weight_bytes
 from tiered.policies.registry import make_policy
-from tiered.provenance import provenance
-from tiered.tiers.events import Way
-from tiered.whole_file import write_then_rename
 
 BLOCK = 32
 RESULTS = Path(__file__).resolve().parent / "results" / "memory.json"

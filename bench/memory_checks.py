@@ -6,16 +6,16 @@ A part of bench/memory.py.
 from collections.abc import Callable
 from typing import Any
 
+from allocations import Allocations
 from jaxtyping import Bool, Int
+from memory_timeline import MemoryTimeline
 from torch import Tensor
 
 import tiered
-from tiered.analysis.allocations import Allocations
-from tiered.analysis.memory_timeline import MemoryTimeline
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
 from tiered.decoding.observers import Inspector
-from tiered.features import Account, Tier
-from tiered.forward import Forward
-from tiered.ledger import Ledger
+from tiered.forward.forward import Forward
 from tiered.policies.base import PassKind, Step
 
 PAGE = 4096
@@ -24,7 +24,7 @@ KEPT = frozenset(Account) - {
     Account.WEIGHTS, Account.CENTROIDS, Account.LOGITS, Account.ACTIVATIONS, Account.LIBRARIES
 }  # fmt: skip
 ASKED_BY = {
-    Tier.DEVICE: ("tiered.feature_store", "tiered.paging.paged_feature", "tiered.offload.arena"),
+    Tier.DEVICE: ("tiered.forward.feature_store", "tiered.forward.paged_feature", "tiered.offload.arena"),
     Tier.HOST: ("tiered.offload.pinning",),
 }
 

@@ -27,13 +27,13 @@ from step_cost import random_model
 from variants import Variant, all_variants
 
 import tiered
-from tiered.errors import TierCapacityError
+from tiered.core.errors import TierCapacityError
+from tiered.core.provenance import provenance
+from tiered.core.whole_file import write_then_rename
+from tiered.observe.trace.op_times import op_times
+from tiered.observe.trace.trace_call import trace_call
 from tiered.policies.none import NoCache
-from tiered.provenance import provenance
 from tiered.runtime import Runtime
-from tiered.tracing.op_times import op_times
-from tiered.tracing.trace_call import trace_call
-from tiered.whole_file import write_then_rename
 
 MODELS = ("random", "embedded")
 POLICIES = ("none", "fast_dllm_dual", "polestar", "dllm_cache", "dkv_decode", "elastic_cache")

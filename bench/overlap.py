@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from step_cost import BLOCK_LENGTH, VOCABULARY, random_model
 
-from tiered.forward import Forward
+from tiered.core.events import Way
+from tiered.core.provenance import provenance
+from tiered.core.rows import Rows
+from tiered.core.whole_file import write_then_rename
+from tiered.forward.forward import Forward
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
-from tiered.policies.polestar import Polestar
-from tiered.provenance import provenance
-from tiered.rows import Rows
+from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
-from tiered.tiers.events import Way
-from tiered.whole_file import write_then_rename
 
 # Bytes a second: of the memory, from data sheets; of the link, what pinned copies reach of 31.5 and 63 GB/s.
 GPUS = {

@@ -27,11 +27,11 @@ from rows_file import write_rows
 from tally import Tally
 
 import tiered
-from tiered.analysis.regions import Region
-from tiered.analysis.token_drift import measure_token_drift
+from tiered.core.provenance import provenance
 from tiered.embedded import tasks
-from tiered.embedded.scoring import score_examples
-from tiered.provenance import provenance
+from tiered.evaluation.scoring import score_examples
+from tiered.observe.analysis.regions import Region
+from tiered.observe.analysis.token_drift import measure_token_drift
 
 PARTS = ("memory", "table", "trigger", "early", "drift")
 BLOCK = 32

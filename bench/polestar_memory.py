@@ -9,7 +9,7 @@ import torch
 from step_cost import VOCABULARY, random_model
 
 import tiered
-from tiered.features import Account, Tier
+from tiered.core.features import Account, Tier
 from tiered.models.presets import read_preset
 from tiered.policies.none import NoCache
 

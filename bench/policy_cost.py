@@ -29,13 +29,13 @@ from rich.table import Table
 from step_cost import VOCABULARY, random_model
 from variants import Variant, all_variants
 
-from tiered.forward import Flow, Forward, LayerProgram
+from tiered.core.provenance import provenance
+from tiered.core.whole_file import write_then_rename
+from tiered.forward.forward import Flow, Forward, LayerProgram
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
 from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.none import NoCache
-from tiered.provenance import provenance
 from tiered.runtime import Runtime
-from tiered.whole_file import write_then_rename
 
 BLOCK = 32
 FORWARDS = 9  # a refresh, and all that happens in an interval of eight

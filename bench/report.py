@@ -21,7 +21,7 @@ from reporting.page import page
 from reporting.report import MAIN, Report, report_of
 from reporting.sources import Paths, read_sources
 
-from tiered.provenance import command_line
+from tiered.core.provenance import command_line
 
 RESULTS = Path(__file__).resolve().parent / "results"
 INPUTS = ("memory", "compare", "overlap", "ops", "throughput")

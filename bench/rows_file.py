@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tiered.core.whole_file import write_then_rename
 from tiered.models.locate import checkpoint_directory
-from tiered.whole_file import write_then_rename
 
 
 def weights_basis(model: str) -> dict[str, str]:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from tiered.features import Tier
+from tiered.core.features import Tier
+from tiered.core.provenance import provenance
+from tiered.forward.costs import weight_bytes
 from tiered.models.llada import LLaDA
-from tiered.planning.costs import weight_bytes
 from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.none import NoCache
-from tiered.provenance import provenance
 from tiered.runtime import Runtime
 
 BLOCK_LENGTH = 32

@@ -37,7 +37,7 @@ from sweeping.processes import WORKER, Ended, Job, run_all
 from sweeping.progress import PLAIN, Expected, reporting
 from sweeping.store import POINTS, Store, locked
 
-from tiered.provenance import ROOT, provenance
+from tiered.core.provenance import ROOT, provenance
 
 
 def to_do(

@@ -12,8 +12,8 @@ from typing import Any
 from page_marks import between_marks, put_between_marks
 from sweeping.rows import fault, read_parquet
 
-from tiered.byte_size import format_bytes
-from tiered.whole_file import write_then_rename
+from tiered.core.byte_size import format_bytes
+from tiered.core.whole_file import write_then_rename
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "bench" / "results" / "sweep" / "rows.parquet"

@@ -30,10 +30,10 @@ from speed.rounds import Rounds, Setting
 from speed.subjects import Subject, embedded_subject, random_subject
 from sweeping.axes import parse_values
 
-from tiered.byte_size import format_bytes
+from tiered.core.byte_size import format_bytes
+from tiered.core.provenance import provenance
 from tiered.models.locate import EMBEDDED_MODELS
 from tiered.policies.registry import make_policy
-from tiered.provenance import provenance
 
 OUT = Path(__file__).resolve().parent / "results" / "throughput.json"
 RANDOM = "random"

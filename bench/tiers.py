@@ -19,24 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from codec_study import VARIANTS, CodecResult, study_codecs
 from jaxtyping import Float
 from rich.console import Console
 from rich.table import Table
+from tier_fuzz import run_schedule, without
 from torch import Tensor
 
 import tiered
 from tiered.clustering.regions import cluster_regions
 from tiered.clustering.spherical import spherical_kmeans
+from tiered.core.features import Tier
+from tiered.core.ledger import Ledger
+from tiered.core.provenance import provenance
 from tiered.embedded import tasks
-from tiered.features import Tier
-from tiered.ledger import Ledger
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.codecs import CODECS
 from tiered.offload.fence import Region
-from tiered.provenance import provenance
-from tiered.tiers.codec_study import VARIANTS, CodecResult, study_codecs
-from tiered.tiers.fuzz import run_schedule, without
-from tiered.tiers.hidden_records import HiddenRecords
+from tiered.policies.polestar.hidden_records import HiddenRecords
 from tiered.tiers.opening import open_tiers
 
 BLOCK = 32

@@ -6,7 +6,7 @@
     python bench/evaluate_embedded.py --model DIR --out DIR/embedded.json      # measure it on the test split
     python bench/train_embedded.py --config embedded-uniform --out runs/uniform    # the one with uniform noise
 
-What is trained and how is in `tiered.embedded.training` and docs/embedded-model.md. A run uses two cores, one for each
+What is trained and how is in `training` and docs/embedded-model.md. A run uses two cores, one for each
 of a step's two batches. It validates on the validation split alone.
 """
 
@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from training.export import export
+from training.loop import train
+from training.settings import Settings
+from training.trainer import Trainer
 
-from tiered.embedded.training.export import export
-from tiered.embedded.training.loop import train
-from tiered.embedded.training.settings import Settings
-from tiered.embedded.training.trainer import Trainer
+from tiered.core.provenance import provenance
 from tiered.models.config_source import read_config
-from tiered.provenance import provenance
 
 # Of glibc's mallopt: free memory kept at the top of the heap; allocations by mmap; heaps.
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8

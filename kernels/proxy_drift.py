@@ -7,7 +7,7 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from tiered.kernels.compilation import Compilation
-from tiered.kernels.drift_reference import DriftReference
+from tiered.kernels.drift_distribution import DriftDistribution
 from tiered.kernels.launch import launch
 from tiered.kernels.proxy_attention import add_scores, attention_scores, elements_block, narrow, upcast
 
@@ -112,7 +112,7 @@ def _drift(
 def proxy_drift(
     queries: Float[Tensor, "batch heads clusters head_dim"],
     keys: Float[Tensor, "batch kv_heads changing head_dim"],
-    reference: DriftReference,
+    reference: DriftDistribution,
 ) -> Float32[Tensor, "batch clusters"]:
     """As in proxy_drift_ref.py."""
     reference.check(queries, keys)

@@ -4,13 +4,13 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from tiered.kernels.divergence import divergence_terms
-from tiered.kernels.drift_reference import DriftReference
+from tiered.kernels.drift_distribution import DriftDistribution
 
 
 def proxy_drift(
     queries: Float[Tensor, "batch heads clusters head_dim"],
     keys: Float[Tensor, "batch kv_heads changing head_dim"],
-    reference: DriftReference,
+    reference: DriftDistribution,
 ) -> Float32[Tensor, "batch clusters"]:
     """KL(current ‖ at the last update) of the proxy attention, mean over heads; 0 where nothing may be attended to.
 

@@ -14,20 +14,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import tiered
-from tiered.budget import MemoryBudget
-from tiered.commit.drift_aware import DriftAware
-from tiered.commit.factor import Factor
-from tiered.commit.threshold import Threshold
-from tiered.commit.timestep import Timestep
-from tiered.errors import TierCapacityError
-from tiered.features import Account, Tier
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
+from tiered.decoding.rules.drift_aware import DriftAware
+from tiered.decoding.rules.factor import Factor
+from tiered.decoding.rules.threshold import Threshold
+from tiered.decoding.rules.timestep import Timestep
 from tiered.models.llada import LLaDA
 from tiered.models.presets import read_preset
-from tiered.policies.dllm_cache import DLLMCache
-from tiered.policies.elastic_cache import ElasticCache
+from tiered.policies.dllm_cache.policy import DLLMCache
+from tiered.policies.elastic_cache.policy import ElasticCache
 from tiered.policies.none import NoCache
-from tiered.policies.polestar import Polestar
+from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
 INDEX = "model.safetensors.index.json"

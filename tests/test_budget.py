@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import tiered
-from tiered.budget import MemoryBudget
 from tiered.cli.main import main
-from tiered.errors import TierCapacityError
-from tiered.features import Tier
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Tier
 from tiered.output import GenerationOutput
 from tiered.runtime import Runtime
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered.byte_size import format_bytes, parse_bytes
+from tiered.core.byte_size import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import torch
 
-from tiered.decoding.canvas import PENDING, PROMPT, Canvas
+from tiered.core.canvas import PENDING, PROMPT, Canvas
 
 MASK = 9
 

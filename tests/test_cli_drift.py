@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import tiered
-from tiered.analysis.token_drift import measure_token_drift
 from tiered.cli.main import main
+from tiered.observe.analysis.token_drift import measure_token_drift
 
 PROMPT = "sort: Nora Ben Ivan Cleo"
 SHORT = ["--max-new-tokens", "32", "--block-length", "8", "--no-stop-at-eos"]

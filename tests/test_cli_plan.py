@@ -14,8 +14,8 @@ import pytest
 import tiered
 from tiered.cli import main as cli
 from tiered.cli.main import main
-from tiered.errors import TierCapacityError
-from tiered.features import Tier
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Tier
 from tiered.models.presets import ALIASES, PRESETS, read_preset
 from tiered.planning.plan import plan
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import tiered
-from tiered.analysis.regions_report import measure_regions
 from tiered.cli.main import main
+from tiered.observe.analysis.regions_report import measure_regions
 
 PROMPT = "sort: Nora Ben Ivan Cleo"
 SHORT = ["--max-new-tokens", "32", "--block-length", "8", "--no-stop-at-eos"]

@@ -11,14 +11,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tiered.commit.base import Candidates, CommitRule
-from tiered.commit.drift_aware import DriftAware
-from tiered.commit.factor import Factor
-from tiered.commit.origin import Origin
-from tiered.commit.registry import make_commit_rule
-from tiered.commit.static import Static
-from tiered.commit.threshold import Threshold
-from tiered.commit.timestep import Timestep
+from tiered.decoding.rules.base import Candidates, CommitRule
+from tiered.decoding.rules.drift_aware import DriftAware
+from tiered.decoding.rules.factor import Factor
+from tiered.decoding.rules.origin import Origin
+from tiered.decoding.rules.registry import make_commit_rule
+from tiered.decoding.rules.static import Static
+from tiered.decoding.rules.threshold import Threshold
+from tiered.decoding.rules.timestep import Timestep
 from tiered.decoding.sequence_noise import SequenceNoise
 
 # A confidence of each pending row, None where nothing is pending. Few values, so that ties are common.

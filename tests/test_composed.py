@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import tiered
-from tiered.hidden.update import Update
 from tiered.policies.base import Step, StepPlan
 from tiered.policies.composed import Composed
+from tiered.policies.polestar.update import Update
 from tiered.policies.recipe import RecipeState
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime

@@ -8,18 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from allocations import Allocations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tiered.analysis.allocations import Allocations
-from tiered.budget import MemoryBudget
 from tiered.clustering import seeding, tiles
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Tier
+from tiered.core.ledger import Ledger
+from tiered.core.rows import Rows
 from tiered.decoding.attention_drift import AttentionDrift
-from tiered.errors import TierCapacityError
-from tiered.features import Tier
-from tiered.hidden.fetching import Fetching
+from tiered.forward import costs
+from tiered.forward.attention_costs import attention_chunk
 from tiered.kernels import capped_attention_ref, proxy_attention_ref
-from tiered.ledger import Ledger
 from tiered.models.gidd import Gidd
 from tiered.models.llada import LLaDA
 from tiered.offload import spill_record
@@ -27,14 +29,14 @@ from tiered.offload.chunk import Chunk
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.pinning import PageablePinner
 from tiered.offload.slabs import UNIT, SlabBook
-from tiered.planning import costs, host_costs, tier_costs, update_costs
-from tiered.planning.attention_costs import attention_chunk
-from tiered.planning.slab_costs import arena_bytes
 from tiered.planning.workload import UNCAPPED, Workload
+from tiered.policies.polestar import hidden_records, update_costs
+from tiered.policies.polestar import record_costs as tier_costs
+from tiered.policies.polestar.fetching import Fetching
 from tiered.policies.registry import POLICIES, make_policy
-from tiered.rows import Rows
 from tiered.runtime import Runtime
-from tiered.tiers import hidden_records, opening
+from tiered.tiers import host_costs, opening
+from tiered.tiers.slab_costs import arena_bytes
 
 # How much of what is booked is allocated, at the least.
 TIGHT = 0.9

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiered
-from tiered.branches.branch_pass import BranchPass
+from tiered.core.canvas import Canvas
+from tiered.core.features import Account, Tier
+from tiered.core.rows import Rows
 from tiered.decoding import proposer
-from tiered.decoding.canvas import Canvas
-from tiered.features import Account, Tier
-from tiered.forward import Forward
+from tiered.forward.forward import Forward
 from tiered.models.llada import LLaDA
 from tiered.policies.base import PassKind, Step
-from tiered.policies.dllm_cache import DLLMCache
-from tiered.rows import Rows
+from tiered.policies.dllm_cache.branch_pass import BranchPass
+from tiered.policies.dllm_cache.policy import DLLMCache
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -274,7 +274,7 @@ def test_logits_and_rows_of_the_method(grouped: Runtime, variant: str, chosen: C
     policy, call, seen = DLLMCache(**options), dict(call), []
     for module in ("branch_pass", "verify"):
         if part := call.get("part"):
-            monkeypatch.setattr(f"tiered.branches.{module}.part_rows", lambda batch, part=part: part)
+            monkeypatch.setattr(f"tiered.policies.dllm_cache.{module}.part_rows", lambda batch, part=part: part)
     call.pop("part", None)
     if shift := call.pop("shift", 0):
         monkeypatch.setattr(grouped.model, "shape", replace(grouped.model.shape, prediction_shift=shift))

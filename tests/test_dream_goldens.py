@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiered
-from tiered.commit import timestep
-from tiered.commit.base import Candidates
-from tiered.commit.threshold import Threshold
 from tiered.decoding import sampling
+from tiered.decoding.rules import timestep
+from tiered.decoding.rules.base import Candidates
+from tiered.decoding.rules.threshold import Threshold
 from tiered.output import GenerationOutput
 from tiered.runtime import Runtime
 

@@ -14,7 +14,7 @@ from tiered.offload.delay import Point
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane, Transport
 from tiered.output import GenerationOutput
-from tiered.policies.polestar import Polestar
+from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
 DREAM = Path(__file__).parent / "goldens" / "dream" / "dream_tiny"

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tiered.kernels import full_drift_ref, proxy_drift_ref
-from tiered.kernels.drift_reference import DriftReference
 from tiered.kernels.log_sum_exp import LogSumExp
+from tiered.policies.polestar.drift_reference import DriftReference
 
 LAW = 1e-5  # |incremental − full|, relative where the drift is above 1
 

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tiered
-from tiered.commit.base import Candidates, CommitRule, CommitState, Memoryless
-from tiered.commit.drift_aware import DriftAware
+from tiered.core.features import Feature
+from tiered.core.rows import Rows
 from tiered.decoding.attention_drift import AttentionDrift
+from tiered.decoding.rules.base import Candidates, CommitRule, CommitState, Memoryless
+from tiered.decoding.rules.drift_aware import DriftAware
 from tiered.decoding.sequence_noise import SequenceNoise
 from tiered.embedded import tasks
-from tiered.features import Feature
-from tiered.forward import Flow, Forward
+from tiered.forward.attention_costs import AttentionChunk
+from tiered.forward.forward import Flow, Forward
 from tiered.models.rope import Rotary
 from tiered.models.shape import ModelShape
-from tiered.planning.attention_costs import AttentionChunk
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
 from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
-from tiered.rows import Rows
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -329,7 +329,7 @@ def test_the_drift_is_that_of_attention_from_scratch(
 ):
     options = dict(VARIANTS[variant])
     if part := options.pop("part", None):
-        monkeypatch.setattr("tiered.forward.part_rows", lambda batch: part)
+        monkeypatch.setattr("tiered.forward.forward.part_rows", lambda batch: part)
     if chunk := options.pop("chunk", None):
         monkeypatch.setattr("tiered.call.compared_at_a_time", lambda *_, **__: chunk)
     if shift := options.pop("shift", 0):

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tiered.kernels import proxy_drift_ref, sums_by_part
-from tiered.kernels.drift_reference import DriftReference
+from tiered.kernels import proxy_drift_ref
 from tiered.kernels.full_drift_ref import full_drift
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.proxy_scores import proxy_scores
+from tiered.policies.polestar import sums_by_part
+from tiered.policies.polestar.drift_reference import DriftReference
 
 LAW = 1e-5  # |incremental − full|, relative where the drift is above 1
 BLOCK = slice(18, 24)

@@ -11,17 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tiered
-from tiered.decoding.canvas import PENDING, PROMPT, Canvas
-from tiered.elastic.attention import attention_received, attention_weights, similarity
-from tiered.elastic.program import ElasticPass
-from tiered.elastic.step_rows import step_rows
-from tiered.elastic.storing import Storing
-from tiered.elastic.tracked import NONE, Tracked
-from tiered.elastic.widening import Widening
-from tiered.features import Feature
+from tiered.core.canvas import PENDING, PROMPT, Canvas
+from tiered.core.features import Feature
 from tiered.models.llada import LLaDA
-from tiered.planning.elastic_costs import WindowChunk
 from tiered.policies.base import Step
+from tiered.policies.elastic_cache.attention import attention_received, attention_weights, similarity
+from tiered.policies.elastic_cache.costs import WindowChunk
+from tiered.policies.elastic_cache.program import ElasticPass
+from tiered.policies.elastic_cache.step_rows import step_rows
+from tiered.policies.elastic_cache.storing import Storing
+from tiered.policies.elastic_cache.tracked import NONE, Tracked
+from tiered.policies.elastic_cache.widening import Widening
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from tiered.tiers.stats import Way

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-
-import tiered
-from tiered.embedded.tasks import LIST_TASKS, TASKS, Example, split_of
-from tiered.embedded.training.batches import (
+from training.batches import (
     EOS_ID,
     MASK_ID,
     TOKENIZER,
@@ -23,18 +20,21 @@ from tiered.embedded.training.batches import (
     collate,
     encode,
 )
-from tiered.embedded.training.checkpoint import optimizer_tensors
-from tiered.embedded.training.curriculum import SHORT_TASKS, Curriculum
-from tiered.embedded.training.export import export
-from tiered.embedded.training.lookup_batches import REACH, lookup_batch, stretched
-from tiered.embedded.training.loop import embedded_tokenizer, train, validate
-from tiered.embedded.training.losses import POINTER_HEADS, mean_cross_entropy, operand_losses, pointer_losses
-from tiered.embedded.training.model import Tap, forward, new_model
-from tiered.embedded.training.noise import TAIL_WEIGHT, Noised, mask
-from tiered.embedded.training.optimizer import DECAY_SHARE, WARMUP_STEPS, Muon, optimizers, set_rate
-from tiered.embedded.training.settings import Settings
-from tiered.embedded.training.short_batches import ShortBatches
-from tiered.embedded.training.trainer import Trainer
+from training.checkpoint import optimizer_tensors
+from training.curriculum import SHORT_TASKS, Curriculum
+from training.export import export
+from training.lookup_batches import REACH, lookup_batch, stretched
+from training.loop import embedded_tokenizer, train, validate
+from training.losses import POINTER_HEADS, mean_cross_entropy, operand_losses, pointer_losses
+from training.model import Tap, forward, new_model
+from training.noise import TAIL_WEIGHT, Noised, mask
+from training.optimizer import DECAY_SHARE, WARMUP_STEPS, Muon, optimizers, set_rate
+from training.settings import Settings
+from training.short_batches import ShortBatches
+from training.trainer import Trainer
+
+import tiered
+from tiered.embedded.tasks import LIST_TASKS, TASKS, Example, split_of
 from tiered.models.config_source import read_config
 
 SMALL = Settings(
@@ -274,7 +274,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(
     def scores_of_a_step(*_: object, first: int, **__: object) -> dict[str, float]:
         return dict.fromkeys(TASKS, first / 10)
 
-    monkeypatch.setattr("tiered.embedded.training.loop.validate", scores_of_a_step)
+    monkeypatch.setattr("training.loop.validate", scores_of_a_step)
     lines: list[dict[str, Any]] = []
     whole = Trainer(config, SMALL)
     train(whole, tmp_path / "whole", log=lines.append)

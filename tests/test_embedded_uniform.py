@@ -9,26 +9,26 @@ from typing import Any
 
 import pytest
 import torch
+from training.attention import trained_attention
+from training.batches import MASK_ID, Batch, collate, encode
+from training.export import export
+from training.loop import train
+from training.model import forward, new_model
+from training.noise import BLOCK_LENGTHS, BLOCK_SHARE, BLOCK_START, TAIL_WEIGHT, exchange
+from training.optimizer import optimizers
+from training.settings import Settings
+from training.short_batches import ShortBatches
+from training.trainer import Trainer
 
 import tiered
+from tiered.core.features import Feature
+from tiered.core.rows import Rows
 from tiered.embedded.tasks import TASKS, Example
 from tiered.embedded.tokenizer import vocabulary
-from tiered.embedded.training.attention import trained_attention
-from tiered.embedded.training.batches import MASK_ID, Batch, collate, encode
-from tiered.embedded.training.export import export
-from tiered.embedded.training.loop import train
-from tiered.embedded.training.model import forward, new_model
-from tiered.embedded.training.noise import BLOCK_LENGTHS, BLOCK_SHARE, BLOCK_START, TAIL_WEIGHT, exchange
-from tiered.embedded.training.optimizer import optimizers
-from tiered.embedded.training.settings import Settings
-from tiered.embedded.training.short_batches import ShortBatches
-from tiered.embedded.training.trainer import Trainer
-from tiered.feature_store import FeatureStore
-from tiered.features import Feature
-from tiered.forward import Forward
+from tiered.forward.feature_store import FeatureStore
+from tiered.forward.forward import Forward
 from tiered.models.config_source import read_config
 from tiered.models.gidd import Gidd
-from tiered.rows import Rows
 
 VOCAB = len(vocabulary())
 SMALL = Settings(
@@ -212,7 +212,7 @@ def test_a_killed_run_goes_on_and_its_export_loads(config: dict[str, Any], tmp_p
 
     settings = replace(SMALL, steps=5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tiered.embedded.training.loop.validate", scores)
+        patch.setattr("training.loop.validate", scores)
         whole = Trainer(config, settings)
         train(whole, tmp_path / "whole")
         with pytest.raises(KilledError):

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import tiered
-import tiered.errors
+import tiered.core.errors
 import tiered.offload.errors
-from tiered.budget import MemoryBudget
-from tiered.errors import NonFiniteError, RecordLostError, TierCapacityError
-from tiered.features import Account, Tier
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import NonFiniteError, RecordLostError, TierCapacityError
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
 from tiered.offload.errors import ArenaFullError, CorruptRecordError, PinError, TransferError
 
 GOLDEN = Path(__file__).parent / "goldens" / "llada" / "llada_tiny_gqa"
@@ -51,7 +51,7 @@ def test_every_error_is_in_the_table():
         return {value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__}
 
     assert set(ERRORS) == {
-        kind for kind in defined(tiered.errors) | defined(tiered.offload.errors) if issubclass(kind, Exception)
+        kind for kind in defined(tiered.core.errors) | defined(tiered.offload.errors) if issubclass(kind, Exception)
     }
 
 

@@ -13,13 +13,13 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 
 import tiered
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Tier
 from tiered.embedded.tasks import sample
-from tiered.errors import TierCapacityError
 from tiered.evaluation import TieredLM
 from tiered.evaluation.batches import Job, answer_in_batches, parse_batch_size
 from tiered.evaluation.gen_kwargs import RequestSettings
 from tiered.evaluation.stop_strings import answer_text, cut_text
-from tiered.features import Tier
 from tiered.runtime import Runtime
 
 GREEDY = {"until": [], "do_sample": False, "max_gen_toks": 32}

@@ -13,11 +13,11 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 import tiered
-from tiered.embedded.scoring import score_examples
 from tiered.embedded.tasks import Example, sample, split_of
 from tiered.evaluation import TieredLM
 from tiered.evaluation.__main__ import with_model
 from tiered.evaluation.embedded_tasks import main, process_results, write_tasks
+from tiered.evaluation.scoring import score_examples
 from tiered.runtime import Runtime
 
 TASKS = {"sort": 16, "chain": 6}

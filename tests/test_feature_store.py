@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered.feature_store import FeatureStore
-from tiered.features import Feature
+from tiered.core.features import Feature
+from tiered.core.rows import Rows
+from tiered.forward.feature_store import FeatureStore
 from tiered.models.llada import LLaDA
-from tiered.rows import Rows
 
 BATCH, LENGTH = 3, 5
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import tiered
+from tiered.core.rows import Rows
 from tiered.decoding.attention_drift import AttentionDrift
-from tiered.elastic import program, watching
-from tiered.elastic.attention import attention_received
-from tiered.elastic.queries import weights_of
-from tiered.forward import Forward
-from tiered.rows import Rows
+from tiered.forward.forward import Forward
+from tiered.policies.elastic_cache import program, watching
+from tiered.policies.elastic_cache.attention import attention_received
+from tiered.policies.elastic_cache.queries import weights_of
 from tiered.runtime import Runtime
 
 CHECKPOINT = Path(__file__).parent / "goldens" / "gidd" / "gidd_tiny_unif"

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 import tiered
-from tiered.commit import ancestral
-from tiered.commit.adaptive import Adaptive
-from tiered.forward import Forward
+from tiered.core.rows import Rows
+from tiered.decoding.rules import ancestral
+from tiered.decoding.rules.adaptive import Adaptive
+from tiered.forward.forward import Forward
 from tiered.models.gidd import Gidd
-from tiered.rows import Rows
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "gidd"

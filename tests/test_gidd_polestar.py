@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 import tiered
-from tiered.features import Account
-from tiered.forward import Forward
-from tiered.hidden import layer_state
-from tiered.hidden.cache import HiddenCache
-from tiered.kernels.drift_reference import DriftReference
+from tiered.core.features import Account
+from tiered.forward.forward import Forward
 from tiered.kernels.full_drift_ref import full_drift
 from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
-from tiered.planning.tier_costs import TierCosts
 from tiered.policies.base import PassKind, Step
+from tiered.policies.polestar import layer_state
+from tiered.policies.polestar.cache import HiddenCache
+from tiered.policies.polestar.drift_reference import DriftReference
+from tiered.policies.polestar.record_costs import TierCosts
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
@@ -154,7 +154,7 @@ def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: py
             expected.append(full_drift(queries, forward.keys(layer), old_keys, mask, shape.soft_cap, sinks))
         return found
 
-    monkeypatch.setattr("tiered.hidden.scoring.proxy_drift", measured)
+    monkeypatch.setattr("tiered.policies.polestar.scoring.proxy_drift", measured)
     generate(runtime, "polestar", options, "adaptive")
     assert len(first) == 3
     for layer, drift in first.items():

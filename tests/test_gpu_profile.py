@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from host_waits import HostWait
 
-from tiered.offload.host_waits import HostWait
-from tiered.tracing.ops import Op
-from tiered.tracing.recorder import Recorder
-from tiered.tracing.spans import recording, span
+from tiered.core.ops import Op
+from tiered.core.recorder import Recorder
+from tiered.core.spans import recording, span
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 MAIN, LANE = 4242, 4250  # threads of the host

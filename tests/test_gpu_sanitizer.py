@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+import tier_fuzz as fuzz
 import torch
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from tiered.offload.codec_bytes import Codec
 from tiered.offload.delay import Point
 from tiered.offload.lane_transport import LaneTransport
 from tiered.offload.transport import Lane
-from tiered.tiers import fuzz
 
 ROOT = Path(__file__).resolve().parents[1]
 RAN = {"ran": ["one", "two"], "wrong": []}
@@ -370,7 +370,7 @@ def test_what_is_found_is_told(sanitized: ModuleType, one_wrong_byte: None):
 
 
 def test_a_wrong_schedule_is_found(sanitized: ModuleType, monkeypatch: pytest.MonkeyPatch):
-    outcome = importlib.import_module("tiered.tiers.fuzz").Outcome(answers=3, wrong=1, errors=["lost"])
+    outcome = importlib.import_module("tier_fuzz").Outcome(answers=3, wrong=1, errors=["lost"])
     monkeypatch.setattr(sanitized, "run_schedule", lambda seed, device: outcome)
     ran = sanitized.run_transports(CPU, 11, schedules=2, end=float("inf"))
     assert ran["wrong"] == [f"schedule {seed}: 1 wrong answers; lost" for seed in (11, 12)] and ran["answers"] == 6

@@ -12,12 +12,12 @@ import torch
 
 import tiered
 import tiered.runtime
-from tiered.features import Account, Tier
-from tiered.hidden.update_log import LayerUpdate
+from tiered.core.events import Way
+from tiered.core.features import Account, Tier
 from tiered.models.llada import LLaDA
 from tiered.planning.library_costs import LARGEST_GPU
 from tiered.policies.base import PassKind
-from tiered.tiers.events import Way
+from tiered.policies.polestar.update_log import LayerUpdate
 from tiered.tiers.stats import TierStats, WayStats
 
 BLOCK = 32

@@ -5,14 +5,14 @@ from itertools import chain
 
 import pytest
 import torch
+from tier_fuzz import round_trip
 from torch import Tensor
 
 from tiered.clustering.cluster_index import ClusterIndex
-from tiered.features import Account, Tier
-from tiered.ledger import Ledger
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
 from tiered.offload.codec_bytes import Codec
-from tiered.tiers.fuzz import round_trip
-from tiered.tiers.hidden_records import HiddenRecords, most_rows
+from tiered.policies.polestar.hidden_records import HiddenRecords, most_rows
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from tiered.offload.host_waits import FLAGGED, HostWait, host_waits
+from host_waits import FLAGGED, HostWait, host_waits
 
 WARNING = f"{FLAGGED} (Triggered internally at /pytorch/c10/cuda/CUDAFunctions.cpp:227.)"
 

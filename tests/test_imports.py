@@ -2,50 +2,49 @@
 
 import ast
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Room → the rooms it may import. One way only, so that each can be read, tested and replaced without those above it.
-MAY_IMPORT = {
-    "bench": {"tiered", "clustering", "offload", "kernels"},
-    "tiered": {"tiered", "clustering", "offload", "kernels"},
-    "clustering": {"clustering", "kernels"},
-    "offload": {"offload", "kernels"},
-    "kernels": {"kernels"},
-}
-FILES = {room: sorted((ROOT / room).rglob("*.py")) for room in MAY_IMPORT}
+# The rooms from top to bottom. A file imports from its own room and from rooms below it, so that each can be read,
+# tested and replaced without those above it. `tiered/*.py` are one room, the API.
+ORDER = [
+    *("bench", "cli", "evaluation", "observe", "api", "planning", "decoding", "policies", "forward", "tiers", "models"),
+    *("embedded", "core", "clustering", "offload", "kernels"),
+]
+TOP = ["tiered", "clustering", "offload", "kernels"]
+FILES = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in ["bench", *TOP]}
 # No tensors, so that a plan costs no import of torch and a state machine can check them.
 BOOKS = [
-    "tiered/budget.py",
-    "tiered/byte_size.py",
-    "tiered/errors.py",
-    "tiered/features.py",
-    "tiered/ledger.py",
-    "tiered/memory_report.py",
-    "tiered/names.py",
-    "tiered/hidden/members.py",
-    "tiered/hidden/options.py",
-    "tiered/hidden/update_log.py",
+    "tiered/core/budget.py",
+    "tiered/core/byte_size.py",
+    "tiered/core/errors.py",
+    "tiered/core/features.py",
+    "tiered/core/ledger.py",
+    "tiered/core/memory_report.py",
+    "tiered/policies/polestar/members.py",
+    "tiered/policies/polestar/options.py",
+    "tiered/policies/polestar/update_log.py",
     "tiered/models/shape.py",
     "tiered/models/*_config.py",
-    "tiered/paging/page_book.py",
-    "tiered/paging/pages.py",
+    "tiered/forward/page_book.py",
+    "tiered/forward/pages.py",
     "tiered/planning/*.py",
-    "tiered/tiers/events.py",
+    "tiered/core/events.py",
     "tiered/tiers/eviction.py",
     "tiered/tiers/record.py",
     "tiered/tiers/record_book.py",
     "tiered/tiers/stats.py",
-    "tiered/tracing/chrome_trace.py",
-    "tiered/tracing/op_times.py",
-    "tiered/tracing/ops.py",
-    "tiered/tracing/recorder.py",
-    "tiered/tracing/spans.py",
-    "tiered/tracing/trace_report.py",
+    "tiered/observe/trace/chrome_trace.py",
+    "tiered/observe/trace/op_times.py",
+    "tiered/core/ops.py",
+    "tiered/core/recorder.py",
+    "tiered/core/spans.py",
+    "tiered/observe/trace/trace_report.py",
     "offload/codec_bytes.py",
     "offload/ring_books.py",
     "offload/slabs.py",
@@ -53,6 +52,11 @@ BOOKS = [
     "clustering/pieces.py",
     "kernels/byte_segments.py",
     "kernels/record_layout.py",
+]
+STILL_CIRCLES = [
+    ["tiered.planning.call_sizes", "tiered.planning.library_costs"],
+    ["tiered.planning.card", "tiered.planning.plan"],
+    ["tiered.tiers.fetches", "tiered.tiers.ticket"],
 ]
 TENSORS = {"torch", "transformers", "safetensors", "cupy", "triton"}
 
@@ -78,6 +82,7 @@ def imports(nodes: Iterable[ast.AST], package: str) -> Iterator[str]:
             yield from (f"{start}.{alias.name}" for alias in node.names)
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     """The syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"))
@@ -99,16 +104,50 @@ def run_on_import(node: ast.AST) -> Iterator[ast.AST]:
         yield from run_on_import(child)
 
 
-def upward(names: Iterable[str], room: str) -> list[str]:
-    """Those of the imported `names` that a file of `room` must not import."""
+def room_of(name: str) -> str:
+    """The room that the module `name` is in; "" where it is no module of ours."""
+    first, second, third, *_ = [*name.split("."), "", ""]
+    if first != "tiered":
+        return first if first == "bench" else ""
+    if second == "__main__":
+        return "cli"
+    return second if third or second in ORDER else "api"
+
+
+def module_behind(name: str) -> str:
+    """The module of ours that `name`, perhaps something in it, comes from; "" where it is not ours."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def upward(names: Iterable[str], importer: str) -> list[str]:
+    """Those of the imported `names` that the module `importer` must not import."""
     wrong = []
     for name in names:
-        first, second, *_ = [*name.split("."), ""]
-        if first in ("tests", *MAY_IMPORT) and first != "tiered":
+        if name.split(".")[0] in ("bench", "tests", *TOP[1:]):
             wrong.append(name)  # our folders have no name outside `tiered`; bench/ and tests/ are for nobody
-        elif first == "tiered" and (second if second in MAY_IMPORT else "tiered") not in MAY_IMPORT[room]:
+        elif (room := room_of(module_behind(name))) and ORDER.index(room) < ORDER.index(room_of(importer)):
             wrong.append(name)
     return wrong
+
+
+def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of two or more nodes of which each leads to every other."""
+
+    def reach(start: str) -> set[str]:
+        seen, ahead = set[str](), [start]
+        while ahead:
+            for other in arrows.get(ahead.pop(), set()) - seen:
+                seen.add(other)
+                ahead.append(other)
+        return seen
+
+    reached = {node: reach(node) for node in arrows}
+    groups = {
+        tuple(sorted(other for other in seen if node in reached.get(other, ()))) for node, seen in reached.items()
+    }
+    return sorted([*group] for group in groups if len(group) > 1)
 
 
 def accelerators(tree: ast.AST) -> list[str]:
@@ -147,8 +186,7 @@ def tensors_behind(path: Path, via: tuple[str, ...] = ()) -> str | None:
     for name in imports(run_on_import(parsed(path)), package_of(path)):
         if name.split(".")[0] in TENSORS:
             return " > ".join([*via, name])
-        while name and name not in MODULES:
-            name = name.rpartition(".")[0]
+        name = module_behind(name)
         if name and name not in via and (found := tensors_behind(MODULES[name], via)):
             return found
     return None
@@ -159,10 +197,27 @@ def offenders(room: str, check: Callable[[ast.Module], list[str]]) -> dict[str, 
     return {str(path.relative_to(ROOT)): found for path in FILES[room] if (found := check(parsed(path)))}
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_nothing_imports_upward(room: str):
-    wrong = {module_name(path): upward(imports(ast.walk(parsed(path)), package_of(path)), room) for path in FILES[room]}
+@pytest.mark.parametrize("folder", FILES)
+def test_imports_run_down_the_order_of_rooms(folder: str):
+    # Those for the type checker alone and those inside functions count as well.
+    wrong = {
+        name: upward(imports(ast.walk(parsed(path)), package_of(path)), name)
+        for name, path in MODULES.items()
+        if path in FILES[folder]
+    }
     assert not {name: found for name, found in wrong.items() if found}
+
+
+def test_no_files_form_a_circle():
+    arrows = {
+        name: {module_behind(one) for one in imports(ast.walk(parsed(path)), package_of(path))} - {"", name, "tiered"}
+        for name, path in MODULES.items()
+    }
+    assert [group for group in circles(arrows) if group not in STILL_CIRCLES] == []
+
+
+def test_every_room_is_in_the_order():
+    assert {room_of(name) for name in MODULES} == {*ORDER}
 
 
 @pytest.mark.parametrize("room", ["tiered", "clustering"])
@@ -183,25 +238,33 @@ def test_books_load_no_tensors(pattern: str):
 
 
 @pytest.mark.parametrize(
-    ("room", "package", "source", "wrong"),
+    ("importer", "source", "wrong"),
     [
-        ("kernels", "tiered.kernels", "from tiered.offload import ring", ["tiered.offload.ring"]),
-        ("kernels", "tiered.kernels", "from ..offload import ring", ["tiered.offload.ring"]),
-        ("kernels", "tiered.kernels", "from .. import ledger", ["tiered.ledger"]),
-        ("kernels", "tiered.kernels", "from .rows import f\nimport torch", []),
-        ("offload", "tiered.offload", "import tiered.ledger", ["tiered.ledger"]),
-        ("offload", "tiered.offload", "import tiered.clustering.layout", ["tiered.clustering.layout"]),
-        ("clustering", "tiered.clustering", "def f():\n    import tiered", ["tiered"]),
-        ("clustering", "tiered.clustering", "import tiered.kernels.assign", []),
-        ("tiered", "tiered.models", "from . import shape\nfrom ..offload.arena import Arena", []),
-        ("tiered", "tiered", "import kernels.assign", ["kernels.assign"]),
-        ("tiered", "tiered", "from bench import demo", ["bench.demo"]),
-        ("bench", "bench", "import tiered\nfrom tiered.kernels import x", []),
-        ("bench", "bench", "import offload\nimport tests.x", ["offload", "tests.x"]),
+        ("tiered.kernels.launch", "from tiered.offload import ring", ["tiered.offload.ring"]),
+        ("tiered.kernels.launch", "from ..offload import ring", ["tiered.offload.ring"]),
+        ("tiered.kernels.launch", "from .. import core", ["tiered.core"]),
+        ("tiered.kernels.launch", "from .choice import f\nimport torch", []),
+        ("tiered.offload.arena", "import tiered.clustering.tiles", ["tiered.clustering.tiles"]),
+        ("tiered.clustering.tiles", "import tiered.kernels.choice\nfrom tiered.offload import ring", []),
+        ("tiered.models.base", "from . import shape\nfrom ..offload.arena import Arena", []),
+        (
+            "tiered.policies.base",
+            "if TYPE_CHECKING:\n    from tiered.runtime import Runtime",
+            ["tiered.runtime.Runtime"],
+        ),
+        ("tiered.forward.forward", "def f():\n    from tiered.policies import base", ["tiered.policies.base"]),
+        ("tiered.runtime", "import tiered.policies.base, tiered.loading\nimport tiered.cli.main", ["tiered.cli.main"]),
+        ("tiered.runtime", "import kernels.assign\nfrom bench import demo", ["kernels.assign", "bench.demo"]),
+        ("bench.demo", "import tiered\nfrom tiered.cli import main\nimport offload, tests.x", ["offload", "tests.x"]),
     ],
 )
-def test_upward_imports_are_seen(room: str, package: str, source: str, wrong: list[str]):
-    assert upward(imports(ast.walk(ast.parse(source)), package), room) == wrong
+def test_upward_imports_are_seen(importer: str, source: str, wrong: list[str]):
+    package = importer.rpartition(".")[0]
+    assert upward(imports(ast.walk(ast.parse(source)), package), importer) == wrong
+
+
+def test_circles_are_seen():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"d"}}) == [["b", "c"]]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +292,7 @@ def test_unsafe_loading_is_seen(source: str):
 
 
 def test_the_way_to_a_tensor_library_is_named():
-    assert (tensors_behind(ROOT / "tiered/forward.py") or "").startswith("tiered.forward > torch")
+    assert (tensors_behind(ROOT / "tiered/forward/forward.py") or "").startswith("tiered.forward.forward > torch")
 
 
 def test_what_runs_on_import():

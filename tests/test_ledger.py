@@ -6,10 +6,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tiered.budget import MemoryBudget
-from tiered.errors import TierCapacityError
-from tiered.features import Account, Feature, Tier
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Account, Feature, Tier
+from tiered.core.ledger import Ledger
 
 TIERS = st.sampled_from(Tier)
 AMOUNTS = st.dictionaries(st.sampled_from(Account), st.integers(0, 60), max_size=3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tiered.clustering.regions import cluster_regions, same_members
-from tiered.hidden.members import Members
+from tiered.policies.polestar.members import Members
 
 Clusters = list[list[int]]
 

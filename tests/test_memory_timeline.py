@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import Allocations
+from memory_timeline import MemoryTimeline
 
-from tiered.analysis.allocations import Allocations
-from tiered.analysis.memory_timeline import MemoryTimeline
-from tiered.budget import MemoryBudget
-from tiered.feature_store import FeatureStore
-from tiered.features import Account, Tier
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
+from tiered.forward.feature_store import FeatureStore
 from tiered.models.llada import LLaDA
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime

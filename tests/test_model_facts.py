@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered.byte_size import format_bytes
+from tiered.core.byte_size import format_bytes
 from tiered.models.presets import PRESETS
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.catalog import KnownModel, known_models

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tiered.names import unknown_name
+from tiered.core.checks import unknown_name
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import tiered
+from tiered.core.features import Tier
 from tiered.evaluation.likelihood import Likelihood
-from tiered.features import Tier
 from tiered.models.base import DiffusionModel
 from tiered.policies.registry import POLICIES, make_policy
 from tiered.runtime import Runtime

@@ -13,10 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiered
-from tiered.feature_store import FeatureStore
-from tiered.forward import Forward
+from tiered.core.rows import Rows
+from tiered.forward.feature_store import FeatureStore
+from tiered.forward.forward import Forward
 from tiered.policies.none import NoCache
-from tiered.rows import Rows
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ["--models", "random", "--context", "64", "--answer", "16", "--steps", "4", "--quick"]

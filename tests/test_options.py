@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiered.aliases import ALIASES, ALWAYS_NAMES, COMMIT_ALIASES, MASK_NAMES, resolve_aliases
-from tiered.commit.drift_aware import DriftAware
-from tiered.commit.factor import Factor
-from tiered.commit.origin import Origin
-from tiered.commit.registry import COMMIT_RULES
-from tiered.commit.static import Static
-from tiered.commit.threshold import Threshold
-from tiered.commit.timestep import Timestep
+from tiered.core.aliases import ALIASES, ALWAYS_NAMES, COMMIT_ALIASES, MASK_NAMES, resolve_aliases
+from tiered.decoding.rules.drift_aware import DriftAware
+from tiered.decoding.rules.factor import Factor
+from tiered.decoding.rules.origin import Origin
+from tiered.decoding.rules.registry import COMMIT_RULES
+from tiered.decoding.rules.static import Static
+from tiered.decoding.rules.threshold import Threshold
+from tiered.decoding.rules.timestep import Timestep
 from tiered.decoding.sampling_options import Sampling
 from tiered.options import OPTION_NAMES, GenerationOptions
 from tiered.planning.plan import plan

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tiered.paging.page_book import PageBook
-from tiered.paging.pages import Pages, members, union
+from tiered.forward.page_book import PageBook
+from tiered.forward.pages import Pages, members, union
 
 LAYERS = [1, 4, 6]
 PAGES = 6

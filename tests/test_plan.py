@@ -17,22 +17,22 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import tiered
-from tiered.budget import MemoryBudget
-from tiered.byte_size import format_bytes
-from tiered.errors import TierCapacityError
-from tiered.features import Account, Tier
+from tiered.core.budget import MemoryBudget
+from tiered.core.byte_size import format_bytes
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Account, Tier
+from tiered.forward.costs import weight_bytes
 from tiered.models.config_source import read_config
 from tiered.models.presets import PRESETS, read_preset
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.call_sizes import CallSizes
 from tiered.planning.card import format_count
-from tiered.planning.costs import weight_bytes
 from tiered.planning.library_costs import LARGEST_GPU, Gpu, library_bytes
 from tiered.planning.plan import Plan, TierPlan
 from tiered.planning.plan import plan as plan_for
 from tiered.planning.policy_costs import policy_bytes
-from tiered.planning.tier_costs import TierCosts
 from tiered.policies.fast_dllm import FastDLLMDual
+from tiered.policies.polestar.record_costs import TierCosts
 from tiered.policies.registry import POLICIES
 
 ROOT = Path(__file__).parents[1]

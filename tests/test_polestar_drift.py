@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 import tiered
-from tiered.forward import Flow, Forward
-from tiered.hidden import scoring, update
-from tiered.hidden.cache import HiddenCache
-from tiered.hidden.layer_state import LayerState, Span
-from tiered.hidden.members import Members
-from tiered.hidden.scoring import write_and_measure
+from tiered.core.rows import Rows
+from tiered.forward.forward import Flow, Forward
 from tiered.kernels.full_drift_ref import full_drift
 from tiered.kernels.proxy_scores import proxy_scores
 from tiered.output import GenerationOutput
-from tiered.policies import polestar
 from tiered.policies.base import PassKind, Step, StepPlan
-from tiered.rows import Rows
+from tiered.policies.polestar import policy as polestar
+from tiered.policies.polestar import scoring, update
+from tiered.policies.polestar.cache import HiddenCache
+from tiered.policies.polestar.layer_state import LayerState, Span
+from tiered.policies.polestar.members import Members
+from tiered.policies.polestar.scoring import write_and_measure
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 import tiered
-from tiered.budget import MemoryBudget
-from tiered.errors import RecordLostError, TierCapacityError
-from tiered.features import Tier
-from tiered.forward import Forward
-from tiered.hidden import update
-from tiered.hidden.layer_state import LayerState
-from tiered.hidden.scoring import write_and_measure
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import RecordLostError, TierCapacityError
+from tiered.core.features import Tier
+from tiered.core.ledger import Ledger
+from tiered.forward.forward import Forward
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.delay import Point
 from tiered.offload.errors import TransferError
@@ -25,8 +22,11 @@ from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane, Transport
 from tiered.output import GenerationOutput
-from tiered.planning import tier_costs
-from tiered.policies.polestar import Polestar
+from tiered.policies.polestar import record_costs as tier_costs
+from tiered.policies.polestar import update
+from tiered.policies.polestar.layer_state import LayerState
+from tiered.policies.polestar.policy import Polestar
+from tiered.policies.polestar.scoring import write_and_measure
 from tiered.runtime import Runtime
 from tiered.tiers.manager import TierManager
 from tiered.tiers.record import RecordKey

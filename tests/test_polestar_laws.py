@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import tiered
-from tiered.features import Account, Feature, Tier
-from tiered.forward import Forward
+from tiered.core.features import Account, Feature, Tier
+from tiered.forward.forward import Forward
 from tiered.models import llada
 from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
-from tiered.policies.polestar import Polestar
+from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"

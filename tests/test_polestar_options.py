@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from tiered.features import Feature, Tier
-from tiered.hidden.options import HiddenOptions
+from tiered.core.features import Feature, Tier
 from tiered.models.shape import ModelShape
 from tiered.offload.codec_bytes import Codec
-from tiered.policies.polestar import Polestar
+from tiered.policies.polestar.options import HiddenOptions
+from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import PRESETS, make_policy
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import tiered
-from tiered.features import Account, Feature, Tier
-from tiered.forward import Forward
+from tiered.core.features import Account, Feature, Tier
+from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.delay import Point
@@ -23,7 +23,7 @@ from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane, TransferEvent, Transport
 from tiered.output import GenerationOutput
 from tiered.policies.base import PassKind, Step
-from tiered.policies.polestar import Polestar
+from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"

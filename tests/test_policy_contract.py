@@ -10,15 +10,14 @@ import pytest
 import torch
 
 import tiered
-from tiered.decoding.canvas import PROMPT
-from tiered.features import Feature
-from tiered.forward import Flow, Forward, LayerProgram
+from tiered.core.canvas import PROMPT
+from tiered.core.features import Feature
+from tiered.core.rows import Rows, rows_where
+from tiered.forward.forward import Flow, Forward, LayerProgram
 from tiered.models.shape import ModelShape
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
 from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
 from tiered.policies.none import NoCache
-from tiered.rows import Rows
-from tiered.rows_where import rows_where
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from tiered.features import Feature, Tier
+from tiered.core.features import Feature, Tier
 from tiered.offload.codec_bytes import Codec
 from tiered.tiers.eviction import eviction_order
 from tiered.tiers.record import RecordForm, RecordKey

@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 import tiered
-from tiered.analysis import attention_mass
-from tiered.analysis.region_figures import MASSES, PLACES, RegionReport
-from tiered.analysis.regions_report import RegionInspector, measure_regions
+from tiered.core.features import Account, Feature
+from tiered.core.rows import Rows
 from tiered.embedded import tasks
-from tiered.feature_store import FeatureStore
-from tiered.features import Account, Feature
-from tiered.forward import Flow, Forward
+from tiered.forward import costs
+from tiered.forward.feature_store import FeatureStore
+from tiered.forward.forward import Flow, Forward
 from tiered.models.gidd import Gidd
 from tiered.models.shape import ModelShape
-from tiered.planning import costs
+from tiered.observe.analysis import attention_mass
+from tiered.observe.analysis.region_figures import MASSES, PLACES, RegionReport
+from tiered.observe.analysis.regions_report import RegionInspector, measure_regions
 from tiered.policies.base import PassKind, Step
-from tiered.rows import Rows
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens"

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import tiered
-from tiered.analysis.token_drift import measure_token_drift
-from tiered.commit.adaptive import Adaptive
-from tiered.commit.ancestral import Ancestral, draw, posterior
-from tiered.commit.rewriting import OpenBlock, RewritingState
+from tiered.decoding.rules.adaptive import Adaptive
+from tiered.decoding.rules.ancestral import Ancestral, draw, posterior
+from tiered.decoding.rules.rewriting import OpenBlock, RewritingState
 from tiered.decoding.sampling_options import Sampling
 from tiered.decoding.sequence_noise import SequenceNoise
 from tiered.models.noise import Noise
+from tiered.observe.analysis.token_drift import measure_token_drift
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
 from tiered.policies.none import NoCache
 from tiered.policies.registry import POLICIES

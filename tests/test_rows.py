@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tiered.core.rows import Rows
 from tiered.kernels.scatter_rows_ref import scatter_rows
-from tiered.rows import Rows
 
 HEADS, ELEMENTS = 2, 3
 

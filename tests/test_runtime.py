@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import tiered
+from tiered.core.features import Account, Tier
 from tiered.embedded import tasks
-from tiered.features import Account, Tier
 from tiered.policies.registry import POLICIES, make_policy
 from tiered.runtime import Runtime
 

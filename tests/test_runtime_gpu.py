@@ -17,32 +17,32 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import Allocations
+from host_waits import host_waits
 from torch import Tensor
 
 import tiered
-from tiered.analysis.allocations import Allocations
-from tiered.budget import MemoryBudget
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Account, Feature, Tier
+from tiered.core.ledger import Ledger
+from tiered.core.recorder import Recorder
+from tiered.core.spans import recording
 from tiered.embedded.tasks import sample, score
-from tiered.features import Account, Feature, Tier
-from tiered.forward import Forward
-from tiered.ledger import Ledger
+from tiered.forward import stream_costs
+from tiered.forward.forward import Forward
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.delay import Delay, Point
-from tiered.offload.host_waits import host_waits
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane, Transport
 from tiered.output import GenerationOutput
-from tiered.planning import stream_costs
 from tiered.planning.call_costs import CallCosts
 from tiered.planning.call_sizes import CallSizes
 from tiered.policies.base import PassKind, Policy, Step
-from tiered.policies.polestar import Polestar
+from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
-from tiered.tracing.recorder import Recorder
-from tiered.tracing.spans import recording
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Two tokens a step, and an update behind more than two: refresh, step, update, step in either block.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tiered.commit.base import Candidates
+from tiered.decoding.rules.base import Candidates
 from tiered.decoding.sampling import drawn_from, propose
 from tiered.decoding.sampling_options import CONFIDENCES, Sampling
 from tiered.decoding.sequence_noise import SequenceNoise

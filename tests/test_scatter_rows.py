@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered import rows as rows_module
+from tiered.core import rows as rows_module
+from tiered.core.rows import Rows
 from tiered.kernels import scatter_rows_ref
-from tiered.rows import Rows
 
 
 def scatter(implementation: str) -> Callable[..., None]:

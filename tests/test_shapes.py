@@ -52,12 +52,12 @@ for options in ({"clusters": 20}, {"codec": "raw", "refresh": "drift", "cluster_
         assert updated.updates
 
 from tiered.clustering.regions import cluster_regions, same_members
-from tiered.kernels.drift_reference import DriftReference
+from tiered.policies.polestar.drift_reference import DriftReference
 from tiered.kernels.full_drift_ref import full_drift
 from tiered.kernels.proxy_drift_ref import proxy_drift
-from tiered.ledger import Ledger
+from tiered.core.ledger import Ledger
 from tiered.offload.codec_bytes import Codec
-from tiered.tiers.hidden_records import HiddenRecords
+from tiered.policies.polestar.hidden_records import HiddenRecords
 from tiered.tiers.opening import open_tiers
 
 hidden = runtime.hidden_states(ids, mask)

@@ -11,7 +11,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 import tiered
-from tiered.commit.base import Candidates, CommitRule, CommitState
+from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 from tiered.decoding.sequence_noise import SequenceNoise
 from tiered.policies.registry import POLICIES
 from tiered.runtime import Runtime

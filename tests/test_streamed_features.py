@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered.budget import MemoryBudget
-from tiered.errors import RecordLostError, TierCapacityError
-from tiered.features import Feature, Tier
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import RecordLostError, TierCapacityError
+from tiered.core.features import Feature, Tier
+from tiered.core.ledger import Ledger
+from tiered.forward import stream_costs
 from tiered.models.llada import LLaDA
 from tiered.offload.delay import Point
 from tiered.offload.errors import TransferError
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane
 from tiered.output import GenerationOutput
-from tiered.planning import stream_costs
 from tiered.planning.call_costs import CallCosts
 from tiered.planning.call_sizes import CallSizes
 from tiered.policies.base import Policy

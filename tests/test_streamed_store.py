@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered.budget import MemoryBudget
-from tiered.errors import RecordLostError
-from tiered.feature_store import FeatureStore
-from tiered.features import Feature, Tier
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import RecordLostError
+from tiered.core.features import Feature, Tier
+from tiered.core.ledger import Ledger
+from tiered.core.rows import Rows
+from tiered.forward import stream_costs
+from tiered.forward.feature_store import FeatureStore
+from tiered.forward.stream_costs import StreamCosts
+from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.models.llada import LLaDA
 from tiered.models.shape import ModelShape
 from tiered.offload.delay import Point
 from tiered.offload.errors import TransferError
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane
-from tiered.paging.streamed_store import StreamedFeatureStore
-from tiered.planning import stream_costs
-from tiered.planning.stream_costs import StreamCosts
-from tiered.rows import Rows
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
 

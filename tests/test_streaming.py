@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TextDiffusionStreamer, TextIteratorStreamer, TextStreamer
 
 import tiered
-from tiered.features import Tier
+from tiered.core.features import Tier
 from tiered.models.llada import LLaDA
 from tiered.policies.none import NoCache
 from tiered.runtime import Runtime

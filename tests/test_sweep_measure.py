@@ -14,7 +14,7 @@ import pytest
 
 import tiered
 from tiered.embedded import tasks
-from tiered.embedded.scoring import score_examples
+from tiered.evaluation.scoring import score_examples
 from tiered.output import GenerationOutput
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"

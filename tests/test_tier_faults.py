@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered.budget import MemoryBudget
-from tiered.errors import RecordLostError, TierCapacityError
-from tiered.features import Account, Feature, Tier
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import RecordLostError, TierCapacityError
+from tiered.core.events import Way
+from tiered.core.features import Account, Feature, Tier
+from tiered.core.ledger import Ledger
 from tiered.offload.chunk import Chunk
 from tiered.offload.delay import Point
 from tiered.offload.errors import PinError, TransferError
@@ -23,7 +24,6 @@ from tiered.offload.spill_file import SpillFile
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane
 from tiered.tiers import opening
-from tiered.tiers.events import Way
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
 from tiered.tiers.record import RecordKey

@@ -1,9 +1,9 @@
 """Law 2 under random delays: asynchronous answers are the synchronous ones, bit for bit; and the test can tell."""
 
 import pytest
+from tier_fuzz import run_schedule, without
 
 from tiered.offload.fence import Region
-from tiered.tiers.fuzz import run_schedule, without
 
 SCHEDULES = 500  # bench/tiers.py runs 1000
 TRIES = 1000  # schedules until a missing wait must have shown; it takes 1 to 90 as a rule

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered.budget import MemoryBudget
-from tiered.features import Feature, Tier
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Feature, Tier
+from tiered.core.ledger import Ledger
 from tiered.tiers.opening import open_tiers
 from tiered.tiers.record import RecordKey
 

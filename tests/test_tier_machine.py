@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from torch import Tensor
 
-from tiered.budget import MemoryBudget
-from tiered.errors import RecordLostError, TierCapacityError
-from tiered.features import Feature, Tier
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import RecordLostError, TierCapacityError
+from tiered.core.features import Feature, Tier
+from tiered.core.ledger import Ledger
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Event
 from tiered.offload.host_event import HostEvent

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from tier_fuzz import round_trip
 from torch import Tensor
 
-from tiered.budget import MemoryBudget
-from tiered.errors import TierCapacityError
-from tiered.features import Account, Feature, Tier
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import TierCapacityError
+from tiered.core.events import Way
+from tiered.core.features import Account, Feature, Tier
+from tiered.core.ledger import Ledger
 from tiered.offload.chunk import Chunk
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.tiers import opening
-from tiered.tiers.events import Way
-from tiered.tiers.fuzz import round_trip
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
 from tiered.tiers.record import RecordKey

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tier_fuzz import round_trip
 from torch import Tensor
 
-from tiered.budget import MemoryBudget
-from tiered.features import Feature, Tier
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Feature, Tier
+from tiered.core.ledger import Ledger
 from tiered.offload.codec_bytes import Codec
-from tiered.tiers.fuzz import round_trip
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
 from tiered.tiers.record import RecordKey

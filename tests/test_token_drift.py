@@ -18,18 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tiered
-from tiered.analysis.attention_mass import attention_mass, mass_bytes
-from tiered.analysis.regions import region_spans
-from tiered.analysis.regions_report import measure_regions
-from tiered.analysis.token_drift import TokenDrift, measure_token_drift
-from tiered.analysis.token_drift_report import TokenDriftReport
+from tiered.core.features import Account, Feature, Tier
+from tiered.core.rows import Rows
 from tiered.embedded import tasks
-from tiered.feature_store import FeatureStore
-from tiered.features import Account, Feature, Tier
-from tiered.forward import Forward
+from tiered.forward.feature_store import FeatureStore
+from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
+from tiered.observe.analysis.attention_mass import attention_mass, mass_bytes
+from tiered.observe.analysis.regions import region_spans
+from tiered.observe.analysis.regions_report import measure_regions
+from tiered.observe.analysis.token_drift import TokenDrift, measure_token_drift
+from tiered.observe.analysis.token_drift_report import TokenDriftReport
 from tiered.policies.base import PassKind, Step
-from tiered.rows import Rows
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"

@@ -18,25 +18,25 @@ import torch
 from torch import Tensor
 
 import tiered
+from tiered.core import recorder as recorder_module
+from tiered.core.events import CopyEnded, Waited, Way
+from tiered.core.ops import CONTAINERS, Op
+from tiered.core.recorder import Recorder, Span
+from tiered.core.spans import active, recording, span, spanned
+from tiered.forward.traced_model import PIECES, traced
 from tiered.models.base import DiffusionModel
+from tiered.observe.trace.chrome_trace import chrome_trace
+from tiered.observe.trace.op_times import OpTime, op_times
+from tiered.observe.trace.trace_call import trace_call
+from tiered.observe.trace.trace_file import write_trace
+from tiered.observe.trace.trace_report import trace_report
 from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Transport
 from tiered.output import GenerationOutput
 from tiered.policies.fast_dllm import FastDLLMDual
-from tiered.policies.polestar import Polestar
+from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
-from tiered.tiers.events import CopyEnded, Waited, Way
-from tiered.tracing import recorder as recorder_module
-from tiered.tracing.chrome_trace import chrome_trace
-from tiered.tracing.op_times import OpTime, op_times
-from tiered.tracing.ops import CONTAINERS, Op
-from tiered.tracing.recorder import Recorder, Span
-from tiered.tracing.spans import active, recording, span, spanned
-from tiered.tracing.trace_call import trace_call
-from tiered.tracing.trace_file import write_trace
-from tiered.tracing.trace_report import trace_report
-from tiered.tracing.traced_model import PIECES, traced
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
 CALL: dict[str, Any] = {"max_new_tokens": 16, "block_length": 8, "steps": 8, "stop_at_eos": False}

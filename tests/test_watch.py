@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 import tiered
-from tiered.feature_store import FeatureStore
-from tiered.features import Account, Feature, Tier
-from tiered.forward import Flow, Forward
-from tiered.hidden import update as hidden_update
-from tiered.hidden.layer_state import LayerState
+from tiered.core.events import Way
+from tiered.core.features import Account, Feature, Place, Tier
+from tiered.core.rows import Rows
+from tiered.forward.feature_store import FeatureStore
+from tiered.forward.forward import Flow, Forward
+from tiered.forward.streamed_store import StreamedFeatureStore
+from tiered.observe.watch.frame import Frame, State
+from tiered.observe.watch.watcher import Watcher
 from tiered.output import GenerationOutput
-from tiered.paging.streamed_store import StreamedFeatureStore
-from tiered.places import Place
+from tiered.policies.polestar import update as hidden_update
+from tiered.policies.polestar.layer_state import LayerState
 from tiered.policies.registry import POLICIES
-from tiered.rows import Rows
 from tiered.runtime import Runtime
-from tiered.tiers.events import Way
-from tiered.watch.frame import Frame, State
-from tiered.watch.watcher import Watcher
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
 LENGTHS = (17, 9, 12)

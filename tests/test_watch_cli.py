@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from tiered.cli.main import main
-from tiered.watch.picture import Painter
-from tiered.watch.token_lines import TokenWriter
+from tiered.observe.watch.picture import Painter
+from tiered.observe.watch.token_lines import TokenWriter
 
 CALL = ["generate", "sort: Nora Ben Ivan Cleo", "--max-new-tokens", "32", "--block-length", "8"]
 UPDATES = ["--policy", "polestar", "--policy-option", "update_threshold=0"]

@@ -14,18 +14,17 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from tiered.features import Account, Tier
-from tiered.places import Place
-from tiered.tiers.events import Way
-from tiered.watch.frame import Copied, Frame, State, TierBytes
-from tiered.watch.looks import GROUPS, PLACES, STATES, Pen
-from tiered.watch.picture import Painter
-from tiered.watch.place_map import columns_per_cell, place_map
-from tiered.watch.plain_view import PlainView
-from tiered.watch.still import Still
-from tiered.watch.tier_lines import LABEL, copies, tier_bars
-from tiered.watch.token_lines import TokenWriter
-from tiered.watch.words import Words, printable
+from tiered.core.events import Way
+from tiered.core.features import Account, Place, Tier
+from tiered.observe.watch.frame import Copied, Frame, State, TierBytes
+from tiered.observe.watch.looks import GROUPS, PLACES, STATES, Pen
+from tiered.observe.watch.picture import Painter
+from tiered.observe.watch.place_map import columns_per_cell, place_map
+from tiered.observe.watch.plain_view import PlainView
+from tiered.observe.watch.still import Still
+from tiered.observe.watch.tier_lines import LABEL, copies, tier_bars
+from tiered.observe.watch.token_lines import TokenWriter
+from tiered.observe.watch.words import Words, printable
 
 MASK, EOS = 3, 0
 MIB = 1 << 20

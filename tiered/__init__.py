@@ -12,8 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiered.budget import MemoryBudget
-    from tiered.errors import NonFiniteError, TierCapacityError
+    from tiered.core.budget import MemoryBudget
+    from tiered.core.errors import NonFiniteError, TierCapacityError
     from tiered.loading import from_pretrained
     from tiered.options import GenerationOptions
     from tiered.output import GenerationOutput
@@ -26,12 +26,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "GenerationOptions": "tiered.options",
     "GenerationOutput": "tiered.output",
-    "MemoryBudget": "tiered.budget",
-    "NonFiniteError": "tiered.errors",
+    "MemoryBudget": "tiered.core.budget",
+    "NonFiniteError": "tiered.core.errors",
     "Plan": "tiered.planning.plan",
     "Policy": "tiered.policies.base",
     "Runtime": "tiered.runtime",
-    "TierCapacityError": "tiered.errors",
+    "TierCapacityError": "tiered.core.errors",
     "from_pretrained": "tiered.loading",
     "plan": "tiered.planning.plan",
 }

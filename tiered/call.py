@@ -5,29 +5,29 @@ from contextlib import contextmanager
 
 import torch
 
+from tiered.call_tiers import call_tiers, check_room
+from tiered.core.canvas import Canvas
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
 from tiered.decoding.attention_drift import AttentionDrift
-from tiered.decoding.canvas import Canvas
 from tiered.decoding.observers import Inspector
-from tiered.feature_store import FeatureStore
-from tiered.features import Account, Tier
-from tiered.forward import Forward
+from tiered.forward.costs import compared_at_a_time
+from tiered.forward.feature_store import FeatureStore
+from tiered.forward.forward import Forward
+from tiered.forward.stream_costs import StreamCosts
+from tiered.forward.streamed_store import StreamedFeatureStore
+from tiered.forward.traced_model import traced
 from tiered.inputs import Prompts
-from tiered.ledger import Ledger
 from tiered.models.base import DiffusionModel
 from tiered.offload.device import computing_on
 from tiered.offload.transport import Transport
-from tiered.paging.streamed_store import StreamedFeatureStore
 from tiered.planning.call_costs import CallCosts
 from tiered.planning.call_sizes import CallSizes
-from tiered.planning.costs import compared_at_a_time
 from tiered.planning.library_costs import gpu_of
 from tiered.planning.policy_costs import added
-from tiered.planning.stream_costs import StreamCosts
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
-from tiered.tiers.call_tiers import call_tiers, check_room
 from tiered.tiers.manager import TierManager
-from tiered.tracing.traced_model import traced
 
 
 class CallSpace:

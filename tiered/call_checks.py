@@ -4,8 +4,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tiered.commit.registry import fitting_rules
 from tiered.decoding.observers import Inspector
+from tiered.decoding.rules.registry import fitting_rules
 from tiered.inputs import check_readable
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape

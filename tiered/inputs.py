@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tiered.checks import check_switch
+from tiered.core.checks import check_switch
 
 Message = Mapping[str, Any]
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from tiered.budget import MemoryBudget
-from tiered.features import Account
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Account
+from tiered.core.ledger import Ledger
+from tiered.forward.costs import weight_bytes
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import load_weights
 from tiered.models.config_source import read_config
@@ -16,7 +17,6 @@ from tiered.models.locate import checkpoint_directory
 from tiered.models.shape import BYTES_PER_ELEMENT
 from tiered.models.tokenizer import load_tokenizer
 from tiered.offload.device import pick_device
-from tiered.planning.costs import weight_bytes
 from tiered.policies import DEFAULT_POLICY
 from tiered.policies.base import Policy
 from tiered.policies.registry import check_arguments, make_policy

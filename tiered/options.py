@@ -4,21 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from tiered.aliases import resolve_aliases
-from tiered.checks import (
+from tiered.core.aliases import resolve_aliases
+from tiered.core.checks import (
     check_integer,
     check_multiple,
     check_number,
     check_switch,
     check_temperature,
     plain_number,
+    unknown_name,
 )
-from tiered.commit.base import CommitRule
-from tiered.commit.registry import COMMIT_RULES, fitting_rules, make_commit_rule
-from tiered.commit.time_schedule import MOST_STEPS
+from tiered.decoding.rules.base import CommitRule
+from tiered.decoding.rules.registry import COMMIT_RULES, fitting_rules, make_commit_rule
+from tiered.decoding.rules.time_schedule import MOST_STEPS
 from tiered.decoding.sampling_options import CONFIDENCES, Confidence, Sampling
 from tiered.models.noise import Schedule
-from tiered.names import unknown_name
 from tiered.planning.call_sizes import DEFAULT_BLOCK_LENGTH
 
 # Options of `generate` that belong to commit rules; each rule takes some of them.

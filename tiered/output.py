@@ -7,8 +7,8 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tiered.hidden.update_log import LayerUpdate
-from tiered.memory_report import MemoryReport
+from tiered.core.memory_report import MemoryReport
+from tiered.policies.polestar.update_log import LayerUpdate
 from tiered.tiers.stats import TierStats
 
 

@@ -11,20 +11,21 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tiered.byte_size import format_bytes
 from tiered.call import CallSpace
 from tiered.call_checks import check_call, check_inspector, check_prior, read_noise_mask
-from tiered.commit.adaptive import Adaptive
-from tiered.decoding.canvas import Canvas
+from tiered.core.byte_size import format_bytes
+from tiered.core.canvas import Canvas
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
+from tiered.core.rows import Rows
 from tiered.decoding.denoised import Denoised
 from tiered.decoding.loop import Denoiser
 from tiered.decoding.observers import Inspector
 from tiered.decoding.proposer import Proposer
+from tiered.decoding.rules.adaptive import Adaptive
 from tiered.decoding.sequence_noise import SequenceNoise
-from tiered.features import Account, Tier
-from tiered.forward import Flow
+from tiered.forward.forward import Flow
 from tiered.inputs import Inputs, Prompts, read_inputs
-from tiered.ledger import Ledger
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import TOKENIZER_SOURCES
 from tiered.offload.device import allocator_peak, restart_allocator_peak
@@ -35,7 +36,6 @@ from tiered.planning.call_sizes import check_positions
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
 from tiered.policies.registry import make_policy
-from tiered.rows import Rows
 from tiered.streaming import Streamer, StreamerListener
 
 

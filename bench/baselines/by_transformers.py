@@ -10,9 +10,9 @@ from torch import Tensor
 from baselines.bidirectional_llama import forward, llama_of
 from baselines.by_hand import denoise
 from baselines.prefix_caches import PACKAGES, CacheKind, PrefixCache, storage_bytes
-from tiered.features import Tier
+from tiered.core.features import Tier
+from tiered.core.memory_report import MemoryReport, TierReport
 from tiered.inputs import Inputs, read_inputs
-from tiered.memory_report import MemoryReport, TierReport
 from tiered.output import GenerationOutput, Timings
 from tiered.runtime import Runtime
 

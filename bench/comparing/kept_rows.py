@@ -11,7 +11,7 @@ from rows_file import measured_before, write_rows
 from comparing.questions import Setting
 from comparing.rounds import Row, joined, noise_floor, question_of, with_spread
 from comparing.summary import is_long
-from tiered.provenance import provenance
+from tiered.core.provenance import provenance
 
 _NAMES = ("policy", "task", "size", "commit", "examples")
 _FIGURES = {

@@ -8,7 +8,7 @@ from tally import Tally
 import tiered
 from comparing.questions import BLOCK, CANVAS, Setting
 from tiered.embedded import tasks
-from tiered.embedded.scoring import score_examples
+from tiered.evaluation.scoring import score_examples
 
 
 def measure(runtime: tiered.Runtime, setting: Setting, seed: int, commit: dict[str, Any]) -> dict[str, Any]:

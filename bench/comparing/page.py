@@ -12,7 +12,7 @@ from comparing.kept_rows import is_sound
 from comparing.notes import notes, prose, second_caption
 from comparing.rounds import AGAIN
 from comparing.summary import MEANS, Row, grouped, is_long, number, percent, shown_figures, summary
-from tiered.whole_file import write_then_rename
+from tiered.core.whole_file import write_then_rename
 
 POLICIES_MARK, NOISE_MARK = "compare", "noise"
 # Columns by task. Tasks that rewrite a list are alike to all policies.

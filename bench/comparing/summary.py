@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tiered.byte_size import format_bytes
+from tiered.core.byte_size import format_bytes
 from tiered.embedded import tasks
 
 Row = dict[str, Any]

@@ -12,8 +12,8 @@ from gpu_parts.random_llada import random_llada, random_runtime
 from gpu_parts.setting import Setting
 from gpu_parts.step_figures import copies, times
 from gpu_parts.step_floors import measured_rates
-from tiered.budget import MemoryBudget
-from tiered.features import Tier
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Tier
 from tiered.policies.base import Policy
 
 # Refresh, step, step, and where the policy updates an update: see `patient`.

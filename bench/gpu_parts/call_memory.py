@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from step_cost import resident_peak
 
-from tiered.features import Account, Tier
+from tiered.core.features import Account, Tier
 from tiered.output import GenerationOutput
 from tiered.planning.plan import Plan
 

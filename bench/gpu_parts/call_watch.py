@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tiered.features import Account
-from tiered.forward import Forward
+from tiered.core.features import Account
+from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.policies.base import PassKind, Step
 

@@ -13,9 +13,9 @@ from gpu_parts.call_watch import Kinds
 from gpu_parts.policy_calls import Measured, PolicyCall
 from gpu_parts.random_llada import random_ids, random_runtime
 from gpu_parts.setting import Setting
-from tiered.budget import MemoryBudget
-from tiered.errors import TierCapacityError
-from tiered.features import Tier
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Tier
 from tiered.offload.errors import ArenaFullError
 from tiered.planning.plan import Plan
 from tiered.policies.base import Policy

@@ -19,12 +19,12 @@ from gpu_parts.leftovers import Left, left_by
 from gpu_parts.random_llada import random_ids
 from gpu_parts.setting import Setting
 from gpu_parts.slow_transports import BY_KERNEL, Damaging, Synchronous, random_delays, transport
-from tiered.features import Tier
+from tiered.core.features import Tier
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.transport import Transport
 from tiered.policies.base import PassKind, Policy
 from tiered.policies.none import NoCache
-from tiered.policies.polestar import Polestar
+from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
 LAYERS = 4

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpu_parts.attention_inputs import Attended, AttentionCase
 from gpu_parts.kernel_case import normal, op, shuffled, size
-from tiered.kernels.drift_reference import DriftReference
+from tiered.policies.polestar.drift_reference import DriftReference
 
 _FILLER = 0.2  # share of the changing columns that are none
 

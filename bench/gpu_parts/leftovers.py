@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tiered.features import Account, Feature
-from tiered.forward import Forward
-from tiered.hidden.update_log import LayerUpdate
+from tiered.core.features import Account, Feature
+from tiered.forward.forward import Forward
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
 from tiered.policies.base import PassKind, Step
+from tiered.policies.polestar.update_log import LayerUpdate
 from tiered.runtime import Runtime
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -62,6 +62,6 @@ def part_named(name: str) -> Part:
     for part in PARTS:
         if part.name == name:
             return part
-    from tiered.names import unknown_name
+    from tiered.core.checks import unknown_name
 
     raise unknown_name("part", name, [part.name for part in PARTS])

@@ -8,8 +8,8 @@ import tiered
 from gpu_parts.call_watch import Kinds
 from gpu_parts.random_llada import llada_config, random_ids
 from gpu_parts.setting import Setting
-from tiered.budget import MemoryBudget
-from tiered.features import Tier
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Tier
 from tiered.models.base import DiffusionModel
 from tiered.offload.codec_bytes import Codec
 from tiered.output import GenerationOutput
@@ -17,7 +17,7 @@ from tiered.planning.plan import Plan
 from tiered.policies.base import PassKind, Policy
 from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.none import NoCache
-from tiered.policies.polestar import Polestar
+from tiered.policies.polestar.policy import Polestar
 from tiered.policies.uniform_cache import UniformCache
 from tiered.runtime import Runtime
 

@@ -12,6 +12,7 @@ from functools import cache
 from statistics import median
 from typing import Any
 
+from host_waits import HostWait, host_waits
 from torch import Tensor
 
 from gpu_parts.few_layers import few_layers
@@ -19,15 +20,14 @@ from gpu_parts.profile_counts import ProfiledCall
 from gpu_parts.random_llada import random_ids
 from gpu_parts.setting import Setting
 from gpu_parts.small_trace import write_small_trace
-from tiered.offload.host_waits import HostWait, host_waits
+from tiered.core.ops import Op
+from tiered.core.recorder import Recorder
+from tiered.core.spans import active, recording
+from tiered.observe.trace.trace_call import trace_call
 from tiered.policies.base import Policy
 from tiered.policies.fast_dllm import FastDLLMDual
-from tiered.policies.polestar import Polestar
+from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
-from tiered.tracing.ops import Op
-from tiered.tracing.recorder import Recorder
-from tiered.tracing.spans import active, recording
-from tiered.tracing.trace_call import trace_call
 
 LAYERS = 8
 BLOCK = 32

@@ -7,12 +7,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gpu_parts.setting import Setting
-from tiered.budget import MemoryBudget
-from tiered.features import Account
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Account
+from tiered.core.ledger import Ledger
+from tiered.forward.costs import weight_bytes
 from tiered.models.llada import LLaDA
 from tiered.models.presets import read_preset
-from tiered.planning.costs import weight_bytes
 from tiered.policies.base import Policy
 from tiered.runtime import Runtime
 

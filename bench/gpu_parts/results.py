@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tiered.whole_file import write_then_rename
+from tiered.core.whole_file import write_then_rename
 
 STATUSES = ("ok", "failed", "wrong", "skipped")
 

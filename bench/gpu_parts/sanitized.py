@@ -21,16 +21,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from tier_fuzz import round_trip, run_schedule
 
 from gpu_parts.kernel_case import interpret
 from gpu_parts.kernel_cases import small_cases
 from gpu_parts.moved_bytes import POISON
 from gpu_parts.sanitizer_report import DONE
-from tiered.budget import MemoryBudget
-from tiered.features import Feature
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Feature
+from tiered.core.ledger import Ledger
 from tiered.kernels.choice import for_device
 from tiered.kernels.gather_copy_ref import gather_copy
-from tiered.ledger import Ledger
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.cuda_transport import CudaTransport
 from tiered.offload.device import synchronize
@@ -38,7 +39,6 @@ from tiered.offload.fence import Fence, Region
 from tiered.offload.pinning import pick_pinner
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane
-from tiered.tiers.fuzz import round_trip, run_schedule
 from tiered.tiers.opening import open_tiers
 from tiered.tiers.record import RecordKey
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("kernels", "transports", "planted"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--schedules", type=int, default=2, help="random schedules of the tiers, see tiers/fuzz.py")
+    parser.add_argument("--schedules", type=int, default=2, help="random schedules of the tiers, see tier_fuzz.py")
     parser.add_argument("--seconds", type=float, default=15.0, help="no schedule but the first begins after that many")
     parser.add_argument("--limit", type=float, default=60.0)
     asked = parser.parse_args(argv)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tiered.whole_file import write_then_rename
+from tiered.core.whole_file import write_then_rename
 
 MOST_BYTES = 12 << 20
 # Operators of torch are ten times as many as all else; our ranges say what they are part of.

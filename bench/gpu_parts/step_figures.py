@@ -7,9 +7,9 @@ from cost_card import Rates
 
 from gpu_parts.policy_calls import Measured, PolicyCall
 from gpu_parts.step_floors import floors
+from tiered.core.events import Way
 from tiered.models.shape import ModelShape
 from tiered.policies.base import PassKind
-from tiered.tiers.events import Way
 from tiered.tiers.stats import TierStats, WayStats
 
 

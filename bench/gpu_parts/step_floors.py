@@ -11,11 +11,11 @@ from cost_card import CostCard, Rates, cost_card
 from gpu_parts.bandwidth import copy_bandwidth
 from gpu_parts.policy_calls import BLOCK
 from gpu_parts.setting import Setting
-from tiered.hidden.update_log import LayerUpdate
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.offload.device_timer import device_times
 from tiered.output import GenerationOutput
 from tiered.policies.base import PassKind
+from tiered.policies.polestar.update_log import LayerUpdate
 
 _SIDE, _TINY_SIDE = 8192, 128
 _ROUNDS = 5

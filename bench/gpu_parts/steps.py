@@ -13,7 +13,7 @@ from gpu_parts.random_llada import random_runtime
 from gpu_parts.setting import Setting
 from gpu_parts.step_figures import by_kind, copies
 from gpu_parts.step_floors import measured_rates
-from tiered.features import Tier
+from tiered.core.features import Tier
 from tiered.runtime import Runtime
 
 _CONTEXTS, _TINY_CONTEXTS = (1024, 4096, 16384, 32768), (96, 160)

@@ -11,12 +11,12 @@ from torch import Tensor
 from gpu_parts.moved_bytes import checked, speeds
 from gpu_parts.setting import Setting
 from tiered.clustering.cluster_index import ClusterIndex
-from tiered.ledger import Ledger
+from tiered.core.ledger import Ledger
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.codecs import CODECS
 from tiered.offload.device_timer import device_times
 from tiered.offload.slabs import UNIT
-from tiered.tiers.hidden_records import HiddenRecords
+from tiered.policies.polestar.hidden_records import HiddenRecords
 from tiered.tiers.opening import open_tiers
 
 ROUNDS = 9

@@ -4,7 +4,7 @@ from reporting.colours import resolved, variables
 from reporting.figure import Figure
 from reporting.svg import side_by_side, standalone
 from reporting.wording import without_marks
-from tiered.extras import Extra
+from tiered.core.extras import Extra
 
 with Extra("bench"):
     import vl_convert

@@ -7,7 +7,7 @@ from reporting.figure import Table
 from reporting.report import MAIN, Report
 from reporting.svg import FONT, element, hatching
 from reporting.wording import pieces
-from tiered.extras import Extra
+from tiered.core.extras import Extra
 
 with Extra("bench"):
     from jinja2 import Environment, FileSystemLoader, StrictUndefined

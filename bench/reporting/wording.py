@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tiered.byte_size import format_bytes
+from tiered.core.byte_size import format_bytes
 
 MINUS, DASH, SPACE = "\N{MINUS SIGN}", "\N{EN DASH}", "\N{NO-BREAK SPACE}"
 MARK = "\x00"  # a backtick within a name

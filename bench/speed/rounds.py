@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from speed.subjects import Subject
-from tiered.errors import TierCapacityError
+from tiered.core.errors import TierCapacityError
 
 # Of a round, beside those that say what it is of.
 FIGURES = (

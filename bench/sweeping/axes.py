@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tiered.byte_size import parse_bytes
+from tiered.core.byte_size import parse_bytes
 
 # Axes that are options of policies; a policy without one has no such axis.
 OPTION_AXES = ("clusters", "top_m", "update_threshold", "codec")

@@ -11,8 +11,8 @@ from rows_file import weights_basis
 from sweeping.axes import AXES, parse_values
 from sweeping.grid import Grid
 from sweeping.point import Common
+from tiered.core.checks import unknown_name
 from tiered.embedded.tasks import TASKS
-from tiered.names import unknown_name
 from tiered.offload.device import pick_device
 
 OUT = Path(__file__).resolve().parents[1] / "results" / "sweep"

@@ -5,7 +5,7 @@ from typing import Any
 
 from sweeping.axes import AXES, parse_value, same
 from sweeping.point import Point
-from tiered.names import unknown_name
+from tiered.core.checks import unknown_name
 
 
 def filtered(points: Sequence[Point], expression: str) -> list[Point]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from sweeping.axes import OPTION_AXES
 from sweeping.point import Common, Point
-from tiered.aliases import POLICY_ALIASES
-from tiered.names import unknown_name
+from tiered.core.aliases import POLICY_ALIASES
+from tiered.core.checks import unknown_name
 from tiered.policies.registry import POLICIES, PRESETS, make_policy
 
 _CALL_AXES = ("context", "batch", "budget", "confidence")

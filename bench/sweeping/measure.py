@@ -8,9 +8,9 @@ import torch
 from tally import Tally
 
 import tiered
+from tiered.core.errors import TierCapacityError
 from tiered.embedded import tasks
-from tiered.embedded.scoring import score_examples
-from tiered.errors import TierCapacityError
+from tiered.evaluation.scoring import score_examples
 from tiered.output import GenerationOutput
 from tiered.runtime import Runtime
 

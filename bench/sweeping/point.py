@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sweeping.axes import OPTION_AXES
-from tiered.byte_size import parse_bytes
+from tiered.core.byte_size import parse_bytes
 from tiered.policies.registry import make_policy
 
 SCHEMA = "tiered sweep 1"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiered.extras import Extra
+from tiered.core.extras import Extra
 
 with Extra("bench"):
     import pyarrow as pa

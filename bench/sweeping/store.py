@@ -19,7 +19,7 @@ from typing import Any
 from sweeping.measurement import Measurement, file_name, gathered, read_measurement
 from sweeping.point import SCHEMA, Common, Point
 from sweeping.rows import read_parquet, write_parquet
-from tiered.whole_file import write_then_rename
+from tiered.core.whole_file import write_then_rename
 
 TABLE, RUN, POINTS, ASIDE = "rows.parquet", "run.json", "points", "rows.skipped.parquet"
 _ORDER = ("policy", "clusters", "top_m", "update_threshold", "codec", "context", "batch", "budget_bytes", "confidence")

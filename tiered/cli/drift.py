@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the table of means by layer."""
 
     def measure():
-        from tiered.analysis.token_drift import measure_token_drift
+        from tiered.observe.analysis.token_drift import measure_token_drift
 
         return measure_token_drift
 

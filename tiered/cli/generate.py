@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiered.aliases import ALIASES, GIDD_ALIASES, resolve_aliases
-from tiered.byte_size import format_bytes
 from tiered.cli.memory_options import add_memory_options, memory_budget
 from tiered.cli.policy_options import add_policy_options, policy_options
 from tiered.cli.printing import add_json, print_result
 from tiered.cli.watch import add_watch_options, check_watch_options, shown
+from tiered.core.aliases import ALIASES, GIDD_ALIASES, resolve_aliases
+from tiered.core.byte_size import format_bytes
 
 if TYPE_CHECKING:
     from tiered.output import GenerationOutput

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import tiered
-from tiered.errors import TierCapacityError
+from tiered.core.errors import TierCapacityError
 
 # Each is a module beside this one with `add_parser(subparsers)` and `run(args) -> int`. What needs torch they import
 # when they run: help comes at once.

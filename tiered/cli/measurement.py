@@ -53,8 +53,8 @@ def print_measurement(args: argparse.Namespace, measure: Callable[[], Callable[.
 
 def _write(path: Path, record: dict[str, Any]) -> None:
     """Write a measurement, with what it was made on."""
-    from tiered.provenance import provenance
-    from tiered.whole_file import write_then_rename
+    from tiered.core.provenance import provenance
+    from tiered.core.whole_file import write_then_rename
 
     text = json.dumps(record | provenance()) + "\n"
     write_then_rename(path, lambda part: part.write_text(text))

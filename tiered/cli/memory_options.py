@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tiered.budget import MemoryBudget
+    from tiered.core.budget import MemoryBudget
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +21,6 @@ def memory_budget(args: argparse.Namespace) -> "MemoryBudget":
     Raises:
         ValueError, TypeError: see `MemoryBudget`.
     """
-    from tiered.budget import MemoryBudget
+    from tiered.core.budget import MemoryBudget
 
     return MemoryBudget(device=args.memory, host=args.host_memory, disk=args.disk_memory, disk_path=args.disk_path)

@@ -2,8 +2,8 @@
 
 import argparse
 
-from tiered.byte_size import format_bytes
 from tiered.cli.printing import add_json, print_result
+from tiered.core.byte_size import format_bytes
 from tiered.models.presets import ALIASES
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.card import format_count

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     """Print both tables of means by layer."""
 
     def measure():
-        from tiered.analysis.regions_report import measure_regions
+        from tiered.observe.analysis.regions_report import measure_regions
 
         return measure_regions
 

@@ -32,14 +32,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Write the trace, and print the time of each operation and of the copies."""
     # Imported here: help needs no torch.
-    from tiered.tracing.trace_file import check_trace_path, write_trace
+    from tiered.observe.trace.trace_file import check_trace_path, write_trace
 
     check_trace_path(args.out)
     prompts = read_prompts(args)
     from tiered.cli.progress import progress_bar
-    from tiered.tracing.op_times import op_times
-    from tiered.tracing.trace_call import trace_call
-    from tiered.tracing.trace_report import trace_report
+    from tiered.observe.trace.op_times import op_times
+    from tiered.observe.trace.trace_call import trace_call
+    from tiered.observe.trace.trace_report import trace_report
 
     options = generation_options(args)
     runtime = load_runtime(args)

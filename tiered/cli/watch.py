@@ -45,14 +45,14 @@ def shown(args: argparse.Namespace, runtime: "Runtime", options: Mapping[str, An
         with progress_bar(options.get("max_new_tokens", 128)) as streamer:
             yield {"streamer": streamer}
         return
-    from tiered.watch.live_view import LiveView
-    from tiered.watch.looks import Pen
-    from tiered.watch.picture import Painter
-    from tiered.watch.plain_view import PlainView
-    from tiered.watch.still import Still
-    from tiered.watch.token_lines import TokenWriter
-    from tiered.watch.watcher import Watcher
-    from tiered.watch.words import Words
+    from tiered.observe.watch.live_view import LiveView
+    from tiered.observe.watch.looks import Pen
+    from tiered.observe.watch.picture import Painter
+    from tiered.observe.watch.plain_view import PlainView
+    from tiered.observe.watch.still import Still
+    from tiered.observe.watch.token_lines import TokenWriter
+    from tiered.observe.watch.watcher import Watcher
+    from tiered.observe.watch.words import Words
 
     model, pen = runtime.model, Pen.of(sys.stderr.encoding or "")
     assert runtime.tokenizer is not None, "text goes in"

@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
+from tiered.core.ops import Op
+from tiered.core.rows import Rows
+from tiered.core.spans import spanned
+from tiered.forward.attention_costs import AttentionChunk
 from tiered.kernels.divergence import divergence_terms
 from tiered.kernels.host_values import on_device
 from tiered.kernels.proxy_scores import proxy_scores, sink_scores
-from tiered.planning.attention_costs import AttentionChunk
-from tiered.rows import Rows
-from tiered.tracing.ops import Op
-from tiered.tracing.spans import spanned
 
 
 class AttentionDrift:

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tiered.commit.base import Candidates
-from tiered.rows import Rows
+from tiered.core.rows import Rows
+from tiered.decoding.rules.base import Candidates
 
 
 def predicted_columns(

@@ -5,9 +5,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tiered.forward import Flow, Forward
-from tiered.planning.costs import part_rows
-from tiered.rows import Rows
+from tiered.core.rows import Rows
+from tiered.forward.costs import part_rows
+from tiered.forward.forward import Flow, Forward
 
 
 def first_broken(

@@ -4,11 +4,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tiered.decoding.canvas import PROMPT, Canvas
+from tiered.core.canvas import PROMPT, Canvas
+from tiered.core.ops import Op
+from tiered.core.rows import Rows
+from tiered.core.spans import spanned
 from tiered.kernels.host_values import on_device
-from tiered.rows import Rows
-from tiered.tracing.ops import Op
-from tiered.tracing.spans import spanned
 
 
 class Guidance:

@@ -9,23 +9,23 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.commit.base import Candidates, CommitState
-from tiered.commit.rewriting import RewritingState
+from tiered.core.canvas import Canvas
+from tiered.core.errors import NonFiniteError
+from tiered.core.ops import Op
+from tiered.core.rows import Rows
+from tiered.core.spans import span, spanned
 from tiered.decoding.attention_drift import AttentionDrift
-from tiered.decoding.canvas import Canvas
 from tiered.decoding.denoised import Denoised
 from tiered.decoding.first_broken import first_broken
 from tiered.decoding.guidance import Guidance
 from tiered.decoding.observers import CallInspector, Inspector, Listener
 from tiered.decoding.proposer import Proposer
+from tiered.decoding.rules.base import Candidates, CommitState
+from tiered.decoding.rules.rewriting import RewritingState
 from tiered.decoding.sequence_noise import SequenceNoise
-from tiered.errors import NonFiniteError
-from tiered.forward import Forward
+from tiered.forward.forward import Forward
 from tiered.kernels.host_values import on_device
 from tiered.policies.base import PassKind, PolicyState, Step, StepPlan
-from tiered.rows import Rows
-from tiered.tracing.ops import Op
-from tiered.tracing.spans import span, spanned
 
 
 class Denoiser:

@@ -6,9 +6,9 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tiered.decoding.canvas import Canvas
-from tiered.features import Account
-from tiered.forward import Forward
+from tiered.core.canvas import Canvas
+from tiered.core.features import Account
+from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.policies.base import PassKind, PolicyState, Step
 

@@ -6,17 +6,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tiered.commit.base import Candidates, CommitState
-from tiered.commit.rewriting import OpenBlock, RewritingState
+from tiered.core.ops import Op
+from tiered.core.rows import Rows
+from tiered.core.spans import spanned
 from tiered.decoding.block_candidates import predicted_columns, spread
+from tiered.decoding.rules.base import Candidates, CommitState
+from tiered.decoding.rules.rewriting import OpenBlock, RewritingState
 from tiered.decoding.sampling import propose
 from tiered.decoding.sampling_options import Sampling
 from tiered.decoding.sequence_noise import SequenceNoise
 from tiered.models.base import DiffusionModel
 from tiered.policies.base import Step
-from tiered.rows import Rows
-from tiered.tracing.ops import Op
-from tiered.tracing.spans import spanned
 
 
 class Proposer:

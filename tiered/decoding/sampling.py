@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from tiered.commit.base import Candidates
+from tiered.decoding.rules.base import Candidates
 from tiered.decoding.sampling_options import GREEDY, Sampling
 from tiered.decoding.sequence_noise import SequenceNoise
 

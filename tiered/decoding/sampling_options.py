@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tiered.checks import check_integer, check_number, check_switch, check_temperature
-from tiered.names import unknown_name
+from tiered.core.checks import check_integer, check_number, check_switch, check_temperature, unknown_name
 
 Confidence = Literal["probability", "margin", "entropy"]
 CONFIDENCES: tuple[str, ...] = get_args(Confidence)

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from tiered.errors import TierCapacityError
+from tiered.core.errors import TierCapacityError
 from tiered.evaluation.harness import MODEL_NAME, register
 
 # Flags of `lm-eval run` that say which model.

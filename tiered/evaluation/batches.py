@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tiered.checks import check_integer
-from tiered.errors import TierCapacityError
+from tiered.core.checks import check_integer
+from tiered.core.errors import TierCapacityError
 from tiered.evaluation.gen_kwargs import RequestSettings
 
 logger = logging.getLogger(__name__)

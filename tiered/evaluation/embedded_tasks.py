@@ -16,10 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tiered.checks import check_integer
+from tiered.core.checks import check_integer, unknown_name
+from tiered.core.whole_file import write_then_rename
 from tiered.embedded.tasks import TASKS, Example, sample, score
-from tiered.names import unknown_name
-from tiered.whole_file import write_then_rename
 
 GROUP = "tiered_embedded"
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tiered.aliases import ALIASES, ALWAYS_NAMES, GIDD_ALIASES, MASK_NAMES, resolve_aliases
-from tiered.checks import check_integer
-from tiered.names import unknown_name
+from tiered.core.aliases import ALIASES, ALWAYS_NAMES, GIDD_ALIASES, MASK_NAMES, resolve_aliases
+from tiered.core.checks import check_integer, unknown_name
 from tiered.options import OPTION_NAMES, GenerationOptions
 from tiered.planning.call_sizes import DEFAULT_BLOCK_LENGTH
 from tiered.runtime import Runtime

@@ -2,7 +2,7 @@
 
 import importlib
 
-from tiered.extras import Extra
+from tiered.core.extras import Extra
 
 MODEL_NAME = "tiered"
 MODEL = "tiered.evaluation.lm:TieredLM"

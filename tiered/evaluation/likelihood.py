@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tiered.checks import check_integer, check_number, check_switch
-from tiered.errors import NonFiniteError
+from tiered.core.checks import check_integer, check_number, check_switch
+from tiered.core.errors import NonFiniteError
 from tiered.runtime import Runtime
 
 

@@ -10,8 +10,8 @@ from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
-from tiered.budget import MemoryBudget
-from tiered.checks import check_switch
+from tiered.core.budget import MemoryBudget
+from tiered.core.checks import check_switch
 from tiered.evaluation.answering import Answering
 from tiered.evaluation.batches import answer_in_batches, parse_batch_size
 from tiered.evaluation.chat import chat_text, template

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from tiered.aliases import resolve_aliases
-from tiered.budget import MemoryBudget
+from tiered.core.aliases import resolve_aliases
+from tiered.core.budget import MemoryBudget
+from tiered.core.checks import unknown_name
 from tiered.evaluation.gen_kwargs import GENERATION_NAMES, LENGTH_NAMES
 from tiered.loading import from_pretrained
-from tiered.names import unknown_name
 from tiered.options import OPTION_NAMES
 from tiered.policies import DEFAULT_POLICY
 from tiered.policies.base import Policy

@@ -1,7 +1,7 @@
 """What the forward asks of a model family: the pieces of a layer, each over any rows.
 
 The forward owns the order of the pieces, the residual stream and the store; a family owns the arithmetic. So one path
-through `tiered.forward` serves every policy and every family.
+through `tiered.forward.forward` serves every policy and every family.
 """
 
 from abc import ABC, abstractmethod

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from tiered.errors import NonFiniteError
+from tiered.core.errors import NonFiniteError
 from tiered.models.base import DiffusionModel
 from tiered.models.config_source import read_object
 from tiered.models.shape import BYTES_PER_ELEMENT

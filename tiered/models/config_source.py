@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tiered.core.checks import unknown_name
 from tiered.models.locate import EMBEDDED_MODELS, find_directory, is_hub_id, not_found
 from tiered.models.presets import preset_names, preset_of, read_preset
-from tiered.names import unknown_name
 
 
 def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:

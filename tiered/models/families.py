@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from tiered.core.checks import unknown_name
 from tiered.models.config_fields import ModelConfig
 from tiered.models.dream_config import read_dream_config
 from tiered.models.gidd_config import read_gidd_config
 from tiered.models.llada_config import read_llada_config
 from tiered.models.shape import ModelShape
-from tiered.names import unknown_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from tiered.core.checks import unknown_name
 from tiered.models.presets import PRESETS, preset_of
-from tiered.names import unknown_name
 
 # The models that come with the library, by the names that stand for them.
 _PACKAGE = Path(__file__).parents[1] / "embedded"

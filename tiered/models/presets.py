@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tiered.names import unknown_name
+from tiered.core.checks import unknown_name
 
 # Preset → the Hugging Face checkpoints that have this config.
 PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tiered.rows import Rows
+from tiered.core.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tiered.budget import MemoryBudget
-from tiered.byte_size import format_bytes
-from tiered.features import Tier
-from tiered.hidden.options import HiddenOptions
+from tiered.core.budget import MemoryBudget
+from tiered.core.byte_size import format_bytes
+from tiered.core.features import Tier
 from tiered.planning.workload import Workload
+from tiered.policies.polestar.options import HiddenOptions
 
 if TYPE_CHECKING:
     from tiered.policies.base import Policy

@@ -4,15 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from tiered.budget import MemoryBudget
-from tiered.features import Account, Tier
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Account, Tier
+from tiered.forward.stream_costs import StreamCosts
 from tiered.offload.slabs import UNIT
 from tiered.planning.call_sizes import CallSizes
 from tiered.planning.feature_placement import WORKSPACES, Placement, everything, placed
-from tiered.planning.host_costs import DISK_HEADER, below_device
 from tiered.planning.policy_costs import added, policy_bytes
-from tiered.planning.stream_costs import StreamCosts
-from tiered.planning.tier_costs import TierCosts
+from tiered.policies.polestar.record_costs import TierCosts
+from tiered.tiers.host_costs import DISK_HEADER, below_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

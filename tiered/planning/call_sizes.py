@@ -22,7 +22,7 @@ class CallSizes:
         shape: sizes of the model.
         batch: sequences that go through a forward together; with `guidance`, twice those asked for.
         gpu: that the call runs on; None: on the CPU, whose libraries take nothing.
-        context, block_length, dtype, answer, sampled, attention_rows: as in `tiered.planning.costs.call_bytes`.
+        context, block_length, dtype, answer, sampled, attention_rows: as in `tiered.forward.costs.call_bytes`.
     """
 
     policy: "Policy"

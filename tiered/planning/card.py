@@ -4,8 +4,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from tiered.byte_size import format_bytes
-from tiered.features import Tier
+from tiered.core.byte_size import format_bytes
+from tiered.core.features import Tier
 
 if TYPE_CHECKING:
     from tiered.planning.plan import Plan, TierPlan

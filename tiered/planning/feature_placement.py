@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 
-from tiered.features import Feature
+from tiered.core.features import Feature
 
 # Keys and values are read in every step; the hidden states and branches, by updates alone.
 COLDEST_FIRST: tuple[tuple[Feature, ...], ...] = (

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tiered.features import Tier
-from tiered.hidden.options import HiddenOptions
+from tiered.core.features import Tier
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.workload import Workload
+from tiered.policies.polestar.options import HiddenOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenCosts:
-    """Bytes for a call's context and sequences, as `tiered.planning.tier_costs.TierCosts` counts them.
+    """Bytes for a call's context and sequences, as `tiered.policies.polestar.record_costs.TierCosts` counts them.
 
     Attributes:
         codecs: bytes of the records by codec, in whichever tier keeps them.

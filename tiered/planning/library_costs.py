@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tiered.features import Account
+from tiered.core.features import Account
+from tiered.forward.costs import part_rows
 from tiered.models.shape import BYTES_PER_ELEMENT
 from tiered.planning.call_sizes import CallSizes
-from tiered.planning.costs import part_rows
 
 if TYPE_CHECKING:
     import torch

@@ -5,20 +5,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiered.budget import MemoryBudget
-from tiered.checks import check_multiple, check_switch, plain_number
-from tiered.errors import TierCapacityError
-from tiered.features import Account, Tier
+from tiered.core.budget import MemoryBudget
+from tiered.core.checks import check_multiple, check_switch, plain_number, unknown_name
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Account, Tier
+from tiered.forward.stream_costs import StreamCosts
 from tiered.models.config_source import read_config
 from tiered.models.families import Family, family_of
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.names import unknown_name
 from tiered.planning.advice import PLAINER, Advice, advise
 from tiered.planning.call_sizes import DEFAULT_BLOCK_LENGTH, check_policy, check_positions
 from tiered.planning.card import plan_card
 from tiered.planning.hidden_costs import HiddenCosts
 from tiered.planning.library_costs import gpu_of
-from tiered.planning.stream_costs import StreamCosts
 from tiered.planning.workload import LARGEST_SIZE, Workload, kv_bytes_per_token
 from tiered.policies import DEFAULT_POLICY
 

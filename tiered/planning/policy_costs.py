@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from tiered.features import Account
+from tiered.core.features import Account
+from tiered.forward.costs import call_bytes
 from tiered.planning.call_sizes import CallSizes
-from tiered.planning.costs import call_bytes
 from tiered.planning.library_costs import library_bytes
 
 _FLOAT32 = 4

@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from tiered.budget import MemoryBudget
-from tiered.features import Account, Feature, Tier
-from tiered.hidden.options import HiddenOptions
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Account, Feature, Tier
+from tiered.forward.costs import weight_bytes
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.planning.call_costs import CallCosts
 from tiered.planning.call_sizes import CallSizes
-from tiered.planning.costs import weight_bytes
 from tiered.planning.policy_costs import added
-from tiered.planning.tier_costs import TierCosts
+from tiered.policies.polestar.options import HiddenOptions
+from tiered.policies.polestar.record_costs import TierCosts
 
 if TYPE_CHECKING:
     from tiered.planning.library_costs import Gpu

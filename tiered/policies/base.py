@@ -14,13 +14,13 @@ import numpy as np
 from jaxtyping import Bool, Int, Int8
 from torch import Tensor
 
-from tiered.decoding.canvas import Canvas
-from tiered.features import Account, Feature
-from tiered.forward import LayerProgram
-from tiered.hidden.options import HiddenOptions
-from tiered.hidden.update_log import LayerUpdate
+from tiered.core.canvas import Canvas
+from tiered.core.features import Account, Feature
+from tiered.core.rows import Rows
+from tiered.forward.forward import LayerProgram
 from tiered.models.shape import ModelShape
-from tiered.rows import Rows
+from tiered.policies.polestar.options import HiddenOptions
+from tiered.policies.polestar.update_log import LayerUpdate
 
 
 class PassKind(StrEnum):
@@ -114,7 +114,7 @@ class PolicyState(ABC):
 
     def places(self, step: Step) -> Int8[np.ndarray, "batch length"] | None:
         """Where the state of every canvas column is after the forward of `step`, as far as the policy decides it:
-        `STORED` and `FETCHED` of `tiered.places.Place`. None: on the device, all of it. For who looks on."""
+        `STORED` and `FETCHED` of `tiered.core.features.Place`. None: on the device, all of it. For who looks on."""
         return None
 
     # Most policies need neither of the two below, hence no abstract methods.
@@ -154,7 +154,7 @@ class Policy(ABC):
         self, shape: ModelShape, *, batch: int, context: int, block_length: int, dtype: str, answer: int | None = None
     ) -> Mapping[Account, int]:
         """Bytes on the device of what the state and its programs hold at most, beside the features and a plain pass.
-        The sizes are those of `tiered.planning.costs.call_bytes`."""
+        The sizes are those of `tiered.forward.costs.call_bytes`."""
         return {}
 
     def needs_order(self) -> bool:

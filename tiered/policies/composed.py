@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, get_args
 
-from tiered.checks import check_integer
-from tiered.hidden.options import HiddenOptions
-from tiered.names import unknown_name
+from tiered.core.checks import check_integer, unknown_name
 from tiered.policies.base import Policy, PolicyState
-from tiered.policies.polestar import Polestar
+from tiered.policies.polestar.options import HiddenOptions
+from tiered.policies.polestar.policy import Polestar
 from tiered.policies.recipe import Recipe, RecipeState, RowsOf
 from tiered.policies.schedule import Interval, blocks_of, check_interval, check_interval_or_blocks
 

@@ -8,8 +8,7 @@ front of it, a row has two tokens, and `shift_caching` says which of them keeps 
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
-from tiered.checks import check_integer, check_switch
-from tiered.names import unknown_name
+from tiered.core.checks import check_integer, check_switch, unknown_name
 from tiered.policies.base import Policy, PolicyState
 from tiered.policies.recipe import Recipe, RecipeState
 from tiered.policies.regions import ShiftCaching

@@ -7,11 +7,11 @@ otherwise where a family predicts a token from the row in front of it (Dream) is
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tiered.checks import check_switch
+from tiered.core.checks import check_switch
+from tiered.core.rows import Rows
 from tiered.kernels.host_values import on_device
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
 from tiered.policies.schedule import check_interval
-from tiered.rows import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tiered.features import Feature
+from tiered.core.features import Feature
 from tiered.models.shape import ModelShape
 from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool
 from torch import Tensor
 
-from tiered.decoding.canvas import PROMPT
+from tiered.core.canvas import PROMPT
+from tiered.core.rows import rows_where
 from tiered.kernels.host_values import on_device
 from tiered.policies.base import PassKind, Step, StepPlan
-from tiered.rows_where import rows_where
 
 ShiftCaching = Literal["un", "un_right", "right"]
 

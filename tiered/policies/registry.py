@@ -5,17 +5,16 @@ from dataclasses import fields
 from inspect import signature
 from typing import Any
 
-from tiered.aliases import POLICY_ALIASES
-from tiered.checks import plain_number
-from tiered.names import nearest, unknown_name
+from tiered.core.aliases import POLICY_ALIASES
+from tiered.core.checks import nearest, plain_number, unknown_name
 from tiered.policies.base import Policy
 from tiered.policies.composed import Composed
 from tiered.policies.dkv_cache import DKVPD, DKVDecode, DKVGreedy, DKVPrefill
-from tiered.policies.dllm_cache import DLLMCache
-from tiered.policies.elastic_cache import ElasticCache
+from tiered.policies.dllm_cache.policy import DLLMCache
+from tiered.policies.elastic_cache.policy import ElasticCache
 from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
 from tiered.policies.none import NoCache
-from tiered.policies.polestar import Polestar
+from tiered.policies.polestar.policy import Polestar
 from tiered.policies.uniform_cache import UniformCache
 
 # A new policy is one file and one entry here.

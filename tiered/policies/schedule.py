@@ -2,7 +2,7 @@
 
 import re
 
-from tiered.checks import check_integer
+from tiered.core.checks import check_integer
 from tiered.policies.base import Step
 
 # Forwards of a sequence from one refresh to the next; "block" or "3 blocks": with the first forward of every block, or

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tiered.features import Tier
+from tiered.core.features import Tier
 from tiered.offload.codec_bytes import Codec
 from tiered.tiers.banks import CentroidBank
 from tiered.tiers.record import RecordForm, RecordKey

@@ -5,8 +5,8 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from tiered.features import Account, Tier
-from tiered.ledger import Ledger
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
 
 
 class CentroidBank:

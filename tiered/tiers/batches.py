@@ -7,7 +7,7 @@ from itertools import groupby
 from jaxtyping import UInt8
 from torch import Tensor
 
-from tiered.features import Tier
+from tiered.core.features import Tier
 from tiered.offload.fence import Fence
 from tiered.offload.ring import RingSlot
 from tiered.offload.transport import TransferEvent

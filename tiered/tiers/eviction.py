@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from tiered.features import Tier
+from tiered.core.features import Tier
 from tiered.tiers.record_book import Entry, EntryState
 
 

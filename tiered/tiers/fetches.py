@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tiered.errors import RecordLostError
-from tiered.features import Tier
+from tiered.core.errors import RecordLostError
+from tiered.core.events import Asked
+from tiered.core.features import Tier
 from tiered.offload.errors import TransferError
 from tiered.tiers.batches import Batch, cut
-from tiered.tiers.events import Asked
 from tiered.tiers.journal import Journal
 from tiered.tiers.placement import Placement
 from tiered.tiers.record import RecordKey

@@ -2,12 +2,12 @@
 
 from copy import deepcopy
 
-from tiered.features import Tier
-from tiered.ledger import Ledger
+from tiered.core.events import CopyEnded, Event, Way
+from tiered.core.features import Tier
+from tiered.core.ledger import Ledger
+from tiered.core.spans import active
 from tiered.offload.arena import ArenaStats
-from tiered.tiers.events import CopyEnded, Event, Way
 from tiered.tiers.stats import TierStats
-from tiered.tracing.spans import active
 
 ENDS = {
     Way.STORE: (Tier.DEVICE, Tier.HOST),

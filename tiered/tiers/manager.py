@@ -19,14 +19,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tiered.features import Tier
-from tiered.ledger import Ledger
+from tiered.core.events import Stored
+from tiered.core.features import Tier
+from tiered.core.ledger import Ledger
+from tiered.core.ops import Op
+from tiered.core.spans import spanned
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.errors import TransferError
 from tiered.tiers.arguments import banks_of, check_rows, checked_forms
 from tiered.tiers.banks import Base, CentroidBank
 from tiered.tiers.batches import runs
-from tiered.tiers.events import Stored
 from tiered.tiers.fetches import Fetches, check_there
 from tiered.tiers.journal import Journal
 from tiered.tiers.placement import Placement
@@ -37,8 +39,6 @@ from tiered.tiers.shipping import Shipping
 from tiered.tiers.stats import TierStats
 from tiered.tiers.ticket import Ticket
 from tiered.tiers.traffic import Traffic
-from tiered.tracing.ops import Op
-from tiered.tracing.spans import spanned
 
 
 class TierManager:

@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
-from tiered.budget import MemoryBudget
-from tiered.errors import TierCapacityError
-from tiered.features import Account, Tier
-from tiered.ledger import Ledger
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
 from tiered.offload.arena import Arena, device_chunks
 from tiered.offload.chunk import Chunk
 from tiered.offload.device import pick_device

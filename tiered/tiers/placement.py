@@ -6,14 +6,14 @@ from functools import partial
 from jaxtyping import UInt8
 from torch import Tensor
 
-from tiered.errors import TierCapacityError
-from tiered.features import Tier
+from tiered.core import events
+from tiered.core.errors import TierCapacityError
+from tiered.core.events import Evicted, Lost
+from tiered.core.features import Tier
 from tiered.offload.arena import Slot
 from tiered.offload.fence import Fence
 from tiered.offload.spill_file import DiskSlot, SpillFile
 from tiered.offload.transport import Copy, Lane
-from tiered.tiers import events
-from tiered.tiers.events import Evicted, Lost
 from tiered.tiers.eviction import eviction_order
 from tiered.tiers.record_book import Entry, RecordBook
 from tiered.tiers.rooms import Room, Rooms

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tiered.features import Feature
+from tiered.core.features import Feature
 from tiered.offload.codec_bytes import Codec, codec_bytes
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from tiered.features import Tier
+from tiered.core.features import Tier
 from tiered.tiers.record import RecordForm, RecordKey
 
 

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol, runtime_checkable
 
-from tiered.errors import TierCapacityError
-from tiered.features import Account, Tier
-from tiered.ledger import Ledger
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
 from tiered.offload.arena import Arena, ArenaStats, Slot
 from tiered.offload.errors import ArenaFullError, PinError
 from tiered.offload.slabs import SlabBook

@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from tiered.errors import TierCapacityError
-from tiered.features import Tier
+from tiered.core.errors import TierCapacityError
+from tiered.core.events import Way
+from tiered.core.features import Tier
 from tiered.kernels.host_values import on_device
 from tiered.offload.arena import Slot
 from tiered.offload.codecs import CODECS
@@ -20,7 +21,6 @@ from tiered.offload.ring import Ring, RingSlot
 from tiered.offload.routes import neighbours_merged
 from tiered.offload.transport import Copy, Lane, TransferEvent
 from tiered.tiers.batches import Batch
-from tiered.tiers.events import Way
 from tiered.tiers.placement import Placement
 from tiered.tiers.record_book import Entry
 from tiered.tiers.traffic import Traffic

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tiered.features import Tier
-from tiered.tiers.events import Asked, CopyEnded, Event, Evicted, Lost, Stored, Waited, Way
+from tiered.core.events import Asked, CopyEnded, Event, Evicted, Lost, Stored, Waited, Way
+from tiered.core.features import Tier
 
 
 @dataclass(slots=True)

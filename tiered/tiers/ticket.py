@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tiered.errors import TierCapacityError
-from tiered.features import Tier
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Tier
 from tiered.tiers.batches import Batch
 from tiered.tiers.record import RecordKey
 from tiered.tiers.record_book import Entry, nbytes_of

@@ -4,13 +4,13 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
+from tiered.core import events
+from tiered.core.events import CopyEnded, Waited, Way
+from tiered.core.ops import Op
+from tiered.core.spans import active, span
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Event, Fence
 from tiered.offload.transport import Copy, Lane, Settled, TransferEvent, Transport
-from tiered.tiers import events
-from tiered.tiers.events import CopyEnded, Waited, Way
-from tiered.tracing.ops import Op
-from tiered.tracing.spans import active, span
 
 # What compute does on either side of a copy.
 _WORK = {Way.STORE: Op.ENCODE, Way.FETCH: Op.DECODE}

@@ -1,0 +1,51 @@
+"""The stream of lookups: one table size and one number of asked keys a batch."""
+
+import math
+import random
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tiered.embedded.tasks import KEY_TOKENS, LOOKUP_FRAME_TOKENS, PAIR_TOKENS, draw
+from training.batches import Batch, collate, encode
+from training.curriculum import Curriculum
+
+# Small tables first and always: their guesses are good enough to teach that values come from the table.
+SMALLEST = 16
+MOST_ASKED = 8
+TABLE_START = 2  # the user mark and "lookup" stand before the first pair
+# Positions that stretched tables spread over, a little past the longest context that the tests ask for.
+REACH = 2304
+
+
+def lookup_batch(seed: int, step: int, curriculum: Curriculum, tokens: int) -> Batch:
+    """The lookups of one step, about `tokens` tokens; table sizes are log-uniform up to the curriculum's bound."""
+    rng = random.Random(f"lookup/{seed}/{step}")
+    size = round(math.exp(rng.uniform(math.log(SMALLEST), math.log(curriculum.lookup_high))))
+    most = min(MOST_ASKED, (size - LOOKUP_FRAME_TOKENS) // (PAIR_TOKENS + KEY_TOKENS))
+    asked = most if rng.random() < 0.6 else rng.randint(1, most)
+    tight = rng.random() < 0.7
+    canvas = PAIR_TOKENS * asked + rng.randint(1, 4) if tight else 32 if asked <= 4 else 48
+    count = max(2, tokens // (size + canvas))
+    pairs = [encode(draw("lookup", "train", rng, size=size, asked=asked)) for _ in range(count)]
+    length = len(pairs[0][0]) + canvas
+    far = rng.random() < 0.3
+    positions = stretched(rng, length, canvas + 2 + KEY_TOKENS * asked, REACH, count) if far else None
+    return collate(pairs, length, positions)
+
+
+def stretched(rng: random.Random, length: int, keep: int, reach: int, rows: int) -> Int[Tensor, "rows length"]:
+    """Positions below `reach` with gaps between pairs of the table, so that far distances occur in short contexts.
+
+    The last `keep` tokens (question and canvas) stay together, as do the tokens of a pair.
+    """
+    out = torch.arange(length).repeat(rows, 1)
+    pairs = (length - keep - TABLE_START) // PAIR_TOKENS
+    for row in out:
+        spare = round(math.exp(rng.uniform(0, math.log(max(reach - length, 1) + 1)))) - 1
+        for _ in range(rng.randint(1, 6)):
+            gap = rng.randint(0, spare)
+            spare -= gap
+            row[TABLE_START + PAIR_TOKENS * rng.randint(0, pairs) :] += gap
+    return out

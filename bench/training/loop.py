@@ -1,0 +1,89 @@
+"""The loop over a run's steps: validation, checkpoints, and the lines of the log."""
+
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tiered.embedded.tasks import TASKS, sample
+from tiered.embedded.tokenizer import save_tokenizer
+from tiered.evaluation.scoring import score_examples
+from tiered.models.base import DiffusionModel
+from tiered.models.tokenizer import load_tokenizer
+from tiered.policies.none import NoCache
+from tiered.runtime import Runtime
+from training.trainer import Trainer
+
+SHORTEST_VALIDATED_LOOKUP = 64
+
+
+def train(
+    trainer: Trainer,
+    checkpoint: Path,
+    *,
+    log: Callable[[dict[str, Any]], object] = lambda line: None,
+    advance: Callable[[int], object] = lambda step: None,
+) -> None:
+    """Train up to the settings' last step.
+
+    Args:
+        trainer: fresh, or restored from `checkpoint`.
+        checkpoint: written every `save_every` steps and at the end.
+        log: gets a line of figures at the steps that report or validate.
+        advance: gets the number of steps done, after each.
+    """
+    settings, standing = trainer.settings, trainer.standing
+    tokenizer = embedded_tokenizer(trainer.model.shape.max_context)
+    tokens, seconds = standing.tokens, standing.seconds  # at the last report
+    # Two streams a step, a thread and a core for each.
+    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        while standing.step < settings.steps:
+            trainer.step(pool)
+            step, curriculum = standing.step, trainer.curriculum
+            if step % settings.report_every == 0:
+                speed = (standing.tokens - tokens) / (standing.seconds - seconds)
+                tokens, seconds = standing.tokens, standing.seconds
+                line = {"step": step, "tokens": tokens, "tokens/s": round(speed), "hours": round(seconds / 3600, 4)}
+                line |= {"lists": curriculum.list_high, "lookup": round(curriculum.lookup_high)}
+                log(line | {f"loss {name}": round(loss, 4) for name, loss in standing.losses.items()})
+            ends = step == settings.steps
+            if ends or step % settings.score_every == 0:
+                lookup = max(SHORTEST_VALIDATED_LOOKUP, int(curriculum.lookup_high))
+                scores = validate(
+                    trainer.average, tokenizer, examples=settings.score_examples, first=step, lookup=lookup
+                )
+                trainer.follow(scores)
+                log({"step": step, "exact match": scores})
+            if ends or step % settings.save_every == 0:
+                trainer.save(checkpoint)
+            advance(step)
+
+
+def validate(
+    model: DiffusionModel, tokenizer: PreTrainedTokenizerBase, *, examples: int, first: int, lookup: int
+) -> dict[str, float]:
+    """Exact match by task: validation examples `first` to `first + examples - 1`, lookups of `lookup` prompt tokens.
+
+    One token a forward without a cache, canvas and block of 32, as the runtime decodes for everybody: under masks it
+    fixes the surest, under uniform noise it rewrites the one that the model would most like to change.
+    """
+    runtime = Runtime(model, policy=NoCache(), tokenizer=tokenizer)
+    scores = {}
+    for name in TASKS:
+        size = lookup if name == "lookup" else None
+        drawn = [sample(name, "validation", number, size=size) for number in range(first, first + examples)]
+        scores[name] = score_examples(runtime, drawn).exact_match
+    return scores
+
+
+def embedded_tokenizer(max_context: int) -> PreTrainedTokenizerBase:
+    """The tokenizer as a checkpoint of the model would bring it."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder), model_max_length=max_context)
+        tokenizer = load_tokenizer(Path(folder))
+    assert tokenizer is not None
+    return tokenizer

@@ -1,0 +1,98 @@
+"""The embedded models as they learn: fresh weights, and a forward that keeps its gradients.
+
+The layers are the families' own pieces, so what is trained is what the runtime runs. The runtime's forward itself
+updates hidden states in place and keeps no graph.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from tiered.core.rows import Rows
+from tiered.models.base import DiffusionModel
+from tiered.models.families import family_of
+from tiered.models.gidd import Gidd
+from tiered.models.llada import LLaDA
+from training.attention import trained_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """What the auxiliary losses read in one layer: its input rows, and its rotated queries and keys."""
+
+    hidden: Float[Tensor, "batch length width"]
+    queries: Float[Tensor, "batch heads length head_dim"]
+    keys: Float[Tensor, "batch kv_heads length head_dim"]
+
+
+def new_model(config: Mapping[str, Any], seed: int) -> DiffusionModel:
+    """Fresh weights, with gradients; `config` as in config.json.
+
+    Raises:
+        ValueError: a family other than LLaDA and GIDD.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = family_of(config).resolve_loader().from_config(config).requires_grad_(True)
+        match model:
+            case LLaDA():
+                embedding, head = model.wte, model.ff_out
+                layers = [model.block(layer) for layer in range(model.shape.layers)]
+                outputs = [linear for layer in layers for linear in (layer.attn_out, layer.ff_out)]
+            case Gidd():
+                embedding, head = model.embed_tokens, model.lm_head
+                layers = [model.layer(layer) for layer in range(model.shape.layers)]
+                outputs = [linear for layer in layers for linear in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+            case _:
+                raise ValueError(f"models of the families LLaDA and GIDD are trained here, not {model.shape.family!r}")
+        nn.init.normal_(embedding.weight, std=0.5)
+        nn.init.normal_(head.weight, std=0.02)
+        for linear in outputs:
+            # A residual branch that begins at zero leaves the embedding untouched until it has something to say.
+            nn.init.zeros_(linear.weight)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+    return model
+
+
+def forward(
+    model: DiffusionModel,
+    ids: Int[Tensor, "batch length"],
+    positions: Int[Tensor, "shared length"],
+    *,
+    clean: Int[Tensor, " batch"],
+    first: int,
+    tap_layer: int,
+) -> tuple[Float[Tensor, "batch rows width"], Tap]:
+    """Rows from `first` on behind the last layer, to be given to `model.logits`, and the tap of layer `tap_layer`.
+
+    Args:
+        clean: columns of each row in front of which tokens are final. With a noise mask they see each other alone.
+    """
+    rotary, length, last = model.rotary(positions), ids.shape[1], model.shape.layers - 1
+    assert tap_layer < last, "the last layer has no queries before `first`"
+    final = torch.arange(length) < clean[:, None]
+    unseen = final[:, :, None] & ~final[:, None, :]
+    hidden, tap = model.embed(ids), None
+    for layer in range(model.shape.layers):
+        normed = model.attention_norm(layer, hidden)
+        keys, values = model.keys_values(layer, normed, rotary)
+        rows = Rows.span(first if layer == last else 0, length)
+        queries = model.queries(layer, normed[:, rows.start :], rotary.at(rows))
+        if layer == tap_layer:
+            tap = Tap(hidden, queries, keys)
+        if isinstance(model, Gidd):
+            cap, sinks = model.shape.soft_cap, model.sinks(layer)
+            assert cap is not None
+            seen = unseen[:, rows.start :]
+            mixed = trained_attention(queries, keys, values, soft_cap=cap, sinks=sinks, unseen=seen)
+        else:
+            mixed = model.attend(layer, queries, keys, values, None)
+        hidden = hidden[:, rows.start :] + model.attention_out(layer, mixed)
+        hidden = hidden + model.feed_forward(layer, hidden)
+    assert tap is not None
+    return hidden, tap

@@ -1,0 +1,163 @@
+"""One training run: its state, one step of it, and its checkpoints.
+
+Everything that a step draws follows from the seed and the step, and scores and checkpoints come at fixed steps: a run
+that was killed goes on from its checkpoint to the same weights, bit for bit (on one machine, with as many threads).
+"""
+
+import copy
+import math
+import random
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.batches import Batch
+from training.checkpoint import (
+    load_checkpoint,
+    optimizer_tensors,
+    prefixed,
+    restore_optimizer,
+    save_checkpoint,
+    under,
+)
+from training.curriculum import LOOKUP_LEARNED, Curriculum
+from training.lookup_batches import lookup_batch
+from training.losses import (
+    AUXILIARY_WEIGHT,
+    CHAIN_FACTS,
+    LOOKUP_FACTS,
+    POINTER_LAYER,
+    operand_losses,
+    pointer_losses,
+    token_loss,
+)
+from training.model import forward, new_model
+from training.noise import process_of
+from training.optimizer import optimizers, set_rate
+from training.settings import Settings, Standing
+from training.short_batches import ShortBatches
+
+AVERAGE_DECAY = 0.996
+LOSS_DECAY = 0.95  # of the smoothed losses that are shown, and that widen the tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one of a step's two batches gave: its losses by name, its gradients, and its tokens."""
+
+    losses: dict[str, float]
+    gradients: tuple[Tensor | None, ...]
+    tokens: int
+
+
+class Trainer:
+    """The state of a run.
+
+    Attributes:
+        model, average: what learns, and the moving average of its weights, which is scored and exported.
+        curriculum, standing: what is drawn next, and where the run stands.
+    """
+
+    def __init__(self, config: Mapping[str, Any], settings: Settings) -> None:
+        """`config` as in config.json."""
+        self.settings = settings
+        self.model = new_model(config, settings.seed)
+        self.average = copy.deepcopy(self.model).requires_grad_(False)
+        self.curriculum, self.standing = Curriculum(), Standing()
+        width, vocab = self.model.shape.width, self.model.shape.vocab_size
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            self._probes = nn.ModuleDict(
+                {"short": nn.Linear(width, CHAIN_FACTS * vocab), "lookup": nn.Linear(width, LOOKUP_FACTS * vocab)}
+            )
+        self._short = ShortBatches(settings.seed, settings.short_tokens)
+        self._process = process_of(self.model.shape)
+        self._optimizers = optimizers(self.model, self._probes)
+        self._parameters = [*self.model.parameters(), *self._probes.parameters()]
+
+    def step(self, pool: ThreadPoolExecutor) -> None:
+        """One update from one batch of each stream, each in a thread of its own.
+
+        One batch a core beats two cores on one batch by a third: the matrices are small.
+        """
+        began, standing = time.perf_counter(), self.standing
+        learned = standing.losses.get("lookup", math.inf) < LOOKUP_LEARNED[self.model.shape.noise]
+        self.curriculum = self.curriculum.advanced(standing.step, self.settings.grow, learned)
+        for part in pool.map(self._part, ("short", "lookup")):
+            standing.tokens += part.tokens
+            for name, loss in part.losses.items():
+                standing.losses[name] = LOSS_DECAY * standing.losses.get(name, loss) + (1 - LOSS_DECAY) * loss
+            for parameter, gradient in zip(self._parameters, part.gradients, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        set_rate(self._optimizers, standing.step, self.settings.steps)
+        for optimizer in self._optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+        standing.step += 1
+        with torch.no_grad():
+            share = 1 - min(AVERAGE_DECAY, (1 + standing.step) / (10 + standing.step))
+            for mean, latest in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                mean.lerp_(latest, share)
+        standing.seconds += time.perf_counter() - began
+
+    def _part(self, stream: str) -> Part:
+        step, seed = self.standing.step, self.settings.seed
+        batch = (
+            self._short.next(self.curriculum)
+            if stream == "short"
+            else lookup_batch(seed, step, self.curriculum, self.settings.lookup_tokens)
+        )
+        noise = random.Random(f"mask/{stream}/{seed}/{step}").getrandbits(63)
+        losses = self.losses(stream, batch, torch.Generator().manual_seed(noise))
+        total = losses[stream] + AUXILIARY_WEIGHT * sum(loss for name, loss in losses.items() if name != stream)
+        gradients = torch.autograd.grad(total, self._parameters, allow_unused=True)
+        return Part(
+            losses={name: loss.item() for name, loss in losses.items()}, gradients=gradients, tokens=batch.ids.numel()
+        )
+
+    def losses(self, stream: str, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
+        """Of a batch under noise from `generator`: the tokens' loss under the stream's name, then auxiliary ones."""
+        noised = self._process(batch, generator)
+        first = int(batch.prompt.min())
+        hidden, tap = forward(
+            self.model, noised.ids, batch.positions, clean=noised.clean, first=first, tap_layer=POINTER_LAYER
+        )
+        losses = {stream: token_loss(self.model, hidden, batch.ids[:, first:], noised.weight[:, first:])}
+        if bool(noised.asked.any()):
+            auxiliary = operand_losses if stream == "short" else pointer_losses
+            probe = self._probes[stream]
+            assert isinstance(probe, nn.Linear)
+            losses |= auxiliary(batch, noised, probe, tap)
+        return losses
+
+    def follow(self, scores: Mapping[str, float]) -> None:
+        """Let the curriculum follow a validation (exact match by task)."""
+        self.standing.scores = dict(scores)
+        self.curriculum = self.curriculum.following(scores)
+
+    def save(self, path: Path) -> None:
+        """Everything that the next step depends on."""
+        tensors = prefixed("model", self.model.state_dict()) | prefixed("average", self.average.state_dict())
+        tensors |= prefixed("probes", self._probes.state_dict())
+        for name, optimizer in self._optimizers.items():
+            tensors |= prefixed(f"optimizer.{name}", optimizer_tensors(optimizer))
+        values = {"curriculum": asdict(self.curriculum), "standing": asdict(self.standing)}
+        save_checkpoint(path, tensors, values | {"short": self._short.state()})
+
+    def restore(self, path: Path) -> None:
+        """The inverse of `save`; the settings are the caller's."""
+        tensors, values = load_checkpoint(path)
+        self.model.load_state_dict(under("model", tensors))
+        self.average.load_state_dict(under("average", tensors))
+        self._probes.load_state_dict(under("probes", tensors))
+        for name, optimizer in self._optimizers.items():
+            restore_optimizer(optimizer, under(f"optimizer.{name}", tensors))
+        self.curriculum, self.standing = Curriculum(**values["curriculum"]), Standing(**values["standing"])
+        self._short.restore(values["short"])

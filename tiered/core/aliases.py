@@ -1,0 +1,86 @@
+"""Names that people paste from LLaDA, Dream and Fast-dLLM scripts, and what they are called here. One such table."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tiered.core.checks import unknown_name
+
+ALIASES: Mapping[str, str] = {
+    "gen_length": "max_new_tokens",  # LLaDA
+    "block_size": "block_length",  # Fast-dLLM v2
+    "diffusion_steps": "steps",
+    "max_denoising_steps": "steps",  # transformers' DiffusionGemma
+    "threshold": "confidence_threshold",  # Fast-dLLM
+    "threshold_early": "early_threshold",  # Polestar
+    "alg": "commit",  # Dream
+    "alg_temp": "confidence_temperature",
+    "eps": "schedule_floor",
+    "return_history": "output_history",
+    "sampling_method": "commit",  # GIDD
+    "min_length": "min_new_tokens",
+}
+# In a script for GIDD, which is known by its `sampling_method`; elsewhere steps are those of all blocks.
+GIDD_ALIASES: Mapping[str, str] = {"steps": "block_steps", "max_length": "max_new_tokens"}
+# Options of policies.
+POLICY_ALIASES: Mapping[str, str] = {
+    "cache_reloading_step": "refresh_interval",  # dKV-Cache on LLaDA
+    "cache_steps": "refresh_interval",  # dKV-Cache on Dream
+    "shift_type": "shift_caching",
+    "window_size": "window",  # dKV-Cache-Greedy
+    "prompt_interval_steps": "prompt_interval",  # dLLM-Cache
+    "gen_interval_steps": "response_interval",
+    "cfg_interval_steps": "guidance_interval",
+    "transfer_ratio": "update_ratio",
+    "window_length": "window",  # Elastic-Cache
+    "gamma": "similarity_threshold",
+    "track_num": "tracked",
+}
+# Dream's `alg` names the rule by what it looks at.
+COMMIT_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "confidence_threshold": {"commit": "threshold"},
+    "low_confidence": {"commit": "static"},
+    "random": {"commit": "static", "remasking": "random"},
+    "maskgit_plus": {"commit": "timestep", "confidence": "probability"},
+    "topk_margin": {"commit": "timestep", "confidence": "margin"},
+    "entropy": {"commit": "timestep", "confidence": "entropy"},
+}
+MASK_NAMES = ("mask_id", "mask_token_id")
+# What official scripts must ask for, and always comes here: the answer with all that belongs to it.
+ALWAYS_NAMES = ("return_dict_in_generate", "return_dict")
+
+
+def resolve_aliases(options: Mapping[str, Any], names: Iterable[str], *, mask_token_id: int) -> dict[str, Any]:
+    """`options` under the library's own `names`.
+
+    A mask token's id, which official scripts pass, is checked against the model's and dropped; so is the wish for an
+    object in place of bare ids.
+
+    Raises:
+        ValueError: an unknown name (names the nearest), two names of one option with different values, another model's
+            mask token, or the wish for bare ids.
+    """
+    names = tuple(names)
+    aliases = {**ALIASES, **(GIDD_ALIASES if "sampling_method" in options else {})}
+    resolved: dict[str, Any] = {}
+
+    def enter(name: str, value: Any, given_as: str) -> None:
+        if name in resolved and resolved[name] != value:
+            raise ValueError(f"{given_as} = {value!r} contradicts {name} = {resolved[name]!r}; give one of them")
+        resolved[name] = value
+
+    for given_as, value in options.items():
+        if given_as in MASK_NAMES:
+            if value is not None and value != mask_token_id:
+                raise ValueError(f"{given_as} = {value!r}, but the model's mask token is {mask_token_id}")
+            continue
+        if given_as in ALWAYS_NAMES:
+            if value is not None and value is not True:
+                raise ValueError(f"{given_as} = {value!r}, but what is returned is always an object; True is allowed")
+            continue
+        name = aliases.get(given_as, given_as)
+        if name not in names:
+            raise unknown_name("option", given_as, (*names, *aliases, *MASK_NAMES))
+        spelled_out = COMMIT_ALIASES.get(value) if name == "commit" and isinstance(value, str) else None
+        for own_name, own_value in (spelled_out or {name: value}).items():
+            enter(own_name, own_value, given_as)
+    return resolved

@@ -1,0 +1,57 @@
+"""How many bytes each tier may hold."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiered.core.byte_size import parse_bytes
+from tiered.core.features import Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """A hard cap, in bytes, on what the runtime allocates in each tier; `None` leaves a tier uncapped.
+
+    Sizes are ints or strings (`"12GiB"`). Weights, caches, logits, activations and staging all count.
+
+    `disk_path` is an existing folder. The disk tier is a file without a name that takes its room there, as records need
+    it; whatever lies in the folder stays as it is. Without a `disk` cap, or with one of 0, there is no disk tier.
+
+    Raises:
+        TypeError, ValueError: a size that is no byte size, a disk cap without a `disk_path`, or a `disk_path` that is
+            no existing folder, or none that we may write to; it is not opened.
+    """
+
+    device: int | str | None = None
+    host: int | str | None = None
+    disk: int | str | None = None
+    disk_path: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for tier in Tier:
+            size = getattr(self, tier.value)
+            if size is not None:
+                object.__setattr__(self, tier.value, parse_bytes(size))
+        if self.disk and self.disk_path is None:
+            raise ValueError(f"a disk budget of {self.disk} bytes needs a disk_path, a folder to take them from")
+        if self.disk_path is not None:
+            _check_folder(self.disk_path)
+
+    def cap(self, tier: Tier) -> int | None:
+        """The cap of `tier` in bytes, or None where it has none."""
+        return getattr(self, tier.value)
+
+    @classmethod
+    def of(cls, memory: "MemoryBudget | int | str | None") -> "MemoryBudget":
+        """`memory` as a budget: one size is the device tier's cap, None caps nothing."""
+        return memory if isinstance(memory, MemoryBudget) else cls(device=memory)
+
+
+def _check_folder(path: object) -> None:
+    if not isinstance(path, str | Path):
+        raise TypeError(f"disk_path is a str or a Path that leads to an existing folder, not {path!r}")
+    if not os.path.isdir(path):
+        found = "something else" if os.path.lexists(path) else "nothing"
+        raise ValueError(f"disk_path = {str(path)!r} must be an existing folder; {found} is there")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"disk_path = {str(path)!r} must be a folder that we may write to")

@@ -1,0 +1,76 @@
+"""Checks of numbers that callers pass: the errors name the value and what is allowed."""
+
+import difflib
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+# Of float32, in which logits are worked on: a larger number would be infinity there, and a smaller one could be 0.
+_FLOAT32_LEAST, _FLOAT32_MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+
+
+def plain_number(value: Any) -> Any:
+    """An integer or a real number of another library, such as numpy's, as Python's own, which never overflows; anything
+    else as it is."""
+    if isinstance(value, bool | int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
+    """Raise `TypeError` where `value` is no int, `ValueError` where it is below `least` or above `most`."""
+    allowed = f"an int of at least {least}" if most is None else f"an int from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} = {value!r}; {allowed} is allowed")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{name} = {value}; {allowed} is allowed")
+
+
+def check_multiple(name: str, value: int, unit: int, what: str) -> None:
+    """Raise `ValueError` where `value` is no multiple of `unit`, which is `what`."""
+    if value % unit:
+        below, above = value // unit * unit, -(-value // unit) * unit
+        nearest = f"{below} or {above}" if below else str(above)
+        raise ValueError(f"{name} = {value} is not a multiple of {what}; {nearest} would be")
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise `TypeError` where `value` is no bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} = {value!r}; True or False is allowed")
+
+
+def check_number(name: str, value: object, *, least: float, most: float = math.inf) -> None:
+    """Raise `TypeError` where `value` is no number, `ValueError` where it is out of range, not finite, or beyond what
+    float32 holds."""
+    allowed = f"a number from {least:g} to {min(most, _FLOAT32_MOST):g}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} = {value!r}; {allowed} is allowed")
+    # Written so that NaN fails too, and infinity, and an int that no float can hold.
+    if not least <= value <= min(most, _FLOAT32_MOST):
+        raise ValueError(f"{name} = {value}; {allowed} is allowed")
+
+
+def check_temperature(name: str, value: object) -> None:
+    """As `check_number`, for what numbers are divided by where it is not 0: its inverse has to be finite as well."""
+    check_number(name, value, least=0.0)
+    if isinstance(value, int | float) and 0 < value < _FLOAT32_LEAST:
+        raise ValueError(f"{name} = {value}; 0, or a number from {_FLOAT32_LEAST:g} on, is allowed")
+
+
+def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> ValueError:
+    """The error for `name`, which is no `kind`: names the nearest valid one (whatever the case) and lists all."""
+    names = sorted(allowed)
+    if not names:
+        return ValueError(f"unknown {kind} {name!r}; there is none")
+    near = nearest(name, names)
+    guess = f"; did you mean {near!r}?" if near else ";"
+    return ValueError(f"unknown {kind} {name!r}{guess} allowed: {', '.join(names)}")
+
+
+def nearest(name: object, allowed: Iterable[str]) -> str | None:
+    """The one of `allowed` that is most like `name`, whatever the case; None: none is much like it."""
+    by_lower_case = {known.lower(): known for known in allowed}
+    near = difflib.get_close_matches(str(name).lower(), by_lower_case, n=1, cutoff=0.5)
+    return by_lower_case[near[0]] if near else None

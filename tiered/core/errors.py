@@ -1,0 +1,71 @@
+"""Errors that callers may want to catch by type; every other bad argument is a `ValueError` or a `TypeError`.
+
+What an error is made with are its `args`, and the message is put together when it is read: so it can be pickled and
+copied, and a process of a pool can hand it to the one that waits for it.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tiered.core.byte_size import enough, format_bytes
+from tiered.core.features import Tier
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TierCapacityError(RuntimeError):
+    """A tier's byte budget does not hold what is asked of it. Raised before the work starts that would exceed it.
+
+    Attributes:
+        needed: bytes that the request needs in the tier.
+        available: bytes that the budget leaves for it.
+        tier: the tier that is too small.
+        hint: what to lower or raise.
+        total: bytes that the tier needs in all, with what it holds already: the least budget under which the request
+            passes. None where no budget decides, or whoever asks does not know.
+    """
+
+    def __init__(self, needed: int, available: int, tier: Tier, hint: str, total: int | None = None) -> None:
+        super().__init__(needed, available, tier, hint, total)
+        self.needed = needed
+        self.available = available
+        self.tier = tier
+        self.hint = hint
+        self.total = total
+
+    def __str__(self) -> str:
+        in_all = ""
+        if self.total is not None:
+            in_all = f'that is {format_bytes(self.total)} in all: pass {self.tier}="{enough(self.total)}" or more; '
+        return (
+            f"the {self.tier} tier needs {format_bytes(self.needed)} but has {format_bytes(self.available)} "
+            f"({self.needed} of {self.available} bytes); {in_all}{self.hint}"
+        )
+
+
+class NonFiniteError(ValueError):
+    """NaN or infinity where a model needs numbers: in a weight as it is loaded, or in the logits of a forward. It is a
+    `ValueError` like all that is wrong with a checkpoint. The runtime goes on working.
+
+    Attributes:
+        what: the weight, or the first layer whose rows have no norm that float32 holds.
+        hint: where they may come from, and what to change.
+        sequences: the sequences of the batch whose logits they are in; all where nobody can tell. Empty for a weight.
+        answers: ids [batch, max_new_tokens] as they stood before that forward, on the CPU: mask tokens, or noise, where
+            nothing was fixed yet. None for a weight.
+    """
+
+    def __init__(self, what: str, hint: str, sequences: Sequence[int] = (), answers: "Tensor | None" = None) -> None:
+        super().__init__(what, hint, sequences, answers)
+        self.what = what
+        self.hint = hint
+        self.sequences = sequences
+        self.answers = answers
+
+    def __str__(self) -> str:
+        return f"{self.what} is not finite; {self.hint}"
+
+
+class RecordLostError(RuntimeError):
+    """A record's last bytes went with a copy that failed. Storing it again makes it readable again."""

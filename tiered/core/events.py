@@ -1,0 +1,85 @@
+"""Books: what happened to records, one event at a time. Every statistic of the tiers is a fold over these."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tiered.core.features import Tier
+
+
+class Way(StrEnum):
+    """Which way a copy goes."""
+
+    STORE = "store"  # device to host
+    FETCH = "fetch"  # host to device
+    SPILL = "spill"  # host to disk
+    LOAD = "load"  # disk to host
+
+
+@dataclass(frozen=True, slots=True)
+class CopyEnded:
+    """A job of copies ended; times in ns on one clock. `layer`: of the records; None where they are of several."""
+
+    way: Way
+    nbytes: int
+    copies: int
+    submitted: int
+    started: int
+    ended: int
+    failed: bool = False
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Records were stored in `tier`: first copies, not moves."""
+
+    tier: Tier
+    records: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A fetch asked for records that lay in `tier`."""
+
+    tier: Tier
+    records: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Compute decoded a batch that was fetched, or encoded one to store. `late`: a copy whose end it needs was still
+    under way; compute stood still from `began` to `ended`. Times and `layer` as in `CopyEnded`."""
+
+    way: Way
+    late: bool
+    began: int
+    ended: int
+    layer: int | None = None
+
+    @property
+    def exposed_ns(self) -> int:
+        """For how long compute stood still."""
+        return self.ended - self.began
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Records left `tier` to make room; `clean`: without a copy, because the disk had them."""
+
+    tier: Tier
+    records: int
+    nbytes: int
+    clean: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A copy failed and with it the last bytes of a record."""
+
+    records: int
+    reason: str
+
+
+Event = CopyEnded | Stored | Asked | Waited | Evicted | Lost

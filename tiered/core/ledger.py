@@ -1,0 +1,139 @@
+"""Books: how many bytes each tier holds, under which account, and how many moved. No tensors.
+
+Every memory figure that the library reports comes from here. Whoever is about to allocate books first, so a budget is
+never exceeded: the booking fails before the allocation happens.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Account, Tier
+from tiered.core.memory_report import MemoryReport, TierReport
+
+
+class Ledger:
+    """Current and peak bytes by tier and account, under the caps of `budget`."""
+
+    def __init__(self, budget: MemoryBudget | None = None) -> None:
+        self.budget = budget or MemoryBudget()
+        self._current: dict[Tier, Counter[Account]] = {tier: Counter() for tier in Tier}
+        self._at_peak: dict[Tier, Counter[Account]] = {tier: Counter() for tier in Tier}
+        self._required: Counter[Tier] = Counter()
+        self._moved: Counter[tuple[Tier, Tier]] = Counter()
+
+    def held(self, tier: Tier, account: Account | None = None) -> int:
+        """Bytes that `tier` holds now, in all or under one account."""
+        return self._current[tier].total() if account is None else self._current[tier][account]
+
+    def accounts(self, tier: Tier) -> dict[Account, int]:
+        """Bytes that `tier` holds now, by account; those that hold none are left out."""
+        return {account: size for account, size in self._current[tier].items() if size}
+
+    def allocate(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE, *, hint: str = "") -> None:
+        """Book `amounts` (bytes by account) in `tier`: all of them, or none when they do not fit.
+
+        Raises:
+            TierCapacityError: the tier's cap does not leave that much room.
+            ValueError: a negative amount.
+        """
+        if any(amount < 0 for amount in amounts.values()):
+            raise ValueError(f"amounts of bytes cannot be negative: {dict(amounts)}")
+        self.require(sum(amounts.values()), tier, hint=hint)
+        self._current[tier].update(amounts)
+        self._note_peak(tier)
+
+    def require(self, needed: int, tier: Tier, *, hint: str = "") -> None:
+        """Look whether `tier` has room for `needed` bytes more, which are booked later, perhaps not all of them. The
+        next `report` has it among what the call required (`TierReport.required`).
+
+        Raises:
+            TierCapacityError: the tier's cap does not leave that much room.
+        """
+        cap, total = self.budget.cap(tier), self.held(tier) + needed
+        if cap is not None and total > cap:
+            raise TierCapacityError(needed, cap - self.held(tier), tier, hint or "raise `memory`", total)
+        self._required[tier] = max(self._required[tier], total)
+
+    def release(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE) -> None:
+        """Take `amounts` (bytes by account) off the books again.
+
+        Raises:
+            ValueError: more than is booked under an account.
+        """
+        for account, amount in amounts.items():
+            if amount < 0 or amount > self._current[tier][account]:
+                raise ValueError(
+                    f"cannot release {amount} bytes of {account} in the {tier} tier: "
+                    f"{self._current[tier][account]} are booked"
+                )
+        self._current[tier].subtract(amounts)
+
+    def rebook(self, source: Account, destination: Account, amount: int, tier: Tier) -> None:
+        """Move `amount` bytes of `tier` from one account to another; what the tier holds in all stays the same.
+
+        Raises:
+            ValueError: more than is booked under `source`, or a negative amount.
+        """
+        self.release({source: amount}, tier)
+        self._current[tier][destination] += amount
+        if destination is not Account.SPARE:  # what a record leaves behind makes the arena no fuller
+            self._note_peak(tier)
+
+    @contextmanager
+    def holding(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE, *, hint: str = "") -> Iterator[None]:
+        """`allocate` on entry, `release` on exit, whatever happens in between."""
+        amounts = dict(amounts)  # what was booked is released, even where the caller's mapping changes meanwhile
+        self.allocate(amounts, tier, hint=hint)
+        try:
+            yield
+        finally:
+            self.release(amounts, tier)
+
+    def record_transfer(self, source: Tier, destination: Tier, nbytes: int) -> None:
+        """Count `nbytes` that moved from `source` to `destination`."""
+        if nbytes < 0:
+            raise ValueError(f"a transfer cannot move a negative number of bytes: {nbytes}")
+        self._moved[source, destination] += nbytes
+
+    def restart_peaks(self) -> None:
+        """Forget earlier peaks and transfers: what is held now is where the next report begins."""
+        self._at_peak = {tier: accounts.copy() for tier, accounts in self._current.items()}
+        self._required = Counter({tier: self.held(tier) for tier in Tier})
+        self._moved.clear()
+
+    def report(self, *, allocator_peak: int | None = None) -> MemoryReport:
+        """What is held now, what was held at each tier's peak, and what moved since `restart_peaks`.
+
+        `allocator_peak`: what the device's allocator saw, to stand beside the books (see `MemoryReport`).
+        """
+        return MemoryReport(
+            tiers={
+                tier: TierReport(
+                    current=self.held(tier),
+                    peak=self._at_peak[tier].total(),
+                    at_peak={account: size for account, size in self._at_peak[tier].items() if size},
+                    required=self._required[tier],
+                    cap=self.budget.cap(tier),
+                )
+                for tier in Tier
+            },
+            moved={f"{source}->{destination}": size for (source, destination), size in self._moved.items()},
+            allocator_peak=allocator_peak,
+            disk_path=None if self.budget.disk_path is None else str(self.budget.disk_path),
+        )
+
+    def _note_peak(self, tier: Tier) -> None:
+        # Of equal heights the last one counts: an arena is as high when it is obtained as when records fill it.
+        if self.held(tier) >= self._at_peak[tier].total():
+            self._at_peak[tier] = self._current[tier].copy()
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` with the numbers where the books contradict themselves."""
+        for tier in Tier:
+            negative = {account: size for account, size in self._current[tier].items() if size < 0}
+            peak, now, cap = self._at_peak[tier].total(), self.held(tier), self.budget.cap(tier)
+            if negative or now > peak or (cap is not None and peak > cap):
+                raise RuntimeError(f"{tier} tier: holds {now}, peak {peak}, cap {cap}, negative accounts {negative}")

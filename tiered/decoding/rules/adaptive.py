@@ -1,0 +1,102 @@
+"""The tokens that the model would most like to change: GIDD's adaptive sampler (dvruette/gidd-easydel, 6525e88)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tiered.core.checks import check_integer, check_switch
+from tiered.decoding.rules.base import Candidates, CommitState
+from tiered.decoding.rules.rewriting import OpenBlock, RewritingRule, RewritingState, check_noise_schedule
+from tiered.decoding.sampling import proposals
+from tiered.decoding.sequence_noise import SequenceNoise
+from tiered.models.noise import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adaptive(RewritingRule):
+    """Rewrite the `tokens_per_step` tokens with the largest (p_max − p_current) · π(z).
+
+    p_max is the probability of the likeliest token, p_current that of the token z which stands there, and π(z) how
+    likely noise at this level is to have put it there: the same for all tokens under uniform noise, and 0 for all but
+    masks under masks alone, where the rule fixes the most confident masks. The new token is the likeliest, or drawn at
+    a temperature.
+
+    A block ends after its steps, or earlier where nothing is left to change: a step at temperature 0 that changes
+    nothing would be followed by others like it, and what cannot be noise is not touched.
+
+    Attributes:
+        tokens_per_step: how many tokens a step rewrites at most.
+        noise_schedule: how noise falls over a block's steps, "cosine" or "linear"; it matters where π does.
+        parity: as the authors' code where masks alone are the noise: once all are gone it goes on, and rewrites the
+            tokens that `torch.topk` finds among numbers that are none.
+    """
+
+    name: ClassVar[str] = "adaptive"
+    tokens_per_step: int = 1
+    noise_schedule: Schedule = "cosine"
+    parity: bool = False
+
+    def __post_init__(self) -> None:
+        check_integer("tokens_per_step", self.tokens_per_step, least=1)
+        check_noise_schedule(self.noise_schedule)
+        check_switch("parity", self.parity)
+
+    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
+        return _MostWanted(self, steps_per_block)
+
+
+class _MostWanted(RewritingState):
+    def __init__(self, rule: Adaptive, steps: int) -> None:
+        self._rule, self._steps = rule, steps
+
+    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
+        self._step = 0
+
+    def propose(self, block: OpenBlock) -> Candidates:
+        level = block.process.log_snrs(self._steps, self._rule.noise_schedule)[self._steps - self._step]
+        noise = block.token_noise(level).masked_fill_(~block.pending, 0.0)
+        self._settles = block.sampling.temperature == 0
+        # A token that noise does not make is no noise any more once it stands.
+        self._fixes = block.process.of_tokens(level) == 0
+        found = proposals(
+            block.logits, block.pending, sampling=block.sampling, mask_token_id=block.process.mask_token_id,
+            noise=block.noise, remaining=block.remaining,
+        )  # fmt: skip
+        gain = _gain(block, found.likeliest)
+        share = noise / noise.sum(dim=-1, keepdim=True)
+        gain *= share
+        if not self._rule.parity:
+            gain.masked_fill_(noise == 0, -torch.inf)
+        confidence = gain.double().masked_fill_(~block.pending, -torch.inf)
+        return Candidates(tokens=found.tokens, confidence=confidence, pending=block.pending)
+
+    def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
+        self._step += 1
+        count = min(self._rule.tokens_per_step, candidates.confidence.shape[1])
+        if self._rule.parity:
+            chosen = torch.zeros_like(candidates.pending)
+            # In float32, as there: where all are NaN, which ones `topk` names depends on the dtype.
+            return chosen.scatter_(1, candidates.confidence.float().topk(count, dim=-1).indices, True)
+        wanted = candidates.confidence != -torch.inf
+        chosen = candidates.pending & wanted & (candidates.ranks() < count)
+        self._left = (wanted & ~chosen if self._fixes else wanted).any(dim=1)
+        return chosen
+
+    def finished(self, changed: Bool[Tensor, "batch block"]) -> Bool[Tensor, " batch"]:
+        settled = ~changed.any(dim=1)
+        if self._step >= self._steps:
+            return torch.ones_like(settled)
+        done = torch.zeros_like(settled) if self._rule.parity else ~self._left
+        return done | settled if self._settles else done
+
+
+def _gain(block: OpenBlock, likeliest: Tensor) -> Float[Tensor, "batch rows"]:
+    """p_max − p_current, in place of the logits: they are the largest tensor of a step."""
+    logits = block.logits
+    logits -= logits.gather(-1, likeliest[..., None])
+    logits.exp_()
+    of_current = logits.gather(-1, block.tokens[..., None])[..., 0]
+    return (1 - of_current) / logits.sum(dim=-1)

@@ -1,0 +1,48 @@
+"""As many tokens as stay reliable together: Fast-dLLM's factor rule (arXiv 2505.22618, section 3.3)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from tiered.core.checks import check_number
+from tiered.decoding.rules.base import Candidates, CommitRule, CommitState, Memoryless
+from tiered.decoding.sequence_noise import SequenceNoise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor(CommitRule):
+    """Fix the n most confident candidates, n as large as (n + 1)(1 − confidence of the n-th) ≤ `factor` allows.
+
+    As in the authors' code, the most confident one always passes, and where all pending ones but the last do, the
+    last is fixed too.
+    """
+
+    name: ClassVar[str] = "factor"
+    confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_number("factor", self.factor, least=0.0)
+        if self.factor == 0:
+            raise ValueError("factor = 0 would never let a second token pass; a number above 0 is allowed")
+
+    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
+        return _Leading(self.factor)
+
+
+class _Leading(Memoryless):
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
+        best_first = candidates.confidence.sort(dim=1, descending=True, stable=True).values
+        nth = torch.arange(1, best_first.shape[1] + 1, device=best_first.device, dtype=best_first.dtype)
+        passes = best_first >= 1 - self._factor / (nth + 1)
+        # The first passes whatever its confidence, NaN too, or a broken model's block would never end.
+        leading = passes.cumprod(dim=1).sum(dim=1, keepdim=True).clamp(min=1)
+        pending = candidates.pending.sum(dim=1, keepdim=True)
+        count = leading.where(leading < pending - 1, pending)
+        return candidates.pending & (candidates.ranks() < count)

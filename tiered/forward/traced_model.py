@@ -1,0 +1,40 @@
+"""The pieces of a layer as named ranges, for a call that is recorded."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+from tiered.core.ops import Op
+from tiered.core.spans import active, spanned
+from tiered.models.base import DiffusionModel
+
+# Methods of `DiffusionModel` that compute for a pass. `queries`, `keys_values` and `attend` are called by methods of
+# `Forward` alone, which are ranges with what is around them.
+PIECES: Mapping[str, Op] = MappingProxyType(
+    {
+        "embed": Op.EMBED,
+        "attention_norm": Op.QKV,
+        "keys": Op.QKV,
+        "values": Op.QKV,
+        "attention_out": Op.ATTENTION_OUT,
+        "feed_forward": Op.MLP,
+        "logits": Op.HEAD,
+    }
+)
+
+
+def traced(model: DiffusionModel) -> DiffusionModel:
+    """`model` while nothing is recorded; else its double, whose pieces are ranges."""
+    return model if active() is None else cast(DiffusionModel, _TracedModel(model))
+
+
+class _TracedModel:
+    """Everything of `model`, its pieces as ranges. So no family and no policy has to know of ranges."""
+
+    def __init__(self, model: DiffusionModel) -> None:
+        self._model = model
+        for name, op in PIECES.items():
+            setattr(self, name, spanned(op)(getattr(model, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

@@ -1,0 +1,1 @@
+"""Those who look on: the live view, traces, and analyses of what caching does."""

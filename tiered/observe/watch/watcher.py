@@ -1,0 +1,198 @@
+"""The inspector and streamer that takes a `Frame` of a call after every forward. It changes nothing, and where it fails
+it says so once and looks on no more."""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import wraps
+from typing import Concatenate, ParamSpec
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tiered.core.canvas import PENDING, Canvas
+from tiered.core.events import Way
+from tiered.core.features import Account, Place, Tier
+from tiered.core.ledger import Ledger
+from tiered.core.rows import Rows
+from tiered.forward.forward import Forward
+from tiered.models.shape import ModelShape
+from tiered.observe.watch.frame import Copied, Frame, TierBytes
+from tiered.observe.watch.sequence_books import SequenceBooks
+from tiered.policies.base import PassKind, PolicyState, Step
+
+P = ParamSpec("P")
+
+
+def _guarded(method: "Callable[Concatenate[Watcher, P], None]") -> "Callable[Concatenate[Watcher, P], None]":
+    """A hook whose errors end the view, never the call; what it takes is no time of the call's."""
+
+    @wraps(method)
+    def hook(self: "Watcher", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.failed:
+            return
+        self.entered = entered = time.perf_counter()
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self.failed = True
+            with suppress(Exception):  # there may be nowhere to say it
+                self.give_up(error)
+        finally:
+            self.own_seconds += time.perf_counter() - entered
+
+    return hook
+
+
+class Watcher:
+    """Pass it to `Runtime.generate` as `inspector` and as `streamer`; one call each.
+
+    Attributes:
+        failed: whether an error has ended the view.
+        own_seconds: that the hooks have taken; `entered`: when the last one was called.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        show: Callable[[Frame], None],
+        give_up: Callable[[Exception], None],
+        *,
+        stop_at_eos: bool = True,
+    ) -> None:
+        """`show` gets every frame, and `give_up` the error where taking or showing one fails."""
+        self.give_up, self.failed, self.own_seconds, self.entered = give_up, False, 0.0, 0.0
+        self._ledger, self._show, self._stop_at_eos = ledger, show, stop_at_eos
+        self._forwards = 0
+        self._moved: dict[Way, tuple[int, int]] = {}  # bytes and ns until the last frame
+        self._seconds = 0.0
+
+    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
+        """A count of layers for each column, and as much again while one is added to."""
+        return {Account.ACTIVATIONS: 2 * torch.int16.itemsize * sequences * length}
+
+    @_guarded
+    def begin(self, canvas: Canvas, forward: Forward, policy: PolicyState) -> None:
+        """See `tiered.decoding.observers.CallInspector`."""
+        self._canvas, self._forward, self._policy = canvas, forward, policy
+        # With guidance a pass goes over twice the canvas's sequences; the first half is shown.
+        self._counts = torch.zeros(canvas.batch, canvas.length, dtype=torch.int16, device=canvas.tokens.device)
+        forward.rows_probe = self._count_rows
+        self._books = SequenceBooks(
+            canvas.tokens.cpu().numpy(),
+            canvas.pads.tolist(),
+            answer=(canvas.prompt_length, canvas.prompt_length + canvas.answers.shape[1]),
+            mask_token_id=forward.model.mask_token_id,
+            eos_token_id=forward.model.eos_token_id,
+            stop_at_eos=self._stop_at_eos,
+        )
+        self._began, self.own_seconds = self.entered, 0.0
+        self._block = 0, canvas.block_span(0), 0
+        self._show(self._frame(-1, ""))
+
+    @_guarded
+    def after_forward(
+        self,
+        step: Step,
+        kind: PassKind,
+        ids: Int[Tensor, "sequences length"],
+        forward: Forward,
+        active: Bool[Tensor, " batch"],
+    ) -> None:
+        """See `tiered.decoding.observers.Inspector`. What the forward did is read here, what it committed later."""
+        self._step, self._kind = step, kind
+        batch = step.canvas.batch
+        layers = self._counts[:batch].to("cpu", copy=True).numpy()
+        self._counts.zero_()
+        places = self._policy.places(step)
+        places = np.zeros(layers.shape, dtype=np.int8) if places is None else places.copy()
+        places[layers > 0] |= Place.RECOMPUTED
+        streamed = forward.store.streamed_from
+        if streamed is not None:
+            places[:, streamed:] |= Place.STREAMED
+        self._books.passed(step.canvas.numbers, places, layers)
+
+    @_guarded
+    def put(self, value: Tensor) -> None:
+        """See `tiered.streaming.Streamer`: the prompts, or a final block, which a frame has shown."""
+
+    @_guarded
+    def put_draft(self, value: Tensor) -> None:
+        """The block after a commit, with proposals where nothing is fixed: the forward's frame is complete."""
+        step, canvas = self._step, self._canvas
+        if step.number == 0 and step.block == 0 and self._forwards:
+            self._books.correcting = True
+        self._block = step.block, (step.start, step.stop), step.number
+        self._books.committed(
+            canvas.numbers,
+            tokens=canvas.tokens.cpu().numpy(),
+            draft=value[canvas.numbers].numpy(),
+            committed_at=canvas.committed_at.cpu().numpy(),
+            pending=PENDING,
+            span=(step.start, step.stop),
+            clocks=step.forwards,
+            active=step.active,
+        )
+        self._forwards += 1
+        self._show(self._frame(self._forwards - 1, str(self._kind)))
+
+    @_guarded
+    def end(self) -> None:
+        """See `tiered.streaming.Streamer`."""
+
+    def _count_rows(self, rows: Rows, sequences: int) -> None:
+        """Count a layer at the rows whose keys and values it computes; no read from the device."""
+        if self.failed:
+            return
+        shown = min(sequences, self._canvas.batch)
+        valid = None if rows.valid is None else rows.valid[:shown]
+        if rows.start is not None:
+            counts = self._counts[:shown, rows.start : rows.start + rows.count]
+            counts += 1 if valid is None else valid
+        elif rows.index is not None:
+            index = rows.index[:shown]
+            ones = torch.ones_like(index, dtype=torch.int16) if valid is None else valid.short()
+            self._counts[: len(index)].scatter_add_(1, index, ones)
+
+    def _frame(self, forward: int, kind: str) -> Frame:
+        seconds = max(0.0, self.entered - self._began - self.own_seconds)
+        before, self._seconds = self._seconds, seconds
+        block, span, number = self._block
+        return Frame(
+            forward=forward,
+            kind=kind,
+            block=block,
+            blocks=self._canvas.blocks,
+            step=number,
+            span=span,
+            seconds=seconds,
+            forward_seconds=seconds - before,
+            tiers=self._tiers(),
+            copies=self._copies(),
+            **self._books.figures(),
+        )
+
+    def _tiers(self) -> tuple[TierBytes, ...]:
+        peaks = self._ledger.report().tiers
+        return tuple(
+            TierBytes(
+                tier=tier,
+                accounts=self._ledger.accounts(tier),
+                peak=peaks[tier].peak,
+                cap=self._ledger.budget.cap(tier),
+            )
+            for tier in Tier
+        )
+
+    def _copies(self) -> Mapping[Way, Copied]:
+        if self._forward.tiers is None:
+            return {}
+        ways = self._forward.tiers.stats().ways
+        before, self._moved = self._moved, {way: (figures.nbytes, figures.busy_ns) for way, figures in ways.items()}
+        copied = {}
+        for way, (nbytes, busy_ns) in self._moved.items():
+            sent, took = before.get(way, (0, 0))
+            copied[way] = Copied(nbytes=nbytes - sent, busy_ns=busy_ns - took, total=nbytes)
+        return copied

@@ -1,0 +1,91 @@
+"""Elastic-Cache (arXiv 2510.14973): a window of masked positions slides over the answer, and a pass recomputes all rows
+from the layer on where the attention of the most attended tokens has moved.
+
+Semantics follow the paper. It has no blocks: `block_length = max_new_tokens` is its setting, and any other works.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tiered.core.checks import check_integer, check_number, unknown_name
+from tiered.core.features import Account, Feature, Tier
+from tiered.models.shape import ModelShape
+from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
+from tiered.policies.elastic_cache.costs import elastic_bytes
+from tiered.policies.elastic_cache.program import ElasticPass
+from tiered.policies.elastic_cache.step_rows import step_rows
+from tiered.policies.elastic_cache.tracked import Tracked
+from tiered.policies.schedule import check_interval, due
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticCache(Policy):
+    """Layer-wise updates on demand.
+
+    The call begins with a full pass that stores every layer's input. A step recomputes the window, what the last step
+    committed, and the tracked tokens: in each layer those that the window attended to most in the step before. Where
+    their attention weights are no longer like those of the step before, all rows are recomputed from the next layer up.
+
+    Attributes:
+        window: masked positions that a step recomputes, and may commit: the first ones.
+        similarity_threshold: γ, cosine similarity below which attention has moved; −1: never, above 1: always.
+        tracked: most attended tokens by layer.
+        hidden_tier: where the layers' inputs are kept: "host", or "device".
+        refresh_interval: forwards of a sequence from one full pass to the next; None: only the call's first. With 1,
+            and a window as long as a block, nothing is ever stale, and the answers equal those of `none`.
+    """
+
+    name: ClassVar[str] = "elastic_cache"
+    window: int = 16
+    similarity_threshold: float = 0.9
+    tracked: int = 1
+    hidden_tier: Tier | str = Tier.HOST
+    refresh_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("window", self.window, least=1)
+        check_number("similarity_threshold", self.similarity_threshold, least=-1.0)
+        check_integer("tracked", self.tracked, least=1)
+        if self.hidden_tier not in (Tier.HOST, Tier.DEVICE):
+            raise unknown_name("hidden_tier", str(self.hidden_tier), (Tier.HOST, Tier.DEVICE))
+        check_interval("refresh_interval", self.refresh_interval)
+
+    def features(self, shape: ModelShape) -> Mapping[Feature, int]:
+        return dict.fromkeys((Feature.KEY, Feature.VALUE, Feature.HIDDEN), shape.layers)
+
+    def host_features(self) -> frozenset[Feature]:
+        return frozenset({Feature.HIDDEN} if self.hidden_tier == Tier.HOST else ())
+
+    def state_bytes(
+        self, shape: ModelShape, *, batch: int, context: int, block_length: int, dtype: str, answer: int | None = None
+    ) -> Mapping[Account, int]:
+        sizes = {"batch": batch, "context": context, "block_length": block_length}
+        return {
+            Account.ACTIVATIONS: elastic_bytes(shape, window=self.window, tracked=self.tracked, dtype=dtype, **sizes)
+        }
+
+    def logit_rows(self, block_length: int, context: int) -> int:
+        return min(self.window, block_length)
+
+    def start(self) -> PolicyState:
+        return _Elastic(self)
+
+
+class _Elastic(PolicyState):
+    """Keeps the tracked tokens; where a pass widens is decided on its way, in `tiered.policies.elastic_cache`."""
+
+    def __init__(self, policy: ElasticCache) -> None:
+        self._policy = policy
+        self._tracked = Tracked(policy.tracked)
+
+    def plan(self, step: Step) -> StepPlan:
+        full = step.active if step.remasked else due(self._policy.refresh_interval, step)
+        rows = step_rows(step, self._policy.window, self._tracked, full)
+        kind = PassKind.REFRESH if rows.all_due else PassKind.UPDATE if any(full) else PassKind.STEP
+        apart = Feature.HIDDEN in self._policy.host_features()
+        program = ElasticPass(self._tracked, rows, self._policy.similarity_threshold, apart=apart)
+        return StepPlan(rows.rows, rows.output, kind, program)
+
+    def keep(self, sequences: list[int]) -> None:
+        self._tracked.keep(sequences)

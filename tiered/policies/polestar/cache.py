@@ -1,0 +1,147 @@
+"""The hidden states that a call keeps: one state for each layer that an update can renew."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER
+from tiered.clustering.cluster_index import ClusterIndex
+from tiered.clustering.regions import cluster_regions, cut_clusters, same_members
+from tiered.core.ops import Op
+from tiered.core.spans import spanned
+from tiered.kernels.host_values import on_device
+from tiered.policies.polestar.hidden_records import HiddenRecords
+from tiered.policies.polestar.layer_state import LayerState, Span
+from tiered.policies.polestar.members import Members
+from tiered.policies.polestar.options import HiddenOptions
+from tiered.policies.polestar.update_log import LayerUpdate
+from tiered.tiers.manager import TierManager
+
+KMEANS_ITERATIONS = 5  # as in the authors' code; more moves few rows
+
+
+@dataclass(slots=True)
+class HiddenCache:
+    """Clusters, records and drift of every layer but the last.
+
+    The first layer's rows are embeddings of tokens that stand still, and are looked up where they are needed; what
+    comes out of the last layer is read of the current block alone, so no other row goes through it. Records are
+    therefore of the layers between.
+
+    Attributes:
+        options: what is kept, and how.
+        states: by layer; empty before the first refresh, and where there is nothing outside the block.
+        ranking: drift of every cluster at the last update, by layer and sequence: what the next will probably renew.
+        copies: canvases of each sequence: two with guidance.
+        tiers: where records are; of the call.
+        log: what updates did.
+    """
+
+    options: HiddenOptions
+    states: dict[int, LayerState] = field(default_factory=dict)
+    ranking: dict[int, list[list[float]]] = field(default_factory=dict)
+    copies: int = 1
+    tiers: TierManager | None = None
+    log: list[LayerUpdate] = field(default_factory=list)
+
+    def begin(self, tiers: TierManager | None, copies: int) -> None:
+        """A refresh begins: forget everything."""
+        for state in self.states.values():
+            self._forget(state, range(state.batch))
+        self.states.clear()
+        self.ranking.clear()
+        self.tiers, self.copies = tiers, copies
+
+    def keep(self, sequences: list[int]) -> None:
+        """Go on with these sequences of the canvas alone (ascending)."""
+        for state in self.states.values():
+            batch = state.batch // self.copies
+            kept = [copy * batch + number for copy in range(self.copies) for number in sequences]
+            self._forget(state, set(range(state.batch)).difference(kept))
+            state.keep(kept)
+            if state.layer in self.ranking:
+                self.ranking[state.layer] = [self.ranking[state.layer][number] for number in kept]
+
+    def leader(self, layer: int) -> int:
+        """The layer whose clustering `layer` shares. Embeddings say nothing of context: the first layer is its own."""
+        return layer if layer <= 1 else 1 + (layer - 1) // self.options.cluster_layers * self.options.cluster_layers
+
+    @spanned(Op.CLUSTERING)
+    def cluster(
+        self,
+        layer: int,
+        hidden: Float[Tensor, "batch length width"],
+        regions: tuple[Span, Span],
+        pads: Sequence[int],
+        shared: Sequence[ClusterIndex] | None,
+    ) -> list[ClusterIndex]:
+        """Clusters of `hidden`, the input of `layer`: those of its leader (`shared`), or its own.
+
+        `pads`: columns of padding in front of each sequence.
+        """
+        if shared is not None:
+            return same_members(hidden, shared)
+        length = hidden.shape[1]
+        (_, end), (suffix, last) = regions
+        padding = on_device(pads, hidden.device)[:, None]
+        valid = torch.arange(length, device=hidden.device)[None] >= padding if any(pads) else None
+        # Sequences that are too short for all clusters get as many as they have rows.
+        groups: dict[int | str, list[int]] = defaultdict(list)
+        for number, pad in enumerate(pads):
+            prefix, behind = max(0, end - max(regions[0][0], pad)), last - suffix
+            wanted = self.options.clusters
+            fitting = wanted if wanted == "auto" else min(max(wanted, (prefix > 0) + (behind > 0)), prefix + behind)
+            groups[fitting].append(number)
+        found: dict[int, ClusterIndex] = {}
+        for count, numbers in groups.items():
+            part = slice(None) if len(numbers) == len(pads) else numbers
+            indices = cluster_regions(
+                hidden[part],
+                regions,
+                count,  # pyright: ignore[reportArgumentType]
+                valid=None if valid is None else valid[part],
+                iterations=KMEANS_ITERATIONS,
+                seed=self.options.seed,
+            )
+            if count == "auto":
+                indices = cut_clusters(hidden[part], indices, MOST_ROWS_PER_CLUSTER)
+            found.update(zip(numbers, indices, strict=True))
+        return [found[number] for number in range(len(pads))]
+
+    @spanned(Op.STORE)
+    def store(
+        self, layer: int, hidden: Float[Tensor, "batch length width"], indices: Sequence[ClusterIndex]
+    ) -> list[HiddenRecords]:
+        """Hand the members of every cluster to the tiers; the copies run while the layer does."""
+        return [
+            HiddenRecords.store(
+                self.open_tiers,
+                hidden[sequence],
+                index,
+                layer=layer,
+                sequence=sequence,
+                codec=self.options.codec,
+                tier=self.options.tier,
+            )
+            for sequence, index in enumerate(indices)
+        ]
+
+    @spanned(Op.CLUSTERING)
+    def members(self, indices: Sequence[ClusterIndex], length: int) -> list[Members]:
+        """The same clusters for the host. Reads from the device once a sequence."""
+        return [Members.of(index.rows.tolist(), index.sizes, length) for index in indices]
+
+    @property
+    def open_tiers(self) -> TierManager:
+        """Where records are."""
+        assert self.tiers is not None, "the runtime opens tiers for a policy that keeps hidden states"
+        return self.tiers
+
+    def _forget(self, state: LayerState, sequences: Iterable[int]) -> None:
+        if state.records is not None:
+            for number in sequences:
+                state.records[number].forget(self.open_tiers)

@@ -1,0 +1,172 @@
+"""The hidden states of one layer of one sequence as records: one for each cluster, or piece of a large one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tiered.clustering.cluster_index import ClusterIndex
+from tiered.clustering.pieces import Piece, pieces
+from tiered.core.features import Feature, Tier
+from tiered.core.ops import Op
+from tiered.core.spans import spanned
+from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.slabs import UNIT
+from tiered.tiers.banks import CentroidBank
+from tiered.tiers.manager import TierManager
+from tiered.tiers.record import RecordKey
+from tiered.tiers.ticket import Ticket
+
+MOST_ROWS = 256  # of a record: larger ones move no faster, and an update that wants a part of one fetches it all
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRecords:
+    """What `store` left in the tiers, and how to get it back by cluster.
+
+    Attributes:
+        layer, sequence: whose hidden states.
+        rows: canvas columns in cluster-major order, as the records hold them.
+        sizes: members of each cluster.
+        pieces: the record of each part number.
+        codec, tier: how and where they are stored.
+        most_rows: of a record.
+    """
+
+    layer: int
+    sequence: int
+    rows: Int[Tensor, " n"]
+    sizes: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    codec: Codec
+    tier: Tier
+    most_rows: int
+
+    @classmethod
+    def store(
+        cls,
+        tiers: TierManager,
+        hidden: Float[Tensor, "length width"],
+        index: ClusterIndex,
+        *,
+        layer: int,
+        sequence: int = 0,
+        codec: Codec | str = Codec.NVFP4_DELTA,
+        tier: Tier = Tier.HOST,
+    ) -> "HiddenRecords":
+        """Store the members of every cluster of `index`; `hidden` holds the layer's input rows by canvas column.
+
+        Raises:
+            TierCapacityError, ValueError: see `TierManager.store`.
+        """
+        most = most_rows(tiers.slot_bytes, codec, hidden)
+        records = cls(
+            layer, sequence, index.rows, index.sizes, pieces(index.sizes, most), Codec(codec), Tier(tier), most
+        )
+        records.renew(tiers, range(index.clusters), hidden[index.rows], index.centroids)
+        return records
+
+    def appended(self, columns: Int[Tensor, " members"]) -> "HiddenRecords":
+        """With one more cluster: `columns`, which belong to no other. Nothing of it is stored yet."""
+        cluster, first = len(self.sizes), len(self.rows)
+        more = (
+            Piece(cluster, first + piece.start, first + piece.stop) for piece in pieces([len(columns)], self.most_rows)
+        )
+        return replace(
+            self,
+            rows=torch.cat([self.rows, columns]),
+            sizes=(*self.sizes, len(columns)),
+            pieces=(*self.pieces, *more),
+        )
+
+    def members(self, cluster: int) -> Int[Tensor, " members"]:
+        """Canvas columns of the members of `cluster`, in the order of its rows; a view.
+
+        Raises:
+            ValueError: no such cluster.
+        """
+        if not 0 <= cluster < len(self.sizes):
+            raise ValueError(f"cluster = {cluster}; allowed: 0 to {len(self.sizes) - 1}")
+        start = sum(self.sizes[:cluster])
+        return self.rows[start : start + self.sizes[cluster]]
+
+    @spanned(Op.STORE)
+    def renew(
+        self,
+        tiers: TierManager,
+        clusters: Sequence[int],
+        rows: Float[Tensor, "rows width"],
+        centroids: Float[Tensor, "clusters width"],
+    ) -> None:
+        """Store all members of `clusters` anew: their `rows`, cluster after cluster, and against these `centroids`.
+
+        Raises:
+            TierCapacityError, ValueError: see `TierManager.store`.
+        """
+        parts = self._parts(clusters)
+        banks: dict[int, CentroidBank] = {}
+        try:
+            if self.codec is Codec.NVFP4_DELTA:
+                # One for each cluster: a shared one would stay until the last of its clusters is renewed.
+                for cluster, centroid in zip(clusters, centroids.to(tiers.dtype), strict=True):
+                    banks[cluster] = tiers.bank(centroid[None].clone())
+            tiers.store(
+                [self.key(part) for part in parts],
+                rows,
+                [self.pieces[part].stop - self.pieces[part].start for part in parts],
+                codec=self.codec,
+                bank=[banks[self.pieces[part].cluster] for part in parts] if banks else None,
+                clusters=[0] * len(parts) if banks else None,
+                tier=self.tier,
+            )
+        finally:
+            for bank in banks.values():
+                bank.release()
+
+    def key(self, part: int) -> RecordKey:
+        """The name of a piece's record."""
+        return RecordKey(Feature.HIDDEN, self.layer, self.sequence, part)
+
+    def keys(self, clusters: Sequence[int]) -> list[RecordKey]:
+        """The records of `clusters`, in their order."""
+        return [self.key(part) for part in self._parts(clusters)]
+
+    def fetch(self, tiers: TierManager, clusters: Sequence[int]) -> tuple[Ticket, Int[Tensor, " rows"]]:
+        """Begin to fetch the members of `clusters`; with the ticket come the canvas columns of its rows.
+
+        Raises:
+            KeyError, RecordLostError: see `TierManager.fetch`.
+            ValueError: no clusters, or one that is not there.
+        """
+        columns = [self.members(cluster) for cluster in clusters]
+        ticket = tiers.fetch(self.keys(clusters))
+        return ticket, torch.cat(columns)
+
+    def forget(self, tiers: TierManager) -> None:
+        """Drop all records."""
+        tiers.forget(self.key(part) for part in range(len(self.pieces)))
+
+    def _parts(self, clusters: Sequence[int]) -> list[int]:
+        of_cluster: dict[int, list[int]] = {cluster: [] for cluster in clusters}
+        for part, piece in enumerate(self.pieces):
+            if piece.cluster in of_cluster:
+                of_cluster[piece.cluster].append(part)
+        return [part for cluster in clusters for part in of_cluster[cluster]]
+
+
+def most_rows(slot_bytes: int, codec: Codec | str, hidden: Float[Tensor, "length width"]) -> int:
+    """Rows of the largest record of `codec` that fits a staging slot, at most 256.
+
+    Raises:
+        ValueError: not even one row fits.
+    """
+    sizes = [
+        codec_bytes(codec, rows, hidden.shape[1], element_bytes=hidden.element_size())
+        for rows in range(1, MOST_ROWS + 1)
+    ]
+    fitting = sum(size <= slot_bytes // UNIT * UNIT for size in sizes)
+    if not fitting:
+        raise ValueError(f"a row takes {sizes[0]} bytes in {codec}; a staging slot has {slot_bytes}")
+    return fitting
