@@ -5,8 +5,8 @@
     python bench/compare.py --baselines                  # transformers' caches, and the policies to hold them against
     python bench/compare.py --model embedded-uniform     # the same questions to the model of uniform noise
     python bench/compare.py --quick                      # every row with two examples, a few minutes; keeps nothing
-    python bench/compare.py --table README.md            # measures nothing: puts the tables of the file into README.md
-    python bench/compare.py --table docs/policies.md     # and the table of both kinds of noise into docs/policies.md
+    python bench/compare.py --table docs/benchmarks.md   # measures nothing: puts the tables of the file into the page
+    python bench/compare.py --table README.md            # and the short one there; docs/policies.md has both noises
 
 Every policy has its defaults. Answers have 32 tokens in blocks of 8, so that a canvas has finished blocks and blocks to
 come; a policy that is made for another call gets that one, and `none` answers it too. Every example is from the test

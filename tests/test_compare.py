@@ -404,16 +404,12 @@ def test_the_tables_are_put_between_the_marks(compare: ModuleType, script, tmp_p
     assert "No such file" in capsys.readouterr().err
 
 
-def test_the_readme_shows_what_was_measured(script: Callable[[str], ModuleType]):
-    page = script("comparing.page")
-    shown = page.between_marks((ROOT / "README.md").read_text(), "compare")
-    if not RESULTS.exists():
-        assert not shown, "README.md has figures that no file holds"
-        return
-    cost = RESULTS.with_name("policy_cost.json")
-    assert shown == page.tables(
-        json.loads(RESULTS.read_text()), json.loads(cost.read_text()) if cost.exists() else None
-    )
+def test_the_pages_show_what_was_measured(script: Callable[[str], ModuleType]):
+    page, cost = script("comparing.page"), json.loads(RESULTS.with_name("policy_cost.json").read_text())
+    measured = json.loads(RESULTS.read_text())
+    shown = page.between_marks((ROOT / "docs" / "benchmarks.md").read_text(), "compare")
+    assert shown == page.tables(measured, cost)
+    assert page.between_marks((ROOT / "README.md").read_text(), "short") == page.short_table(measured)
 
 
 def test_the_noise_table_says_what_the_rows_say(script: Callable[[str], ModuleType]):

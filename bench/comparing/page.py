@@ -1,5 +1,5 @@
-"""The tables of README.md and docs/policies.md, made from what bench/compare.py and bench/policy_cost.py wrote, each
-between two marks.
+"""The tables of README.md, docs/benchmarks.md and docs/policies.md, made from what bench/compare.py and
+bench/policy_cost.py wrote, each between two marks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,10 @@ from comparing.rounds import AGAIN
 from comparing.summary import MEANS, Row, grouped, is_long, number, percent, shown_figures, summary
 from tiered.core.whole_file import write_then_rename
 
-POLICIES_MARK, NOISE_MARK = "compare", "noise"
+POLICIES_MARK, NOISE_MARK, SHORT_MARK = "compare", "noise", "short"
+# What a first page shows of the comparison.
+SHORT = ("none", "fast_dllm_dual", "dkv_pd", "dllm_cache", "polestar", "transformers, cache")
+SHORT_FIGURES = ("tokens/s", "over `none`", "rows a step", "device", "host")
 # Columns by task. Tasks that rewrite a list are alike to all policies.
 GROUPS: dict[str, tuple[str, ...]] = {
     "lists": ("copy", "reverse", "replace", "insert", "remove"),
@@ -42,8 +45,11 @@ def put_tables(page: Path, comparisons: Mapping[str, Path], costs: Path) -> None
     if between_marks(text, NOISE_MARK) is not None:
         results = {noise: _result(path) for noise, path in comparisons.items()}
         text, made = put_between_marks(text, NOISE_MARK, noise_table(results)), made + 1
+    if between_marks(text, SHORT_MARK) is not None:
+        text, made = put_between_marks(text, SHORT_MARK, short_table(_result(first))), made + 1
     if not made:
-        raise ValueError(f"{page} has no <!-- {POLICIES_MARK} --> or <!-- {NOISE_MARK} --> with its end behind it")
+        marks = " or ".join(f"<!-- {mark} -->" for mark in (POLICIES_MARK, NOISE_MARK, SHORT_MARK))
+        raise ValueError(f"{page} has no {marks} with its end behind it")
     write_then_rename(page, lambda part: part.write_text(text))
 
 
@@ -99,6 +105,22 @@ def tables(result: Row, cost: Row | None) -> str:
             _figures(result["rows"], slow, None if cost is None else cost["policies"]),
         ]
     )
+
+
+def short_table(result: Row) -> str:
+    """Markdown: right answers, speed and bytes of a few policies."""
+    slow, *_, fast = grouped(result["rows"], "commit")
+    rows = {policy: own for policy, own in grouped(result["rows"], "policy").items() if policy in SHORT}
+    summaries = {policy: summary([row for row in own if row["commit"] == slow]) for policy, own in rows.items()}
+    columns = {name: show for name, show in shown_figures(summaries.values()).items() if name in SHORT_FIGURES}
+    heads = [f"{name}, {_asked(result['rows'], slow, GROUPS[name])}" for name in ("sort", "chain")]
+    lines = _head([*heads, f"{fast}: all, {_asked(result['rows'], fast, None)}", *columns])
+    for policy, own in rows.items():
+        by_commit = grouped(own, "commit")
+        cells = [_share(row for row in by_commit.get(slow, []) if _is_of(row, GROUPS[n])) for n in ("sort", "chain")]
+        cells += [_share(by_commit.get(fast, [])), *(show(summaries[policy]) for show in columns.values())]
+        lines.append(_line(policy, cells))
+    return "\n".join(lines)
 
 
 def _accuracy(rows: list[Row], slow: str, fast: str) -> str:
