@@ -5,11 +5,19 @@
 #   ARGS="-k ledger -x"     arguments for pytest; what stands in front of `make`, such as MKL_CBWR=COMPATIBLE, whose
 #                           sums round otherwise, holds for the tests
 #   WORKERS=2               processes that share the tests (0: none, which lets pytest's debugger in)
+#
+# `make test` leaves out the tests marked `long`, which take too long for every change: a whole rehearsal of a GPU day, a
+# sweep killed twenty times, soaks, compiles for every architecture, training. `make test-long` runs those alone and
+# takes the same ARGS: ARGS=--collect-only names them.
 
 PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ARGS ?=
 WORKERS ?= 2
+
+# Python may keep what it compiled, whatever is set outside: without, each of the processes that tests start compiles
+# torch from its source again, which takes it longer than the test.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 # Of 17000 files few are ever imported: those are compiled then.
@@ -33,7 +41,6 @@ demo: .venv/.demo
 test: .venv/.dev
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
-# What takes too long for every change.
 test-long: .venv/.dev
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m long $(ARGS)
 

@@ -10,20 +10,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tiered.clustering.areas import cluster_areas
 from tiered.clustering.cluster_index import ClusterIndex
-from tiered.clustering.regions import cluster_regions
 from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes
 from tiered.offload.codecs import CODECS, Nvfp4Codec, RowCodec
 from tiered.offload.slabs import UNIT
 
 BF16_BYTES = 2
-# What a residual is taken against, by the name in the table.
+# Every codec, and the delta against another base, by the name in the table.
 VARIANTS: Mapping[str, tuple[Codec, RowCodec]] = {
-    "raw": (Codec.RAW, CODECS[Codec.RAW]),
-    "fp8": (Codec.FP8, CODECS[Codec.FP8]),
-    "nvfp4": (Codec.NVFP4, CODECS[Codec.NVFP4]),
+    **{codec.value: (codec, row_codec) for codec, row_codec in CODECS.items()},
     "nvfp4_delta, mean": (Codec.NVFP4_DELTA, Nvfp4Codec(delta=True, base="mean")),
-    "nvfp4_delta": (Codec.NVFP4_DELTA, CODECS[Codec.NVFP4_DELTA]),
 }
 
 
@@ -71,10 +68,10 @@ def study_codecs(
         clusters: numbers of clusters to try.
 
     Raises:
-        ValueError: see `cluster_regions`.
+        ValueError: see `cluster_areas`.
     """
     for count in clusters:
-        indices = cluster_regions(hidden, regions, count, seed=seed)
+        indices = cluster_areas(hidden, regions, count, seed=seed)
         for layer, index in enumerate(indices):
             rows = hidden[layer][index.rows]
             for name, (codec, row_codec) in VARIANTS.items():
@@ -93,7 +90,7 @@ def _measure(
         offsets.append(end)
         end += -(-size // UNIT) * UNIT
     buffer, out = torch.empty(end, dtype=torch.uint8, device=rows.device), torch.empty_like(rows)
-    delta = codec is Codec.NVFP4_DELTA
+    delta = codec.needs_base
     centroids, numbers = (index.centroids, list(range(index.clusters))) if delta else (None, None)
     encode = _seconds(lambda: row_codec.encode(rows, index.sizes, buffer, offsets, centroids, numbers))
     decode = _seconds(lambda: row_codec.decode(buffer, offsets, index.sizes, rows.dtype, out, None, centroids))

@@ -31,12 +31,12 @@ from comparing.rounds import AGAIN, OtherAnswersError, noise_floor
 from comparing.summary import by_policy, is_long, screen_table
 from rich.console import Console
 from rows_file import weights_basis
+from scoring import score_examples
 from variants import Variant, all_variants
 
 import tiered
 from tiered.core.provenance import provenance
 from tiered.embedded import tasks
-from tiered.evaluation.scoring import score_examples
 
 COSTS = FOLDER / "policy_cost.json"
 QUICK_EXAMPLES = 2

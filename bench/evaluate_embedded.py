@@ -19,11 +19,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rows_file import measured_before, weights_basis, write_rows
+from scoring import score_examples
 
 import tiered
 from tiered.core.provenance import provenance
 from tiered.embedded import tasks
-from tiered.evaluation.scoring import score_examples
 from tiered.models.locate import EMBEDDED_MODELS
 
 RESULTS = Path(__file__).parent / "results"

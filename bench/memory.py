@@ -31,14 +31,14 @@ from step_cost import VOCABULARY, random_model, resident_peak
 
 import tiered
 from tiered.core.byte_size import format_bytes
-from tiered.core.events import Way
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.provenance import provenance
 from tiered.core.whole_file import write_then_rename
 from tiered.decoding.observers import Inspector
 from tiered.embedded import tasks
-from tiered.forward.costs import weight_bytes
+from tiered.forward.forward_bytes import weight_bytes
+from tiered.offload.lane import Lane
 from tiered.policies.registry import make_policy
 
 BLOCK = 32
@@ -98,13 +98,13 @@ def copies_by_layer(out: tiered.GenerationOutput) -> dict[str, dict[str, float]]
     layers = {} if out.tiers is None else out.tiers.layers
     return {
         str(layer): {
-            "copy_ms": ways[Way.FETCH].busy_ns / 1e6,
-            "hidden_ms": ways[Way.FETCH].hidden_ns / 1e6,
-            "exposed_ms": ways[Way.FETCH].exposed_ns / 1e6,
-            "bytes": ways[Way.FETCH].nbytes,
+            "copy_ms": ways[Lane.FETCH].busy_ns / 1e6,
+            "hidden_ms": ways[Lane.FETCH].hidden_ns / 1e6,
+            "exposed_ms": ways[Lane.FETCH].exposed_ns / 1e6,
+            "bytes": ways[Lane.FETCH].nbytes,
         }
         for layer, ways in sorted(layers.items())
-        if ways[Way.FETCH].jobs
+        if ways[Lane.FETCH].jobs
     }
 
 

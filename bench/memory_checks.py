@@ -16,7 +16,7 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.decoding.observers import Inspector
 from tiered.forward.forward import Forward
-from tiered.policies.base import PassKind, Step
+from tiered.policies.base import Step, StepKind
 
 PAGE = 4096
 # What is kept: accounts that no pass comes and goes with, and by tier the modules that ask for their storages.
@@ -45,7 +45,7 @@ class KeptBytes(MemoryTimeline):
     def after_forward(
         self,
         step: Step,
-        kind: PassKind,
+        kind: StepKind,
         ids: Int[Tensor, "sequences length"],
         forward: Forward,
         active: Bool[Tensor, " batch"],

@@ -12,7 +12,7 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
-from tiered.policies.base import PassKind, Step
+from tiered.policies.base import Step, StepKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class MemoryTimeline:
     def after_forward(
         self,
         step: Step,
-        kind: PassKind,
+        kind: StepKind,
         ids: Int[Tensor, "sequences length"],
         forward: Forward,
         active: Bool[Tensor, " batch"],

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from step_cost import BLOCK_LENGTH, VOCABULARY, random_model
 
-from tiered.core.events import Way
 from tiered.core.provenance import provenance
 from tiered.core.rows import Rows
 from tiered.core.whole_file import write_then_rename
 from tiered.forward.forward import Forward
 from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.lane import Lane
 from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.policies.polestar.policy import Polestar
@@ -78,7 +78,7 @@ def measure(model: Any, prompt: torch.Tensor, ratio: float | None, seconds: floa
     assert out.tiers is not None, "the policy keeps hidden states"
     layers = {}
     for layer, ways in sorted(out.tiers.layers.items()):
-        fetch = ways[Way.FETCH]
+        fetch = ways[Lane.FETCH]
         if fetch.busy_ns:
             layers[layer] = {
                 "copy_ms": fetch.busy_ns / 1e6,
@@ -87,7 +87,7 @@ def measure(model: Any, prompt: torch.Tensor, ratio: float | None, seconds: floa
                 "copies": fetch.jobs,
                 "bytes": fetch.nbytes,
             }
-    total = out.tiers.ways[Way.FETCH]
+    total = out.tiers.ways[Lane.FETCH]
     return {
         "prefetch_layers": prefetch,
         "copy_over_attention": ratio,

@@ -24,13 +24,13 @@ import torch
 from polestar_memory import memory
 from rich.console import Console
 from rows_file import write_rows
+from scoring import score_examples
 from tally import Tally
 
 import tiered
 from tiered.core.provenance import provenance
 from tiered.embedded import tasks
-from tiered.evaluation.scoring import score_examples
-from tiered.observe.analysis.regions import Region
+from tiered.observe.analysis.reports import Area
 from tiered.observe.analysis.token_drift import measure_token_drift
 
 PARTS = ("memory", "table", "trigger", "early", "drift")
@@ -191,7 +191,7 @@ def drift(runtime: tiered.Runtime, examples: int) -> list[dict[str, Any]]:
                 chat = [[{"role": "user", "content": tasks.sample(task, "test", seed, size=size).prompt}]]
                 call = {"max_new_tokens": BLOCK, "block_length": BLOCK, "steps": BLOCK // 2, "stop_at_eos": False}
                 report = measure_token_drift(chosen, chat, **call)
-                prompt = list(Region).index(Region.PROMPT)
+                prompt = list(Area).index(Area.PROMPT)
                 distances.append([np.nanmean(report.keys[..., prompt]), np.nanmean(report.values[..., prompt])])
                 out = chosen.generate(chat, **call)
                 moved += sum(out.memory.moved.values())

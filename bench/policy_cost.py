@@ -32,7 +32,7 @@ from variants import Variant, all_variants
 from tiered.core.provenance import provenance
 from tiered.core.whole_file import write_then_rename
 from tiered.forward.forward import Flow, Forward, LayerProgram
-from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
+from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.none import NoCache
 from tiered.runtime import Runtime
@@ -46,7 +46,7 @@ BLOCK_FORWARDS = 7  # of the block-only call, whose steps are all alike
 class Pass:
     """One forward: rows of a sequence; seconds from plan to plan, in the plan, and in all layers but the last."""
 
-    kind: PassKind
+    kind: StepKind
     rows: float
     total: float
     plan: float
@@ -61,7 +61,7 @@ class _Watched:
     """A policy, or the state of one, that goes on as it would; `plan` and the layers are timed."""
 
     _forward: Forward
-    _kind: PassKind
+    _kind: StepKind
     _planned: float
     _layers: float
 
@@ -75,7 +75,7 @@ class _Watched:
     def start(self) -> "_Watched":
         return _Watched(self._watched.start(), self._forwards, self._passes)
 
-    def plan(self, step: Step) -> StepPlan:
+    def rows(self, step: Step) -> StepRows:
         now = time.perf_counter()
         if self._began is not None:
             self._passes.append(
@@ -90,7 +90,7 @@ class _Watched:
         if len(self._passes) == self._forwards:
             raise _Enough
         self._began, self._layers = now, 0.0
-        plan = cast(PolicyState, self._watched).plan(step)
+        plan = cast(PolicyState, self._watched).rows(step)
         self._kind, self._planned = plan.kind, time.perf_counter()
         return replace(plan, program=self._timed(plan.program or Forward.dense))
 
@@ -148,13 +148,13 @@ class Bench:
         steps = first_passes(
             self.runtime, FastDLLMDual(), self.tokens[:, :-length], min(BLOCK_FORWARDS, length - 1), **call
         )
-        return statistics.median(step.plan + step.layers for step in steps if step.kind is PassKind.STEP)
+        return statistics.median(step.plan + step.layers for step in steps if step.kind is StepKind.STEP)
 
 
 def one_round(bench: Bench, variant: Variant) -> dict[str, Any]:
     """The figures of one round of `variant`."""
     full, passes = bench.full(), bench.passes(variant)
-    plain = [each for each in passes if each.kind is PassKind.STEP]
+    plain = [each for each in passes if each.kind is StepKind.STEP]
     figures: dict[str, Any] = {
         "full_ms": 1000 * full,
         "passes": {
@@ -163,7 +163,7 @@ def one_round(bench: Bench, variant: Variant) -> dict[str, Any]:
                 "rows": statistics.median(each.rows for each in own),
                 "ms": 1000 * statistics.median(each.total for each in own),
             }
-            for kind in PassKind
+            for kind in StepKind
             if (own := [each for each in passes if each.kind is kind])
         },
     }

@@ -17,7 +17,7 @@ import torch
 
 from tiered.core.features import Tier
 from tiered.core.provenance import provenance
-from tiered.forward.costs import weight_bytes
+from tiered.forward.forward_bytes import weight_bytes
 from tiered.models.llada import LLaDA
 from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.none import NoCache

@@ -27,7 +27,7 @@ from tier_fuzz import run_schedule, without
 from torch import Tensor
 
 import tiered
-from tiered.clustering.regions import cluster_regions
+from tiered.clustering.areas import cluster_areas
 from tiered.clustering.spherical import spherical_kmeans
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
@@ -117,7 +117,7 @@ def layer_table(results: Sequence[CodecResult]) -> Table:
 
 def offload(hidden: Tensor, regions: tuple[tuple[int, int], tuple[int, int]], console: Console) -> dict[str, Any]:
     """Every layer's clusters to host memory and back by way of the tier manager, in each codec."""
-    indices = cluster_regions(hidden, regions, AUTO)
+    indices = cluster_areas(hidden, regions, AUTO)
     report = {}
     for codec in Codec:
         ledger = Ledger()
@@ -130,9 +130,9 @@ def offload(hidden: Tensor, regions: tuple[tuple[int, int], tuple[int, int]], co
             tiers.synchronize()
             there = time.perf_counter()
             errors = []
-            for rows, records in zip(hidden, stored, strict=True):
-                ticket, columns = records.fetch(tiers, range(len(records.sizes)))
-                errors.append(((ticket.wait() - rows[columns]).norm() / rows[columns].norm()).item())
+            for rows, index, records in zip(hidden, indices, stored, strict=True):
+                found = tiers.fetch(records.keys(range(len(records.sizes)))).wait()
+                errors.append(((found - rows[index.rows]).norm() / rows[index.rows].norm()).item())
             back = time.perf_counter()
             tiers.check_integrity()
             stats = tiers.stats()
@@ -211,7 +211,7 @@ def kmeans_over_faiss(rounds: int) -> dict[str, Any]:
         start = data[:, :clusters].clone()
 
         def run(backend: Any, data: Tensor = data, clusters: int = clusters, start: Tensor = start) -> object:
-            return spherical_kmeans(data, clusters, start=start, iterations=10, tolerance=None, backend=backend)
+            return spherical_kmeans(data, clusters, start=start, iterations=10, backend=backend)
 
         times = {backend: seconds(lambda backend=backend: run(backend), rounds) for backend in ("torch", "faiss")}
         ratios[f"{rows}x{width}, {clusters}"] = times["torch"] / times["faiss"]

@@ -1,4 +1,7 @@
-"""Books: how many clusters the prefix and the suffix of the current block get. Integers only."""
+"""Books: how many clusters the prefix and the suffix of the current block get, and how large one may be."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 # A record of 64 rows is large enough for the link's full speed, and an update of M clusters recomputes about 64·M rows
 # however long the context is.
@@ -7,27 +10,27 @@ ROWS_PER_CLUSTER = 64
 MOST_ROWS_PER_CLUSTER = 4 * ROWS_PER_CLUSTER
 
 
-def auto_clusters(*region_rows: int) -> int:
-    """How many clusters `clusters="auto"` gives regions of these many rows in all: about one for 64 rows.
+def auto_clusters(*area_rows: int) -> int:
+    """How many clusters `clusters="auto"` gives areas of these many rows in all: about one for 64 rows.
 
-    At least one for each region that has rows, so that `allocate_clusters` can always share them out.
+    At least one for each area that has rows, so that `allocate_clusters` can always share them out.
 
     Raises:
         ValueError: a negative number of rows.
     """
-    if any(rows < 0 for rows in region_rows):
-        raise ValueError(f"numbers of rows cannot be negative: {', '.join(map(str, region_rows))}")
-    nearest = (sum(region_rows) + ROWS_PER_CLUSTER // 2) // ROWS_PER_CLUSTER
-    return max(nearest, sum(rows > 0 for rows in region_rows))
+    if any(rows < 0 for rows in area_rows):
+        raise ValueError(f"numbers of rows cannot be negative: {', '.join(map(str, area_rows))}")
+    nearest = (sum(area_rows) + ROWS_PER_CLUSTER // 2) // ROWS_PER_CLUSTER
+    return max(nearest, sum(rows > 0 for rows in area_rows))
 
 
 def allocate_clusters(clusters: int, prefix_rows: int, suffix_rows: int) -> tuple[int, int]:
     """`clusters` shared between prefix and suffix in proportion to their rows, rounded half up in the prefix's favour.
 
-    A region with rows gets at least one cluster, none gets more clusters than rows, and the two sum to `clusters`.
+    An area with rows gets at least one cluster, none gets more clusters than rows, and the two sum to `clusters`.
 
     Raises:
-        ValueError: negative numbers, fewer clusters than regions with rows, or more clusters than rows.
+        ValueError: negative numbers, fewer clusters than areas with rows, or more clusters than rows.
     """
     rows = prefix_rows + suffix_rows
     if prefix_rows < 0 or suffix_rows < 0:
@@ -45,3 +48,32 @@ def allocate_clusters(clusters: int, prefix_rows: int, suffix_rows: int) -> tupl
     highest = min(prefix_rows, clusters - int(suffix_rows > 0))
     prefix = min(max(nearest, lowest), highest)
     return prefix, clusters - prefix
+
+
+class Piece(NamedTuple):
+    """Rows `start` to `stop` (exclusive) of the cluster-major rows, all of them members of `cluster`."""
+
+    cluster: int
+    start: int
+    stop: int
+
+
+def pieces(sizes: Sequence[int], max_rows: int) -> tuple[Piece, ...]:
+    """Clusters of `sizes` rows, laid one after the other, in as few pieces of at most `max_rows` as each allows.
+
+    The pieces of a cluster differ by at most one row, larger ones first; an empty cluster has none.
+
+    Raises:
+        ValueError: a negative size, or `max_rows` below 1.
+    """
+    if max_rows < 1 or any(size < 0 for size in sizes):
+        raise ValueError(f"max_rows = {max_rows} must be 1 or more, and sizes 0 or more: {list(sizes)}")
+    cut = []
+    start = 0
+    for cluster, size in enumerate(sizes):
+        count = -(-size // max_rows)
+        for number in range(count):
+            stop = start + size // count + (number < size % count)
+            cut.append(Piece(cluster, start, stop))
+            start = stop
+    return tuple(cut)

@@ -1,7 +1,6 @@
 """The clusters of one layer of one sequence: who belongs where, in which order, and what stands for them."""
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from jaxtyping import Float, Int
@@ -16,10 +15,9 @@ class ClusterIndex:
         rows: canvas columns in cluster-major order: a cluster's members follow each other, ascending.
         sizes: members of each cluster, at least one. On the host, since they decide the sizes of records.
         counts: the same on the device, since a copy from the host would wait for what the device is doing.
-        shares: clusters of each region of the canvas (prefix, suffix), in the order of their numbers.
+        shares: clusters of each area of the canvas (prefix, suffix), in the order of their numbers.
         centroids: mean of each cluster's rows as they are, not of unit norm: residuals are taken against it.
         medoids: canvas column of the member nearest (cosine) to the centroid when the clusters were made.
-        version: of the centroids; a delta decodes only against the version that it was made with.
     """
 
     rows: Int[Tensor, " n"]
@@ -28,36 +26,11 @@ class ClusterIndex:
     shares: tuple[int, ...]
     centroids: Float[Tensor, "clusters width"]
     medoids: Int[Tensor, " clusters"]
-    version: int = 0
 
     @property
     def clusters(self) -> int:
         """How many there are."""
         return len(self.sizes)
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """Where each cluster begins in `rows`."""
-        return tuple(accumulate(self.sizes[:-1], initial=0)) if self.sizes else ()
-
-    def slice_of(self, cluster: int) -> slice:
-        """Where the members of `cluster` stand in `rows`.
-
-        Raises:
-            ValueError: no such cluster.
-        """
-        if not 0 <= cluster < self.clusters:
-            raise ValueError(f"cluster = {cluster}; allowed: 0 to {self.clusters - 1}")
-        start = self.starts[cluster]
-        return slice(start, start + self.sizes[cluster])
-
-    def members(self, cluster: int) -> Int[Tensor, " members"]:
-        """Canvas columns of the members of `cluster`, ascending; a view.
-
-        Raises:
-            ValueError: no such cluster.
-        """
-        return self.rows[self.slice_of(cluster)]
 
     def cluster_of(self, length: int) -> Int[Tensor, " length"]:
         """The cluster of every column of a canvas of `length` columns, −1 where there is none."""
@@ -74,7 +47,7 @@ class ClusterIndex:
         assert len(set(rows)) == len(rows) and all(row >= 0 for row in rows), "columns are distinct, none negative"
         assert self.centroids.shape[0] == len(medoids) == self.clusters, "one centroid and one medoid a cluster"
         assert self.centroids.isfinite().all(), "centroids are finite"
-        for cluster, medoid in enumerate(medoids):
-            members = rows[self.slice_of(cluster)]
+        for cluster, (members, medoid) in enumerate(zip(self.rows.split(self.sizes), medoids, strict=True)):
+            members = members.tolist()
             assert members == sorted(members), f"the members of cluster {cluster} ascend"
             assert medoid in members, f"the medoid {medoid} of cluster {cluster} is a member"

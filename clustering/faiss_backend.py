@@ -2,6 +2,7 @@
 
 import importlib
 from types import ModuleType
+from typing import Literal
 
 import torch
 from jaxtyping import Float32
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from tiered.clustering.lloyd import Fit
 from tiered.clustering.unit_rows import UnitRows, normalised
+
+Backend = Literal["torch", "faiss"]
+BACKENDS: tuple[Backend, ...] = ("torch", "faiss")
 
 UNLIMITED = 1 << 30
 
@@ -25,10 +29,8 @@ def import_faiss() -> ModuleType:
         raise ImportError("backend = 'faiss' needs faiss-cpu: pip install 'tiered[faiss]'") from error
 
 
-def faiss_lloyd(
-    units: UnitRows, start: Float32[Tensor, "groups clusters width"], iterations: int, tolerance: float | None
-) -> Fit:
-    """`lloyd` through faiss: same meaning, same stopping rule. Everything is copied to the CPU and back.
+def faiss_lloyd(units: UnitRows, start: Float32[Tensor, "groups clusters width"], iterations: int) -> Fit:
+    """`lloyd` through faiss, with the same meaning. Everything is copied to the CPU and back.
 
     faiss fills an empty cluster with half of a large one, `lloyd` with the farthest row: from there they differ.
 
@@ -39,24 +41,17 @@ def faiss_lloyd(
     nearest = torch.zeros(groups, n, dtype=torch.int64)
     cosine = torch.zeros(groups, n, dtype=torch.float32)
     directions = start.cpu().clone()
-    done = 0
     for group in range(groups):
         one = units.groups(slice(group, group + 1))
         columns = torch.arange(n) if one.valid is None else one.valid[0].nonzero()[:, 0].cpu()
         rows = one.take(columns[None].to(start.device))[0].cpu()
-        passes = _train(rows, directions[group], iterations, tolerance)
-        done = max(done, passes)
+        _train(rows, directions[group], iterations)
         cosine[group, columns], nearest[group, columns] = _search(rows, directions[group])
-    return Fit(directions.to(start.device), nearest.to(start.device), cosine.to(start.device), done)
+    return Fit(directions.to(start.device), nearest.to(start.device), cosine.to(start.device))
 
 
-def _train(
-    rows: Float32[Tensor, "n width"],
-    directions: Float32[Tensor, "clusters width"],
-    iterations: int,
-    tolerance: float | None,
-) -> int:
-    """Move `directions` in place; returns the iterations done."""
+def _train(rows: Float32[Tensor, "n width"], directions: Float32[Tensor, "clusters width"], iterations: int) -> None:
+    """Move `directions` in place."""
     faiss = import_faiss()
     clusters, width = directions.shape
     training = faiss.Clustering(width, clusters)
@@ -64,14 +59,13 @@ def _train(
     training.spherical = True  # normalises the centroids alone: `rows` are unit rows already
     training.max_points_per_centroid = UNLIMITED  # by default faiss trains on a sample of 256 rows a cluster
     training.min_points_per_centroid = 1  # by default it warns on stderr below 39
-    training.early_stop_threshold = -1.0 if tolerance is None else tolerance
+    training.early_stop_threshold = -1.0  # all iterations
     training.check_input_data_for_NaNs = False  # the caller has checked
     faiss.copy_array_to_vector(directions.numpy().ravel(), training.centroids)
     training.train(rows.numpy(), faiss.IndexFlatIP(width))
     found = torch.from_numpy(faiss.vector_to_array(training.centroids)).view(1, clusters, width)
     # A cluster of nothing but zero rows comes back as a zero vector.
     directions.copy_(normalised(found, directions[None])[0])
-    return training.iteration_stats.size()
 
 
 def _search(rows: Float32[Tensor, "n width"], directions: Float32[Tensor, "clusters width"]) -> tuple[Tensor, Tensor]:

@@ -1,66 +1,108 @@
-"""The iterations of spherical k-means in plain torch, on any device, for many groups at once."""
+"""The iterations of spherical k-means in plain torch, on any device, for many groups at once.
+
+Clusters that have lost all their members get the rows that are farthest from their own.
+"""
 
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Bool, Float, Float32, Int, Int64
 from torch import Tensor
 
-from tiered.clustering.cluster_sums import add_by_cluster
-from tiered.clustering.empty_clusters import reseed_empty
+from tiered.clustering.summaries import add_by_cluster, nearest_members
 from tiered.clustering.unit_rows import UnitRows, first_alike, normalised
+
+# Ranks below every distance 1 − cosine: a row without direction is taken when no other is left, a barred one never.
+LAST_RESORT = -1.0
+BARRED = -2.0
+# Distances are ranked in so many steps, from the largest to 0: rows that ought to be equal rank alike.
+STEPS = 64
 
 
 class Fit(NamedTuple):
-    """What a backend returns: directions, the nearest of them and its cosine for every row, iterations done."""
+    """What a backend returns: directions, and for every row the nearest of them and its cosine to it."""
 
     directions: Float32[Tensor, "groups clusters width"]
     nearest: Int64[Tensor, "groups n"]
     cosine: Float32[Tensor, "groups n"]
-    iterations: int
 
 
-def lloyd(
-    units: UnitRows, start: Float32[Tensor, "groups clusters width"], iterations: int, tolerance: float | None
-) -> Fit:
+def lloyd(units: UnitRows, start: Float32[Tensor, "groups clusters width"], iterations: int) -> Fit:
     """From the unit vectors `start`: give every row to its nearest direction, turn that to the sum of its rows; repeat.
 
-    A group stops when its Σ cosine has grown by no more than the fraction `tolerance` of itself, and stays as it is
-    while others go on. One host synchronisation an iteration then, of one flag a group; none with `tolerance=None`.
+    No host synchronisation.
     """
-    groups, n, _ = units.rows.shape
     directions = start
-    nearest = torch.zeros(groups, n, dtype=torch.int64, device=start.device)
-    cosine = torch.zeros(groups, n, dtype=torch.float32, device=start.device)
-    settled = torch.zeros(groups, dtype=torch.bool, device=start.device)
-    skip = [False] * groups
-    before = None
-    for iteration in range(iterations):
+    for _ in range(iterations):
         sums = torch.zeros_like(start)
-        _assign(units, directions, nearest, cosine, sums, skip)
-        if tolerance is not None:
-            now = cosine.sum(1, dtype=torch.float64)
-            if before is not None:
-                # A group that has settled keeps its directions, so it gains nothing more.
-                settled = now - before <= tolerance * before.abs()
-                skip = settled.tolist()
-                if all(skip):
-                    return Fit(directions, nearest, cosine, iteration)
-            before = now
-        turned = reseed_empty(units, normalised(sums, directions), nearest, cosine)
-        directions = directions.where(settled[:, None, None], turned)
-    _assign(units, directions, nearest, cosine, None, skip)
-    return Fit(directions, nearest, cosine, iterations)
+        nearest, cosine = _assign(units, directions, sums)
+        directions = _reseed_empty(units, normalised(sums, directions), nearest, cosine)
+    return Fit(directions, *_assign(units, directions, None))
 
 
-def _assign(
-    units: UnitRows, directions: Tensor, nearest: Tensor, cosine: Tensor, sums: Tensor | None, skip: list[bool]
-) -> None:
-    """Write `nearest` and `cosine`, and add each row to its cluster's sum, in one pass over the rows. Of directions
-    that are alike but for rounding the first gets the rows of all."""
+def _assign(units: UnitRows, directions: Tensor, sums: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The nearest direction of every row and its cosine to it; each row is added to its cluster's sum on the way. Of
+    directions that are alike but for rounding the first gets the rows of all."""
+    groups, n, _ = units.rows.shape
+    nearest = torch.zeros(groups, n, dtype=torch.int64, device=directions.device)
+    cosine = torch.zeros(groups, n, dtype=torch.float32, device=directions.device)
     first = first_alike(directions, units.rounding)
-    for here, span, tile in units.tiles(columns=directions.shape[1], skip=skip):
+    for here, span, tile in units.tiles(columns=directions.shape[1]):
         cosine[here, span], best = (tile @ directions[here].mT).max(-1)
         nearest[here, span] = first[here].gather(1, best)
         if sums is not None:
             add_by_cluster(sums[here], tile, nearest[here, span])
+    return nearest, cosine
+
+
+def _reseed_empty(
+    units: UnitRows,
+    directions: Float32[Tensor, "groups clusters width"],
+    nearest: Int[Tensor, "groups n"],
+    cosine: Float32[Tensor, "groups n"],
+) -> Float32[Tensor, "groups clusters width"]:
+    """`directions`, where a cluster that no row with a direction is nearest to points at one of the rows that are
+    farthest from theirs; each at a different row. Rows stay where they are: the next pass assigns them."""
+    usable = units.inverse > 0
+    counts = torch.zeros_like(directions[..., 0]).scatter_add_(1, nearest, usable.float())
+    picks = _farthest(torch.where(usable, 1 - cosine, LAST_RESORT), counts == 0, units.rounding)
+    return torch.where((counts == 0)[..., None], normalised(units.take(picks), directions), directions)
+
+
+def fill_empty(
+    units: UnitRows,
+    directions: Float32[Tensor, "groups clusters width"],
+    assignment: Int[Tensor, "groups n"],
+    cosine: Float32[Tensor, "groups n"],
+) -> tuple[Float32[Tensor, "groups clusters width"], Int[Tensor, "groups n"], Float32[Tensor, "groups n"]]:
+    """Move one row into every empty cluster, and point the cluster at it: new directions, assignment and cosines.
+
+    A row moves only from a cluster that keeps another, so with as many valid rows as clusters none stays empty.
+    `assignment` is −1 at invalid rows.
+    """
+    clusters, n = directions.shape[1], assignment.shape[1]
+    keepers = nearest_members(cosine, assignment, clusters, units.rounding)
+    empty = keepers == n
+    usable = units.inverse > 0
+    rank = torch.where(usable, 1 - cosine, LAST_RESORT).where(assignment >= 0, BARRED)
+    picks = _farthest(_put(rank, keepers, torch.full_like(directions[..., 0], BARRED)), empty, units.rounding)
+    columns = picks.where(empty, n)
+    assignment = _put(assignment, columns, torch.arange(clusters, device=picks.device).expand_as(columns))
+    cosine = _put(cosine, columns, usable.gather(1, picks).float())
+    return torch.where(empty[..., None], normalised(units.take(picks), directions), directions), assignment, cosine
+
+
+def _farthest(
+    rank: Float[Tensor, "groups n"], empty: Bool[Tensor, "groups clusters"], apart: float
+) -> Int[Tensor, "groups clusters"]:
+    """For the i-th empty cluster of a group the row of the i-th highest rank; for the others any row. Of ranks that
+    differ by less than a step, or than `apart`, the first row's is higher."""
+    most = rank.amax(1, keepdim=True)
+    order = ((most - rank) / (most / STEPS).clamp_min(apart)).floor().argsort(dim=1, stable=True)
+    return order.gather(1, (empty.cumsum(1) - 1).clamp_min(0))
+
+
+def _put(values: Tensor, columns: Int[Tensor, "groups puts"], new: Tensor) -> Tensor:
+    """A copy of `values` with `new` at `columns`; column n is no place."""
+    spare = torch.zeros_like(values[:, :1])
+    return torch.cat([values, spare], dim=1).scatter_(1, columns, new)[:, :-1]

@@ -1,21 +1,17 @@
 """Spherical k-means: clusters of rows by direction."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from tiered.clustering.empty_clusters import fill_empty
-from tiered.clustering.faiss_backend import faiss_lloyd, import_faiss
-from tiered.clustering.lloyd import lloyd
+from tiered.clustering.faiss_backend import BACKENDS, Backend, faiss_lloyd, import_faiss
+from tiered.clustering.lloyd import fill_empty, lloyd
 from tiered.clustering.seeding import axes, kmeans_start
 from tiered.clustering.unit_rows import UnitRows, normalised
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-Backend = Literal["torch", "faiss"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,13 +22,11 @@ class KMeansResult:
         directions: of unit norm.
         assignment: the cluster of each row, −1 at invalid rows.
         inertia: Σ(1 − cosine) over a group's valid rows; a zero row counts 1.
-        iterations: done by the group that took most.
     """
 
     directions: Float32[Tensor, "groups clusters width"]
     assignment: Int64[Tensor, "groups n"]
     inertia: Float32[Tensor, " groups"]
-    iterations: int
 
 
 @torch.no_grad()
@@ -43,7 +37,6 @@ def spherical_kmeans(
     valid: Bool[Tensor, "groups n"] | None = None,
     start: Float[Tensor, "groups clusters width"] | None = None,
     iterations: int = 10,
-    tolerance: float | None = 1e-4,
     seed: int = 0,
     backend: Backend = "torch",
 ) -> KMeansResult:
@@ -55,17 +48,15 @@ def spherical_kmeans(
     A zero row belongs to some cluster and pulls none.
 
     Norms, cosines and sums are float32; memory beside the results is bounded (see `tiles`). The same arguments give the
-    same result on the same device and versions. The host reads from the device once for the checks, and once an
-    iteration after the first where `tolerance` is a number; a cold start also copies its random numbers to the device.
-    The faiss backend copies all rows to the CPU.
+    same result on the same device and versions. The host reads from the device once, for the checks; a cold start also
+    copies its random numbers to the device. The faiss backend copies all rows to the CPU.
 
     Args:
         rows: float16, bfloat16, float32 or float64. Invalid rows may hold anything.
         clusters: for every group.
         valid: False at rows that are not there.
         start: centroids to start from, of any norm; greedy k-means++ without (`seed` is used for nothing else).
-        iterations: at most; with 0, rows are only assigned to `start`.
-        tolerance: a group stops when its Σ cosine grew by no more than this fraction; None: after `iterations` only.
+        iterations: with 0, rows are only assigned to `start`.
         seed: of the start.
         backend: "torch" on the device of `rows`, or "faiss" on the CPU.
 
@@ -75,19 +66,19 @@ def spherical_kmeans(
             valid row or start that is not finite or whose norm float32 cannot hold.
         ImportError: backend "faiss" without faiss.
     """
-    _check_arguments(rows, clusters, valid, start, iterations, tolerance, backend)
+    _check_arguments(rows, clusters, valid, start, iterations, backend)
     units = UnitRows.of(rows, valid)
     _check_values(units, clusters, start)
     if start is None:
         start = kmeans_start(units, clusters, seed)
     else:
         start = normalised(start.float(), axes(rows.shape[0], clusters, rows.shape[2], rows.device))
-    fit = (lloyd if backend == "torch" else faiss_lloyd)(units, start, iterations, tolerance)
+    fit = (lloyd if backend == "torch" else faiss_lloyd)(units, start, iterations)
     assignment = fit.nearest if valid is None else fit.nearest.where(valid, -1)
     directions, assignment, cosine = fill_empty(units, fit.directions, assignment, fit.cosine)
     distance = (1 - cosine).clamp_min(0)
     inertia = (distance if valid is None else distance.where(valid, 0)).sum(1)
-    return KMeansResult(directions, assignment, inertia, fit.iterations)
+    return KMeansResult(directions, assignment, inertia)
 
 
 def _check_arguments(
@@ -96,17 +87,14 @@ def _check_arguments(
     valid: Tensor | None,
     start: Tensor | None,
     iterations: int,
-    tolerance: float | None,
     backend: str,
 ) -> None:
     if rows.dtype not in DTYPES:
         raise TypeError(f"rows are {rows.dtype}; allowed: {', '.join(map(str, DTYPES))}")
     if rows.ndim != 3 or 0 in rows.shape:
         raise ValueError(f"rows have shape {list(rows.shape)}; allowed: [groups, n, width], none of them 0")
-    if clusters < 1 or iterations < 0 or (tolerance is not None and not tolerance >= 0):
-        raise ValueError(
-            f"clusters = {clusters} must be 1 or more, iterations = {iterations} and tolerance = {tolerance} 0 or more"
-        )
+    if clusters < 1 or iterations < 0:
+        raise ValueError(f"clusters = {clusters} must be 1 or more, and iterations = {iterations} 0 or more")
     groups, n, width = rows.shape
     if n < clusters:
         raise ValueError(f"{n} rows cannot fill clusters = {clusters}")
@@ -114,7 +102,7 @@ def _check_arguments(
         raise ValueError(f"valid is {valid.dtype} {list(valid.shape)}; allowed: torch.bool {[groups, n]}")
     if start is not None and start.shape != (groups, clusters, width):
         raise ValueError(f"start has shape {list(start.shape)}; allowed: {[groups, clusters, width]}")
-    if backend not in ("torch", "faiss"):
+    if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; allowed: 'torch', 'faiss'")
     if backend == "faiss":
         import_faiss()

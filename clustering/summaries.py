@@ -1,13 +1,51 @@
-"""What stands for a cluster: the mean of its rows, and the member nearest to that."""
+"""Rows added up by cluster, and what stands for a cluster: the mean of its rows, and the member most like it."""
 
 import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from tiered.clustering.cluster_sums import add_by_cluster
-from tiered.clustering.nearest_members import nearest_members
 from tiered.clustering.tiles import tiles
 from tiered.clustering.unit_rows import ZERO_NORM, normalised, rounding
+
+
+def add_by_cluster(
+    sums: Float32[Tensor, "groups clusters width"],
+    rows: Float32[Tensor, "groups n width"],
+    assignment: Int[Tensor, "groups n"],
+) -> None:
+    """`sums[g, assignment[g, i]] += rows[g, i]` in place; rows that belong nowhere are zeros, in any cluster."""
+    # On a device, `index_add_` adds with atomics in whatever order they come, and offloaded states must equal
+    # resident ones bit for bit. On the CPU it runs in order, and is several times faster than a matrix product.
+    (_by_index if rows.device.type == "cpu" else _by_product)(sums, rows, assignment)
+
+
+def _by_index(sums: Tensor, rows: Tensor, assignment: Tensor) -> None:
+    groups, clusters, width = sums.shape
+    offsets = torch.arange(groups, device=sums.device)[:, None] * clusters
+    # A view of `sums`, or an error: a copy would lose the result.
+    sums.view(-1, width).index_add_(0, (assignment + offsets).flatten(), rows.flatten(0, 1))
+
+
+def _by_product(sums: Tensor, rows: Tensor, assignment: Tensor) -> None:
+    membership = rows.new_zeros(rows.shape[0], sums.shape[1], rows.shape[1])
+    membership.scatter_(1, assignment[:, None], 1.0)
+    sums.baddbmm_(membership, rows)
+
+
+def nearest_members(
+    cosine: Float[Tensor, "groups n"], assignment: Int[Tensor, "groups n"], clusters: int, apart: float
+) -> Int[Tensor, "groups clusters"]:
+    """The row of each cluster with the largest `cosine` to it, the first of those that `apart` makes no difference to;
+    n where a cluster has none.
+
+    `assignment` is −1 at rows that belong nowhere.
+    """
+    groups, n = cosine.shape
+    slot = assignment.where(assignment >= 0, clusters)
+    best = cosine.new_full((groups, clusters + 1), -torch.inf).scatter_reduce(1, slot, cosine, "amax")
+    position = torch.arange(n, device=cosine.device).where(cosine >= best.gather(1, slot) - apart, n)
+    first = assignment.new_full((groups, clusters + 1), n).scatter_reduce(1, slot, position, "amin")
+    return first[:, :clusters]
 
 
 def means_and_medoids(

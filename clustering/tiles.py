@@ -1,6 +1,6 @@
 """Going through many rows in float32 without a float32 copy of them all."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,6 @@ def tiles(
     *,
     gaps: bool,
     columns: int = 1,
-    skip: Sequence[bool] | None = None,
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """`rows · scale`, a few groups and a span of rows at a time: (groups, rows, float32 tile).
 
@@ -29,7 +28,6 @@ def tiles(
         scale: float32.
         gaps: rows of scale 0 may hold anything, NaN included, and become zeros.
         columns: the caller makes as many numbers of each row; they are kept to the size of a tile too.
-        skip: groups that need not be visited; tiles of nothing else are left out.
     """
     groups, n, width = rows.shape
     elements = CPU_ELEMENTS if rows.device.type == "cpu" else DEVICE_ELEMENTS
@@ -39,8 +37,6 @@ def tiles(
     buffer = torch.empty(many * tall * width, dtype=torch.float32, device=rows.device)
     for first_group in range(0, groups, many):
         here = slice(first_group, min(first_group + many, groups))
-        if skip is not None and all(skip[here]):
-            continue
         for first_row in range(0, n, tall):
             span = slice(first_row, min(first_row + tall, n))
             part = rows[here, span]

@@ -1,6 +1,6 @@
 """Rows as directions: what spherical k-means looks at."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -63,9 +63,9 @@ class UnitRows:
         valid = None if self.valid is None else self.valid[part]
         return UnitRows(self.rows[part], valid, self.inverse[part], self.finite)
 
-    def tiles(self, *, columns: int = 1, skip: Sequence[bool] | None = None) -> Iterator[tuple[slice, slice, Tensor]]:
+    def tiles(self, *, columns: int = 1) -> Iterator[tuple[slice, slice, Tensor]]:
         """The unit rows tile by tile; see `tiles`."""
-        return tiles(self.rows, self.inverse, gaps=self.valid is not None, columns=columns, skip=skip)
+        return tiles(self.rows, self.inverse, gaps=self.valid is not None, columns=columns)
 
     def take(self, picks: Int[Tensor, "groups picks"]) -> Float32[Tensor, "groups picks width"]:
         """The unit rows that are numbered by `picks`; zero rows are zeros, and invalid ones anything."""

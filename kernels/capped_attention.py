@@ -6,8 +6,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.kernels.compilation import Compilation
-from tiered.kernels.launch import launch
+from tiered.kernels.launch import Compilation, launch
 from tiered.kernels.proxy_attention import attention_scores, elements_block, narrow, soft_capped, upcast
 from tiered.kernels.proxy_scores import check_attention
 
@@ -170,18 +169,15 @@ def capped_attention(
 
 _STRIDES = "query_batch query_head query_row key_batch key_head key_column value_batch value_head value_column"
 _SIZES = "mask_batch mask_column visible_batch visible_row kv_heads group rows length head_dim sinks"
-_CONSTEXPRS = "query_element key_element value_element MASKED PARTLY UPCAST BLOCK_ROWS BLOCK_KEYS BLOCK_ELEMENTS"
 COMPILATIONS = tuple(
     Compilation(
         kernel=_capped_attention,
-        signature={
-            **dict.fromkeys(["queries", "keys", "values", "sink_keys", "sink_values", "mixed"], f"*{dtype}"),
+        types={
+            "queries keys values sink_keys sink_values mixed": f"*{dtype}",
             "key_mask": "*u8",
             "visible": "*i64",
-            **dict.fromkeys([*_STRIDES.split(), *_SIZES.split()], "i32"),
-            "scale": "fp32",
-            "soft_cap": "fp32",
-            **dict.fromkeys(_CONSTEXPRS.split(), "constexpr"),
+            f"{_STRIDES} {_SIZES}": "i32",
+            "scale soft_cap": "fp32",
         },
         constexprs={
             "query_element": 1,

@@ -6,11 +6,10 @@ import triton.language as tl
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from tiered.kernels.compilation import Compilation
 from tiered.kernels.delta_decode_ref import check_out
-from tiered.kernels.nvfp4_bits import bf16_values, decode_groups
+from tiered.kernels.launch import Compilation
+from tiered.kernels.nvfp4_bits import bf16_values, decode_groups, record_rows
 from tiered.kernels.record_layout import GROUP
-from tiered.kernels.record_rows import record_rows
 from tiered.kernels.record_table import RecordTable
 
 BLOCK_ROWS = 4
@@ -59,7 +58,7 @@ def _decode(
     target = row
     if out_rows is not None:
         target = tl.load(out_rows + row, real, other=0)
-        # A row out of range is the caller's mistake; it must not become somebody else's memory.
+        # A row out of range is the caller's mistake; it must not reach memory beside `out`.
         mask &= ((target >= 0) & (target < out_size))[:, None, None]
     tl.store(out + (target * out_stride)[:, None, None] + column, values.to(out.dtype.element_ty), mask)
 
@@ -109,13 +108,11 @@ def _compilation(dtype: str, width: int, absent: tuple[str, ...]) -> Compilation
     constexprs |= dict.fromkeys(absent)
     return Compilation(
         kernel=_decode,
-        signature={
+        types={
             "buffer": "*u8",
-            **dict.fromkeys(["total", "centroid_stride", "out_stride", "out_size"], "i32"),
-            **dict.fromkeys(["starts", "at", "record_of_row", "centroid_of_record", "out_rows"], "*i64"),
-            "centroids": f"*{dtype}",
-            "out": f"*{dtype}",
-            **dict.fromkeys(constexprs, "constexpr"),
+            "total centroid_stride out_stride out_size": "i32",
+            "starts at record_of_row centroid_of_record out_rows": "*i64",
+            "centroids out": f"*{dtype}",
         },
         constexprs=constexprs,
         fp_fusion=False,

@@ -5,8 +5,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.nvfp4_decode_ref import CHUNK_ROWS, decode_chunk
-from tiered.kernels.record_table import RecordTable
-from tiered.kernels.record_views import record_views
+from tiered.kernels.record_table import RecordTable, record_views
 
 
 def delta_decode(

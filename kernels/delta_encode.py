@@ -6,11 +6,10 @@ import triton.language as tl
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from tiered.kernels.compilation import Compilation
 from tiered.kernels.delta_encode_ref import Base, check_rows
-from tiered.kernels.nvfp4_bits import bf16_bits, bf16_values, encode_groups, magnitude_bits, record_scale
+from tiered.kernels.launch import Compilation
+from tiered.kernels.nvfp4_bits import bf16_bits, bf16_values, encode_groups, magnitude_bits, record_rows, record_scale
 from tiered.kernels.record_layout import GROUP
-from tiered.kernels.record_rows import record_rows
 from tiered.kernels.record_table import RecordTable
 
 BLOCK_ROWS = 4
@@ -170,14 +169,12 @@ def _compilation(kernel: object, dtype: str, delta: bool, extra: dict[str, objec
         constexprs |= {"centroids": None, "centroid_of_record": None}
     return Compilation(
         kernel=kernel,
-        signature={
-            "rows": f"*{dtype}",
-            **dict.fromkeys(["row_stride", "total", "centroid_stride"], "i32"),
-            **dict.fromkeys(["starts", "at", "record_of_row", "centroid_of_record"], "*i64"),
-            "centroids": f"*{dtype}",
+        types={
+            "rows centroids": f"*{dtype}",
+            "row_stride total centroid_stride": "i32",
+            "starts at record_of_row centroid_of_record": "*i64",
             "out": "*u8",
             "amax": "*i32",
-            **dict.fromkeys(constexprs, "constexpr"),
         },
         constexprs=constexprs,
         fp_fusion=False,

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tiered.kernels.nvfp4_encode_ref import nvfp4_encode
 from tiered.kernels.nvfp4_scale import nvfp4_scale, require_finite
-from tiered.kernels.record_table import RecordTable
-from tiered.kernels.record_views import record_views
+from tiered.kernels.record_table import RecordTable, record_views
 
 Base = Literal["projection", "mean"]
 

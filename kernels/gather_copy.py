@@ -6,9 +6,8 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.byte_segments import ALIGNMENT
-from tiered.kernels.compilation import Compilation
 from tiered.kernels.gather_copy_ref import check_copy
-from tiered.kernels.launch import launch
+from tiered.kernels.launch import Compilation, launch
 
 # A host read over PCIe takes a microsecond or two: to fill a link of 50 GB/s, about 100 KB must be under way at once.
 TILE_WORDS = 4096  # 32 KiB a program, 4 loads of 16 bytes a thread
@@ -77,15 +76,7 @@ def gather_copy(
 COMPILATIONS = (
     Compilation(
         kernel=_copy_segments,
-        signature={
-            "source": "i64",
-            "source_offsets": "*i64",
-            "destination": "i64",
-            "destination_offsets": "*i64",
-            "sizes": "*i64",
-            "segments": "i32",
-            "TILE_WORDS": "constexpr",
-        },
+        types={"source destination": "i64", "source_offsets destination_offsets sizes": "*i64", "segments": "i32"},
         constexprs={"TILE_WORDS": TILE_WORDS},
         num_warps=WARPS,
     ),

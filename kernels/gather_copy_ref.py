@@ -19,7 +19,7 @@ def gather_copy(
 
     A copy engine needs a descriptor for each segment, and is slow where they are small; this is one launch for all.
     Offsets and sizes are multiples of 16 bytes, both buffers begin at one, and destinations do not overlap. Offsets
-    and sizes are checked where they lie in host memory; whoever puts them on a device calls `check_segments` before.
+    and sizes are checked where they lie in host memory; what puts them on a device calls `check_segments` before.
 
     Args:
         source: contiguous. With Triton it may be pinned host memory, which the GPU then reads by its address.

@@ -1,5 +1,8 @@
-"""NVFP4 arithmetic inside Triton kernels, by bits: Triton's interpreter rounds FP8 and BF16 wrongly, GPUs before
-Hopper have no E4M3 and those before Blackwell no E2M1. Exact on all of them, where contraction to FMA is off."""
+"""NVFP4 inside Triton kernels: where the rows of packed records lie, and arithmetic by bits.
+
+Triton's interpreter rounds FP8 and BF16 wrongly, GPUs before Hopper have no E4M3 and those before Blackwell no E2M1.
+The arithmetic here is exact on all of them, where contraction to FMA is off.
+"""
 
 import triton
 import triton.language as tl
@@ -101,3 +104,22 @@ def _e2m1_halves(codes):
     magnitude = (0xC8643210 >> ((codes & 7) * 4)) & 15
     bits = magnitude.to(tl.float32).to(tl.uint32, bitcast=True) | ((codes & 8) << 28)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def record_rows(row, real, starts, at, record_of_row, GROUPS: tl.constexpr, DELTA: tl.constexpr):
+    """For rows [ROWS] of a table, where `real`: their record, and the bytes at which their codes, their record's
+    scale, their projection and their block scales begin; all int64."""
+    record = tl.load(record_of_row + row, real, other=0)
+    start = tl.load(starts + record, real, other=0)
+    count = tl.load(starts + record + 1, real, other=0) - start
+    # The compiler must know that records are aligned, to load several codes at once.
+    base = tl.multiple_of(tl.load(at + record, real, other=0), [128])
+    within = row - start
+    codes = base + within * (GROUPS * 8)
+    scale = base + count * (GROUPS * 8)
+    projection = scale + 4 + within * 2
+    block_scales = scale + 4 + within * GROUPS
+    if DELTA:
+        block_scales += count * 2
+    return record, codes, scale, projection, block_scales

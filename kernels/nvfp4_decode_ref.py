@@ -25,9 +25,14 @@ def nvfp4_decode(
     Raises:
         ValueError: shapes that do not go together.
     """
-    check_parts(codes, block_scales, scale, width)
-    rows = torch.empty(codes.shape[0], width, dtype=dtype, device=codes.device)
-    for start in range(0, codes.shape[0], CHUNK_ROWS):
+    n, groups = codes.shape[0], -(-width // GROUP)
+    if width < 1 or codes.shape != (n, groups * CODE_BYTES) or block_scales.shape != (n, groups) or scale.shape != (n,):
+        raise ValueError(
+            f"codes {tuple(codes.shape)}, block_scales {tuple(block_scales.shape)} and scale {tuple(scale.shape)} are "
+            f"not those of rows of width {width}: [n, {groups * CODE_BYTES}], [n, {groups}] and [n] are allowed"
+        )
+    rows = torch.empty(n, width, dtype=dtype, device=codes.device)
+    for start in range(0, n, CHUNK_ROWS):
         part = slice(start, start + CHUNK_ROWS)
         rows[part] = decode_chunk(codes[part], block_scales[part], scale[part])[:, :width]
     return rows
@@ -42,16 +47,6 @@ def decode_chunk(
     scales = _e4m3(codes.device).index_select(0, block_scales.flatten().int()).view(block_scales.shape)
     rows.mul_((scale[:, None] * scales)[..., None])
     return rows.flatten(1)
-
-
-def check_parts(codes: Tensor, block_scales: Tensor, scale: Tensor, width: int) -> None:
-    """Raise `ValueError` unless codes, block scales and scales are those of as many rows of `width` columns."""
-    n, groups = codes.shape[0], -(-width // GROUP)
-    if width < 1 or codes.shape != (n, groups * CODE_BYTES) or block_scales.shape != (n, groups) or scale.shape != (n,):
-        raise ValueError(
-            f"codes {tuple(codes.shape)}, block_scales {tuple(block_scales.shape)} and scale {tuple(scale.shape)} are "
-            f"not those of rows of width {width}: [n, {groups * CODE_BYTES}], [n, {groups}] and [n] are allowed"
-        )
 
 
 @functools.cache

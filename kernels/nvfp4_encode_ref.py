@@ -30,10 +30,10 @@ def nvfp4_encode(
         scale: FP32 scale of each row, from `nvfp4_scale`; the rows of one record share theirs.
 
     Raises:
-        ValueError: values that are not finite, or as many scales as rows are not given. The Triton kernel, which may
-            not wait for the device, takes such values without a word: their blocks hold arbitrary numbers.
+        ValueError: values that are not finite, or as many scales as rows are not given.
     """
-    check_scale(values, scale)
+    if scale.shape != values.shape[:1]:
+        raise ValueError(f"scale {tuple(scale.shape)} does not fit values {tuple(values.shape)}: one a row is allowed")
     require_finite(values, "values")
     n, width = values.shape
     groups = -(-width // GROUP)
@@ -49,12 +49,6 @@ def nvfp4_encode(
         scaled = (chunk * (1 / row_scale / scales.float())[..., None]).clamp_(-E2M1_MAX, E2M1_MAX)
         codes[part] = _pack(_e2m1(scaled).flatten(1))
     return codes, block_scales
-
-
-def check_scale(values: Tensor, scale: Tensor) -> None:
-    """Raise `ValueError` unless there is one scale a row."""
-    if scale.shape != values.shape[:1]:
-        raise ValueError(f"scale {tuple(scale.shape)} does not fit values {tuple(values.shape)}: one a row is allowed")
 
 
 def _e2m1(values: Float32[Tensor, "*shape"]) -> UInt8[Tensor, "*shape"]:

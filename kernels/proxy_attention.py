@@ -6,8 +6,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tiered.kernels.compilation import Compilation
-from tiered.kernels.launch import launch
+from tiered.kernels.launch import Compilation, launch
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.proxy_scores import check_attention
 
@@ -178,20 +177,15 @@ def upcast(queries: Tensor, keys: Tensor) -> bool:
 
 _STRIDES = "query_batch query_head query_cluster key_batch key_head key_column"
 _SIZES = "mask_batch mask_column kv_heads group clusters length head_dim span"
-_CONSTEXPRS = "query_element key_element MASKED CAPPED UPCAST BLOCK_ROWS BLOCK_KEYS BLOCK_ELEMENTS"
 COMPILATIONS = tuple(
     Compilation(
         kernel=_partial_sums,
-        signature={
-            "queries": f"*{dtype}",
-            "keys": f"*{dtype}",
+        types={
+            "queries keys": f"*{dtype}",
             "key_mask": "*u8",
-            "peaks": "*fp32",
-            "masses": "*fp32",
-            **dict.fromkeys([*_STRIDES.split(), *_SIZES.split()], "i32"),
-            "scale": "fp32",
-            "soft_cap": "fp32",
-            **dict.fromkeys(_CONSTEXPRS.split(), "constexpr"),
+            "peaks masses": "*fp32",
+            f"{_STRIDES} {_SIZES}": "i32",
+            "scale soft_cap": "fp32",
         },
         constexprs={
             "query_element": 1,

@@ -6,9 +6,8 @@ import triton.language as tl
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from tiered.kernels.compilation import Compilation
 from tiered.kernels.drift_distribution import DriftDistribution
-from tiered.kernels.launch import launch
+from tiered.kernels.launch import Compilation, launch
 from tiered.kernels.proxy_attention import add_scores, attention_scores, elements_block, narrow, upcast
 
 
@@ -149,18 +148,14 @@ def proxy_drift(
 
 
 _STRIDES = "query_batch query_head query_cluster key_batch key_head key_column"
-_CONSTEXPRS = "query_element key_element CAPPED UPCAST BLOCK_ROWS BLOCK_KEYS BLOCK_ELEMENTS"
 COMPILATIONS = tuple(
     Compilation(
         kernel=_drift,
-        signature={
-            "queries": f"*{dtype}",
-            "keys": f"*{dtype}",
-            **dict.fromkeys(["rest_peak", "rest_mass", "scores", "drift"], "*fp32"),
-            **dict.fromkeys([*_STRIDES.split(), "group", "clusters", "changing", "head_dim"], "i32"),
-            "scale": "fp32",
-            "soft_cap": "fp32",
-            **dict.fromkeys(_CONSTEXPRS.split(), "constexpr"),
+        types={
+            "queries keys": f"*{dtype}",
+            "rest_peak rest_mass scores drift": "*fp32",
+            f"{_STRIDES} group clusters changing head_dim": "i32",
+            "scale soft_cap": "fp32",
         },
         constexprs={
             "query_element": 1,

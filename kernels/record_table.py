@@ -1,11 +1,12 @@
-"""Where packed NVFP4 records lie in a buffer, for the host and for the kernels."""
+"""Where packed NVFP4 records lie in a buffer, for the host and for the kernels, and the parts of one as tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import BFloat16, Float, Float32, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.host_values import on_device
@@ -109,6 +110,25 @@ class RecordTable:
             raise ValueError(f"centroids {_shape(centroids)} do not fit rows of width {self.width}")
         if centroid_of_record is not None and centroid_of_record.shape != (len(self.rows),):
             raise ValueError(f"centroid_of_record {_shape(centroid_of_record)} does not fit {len(self.rows)} records")
+
+
+class RecordViews(NamedTuple):
+    """What lies in one record."""
+
+    codes: UInt8[Tensor, "rows code_bytes"]
+    scale: Float32[Tensor, "1"]
+    projections: BFloat16[Tensor, " rows"] | None
+    block_scales: UInt8[Tensor, "rows groups"]
+
+
+def record_views(record: UInt8[Tensor, " bytes"], layout: Nvfp4Layout) -> RecordViews:
+    """The parts of `record`, which begins at a multiple of 4 bytes of its storage."""
+    return RecordViews(
+        record[: layout.record_scale].view(layout.rows, -1),
+        record[layout.record_scale : layout.projections].view(torch.float32),
+        record[layout.projections : layout.block_scales].view(torch.bfloat16) if layout.delta else None,
+        record[layout.block_scales : layout.nbytes].view(layout.rows, -1),
+    )
 
 
 def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:

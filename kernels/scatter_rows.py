@@ -6,8 +6,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.kernels.compilation import Compilation
-from tiered.kernels.launch import launch
+from tiered.kernels.launch import Compilation, launch
 
 TILE = 4096  # elements that a program moves: more of them do not fit its registers
 WARPS = 8
@@ -45,7 +44,7 @@ def _scatter(
     column = tl.load(index + batch * index_batch + row * index_row, written, other=0).to(tl.int64)
     if MASKED:
         written &= tl.load(valid + batch * valid_batch + row * valid_row, written, other=0) != 0
-    # A column out of range is the caller's mistake; it must not become somebody else's memory.
+    # A column out of range is the caller's mistake; it must not reach memory beside the store.
     written &= (column >= 0) & (column < length)
     element = tl.arange(0, BLOCK_ELEMENTS)
     mask = written[:, None] & (element < elements)[None, :]
@@ -98,17 +97,14 @@ def scatter_rows(
 
 
 _STRIDES = "target_batch target_head target_column value_batch value_head value_row index_batch valid_batch"
-_CONSTEXPRS = "target_element value_element index_row valid_row MASKED BLOCK_ROWS BLOCK_ELEMENTS"
 COMPILATIONS = tuple(
     Compilation(
         kernel=_scatter,
-        signature={
-            "target": f"*{dtype}",
-            "values": f"*{dtype}",
+        types={
+            "target values": f"*{dtype}",
             "index": "*i64",
             "valid": "*u8",
-            **dict.fromkeys([*_STRIDES.split(), "rows", "length", "elements"], "i32"),
-            **dict.fromkeys(_CONSTEXPRS.split(), "constexpr"),
+            f"{_STRIDES} rows length elements": "i32",
         },
         constexprs={
             **dict.fromkeys(["target_element", "value_element", "index_row", "valid_row"], 1),

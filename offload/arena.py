@@ -14,7 +14,7 @@ from tiered.offload.cuda_event import end_of_stream
 from tiered.offload.errors import ArenaFullError, TransferError
 from tiered.offload.fence import Fence, Region
 from tiered.offload.slab_fences import SlabFences
-from tiered.offload.slabs import Place, SlabBook
+from tiered.offload.slabs import BookedSlot, SlabBook
 
 MOST_CHUNK_BYTES = 64 << 30  # one registration: CUDA refuses single calls from 512 GiB
 
@@ -53,15 +53,15 @@ class Slot:
         fence: what is under way on these bytes, by earlier users too. Tell it of accesses before `release`.
     """
 
-    __slots__ = ("_arena", "_bytes", "_place", "chunk", "fence", "nbytes", "offset", "room_bytes", "start")
+    __slots__ = ("_arena", "_booked", "_bytes", "chunk", "fence", "nbytes", "offset", "room_bytes", "start")
 
-    def __init__(self, arena: "Arena", place: Place, chunk: Chunk, start: int, fence: Fence) -> None:
+    def __init__(self, arena: "Arena", booked: BookedSlot, chunk: Chunk, start: int, fence: Fence) -> None:
         self._arena = arena
-        self._place = place
-        self._bytes: Tensor | None = chunk.bytes[start : start + place.nbytes]
-        self.nbytes = place.nbytes
-        self.room_bytes = place.room
-        self.offset = place.offset
+        self._booked = booked
+        self._bytes: Tensor | None = chunk.bytes[start : start + booked.nbytes]
+        self.nbytes = booked.nbytes
+        self.room_bytes = booked.room
+        self.offset = booked.offset
         self.chunk = chunk
         self.start = start
         self.fence = fence
@@ -77,10 +77,6 @@ class Slot:
             raise ValueError(f"the slot at offset {self.offset} was released")
         return self._bytes
 
-    def follows(self, other: "Slot") -> bool:
-        """Whether this slot begins where the room of `other` ends, in the same chunk: one copy can span both."""
-        return self.chunk is other.chunk and self.start == other.start + other.room_bytes
-
     def release(self) -> None:
         """Give the slot back. What is under way on its bytes may go on: the next user waits for it.
 
@@ -94,7 +90,7 @@ class Arena:
     """Slots over slabs of `slab_bytes`, in chunks. Its memory grows up to `capacity` and stays until `close`.
 
     For the manager's caller alone: not for several threads. Slots in one chunk are neighbours in memory where their
-    offsets are; across chunks they are not (`Slot.follows`).
+    offsets are; across chunks they are not.
 
     Args:
         region: what kind of bytes these are, for the fences.
@@ -138,25 +134,6 @@ class Arena:
         self._slots: dict[int, Slot] = {}  # in use, by offset
         self._closed = False
 
-    def reserve(self, nbytes: int) -> None:
-        """Obtain memory until there are slabs of `nbytes` in all, so that `place` does not have to.
-
-        Raises:
-            ArenaFullError: more than `capacity`; nothing has changed.
-            PinError: the system refused a chunk; the chunks before it stay.
-            ValueError: closed, or `nbytes` is negative.
-        """
-        self._check_open()
-        if nbytes < 0:
-            raise ValueError(f"cannot reserve {nbytes} bytes: 0 or more")
-        missing = -(-nbytes // self.slab_bytes) - self.book.slabs
-        if missing > self._allowed_slabs():
-            raise self._full(missing * self.slab_bytes, self._allowed_slabs() * self.slab_bytes)
-        most = MOST_CHUNK_BYTES // self.slab_bytes
-        while missing > 0:
-            self._grow(min(missing, most))
-            missing -= most
-
     def place(self, nbytes: int) -> Slot:
         """A slot for a record of `nbytes`; its content is undefined. May obtain a chunk.
 
@@ -166,17 +143,17 @@ class Arena:
             ValueError: closed, or `nbytes` is not 1 to `slab_bytes`.
         """
         self._check_open()
-        place = self.book.allocate(nbytes)
-        if place is None:
+        booked = self.book.allocate(nbytes)
+        if booked is None:
             allowed = self._allowed_slabs()
             if allowed < 1:
                 raise self._full(self.book.room_for(nbytes), self.book.free_bytes(nbytes))
             self._grow_by_a_chunk(min(self._chunk_slabs, allowed))
-            place = self.book.allocate(nbytes)
-            assert place is not None, "a new slab holds a record of any size"
-        chunk, first = self._homes[place.slab]
-        slot = Slot(self, place, chunk, first + place.offset % self.slab_bytes, self._fences.fence(place))
-        self._slots[place.offset] = slot
+            booked = self.book.allocate(nbytes)
+            assert booked is not None, "a new slab holds a record of any size"
+        chunk, first = self._homes[booked.slab]
+        slot = Slot(self, booked, chunk, first + booked.offset % self.slab_bytes, self._fences.fence(booked))
+        self._slots[booked.offset] = slot
         return slot
 
     def stats(self) -> ArenaStats:
@@ -225,7 +202,7 @@ class Arena:
 
     def _release(self, slot: Slot) -> None:
         self._check_open()
-        self.book.release(slot._place)
+        self.book.release(slot._booked)
         del self._slots[slot.offset]
         slot._bytes = None
 

@@ -11,7 +11,7 @@ from tiered.offload.fence import Event
 
 
 class Chunk:
-    """Bytes that are there until `free`, or until nobody holds the chunk.
+    """Bytes that are there until `free`, or until no reference to the chunk is left.
 
     Args:
         bytes: the memory; all of it is the arena's.

@@ -11,8 +11,12 @@ nvfp4 is the record's, so that a record can be rewritten alone.
 A row of LLaDA-8B (4096 elements) takes 8192 B raw, 4100 B in fp8 and 2304 B in nvfp4. A record of 64 such rows takes
 147460 B in nvfp4 (4 B over the 64 · 2304 of codes and block scales) and 147588 B in nvfp4_delta (132 B over, 0.09 %).
 The centroids that nvfp4_delta decodes against are not in the record; `centroid_bytes` counts them.
+
+A codec is a member of `Codec`, a row of `_FORMS` here, and a row of `tiered.offload.codecs.CODECS`.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 
 from tiered.kernels.record_layout import CODE_BYTES, GROUP, PROJECTION_BYTES, RECORD_SCALE_BYTES
@@ -27,6 +31,47 @@ class Codec(StrEnum):
     FP8 = "fp8"
     NVFP4 = "nvfp4"
     NVFP4_DELTA = "nvfp4_delta"
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether a record is stored against a centroid, which it is decoded with too."""
+        return _FORMS[self].needs_base
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Bytes of a codec.
+
+    Attributes:
+        row: of one row, by its elements and the bytes of one of them.
+        record: of a record beside its rows.
+        working: on the way into a record's bytes or back, beside both: for each element.
+        needs_base: see `Codec.needs_base`.
+    """
+
+    row: Callable[[int, int], int]
+    record: int = 0
+    working: int = 0
+    needs_base: bool = False
+
+
+def _nvfp4_row(width: int) -> int:
+    return -(-width // GROUP) * (CODE_BYTES + 1)  # the codes of a group and its scale
+
+
+# At work are, in fp8: the values in float32, scaled and clamped, and their codes; in nvfp4: the values in float32,
+# scaled, an int64 and the bytes of the codes.
+_FORMS = {
+    Codec.RAW: _Form(lambda width, element_bytes: width * element_bytes),
+    Codec.FP8: _Form(lambda width, _: width + FP8_SCALE_BYTES, working=3 * 4 + 1),
+    Codec.NVFP4: _Form(lambda width, _: _nvfp4_row(width), RECORD_SCALE_BYTES, working=8 + 2 * 4 + 2),
+    Codec.NVFP4_DELTA: _Form(
+        lambda width, _: _nvfp4_row(width) + PROJECTION_BYTES,
+        RECORD_SCALE_BYTES,
+        working=8 + 2 * 4 + 2,
+        needs_base=True,
+    ),
+}
 
 
 def codec_bytes(codec: Codec | str, rows: int, width: int, *, element_bytes: int, records: int = 1) -> int:
@@ -53,15 +98,13 @@ def codec_bytes(codec: Codec | str, rows: int, width: int, *, element_bytes: int
         return 0
     if records > rows:
         raise ValueError(f"{rows} rows cannot fill {records} records")
-    match Codec(codec):
-        case Codec.RAW:
-            return rows * width * element_bytes
-        case Codec.FP8:
-            return rows * (width + FP8_SCALE_BYTES)
-        case Codec.NVFP4:
-            return rows * _nvfp4_row(width) + records * RECORD_SCALE_BYTES
-        case Codec.NVFP4_DELTA:
-            return rows * (_nvfp4_row(width) + PROJECTION_BYTES) + records * RECORD_SCALE_BYTES
+    form = _FORMS[Codec(codec)]
+    return rows * form.row(width, element_bytes) + records * form.record
+
+
+def workspace_bytes(codec: Codec, rows: int, width: int) -> int:
+    """Temporaries, at most, of a record of `rows` rows on its way into its bytes or back, by the plain torch codecs."""
+    return rows * width * _FORMS[codec].working
 
 
 def centroid_bytes(clusters: int, width: int, *, element_bytes: int) -> int:
@@ -75,7 +118,3 @@ def centroid_bytes(clusters: int, width: int, *, element_bytes: int) -> int:
             f"clusters = {clusters} must be 0 or more; width = {width} and element_bytes = {element_bytes} positive"
         )
     return clusters * width * element_bytes
-
-
-def _nvfp4_row(width: int) -> int:
-    return -(-width // GROUP) * (CODE_BYTES + 1)  # the codes of a group and its scale

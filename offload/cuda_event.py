@@ -31,7 +31,7 @@ class CudaEvent:
     __slots__ = ("_broken", "_clock", "arrival", "end", "issued", "start")
 
     def __init__(self, issued: HostEvent, clock: CudaClock | None = None) -> None:
-        """`clock`: what its times are told by; None: nobody asks for them."""
+        """`clock`: what its times are told by; None: they are not asked for."""
         self.issued = issued
         self.arrival: torch.cuda.Event | None = None  # of `compute`: when its stream got to the wait
         self.start: torch.cuda.Event | None = None

@@ -13,9 +13,9 @@ from tiered.offload.delay import Delay, Point, hold_up
 from tiered.offload.device import reads_host_addresses
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Event
-from tiered.offload.gather import gather_of
 from tiered.offload.host_event import HostEvent
-from tiered.offload.lane_transport import LaneTransport, total_bytes
+from tiered.offload.routes import gather_of
+from tiered.offload.thread_transport import LaneTransport, total_bytes
 from tiered.offload.transport import Copy, Lane, TransferEvent, check_copies
 
 

@@ -57,7 +57,7 @@ def reads_host_addresses(device: torch.device) -> bool:
     """Whether kernels on the CUDA `device` may read registered host memory by the host's own address. Under WSL it has
     another one there."""
     answer, index = ctypes.c_int(0), torch.cuda.current_device() if device.index is None else device.index
-    with suppress(OSError):  # no driver of that name: nobody has said yes
+    with suppress(OSError):  # no driver of that name, and so no yes
         ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(
             ctypes.byref(answer), _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, index
         )

@@ -43,7 +43,7 @@ class PinError(RuntimeError):
 
 
 class TransferError(RuntimeError):
-    """A copy failed, or whoever carries copies is gone (closed, dead, or left behind by a fork)."""
+    """A copy failed, or its transport is gone (closed, dead, or left behind by a fork)."""
 
 
 class CorruptRecordError(RuntimeError):

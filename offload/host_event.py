@@ -9,7 +9,8 @@ from tiered.offload.transport import Lane, Times
 
 
 class HostEvent:
-    """Ends when whoever runs the job says so. In a forked child, where nobody will, an unfinished one has failed."""
+    """Ends when the thread that runs the job says so. In a forked child, which has no such thread, an unfinished one
+    has failed."""
 
     __slots__ = ("_cause", "_ended", "_ended_at", "_failure", "_nbytes", "_pid", "_started_at", "_submitted_at", "lane")
 

@@ -3,7 +3,7 @@
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -13,8 +13,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from tiered.offload.errors import ArenaFullError, CorruptRecordError, TransferError
-from tiered.offload.file_io import read_all, write_all
-from tiered.offload.spill_record import HEADER_BYTES, find_fault, pack_header
+from tiered.offload.spill_record import HEADER_BYTES, Data, find_fault, pack_header
 
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a quota, a limit on the length of files
 
@@ -57,11 +56,8 @@ class RecordFile:
         """
         data = _buffer(payload)
         header = pack_header(name, version, offset, data)
-        with self._using() as descriptor:
-            try:
-                return write_all(descriptor, [header, data], offset)
-            except OSError as error:
-                raise TransferError(f"writing {self._record(name, offset)}: {error}") from error
+        with self._using(f"writing {self._record(name, offset)}") as descriptor:
+            return _write_all(descriptor, [header, data], offset)
 
     def read(self, offset: int, name: str | bytes, version: int, into: UInt8[Tensor, " nbytes"]) -> int:
         """Read a record into `into`, whose content is undefined after an error; blocks. Returns the bytes read.
@@ -73,11 +69,8 @@ class RecordFile:
         """
         data, header = _buffer(into), bytearray(HEADER_BYTES)
         whole = HEADER_BYTES + data.nbytes
-        with self._using() as descriptor:
-            try:
-                count = read_all(descriptor, [header, data], offset)
-            except OSError as error:
-                raise TransferError(f"reading {self._record(name, offset)}: {error}") from error
+        with self._using(f"reading {self._record(name, offset)}") as descriptor:
+            count = _moved(os.preadv, descriptor, [header, data], offset)
         if count < whole:
             raise CorruptRecordError(f"{self._record(name, offset)}: the file ends after {count} of {whole} bytes")
         if fault := find_fault(header, name, version, offset, data):
@@ -109,7 +102,7 @@ class RecordFile:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(descriptor, end, nbytes)
             else:  # macOS
-                write_all(descriptor, [bytes(nbytes)], end)
+                _write_all(descriptor, [bytes(nbytes)], end)
         except OSError as error:
             os.ftruncate(descriptor, end)
             if error.errno not in _REFUSED:
@@ -144,14 +137,17 @@ class RecordFile:
         self._file.close()
 
     @contextmanager
-    def _using(self) -> Iterator[int]:
-        """The descriptor, which stays ours until the end: the system gives the number of a closed one to others."""
+    def _using(self, what: str) -> Iterator[int]:
+        """The descriptor, which stays open until the end: the system gives the number of a closed one to other files.
+        An error of the system's is told as one of `what`."""
         self.check_open()  # first of all: in a forked child the lock may be held for ever
         with self._idle:
             self.check_open()
             self._users += 1
         try:
             yield self._file.fileno()
+        except OSError as error:
+            raise TransferError(f"{what}: {error}") from error
         finally:
             with self._idle:
                 self._users -= 1
@@ -178,3 +174,25 @@ def _buffer(data: UInt8[Tensor, " nbytes"]) -> memoryview:
             "allowed: one contiguous dimension of torch.uint8 on the CPU"
         )
     return memoryview(data.numpy())
+
+
+def _write_all(descriptor: int, buffers: Sequence[Data], offset: int) -> int:
+    """Write `buffers` one after another from `offset` on; returns their bytes."""
+    count = _moved(os.pwritev, descriptor, buffers, offset)
+    if count < sum(memoryview(buffer).nbytes for buffer in buffers):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return count
+
+
+def _moved(
+    call: Callable[[int, list[memoryview], int], int], descriptor: int, buffers: Sequence[Data], offset: int
+) -> int:
+    """Bytes that `call`, a read or write of the system that may stop short, moved until all were, or it moved none."""
+    parts, moved = [memoryview(buffer).cast("B") for buffer in buffers], 0
+    while any(parts) and (count := call(descriptor, parts, offset + moved)):
+        moved += count
+        while parts and count >= len(parts[0]):
+            count -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][count:]
+    return moved

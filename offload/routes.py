@@ -8,10 +8,28 @@ measured.
 
 import itertools
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from tiered.kernels.byte_segments import ALIGNMENT, check_segments
+from tiered.kernels.host_values import on_device
+from tiered.offload.device_timer import device_times
+from tiered.offload.transport import Copy
+
+PROGRAMS = 4  # thread blocks: enough for the link (a few hundred KiB under way), few enough to leave to the model
+SIZES = tuple(1 << power for power in range(10, 18))  # of records that are timed: 1 KiB to 128 KiB
+RECORDS = 64  # at a time, scattered over twice their bytes
+REPEATS = 7
+_crossovers: dict[str, int] = {}  # by device name
 
 
 class Segment(NamedTuple):
@@ -56,6 +74,45 @@ def neighbours_merged(segments: Iterable[tuple[int, int, int]]) -> list[Segment]
     return merged
 
 
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Segments of one buffer, pinned host memory, that go to one buffer on the device."""
+
+    source: UInt8[Tensor, " source_bytes"]
+    destination: UInt8[Tensor, " destination_bytes"]
+    segments: Sequence[Segment]
+
+    def launch(self, device: torch.device) -> None:
+        """Copy on the current stream of `device`."""
+        from tiered.kernels.gather_copy import gather_copy
+
+        source, destination, sizes = on_device(list(zip(*self.segments, strict=True)), device)
+        gather_copy(self.source, source, self.destination, destination, sizes, programs=PROGRAMS)
+
+
+def gather_of(pieces: Sequence[Copy]) -> Gather | None:
+    """The pieces (see `check_copies`) as one gather; None where they lie in several buffers at either side, where their
+    destinations overlap, or where an address or size is not a multiple of 16 bytes."""
+    source, destination = _buffer(pieces[0].source), _buffer(pieces[0].destination)
+    buffers = source.data_ptr(), destination.data_ptr()
+    for piece in pieces:
+        if (piece.source.untyped_storage().data_ptr(), piece.destination.untyped_storage().data_ptr()) != buffers:
+            return None
+    segments = [
+        Segment(int(piece.source.storage_offset()), int(piece.destination.storage_offset()), piece.source.numel())
+        for piece in pieces
+    ]
+    try:
+        check_segments(
+            *([segment[field] for segment in segments] for field in range(3)),
+            source_bytes=source.numel(),
+            destination_bytes=destination.numel(),
+        )
+    except ValueError:
+        return None
+    return None if any(address % ALIGNMENT for address in buffers) else Gather(source, destination, segments)
+
+
 def measure_crossover(time_of: Callable[[Route, int], float], sizes: Sequence[int]) -> int:
     """The record size in bytes from which the copy engine is the better route.
 
@@ -84,3 +141,44 @@ def measure_crossover(time_of: Callable[[Route, int], float], sizes: Sequence[in
         if loss < least:
             least, crossover = loss, larger
     return crossover
+
+
+def crossover_for(device: torch.device) -> int:
+    """The record size in bytes from which the copy engine is at least as fast as a gather of a few programs; 0 on a
+    CPU, where there is only one route. Measured once for each kind of device, with 16 MiB of pinned memory that torch
+    keeps for later use."""
+    if device.type == "cpu":
+        return 0
+    name = torch.cuda.get_device_name(device)
+    if name not in _crossovers:
+        _crossovers[name] = measure_crossover(timer_for(device), SIZES)
+    return _crossovers[name]
+
+
+def timer_for(device: torch.device) -> Callable[[Route, int], float]:
+    """Times `RECORDS` records of a size from pinned memory to the CUDA `device`: the median, in seconds."""
+    with torch.cuda.device(device):  # memory is pinned for the current device
+        source = torch.zeros(2 * RECORDS * SIZES[-1], dtype=torch.uint8, pin_memory=True)
+    destination = torch.zeros(RECORDS * SIZES[-1], dtype=torch.uint8, device=device)
+
+    def time_of(route: Route, size: int) -> float:
+        pieces = [
+            Copy(source[2 * record * size :][:size], destination[record * size :][:size]) for record in range(RECORDS)
+        ]
+        gather = gather_of(pieces)
+        assert gather is not None, "records of whole KiB in one buffer"
+
+        def by_engine() -> None:
+            for piece in pieces:
+                piece.destination.copy_(piece.source, non_blocking=True)
+
+        work = by_engine if route is Route.ENGINE else partial(gather.launch, device)
+        return statistics.median(device_times(work, device, rounds=REPEATS))  # the warm-up compiles the kernel
+
+    return time_of
+
+
+def _buffer(part: Tensor) -> UInt8[Tensor, " bytes"]:
+    """All the memory that `part` is a view of."""
+    storage = part.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=part.device).set_(storage, 0, (storage.nbytes(),), (1,))

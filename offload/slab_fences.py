@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from tiered.offload.fence import Event, Fence, Region
-from tiered.offload.slabs import Place
+from tiered.offload.slabs import BookedSlot
 
 
 class SlabFences:
@@ -19,22 +19,22 @@ class SlabFences:
         """A new slab: `earlier` is under way on its bytes already."""
         self._former[slab] = [(0, slab_bytes, Fence(self.region, earlier))]
 
-    def fence(self, place: Place) -> Fence:
-        """The fence of a place that was just taken. It waits for every unfinished access to any of its bytes.
+    def fence(self, booked: BookedSlot) -> Fence:
+        """The fence of a slot that was just booked. It waits for every unfinished access to any of its bytes.
 
         An access by an earlier user counts when that user's fence knew of it before the slot was released.
         """
-        slab, room = place.slab, place.room
+        slab, room = booked.slab, booked.room
         if self._rooms.get(slab) != room:
             self._recut(slab, room)
         fences = self._fences[slab]
-        fence = fences.get(place.index)
+        fence = fences.get(booked.index)
         # An idle fence may end in a failed copy, which is no business of the new user.
         if fence is None or fence.idle():
-            first, end = place.index * room, (place.index + 1) * room
+            first, end = booked.index * room, (booked.index + 1) * room
             former = self._former[slab]
             former[:] = [(start, stop, old) for start, stop, old in former if not old.idle()]
-            fence = fences[place.index] = Fence(self.region)
+            fence = fences[booked.index] = Fence(self.region)
             fence.inherit(old for start, stop, old in former if start < end and first < stop)
         return fence
 

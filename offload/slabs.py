@@ -19,8 +19,8 @@ STEPS = 16  # classes between a power of two and the next
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a record lies. Two places are neighbours when one begins where the other's room ends.
+class BookedSlot:
+    """The slot of one record. Two are neighbours when one begins where the other's room ends.
 
     Attributes:
         slab: number of the slab.
@@ -46,9 +46,9 @@ class SlabBook:
         self.slab_bytes = slab_bytes
         self.unit = unit
         self.slabs = 0
-        self.held_bytes = 0  # the room of all places
+        self.held_bytes = 0  # the room of all slots
         self.requested_bytes = 0  # what was asked for; the rest of the room is padding
-        self._places: dict[int, Place] = {}  # by offset
+        self._slots: dict[int, BookedSlot] = {}  # by offset
         self._empty = 0  # bit s: slab s serves no class
         self._class: dict[int, int] = {}  # slab in use → its class
         self._free: dict[int, int] = {}  # slab in use → bit i: slot i is free
@@ -96,7 +96,7 @@ class SlabBook:
         self._empty |= (1 << count) - 1 << first
         return first
 
-    def allocate(self, nbytes: int) -> Place | None:
+    def allocate(self, nbytes: int) -> BookedSlot | None:
         """The lowest free slot for a record of `nbytes`, in a slab of its class or else in an empty one; None: full.
 
         Raises:
@@ -109,18 +109,18 @@ class SlabBook:
         slab = _lowest(slabs)
         return self._take(slab, _lowest(self._free[slab]) if slab in self._free else 0, room, nbytes)
 
-    def release(self, place: Place) -> None:
-        """Give the slot of `place` back, and its slab too when nothing else is in it.
+    def release(self, slot: BookedSlot) -> None:
+        """Give `slot` back, and its slab too when nothing else is in it.
 
         Raises:
-            ValueError: released already, or a place of another book.
+            ValueError: released already, or a slot of another book.
         """
-        if self._places.get(place.offset) is not place:
-            raise ValueError(f"{place} was released already, or belongs to another book")
-        del self._places[place.offset]
-        slab, room = place.slab, place.room
+        if self._slots.get(slot.offset) is not slot:
+            raise ValueError(f"{slot} was released already, or belongs to another book")
+        del self._slots[slot.offset]
+        slab, room = slot.slab, slot.room
         slots = self.slab_bytes // room
-        self._free[slab] |= 1 << place.index
+        self._free[slab] |= 1 << slot.index
         self._spare[room] += 1
         self._partial[room] |= 1 << slab
         if self._free[slab].bit_count() == slots:
@@ -129,22 +129,22 @@ class SlabBook:
             self._partial[room] ^= 1 << slab
             self._empty |= 1 << slab
         self.held_bytes -= room
-        self.requested_bytes -= place.nbytes
+        self.requested_bytes -= slot.nbytes
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` with the numbers where the books contradict themselves."""
         end = 0
         taken, spare, partial = Counter[int](), Counter[int](), Counter[int]()
-        for offset, place in sorted(self._places.items()):
-            inside = place.index * place.room + place.slab * self.slab_bytes
-            if offset < end or place.offset != offset or offset != inside or self._class.get(place.slab) != place.room:
-                raise RuntimeError(f"{place} overlaps what ends at {end}, or is not in a slab of its class")
-            end = offset + place.room
-            taken[place.slab] |= 1 << place.index
-        places = self._places.values()
-        sums = sum(place.room for place in places), sum(place.nbytes for place in places)
+        for offset, slot in sorted(self._slots.items()):
+            inside = slot.index * slot.room + slot.slab * self.slab_bytes
+            if offset < end or slot.offset != offset or offset != inside or self._class.get(slot.slab) != slot.room:
+                raise RuntimeError(f"{slot} overlaps what ends at {end}, or is not in a slab of its class")
+            end = offset + slot.room
+            taken[slot.slab] |= 1 << slot.index
+        held = self._slots.values()
+        sums = sum(slot.room for slot in held), sum(slot.nbytes for slot in held)
         if (self.held_bytes, self.requested_bytes) != sums:
-            raise RuntimeError(f"held {self.held_bytes} and requested {self.requested_bytes} bytes, the places {sums}")
+            raise RuntimeError(f"held {self.held_bytes} and requested {self.requested_bytes} bytes, the slots {sums}")
         for slab, room in self._class.items():
             slots = self.slab_bytes // room
             if self._free[slab] ^ taken[slab] != (1 << slots) - 1 or not taken[slab]:
@@ -156,7 +156,7 @@ class SlabBook:
             kept = f"empty {self._empty:b}, spare {self._spare}, partly filled {self._partial}"
             raise RuntimeError(f"{kept}; counted: {empty:b}, {spare}, {partial}")
 
-    def _take(self, slab: int, index: int, room: int, nbytes: int) -> Place:
+    def _take(self, slab: int, index: int, room: int, nbytes: int) -> BookedSlot:
         """Book a free slot."""
         if slab not in self._class:
             slots = self.slab_bytes // room
@@ -169,11 +169,11 @@ class SlabBook:
         self._spare[room] -= 1
         if not self._free[slab]:
             self._partial[room] ^= 1 << slab
-        place = Place(slab, index, slab * self.slab_bytes + index * room, nbytes, room)
-        self._places[place.offset] = place
+        slot = BookedSlot(slab, index, slab * self.slab_bytes + index * room, nbytes, room)
+        self._slots[slot.offset] = slot
         self.held_bytes += room
         self.requested_bytes += nbytes
-        return place
+        return slot
 
 
 def _lowest(bits: int) -> int:

@@ -14,7 +14,7 @@ from tiered.offload.arena import ArenaStats
 from tiered.offload.fence import Fence, Region
 from tiered.offload.record_file import RecordFile
 from tiered.offload.slab_fences import SlabFences
-from tiered.offload.slabs import Place, SlabBook
+from tiered.offload.slabs import BookedSlot, SlabBook
 from tiered.offload.spill_record import HEADER_BYTES
 
 
@@ -28,14 +28,14 @@ class DiskSlot:
         fence: what is under way on these bytes, by earlier users too. Tell it of accesses before `release`.
     """
 
-    __slots__ = ("_file", "_place", "fence", "nbytes", "offset", "room_bytes")
+    __slots__ = ("_booked", "_file", "fence", "nbytes", "offset", "room_bytes")
 
-    def __init__(self, file: "SpillFile", place: Place, fence: Fence) -> None:
+    def __init__(self, file: "SpillFile", booked: BookedSlot, fence: Fence) -> None:
         self._file = file
-        self._place = place
-        self.nbytes = place.nbytes - HEADER_BYTES
-        self.room_bytes = place.room
-        self.offset = place.offset
+        self._booked = booked
+        self.nbytes = booked.nbytes - HEADER_BYTES
+        self.room_bytes = booked.room
+        self.offset = booked.offset
         self.fence = fence
 
     def release(self) -> None:
@@ -92,12 +92,12 @@ class SpillFile:
         if not HEADER_BYTES < whole <= self.slab_bytes:
             most = self.slab_bytes - HEADER_BYTES
             raise ValueError(f"a record of {nbytes} bytes: 1 to {most}, slab_bytes = {self.slab_bytes} less the header")
-        place = self.book.allocate(whole)
-        if place is None:
+        booked = self.book.allocate(whole)
+        if booked is None:
             self._grow()
-            place = self.book.allocate(whole)
-            assert place is not None, "a new slab holds a record of any size"
-        slot = self._slots[place.offset] = DiskSlot(self, place, self._fences.fence(place))
+            booked = self.book.allocate(whole)
+            assert booked is not None, "a new slab holds a record of any size"
+        slot = self._slots[booked.offset] = DiskSlot(self, booked, self._fences.fence(booked))
         return slot
 
     def write(self, slot: DiskSlot, name: str | bytes, version: int, payload: UInt8[Tensor, " nbytes"]) -> int:
@@ -156,7 +156,7 @@ class SpillFile:
 
     def _release(self, slot: DiskSlot) -> None:
         self._file.check_open()
-        self.book.release(slot._place)
+        self.book.release(slot._booked)
         del self._slots[slot.offset]
 
 

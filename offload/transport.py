@@ -8,7 +8,6 @@ wait for it. `after` may mix events of any lane, of `compute`, and of anything e
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -17,15 +16,7 @@ from torch import Tensor
 
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Event
-
-
-class Lane(StrEnum):
-    """A direction that bytes move in."""
-
-    FETCH = "fetch"  # host → device
-    STORE = "store"  # device → host
-    LOAD = "load"  # disk → host
-    SPILL = "spill"  # host → disk
+from tiered.offload.lane import Lane
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,28 +73,49 @@ def tiny_config() -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="session")
+def random_weights() -> Callable[[Mapping[str, Any]], dict[str, Tensor]]:
+    """Makes random float32 weights for a config.json of any family by official name, the same in every test."""
+    from tiered.models.families import family_of
+
+    def draw(config: Mapping[str, Any]) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return {
+            name: torch.randn(shape, generator=generator).mul_(0.3).add_(1.0 if len(shape) == 1 else 0.0)
+            for name, shape in family_of(config).shape(config).weight_shapes.items()
+        }
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def random_model(
+    random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]],
+) -> Callable[[Mapping[str, Any]], Any]:
+    """Makes the model of a config.json of any family with its `random_weights`: no checkpoint, no tokenizer."""
+    from tiered.models.families import family_of
+
+    def make(config: Mapping[str, Any]) -> Any:
+        model = family_of(config).resolve_loader().from_config(config)
+        for name, weight in random_weights(config).items():
+            model.get_parameter(model.parameter_name(name)).copy_(weight)
+        return model
+
+    return make
+
+
 @pytest.fixture
-def tiny_weights(tiny_config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Random float32 weights for `tiny_config` by official name, the same in every test."""
-    from tiered.models.llada_config import llada_shape
-
-    generator = torch.Generator().manual_seed(0)
-    shapes = llada_shape(tiny_config).weight_shapes
-    return {
-        name: torch.randn(shape, generator=generator).mul_(0.3).add_(1.0 if len(shape) == 1 else 0.0)
-        for name, shape in shapes.items()
-    }
+def tiny_weights(
+    tiny_config: Mapping[str, Any], random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The `random_weights` of `tiny_config`."""
+    return random_weights(tiny_config)
 
 
 @pytest.fixture
-def tiny_model(tiny_config: Mapping[str, Any], tiny_weights: Mapping[str, Tensor]):
-    """A LLaDA of `tiny_config` with `tiny_weights`: no checkpoint, no tokenizer."""
-    from tiered.models.llada import LLaDA
-
-    model = LLaDA.from_config(tiny_config)
-    for name, weight in tiny_weights.items():
-        model.get_parameter(model.parameter_name(name)).copy_(weight)
-    return model
+def tiny_model(tiny_config: Mapping[str, Any], random_model: Callable[[Mapping[str, Any]], Any]):
+    """The `random_model` of `tiny_config`."""
+    return random_model(tiny_config)
 
 
 @pytest.fixture(scope="session")

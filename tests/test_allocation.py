@@ -63,11 +63,11 @@ def test_what_cannot_be_shared(arguments: tuple[int, int, int], message: str):
 
 
 @pytest.mark.parametrize(
-    ("regions", "clusters"),
+    ("areas", "clusters"),
     [((0,), 0), ((1,), 1), ((95,), 1), ((96,), 2), ((4096,), 64), ((1, 1), 2), ((0, 5), 1), ((2048, 2048), 64)],
 )
-def test_auto_keeps_about_64_rows_a_cluster(regions: tuple[int, ...], clusters: int):
-    assert auto_clusters(*regions) == clusters
+def test_auto_keeps_about_64_rows_a_cluster(areas: tuple[int, ...], clusters: int):
+    assert auto_clusters(*areas) == clusters
 
 
 @given(ROWS, ROWS)

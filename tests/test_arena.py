@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tiered.offload import arena as arena_module
 from tiered.offload.arena import Arena, Slot, device_chunks
 from tiered.offload.chunk import Chunk
 from tiered.offload.errors import ArenaFullError, PinError, TransferError
@@ -97,18 +96,6 @@ class ArenaMachine(RuleBasedStateMachine):
         slot.bytes.fill_(self.number)
         self.records.append((slot, self.number))
 
-    @rule(nbytes=st.integers(0, 7 * SLAB))
-    def reserve(self, nbytes: int):
-        before, calls = self.arena.book.capacity_bytes, len(self.system.calls)
-        rounding = self.system.rounding
-        try:
-            self.arena.reserve(nbytes)
-        except ArenaFullError:
-            assert self.arena.book.capacity_bytes == before
-            assert rounding or len(self.system.calls) == calls, "what cannot fit is not asked for"
-        else:
-            assert self.arena.book.capacity_bytes == max(before, -(-nbytes // SLAB) * SLAB)
-
     @precondition(lambda self: self.records)
     @rule(data=st.data())
     def release(self, data: st.DataObject):
@@ -144,14 +131,12 @@ def test_neighbours_are_one_piece_of_memory():
     for earlier, later in pairwise(slots):
         adjacent = earlier.bytes.data_ptr() + earlier.room_bytes == later.bytes.data_ptr()
         assert later.offset == earlier.offset + earlier.room_bytes
-        assert later.follows(earlier) == (adjacent and earlier.chunk is later.chunk)
-        assert not earlier.follows(later)
-    assert [later.follows(earlier) for earlier, later in pairwise(slots)] == [
+        assert adjacent or earlier.chunk is not later.chunk
+    assert [later.chunk is earlier.chunk for earlier, later in pairwise(slots)] == [
         *(True, True, True),
         *(False, True),  # another chunk begins
     ]
     assert slots[5].start == slots[0].start + slots[0].room_bytes
-    assert not slots[5].follows(slots[0])
 
 
 def test_a_refused_chunk_leaves_the_earlier_ones_usable():
@@ -167,47 +152,14 @@ def test_a_refused_chunk_leaves_the_earlier_ones_usable():
     system.check(arena, 3 * SLAB)
 
 
-def test_a_smaller_request_works_after_a_refusal():
-    system = System(refuse_above=2 * SLAB)
-    arena = system.arena()
-    with pytest.raises(PinError):
-        arena.reserve(3 * SLAB)
-    system.check(arena, 0)
-    arena.reserve(2 * SLAB)
-    system.check(arena, 2 * SLAB)
-
-
-def test_what_was_reserved_needs_no_more_memory():
-    system = System()
-    arena = system.arena()
-    arena.reserve(3 * SLAB - 1)
-    arena.reserve(2 * SLAB)
-    for _ in range(3):
-        arena.place(SLAB)
-    assert system.calls == [3 * SLAB]
-    arena.reserve(4 * SLAB)
-    assert system.calls == [3 * SLAB, SLAB]
-
-
-def test_a_large_reservation_is_cut_into_registrations(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(arena_module, "MOST_CHUNK_BYTES", 2 * SLAB + 1)
-    system = System(refuse_at=2)
-    arena = system.arena(None)
-    with pytest.raises(PinError):
-        arena.reserve(5 * SLAB)
-    assert system.calls == [2 * SLAB, 2 * SLAB, SLAB]
-    system.check(arena, 4 * SLAB)
-
-
 def test_the_ledger_refuses_before_memory_is_asked_for():
     system = System(cap=SLAB)
     arena = system.arena()
     arena.place(SLAB)
-    for verb in (lambda: arena.place(1), lambda: arena.reserve(2 * SLAB)):
-        with pytest.raises(KeyError):
-            verb()
-        assert system.calls == [SLAB]
-        system.check(arena, SLAB)
+    with pytest.raises(KeyError):
+        arena.place(1)
+    assert system.calls == [SLAB]
+    system.check(arena, SLAB)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +185,6 @@ def test_the_last_chunk_is_what_capacity_leaves():
     with pytest.raises(ArenaFullError, match="host_slots of 53248 bytes has no room for 4096 bytes") as caught:
         arena.place(1)
     assert (caught.value.needed, caught.value.available, caught.value.capacity) == (4096, 0, 3 * SLAB + 4096)
-    with pytest.raises(ArenaFullError):
-        arena.reserve(4 * SLAB)
 
 
 @pytest.mark.parametrize("refuses", ["ledger", "system"])
@@ -282,7 +232,6 @@ def test_closing_waits_and_gives_everything_back():
     assert (stats.requested_bytes, stats.held_bytes, stats.pinned) == (0, 0, False)
     verbs: list[Callable[[], object]] = [
         lambda: arena.place(1),
-        lambda: arena.reserve(1),
         used.release,
         lambda: used.bytes,
     ]
@@ -326,8 +275,6 @@ def test_requests_that_do_not_work():
     for nbytes in (0, SLAB + 1):
         with pytest.raises(ValueError, match=f"record of {nbytes} bytes"):
             arena.place(nbytes)
-    with pytest.raises(ValueError, match="reserve -1"):
-        arena.reserve(-1)
     assert arena.actual_bytes == 0
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiered.policies.dllm_cache.distance import Similarity, distances, farthest_first
+from tiered.policies.dllm_cache.verify import Similarity, distances, farthest_first
 
 COSINE, L2 = Similarity.COSINE, Similarity.L2
 

@@ -4,17 +4,16 @@ import io
 import json
 import os
 import pty
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 import tiered
-from tiered.cli.generate import generation_options
 from tiered.cli.main import build_parser, main
-from tiered.options import COMMIT_NAMES, OPTION_NAMES, GenerationOptions
+from tiered.cli.option_flags import generation_options
+from tiered.decoding.rules.registry import COMMIT_OPTIONS, COMMIT_RULES
+from tiered.options import OPTION_NAMES, GenerationOptions
 
 SHORT = ["--max-new-tokens", "32"]
 
@@ -75,20 +74,32 @@ def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixtur
     assert err.startswith("tiered: error: ") and message in err
 
 
-# A value of each option that a command line carries, that is not its default.
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["generate", "x", "--fcator=2"], "unrecognized argument: --fcator=2; did you mean --factor?"),
+        (["plan", "embedded", "--context", "64", "--polcy", "none"], "--polcy; did you mean --policy?"),
+        (["generate", "x", "--zzz"], "unrecognized arguments: --zzz"),
+    ],
+)
+def test_a_flag_that_is_almost_right(line: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        main(line)
+    assert message in capsys.readouterr().err
+
+
+# A value of each option that a command line carries. Ending at the end-of-sequence token is switched off by name; a
+# history is tensors, for callers alone.
 VALUES: dict[str, Any] = {
-    "max_new_tokens": 64, "block_length": 16, "steps": 8, "commit": "threshold", "confidence_threshold": 0.5,
-    "factor": 1.5, "early_threshold": 0.6, "drift_window": 3, "drift_slope": 2.5, "drift_ceiling": 1.5,
-    "schedule_floor": 0.01, "confidence_temperature": 0.25, "confidence": "margin", "remasking": "random",
-    "temperature": 0.75, "top_p": 0.5, "top_k": 7, "tokens_per_step": 2, "noise_schedule": "linear", "block_steps": 4,
-    "correction_steps": 3, "min_new_tokens": 5, "trailing_noise": 6, "cfg_scale": 1.25, "seed": 9,
-}  # fmt: skip
+    name: next((value for kind, value in ((int, 3), (float, 0.75)) if kind in (hint, *get_args(hint))), "word")
+    for name, hint in get_type_hints(GenerationOptions).items()
+    if name not in ("stop_at_eos", "output_history")
+}
 
 
 @pytest.mark.parametrize("command", ["generate", "drift", "regions"])
 def test_every_option_has_a_flag(command: str):
-    # Ending at the end-of-sequence token is switched off by name; a history is tensors, for callers alone.
-    assert {*VALUES, "stop_at_eos", "output_history"} == set(OPTION_NAMES)
+    assert VALUES["drift_window"] == 3 and VALUES["factor"] == 0.75 and len(VALUES) == len(OPTION_NAMES) - 2
     flags = [word for name, value in VALUES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     given = generation_options(build_parser().parse_args([command, "x", *flags, "--no-stop-at-eos"]))
     assert given == {**VALUES, "stop_at_eos": False}
@@ -122,8 +133,13 @@ def test_official_names_are_flags(line: str, meant: dict[str, Any]):
 def test_help_names_every_commit_rule(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
-    told = capsys.readouterr().out.partition("commit rule: ")[2].partition("--")[0]
-    assert all(name in told for name in COMMIT_NAMES)
+    told = " ".join(capsys.readouterr().out.split())
+    rules = told.partition("--commit COMMIT commit rule")[2].partition("--")[0]
+    assert all(name in rules for name in COMMIT_RULES)
+    own, of_rules = told.partition("options of generate:")[2].split("options of commit rules:")
+    assert all(f"--{name.replace('_', '-')} {name.upper()} under " in of_rules for name in COMMIT_OPTIONS)
+    assert "--max-new-tokens MAX_NEW_TOKENS tokens of the answer; a multiple of `block_length` (default: 128)" in own
+    assert "at this confidence a candidate needs no rise; in [0, 1] (default: 0.9)" in of_rules
 
 
 def test_uniform_noise(capsys: pytest.CaptureFixture[str]):
@@ -136,14 +152,18 @@ def test_uniform_noise(capsys: pytest.CaptureFixture[str]):
     assert told["text"] == out.text and told["num_forwards"] == out.num_forwards
 
 
-@pytest.mark.slow
-def test_progress_is_shown_on_a_terminal_and_nowhere_else():
-    command = [sys.executable, "-m", "tiered", "generate", "sort: Max Ada", *SHORT]
-    quiet = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert quiet.stdout == "Ada Max\n" and "denoising" not in quiet.stderr
+def test_progress_is_shown_on_a_terminal_and_nowhere_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    call = ["generate", "sort: Max Ada", *SHORT]
+    assert main(call) == 0
+    out, err = capsys.readouterr()
+    assert out == "Ada Max\n" and "denoising" not in err
+    monkeypatch.setenv("TERM", "xterm")
     ours, theirs = pty.openpty()
-    shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"})
-    os.close(theirs)
-    assert shown.returncode == 0 and shown.stdout == b"Ada Max\n"
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
+        patched.setattr("sys.stderr", terminal)
+        assert main(call) == 0
+    assert capsys.readouterr().out == "Ada Max\n"
     assert b"denoising" in os.read(ours, 65536)
     os.close(ours)

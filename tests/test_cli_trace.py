@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,18 +13,14 @@ PROMPT = "sort: Nora Ben Ivan Cleo"
 SHORT = ["--max-new-tokens", "16", "--block-length", "8", "--steps", "8", "--no-stop-at-eos"]
 
 
-@pytest.mark.slow
-def test_a_trace_from_the_command_line(tmp_path: Path):
-    command = [sys.executable, "-m", "tiered", "trace", PROMPT, *SHORT, "--policy-option", "update_threshold=0"]
-    result = subprocess.run(
-        [*command, "--out", "trace.json.gz"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+def test_a_trace_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    call = ["trace", PROMPT, *SHORT, "--policy-option", "update_threshold=0"]
+    assert main([*call, "--out", str(tmp_path / "trace.json.gz")]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
     events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert {"step", "mlp/L0", "mlp/L4", "clustering/L1", "store/L1", "head", "commit"} <= names
-    first, head, *rows = result.stdout.splitlines()
+    first, head, *rows = capsys.readouterr().out.splitlines()
     assert "in 8 forwards" in first and head.split() == ["operation", "ms", "share", "ranges"]
     assert any(row.startswith("attention ") for row in rows) and any(row.startswith("copies ") for row in rows)
 

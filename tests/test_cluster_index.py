@@ -28,7 +28,6 @@ def build(members: list[list[int]]) -> ClusterIndex:
         shares=(len(members), 0),
         centroids=random(len(members), WIDTH),
         medoids=torch.tensor([cluster[-1] for cluster in members], dtype=torch.int64),
-        version=3,
     )
 
 
@@ -49,27 +48,16 @@ def test_look_ups(partition: tuple[int, list[list[int]]]):
     index = build(members)
     index.check()
     assert index.clusters == len(members)
-    assert list(index.starts) == [sum(map(len, members[:cluster])) for cluster in range(len(members))]
     expected = [-1] * length
     for cluster, columns in enumerate(members):
-        assert index.members(cluster).tolist() == columns
-        assert index.rows[index.slice_of(cluster)].tolist() == columns
         for column in columns:
             expected[column] = cluster
     assert index.cluster_of(length).tolist() == expected
 
 
-@pytest.mark.parametrize("cluster", [-1, 2])
-def test_a_cluster_that_is_not_there(cluster: int):
-    index = build([[0, 4], [1]])
-    for call in (index.members, index.slice_of):
-        with pytest.raises(ValueError, match=f"cluster = {cluster}; allowed: 0 to 1"):
-            call(cluster)
-
-
 def test_an_index_is_never_changed():
     with pytest.raises(FrozenInstanceError):
-        build([[0]]).version = 1  # pyright: ignore[reportAttributeAccessIssue]
+        build([[0]]).sizes = (2,)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(

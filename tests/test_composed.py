@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tiered
-from tiered.policies.base import Step, StepPlan
+from tiered.policies.base import Step, StepRows
 from tiered.policies.composed import Composed
 from tiered.policies.polestar.update import Update
 from tiered.policies.recipe import RecipeState
@@ -180,12 +180,12 @@ def test_rows_that_a_step_recomputes(
     expected: Callable[..., set[int]],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    plan, ragged = RecipeState.plan, []
+    rows_of, ragged = RecipeState.rows, []
     dates: dict[int, dict[int, int]] = {}  # by sequence, the forward of its own that fixed each column
     before: dict[int, set[int]] = {}
 
-    def watched(state: RecipeState, step: Step) -> StepPlan:
-        made = plan(state, step)
+    def watched(state: RecipeState, step: Step) -> StepRows:
+        made = rows_of(state, step)
         pending = step.canvas.pending(0, LENGTH)
         columns = made.rows.positions(step.canvas.batch, pending.device)
         wanted: list[set[int]] = []
@@ -208,7 +208,7 @@ def test_rows_that_a_step_recomputes(
         ragged.append(len({len(rows) for rows in wanted}) > 1)
         return made
 
-    monkeypatch.setattr(RecipeState, "plan", watched)
+    monkeypatch.setattr(RecipeState, "rows", watched)
     history(runtime, policy, options, rule)
     assert len(ragged) > 4
     if policy.startswith("dkv") and rule is THRESHOLD:

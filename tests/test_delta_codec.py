@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered.kernels.choice import for_device
 from tiered.kernels.record_layout import Nvfp4Layout
 from tiered.kernels.record_table import RecordTable
 from tiered.offload.codec_bytes import codec_bytes
@@ -32,7 +31,7 @@ class Codec:
     """delta_encode and delta_decode of one implementation, for tensors on the CPU."""
 
     def __init__(self, suffix: str, device: str) -> None:
-        self.device = device
+        self.device, self.suffix = device, suffix
         self._encode = importlib.import_module(f"tiered.kernels.delta_encode{suffix}").delta_encode
         self._decode = importlib.import_module(f"tiered.kernels.delta_decode{suffix}").delta_decode
 
@@ -108,6 +107,18 @@ CASES = {
 }
 
 
+_ENCODED: dict[tuple[str, str], tuple[Case, Tensor]] = {}  # by implementation and case: interpreting takes its time
+
+
+def encoded(codec: Codec, name: str) -> tuple[Case, Tensor]:
+    """A case, and the buffer with its values; not to be written to."""
+    key = codec.suffix, name
+    if key not in _ENCODED:
+        case = CASES[name]()
+        _ENCODED[key] = case, codec.encode(case.values, case)
+    return _ENCODED[key]
+
+
 def naive_decode(case: Case, buffer: Tensor) -> np.ndarray:
     """Rows from the bytes, by the description of the format alone."""
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
@@ -132,8 +143,7 @@ def naive_decode(case: Case, buffer: Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("name", CASES)
 def test_decoding_is_the_formats_arithmetic(codec: Codec, name: str):
-    case = CASES[name]()
-    buffer = codec.encode(case.values, case)
+    case, buffer = encoded(codec, name)
     decoded = codec.decode(buffer, case).numpy()
     assert np.array_equal(decoded.view(np.int32), naive_decode(case, buffer).view(np.int32))
 
@@ -145,9 +155,10 @@ def test_decoding_is_the_formats_arithmetic(codec: Codec, name: str):
 def test_records_are_torchaos_nvfp4_of_the_residual(codec: Codec, name: str, dtype: torch.dtype, base: str):
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
-    case = CASES[name]()
+    case, buffer = encoded(codec, name)
     values = case.values.to(dtype)
-    buffer = codec.encode(values, case, base=base)
+    if (dtype, base) != (torch.float32, "projection"):
+        buffer = codec.encode(values, case, base=base)
     first = 0
     for k, count in enumerate(case.rows):
         layout, record = case.layout(k), case.record(buffer, k)
@@ -180,8 +191,8 @@ def test_records_are_torchaos_nvfp4_of_the_residual(codec: Codec, name: str, dty
 
 @pytest.mark.parametrize("name", CASES)
 def test_records_take_the_books_bytes_and_no_other(codec: Codec, name: str):
-    case = CASES[name]()
-    written = codec.encode(case.values, case) != UNTOUCHED
+    case, buffer = encoded(codec, name)
+    written = buffer != UNTOUCHED
     again = codec.encode(-2 * case.values, case) != UNTOUCHED  # a byte may be UNTOUCHED by chance, hardly twice
     inside = torch.zeros(case.size, dtype=torch.bool)
     for k, count in enumerate(case.rows):
@@ -196,8 +207,7 @@ def test_records_take_the_books_bytes_and_no_other(codec: Codec, name: str):
 @pytest.mark.parametrize("name", CASES)
 def test_a_record_depends_on_its_own_rows_alone(codec: Codec, name: str):
     """A record can be rewritten alone, and may lie anywhere."""
-    case = CASES[name]()
-    buffer = codec.encode(case.values, case)
+    case, buffer = encoded(codec, name)
     first = 0
     for k, count in enumerate(case.rows):
         alone = Case(case.width, (count,), delta=case.centroids is not None)
@@ -210,9 +220,8 @@ def test_a_record_depends_on_its_own_rows_alone(codec: Codec, name: str):
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_scattered_and_others_left(codec: Codec, name: str):
-    case = CASES[name]()
-    buffer = codec.encode(case.values, case)
-    expected = codec.decode(buffer, case)
+    case, buffer = encoded(codec, name)
+    expected = torch.from_numpy(naive_decode(case, buffer))
     out_rows = torch.randperm(case.total + 7, generator=torch.Generator().manual_seed(0))[: case.total]
     out = torch.full((case.total + 7, case.width + 5), torch.pi)  # rows apart in memory
     codec_out = codec.decode(buffer, case, out[:, 2 : 2 + case.width], out_rows)
@@ -337,14 +346,14 @@ def test_extreme_rows_decode_to_finite_numbers(codec: Codec, factor: float, delt
     assert ((decoded - case.values * factor).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("delta", [True, False])
 def test_rows_that_are_not_finite(value: float, delta: bool):
     """The reference refuses them before it writes; Triton's record decodes to NaN, and its neighbours as ever."""
-    case = Case(delta=delta)
+    reference, triton = Codec("_ref", "cpu"), Codec("", "cuda" if CUDA else "cpu")
+    case, finite = encoded(triton, "delta" if delta else "plain")
     values = case.values.clone()
     values[8, 20] = value  # of record 2
-    reference, triton = Codec("_ref", "cpu"), Codec("", "cuda" if CUDA else "cpu")
     out = torch.full((case.size,), UNTOUCHED, dtype=torch.uint8)
     with pytest.raises(ValueError, match="rows hold values that are infinite or NaN"):
         reference._encode(values, reference.table(case), *reference.centroids(case), out)
@@ -355,7 +364,7 @@ def test_rows_that_are_not_finite(value: float, delta: bool):
     assert np.isnan(scale)
     decoded = triton.decode(buffer, case)
     assert decoded[6:15].isnan().all()
-    expected = triton.decode(triton.encode(case.values, case), case)
+    expected = torch.from_numpy(naive_decode(case, finite))
     assert torch.equal(decoded[:6], expected[:6]) and torch.equal(decoded[15:], expected[15:])
 
 
@@ -417,14 +426,6 @@ def test_an_out_that_does_not_fit(codec: Codec, out: Tensor, out_rows: Tensor | 
     arguments = (out.to(codec.device), None if out_rows is None else out_rows.to(codec.device))
     with pytest.raises(ValueError, match=message):
         codec._decode(buffer.to(codec.device), codec.table(case), *codec.centroids(case), *arguments)
-
-
-@pytest.mark.parametrize("op", ["nvfp4_encode", "nvfp4_decode", "delta_encode", "delta_decode"])
-def test_triton_stands_in_for_the_reference(op: str):
-    reference = getattr(importlib.import_module(f"tiered.kernels.{op}_ref"), op)
-    kernel = for_device(reference, torch.device("cuda"))
-    assert kernel.__module__ == f"tiered.kernels.{op}"
-    assert for_device(reference, torch.device("cpu")) is reference
 
 
 @pytest.mark.gpu

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tiered.call
+from tiered.forward.library_bytes import LARGEST_GPU, Gpu, gpu_of
 from tiered.offload.device import computing_on, cublas_workspace_bytes, reads_host_addresses
-from tiered.planning.library_costs import LARGEST_GPU, Gpu, gpu_of
 from tiered.policies.none import NoCache
 from tiered.runtime import Runtime
 

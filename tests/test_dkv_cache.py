@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiered
-from tiered.decoding.sampling import SequenceNoise
+from tiered.decoding.sampling import RandomStreams
 from tiered.models.base import DiffusionModel
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
@@ -29,7 +29,7 @@ def runtime() -> Runtime:
 def in_order(order: Tensor) -> Callable[..., Tensor]:
     """Scores that rank columns as `order` [blocks, length] does, the row of the block that is asked for."""
 
-    def confidence(_: SequenceNoise, length: int, pads: list[int], start: int, stop: int, active: list[bool]) -> Tensor:
+    def confidence(_: RandomStreams, length: int, pads: list[int], start: int, stop: int, active: list[bool]) -> Tensor:
         block = (start - (length - len(order) * (stop - start))) // (stop - start)
         ranks = torch.empty(length, dtype=torch.float64)
         ranks[order[block].long()] = -torch.arange(length, dtype=torch.float64)
@@ -49,7 +49,7 @@ def test_parity_with_the_authors_code(runtime: Runtime, case: str, monkeypatch: 
         runtime = runtime.with_policy("dkv_decode", refresh_interval=interval, parity=True)
     else:
         runtime = runtime.with_policy("dkv_greedy", refresh_interval=interval, window=window, parity=True)
-        monkeypatch.setattr(SequenceNoise, "confidence", in_order(RECORDED[f"{case}.denoising_index"]))
+        monkeypatch.setattr(RandomStreams, "confidence", in_order(RECORDED[f"{case}.denoising_index"]))
     out = runtime.generate(RECORDED[f"{case}.prompt"].long(), stop_at_eos=False, output_history=True, **options)
     assert out.history is not None
     assert torch.equal(torch.stack(out.history).int(), RECORDED[f"{case}.history"])

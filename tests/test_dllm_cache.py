@@ -20,9 +20,9 @@ from tiered.core.rows import Rows
 from tiered.decoding import proposer
 from tiered.forward.forward import Forward
 from tiered.models.llada import LLaDA
-from tiered.policies.base import PassKind, Step
-from tiered.policies.dllm_cache.branch_pass import BranchPass
+from tiered.policies.base import Step, StepKind
 from tiered.policies.dllm_cache.policy import DLLMCache
+from tiered.policies.dllm_cache.program import BranchStep
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -54,9 +54,9 @@ class Chosen:
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
-    seen, original = Chosen(), BranchPass._farthest
+    seen, original = Chosen(), BranchStep._farthest
 
-    def noted(self: BranchPass, forward: Forward, layer: int, hidden: Tensor, counts: Sequence[int]) -> Rows:
+    def noted(self: BranchStep, forward: Forward, layer: int, hidden: Tensor, counts: Sequence[int]) -> Rows:
         rows = original(self, forward, layer, hidden, counts)
         assert rows.index is not None
         if not rows.count:
@@ -66,7 +66,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
         seen.counts.append(list(counts))
         return rows
 
-    monkeypatch.setattr(BranchPass, "_farthest", noted)
+    monkeypatch.setattr(BranchStep, "_farthest", noted)
     return seen
 
 
@@ -107,8 +107,8 @@ def test_logits_of_the_official_code(tiny: Runtime):
             canvas=canvas, block=0, start=24, stop=56, number=number, first_row=24, last_row=56,
             forwards=(number,), active=(True,),
         )  # fmt: skip
-        plan = state.plan(step)
-        found = forward.logits(canvas.tokens, plan.rows, plan.output, plan.program)
+        of_step = state.rows(step)
+        found = forward.logits(canvas.tokens, of_step.rows, of_step.output, of_step.program)
         torch.testing.assert_close(found[0], logits[number], atol=1e-3, rtol=1e-4)
 
 
@@ -272,16 +272,12 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_logits_and_rows_of_the_method(grouped: Runtime, variant: str, chosen: Chosen, monkeypatch: pytest.MonkeyPatch):
     options, call = VARIANTS[variant]
     policy, call, seen = DLLMCache(**options), dict(call), []
-    for module in ("branch_pass", "verify"):
-        if part := call.get("part"):
-            monkeypatch.setattr(f"tiered.policies.dllm_cache.{module}.part_rows", lambda batch, part=part: part)
-    call.pop("part", None)
+    if part := call.pop("part", None):
+        monkeypatch.setattr("tiered.forward.forward.part_rows", lambda batch: part)
     if shift := call.pop("shift", 0):
         monkeypatch.setattr(grouped.model, "shape", replace(grouped.model.shape, prediction_shift=shift))
     propose = proposer.propose
-    monkeypatch.setattr(
-        proposer, "propose", lambda logits, *a, **o: (seen.append(logits.clone()), propose(logits, *a, **o))[1]
-    )
+    monkeypatch.setattr(proposer, "propose", lambda block: (seen.append(block.logits.clone()), propose(block))[1])
     prompt, answer, block = 13, 24, 8
     ids = torch.randint(0, 480, (1, prompt), generator=torch.Generator().manual_seed(2))
     out = grouped.with_policy(policy).generate(
@@ -342,7 +338,7 @@ def test_passes_and_rows_are_counted(grouped: Runtime):
     policy = DLLMCache(prompt_interval=6, response_interval=4, update_ratio=0.25)
     out = grouped.with_policy(policy).generate(PROMPT, **CALL)
     # Forwards 0 and 12 renew everything; 6 and 18 the prompt; 4, 8, 16 and 20 the answer.
-    assert out.passes == {PassKind.REFRESH: 2, PassKind.UPDATE: 6, PassKind.STEP: 16}
+    assert out.passes == {StepKind.REFRESH: 2, StepKind.UPDATE: 6, StepKind.STEP: 16}
     expected = [17 * (n % 6 == 0) + (24 if n % 4 == 0 else 6) for n in range(24)]
     assert out.rows_per_forward == expected
     whole = grouped.with_policy(replace(policy, parity=True)).generate(PROMPT, **CALL)

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiered
-from tiered.models.dream import Dream
-from tiered.models.dream_config import read_dream_config
+from tiered.models.dream import Dream, read_dream_config
 from tiered.models.presets import read_preset
 
 TINY = Path(__file__).parent / "goldens" / "dream" / "dream_tiny"

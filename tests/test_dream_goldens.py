@@ -15,6 +15,7 @@ from tiered.decoding import sampling
 from tiered.decoding.rules import timestep
 from tiered.decoding.rules.base import Candidates
 from tiered.decoding.rules.threshold import Threshold
+from tiered.decoding.sampling import OpenBlock
 from tiered.output import GenerationOutput
 from tiered.runtime import Runtime
 
@@ -129,10 +130,8 @@ def test_sequences(runtimes: dict[str, Runtime], part: str, case: str):
 
 def test_drawn_sequences(runtimes: dict[str, Runtime], monkeypatch: pytest.MonkeyPatch):
     # Here every sequence has streams of its own; there one stream serves the batch, and is read by `multinomial`.
-    def drawn_tokens(
-        logits: Tensor, least: Tensor | None, sequence: int, rows: Tensor, mask: int, temperature: float, *_: object
-    ) -> Tensor:
-        allowed = logits[sequence, rows]
+    def drawn_tokens(block: OpenBlock, least: Tensor | None, sequence: int, rows: Tensor) -> Tensor:
+        allowed, temperature = block.logits[sequence, rows], block.sampling.temperature
         if least is not None:
             allowed = allowed.masked_fill(allowed < least[sequence, rows][:, None], -torch.inf)
         return torch.multinomial((allowed / temperature).softmax(-1), 1, replacement=True)[:, 0]

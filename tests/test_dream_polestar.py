@@ -42,8 +42,11 @@ def history(out: GenerationOutput) -> Tensor:
 EVERYTHING: dict[str, Any] = {"codec": "raw", "top_m": 1000, "update_threshold": 0}
 
 
-@pytest.mark.parametrize("refresh", ["full", "drift"])
-@pytest.mark.parametrize("call", [{}, {"cfg_scale": 0.7}, {"block_length": 4}], ids=["plain", "guided", "short"])
+@pytest.mark.parametrize(
+    ("refresh", "call"),
+    [("full", {}), ("drift", {}), ("drift", {"cfg_scale": 0.7}), ("full", {"block_length": 4})],
+    ids=["plain", "plain, by drift", "guided, by drift", "short"],
+)
 def test_renewing_every_cluster_equals_none(runtime: Runtime, refresh: str, call: dict[str, Any]):
     found = generate(runtime.with_policy("polestar", clusters=5, refresh=refresh, **EVERYTHING), **call)
     assert torch.equal(history(found), history(generate(runtime, **call)))
@@ -74,8 +77,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "transport"), [("raw", "plain"), ("raw, by drift", "delayed"), ("delta", "plain"), ("delta", "delayed")]
+)
 def test_offloaded_is_resident(runtime: Runtime, options: str, transport: str):
     host, device = (
         Runtime(runtime.model, policy=Polestar(hidden_tier=tier, **OPTIONS[options]), transport=TRANSPORTS[transport])

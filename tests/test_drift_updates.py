@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_drift import full_drift
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,10 +14,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tiered.kernels import proxy_drift_ref
-from tiered.kernels.full_drift_ref import full_drift
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.proxy_scores import proxy_scores
-from tiered.policies.polestar import sums_by_part
+from tiered.policies.polestar import kept_attention
 from tiered.policies.polestar.drift_reference import DriftReference
 
 LAW = 1e-5  # |incremental − full|, relative where the drift is above 1
@@ -442,11 +442,11 @@ def test_sums_of_parts_in_chunks(at_once: int, monkeypatch: pytest.MonkeyPatch):
         return scores
 
     world = World(13, scale=2.0, masked=False)
-    monkeypatch.setattr(sums_by_part, "SCORES_AT_ONCE", at_once)
-    monkeypatch.setattr(sums_by_part, "proxy_scores", watched)
+    monkeypatch.setattr(kept_attention, "SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr(kept_attention, "proxy_scores", watched)
     part = world.cluster_of.clone()
     part[:, 5] = 6  # part 5 has no column
-    found = sums_by_part.attention_by_part(world.queries, world.keys, part, 7)
+    found = kept_attention.attention_by_part(world.queries, world.keys, part, 7)
     for p in range(7):
         there = (part == p)[:, None, None].expand(-1, 4, 5, -1)
         expected = world.scores64(world.keys).masked_fill(~there, -torch.inf).logsumexp(-1)

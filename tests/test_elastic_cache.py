@@ -13,18 +13,17 @@ from torch import Tensor
 import tiered
 from tiered.core.canvas import PENDING, PROMPT, Canvas
 from tiered.core.features import Feature
+from tiered.forward.attention_weights import attention_weights
 from tiered.models.llada import LLaDA
+from tiered.offload.lane import Lane
 from tiered.policies.base import Step
-from tiered.policies.elastic_cache.attention import attention_received, attention_weights, similarity
-from tiered.policies.elastic_cache.costs import WindowChunk
-from tiered.policies.elastic_cache.program import ElasticPass
-from tiered.policies.elastic_cache.step_rows import step_rows
-from tiered.policies.elastic_cache.storing import Storing
+from tiered.policies.elastic_cache.program import ElasticStep, Storing
+from tiered.policies.elastic_cache.rows import Widening, step_rows
 from tiered.policies.elastic_cache.tracked import NONE, Tracked
-from tiered.policies.elastic_cache.widening import Widening
+from tiered.policies.elastic_cache.watching import attention_received, similarity
+from tiered.policies.elastic_cache.window_bytes import WindowChunk
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
-from tiered.tiers.stats import Way
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
 KEPT = (Feature.KEY, Feature.VALUE, Feature.HIDDEN)
@@ -268,23 +267,23 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, tuple[boo
     yield made
 
 
-@pytest.mark.parametrize("hidden_tier", ["host", "device"])
 @pytest.mark.parametrize(
     "options",
     [
         {"confidence_threshold": 0.3},
+        {"confidence_threshold": 0.3, "hidden_tier": "device"},
         {"confidence_threshold": 0.3, "cfg_scale": 0.5},
         {"confidence_threshold": 0.3, "refresh_interval": 3},
-        {"confidence_threshold": 0.3, "tracked": 3},
+        {"confidence_threshold": 0.3, "tracked": 3, "hidden_tier": "device"},
         {"confidence_threshold": 0.3, "stop_at_eos": True},
         {"steps": 12, "window": 3},
     ],
     ids=lambda options: ", ".join(f"{name} {value}" for name, value in options.items()),
 )
 def test_sequences_that_widen_at_different_layers_are_as_alone(
-    runtime: Runtime, options: dict[str, Any], hidden_tier: str, moves: list, monkeypatch: pytest.MonkeyPatch
+    runtime: Runtime, options: dict[str, Any], moves: list, monkeypatch: pytest.MonkeyPatch
 ):
-    policy = {"similarity_threshold": 0.97, "window": 6, "hidden_tier": hidden_tier, **options}
+    policy = {"similarity_threshold": 0.97, "window": 6, **options}
     generation = {
         name: policy.pop(name)
         for name in ("confidence_threshold", "cfg_scale", "stop_at_eos", "steps")
@@ -323,9 +322,9 @@ def test_sequences_that_widen_at_different_layers_are_as_alone(
 
 def test_a_layer_reads_from_the_device_once(runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
     reads: list[int] = []
-    call = ElasticPass.__call__
+    call = ElasticStep.__call__
 
-    def counted(self: ElasticPass, forward: Any, layer: int, flow: Any):
+    def counted(self: ElasticStep, forward: Any, layer: int, flow: Any):
         made: list[str] = []
         with monkeypatch.context() as patched:
             for name in ("tolist", "item", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
@@ -337,7 +336,7 @@ def test_a_layer_reads_from_the_device_once(runtime: Runtime, monkeypatch: pytes
         reads.append(len(made))
         return result
 
-    monkeypatch.setattr(ElasticPass, "__call__", counted)
+    monkeypatch.setattr(ElasticStep, "__call__", counted)
     runtime.with_policy("elastic_cache", similarity_threshold=0.98, hidden_tier="device").generate(
         prompt(17)[None], max_new_tokens=8, block_length=8, stop_at_eos=False
     )
@@ -393,7 +392,10 @@ def test_rows_of_a_step(runtime: Runtime):
     assert pieces == [(slice(0, 4), (3, 8)), (slice(4, 5), (0, 1)), (slice(5, 6), (1, 3)), (slice(6, 7), (3, 4))]
     assert Storing(rows, rows.rows, 8, apart=False).pieces == [(slice(0, 7), None)]
     assert rows.others is None and rows.rows.count == rows.count
-    assert [w[i].tolist() for w, i in zip(rows.window, rows.in_window, strict=True)] == [[3, 5, 6], [5, 6, 7]]
+    assert [w[i].tolist() for w, i in zip(rows.window.columns, rows.window.there, strict=True)] == [
+        [3, 5, 6],
+        [5, 6, 7],
+    ]
     assert rows.committed.tolist() == [[column != M for column in row] for row in at]
 
 
@@ -451,7 +453,7 @@ def test_attention_received_in_any_chunks(chunk: WindowChunk, padded: bool, soft
     sink_keys = None if sinks is None else torch.randn(6, sinks, 8, generator=generator)
     own = {"soft_cap": soft_cap, "sink_keys": sink_keys}
     weights = weights64(queries, keys, mask, **own)
-    torch.testing.assert_close(attention_weights(queries, keys, mask, **own).double(), weights, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(attention_weights(queries, keys, mask, **own)[0].double(), weights, atol=1e-6, rtol=1e-5)
     received = attention_received(queries, counts, keys, mask, chunk, **own)
     expected = (weights * counts[:, None, :, None]).sum(dim=(1, 2))
     torch.testing.assert_close(received.double(), expected, atol=1e-5, rtol=1e-5)
@@ -478,7 +480,7 @@ def test_final_rows_see_final_columns_alone(sinks: int | None):
     sink_keys = None if sinks is None else torch.randn(4, sinks, 8, generator=generator)
     visible = torch.tensor([[5, 20, 1], [12, 12, 20]])
     mask = torch.arange(20) >= torch.tensor([[0], [4]])
-    found = attention_weights(queries, keys, mask, soft_cap=2.0, sink_keys=sink_keys, visible=visible)
+    found, _ = attention_weights(queries, keys, mask, soft_cap=2.0, sink_keys=sink_keys, visible=visible)
     for b in range(2):
         for row, count in enumerate(visible[b].tolist()):
             part = slice(b, b + 1), slice(None), slice(None, count)
@@ -521,7 +523,7 @@ def test_a_pass_over_all_rows_fetches_nothing(runtime: Runtime):
             prompt(300)[None], max_new_tokens=8, block_length=8, stop_at_eos=False
         )
         assert out.tiers is not None
-        fetched[name] = out.tiers.ways[Way.FETCH].nbytes
+        fetched[name] = out.tiers.ways[Lane.FETCH].nbytes
     # Seven of the eight forwards widen to the second of four layers, and the store guesses that the third comes next.
     layer = 308 * 128 * 4
     assert fetched["refresh"] == 0

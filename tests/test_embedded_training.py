@@ -242,6 +242,7 @@ def test_the_curriculum_widens_with_steps_and_with_success():
     assert set(SHORT_TASKS) | {"lookup"} == set(TASKS) and set(LIST_TASKS) < set(SHORT_TASKS)
 
 
+@pytest.mark.long
 def test_the_loss_falls(config: dict[str, Any], pool: ThreadPoolExecutor):
     trainer = Trainer(config, replace(SMALL, steps=60, short_tokens=300))
     trainer.curriculum = replace(trainer.curriculum, weights=dict.fromkeys(TASKS, 0.0) | {"copy": 1.0})
@@ -258,6 +259,7 @@ def test_the_loss_falls(config: dict[str, Any], pool: ThreadPoolExecutor):
     assert trainer.standing.step == 40
 
 
+@pytest.mark.long
 def test_validation_asks_the_runtime():
     model = new_model(read_config("embedded"), seed=0)
     model.load_state_dict(tiered.from_pretrained("embedded", device="cpu").model.state_dict())

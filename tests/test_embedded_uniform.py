@@ -18,13 +18,13 @@ from training.noise import BLOCK_LENGTHS, BLOCK_SHARE, BLOCK_START, TAIL_WEIGHT,
 from training.optimizer import optimizers
 from training.settings import Settings
 from training.short_batches import ShortBatches
+from training.tokenizer import vocabulary
 from training.trainer import Trainer
 
 import tiered
 from tiered.core.features import Feature
 from tiered.core.rows import Rows
 from tiered.embedded.tasks import TASKS, Example
-from tiered.embedded.tokenizer import vocabulary
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.models.config_source import read_config
@@ -188,8 +188,8 @@ def test_muon_gets_the_matrices_of_layers_and_nothing_else(config: dict[str, Any
         [names[id(p)] for group in made[name].param_groups for p in group["params"]] for name in ("muon", "adam")
     )
     assert {name.split(".", 2)[2] for name in muon} == {
-        *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
-        *(f"mlp.{part}_proj.weight" for part in ("up", "down")),
+        *(f"{part}_proj.weight" for part in ("q", "k", "v", "up")),
+        *(f"{part}_out.weight" for part in ("attn", "ff")),
     }
     assert sorted(muon + adam) == sorted(names.values())
 
@@ -233,6 +233,7 @@ def test_a_killed_run_goes_on_and_its_export_loads(config: dict[str, Any], tmp_p
     assert json.loads((tmp_path / "model" / "config.json").read_text()) == config
 
 
+@pytest.mark.long
 def test_the_loss_falls(config: dict[str, Any]):
     trainer = Trainer(config, replace(SMALL, steps=60, short_tokens=300))
     trainer.curriculum = replace(trainer.curriculum, weights=dict.fromkeys(TASKS, 0.0) | {"copy": 1.0})

@@ -17,9 +17,9 @@ from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
 from tiered.embedded.tasks import sample
 from tiered.evaluation import TieredLM
-from tiered.evaluation.batches import Job, answer_in_batches, parse_batch_size
-from tiered.evaluation.gen_kwargs import RequestSettings
-from tiered.evaluation.stop_strings import answer_text, cut_text
+from tiered.evaluation.answering import Job, answer_in_batches, parse_batch_size
+from tiered.evaluation.arguments import RequestSettings
+from tiered.evaluation.text import answer_text, cut_text
 from tiered.runtime import Runtime
 
 GREEDY = {"until": [], "do_sample": False, "max_gen_toks": 32}
@@ -66,7 +66,7 @@ def direct(runtime: Runtime, prompt: str, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("policy", "batch_size"), [("none", 1), ("none", 5), ("fast_dllm_dual", 12), ("polestar", "auto"), ("polestar", 1)]
+    ("policy", "batch_size"), [("none", 5), ("fast_dllm_dual", 12), ("polestar", "auto"), ("polestar", 1)]
 )
 def test_answers_are_those_of_generate_in_the_order_of_the_requests(
     runtime: Runtime, policy: str, batch_size: int | str
@@ -204,7 +204,7 @@ def test_stop_strings_of_a_request(lm: TieredLM, runtime: Runtime):
     ],
 )
 def test_lengths(runtime: Runtime, gen_kwargs: dict[str, Any], arguments: dict[str, Any], tokens: int, columns: int):
-    settings = TieredLM(runtime, **arguments)._answering.settings(gen_kwargs)
+    settings = TieredLM(runtime, **arguments)._answering.defaults.settings(gen_kwargs)
     assert (settings.max_gen_toks, settings.columns) == (tokens, columns)
 
 
@@ -234,7 +234,7 @@ def test_a_canvas_of_whole_blocks_is_cut_to_the_tokens_asked_for(runtime: Runtim
 def test_options_of_a_request(
     runtime: Runtime, gen_kwargs: dict[str, Any], arguments: dict[str, Any], expected: dict[str, Any]
 ):
-    options = dict(TieredLM(runtime, **arguments)._answering.settings(gen_kwargs).options)
+    options = dict(TieredLM(runtime, **arguments)._answering.defaults.settings(gen_kwargs).options)
     assert options.pop("max_new_tokens") == 256
     assert options == expected
 
@@ -302,7 +302,10 @@ def test_model_arguments_of_a_command_line(caplog: pytest.LogCaptureFixture):
     assert str(lm.runtime.policy).startswith("polestar(clusters=4, top_m=1")
     budget = lm.runtime.ledger.budget
     assert (budget.cap(Tier.DEVICE), budget.cap(Tier.HOST)) == (64 * 2**20, 8 * 2**20)
-    assert dict(lm._answering.options) == {"confidence_threshold": 0.9} and lm._answering.max_gen_toks == 64
+    assert (
+        dict(lm._answering.defaults.options) == {"confidence_threshold": 0.9}
+        and lm._answering.defaults.max_gen_toks == 64
+    )
     if not torch.cuda.is_available():
         assert lm.device == torch.device("cpu") and "there is no CUDA here" in caplog.text
 
@@ -344,7 +347,7 @@ class Beginning:
 
 
 def test_one_beginning_of_sequence_token_however_it_comes(tokenizer: Any):
-    from tiered.evaluation.prompts import encode
+    from tiered.evaluation.text import encode
 
     with_bos, begun = Beginning(tokenizer), tokenizer("<|user|> Ada")["input_ids"]
     for text, add in (("Ada", False), ("<|user|>Ada", False), ("<|user|>Ada", True)):

@@ -1,7 +1,7 @@
 """The embedded tasks through the harness, end to end and without a network: its score is that of `score_examples`."""
 
+import functools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
+from scoring import score_examples
 
 import tiered
 from tiered.embedded.tasks import Example, sample, split_of
 from tiered.evaluation import TieredLM
-from tiered.evaluation.__main__ import with_model
+from tiered.evaluation import __main__ as command
 from tiered.evaluation.embedded_tasks import main, process_results, write_tasks
-from tiered.evaluation.scoring import score_examples
 from tiered.runtime import Runtime
 
 TASKS = {"sort": 16, "chain": 6}
@@ -95,36 +95,27 @@ def test_white_space_is_no_mistake_and_everything_else_is():
         assert process_results(doc, [text]) == {"exact_match": right}
 
 
-def environment(tmp_path: Path) -> dict[str, str]:
-    return os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
-
-
-# `python -m tiered.evaluation`, less the minute in which the harness reads thousands of task files of its own.
-COMMAND = """
-import functools, runpy, lm_eval.tasks
-lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
-runpy.run_module("tiered.evaluation", run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_the_command_line(folder: Path, runtime: Runtime, tmp_path: Path):
+def test_the_command_line(
+    folder: Path, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    # Less the minute in which the harness reads thousands of task files of its own.
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", functools.partial(TaskManager, include_defaults=False))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     arguments = ["pretrained=embedded", "policy=polestar", "policy_top_m=1", "confidence_threshold=0.5", "batch_size=4"]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", COMMAND, "run", "--model_args", ",".join(arguments)),
-            *("--tasks", "tiered_embedded_sort", "--include_path", str(folder), "--apply_chat_template"),
-            *("--output_path", str(tmp_path / "out"), "--log_samples"),
-        ],
-        env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    flags = [
+        *("--model_args", ",".join(arguments), "--apply_chat_template"),
+        *("--tasks", "tiered_embedded_sort", "--include_path", str(folder)),
+        *("--output_path", str(tmp_path / "out"), "--log_samples"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["evaluation", "run", *flags])
+    monkeypatch.chdir(tmp_path)
+    assert command.main() == 0
     other = runtime.with_policy("polestar", top_m=1)
     score = score_examples(other, examples("sort"), confidence_threshold=0.5).exact_match
     (file,) = (tmp_path / "out").rglob("results_*.json")
     results = json.loads(file.read_text())
     assert results["results"]["tiered_embedded_sort"]["exact_match,none"] == score and 0 < score < 1
-    assert f"|{round(score, 4):g}|" in done.stdout.replace(" ", "")
+    assert f"|{round(score, 4):g}|" in capsys.readouterr().out.replace(" ", "")
     assert results["config"]["model"] == "tiered" and "top_m=1" in results["config"]["policy"]
     (log,) = (tmp_path / "out").rglob("samples_*.jsonl")
     assert len(log.read_text().splitlines()) == EXAMPLES
@@ -146,7 +137,7 @@ def test_the_command_line(folder: Path, runtime: Runtime, tmp_path: Path):
     ],
 )
 def test_the_model_is_ours_unless_another_is_named(arguments: list[str], expected: list[str] | None):
-    assert with_model(arguments) == (expected or arguments)
+    assert command.with_model(arguments) == (expected or arguments)
 
 
 def test_without_the_harness(tmp_path: Path):
@@ -170,8 +161,6 @@ sys.exit(status)
 
 
 def test_what_goes_wrong_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    from tiered.evaluation import __main__ as command
-
     def fail() -> None:
         raise ValueError("unknown model argument 'polcy'")
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 import tiered
 from tiered.core.rows import Rows
-from tiered.decoding.attention_drift import AttentionDrift
+from tiered.decoding.attention_shift import AttentionShift
 from tiered.forward.forward import Forward
 from tiered.policies.elastic_cache import program, watching
-from tiered.policies.elastic_cache.attention import attention_received
-from tiered.policies.elastic_cache.queries import weights_of
+from tiered.policies.elastic_cache.watching import attention_received, weights_of
 from tiered.runtime import Runtime
 
 CHECKPOINT = Path(__file__).parent / "goldens" / "gidd" / "gidd_tiny_unif"
@@ -51,7 +50,7 @@ def weights64(forward: Forward, layer: int, queries: Tensor, keys: Tensor, visib
 def test_the_drift_of_rows(masked: Runtime, monkeypatch: pytest.MonkeyPatch):
     kept: dict[int, Tensor] = {}
     compared = []
-    observe, begin = AttentionDrift.observe, AttentionDrift.begin_step
+    observe, begin = AttentionShift.observe, AttentionShift.begin_step
     forwards: list[Forward] = []
     attention = Forward.attention
 
@@ -59,25 +58,25 @@ def test_the_drift_of_rows(masked: Runtime, monkeypatch: pytest.MonkeyPatch):
         forwards.append(forward)
         return attention(forward, *given)
 
-    def begun(drift: AttentionDrift, first_row: int, *, forget: list[bool]) -> None:
+    def begun(drift: AttentionShift, first_row: int, *, forget: list[bool]) -> None:
         if all(forget):
             kept.clear()
         begin(drift, first_row, forget=forget)
 
-    def watched(drift: AttentionDrift, rows: Rows, queries: Tensor, keys: Tensor, mask: Tensor | None) -> None:
+    def watched(drift: AttentionShift, rows: Rows, queries: Tensor, keys: Tensor, mask: Tensor | None) -> None:
         assert rows.count == 8 and mask is not None
         observe(drift, rows, queries, keys, mask)
         everything = mask[:, 0].expand(-1, 8, -1)
         now = weights64(forwards[-1], forwards[-1].model.shape.layers - 1, queries, keys, everything)
         if 0 in kept:
             terms = (now * (now / kept[0]).log()).where(now > 0, 0.0)
-            torch.testing.assert_close(drift.drift.double(), terms.sum(-1).mean(1), rtol=1e-3, atol=1e-7)
-            compared.append(drift.drift)
+            torch.testing.assert_close(drift.shift.double(), terms.sum(-1).mean(1), rtol=1e-3, atol=1e-7)
+            compared.append(drift.shift)
         kept[0] = now
 
     monkeypatch.setattr(Forward, "attention", watched_forward)
-    monkeypatch.setattr(AttentionDrift, "observe", watched)
-    monkeypatch.setattr(AttentionDrift, "begin_step", begun)
+    monkeypatch.setattr(AttentionShift, "observe", watched)
+    monkeypatch.setattr(AttentionShift, "begin_step", begun)
     masked.with_policy("fast_dllm_dual").generate(**prompts(0, 6), commit="drift_aware", **SIZES)
     assert len(compared) > 6 and torch.stack(compared).max() > 1e-4
 

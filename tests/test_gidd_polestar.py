@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from full_drift import full_drift
 from torch import Tensor
 
 import tiered
 from tiered.core.features import Account
 from tiered.forward.forward import Forward
-from tiered.kernels.full_drift_ref import full_drift
+from tiered.forward.sizes import CallSizes
 from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
-from tiered.policies.base import PassKind, Step
+from tiered.policies.base import Step, StepKind
 from tiered.policies.polestar import layer_state
 from tiered.policies.polestar.cache import HiddenCache
 from tiered.policies.polestar.drift_reference import DriftReference
-from tiered.policies.polestar.record_costs import TierCosts
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
@@ -91,7 +91,7 @@ class Clusters:
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
         return {}
 
-    def after_forward(self, step: Step, kind: PassKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
+    def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
         for state in self._caches[-1].states.values():
             for columns in state.columns:
                 assert (columns >= step.stop).all() and len(columns) == forward.length - step.stop
@@ -154,7 +154,7 @@ def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: py
             expected.append(full_drift(queries, forward.keys(layer), old_keys, mask, shape.soft_cap, sinks))
         return found
 
-    monkeypatch.setattr("tiered.policies.polestar.scoring.proxy_drift", measured)
+    monkeypatch.setattr("tiered.policies.polestar.patching.proxy_drift", measured)
     generate(runtime, "polestar", options, "adaptive")
     assert len(first) == 3
     for layer, drift in first.items():
@@ -164,13 +164,14 @@ def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: py
 
 def test_rows_in_front_of_the_answer_are_not_booked(runtime: Runtime):
     shape = runtime.model.shape
-    options = make_policy("polestar").hidden()
-    assert options is not None
-    sizes: dict[str, Any] = {"batch": 2, "block_length": 8, "dtype": "float32"}
-    whole, answer = (TierCosts.of(options, shape, context=512, answer=behind, **sizes) for behind in (None, 64))
-    alone = TierCosts.of(options, shape, context=64, **sizes)
+    sizes = CallSizes(shape=shape, batch=2, context=512, block_length=8, dtype="float32")
+    of_answer = replace(sizes, answer=64)
+    # Families without the mask cluster the prompt as well.
+    seen = replace(of_answer, shape=replace(shape, noise_masked=False))
+    whole, answer, alone, unmasked = (
+        make_policy("polestar").record_bytes(each) for each in (sizes, of_answer, replace(sizes, context=64), seen)
+    )
+    assert whole and answer and alone and unmasked
     assert answer.records == alone.records < whole.records / 5
     assert answer.arena == alone.arena
-    # Families without the mask cluster the prompt as well.
-    seen = replace(shape, noise_masked=False)
-    assert TierCosts.of(options, seen, context=512, answer=64, **sizes).records == whole.records
+    assert unmasked.records == whole.records

@@ -389,17 +389,16 @@ def test_what_a_part_leaves_over_goes_to_the_next_and_the_later_ones_keep_theirs
     assert limits == {"machine": 1.25, "copies": 3.75, "steps": 5.0, "budget": 10.0} and set(patience.values()) == {4}
 
 
-@pytest.mark.slow
 def test_the_sum_of_all_is_a_hard_limit(run, day: ModuleType, monkeypatch: pytest.MonkeyPatch):
     # The last resort would end pytest.
     monkeypatch.setattr(day.faulthandler, "dump_traceback_later", lambda *_, **__: None)
     # Every part would hang for ever.
-    plan = {"kernels": {"a": "hang"}, "copies": {"b": "flood"}, "steps": {"": "hang"}, "budget": {"c": "ok 60"}}
-    done = run(MACHINE | plan, "--minutes", "0.2", "--parts", ",".join(plan))
-    assert done.seconds < 12 and done.kept["seconds"] < 12
+    plan = {"kernels": {"a": "flood"}, "gpu_tests": {"b": "hang"}, "steps": {"": "hang"}, "budget": {"c": "ok 60"}}
+    done = run(MACHINE | plan, "--minutes", "0.15", "--parts", ",".join(plan))
+    assert done.seconds < 9 and done.kept["seconds"] < 9
     rows = cases_of(done.kept)
     assert rows["machine"]["device"]["ms"] == 1.0
-    assert {rows[part][case]["skipped"] for part, case in (("kernels", "a"), ("copies", "b"), ("budget", "c"))} == {
+    assert {rows[part][case]["skipped"] for part, case in (("kernels", "a"), ("gpu_tests", "b"), ("budget", "c"))} == {
         "no time left"
     }
     assert rows["steps"] == {"": {"case": "", "skipped": "no time left"}} and done.code == 0
@@ -525,7 +524,7 @@ def test_it_ends_itself_even_where_it_hangs_itself(worker, tmp_path: Path, proce
         gpu_day.main(sys.argv[1:])
     """
     command = [sys.executable, "-P", "-c", textwrap.dedent(code), "--rehearse", "--out", str(tmp_path / "out")]
-    command += ["--minutes", "0.05", "--parts", "copies", "--worker", shlex.join(worker(MACHINE))]
+    command += ["--minutes", "0.03", "--parts", "copies", "--worker", shlex.join(worker(MACHINE))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Timeout" in done.stderr
     # Nothing of what was measured is lost.
@@ -739,7 +738,14 @@ def test_a_row_is_told_in_a_line(row: Mapping[str, Any], line: str):
     assert importlib.import_module("gpu_parts.wording").line_of("floors", {"case": "a"} | dict(row)) == line
 
 
-@pytest.mark.slow
+def test_a_rehearsal_of_a_real_part_finds_nothing_wrong(day: ModuleType, tmp_path: Path, capsys):
+    assert day.main(["--rehearse", "--out", str(tmp_path), "--parts", "machine"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["wrong"] == [] and last["rows"] == {"machine": {"ok": 1}}
+    assert cases_of(json.loads((tmp_path / "cpu.json").read_text()))["machine"]["device"]["name"] == "cpu"
+
+
+@pytest.mark.long
 def test_the_whole_rehearsal_as_a_user_runs_it(tmp_path: Path):
     from gpu_parts.part import PARTS
     from gpu_parts.results import status

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tiered.offload.delay import Point
-from tiered.offload.lane_transport import LaneTransport
+from tiered.offload.thread_transport import LaneTransport
 from tiered.offload.transport import Copy, Lane, Transport
-from tiered.policies.base import PassKind
+from tiered.policies.base import StepKind
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 FIGURES = {"a padded batch, each alone", "all renewed, none, bfloat16"}
@@ -93,7 +93,7 @@ def test_a_call_that_never_fetched_holds_no_law(exactness: Any, setting: Any, mo
 
 def left(exactness: Any) -> Any:
     made = part("leftovers").Left()
-    made.kinds = [PassKind.REFRESH, PassKind.STEP]
+    made.kinds = [StepKind.REFRESH, StepKind.STEP]
     made.stores = [torch.randn(4, 1, 2, 5, 3, generator=torch.Generator().manual_seed(number)) for number in (0, 1)]
     made.logits = [torch.randn(1, 2, 7, generator=torch.Generator().manual_seed(number)) for number in (2, 3)]
     made.out = type("Out", (), {"sequences": torch.arange(6)[None]})()
@@ -111,7 +111,7 @@ def test_the_first_difference_is_named(exactness: Any):
     assert one.difference(other) == "value of layer 1 after forward 1 (step): 1 of 30 elements, by up to nan"
     other.stores[0][2] *= -1
     assert (one.difference(other) or "").startswith("key of layer 1 after forward 0 (refresh): 30 of 30 elements")
-    other.kinds[1] = PassKind.UPDATE
+    other.kinds[1] = StepKind.UPDATE
     assert one.difference(other) == "forwards were 1 refresh, 1 step here, 1 refresh, 1 update there"
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tiered.offload import device_timer
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.device_timer import device_times, stand_still
-from tiered.offload.lane_transport import LaneTransport
+from tiered.offload.thread_transport import LaneTransport
 from tiered.tiers.ticket import Ticket
 
 ROOT = Path(__file__).resolve().parents[1]

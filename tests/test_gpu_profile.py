@@ -12,8 +12,7 @@ import pytest
 from host_waits import HostWait
 
 from tiered.core.ops import Op
-from tiered.core.recorder import Recorder
-from tiered.core.spans import recording, span
+from tiered.core.spans import Recorder, recording, span
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 MAIN, LANE = 4242, 4250  # threads of the host

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.delay import Point
-from tiered.offload.lane_transport import LaneTransport
+from tiered.offload.thread_transport import LaneTransport
 from tiered.offload.transport import Lane
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -202,7 +202,7 @@ def test_kernels_of_ours_alone_are_raced(fake: Fake, tool: str, filtered: bool):
         pattern = options[options.index("--kernel-regex") + 1].removeprefix("kns=")
         folder = ROOT / "kernels"
         ours = re.findall(r"@triton\.jit\ndef (_\w+)", "".join(path.read_text() for path in folder.glob("*.py")))
-        assert len(ours) >= 10 and all(re.match(pattern, name) for name in ours)
+        assert len(ours) >= 8 and all(re.match(pattern, name) for name in ours)
         assert not any(re.match(pattern, name) for name in ("_ZN2at6native29vectorized", "void at::native::reduce"))
 
 

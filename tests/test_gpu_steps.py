@@ -12,11 +12,11 @@ import torch
 
 import tiered
 import tiered.runtime
-from tiered.core.events import Way
 from tiered.core.features import Account, Tier
+from tiered.forward.library_bytes import LARGEST_GPU
 from tiered.models.llada import LLaDA
-from tiered.planning.library_costs import LARGEST_GPU
-from tiered.policies.base import PassKind
+from tiered.offload.lane import Lane
+from tiered.policies.base import StepKind
 from tiered.policies.polestar.update_log import LayerUpdate
 from tiered.tiers.stats import TierStats, WayStats
 
@@ -142,8 +142,8 @@ def test_copies_are_those_of_the_tiers(part: Callable[[str], ModuleType]) -> Non
         5: WayStats(jobs=2, nbytes=600, busy_ns=1_000_000, exposed_ns=3_000_000),
         7: WayStats(jobs=1, nbytes=0, busy_ns=0, exposed_ns=9_000_000),  # asked for nothing
     }
-    stats = TierStats(layers={layer: {Way.FETCH: way, Way.STORE: WayStats()} for layer, way in fetches.items()})
-    stats.ways[Way.FETCH] = WayStats(jobs=3, nbytes=1000, busy_ns=5_000_000, exposed_ns=4_000_000)
+    stats = TierStats(layers={layer: {Lane.FETCH: way, Lane.STORE: WayStats()} for layer, way in fetches.items()})
+    stats.ways[Lane.FETCH] = WayStats(jobs=3, nbytes=1000, busy_ns=5_000_000, exposed_ns=4_000_000)
     assert part("step_figures").copies(stats) == {
         "fetch": {
             "jobs": 3, "bytes": 1000, "copy_ms": 5.0, "exposed_ms": 4.0, "hidden_share": 0.2, "gb_per_s": 0.0002,
@@ -245,11 +245,11 @@ def flops(positions: int, keys: list[int], through: list[int]) -> int:
     return total
 
 
-def floors_at_1k(part: Callable[[str], ModuleType], setting: Any, updates: list[LayerUpdate]) -> Mapping[PassKind, Any]:
+def floors_at_1k(part: Callable[[str], ModuleType], setting: Any, updates: list[LayerUpdate]) -> Mapping[StepKind, Any]:
     llada = part("random_llada")
     shape = tiered.plan(llada.llada_config(replace(setting, tiny=False)), context=64, policy="none").shape
     out = SimpleNamespace(rows_per_forward=[1024.0, 32.0, 280.0, 32.0], updates=updates)
-    kinds = (PassKind.REFRESH, PassKind.STEP, PassKind.UPDATE, PassKind.STEP)
+    kinds = (StepKind.REFRESH, StepKind.STEP, StepKind.UPDATE, StepKind.STEP)
     return part("step_floors").floors(shape, 1024, out, kinds)
 
 
@@ -264,25 +264,25 @@ def test_floors_are_those_of_a_hand_count(part: Callable[[str], ModuleType], set
     ]  # fmt: skip
     found = floors_at_1k(part, setting, updates)
     kv = 1024 * GIB // 2048  # half a MiB a token
-    assert found[PassKind.STEP].nbytes == found[PassKind.REFRESH].nbytes == READ + kv
+    assert found[StepKind.STEP].nbytes == found[StepKind.REFRESH].nbytes == READ + kv
     assert 14.4 * GIB < READ + kv < 14.6 * GIB
-    assert found[PassKind.STEP].flops == flops(1024, [32] * 32, [32] * 32)
-    assert found[PassKind.REFRESH].flops == flops(1024, [1024] * 32, [1024] * 31 + [32])
+    assert found[StepKind.STEP].flops == flops(1024, [32] * 32, [32] * 32)
+    assert found[StepKind.REFRESH].flops == flops(1024, [1024] * 32, [1024] * 31 + [32])
     # Rows that a layer renews have their keys made in the next one.
     keys, through = [32, *(32 + rows for rows in renewed)], [*(32 + rows for rows in renewed), 32]
-    assert found[PassKind.UPDATE].flops == pytest.approx(flops(1024, keys, through), rel=1e-12)
-    assert found[PassKind.UPDATE].nbytes == READ + kv + 31 * 1000
-    assert (found[PassKind.UPDATE].rows, found[PassKind.UPDATE].renewed_rows) == (32 + 115, 115)
+    assert found[StepKind.UPDATE].flops == pytest.approx(flops(1024, keys, through), rel=1e-12)
+    assert found[StepKind.UPDATE].nbytes == READ + kv + 31 * 1000
+    assert (found[StepKind.UPDATE].rows, found[StepKind.UPDATE].renewed_rows) == (32 + 115, 115)
     rates = importlib.import_module("cost_card").Rates(flops_per_second=7e14, bytes_per_second=3e12)
-    step = found[PassKind.STEP].figures(rates)
+    step = found[StepKind.STEP].figures(rates)
     assert step["floor_ms"] == step["bytes_floor_ms"] == pytest.approx((READ + kv) / 3e9)
     assert 5 < step["floor_ms"] < 5.5
-    refresh = found[PassKind.REFRESH].figures(rates)
-    assert refresh["floor_ms"] == refresh["flops_floor_ms"] == pytest.approx(found[PassKind.REFRESH].flops / 7e11)
+    refresh = found[StepKind.REFRESH].figures(rates)
+    assert refresh["floor_ms"] == refresh["flops_floor_ms"] == pytest.approx(found[StepKind.REFRESH].flops / 7e11)
 
 
 def test_update_without_clusters_counts_its_rows(part: Callable[[str], ModuleType], setting: Any) -> None:
-    found = floors_at_1k(part, setting, [])[PassKind.UPDATE]
+    found = floors_at_1k(part, setting, [])[StepKind.UPDATE]
     assert (found.rows, found.renewed_rows) == (280, 0)
     assert found.flops == flops(1024, [280] * 32, [280] * 31 + [32])
 

@@ -5,7 +5,9 @@ import sys
 import pytest
 import torch
 
-from tiered.clustering.spherical import Backend, spherical_kmeans
+from tiered.clustering.faiss_backend import Backend
+from tiered.clustering.spherical import spherical_kmeans
+from tiered.policies.registry import make_policy
 
 BACKENDS: list[Backend] = ["torch", "faiss"]
 ROWS = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
@@ -24,8 +26,6 @@ VALID = torch.tensor([[True] * 6, [True] * 2 + [False] * 4])
         ({"clusters": 3, "valid": VALID}, ValueError, "2 valid rows cannot fill clusters = 3"),
         ({"clusters": 0}, ValueError, "clusters = 0"),
         ({"iterations": -1}, ValueError, "iterations = -1"),
-        ({"tolerance": -0.5}, ValueError, "tolerance = -0.5"),
-        ({"tolerance": torch.nan}, ValueError, "tolerance = nan"),
         ({"rows": BAD}, ValueError, "not finite"),
         ({"rows": -torch.inf * ROWS}, ValueError, "not finite"),
         ({"rows": HUGE}, ValueError, "beyond float32"),
@@ -56,4 +56,6 @@ def test_without_faiss_the_error_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(ImportError, match=r"pip install 'tiered\[faiss\]'"):
         spherical_kmeans(ROWS, 2, backend="faiss")
+    with pytest.raises(ImportError, match=r"pip install 'tiered\[faiss\]'"):
+        make_policy("polestar", kmeans="faiss")
     spherical_kmeans(ROWS, 2)

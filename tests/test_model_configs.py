@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tiered.models.config_fields import ModelConfig
-from tiered.models.families import FAMILIES, Family, family_of
+from tiered.models.families import FAMILIES, family_of
+from tiered.models.layout import KEYS, Layout, ModelConfig
 from tiered.models.shape import ModelShape
 
 LLADA: Mapping[str, Any] = {
@@ -240,12 +240,12 @@ def test_switches_take_tensors_away(config: Mapping[str, Any], changes: dict[str
         *((DREAM, {key: ...}, f"lacks '{key}'") for key in ("hidden_size", "intermediate_size", "vocab_size")),
         *((GIDD, {key: ...}, f"lacks '{key}'") for key in ("num_hidden_layers", "max_position_embeddings")),
         (LLADA, {"n_layers": 0}, "n_layers = 0"),
-        (LLADA, {"d_model": 30}, "d_model = 30 must be an even multiple of n_heads = 4"),
+        (LLADA, {"d_model": 30}, "d_model = 30 must be n_heads = 4 times an even head_dim, not 7"),
         (LLADA, {"n_kv_heads": 3}, "n_heads = 4 must be a multiple of n_kv_heads = 3"),
         (LLADA, {"block_type": "sequential", "alibi": True}, "alibi = True .*; block_type = 'sequential'"),
         (DREAM, {"hidden_size": "32"}, "hidden_size = '32'"),
         (DREAM, {"num_hidden_layers": True}, "num_hidden_layers = True"),
-        (DREAM, {"hidden_size": 12}, "hidden_size = 12 must be an even multiple of num_attention_heads = 4"),
+        (DREAM, {"hidden_size": 12}, "hidden_size = 12 must be num_attention_heads = 4 times an even head_dim, not 3"),
         (DREAM, {"num_key_value_heads": 3}, "num_attention_heads = 4 must be a multiple of num_key_value_heads = 3"),
         (DREAM, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (DREAM, {"torch_dtype": "int8"}, "torch_dtype = 'int8'; allowed: float32, bfloat16, float16"),
@@ -306,6 +306,22 @@ def test_a_bad_config_is_named(config: Mapping[str, Any], changes: dict[str, Any
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "mask_id = None; a token id in"),
+        ({"mask_id": 64}, "mask_id = 64; a token id in"),
+        ({"mask_id": 62}, "mask_id = 62 is the eos_token_id too"),
+    ],
+)
+def test_a_special_token_under_a_key_of_the_family(changes: dict[str, Any], message: str):
+    layout = Layout(family="Other", allowed={}, keys={**KEYS, "mask_token_id": "mask_id"})
+    config = {key: value for key, value in DREAM.items() if key != "mask_token_id"}
+    assert layout.read(config | {"mask_id": 61})["mask_token_id"] == 61
+    with pytest.raises(ValueError, match=message):
+        layout.read(config | changes)
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ({}, "names no model_type; allowed: llada, Dream, gidd"),
@@ -321,6 +337,3 @@ def test_a_foreign_model_type_is_named(config: dict[str, Any], message: str):
 
 def test_a_loader_is_resolved_when_it_is_wanted():
     assert FAMILIES["llada"].resolve_loader().__name__ == "LLaDA"
-    assert Family(name="any", read=FAMILIES["llada"].read, loader="fractions:Fraction").resolve_loader()(1, 2) == 0.5
-    with pytest.raises(ValueError, match="Nothing can be planned, but not loaded yet; loadable: LLaDA"):
-        Family(name="Nothing", read=FAMILIES["llada"].read).resolve_loader()

@@ -1,38 +1,25 @@
-"""NVFP4 encode and decode: bytes against torchao's and against rounding by definition, edges, and quality in dB."""
+"""NVFP4 encode and decode: bytes against torchao's and against rounding by definition, edges, and quality in dB. The
+Triton kernels of packed records write and read the same."""
 
 import importlib
 from collections.abc import Callable
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tiered.kernels.nvfp4_decode_ref import nvfp4_decode
+from tiered.kernels.nvfp4_encode_ref import nvfp4_encode
 from tiered.kernels.nvfp4_scale import SCALE_MIN, nvfp4_scale, require_finite
+from tiered.kernels.record_layout import Nvfp4Layout
+from tiered.kernels.record_table import RecordTable, record_views
 
 CUDA = torch.cuda.is_available()
 FLOAT_MAX = torch.finfo(torch.float32).max
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E4M3 = [(code & 7) * 2.0**-9 if code < 8 else (8 + (code & 7)) * 2.0 ** ((code >> 3) - 10) for code in range(127)]
-
-
-@pytest.fixture(params=["reference", "triton"])
-def nvfp4(request: pytest.FixtureRequest) -> SimpleNamespace:
-    """Both implementations; Triton's on the GPU where there is one, else interpreted."""
-    suffix, device = ("_ref", "cpu") if request.param == "reference" else ("", "cuda" if CUDA else "cpu")
-    modules = {name: importlib.import_module(f"tiered.kernels.nvfp4_{name}{suffix}") for name in ["encode", "decode"]}
-
-    def encode(values: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        codes, block_scales = modules["encode"].nvfp4_encode(values.to(device), scale.to(device))
-        return codes.cpu(), block_scales.cpu()
-
-    def decode(codes: Tensor, block_scales: Tensor, scale: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        parts = (codes.to(device), block_scales.to(device), scale.to(device))
-        return modules["decode"].nvfp4_decode(*parts, width, dtype).cpu()
-
-    return SimpleNamespace(encode=encode, decode=decode, triton=request.param == "triton")
 
 
 def one_scale(values: Tensor) -> Tensor:
@@ -91,7 +78,7 @@ KINDS: dict[str, tuple[Callable[[], Tensor], bool]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_are_torchaos(nvfp4: SimpleNamespace, kind: str):
+def test_bytes_are_torchaos(kind: str):
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
 
     make, small_blocks = KINDS[kind]
@@ -99,7 +86,7 @@ def test_bytes_are_torchaos(nvfp4: SimpleNamespace, kind: str):
     theirs_scale = per_tensor_amax_to_scale(values.abs().amax())
     assert torch.equal(one_scale(values), theirs_scale.expand(len(values)))
     theirs_scales, theirs = nvfp4_quantize(values, per_tensor_scale=theirs_scale)
-    codes, block_scales = nvfp4.encode(values, one_scale(values))
+    codes, block_scales = nvfp4_encode(values, one_scale(values))
 
     normal = block_scales >= 8  # 2^-6 and more
     assert normal.all() != small_blocks
@@ -108,14 +95,14 @@ def test_bytes_are_torchaos(nvfp4: SimpleNamespace, kind: str):
     assert torch.equal(codes.view(40, -1, 8)[normal], theirs.view(40, -1, 8)[normal])
 
 
-def test_small_blocks_are_nearer_than_torchaos(nvfp4: SimpleNamespace):
+def test_small_blocks_are_nearer_than_torchaos():
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
     values = torch.cat([gaussian(1), gaussian(8) * 1e-5])
     scale = one_scale(values)
     theirs_scales, theirs = nvfp4_quantize(values, per_tensor_scale=scale[0])
-    ours = nvfp4.decode(*nvfp4.encode(values, scale), scale, 64, torch.float32)
-    other = nvfp4.decode(theirs, theirs_scales.view(torch.uint8), scale, 64, torch.float32)
+    ours = nvfp4_decode(*nvfp4_encode(values, scale), scale, 64, torch.float32)
+    other = nvfp4_decode(theirs, theirs_scales.view(torch.uint8), scale, 64, torch.float32)
     assert (ours - values)[1:].norm() < 0.7 * (other - values)[1:].norm()
 
 
@@ -129,30 +116,30 @@ def around_the_midpoints(values: list[float], step: float) -> list[float]:
     return [middle * factor for middle in middles for factor in (1 - step, 1, 1 + step)] + values
 
 
-def test_codes_round_to_nearest_even(nvfp4: SimpleNamespace):
+def test_codes_round_to_nearest_even():
     wanted = around_the_midpoints(E2M1, 2.0**-20)
     wanted += [-value for value in wanted]
     wanted += [0.0] * (-len(wanted) % 15)
     values = torch.tensor(wanted).view(-1, 15)
     values = torch.cat([values, torch.full((len(values), 1), 6.0)], dim=1)  # every block has the scale 1
-    codes, block_scales = nvfp4.encode(values, torch.ones(len(values)))
+    codes, block_scales = nvfp4_encode(values, torch.ones(len(values)))
     assert (block_scales == E4M3.index(1.0)).all()
     nibbles = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
     expected = [[nearest(abs(v), E2M1) + 8 * (np.signbit(v)) for v in row] for row in values.tolist()]
     assert nibbles.tolist() == expected
 
 
-def test_block_scales_round_to_nearest_even(nvfp4: SimpleNamespace):
+def test_block_scales_round_to_nearest_even():
     wanted = [*around_the_midpoints(E4M3[1:], 2.0**-20), 0.0, 2.0**-12, 449.0, 1e30]
     values = torch.zeros(len(wanted), 16)
     values[:, 5] = 6 * torch.tensor(wanted)
-    _, block_scales = nvfp4.encode(values, torch.ones(len(wanted)))
+    _, block_scales = nvfp4_encode(values, torch.ones(len(wanted)))
     expected = [nearest(min(max(value, 2.0**-9), 448.0), E4M3) for value in wanted]
     assert block_scales.flatten().tolist() == expected
 
 
 @pytest.mark.parametrize("scale", [0.3, 1 / 3, 0.7e-9])
-def test_block_scales_divide_in_torchaos_order(nvfp4: SimpleNamespace, scale: float):
+def test_block_scales_divide_in_torchaos_order(scale: float):
     """A few bits around each midpoint of E4M3, under scales that round: any other order of divisions shows."""
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
@@ -161,12 +148,12 @@ def test_block_scales_divide_in_torchaos_order(nvfp4: SimpleNamespace, scale: fl
     amax = (middles * 6 * scale).view(torch.int32)[:, None] + torch.arange(-4, 5, dtype=torch.int32)
     values = torch.zeros(13, 81 * 16)  # 1053 blocks, of 118 · 9 = 1062
     values.view(13, 81, 16)[..., 3] = amax.view(torch.float32).flatten()[:1053].view(13, 81)
-    _, block_scales = nvfp4.encode(values, torch.full((13,), scale))
+    _, block_scales = nvfp4_encode(values, torch.full((13,), scale))
     theirs, _ = nvfp4_quantize(values, per_tensor_scale=torch.tensor(scale))
     assert torch.equal(block_scales, theirs.view(torch.uint8))
 
 
-def test_every_code_and_scale_decodes(nvfp4: SimpleNamespace):
+def test_every_code_and_scale_decodes():
     """All 256 bytes of codes under all 127 block scales, with a scale that rounds."""
     codes = torch.arange(256, dtype=torch.uint8).view(1, 32, 8).expand(127, 32, 8).reshape(127, 256)
     block_scales = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 32)
@@ -175,89 +162,85 @@ def test_every_code_and_scale_decodes(nvfp4: SimpleNamespace):
     byte = np.arange(256)
     pairs = np.stack([values[byte & 15], values[byte >> 4]], axis=1).reshape(1, 512)
     expected = pairs * (np.float32(0.3) * np.array(E4M3, dtype=np.float32))[:, None]
-    decoded = nvfp4.decode(codes, block_scales, scale, 512, torch.float32).numpy()
+    decoded = nvfp4_decode(codes, block_scales, scale, 512, torch.float32).numpy()
     assert np.array_equal(decoded.view(np.int32), expected.view(np.int32))
 
 
-def test_decode_rounds_once_to_the_dtype_asked(nvfp4: SimpleNamespace):
-    if nvfp4.triton and not CUDA:
-        pytest.skip("Triton's interpreter truncates to BF16")
+def test_decode_rounds_once_to_the_dtype_asked():
     values = gaussian()
-    parts = (*nvfp4.encode(values, one_scale(values)), one_scale(values), 64)
-    assert torch.equal(nvfp4.decode(*parts, torch.bfloat16), nvfp4.decode(*parts, torch.float32).bfloat16())
+    parts = (*nvfp4_encode(values, one_scale(values)), one_scale(values), 64)
+    assert torch.equal(nvfp4_decode(*parts, torch.bfloat16), nvfp4_decode(*parts, torch.float32).bfloat16())
 
 
 @pytest.mark.parametrize("width", [1, 15, 17, 40])
-def test_a_row_is_padded_with_zeros(nvfp4: SimpleNamespace, width: int):
+def test_a_row_is_padded_with_zeros(width: int):
     values = gaussian(5)[:, :width]
     padded = torch.zeros(5, -(-width // 16) * 16)
     padded[:, :width] = values
     scale = one_scale(values)
-    codes, block_scales = nvfp4.encode(values, scale)
-    expected = nvfp4.encode(padded, scale)
+    codes, block_scales = nvfp4_encode(values, scale)
+    expected = nvfp4_encode(padded, scale)
     assert torch.equal(codes, expected[0]) and torch.equal(block_scales, expected[1])
-    decoded = nvfp4.decode(codes, block_scales, scale, width, torch.float32)
-    assert torch.equal(decoded, nvfp4.decode(*expected, scale, padded.shape[1], torch.float32)[:, :width])
+    decoded = nvfp4_decode(codes, block_scales, scale, width, torch.float32)
+    assert torch.equal(decoded, nvfp4_decode(*expected, scale, padded.shape[1], torch.float32)[:, :width])
 
 
-def test_every_row_has_its_own_scale(nvfp4: SimpleNamespace):
+def test_every_row_has_its_own_scale():
     values = gaussian(9) * torch.logspace(-3, 3, 9)[:, None]
     scale = nvfp4_scale(values.abs().amax(1))
-    codes, block_scales = nvfp4.encode(values, scale)
-    decoded = nvfp4.decode(codes, block_scales, scale, 64, torch.float32)
+    codes, block_scales = nvfp4_encode(values, scale)
+    decoded = nvfp4_decode(codes, block_scales, scale, 64, torch.float32)
     for row in range(9):
         part = slice(row, row + 1)
-        alone = nvfp4.encode(values[part], scale[part])
+        alone = nvfp4_encode(values[part], scale[part])
         assert torch.equal(codes[part], alone[0]) and torch.equal(block_scales[part], alone[1])
-        assert torch.equal(decoded[part], nvfp4.decode(*alone, scale[part], 64, torch.float32))
+        assert torch.equal(decoded[part], nvfp4_decode(*alone, scale[part], 64, torch.float32))
 
 
-def test_a_view_and_many_chunks(nvfp4: SimpleNamespace):
+def test_a_view_and_many_chunks():
     """Rows apart in memory, or columns apart, and more rows than any chunk has."""
     values = gaussian(150, 48)
-    expected = nvfp4.encode(values, one_scale(values))
+    expected = nvfp4_encode(values, one_scale(values))
     for view in [gaussian(150, 99)[:, 20:68].copy_(values), torch.empty(48, 150).copy_(values.T).T]:
-        codes, block_scales = nvfp4.encode(view, one_scale(values))
+        codes, block_scales = nvfp4_encode(view, one_scale(values))
         assert torch.equal(codes, expected[0]) and torch.equal(block_scales, expected[1])
-    decoded = nvfp4.decode(*expected, one_scale(values), 48, torch.float32)
+    decoded = nvfp4_decode(*expected, one_scale(values), 48, torch.float32)
     assert sqnr(values, decoded) > 20
 
 
-def test_a_record_of_zeros(nvfp4: SimpleNamespace):
+def test_a_record_of_zeros():
     values = torch.zeros(3, 32)
     values[1, 4] = -0.0
     assert one_scale(values).tolist() == [1, 1, 1]
-    codes, block_scales = nvfp4.encode(values, one_scale(values))
+    codes, block_scales = nvfp4_encode(values, one_scale(values))
     assert (block_scales == 1).all()  # 2^-9
     assert codes.flatten().tolist() == [0] * 18 + [8] + [0] * 29
-    decoded = nvfp4.decode(codes, block_scales, one_scale(values), 32, torch.float32)
+    decoded = nvfp4_decode(codes, block_scales, one_scale(values), 32, torch.float32)
     assert torch.equal(decoded, values) and torch.equal(decoded.signbit(), values.signbit())
 
 
 @pytest.mark.parametrize("amax", [1e-32, 2.0**-126, 1e-40, 2.0**-149])
-def test_a_tiny_record(nvfp4: SimpleNamespace, amax: float):
+def test_a_tiny_record(amax: float):
     values = gaussian(4)
     values = values / values.abs().amax() * amax
     scale = one_scale(values)
     assert (scale == SCALE_MIN).all()
-    decoded = nvfp4.decode(*nvfp4.encode(values, scale), scale, 64, torch.float32)
+    decoded = nvfp4_decode(*nvfp4_encode(values, scale), scale, 64, torch.float32)
     # A quarter of a step of the smallest block, or a sixth of the largest value that its block has.
     bound = max(SCALE_MIN * 2.0**-9 / 4, amax / 6)
     assert ((decoded.double() - values.double()).abs() <= bound).all()
 
 
-def test_the_largest_numbers_stay_finite(nvfp4: SimpleNamespace):
+def test_the_largest_numbers_stay_finite():
     values = largest()
     scale = one_scale(values)
-    decoded = nvfp4.decode(*nvfp4.encode(values, scale), scale, 64, torch.float32)
+    decoded = nvfp4_decode(*nvfp4_encode(values, scale), scale, 64, torch.float32)
     assert decoded.isfinite().all()
     assert sqnr(values / 1e38, decoded / 1e38) > 18
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_values_that_are_not_finite(value: float):
-    from tiered.kernels.nvfp4_encode_ref import nvfp4_encode
-
     values = gaussian(5)
     values[3, 50] = value
     with pytest.raises(ValueError, match="values hold values that are infinite or NaN"):
@@ -275,18 +258,18 @@ def sqnr(values: Tensor, decoded: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "bfloat16", "1e-30"])
-def test_quality(nvfp4: SimpleNamespace, kind: str):
+def test_quality(kind: str):
     """An error of 9.5 % of the norm is 20.4 dB."""
     values = KINDS[kind][0]()
     scale = one_scale(values)
-    decoded = nvfp4.decode(*nvfp4.encode(values, scale), scale, 64, torch.float32)
+    decoded = nvfp4_decode(*nvfp4_encode(values, scale), scale, 64, torch.float32)
     assert sqnr(values, decoded) == pytest.approx(20.4, abs=0.25)
 
 
-def test_sizes_that_do_not_fit(nvfp4: SimpleNamespace):
+def test_sizes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"scale \(4,\) does not fit values \(5, 64\)"):
-        nvfp4.encode(gaussian(5), torch.ones(4))
-    codes, block_scales = nvfp4.encode(gaussian(5), torch.ones(5))
+        nvfp4_encode(gaussian(5), torch.ones(4))
+    codes, block_scales = nvfp4_encode(gaussian(5), torch.ones(5))
     for parts, width in [
         ((codes, block_scales, torch.ones(4)), 64),
         ((codes, block_scales[:, :3], torch.ones(5)), 64),
@@ -295,10 +278,50 @@ def test_sizes_that_do_not_fit(nvfp4: SimpleNamespace):
         ((codes[:, :0], block_scales[:, :0], torch.ones(5)), 0),
     ]:
         with pytest.raises(ValueError, match="are not those of rows of width"):
-            nvfp4.decode(*parts, width, torch.float32)
+            nvfp4_decode(*parts, width, torch.float32)
 
 
-def test_no_rows(nvfp4: SimpleNamespace):
-    codes, block_scales = nvfp4.encode(gaussian()[:0], torch.ones(0))
+def test_no_rows():
+    codes, block_scales = nvfp4_encode(gaussian()[:0], torch.ones(0))
     assert codes.shape == (0, 32) and block_scales.shape == (0, 4)
-    assert nvfp4.decode(codes, block_scales, torch.ones(0), 64, torch.float32).shape == (0, 64)
+    assert nvfp4_decode(codes, block_scales, torch.ones(0), 64, torch.float32).shape == (0, 64)
+
+
+def halves() -> Tensor:
+    """Codes at, and next to, every midpoint of E2M1, under the scales 1 of the record and of its blocks; then blocks
+    whose scales are at, and next to, every midpoint of E4M3."""
+    codes = around_the_midpoints(E2M1, 2.0**-20)
+    codes += [-value for value in codes]
+    values = torch.tensor(codes + [0.0] * (-len(codes) % 15)).view(-1, 15)
+    values = torch.cat([values, torch.full((len(values), 1), 6.0)], dim=1)
+    scales = torch.tensor(around_the_midpoints(E4M3[1:], 2.0**-20))
+    blocks = torch.zeros(len(scales), 16)
+    blocks[:, 5] = 6 * scales
+    assert one_scale(blocks)[0] == 1
+    flat = torch.cat([values, blocks]).flatten()
+    return torch.nn.functional.pad(flat, (0, -len(flat) % 512)).view(-1, 512)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "midpoints"])
+def test_triton_writes_and_reads_the_same_bytes(kind: str):
+    """As one plain record, by the kernels of packed records; on the GPU where there is one, else interpreted."""
+    pytest.importorskip("triton")
+    values = halves() if kind == "midpoints" else KINDS[kind][0]()
+    count, width = values.shape
+    device = "cuda" if CUDA else "cpu"
+    buffers, rows = [], []
+    for suffix, where in (("_ref", "cpu"), ("", device)):
+        encode, decode = (
+            importlib.import_module(f"tiered.kernels.delta_{way}{suffix}") for way in ("encode", "decode")
+        )
+        table = RecordTable.build([count], [0], width=width, delta=False, device=where)
+        buffer = torch.zeros(table.layout(0).nbytes, dtype=torch.uint8, device=where)
+        encode.delta_encode(values.to(where), table, None, None, buffer)
+        out = torch.empty(count, width, device=where)
+        decode.delta_decode(buffer, table, None, None, out)
+        buffers.append(buffer.cpu())
+        rows.append(out.cpu())
+    assert torch.equal(*buffers) and torch.equal(*rows)
+    codes, block_scales = nvfp4_encode(values, one_scale(values))
+    record = record_views(buffers[0], Nvfp4Layout(count, width, False))
+    assert torch.equal(record.codes, codes) and torch.equal(record.block_scales, block_scales)

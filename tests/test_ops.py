@@ -1,4 +1,4 @@
-"""bench/ops.py: operations cover the wall clock, the cost card counts what a pass does, and what is refused."""
+"""bench/ops.py: operations cover the wall clock, the cost card counts what a forward does, and what is refused."""
 
 import importlib
 import json
@@ -17,6 +17,7 @@ from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.policies.none import NoCache
+from tiered.runtime import Runtime
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ["--models", "random", "--context", "64", "--answer", "16", "--steps", "4", "--quick"]
@@ -34,6 +35,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("cost_card")
 
 
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, Runtime]:
+    """Models that a test of this file has loaded."""
+    return {}
+
+
 def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["ops.py", *arguments])
     bench.main()
@@ -41,13 +48,16 @@ def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> 
 
 @pytest.mark.parametrize("policy", ["none", "fast_dllm_dual", "polestar", "dllm_cache", "dkv_decode", "elastic_cache"])
 @pytest.mark.parametrize("model", ["random", "embedded"])
-def test_operations_cover_the_wall_clock(bench: ModuleType, model: str, policy: str):
-    runtime = bench.load(model, quick=True, context=160, dtype="float32", device="cpu")
+def test_operations_cover_the_wall_clock(bench: ModuleType, model: str, policy: str, loaded: dict[str, Runtime]):
+    if model not in loaded:
+        loaded[model] = bench.load(model, quick=True, context=160, dtype="float32", device="cpu")
+    runtime = loaded[model]
     [variant] = [each for each in bench.all_variants() if each.name == policy]
     call = bench.Call(model=model, variant=variant, context=160, batch=2)
-    # The best of three: whatever takes the processor between two ranges belongs to neither.
-    rows = [bench.measured(runtime, call, answer=32, steps=8, rounds=1) for _ in range(3)]
-    row = min(rows, key=lambda row: abs(1 - row["covered"]))
+    # What takes the processor between two ranges belongs to neither, so a busy machine needs another try.
+    row, tries = bench.measured(runtime, call, answer=32, steps=8, rounds=1), 5
+    while abs(1 - row["covered"]) > 0.05 and (tries := tries - 1):
+        row = bench.measured(runtime, call, answer=32, steps=8, rounds=1)
     assert abs(1 - row["covered"]) <= 0.05
     assert row["covered"] == pytest.approx(sum(op["share"] for op in row["ops"]))
     assert row["sum_ms"] == pytest.approx(sum(op["ms"] for op in row["ops"]))

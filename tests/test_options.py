@@ -1,16 +1,17 @@
 """Options of `generate`: defaults, what official scripts paste, and how settings come together."""
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from tiered.core.aliases import ALIASES, ALWAYS_NAMES, COMMIT_ALIASES, MASK_NAMES, resolve_aliases
+from tiered.decoding.rules.base import CommitRule
 from tiered.decoding.rules.drift_aware import DriftAware
 from tiered.decoding.rules.factor import Factor
 from tiered.decoding.rules.origin import Origin
-from tiered.decoding.rules.registry import COMMIT_RULES
+from tiered.decoding.rules.registry import COMMIT_RULES, in_order
 from tiered.decoding.rules.static import Static
 from tiered.decoding.rules.threshold import Threshold
 from tiered.decoding.rules.timestep import Timestep
@@ -329,6 +330,17 @@ def test_config_and_options_are_checked_together():
 )
 def test_rule(given: dict[str, Any], rule: object):
     assert options(**given).rule() == rule
+
+
+def test_a_rule_with_more_options_takes_no_call_from_another():
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Capped(CommitRule):
+        name: ClassVar[str] = "capped"
+        confidence_threshold: float = 0.9
+        most_per_step: int = 2
+
+    rules: list[type[CommitRule]] = [Capped, Threshold, DriftAware, Static]
+    assert in_order(rules) == in_order(rules[::-1]) == [Static, Threshold, Capped, DriftAware]
 
 
 @pytest.mark.parametrize(

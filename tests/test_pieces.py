@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered.clustering.pieces import Piece, pieces
+from tiered.clustering.allocation import Piece, pieces
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from full_drift import full_drift
 from torch import Tensor
 
 import tiered
 from tiered.core.rows import Rows
 from tiered.forward.forward import Flow, Forward
-from tiered.kernels.full_drift_ref import full_drift
 from tiered.kernels.proxy_scores import proxy_scores
 from tiered.output import GenerationOutput
-from tiered.policies.base import PassKind, Step, StepPlan
+from tiered.policies.base import Step, StepKind, StepRows
+from tiered.policies.polestar import patching, update
 from tiered.policies.polestar import policy as polestar
-from tiered.policies.polestar import scoring, update
 from tiered.policies.polestar.cache import HiddenCache
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
-from tiered.policies.polestar.scoring import write_and_measure
+from tiered.policies.polestar.patching import write_and_measure
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -75,7 +75,7 @@ class Oracle:
         self, forward: Forward, state: LayerState, flow: Flow, tracked: Span, last: int, updating: Tensor
     ) -> list[list[float]]:
         queries, layer = state.queries.clone(), state.layer
-        before = slice(*state.tracked)
+        before = slice(*state.current)
         handed = flow.rows.positions(len(updating), updating.device)
         there = torch.ones_like(handed, dtype=torch.bool) if flow.rows.valid is None else flow.rows.valid
         found = write_and_measure(forward, state, flow, tracked, last, updating)
@@ -176,7 +176,7 @@ def test_clusters_that_stand_still_are_chosen_by_number(runtime: Runtime, monkey
     def still(queries: Tensor, *_: Any) -> Tensor:
         return 2**-17 * torch.rand(queries.shape[0], queries.shape[2], generator=torch.Generator().manual_seed(0))
 
-    monkeypatch.setattr(scoring, "proxy_drift", still)
+    monkeypatch.setattr(patching, "proxy_drift", still)
     out = generate(runtime, clusters=6, top_m=2, update_threshold=1)
     # Layers above choose first what this one hands up.
     first = [update for update in out.updates if update.layer == 0]
@@ -224,16 +224,16 @@ def predicted(
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """Every plan that the policy makes."""
-    made: list[StepPlan] = []
-    plan: Callable[..., StepPlan] = polestar._Drifting.plan
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[StepRows]:
+    """The rows of every step, as the policy gives them."""
+    made: list[StepRows] = []
+    rows: Callable[..., StepRows] = polestar._Drifting.rows
 
-    def noted(self: polestar._Drifting, step: Step) -> StepPlan:
-        made.append(plan(self, step))
+    def noted(self: polestar._Drifting, step: Step) -> StepRows:
+        made.append(rows(self, step))
         return made[-1]
 
-    monkeypatch.setattr(polestar._Drifting, "plan", noted)
+    monkeypatch.setattr(polestar._Drifting, "rows", noted)
     return made
 
 
@@ -241,10 +241,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     ("threshold", "cumulative", "options"),
     [
         (0, None, {}),
-        (1, None, {}),
         (1, 3, {}),
         (2, 0, {}),
-        (3, 4, {}),
         (9, 9, {}),
         (9, 3, {"refresh_interval": 3}),
         (1, 2, {"refresh": "drift", "refresh_blocks": 2}),
@@ -253,7 +251,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     ],
 )
 def test_updates_happen_when_enough_was_committed(
-    runtime: Runtime, plans: list[StepPlan], threshold: int, cumulative: int | None, options: dict[str, Any]
+    runtime: Runtime, plans: list[StepRows], threshold: int, cumulative: int | None, options: dict[str, Any]
 ):
     out = generate(runtime, clusters=4, top_m=1, update_threshold=threshold, cumulative_threshold=cumulative, **options)
     by_drift = options.get("refresh_blocks", 4) if options.get("refresh") == "drift" else 1
@@ -263,8 +261,8 @@ def test_updates_happen_when_enough_was_committed(
     assert {layer.forward: [bool(drift) for drift in layer.drift] for layer in out.updates} == expected
     assert (len(expected) > 1) == (threshold < 9 or bool(options))
     for number, plan in enumerate(plans):
-        assert (plan.kind is PassKind.UPDATE) == (number in expected)
-        if plan.kind is PassKind.STEP:  # what any cache's step is
+        assert (plan.kind is StepKind.UPDATE) == (number in expected)
+        if plan.kind is StepKind.STEP:  # what any cache's step is
             assert plan.program is None and out.rows_per_forward[number] == BLOCK
     assert len(plans) == out.num_forwards and out.passes.get("update", 0) == len(expected)
 
@@ -301,8 +299,8 @@ def test_records_and_centroids_follow_the_rows(runtime: Runtime, monkeypatch: py
         for b, records in enumerate(state.records or ()):
             for cluster, _ in enumerate(records.sizes):
                 live = state.live[b][state.members[b].slice_of(cluster)]
-                ticket, columns = records.fetch(self._cache.open_tiers, [cluster])
-                rows = ticket.wait()[live]
+                columns = state.columns[b][state.members[b].slice_of(cluster)]
+                rows = self._cache.open_tiers.fetch(records.keys([cluster])).wait()[live]
                 assert torch.equal(rows, rows_in[state.layer][b, columns[live]])
                 if len(live) == len(rows) > 0:  # a centroid that members have left waits for its next move
                     normed = forward.model.attention_norm(state.layer, rows.mean(0).expand(state.batch, 1, -1))

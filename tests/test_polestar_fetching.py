@@ -22,14 +22,13 @@ from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane, Transport
 from tiered.output import GenerationOutput
-from tiered.policies.polestar import record_costs as tier_costs
-from tiered.policies.polestar import update
+from tiered.policies.polestar import cluster_sizes, record_bytes, update
 from tiered.policies.polestar.layer_state import LayerState
+from tiered.policies.polestar.patching import write_and_measure
 from tiered.policies.polestar.policy import Polestar
-from tiered.policies.polestar.scoring import write_and_measure
 from tiered.runtime import Runtime
 from tiered.tiers.manager import TierManager
-from tiered.tiers.record import RecordKey
+from tiered.tiers.record_book import RecordKey
 from tiered.tiers.ticket import Ticket
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -174,8 +173,16 @@ def test_nothing_is_late_where_all_is_on_the_device(model: Any):
 # --- what is fetched
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize("options", [{}, {"codec": "raw", "refresh": "drift"}, {"cluster_layers": 99, "top_m": 3}])
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [
+        ({}, 0),
+        ({}, 1),
+        ({"codec": "raw", "refresh": "drift"}, 1),
+        ({"codec": "raw", "refresh": "drift"}, 3),
+        ({"cluster_layers": 99, "top_m": 3}, 3),
+    ],
+)
 def test_every_fetch_is_counted(model: Any, watch: Watch, ahead: int, options: dict[str, Any]):
     out = run(model, prefetch_layers=ahead, **options)
     count = {name: sum(getattr(layer, name) for layer in out.updates) for name in ("ahead", "on_demand", "in_vain")}
@@ -203,8 +210,8 @@ def test_few_staging_slots_are_enough(
 ):
     options: dict[str, Any] = {"clusters": 20, "top_m": 12, "prefetch_layers": 3, "refresh": refresh}
     plain = run(model, **options)
-    monkeypatch.setattr(tier_costs, "MOST_FETCH_SLOTS", slots)
-    monkeypatch.setattr(tier_costs, "RECORD_ROWS", 4)  # larger clusters take several records
+    monkeypatch.setattr(record_bytes, "MOST_FETCH_SLOTS", slots)
+    monkeypatch.setattr(cluster_sizes, "RECORD_ROWS", 4)  # larger clusters take several records
     before = len(watch.tickets)
     out = run(model, late=late, deadline_ms=2.0, **options)
     assert watch.open_at_close == [0, 0]
@@ -231,8 +238,9 @@ class Faults:
         return 0.0
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-@pytest.mark.parametrize(("lane", "number"), [(Lane.FETCH, 0), (Lane.FETCH, 9), (Lane.STORE, 0), (Lane.STORE, 9)])
+@pytest.mark.parametrize(
+    ("lane", "number", "ahead"), [(Lane.FETCH, 0, 0), (Lane.FETCH, 9, 2), (Lane.STORE, 0, 2), (Lane.STORE, 9, 0)]
+)
 def test_after_a_failed_copy_the_next_call_is_right(model: Any, lane: Lane, number: int, ahead: int):
     transports: Iterator[Transport] = iter([ThreadTransport(delay=Faults(lane, number)), ThreadTransport()])
     options: dict[str, Any] = {"prefetch_layers": ahead}
@@ -315,7 +323,7 @@ def test_the_budget_that_is_asked_for_is_enough(model: Any, tier: Tier, options:
 def test_clusters_that_lie_on_disk_are_the_same(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ):
-    monkeypatch.setattr(tier_costs, "RECORD_ROWS", 8)  # small slots, of which the host tier has many
+    monkeypatch.setattr(cluster_sizes, "RECORD_ROWS", 8)  # small slots, of which the host tier has many
     options = {"codec": "raw", **options}
     longer: dict[str, Any] = {"max_new_tokens": 32, "steps": 16}
     plain = answer(make(model, **options), **longer)

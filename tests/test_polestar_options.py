@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from tiered.core.features import Feature, Tier
+from tiered.core.features import Feature
 from tiered.models.shape import ModelShape
 from tiered.offload.codec_bytes import Codec
-from tiered.policies.polestar.options import HiddenOptions
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import PRESETS, make_policy
 
@@ -43,6 +42,7 @@ from tiered.policies.registry import PRESETS, make_policy
         ({"refresh_interval": 0}, ValueError, "refresh_interval = 0"),
         ({"refresh": "drift", "refresh_interval": 3}, ValueError, "one of them"),
         ({"seed": -1}, ValueError, "seed = -1"),
+        ({"kmeans": "scipy"}, ValueError, "kmeans 'scipy'.* allowed: faiss, torch"),
         ({"seed": None}, TypeError, "seed = None"),
         ({"top_n": 2}, ValueError, "'top_n'; did you mean 'top_m'"),
     ],
@@ -58,7 +58,8 @@ def test_a_bad_option_is_named(options: dict[str, Any], error: type[Exception], 
         {"clusters": 1, "top_m": 0, "update_threshold": 0, "cumulative_threshold": 0, "prefetch_layers": 0, "seed": 0},
         {"window_blocks": (0, 0), "refresh_blocks": 1, "deadline_ms": 0},
         {"refresh_interval": 1},
-        *({"codec": codec} for codec in ("raw", "fp8", "nvfp4", Codec.NVFP4_DELTA)),
+        {"kmeans": "faiss"},
+        *({"codec": codec} for codec in (*Codec, *(codec.value for codec in Codec))),
     ],
 )
 def test_the_least_that_is_allowed(options: dict[str, Any]):
@@ -66,23 +67,10 @@ def test_the_least_that_is_allowed(options: dict[str, Any]):
     assert {name: getattr(policy, name) for name in options} == options
 
 
-def told(**options: Any) -> HiddenOptions:
-    hidden = Polestar(**options).hidden()
-    assert hidden is not None
-    return hidden
-
-
-def test_what_the_mechanism_is_told():
-    given: dict[str, Any] = {
-        "clusters": 7, "top_m": 3, "window_blocks": (2, 1), "cluster_layers": 5, "prefetch_layers": 2,
-        "late": "deadline", "deadline_ms": 2.5, "seed": 9,
-    }  # fmt: skip
-    hidden = told(**given, codec="fp8", hidden_tier="device")
-    assert {name: getattr(hidden, name) for name in given} == given
-    assert (hidden.codec, hidden.tier, hidden.appended_blocks) == (Codec.FP8, Tier.DEVICE, 0)
-    assert told(window_blocks=[2, 1]).window_blocks == (2, 1)  # as JSON has it
-    assert told(refresh="drift", refresh_blocks=4).appended_blocks == 3
-    assert Polestar(top_m=0).hidden() is None
+def test_what_follows_from_options():
+    assert Polestar(window_blocks=[2, 1]).window_blocks == (2, 1)  # pyright: ignore[reportArgumentType]  # as JSON has it
+    assert Polestar(refresh="drift", refresh_blocks=4).appended_blocks == 3
+    assert Polestar().appended_blocks == 0
 
 
 def test_what_the_device_keeps_for_every_row():

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from tiered.policies.base import PassKind
+from tiered.policies.base import StepKind
 from tiered.policies.none import NoCache
 from tiered.policies.registry import POLICIES, PRESETS
 from tiered.runtime import Runtime
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
-REFRESH, UPDATE, STEP = PassKind.REFRESH, PassKind.UPDATE, PassKind.STEP
+REFRESH, UPDATE, STEP = StepKind.REFRESH, StepKind.UPDATE, StepKind.STEP
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_the_block_only_step_has_as_many_rows_and_positions(
 
 
 def test_figures_of_a_round(cost: ModuleType, tiny_model: Any):
-    def passed(kind: PassKind, rows: float, total: float) -> Any:
+    def passed(kind: StepKind, rows: float, total: float) -> Any:
         return cost.Pass(kind=kind, rows=rows, total=total, plan=total / 8, layers=total / 2)
 
     class Given(cost.Bench):

@@ -1,6 +1,7 @@
-"""The books of the tiers: a state machine in any order of store, fetch, evict, touch, lose and forget."""
+"""The books of the tiers: a state machine in any order of store, fetch, evict, lose and forget."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -8,16 +9,19 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from tiered.core.features import Feature, Tier
 from tiered.offload.codec_bytes import Codec
-from tiered.tiers.eviction import eviction_order
-from tiered.tiers.record import RecordForm, RecordKey
-from tiered.tiers.record_book import Entry, EntryState, RecordBook
+from tiered.tiers.record_book import Entry, EntryState, RecordBook, RecordForm, RecordKey
 
 FORM = RecordForm(Codec.RAW, 1, 4, 4)
 KEYS = st.builds(RecordKey, st.just(Feature.HIDDEN), st.integers(0, 1), st.just(0), st.integers(0, 1))
 
 
+def slot(name: object) -> Any:
+    """The book hands slots on and looks at none."""
+    return f"slot {name}"
+
+
 class RecordBookMachine(RuleBasedStateMachine):
-    """`newest` and `readers` say what the book must say; `rooms` counts the rooms that are held by any entry."""
+    """`newest` and `readers` say what the book must say; `given_back` those that hold no slots any more."""
 
     readings = Bundle("readings")
 
@@ -32,17 +36,17 @@ class RecordBookMachine(RuleBasedStateMachine):
 
     def give_back(self, entry: Entry | None):
         if entry is not None:
-            assert not self.readers[id(entry)], "a room was given back under a reader"
-            assert id(entry) not in self.given_back, "a room was given back twice"
+            assert not self.readers[id(entry)], "slots were given back under a reader"
+            assert id(entry) not in self.given_back, "slots were given back twice"
             self.given_back.add(id(entry))
 
     @rule(key=KEYS, tier=st.sampled_from(Tier))
     def store(self, key: RecordKey, tier: Tier):
         self.versions += 1
         entry = Entry(key, FORM, self.versions)
-        with pytest.raises(ValueError, match="with room"):
+        with pytest.raises(ValueError, match="with a slot"):
             self.book.commit(entry)
-        self.book.place(entry, tier, f"room {self.versions}")
+        self.book.put(entry, tier, slot(self.versions))
         self.give_back(self.book.commit(entry))
         self.newest[key] = entry
         self.known.append(entry)
@@ -86,25 +90,25 @@ class RecordBookMachine(RuleBasedStateMachine):
 
     @rule(tier=st.sampled_from([Tier.DEVICE, Tier.HOST]))
     def evict(self, tier: Tier):
-        order = eviction_order(self.book.entries(), tier)
+        order = self.book.leavers(tier)
         assert not any(self.readers[id(entry)] or entry.state is not EntryState.STORED for entry in order)
-        ranks = [(not entry.clean, entry.drift, entry.used) for entry in order]
+        ranks = [(not entry.clean, entry.used) for entry in order]
         assert ranks == sorted(ranks)
         if order:
             victim = order[0]
             if not victim.clean:
-                self.book.place(victim, Tier.DISK, "file")
-            self.book.displace(victim, tier)
+                self.book.put(victim, Tier.DISK, slot("file"))
+            del victim.slots[tier]
 
     @rule(key=KEYS, tier=st.sampled_from(Tier))
     def copy_ended(self, key: RecordKey, tier: Tier):
         entry = self.newest.get(key)
         if entry and entry.state is EntryState.STORED:
-            if tier in entry.places:
-                with pytest.raises(ValueError, match="already has room"):
-                    self.book.place(entry, tier, "again")
+            if tier in entry.slots:
+                with pytest.raises(ValueError, match="already has a slot"):
+                    self.book.put(entry, tier, slot("again"))
             else:
-                self.book.place(entry, tier, "copy")
+                self.book.put(entry, tier, slot("copy"))
 
     @rule(key=KEYS)
     def lose(self, key: RecordKey):
@@ -112,18 +116,8 @@ class RecordBookMachine(RuleBasedStateMachine):
         if entry and entry.state is EntryState.STORED:
             with pytest.raises(ValueError, match="not lost"):
                 self.book.lose(entry)
-            for tier in list(entry.places):
-                self.book.displace(entry, tier)
+            entry.slots.clear()
             self.book.lose(entry)
-
-    @rule(key=KEYS, drift=st.floats(0, 9))
-    def touch(self, key: RecordKey, drift: float):
-        if key in self.newest:
-            self.book.touch(key, drift)
-            assert self.book.find(key).drift == drift
-        else:
-            with pytest.raises(KeyError):
-                self.book.touch(key, drift)
 
     @invariant()
     def books_agree(self):
@@ -137,33 +131,25 @@ class RecordBookMachine(RuleBasedStateMachine):
 TestRecordBook = RecordBookMachine.TestCase
 
 
-def test_what_the_caller_works_on_is_spared():
+def test_clean_goes_first_and_then_the_longest_unused():
     book, entries = RecordBook(), []
-    for part in range(3):
+    for part in range(4):
         entry = Entry(RecordKey(Feature.HIDDEN, 0, 0, part), FORM, 0)
-        book.place(entry, Tier.HOST, part)
+        book.put(entry, Tier.HOST, slot(part))
         book.commit(entry)
         entries.append(entry)
-    assert eviction_order(book.entries(), Tier.HOST, spare=entries[:2]) == entries[2:]
-
-
-def test_low_drift_goes_first_and_clean_before_that():
-    book, entries = RecordBook(), []
-    for part, drift in enumerate([0.5, 0.1, 0.9]):
-        entry = Entry(RecordKey(Feature.HIDDEN, 0, 0, part), FORM, 0)
-        book.place(entry, Tier.HOST, part)
-        book.commit(entry)
-        book.touch(entry.key, drift)
-        entries.append(entry)
-    book.place(entries[2], Tier.DISK, "file")
-    assert [entry.key.part for entry in eviction_order(book.entries(), Tier.HOST)] == [2, 1, 0]
+    book.put(entries[2], Tier.DISK, slot("file"))
+    book.begin_reading(entries[0])
+    book.end_reading(entries[0])
+    book.begin_reading(entries[3])
+    assert [entry.key.part for entry in book.leavers(Tier.HOST)] == [2, 1, 0]
 
 
 def test_the_books_notice_contradictions():
     book = RecordBook()
     entry = Entry(RecordKey(Feature.HIDDEN, 0, 0, 0), FORM, 0)
-    book.place(entry, Tier.HOST, "room")
+    book.put(entry, Tier.HOST, slot("host"))
     book.commit(entry)
-    entry.places.clear()
+    entry.slots.clear()
     with pytest.raises(RuntimeError, match="layer 0, sequence 0, part 0 is stored"):
         book.check_integrity()

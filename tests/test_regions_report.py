@@ -1,4 +1,4 @@
-"""Step drift and attention by region: against loops and a full softmax written out, for every family."""
+"""Step drift and attention by area: against loops and a full softmax written out, for every family."""
 
 import json
 from collections.abc import Mapping
@@ -16,29 +16,29 @@ import tiered
 from tiered.core.features import Account, Feature
 from tiered.core.rows import Rows
 from tiered.embedded import tasks
-from tiered.forward import costs
+from tiered.forward import forward_bytes
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Flow, Forward
 from tiered.models.gidd import Gidd
 from tiered.models.shape import ModelShape
 from tiered.observe.analysis import attention_mass
-from tiered.observe.analysis.region_figures import MASSES, PLACES, RegionReport
 from tiered.observe.analysis.regions_report import RegionInspector, measure_regions
-from tiered.policies.base import PassKind, Step
+from tiered.observe.analysis.reports import COLUMNS, MASSES, RegionReport
+from tiered.policies.base import Step, StepKind
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens"
 LENGTHS = (17, 9, 12)
-ANSWER, BLOCK = 32, 8
+ANSWER, BLOCK = 24, 8
 SIZES: dict[str, Any] = {"max_new_tokens": ANSWER, "block_length": BLOCK, "stop_at_eos": False}
-UNIFORM: dict[str, Any] = {"block_steps": 6, "tokens_per_step": 3, "seed": 0}
+UNIFORM: dict[str, Any] = {"block_steps": 4, "tokens_per_step": 3, "seed": 0}
 # Checkpoint, options, and the policy that decides the tokens.
 CALLS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "masks": ("llada/llada_tiny_gqa", {"steps": 16}, "none"),
+    "masks": ("llada/llada_tiny_gqa", {"steps": 12}, "none"),
     "sequences that wait": ("llada/llada_tiny_gqa", {"confidence_threshold": 0.3}, "none"),
-    "guidance": ("llada/llada_tiny_gqa", {"steps": 8, "cfg_scale": 0.7}, "none"),
-    "guidance at times": ("llada/llada_tiny_gqa", {"steps": 8, "cfg_scale": 0.7}, "dllm_cache"),
-    "another's tokens": ("llada/llada_tiny_gqa", {"steps": 16}, "fast_dllm_dual"),
+    "guidance": ("llada/llada_tiny_gqa", {"steps": 6, "cfg_scale": 0.7}, "none"),
+    "guidance at times": ("llada/llada_tiny_gqa", {"steps": 6, "cfg_scale": 0.7}, "dllm_cache"),
+    "another's tokens": ("llada/llada_tiny_gqa", {"steps": 12}, "fast_dllm_dual"),
     "shifted predictions": ("dream/dream_tiny", {"confidence_threshold": 0.3}, "none"),
     "uniform noise": ("gidd/gidd_tiny_unif", UNIFORM, "none"),
     "noise behind": ("gidd/gidd_tiny_unif", UNIFORM | {"trailing_noise": 5}, "none"),
@@ -70,13 +70,13 @@ class Spy:
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
         return {}
 
-    def after_forward(self, step: Step, kind: PassKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
+    def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
         place = {"block": step.block, "number": step.number, "start": step.start}
         self.seen.append({**place, "ids": ids[: len(LENGTHS)].clone(), "active": active.tolist()})
 
 
-def region(column: int, prompt: int, block: int) -> int:
-    """Place of a column of the canvas."""
+def area(column: int, prompt: int, block: int) -> int:
+    """Number of the area of a column of the canvas."""
     if column < prompt:
         return 0
     if column >= prompt + ANSWER:
@@ -136,7 +136,7 @@ def brute_force(runtime: Runtime, seen: list[dict[str, Any]]) -> tuple[np.ndarra
     """Drift [features, steps, layers, places], attention [steps, layers, masses] and rows [steps, places], one
     sequence, column and row at a time."""
     longest, layers = max(LENGTHS), runtime.model.shape.layers
-    drift, rows = np.full((2, len(seen), layers, len(PLACES)), np.nan), np.zeros((len(seen), len(PLACES)), dtype=int)
+    drift, rows = np.full((2, len(seen), layers, len(COLUMNS)), np.nan), np.zeros((len(seen), len(COLUMNS)), dtype=int)
     attention = np.zeros((len(seen), layers, len(MASSES)))
     last: list[Uncached] = []
     for at, shown in enumerate(seen):
@@ -145,10 +145,10 @@ def brute_force(runtime: Runtime, seen: list[dict[str, Any]]) -> tuple[np.ndarra
             for ids, length in zip(shown["ids"], LENGTHS, strict=True)
         ]
         here = [number for number, active in enumerate(shown["active"]) if active]
-        sums = np.zeros((2, layers, len(PLACES)))
+        sums = np.zeros((2, layers, len(COLUMNS)))
         for number in here:
             pad = longest - LENGTHS[number]
-            places = [region(column, longest, shown["block"]) for column in range(pad, shown["ids"].shape[1])]
+            places = [area(column, longest, shown["block"]) for column in range(pad, shown["ids"].shape[1])]
             np.add.at(rows[at], places, 1)
             weights = fresh[number].weights.mean(dim=(1, 2)).numpy() / len(here)
             for key in range(weights.shape[1]):
@@ -174,7 +174,7 @@ def test_the_figures_are_those_of_brute_force(runtimes: dict[str, Runtime], call
     with monkeypatch.context() as small:
         # A few rows of one key head at a time, in passes of 10 rows: the parts must add up.
         small.setattr(attention_mass, "PAIRS_AT_ONCE", 600)
-        small.setattr(costs, "PART_ROWS", 30)
+        small.setattr(forward_bytes, "PART_ROWS", 30)
         report = measure_regions(runtime, **left_padded(), **options, **SIZES)
     drift, attention, rows = brute_force(runtime, spy.seen)
     np.testing.assert_array_equal(report.rows, rows)
@@ -314,7 +314,7 @@ def test_the_table(report: RegionReport, trailing: bool, sinks: bool):
     assert "attention of the current block's rows, %, mean over 4 forwards" in lines
     assert max(map(len, lines)) < 100
     heads = [line.split() for line in lines if line.split()[:1] in (["keys"], ["values"], ["prompt"])]
-    places = [place for place in PLACES if trailing or place != "trailing"]
+    places = [place for place in COLUMNS if trailing or place != "trailing"]
     assert heads == [["keys", *places], ["values", *places], [*places, *(["sinks"] if sinks else [])]]
     layers = [line.split() for line in lines if line.startswith("layer")]
     assert [line[1] for line in layers] == [*map(str, range(12))] * 3

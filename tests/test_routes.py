@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tiered.kernels.gather_copy_ref import gather_copy
-from tiered.offload.gather import gather_of
-from tiered.offload.route_timer import SIZES, crossover_for, timer_for
-from tiered.offload.routes import Route, Segment, measure_crossover, neighbours_merged
+from tiered.offload.routes import (
+    SIZES,
+    Route,
+    Segment,
+    crossover_for,
+    gather_of,
+    measure_crossover,
+    neighbours_merged,
+    timer_for,
+)
 from tiered.offload.transport import Copy
 
 KIB = 1024

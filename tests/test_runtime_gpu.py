@@ -8,7 +8,7 @@ is compared bit by bit, where all that differs is who carries which bytes, and b
 import gc
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -25,11 +25,11 @@ import tiered
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Feature, Tier
 from tiered.core.ledger import Ledger
-from tiered.core.recorder import Recorder
-from tiered.core.spans import recording
+from tiered.core.spans import Recorder, recording
 from tiered.embedded.tasks import sample, score
-from tiered.forward import stream_costs
+from tiered.forward import stream_bytes
 from tiered.forward.forward import Forward
+from tiered.forward.sizes import CallSizes
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
 from tiered.offload.codec_bytes import Codec
@@ -37,9 +37,8 @@ from tiered.offload.delay import Delay, Point
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane, Transport
 from tiered.output import GenerationOutput
-from tiered.planning.call_costs import CallCosts
-from tiered.planning.call_sizes import CallSizes
-from tiered.policies.base import PassKind, Policy, Step
+from tiered.planning.call_bytes import CallBytes
+from tiered.policies.base import Policy, Step, StepKind
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
@@ -52,10 +51,10 @@ SIZES: dict[str, Any] = {
 UPDATES: dict[str, Any] = {"clusters": 6, "top_m": 2, "update_threshold": 2}
 OFTEN = UPDATES | {"update_threshold": 1, "cluster_layers": 2}
 POLICIES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "fast_dllm_dual": {},
-    "polestar raw": {**UPDATES, "codec": "raw"},
     "polestar delta": {**UPDATES, "refresh": "drift"},
+    "polestar raw": {**UPDATES, "codec": "raw"},
+    "fast_dllm_dual": {},
+    "none": {},
 }
 REFRESHED: dict[str, dict[str, Any]] = {
     "fast_dllm_prefix": {"refresh_interval": 1},
@@ -69,6 +68,15 @@ ROUNDING = 1 << 18  # CUDA's allocator rounds every tensor up to 512 bytes; some
 READS = ("tolist", "item", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
 
+def on_each_device(cases: Iterable[Any]) -> list[Any]:
+    """(device, case): all on a GPU; on the CPU, where other tests have the rest, the first, and all in the long run."""
+    cases = [*cases]
+    on_the_cpu = [
+        pytest.param("cpu", case, marks=[pytest.mark.long] if number else []) for number, case in enumerate(cases)
+    ]
+    return on_the_cpu + [pytest.param("cuda", case, marks=pytest.mark.gpu) for case in cases]
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -76,7 +84,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_costs, "FEWEST_PAGE_ROWS", 32)
+    monkeypatch.setattr(stream_bytes, "FEWEST_PAGE_ROWS", 32)
 
 
 @cache
@@ -128,7 +136,7 @@ def on_the_cpu(policy: str) -> GenerationOutput:
     return answer(under(policy, "cpu"))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("device", "policy"), on_each_device(POLICIES))
 def test_tokens_are_those_of_the_cpu_and_right(device: str, policy: str):
     out = answer(under(policy, device))
     assert torch.equal(history(out), history(on_the_cpu(policy)))
@@ -141,7 +149,7 @@ def test_tokens_are_those_of_the_cpu_and_right(device: str, policy: str):
         assert score(example, tokenizer.batch_decode([kept], skip_special_tokens=True)[0])
 
 
-@pytest.mark.parametrize("policy", REFRESHED)
+@pytest.mark.parametrize(("device", "policy"), on_each_device(REFRESHED))
 def test_refreshing_every_step_equals_none(device: str, policy: str):
     fresh = answer(loaded("embedded", device).with_policy(policy, **REFRESHED[policy]))
     assert torch.equal(history(fresh), history(answer(under("none", device))))
@@ -162,7 +170,7 @@ class Stores:
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
         return {}
 
-    def after_forward(self, step: Step, kind: PassKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
+    def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
         layers = range(forward.model.shape.layers)
         both = [forward.store.view(feature, layer) for layer in layers for feature in (Feature.KEY, Feature.VALUE)]
         self.left.append(torch.stack(both))
@@ -194,7 +202,7 @@ def jitter(device: str, seed: int) -> Delay:
     return delay
 
 
-@pytest.mark.parametrize("codec", [Codec.RAW, Codec.NVFP4_DELTA])
+@pytest.mark.parametrize(("device", "codec"), on_each_device([Codec.NVFP4_DELTA, Codec.RAW]))
 def test_who_carries_the_rows_and_when_changes_no_bit(device: str, codec: Codec):
     model, policy = loaded("embedded", device).model, partial(Polestar, **OFTEN, codec=codec)
     out, resident = left_by(Runtime(model, policy=policy(hidden_tier="device")))
@@ -212,21 +220,21 @@ def test_who_carries_the_rows_and_when_changes_no_bit(device: str, codec: Codec)
     assert out.tiers is not None and set(out.tiers.asked) == {Tier.DEVICE}
 
 
-def costs_of(model: DiffusionModel, policy: Policy, budget: MemoryBudget) -> CallCosts:
+def bytes_of(model: DiffusionModel, policy: Policy, budget: MemoryBudget) -> CallBytes:
     length = prompts()["left"][0].shape[-1] + SIZES["max_new_tokens"]
     sizes = CallSizes(
-        policy=policy, shape=model.shape, batch=2, context=length, block_length=SIZES["block_length"], dtype="float32",
+        shape=model.shape, batch=2, context=length, block_length=SIZES["block_length"], dtype="float32",
         answer=SIZES["max_new_tokens"],
     )  # fmt: skip
-    return CallCosts.of(sizes, budget, {})
+    return CallBytes.of(policy, sizes, budget)
 
 
 def test_the_disk_changes_no_bit(device: str, tmp_path: Path, small_pages: None):
     model, policy = loaded("embedded", device).model, make_policy("fast_dllm_dual")
     whole = answer(Runtime(model, policy=policy))
-    least = costs_of(model, policy, MemoryBudget(device=0)).total(Tier.DEVICE)
-    costs = costs_of(model, policy, MemoryBudget(device=least))
-    host = costs.total(Tier.HOST) // 2 + 2 * costs.slot_bytes
+    least = bytes_of(model, policy, MemoryBudget(device=0)).total(Tier.DEVICE)
+    needed = bytes_of(model, policy, MemoryBudget(device=least))
+    host = needed.total(Tier.HOST) // 2 + 2 * needed.slot_bytes
     budget = MemoryBudget(device=least, host=host, disk="16MiB", disk_path=tmp_path)
     out = answer(Runtime(model, policy=policy, ledger=Ledger(budget)))
     assert torch.equal(history(out), history(whole))
@@ -235,7 +243,7 @@ def test_the_disk_changes_no_bit(device: str, tmp_path: Path, small_pages: None)
     assert out.memory.peak_device_bytes <= least
 
 
-@pytest.mark.parametrize("policy", ["fast_dllm_dual", "dllm_cache", "polestar delta"])
+@pytest.mark.parametrize(("device", "policy"), on_each_device(["polestar delta", "fast_dllm_dual", "dllm_cache"]))
 def test_a_budget_holds_and_changes_no_bit(device: str, policy: str, small_pages: None):
     model, made = loaded("embedded", device).model, make_policy(policy.split()[0], **POLICIES.get(policy, {}))
     resident = answer(Runtime(model, policy=made))
@@ -258,7 +266,7 @@ def test_a_budget_holds_and_changes_no_bit(device: str, policy: str, small_pages
         assert allocations.peak <= out.memory.peak_device_bytes + out.memory.peak_host_bytes
 
 
-@pytest.mark.parametrize("policy", ["none", "polestar raw", "polestar delta"])
+@pytest.mark.parametrize(("device", "policy"), on_each_device(["polestar delta", "none", "polestar raw"]))
 def test_a_padded_batch_answers_as_each_alone(device: str, policy: str):
     runtime = under(policy, device, **({"refresh": "full"} if "delta" in policy else {}))
     (ids, mask), _ = prompts()["left"]
@@ -300,7 +308,7 @@ def reads(at: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Co
         yield found
 
 
-@pytest.mark.parametrize("policy", ["fast_dllm_dual", "polestar raw", "polestar delta"])
+@pytest.mark.parametrize(("device", "policy"), on_each_device(["polestar delta", "fast_dllm_dual", "polestar raw"]))
 def test_no_wait_inside_the_layers_of_a_plain_step(device: str, policy: str, monkeypatch: pytest.MonkeyPatch):
     torch.use_deterministic_algorithms(False)  # whose kernels are not those of a user
     runtime, recorder = under(policy, device), Recorder()

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates
-from tiered.decoding.sampling import drawn_from, propose
+from tiered.decoding.sampling import OpenBlock, drawn_from, propose
 from tiered.decoding.sampling_options import CONFIDENCES, Sampling
-from tiered.decoding.sequence_noise import SequenceNoise
 
 CPU = torch.device("cpu")
 MASK = 4
@@ -33,11 +33,18 @@ def proposed(
 ) -> Candidates:
     """The candidates of the last of `times` steps; `logits` stay as they are, `options` are those of `Sampling`."""
     pending = torch.ones(logits.shape[:2], dtype=torch.bool) if pending is None else pending
-    noise, sampling = SequenceNoise(seed, len(logits), CPU), Sampling(temperature=temperature, **options)
-    remaining = pending.sum(dim=1).tolist()
+    streams, sampling = RandomStreams(seed, len(logits), CPU), Sampling(temperature=temperature, **options)
     for _ in range(times - 1):
-        propose(logits.clone(), pending, mask_token_id=MASK, sampling=sampling, noise=noise, remaining=remaining)
-    return propose(logits.clone(), pending, mask_token_id=MASK, sampling=sampling, noise=noise, remaining=remaining)
+        propose(opened(logits, pending, sampling, streams))
+    return propose(opened(logits, pending, sampling, streams))
+
+
+def opened(logits: Tensor, pending: Tensor, sampling: Sampling, streams: RandomStreams | None = None) -> OpenBlock:
+    remaining = pending.sum(dim=1).tolist()
+    return OpenBlock(
+        logits=logits.clone(), tokens=torch.full_like(pending, MASK, dtype=torch.long), pending=pending,
+        remaining=remaining, mask_token_id=MASK, sampling=sampling, streams=streams,
+    )  # fmt: skip
 
 
 def softmax_at(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -113,7 +120,7 @@ def test_samples_follow_the_tempered_softmax(temperature: float):
 
 
 def test_noise_is_gumbel():
-    noise = SequenceNoise(3, 1, CPU).gumbel(0, 1000, 100)
+    noise = RandomStreams(3, 1, CPU).gumbel(0, 1000, 100)
     assert noise.dtype == torch.float64
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)  # Euler's constant
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.05)
@@ -133,8 +140,8 @@ def test_a_batch_draws_what_each_row_draws_alone(times: int):
 
 
 def test_ranks_are_those_of_each_row_alone():
-    together = SequenceNoise(7, 2, CPU)
-    alone = [SequenceNoise(7 + i, 1, CPU) for i in range(2)]
+    together = RandomStreams(7, 2, CPU)
+    alone = [RandomStreams(7 + i, 1, CPU) for i in range(2)]
     for _ in range(2):
         scores = together.confidence(10, [0, 3], 5, 8, [True, True])
         assert torch.equal(scores[0], alone[0].confidence(10, [0], 5, 8, [True])[0])
@@ -143,32 +150,25 @@ def test_ranks_are_those_of_each_row_alone():
 
 
 def test_who_waits_draws_nothing():
-    waited, straight = SequenceNoise(1, 2, CPU), SequenceNoise(1, 2, CPU)
+    waited, straight = RandomStreams(1, 2, CPU), RandomStreams(1, 2, CPU)
     waited.confidence(10, [0, 0], 5, 8, [True, False])
     straight.confidence(10, [0, 0], 5, 8, [True, True])
     behind, ahead = (noise.confidence(10, [0, 0], 5, 8, [True, True]) for noise in (waited, straight))
     assert torch.equal(behind[0], ahead[0])
     assert not torch.equal(behind[1], ahead[1])
-    assert torch.equal(behind[1], SequenceNoise(2, 1, CPU).confidence(10, [0], 5, 8, [True])[0])
+    assert torch.equal(behind[1], RandomStreams(2, 1, CPU).confidence(10, [0], 5, 8, [True])[0])
 
     logits, pending = random_logits(2, 4, 50, scale=1.0), torch.ones(2, 4, dtype=torch.bool)
-    noise = SequenceNoise(1, 2, CPU)
+    streams = RandomStreams(1, 2, CPU)
     for remaining in ([4, 0], [4, 4]):
         here = pending & (torch.tensor(remaining)[:, None] > 0)
-        found = propose(
-            logits.clone(),
-            here,
-            mask_token_id=MASK,
-            sampling=Sampling(temperature=1.0),
-            noise=noise,
-            remaining=remaining,
-        )
+        found = propose(opened(logits, here, Sampling(temperature=1.0), streams))
     assert torch.equal(found.tokens[1], proposed(logits[1:], temperature=1.0, seed=2).tokens[0])
     assert torch.equal(found.tokens[0], proposed(logits[:1], temperature=1.0, seed=1, times=2).tokens[0])
 
 
 def test_who_stays_keeps_its_stream():
-    kept, whole = SequenceNoise(5, 3, CPU), SequenceNoise(5, 3, CPU)
+    kept, whole = RandomStreams(5, 3, CPU), RandomStreams(5, 3, CPU)
     kept.keep([0, 2])
     scores, expected = kept.confidence(8, [0, 0], 0, 8, [True] * 2), whole.confidence(8, [0] * 3, 0, 8, [True] * 3)
     assert torch.equal(scores, expected[[0, 2]])
@@ -176,7 +176,7 @@ def test_who_stays_keeps_its_stream():
 
 
 def test_ranks_and_noise_are_independent():
-    streams = [SequenceNoise(seed, 1, CPU) for seed in range(3000)]
+    streams = [RandomStreams(seed, 1, CPU) for seed in range(3000)]
     ranks = torch.cat([stream.confidence(4, [0], 0, 4, [True]) for stream in streams])
     noise = torch.cat([stream.gumbel(0, 1, 4) for stream in streams])
     correlations = torch.corrcoef(torch.cat([ranks, noise], dim=1).T)[:4, 4:]
@@ -185,7 +185,7 @@ def test_ranks_and_noise_are_independent():
 
 def test_torch_seeds_a_call_without_a_seed():
     def drawn(seed: int | None) -> Tensor:
-        return SequenceNoise(seed, 1, CPU).gumbel(0, 2, 5)
+        return RandomStreams(seed, 1, CPU).gumbel(0, 2, 5)
 
     torch.manual_seed(3)
     first, second = drawn(None), drawn(None)
@@ -264,7 +264,7 @@ def test_where_top_p_cuts_does_not_hang_on_the_order_of_the_sum(monkeypatch: pyt
 
     def left() -> list[Tensor]:
         cuts = [Sampling(temperature=1.0, top_p=float(sums[at])) for at in range(0, 500, 4)]
-        return [drawn_from(logits.clone(), pending, sampling=cut, remaining=[1]) for cut in cuts]
+        return [drawn_from(opened(logits, pending, cut)) for cut in cuts]
 
     def from_behind(part: Tensor, dim: int) -> Tensor:
         return part.sum(dim, keepdim=True) - part.flip(dim).cumsum(dim).flip(dim) + part
@@ -375,7 +375,7 @@ def test_what_sampling_takes(options: dict[str, Any], cuts: bool, by_row: bool, 
 
 
 def test_a_block_draws_what_each_row_draws_alone_whoever_waits():
-    together, alone = SequenceNoise(7, 2, CPU), SequenceNoise(8, 1, CPU)
+    together, alone = RandomStreams(7, 2, CPU), RandomStreams(8, 1, CPU)
     block, alone_block = together.of_block(), alone.of_block()
     first = block.uniform(6)
     assert torch.equal(first[1], alone_block.uniform(6)[0])
@@ -389,7 +389,7 @@ def test_a_block_draws_what_each_row_draws_alone_whoever_waits():
 
 
 def test_numbers_of_a_block_are_uniform_and_gumbel():
-    uniform, gumbel = SequenceNoise(3, 2, CPU).of_block(), SequenceNoise(3, 2, CPU).of_block()
+    uniform, gumbel = RandomStreams(3, 2, CPU).of_block(), RandomStreams(3, 2, CPU).of_block()
     numbers = uniform.uniform(50_000)
     assert numbers.dtype == torch.float64 and numbers.min() >= 0 and numbers.max() < 1
     assert numbers.mean().item() == pytest.approx(0.5, abs=0.005)
@@ -397,7 +397,7 @@ def test_numbers_of_a_block_are_uniform_and_gumbel():
 
 
 def test_numbers_of_a_rule_are_apart_from_ranks_and_noise():
-    streams = [SequenceNoise(seed, 1, CPU) for seed in range(3000)]
+    streams = [RandomStreams(seed, 1, CPU) for seed in range(3000)]
     of_block = torch.cat([stream.of_block().gumbel(4) for stream in streams])
     ranks = torch.cat([stream.confidence(4, [0], 0, 4, [True]) for stream in streams])
     noise = torch.cat([stream.gumbel(0, 1, 4) for stream in streams])

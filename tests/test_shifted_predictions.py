@@ -11,8 +11,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 import tiered
+from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
-from tiered.decoding.sequence_noise import SequenceNoise
 from tiered.policies.registry import POLICIES
 from tiered.runtime import Runtime
 
@@ -33,7 +33,7 @@ class LastFirst(CommitRule):
     name: ClassVar[str] = "last_first"
     offered: list[list[bool]] = field(default_factory=list)
 
-    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
         return _LastFirst(self.offered)
 
 
@@ -73,7 +73,7 @@ def test_in_parity_a_rule_may_leave_the_first_token_open(runtime: Runtime, polic
             return super().choose(candidates) & (self.steps > 2)
 
     class LateRule(LastFirst):
-        def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
+        def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
             return Late(self.offered)
 
     rule = LateRule()

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Fence, Region
 from tiered.offload.slab_fences import SlabFences
-from tiered.offload.slabs import Place, SlabBook
+from tiered.offload.slabs import BookedSlot, SlabBook
 
 
 class Access:
@@ -34,33 +34,33 @@ class FenceMachine(RuleBasedStateMachine):
         self.book = SlabBook(12, unit=1)
         self.book.add_slabs(2)
         self.fences = SlabFences(Region.HOST_SLOT)
-        self.users: list[tuple[Place, Fence]] = []
+        self.users: list[tuple[BookedSlot, Fence]] = []
         self.under_way: defaultdict[int, set[Access]] = defaultdict(set)
         self.accesses: list[Access] = []
-        self.touched: dict[Access, Place] = {}
+        self.touched: dict[Access, BookedSlot] = {}
 
-    def on(self, place: Place) -> set[Access]:
-        bytes_of_it = range(place.offset, place.offset + place.room)
+    def on(self, slot: BookedSlot) -> set[Access]:
+        bytes_of_it = range(slot.offset, slot.offset + slot.room)
         return {access for byte in bytes_of_it for access in self.under_way[byte] if not access.ended}
 
     @rule(nbytes=st.sampled_from([2, 3, 4, 5, 6, 12]))
-    def place(self, nbytes: int):
-        if place := self.book.allocate(nbytes):
-            fence = self.fences.fence(place)
+    def take(self, nbytes: int):
+        if slot := self.book.allocate(nbytes):
+            fence = self.fences.fence(slot)
             assert fence.region == Region.HOST_SLOT
             told = {event for event in fence.before_write() if not event.done()}
-            assert told >= self.on(place)
-            assert told <= {access for access, other in self.touched.items() if other.slab == place.slab}
-            self.users.append((place, fence))
+            assert told >= self.on(slot)
+            assert told <= {access for access, other in self.touched.items() if other.slab == slot.slab}
+            self.users.append((slot, fence))
 
     @precondition(lambda self: self.users)
     @rule(data=st.data(), writes=st.booleans())
     def access(self, data: st.DataObject, writes: bool):
-        place, fence = data.draw(st.sampled_from(self.users))
+        slot, fence = data.draw(st.sampled_from(self.users))
         access = Access()
         self.accesses.append(access)
-        self.touched[access] = place
-        for byte in range(place.offset, place.offset + place.room):
+        self.touched[access] = slot
+        for byte in range(slot.offset, slot.offset + slot.room):
             if writes:
                 self.under_way[byte].clear()
             self.under_way[byte].add(access)
@@ -96,13 +96,13 @@ def test_a_failure_that_is_over_is_no_business_of_the_next_user(ended: bool):
     book.add_slabs(1)
     failed, seen = Access(), ()
     for _ in range(2):
-        place = book.allocate(100)
-        assert place is not None
-        fence = fences.fence(place)
+        slot = book.allocate(100)
+        assert slot is not None
+        fence = fences.fence(slot)
         seen = fence.before_write()
         fence.writes(failed)
         failed.ended = ended
-        book.release(place)
+        book.release(slot)
     assert seen == (() if ended else (failed,))
 
 
@@ -111,9 +111,9 @@ def test_a_slot_waits_for_those_alone_whose_bytes_it_takes():
     book.add_slabs(1)
     small = [book.allocate(4096) for _ in range(4)]
     reads = [Access() for _ in range(4)]
-    for place, read in zip(small, reads, strict=True):
-        assert place is not None
-        fences.fence(place).reads(read)
-        book.release(place)
+    for slot, read in zip(small, reads, strict=True):
+        assert slot is not None
+        fences.fence(slot).reads(read)
+        book.release(slot)
     large = [book.allocate(8192) for _ in range(2)]
-    assert [fences.fence(place).before_write() for place in large if place] == [tuple(reads[:2]), tuple(reads[2:])]
+    assert [fences.fence(slot).before_write() for slot in large if slot] == [tuple(reads[:2]), tuple(reads[2:])]

@@ -7,19 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tiered.offload.slabs import Place, SlabBook
+from tiered.offload.slabs import BookedSlot, SlabBook
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
 class SlabMachine(RuleBasedStateMachine):
-    """`places` holds what is taken. Units of one byte, so that every kind of size class fits a small slab."""
+    """`slots` holds what is taken. Units of one byte, so that every kind of size class fits a small slab."""
 
     @initialize(slab_bytes=st.integers(1, 300), slabs=st.integers(0, 2))
     def open(self, slab_bytes: int, slabs: int):
         self.book = SlabBook(slab_bytes, unit=1)
-        self.places: list[Place] = []
-        self.released: list[Place] = []
+        self.slots: list[BookedSlot] = []
+        self.released: list[BookedSlot] = []
         self.slabs = slabs
         if slabs:
             assert self.book.add_slabs(slabs) == 0
@@ -28,9 +28,9 @@ class SlabMachine(RuleBasedStateMachine):
         """Offsets of the free slots of a class, those of slabs in use first, each kind from the lowest."""
         size, used, empty = self.book.slab_bytes, [], []
         for slab in range(self.slabs):
-            inside = [place for place in self.places if place.offset // size == slab]
-            if all(place.room == room for place in inside):
-                taken = {place.offset for place in inside}
+            inside = [slot for slot in self.slots if slot.offset // size == slab]
+            if all(slot.room == room for slot in inside):
+                taken = {slot.offset for slot in inside}
                 offsets = range(slab * size, slab * size + size // room * room, room)
                 (used if inside else empty).extend(offset for offset in offsets if offset not in taken)
         return used + empty
@@ -47,25 +47,25 @@ class SlabMachine(RuleBasedStateMachine):
         sizes = st.sampled_from(sorted({1, self.book.slab_bytes // 3 or 1, self.book.slab_bytes}))
         nbytes = data.draw(sizes if tight else st.integers(1, self.book.slab_bytes))
         expected = self.free_slots(self.book.room_for(nbytes))
-        place = self.book.allocate(nbytes)
-        assert (place and place.offset) == (expected[0] if expected else None)
-        if place is not None:
-            self.took(place, nbytes)
+        slot = self.book.allocate(nbytes)
+        assert (slot and slot.offset) == (expected[0] if expected else None)
+        if slot is not None:
+            self.took(slot, nbytes)
 
-    def took(self, place: Place, nbytes: int):
-        assert (place.nbytes, place.room) == (nbytes, self.book.room_for(nbytes))
-        assert place.offset == place.slab * self.book.slab_bytes + place.index * place.room
-        end = place.offset + place.room
-        assert not [other for other in self.places if other.offset < end and place.offset < other.offset + other.room]
-        self.places.append(place)
+    def took(self, slot: BookedSlot, nbytes: int):
+        assert (slot.nbytes, slot.room) == (nbytes, self.book.room_for(nbytes))
+        assert slot.offset == slot.slab * self.book.slab_bytes + slot.index * slot.room
+        end = slot.offset + slot.room
+        assert not [other for other in self.slots if other.offset < end and slot.offset < other.offset + other.room]
+        self.slots.append(slot)
 
-    @precondition(lambda self: self.places)
+    @precondition(lambda self: self.slots)
     @rule(data=st.data())
     def release(self, data: st.DataObject):
-        place = data.draw(st.sampled_from(self.places))
-        self.book.release(place)
-        self.places.remove(place)
-        self.released.append(place)
+        slot = data.draw(st.sampled_from(self.slots))
+        self.book.release(slot)
+        self.slots.remove(slot)
+        self.released.append(slot)
 
     @precondition(lambda self: self.released)
     @rule(data=st.data())
@@ -73,31 +73,31 @@ class SlabMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="released already"):
             self.book.release(data.draw(st.sampled_from(self.released)))
 
-    @precondition(lambda self: self.places)
+    @precondition(lambda self: self.slots)
     @rule(data=st.data())
     def release_of_another_book(self, data: st.DataObject):
         with pytest.raises(ValueError, match="another book"):
-            self.book.release(replace(data.draw(st.sampled_from(self.places))))
+            self.book.release(replace(data.draw(st.sampled_from(self.slots))))
 
     @rule()
     def release_all(self):
-        for place in self.places:
-            self.book.release(place)
-        self.released += self.places
-        self.places = []
+        for slot in self.slots:
+            self.book.release(slot)
+        self.released += self.slots
+        self.slots = []
         assert self.book.free_bytes(self.book.slab_bytes) == self.slabs * self.book.slab_bytes
 
     @invariant()
     def books_agree(self):
         self.book.check_integrity()
         assert self.book.capacity_bytes == self.slabs * self.book.slab_bytes
-        assert self.book.held_bytes == sum(place.room for place in self.places)
-        assert self.book.requested_bytes == sum(place.nbytes for place in self.places)
+        assert self.book.held_bytes == sum(slot.room for slot in self.slots)
+        assert self.book.requested_bytes == sum(slot.nbytes for slot in self.slots)
         for nbytes in {
             1,
             self.book.slab_bytes // 2 or 1,
             self.book.slab_bytes,
-            *(place.nbytes for place in self.places),
+            *(slot.nbytes for slot in self.slots),
         }:
             room = self.book.room_for(nbytes)
             assert self.book.free_bytes(nbytes) == len(self.free_slots(room)) * room
@@ -145,8 +145,8 @@ def test_a_class_never_exceeds_the_slab():
 def test_records_stored_one_after_another_are_neighbours():
     book = SlabBook(10 * 4096)
     book.add_slabs(2)
-    places = [book.allocate(5000) for _ in range(10)]
-    assert [place.offset for place in places if place] == list(range(0, 20 * 4096, 8192))
+    slots = [book.allocate(5000) for _ in range(10)]
+    assert [slot.offset for slot in slots if slot] == list(range(0, 20 * 4096, 8192))
 
 
 @pytest.mark.parametrize("nbytes", [-1, 0, 8193])
@@ -185,8 +185,8 @@ def test_damaged_books_are_found(attribute: str, value: object):
 def test_an_overlap_is_found():
     book = SlabBook(3 * 4096)
     book.add_slabs(1)
-    place = book.allocate(8192)
-    assert place is not None
-    book._places[4096] = Place(0, 1, 4096, 4096, 4096)
+    slot = book.allocate(8192)
+    assert slot is not None
+    book._slots[4096] = BookedSlot(0, 1, 4096, 4096, 4096)
     with pytest.raises(RuntimeError, match="overlaps what ends at 8192"):
         book.check_integrity()

@@ -5,7 +5,6 @@ import os
 import resource
 import stat
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,16 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tiered.offload.errors import ArenaFullError, CorruptRecordError, TransferError
 from tiered.offload.fence import Region
-from tiered.offload.file_io import read_all, write_all
 from tiered.offload.record_file import RecordFile
 from tiered.offload.spill_file import DiskSlot, SpillFile
-from tiered.offload.spill_record import HEADER_BYTES, find_fault, pack_header
+from tiered.offload.spill_record import HEADER_BYTES
 
 SLAB = 4 * 4096
 
@@ -203,13 +199,6 @@ def test_a_file_cut_short(left: int, file: SpillFile):
         file.check_integrity()
 
 
-def test_a_header_of_another_format():
-    header = pack_header("record", 1, 0, b"data")
-    assert find_fault(header, "record", 1, 0, b"data") is None
-    other = b"otherapp" + header[8:60]
-    assert "otherapp" in str(find_fault(other + zlib.crc32(other).to_bytes(4, "little"), "record", 1, 0, b"data"))
-
-
 @pytest.mark.parametrize("version", [-1, 1 << 64])
 def test_versions_that_do_not_fit(version: int, file: SpillFile):
     with pytest.raises(ValueError, match=f"version = {version}"):
@@ -379,24 +368,6 @@ def test_short_reads_and_writes(most: int, file: SpillFile, monkeypatch: pytest.
     into = out(5000)
     assert file.read(stored(file), "record", 3, into) == 5064
     assert torch.equal(into, payload(5000))
-
-
-@given(st.lists(st.binary(max_size=9), max_size=4), st.integers(1, 12), st.integers(0, 5))
-def test_buffers_are_one_row_of_bytes(parts: list[bytes], most: int, offset: int):
-    descriptor, whole, into = os.memfd_create("file"), b"".join(parts), [bytearray(len(part)) for part in parts]
-
-    def write(_: int, buffers: Sequence[memoryview], at: int) -> int:
-        return os.pwrite(descriptor, b"".join(buffers)[:most], at)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "pwritev", write)
-        patch.setattr(os, "preadv", in_bits(os.preadv, most))
-        assert write_all(descriptor, parts, offset) == len(whole)
-        assert os.pread(descriptor, 100, offset) == whole
-        assert read_all(descriptor, into, offset) == len(whole)
-        assert b"".join(into) == whole
-        assert read_all(descriptor, [*into, bytearray(3)], offset) == len(whole)
-    os.close(descriptor)
 
 
 # Whose file it is.

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -13,20 +14,20 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.errors import RecordLostError, TierCapacityError
 from tiered.core.features import Feature, Tier
 from tiered.core.ledger import Ledger
-from tiered.forward import stream_costs
+from tiered.forward import stream_bytes
+from tiered.forward.sizes import CallSizes
 from tiered.models.llada import LLaDA
 from tiered.offload.delay import Point
 from tiered.offload.errors import TransferError
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane
 from tiered.output import GenerationOutput
-from tiered.planning.call_costs import CallCosts
-from tiered.planning.call_sizes import CallSizes
+from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy
 from tiered.policies.registry import POLICIES, make_policy
 from tiered.runtime import Runtime
 
-LAYERS, PROMPT, ANSWER, BLOCK = 6, 90, 32, 16
+LAYERS, PROMPT, ANSWER, BLOCK = 5, 90, 32, 16
 SIZES: dict[str, Any] = {"max_new_tokens": ANSWER, "block_length": BLOCK}
 # What makes a policy keep and move more than its defaults do here.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -56,7 +57,7 @@ def model() -> LLaDA:
 
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_costs, "FEWEST_PAGE_ROWS", 32)
+    monkeypatch.setattr(stream_bytes, "FEWEST_PAGE_ROWS", 32)
 
 
 def policy_of(name: str) -> Policy:
@@ -88,18 +89,24 @@ def run(
     return out
 
 
-def costs_of(model: LLaDA, policy: Policy, budget: MemoryBudget, guidance: bool = False) -> CallCosts:
+@pytest.fixture(scope="module")
+def unlimited(model: LLaDA) -> Callable[[str, str], GenerationOutput]:
+    """What a policy answers in a call with all on the device."""
+    return cache(lambda name, call: run(model, policy_of(name), **CALLS[call]))
+
+
+def bytes_of(model: LLaDA, policy: Policy, budget: MemoryBudget, guidance: bool = False) -> CallBytes:
     sizes = CallSizes(
-        policy=policy, shape=model.shape, batch=4 if guidance else 2, context=PROMPT + ANSWER, block_length=BLOCK,
+        shape=model.shape, batch=2, context=PROMPT + ANSWER, block_length=BLOCK,
         dtype="float32", answer=ANSWER, guidance=guidance,
     )  # fmt: skip
-    return CallCosts.of(sizes, budget, {})
+    return CallBytes.of(policy, sizes, budget)
 
 
 def least_and_resident(model: LLaDA, policy: Policy, guidance: bool = False) -> tuple[int, int]:
     """Bytes of the device with everything streamed, and with as little as the policy allows."""
     return tuple(
-        costs_of(model, policy, MemoryBudget(device=device), guidance).total(Tier.DEVICE) for device in (0, None)
+        bytes_of(model, policy, MemoryBudget(device=device), guidance).total(Tier.DEVICE) for device in (0, None)
     )  # pyright: ignore[reportReturnType]
 
 
@@ -115,36 +122,34 @@ def jitter(seed: int) -> Callable[[Point, Lane | None], float]:
     return lambda point, lane: max(0.0, chance.uniform(-0.02, 0.001))
 
 
+Unlimited = Callable[[str, str], GenerationOutput]
+
+
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", STREAMABLE)
-def test_a_smaller_device_changes_no_bit(model: LLaDA, name: str, call: str):
+def test_a_smaller_device_changes_no_bit(model: LLaDA, unlimited: Unlimited, name: str, call: str):
+    """Nor does a host tier that has just what is needed."""
     policy, options = policy_of(name), CALLS[call]
     least, resident = least_and_resident(model, policy, "cfg_scale" in options)
-    unlimited = run(model, policy, **options)
     moved = []
-    shares = (0.0, 0.5, 1.0) if call == "four a step" else (0.0,)
-    for share in shares:
+    for share in (0.0, 1.0) if call == "four a step" else (0.0,):
         device = int(least + share * (resident - 1 - least))
-        out = run(model, policy, MemoryBudget(device=device), **options)
-        assert same(out, unlimited), share
-        assert out.memory.peak_device_bytes <= device
-        moved.append(out.memory.moved.get("host->device", 0))
-        needed = costs_of(model, policy, MemoryBudget(device=device), "cfg_scale" in options)
+        needed = bytes_of(model, policy, MemoryBudget(device=device), "cfg_scale" in options)
         assert needed.streams is not None
-        if "confidence_threshold" not in options:
-            assert out.memory.tiers[Tier.HOST].peak <= needed.total(Tier.HOST)
+        host = needed.total(Tier.HOST)
+        out = run(model, policy, MemoryBudget(device=device, host=host), **options)
+        assert same(out, unlimited(name, call)), share
+        assert out.memory.peak_device_bytes <= device and out.memory.tiers[Tier.HOST].peak <= host
+        moved.append(out.memory.moved.get("host->device", 0))
     assert moved[-1] == min(moved)  # of the largest device, the least has to come back
     assert moved[0] or "confidence_threshold" in options  # where one forward may commit a block, nothing is reread
 
 
 @pytest.mark.parametrize("name", STREAMABLE)
-def test_what_is_just_enough_runs_and_a_byte_less_does_not(model: LLaDA, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_byte_less_than_enough_is_told_before_any_work(model: LLaDA, name: str, monkeypatch: pytest.MonkeyPatch):
     policy = policy_of(name)
     least, _ = least_and_resident(model, policy)
-    costs = costs_of(model, policy, MemoryBudget(device=least))
-    host = costs.total(Tier.HOST)
-    out = run(model, policy, MemoryBudget(device=least, host=host), steps=8)
-    assert out.memory.peak_device_bytes <= least and out.memory.tiers[Tier.HOST].peak <= host
+    host = bytes_of(model, policy, MemoryBudget(device=least)).total(Tier.HOST)
     monkeypatch.setattr(LLaDA, "embed", lambda *_: pytest.fail("work has begun"))
     for short, tier in (
         (MemoryBudget(device=least - 1), Tier.DEVICE),
@@ -156,38 +161,34 @@ def test_what_is_just_enough_runs_and_a_byte_less_does_not(model: LLaDA, name: s
 
 
 @pytest.mark.parametrize("name", STREAMABLE)
-def test_no_delay_and_no_disk_changes_a_bit(model: LLaDA, name: str, tmp_path: Any):
+def test_no_delay_and_no_disk_changes_a_bit(model: LLaDA, unlimited: Unlimited, name: str, tmp_path: Any):
     policy = policy_of(name)
     least, _ = least_and_resident(model, policy)
-    unlimited = run(model, policy, steps=8)
-    assert same(run(model, policy, MemoryBudget(device=least), jitter(1), steps=8), unlimited)
-    costs = costs_of(model, policy, MemoryBudget(device=least))
-    host = costs.total(Tier.HOST) // 2 + 2 * costs.slot_bytes
+    needed = bytes_of(model, policy, MemoryBudget(device=least))
+    host = needed.total(Tier.HOST) // 2 + 2 * needed.slot_bytes
     budget = MemoryBudget(device=least, host=host, disk="16MiB", disk_path=tmp_path)
-    out = run(model, policy, budget, jitter(2), steps=8)
-    assert same(out, unlimited)
+    out = run(model, policy, budget, jitter(2), **CALLS["four a step"])
+    assert same(out, unlimited(name, "four a step"))
     assert out.tiers is not None and out.tiers.evicted[Tier.HOST]
     assert out.memory.tiers[Tier.HOST].peak <= host
 
 
-@pytest.mark.parametrize("guidance", [0.0, 0.6])
+@pytest.mark.parametrize("call", ["four a step", "guided"])
 @pytest.mark.parametrize("name", STREAMABLE)
-def test_a_sequence_that_has_ended_leaves(model: LLaDA, name: str, guidance: float, monkeypatch: pytest.MonkeyPatch):
-    policy = policy_of(name)
-    options = {"steps": 8, "cfg_scale": guidance}
-    first, second = run(model, policy, **options).sequences[:, PROMPT:].tolist()
-    end = next((token for token in first[:BLOCK] if token not in second), None)
-    order = None
-    if end is None:
-        end = next((token for token in second[:BLOCK] if token not in first), None)
-        order = 1
-    assert end is not None, "both answers begin with the same tokens"
-    monkeypatch.setattr(model, "eos_token_id", end)
-    unlimited = run(model, policy, **options, stop_at_eos=True)
-    assert len(set(unlimited.forwards)) == 2, order
-    least, _ = least_and_resident(model, policy, guidance > 0)
+def test_a_sequence_that_has_ended_leaves(
+    model: LLaDA, unlimited: Unlimited, name: str, call: str, monkeypatch: pytest.MonkeyPatch
+):
+    policy, options = policy_of(name), CALLS[call]
+    first, second = unlimited(name, call).sequences[:, PROMPT:].tolist()
+    alone = [token for token in first[:BLOCK] if token not in second]
+    alone += [token for token in second[:BLOCK] if token not in first]
+    assert alone, "both answers begin with the same tokens"
+    monkeypatch.setattr(model, "eos_token_id", alone[0])
+    whole = run(model, policy, **options, stop_at_eos=True)
+    assert len(set(whole.forwards)) == 2
+    least, _ = least_and_resident(model, policy, call == "guided")
     out = run(model, policy, MemoryBudget(device=least), **options, stop_at_eos=True)
-    assert same(out, unlimited)
+    assert same(out, whole)
 
 
 def test_the_coldest_go_first_and_spread_over_the_stack(model: LLaDA):
@@ -195,9 +196,9 @@ def test_the_coldest_go_first_and_spread_over_the_stack(model: LLaDA):
     least, resident = least_and_resident(model, policy)
     streamed = []
     for share in range(0, 101, 2):
-        costs = costs_of(model, policy, MemoryBudget(device=int(least + share / 100 * (resident - least))))
-        assert costs.total(Tier.DEVICE) <= int(least + share / 100 * (resident - least))
-        streamed.append({} if costs.streams is None else {s.feature: s.layers for s in costs.streams.streams})
+        needed = bytes_of(model, policy, MemoryBudget(device=int(least + share / 100 * (resident - least))))
+        assert needed.total(Tier.DEVICE) <= int(least + share / 100 * (resident - least))
+        streamed.append({} if needed.streams is None else {s.feature: s.layers for s in needed.streams.streams})
     assert streamed[-1] == {}
     assert {feature: len(layers) for feature, layers in streamed[0].items()} == dict.fromkeys(
         policy.features(model.shape), LAYERS
@@ -219,10 +220,10 @@ def test_the_coldest_go_first_and_spread_over_the_stack(model: LLaDA):
 def test_what_the_policy_wants_in_the_host_tier_is_there_without_a_cap(model: LLaDA):
     policy = make_policy("elastic_cache", hidden_tier="host", window=12)
     assert policy.host_features() == {Feature.HIDDEN}
-    costs = costs_of(model, policy, MemoryBudget())
-    assert costs.streams is not None and [s.feature for s in costs.streams.streams] == [Feature.HIDDEN]
+    needed = bytes_of(model, policy, MemoryBudget())
+    assert needed.streams is not None and [s.feature for s in needed.streams.streams] == [Feature.HIDDEN]
     on_device = make_policy("elastic_cache", hidden_tier="device", window=12)
-    assert costs_of(model, on_device, MemoryBudget()).streams is None
+    assert bytes_of(model, on_device, MemoryBudget()).streams is None
     host, device = run(model, policy), run(model, on_device)
     assert same(host, device)
     assert host.memory.moved["device->host"] and not device.memory.moved

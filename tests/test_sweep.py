@@ -177,7 +177,7 @@ def test_a_filter_takes_points(run, expression: str, points: int):
 
 
 def test_bad_points_become_rows_that_say_why_and_the_others_are_measured(run, tmp_path: Path):
-    both = ["--policies", "none", "--batches", "901,902,903,904,905,906,907,8", "--timeout", "4"]
+    both = ["--policies", "none", "--batches", "901,902,903,904,905,906,907,8", "--timeout", "2"]
     first = run(*both)
     assert first.code == 1 and (first.last["failed"], first.last["refused"], first.last["ok"]) == (6, 1, 1)
     assert "6 measurements failed" in first.err
@@ -185,7 +185,7 @@ def test_bad_points_become_rows_that_say_why_and_the_others_are_measured(run, tm
     assert len(rows) == 16
     expected = {
         901: ("failed", "exit status 1: out of luck"),
-        902: ("failed", "no answer within 4 s"),
+        902: ("failed", "no answer within 2 s"),
         903: ("failed", "no rows on the last line of its output: 'no rows'"),
         904: ("failed", "rows that cannot be: exact_match = 1.5"),
         905: ("failed", "killed by SIGKILL"),
@@ -299,36 +299,29 @@ def test_bad_arguments_are_named(run, arguments: list[str], said: str, capsys: p
     assert said in err and "Traceback" not in err
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A sweep that was ended by Ctrl-C, then killed at 20 moments; what became of it each time."""
-    folder = tmp_path_factory.mktemp("killed")
-    grid = ["--clusters", "4,8", "--top-m", "1,2", "--update-threshold", "0,1,2,4,8", "--num-runs", "3"]
+@pytest.mark.parametrize(
+    ("kills", "thresholds", "points"),
+    [pytest.param(3, "0,1", 10, id="3"), pytest.param(20, "0,1,2,4,8", 22, id="20", marks=pytest.mark.long)],
+)
+def test_a_sweep_ended_by_ctrl_c_and_killed_at_random_moments_resumes_to_the_same_table(
+    sweep: ModuleType, tmp_path: Path, kills: int, thresholds: str, points: int
+):
+    grid = ["--clusters", "4,8", "--top-m", "1,2", "--update-threshold", thresholds, "--num-runs", "3"]
     grid += ["--examples", "sort=6,chain=3,lookup=2"]
-    log, command = folder / "log", [*grid, "--out", str(folder / "out"), "--worker", worker(folder / "log")]
-    signals = ",".join(["SIGINT", *20 * ["SIGKILL"]])
+    killed, whole, log = tmp_path / "killed", tmp_path / "whole", tmp_path / "log"
+    command = [*grid, "--out", str(killed), "--worker", worker(log)]
+    signals = ",".join(["SIGINT", *kills * ["SIGKILL"]])
     driver = [sys.executable, "-P", str(TESTS / "sweep_killer.py"), str(log), signals, *command]
     done = subprocess.run(driver, capture_output=True, text=True, check=True, timeout=120)
-    ends = json.loads(done.stdout.splitlines()[-1])
-    return SimpleNamespace(ends=ends, grid=grid, out=folder / "out", log=log, command=command, err=done.stderr)
-
-
-def test_ctrl_c_ends_a_sweep_with_a_table_and_says_how_to_go_on(killed: SimpleNamespace):
-    assert killed.ends[0] == {"signal": "SIGINT", "exit": 130, "table": True}
-    assert "measurements missing; the same command goes on" in killed.err
-
-
-def test_a_sweep_killed_at_20_random_moments_resumes_to_the_same_table(
-    killed: SimpleNamespace, sweep: ModuleType, tmp_path: Path
-):
-    assert [end["exit"] for end in killed.ends[1:]] == 20 * [-9], "a kill came too late to hit anything"
-    begun = killed.log.read_text().count("\n")
-    kept = len(list((killed.out / "points").glob("*.json")))
-    # Each of the 21 ends may have cost what was being measured, and nothing more.
-    assert begun - 21 <= kept <= begun and kept < 66
-    assert sweep.main(killed.command) == 0
-    undisturbed = [*killed.grid, "--out", str(tmp_path / "out"), "--worker", worker(tmp_path / "log"), "--jobs", "2"]
-    assert sweep.main(undisturbed) == 0
-    assert table(killed.out) == table(tmp_path / "out") and len(table(killed.out)) == 3 * 22 * 3
-    one, other = record(killed.out), record(tmp_path / "out")
+    stopped, *ends = json.loads(done.stdout.splitlines()[-1])
+    assert stopped == {"signal": "SIGINT", "exit": 130, "table": True}
+    assert "measurements missing; the same command goes on" in done.stderr
+    assert [end["exit"] for end in ends] == kills * [-9], "a kill came too late to hit anything"
+    begun, kept = log.read_text().count("\n"), len(list((killed / "points").glob("*.json")))
+    # Each of the ends may have cost what was being measured, and nothing more.
+    assert begun - kills - 1 <= kept <= begun and kept < 3 * points
+    assert sweep.main(command) == 0
+    assert sweep.main([*grid, "--out", str(whole), "--worker", worker(tmp_path / "log of whole"), "--jobs", "2"]) == 0
+    assert table(killed) == table(whole) and len(table(killed)) == 3 * points * 3
+    one, other = record(killed), record(whole)
     assert one["skipped"] == [] and one == other | {"command": one["command"]}

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from training.tokenizer import ASSISTANT, MASK, SPECIAL_TOKENS, USER, build_tokenizer, save_tokenizer, vocabulary
 
 from tiered.embedded.tasks import LIST_TASKS, NAMES, TASKS, Example, Split, draw, sample, score, split_of
-from tiered.embedded.tokenizer import ASSISTANT, MASK, SPECIAL_TOKENS, USER, build_tokenizer, save_tokenizer, vocabulary
 
 
 def test_splits_share_no_prompt():

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import RecordLostError, TierCapacityError
-from tiered.core.events import Way
 from tiered.core.features import Account, Feature, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.chunk import Chunk
@@ -26,7 +25,7 @@ from tiered.offload.transport import Lane
 from tiered.tiers import opening
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
-from tiered.tiers.record import RecordKey
+from tiered.tiers.record_book import RecordKey
 
 WIDTH, ROWS, SLOT = 96, 10, 16384
 
@@ -50,7 +49,7 @@ def works(tiers: TierManager) -> None:
     assert torch.equal(tiers.fetch(keys(99)).wait(), rows_of(99))
     tiers.synchronize()
     tiers.check_integrity()
-    assert tiers._shipping.free_slots() == opening.FETCH_SLOTS, "a staging slot leaked"
+    assert tiers._shipping.free_slots == opening.FETCH_SLOTS, "a staging slot leaked"
 
 
 class Faults:
@@ -91,7 +90,7 @@ def test_a_failed_store_loses_its_records_and_no_other(tiers: TierManager, fault
     with pytest.raises(RecordLostError, match=r"part 3 is lost.*store it again"):
         tiers.fetch(keys(3))
     assert tiers.stats().lost == 2
-    assert tiers.stats().ways[Way.STORE].failed == 1
+    assert tiers.stats().ways[Lane.STORE].failed == 1
     assert torch.equal(tiers.fetch(keys(1)).wait(), rows_of(1))
     store(tiers, 3)
     assert torch.equal(tiers.fetch(keys(3)).wait(), rows_of(3))
@@ -138,16 +137,15 @@ def test_a_transport_that_is_gone_costs_no_slot(tiers: TierManager, ledger: Ledg
     with pytest.raises(TransferError, match="closed"):
         store(tiers, 2, 3)
     tiers.check_integrity()
-    assert tiers._shipping.free_slots() == opening.FETCH_SLOTS
-    assert tiers._shipping._store_ring.held == 0
+    assert tiers._shipping.free_slots == opening.FETCH_SLOTS
+    assert tiers._shipping._rings.store.held == 0
     assert ledger.held(Tier.HOST, Account.HIDDEN) == held
 
 
 def spill_descriptor(tiers: TierManager) -> int:
     """The file has no name."""
-    storage = tiers._rooms._storages[Tier.DISK]
-    assert isinstance(storage, SpillFile)
-    return storage._file._file.fileno()
+    assert tiers._slots._spill is not None
+    return tiers._slots._spill._file._file.fileno()
 
 
 @pytest.mark.parametrize("damage", ["flipped bit", "flipped header", "short file"])
@@ -160,7 +158,7 @@ def test_a_damaged_record_is_noticed(tiers: TierManager, damage: str, host_full:
     if host_full:  # what comes from disk only passes
         store(tiers, *range(10, 18))
         held = tiers.fetch(keys(*range(10, 18)))
-    slot = tiers._book.find(*keys(2)).places[Tier.DISK]
+    slot = tiers._book.find(*keys(2)).slots[Tier.DISK]
     file = spill_descriptor(tiers)
     if damage == "short file":
         os.ftruncate(file, slot.offset + 100)
@@ -175,7 +173,7 @@ def test_a_damaged_record_is_noticed(tiers: TierManager, damage: str, host_full:
     if held is not None:
         held.close()
     if damage == "short file":
-        os.ftruncate(file, tiers._rooms._storages[Tier.DISK].stats().actual_bytes)
+        os.ftruncate(file, tiers._slots._storages[Tier.DISK].stats().actual_bytes)
     assert torch.equal(tiers.fetch(keys(1)).wait(), rows_of(1))
     works(tiers)
 

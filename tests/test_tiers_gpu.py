@@ -14,7 +14,7 @@ from tiered.core.ledger import Ledger
 from tiered.offload.codec_bytes import Codec
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
-from tiered.tiers.record import RecordKey
+from tiered.tiers.record_book import RecordKey
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,7 @@ def rows(seed: int) -> Tensor:
 @pytest.mark.parametrize("codec", Codec)
 @pytest.mark.parametrize("evictions", [0, 1])
 def test_an_offloaded_record_is_the_resident_one(tiers: TierManager, codec: Codec, evictions: int):
-    bank = tiers.bank(rows(1)[:8].clone()) if codec is Codec.NVFP4_DELTA else None
+    bank = tiers.bank(rows(1)[:8].clone()) if codec.needs_base else None
     clusters = [part % 8 for part in range(RECORDS)] if bank else None
     tiers.store(KEYS, rows(2), [ROWS] * RECORDS, codec=codec, bank=bank, clusters=clusters)
     for _ in range(evictions):

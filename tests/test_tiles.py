@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered.clustering import cluster_sums, tiles
+from tiered.clustering import summaries, tiles
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -27,7 +27,7 @@ def test_tiles_are_bounded_and_cover_all(groups: int, n: int, width: int, column
     assert torch.equal(seen, rows * scale[..., None])
 
 
-@pytest.mark.parametrize("way", [cluster_sums._by_index, cluster_sums._by_product, cluster_sums.add_by_cluster])
+@pytest.mark.parametrize("way", [summaries._by_index, summaries._by_product, summaries.add_by_cluster])
 def test_both_ways_of_adding_up(way: Callable[[Tensor, Tensor, Tensor], None]):
     rows, before = random(3, 20, 5), random(3, 4, 5, seed=1)
     assignment = torch.randint(4, (3, 20), generator=torch.Generator().manual_seed(2))

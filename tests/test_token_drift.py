@@ -25,11 +25,10 @@ from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.observe.analysis.attention_mass import attention_mass, mass_bytes
-from tiered.observe.analysis.regions import region_spans
 from tiered.observe.analysis.regions_report import measure_regions
-from tiered.observe.analysis.token_drift import TokenDrift, measure_token_drift
-from tiered.observe.analysis.token_drift_report import TokenDriftReport
-from tiered.policies.base import PassKind, Step
+from tiered.observe.analysis.reports import TokenDriftReport, area_spans
+from tiered.observe.analysis.token_drift import StalenessInspector, measure_token_drift
+from tiered.policies.base import Step, StepKind
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -78,7 +77,7 @@ class Spy:
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
         return {}
 
-    def after_forward(self, step: Step, kind: PassKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
+    def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
         stored = {
             feature: torch.stack([forward.store.view(feature, layer) for layer in range(forward.model.shape.layers)])
             for feature in (Feature.KEY, Feature.VALUE)
@@ -98,7 +97,7 @@ def uncached(runtime: Runtime, ids: Tensor) -> dict[Feature, Tensor]:
 
 
 def brute_force(runtime: Runtime, seen: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """Distances [features, steps, layers, regions] and rows [steps, regions], one sequence and column at a time."""
+    """Distances [features, steps, layers, areas] and rows [steps, areas], one sequence and column at a time."""
     longest, bl = max(LENGTHS), SIZES["block_length"]
     found = np.zeros((2, len(seen), runtime.model.shape.layers, 6))
     rows = np.zeros((len(seen), 6), dtype=int)
@@ -109,17 +108,17 @@ def brute_force(runtime: Runtime, seen: list[dict[str, Any]]) -> tuple[np.ndarra
                 continue
             pad = longest - LENGTHS[row]
             fresh = uncached(runtime, ids[pad:])
-            regions = []
+            areas = []
             for column in range(pad, len(ids)):
                 block = (column - longest) // bl
                 apart = block - shown["block"]
-                regions.append(0 if column < longest else 1 if apart < -1 else min(apart, 2) + 3)
-                rows[at, regions[-1]] += 1
+                areas.append(0 if column < longest else 1 if apart < -1 else min(apart, 2) + 3)
+                rows[at, areas[-1]] += 1
             for number, (feature, stored) in enumerate(shown["stored"].items()):
                 cosine = cosine_similarity(stored[:, sequence, :, pad:].double(), fresh[feature].double(), dim=-1)
                 for layer, distances in enumerate((1 - cosine).mean(dim=1).tolist()):
-                    for region, distance in zip(regions, distances, strict=True):
-                        found[number, at, layer, region] += distance
+                    for area, distance in zip(areas, distances, strict=True):
+                        found[number, at, layer, area] += distance
     with np.errstate(invalid="ignore"):
         return found / rows[None, :, None], rows
 
@@ -169,9 +168,9 @@ def test_the_dual_cache_drifts_where_it_must(runtime: Runtime):
         # all that they attended to. Everything else has seen a canvas with more masks.
         assert np.nanmax(distances[:, 0]) <= 1e-9
         assert np.nanmax(distances[:, 1, 3]) <= 1e-9
-        for layer, region in itertools.product(range(1, 4), range(6)):
-            stale = distances[~refreshed & there[:, region], layer, region]
-            assert len(stale) and ((layer, region) == (1, 3) or stale.min() > 1e-8), (layer, region)
+        for layer, area in itertools.product(range(1, 4), range(6)):
+            stale = distances[~refreshed & there[:, area], layer, area]
+            assert len(stale) and ((layer, area) == (1, 3) or stale.min() > 1e-8), (layer, area)
 
 
 def test_a_batch_has_the_mean_of_its_sequences(embedded: Runtime):
@@ -205,12 +204,19 @@ def test_a_batch_has_the_mean_of_its_sequences(embedded: Runtime):
         ((3, 3, 11, 11), [(0, 3), (3, 3), (3, 3), (3, 11), (11, 11), (11, 11)]),
     ],
 )
-def test_regions_of_a_canvas(canvas: tuple[int, int, int, int], expected: list[tuple[int, int]]):
-    assert list(region_spans(*canvas).values()) == expected
+def test_areas_of_a_canvas(canvas: tuple[int, int, int, int], expected: list[tuple[int, int]]):
+    assert list(area_spans(*canvas).values()) == expected
 
 
-@pytest.mark.parametrize("policy", ["none", "fast_dllm_prefix", "fast_dllm_dual"])
-@pytest.mark.parametrize("options", [*CALLS.values(), {"temperature": 0.8, "seed": 5}])
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("none", CALLS["one a step"]),
+        ("none", {"temperature": 0.8, "seed": 5, "steps": 8}),
+        ("fast_dllm_prefix", CALLS["guidance"]),
+        ("fast_dllm_dual", CALLS["sequences that wait"]),
+    ],
+)
 @ANALYSES
 def test_measuring_changes_no_answer(
     runtime: Runtime, measure: Any, policy: str, options: dict[str, Any], monkeypatch: Any
@@ -300,9 +306,9 @@ def test_scores_of_attention_take_what_is_booked(runtime: Runtime, dtype: torch.
 
 def test_what_cannot_be_measured_is_refused(runtime: Runtime):
     with pytest.raises(ValueError, match="no step was measured"):
-        TokenDrift().report()
+        StalenessInspector().report()
     with pytest.raises(ValueError, match="one layer of keys and values"):
-        runtime.with_policy("none").generate(alone(1), inspector=TokenDrift(), **SIZES)
+        runtime.with_policy("none").generate(alone(1), inspector=StalenessInspector(), **SIZES)
     with pytest.raises(ValueError, match="block_lenth"):
         measure_token_drift(runtime, alone(1), block_lenth=8)
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import tiered
-from tiered.models.dream_config import dream_shape
+from tiered.models.dream import read_dream_config
 from tiered.models.tokenizer import load_tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -171,7 +171,7 @@ def test_text_in_and_out(write: Callable[..., Path], tmp_path: Path):
     write(chat_template=CHATML)
     (tmp_path / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(0)
-    shapes = dream_shape(config).weight_shapes
+    shapes = read_dream_config(config).shape.weight_shapes
     weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_file(weights, tmp_path / "model.safetensors")
     runtime = tiered.from_pretrained(tmp_path, policy="none")

@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 
 import tiered
-from tiered.core import recorder as recorder_module
-from tiered.core.events import CopyEnded, Waited, Way
+from tiered.core import spans as recorder_module
+from tiered.core.events import CopyEnded, Waited
 from tiered.core.ops import CONTAINERS, Op
-from tiered.core.recorder import Recorder, Span
-from tiered.core.spans import active, recording, span, spanned
+from tiered.core.spans import Recorder, Span, active, recording, span, spanned
 from tiered.forward.traced_model import PIECES, traced
 from tiered.models.base import DiffusionModel
 from tiered.observe.trace.chrome_trace import chrome_trace
-from tiered.observe.trace.op_times import OpTime, op_times
+from tiered.observe.trace.op_times import OpTime, op_times, trace_report
 from tiered.observe.trace.trace_call import trace_call
 from tiered.observe.trace.trace_file import write_trace
-from tiered.observe.trace.trace_report import trace_report
+from tiered.offload.lane import Lane
 from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Transport
@@ -235,13 +234,13 @@ def test_forwards_layers_and_kinds(recorded: Recorded, model: DiffusionModel):
 
 def test_copies_are_on_their_tracks_with_their_bytes(recorded: Recorded):
     stats = recorded.out.tiers
-    assert stats is not None and stats.ways[Way.FETCH].jobs
+    assert stats is not None and stats.ways[Lane.FETCH].jobs
     names = {
         (event["tid"], event["args"]["name"])
         for event in recorded.trace()["traceEvents"]
         if event["name"] == "thread_name"
     }
-    moving = {way for way in Way if stats.ways[way].jobs}
+    moving = {way for way in Lane if stats.ways[way].jobs}
     assert {name for _, name in names} == {"compute", "waits", *(f"copy: {way}" for way in moving)}
     tracks = {name: track for track, name in names}
     assert len(tracks) == len({track for track, _ in names})
@@ -256,14 +255,14 @@ def test_copies_are_on_their_tracks_with_their_bytes(recorded: Recorded):
         times = sorted((event["ts"], event["ts"] + event["dur"]) for event in copies)
         assert all(first[1] <= second[0] + 1e-3 for first, second in itertools.pairwise(times))
         # Copies slowed down to 6 and 1 ms.
-        assert all(event["dur"] >= (6000 if way is Way.FETCH else 1000) for event in copies)
+        assert all(event["dur"] >= (6000 if way is Lane.FETCH else 1000) for event in copies)
     fetches = [event for event in recorded.events if event["cat"] == "copy" and event["name"].startswith("fetch/")]
     assert {event["args"]["kind"] for event in fetches} == {"update"}
 
 
 def test_waits_are_the_exposed_time(recorded: Recorded):
     assert recorded.out.tiers is not None
-    assert recorded.out.tiers.ways[Way.FETCH].exposed_ns > 1_000_000, "fetches of 6 ms hide behind nothing here"
+    assert recorded.out.tiers.ways[Lane.FETCH].exposed_ns > 1_000_000, "fetches of 6 ms hide behind nothing here"
     for way, stats in recorded.out.tiers.ways.items():
         waits = [event for event in recorded.events if event["cat"] == "wait" and f"wait for {way}" in event["name"]]
         copies = [event for event in recorded.events if event["cat"] == "copy" and event["name"].startswith(way)]
@@ -290,10 +289,10 @@ def test_the_events_of_a_trace():
         pass
     for number, each in enumerate(recorder.spans):
         each.began, each.ended = 5000 + 1000 * number, 50_000
-    recorder.add(CopyEnded(way=Way.SPILL, nbytes=12, copies=2, submitted=4000, started=6500, ended=9000, failed=True))
-    recorder.add(CopyEnded(way=Way.FETCH, nbytes=34, copies=1, submitted=5000, started=5000, ended=7000, layer=3))
-    recorder.add(Waited(way=Way.FETCH, late=True, began=6000, ended=7000, layer=3))
-    recorder.add(Waited(way=Way.STORE, late=False, began=6000, ended=6000))
+    recorder.add(CopyEnded(lane=Lane.SPILL, nbytes=12, copies=2, submitted=4000, started=6500, ended=9000, failed=True))
+    recorder.add(CopyEnded(lane=Lane.FETCH, nbytes=34, copies=1, submitted=5000, started=5000, ended=7000, layer=3))
+    recorder.add(Waited(lane=Lane.FETCH, late=True, began=6000, ended=7000, layer=3))
+    recorder.add(Waited(lane=Lane.STORE, late=False, began=6000, ended=6000))
     events = [event for event in chrome_trace(recorder)["traceEvents"] if event["ph"] == "X"]
     said = [(event["tid"], event["cat"], event["name"], event["ts"], event["dur"]) for event in events]
     assert said == [
@@ -411,7 +410,7 @@ def test_work_in_a_thread_of_its_own_is_not_waited_for(model: DiffusionModel):
     transport, counted, ran = runtime.transport(), [], threading.Event()
     with recording(Recorder()) as recorder:
         traffic = Traffic(transport, counted.append)
-        traffic.compute(Way.FETCH, ran.set, writes=[Fence(Region.FETCH_SLOT)], layer=2).synchronize()
+        traffic.compute(Lane.FETCH, ran.set, writes=[Fence(Region.FETCH_SLOT)], layer=2).synchronize()
         traffic.synchronize()
     transport.close()
     assert ran.is_set()
@@ -437,7 +436,7 @@ def test_a_report_has_times_and_copies(recorded: Recorded):
         (time.op.value, f"{time.ns / 1e6:.2f}", str(time.count)) for time in times
     ]
     assert not CONTAINERS & {time.op for time in times}
-    fetch = out.tiers.ways[Way.FETCH]
+    fetch = out.tiers.ways[Lane.FETCH]
     [line] = [line for line in lines if line.startswith("fetch") and "KiB" in line]
     expected = [f"{ns / 1e6:.2f}" for ns in (fetch.busy_ns, fetch.hidden_ns, fetch.exposed_ns)] + [str(fetch.late)]
     assert line.split()[-4:] == expected

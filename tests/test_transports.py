@@ -26,8 +26,8 @@ from tiered.offload.cuda_transport import CudaTransport
 from tiered.offload.delay import Point
 from tiered.offload.errors import CorruptRecordError, TransferError
 from tiered.offload.fence import Event, Fence, Region
-from tiered.offload.gather import Gather
 from tiered.offload.ring import Ring
+from tiered.offload.routes import Gather
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane, Settled, TransferEvent, Transport
 
@@ -559,7 +559,7 @@ def test_a_finished_job_lets_go_of_everything(rig: Rig, transport: Transport):
 
 
 @pytest.mark.parametrize("rig", ["thread", "compute_thread", "fake_cuda"], indirect=True)
-def test_ten_thousand_jobs(rig: Rig, transport: Transport):
+def test_two_thousand_jobs(rig: Rig, transport: Transport):
     """Each waits for the one before; neither threads nor memory grow, and the last of them still moves the bytes."""
     host, device = [rig.host(1, 16), rig.host(0, 16)], rig.on_device(0, 16)
 
@@ -575,10 +575,10 @@ def test_ten_thousand_jobs(rig: Rig, transport: Transport):
 
     round_trips(400)
     threads, blocks = len(lane_threads()), sys.getallocatedblocks()
-    round_trips(10_000)
+    round_trips(2_000)
     assert len(lane_threads()) == threads <= 4
     FakeStream.log.clear()
-    assert sys.getallocatedblocks() - blocks < 1000
+    assert sys.getallocatedblocks() - blocks < 400
     assert host[1].tolist() == [2] * 16
 
 

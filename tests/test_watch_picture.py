@@ -14,17 +14,14 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from tiered.core.events import Way
-from tiered.core.features import Account, Place, Tier
+from tiered.core.features import Account, ColumnState, Tier
+from tiered.observe.watch.bars import LABEL, column_map, columns_per_cell, copies, tier_bars
 from tiered.observe.watch.frame import Copied, Frame, State, TierBytes
-from tiered.observe.watch.looks import GROUPS, PLACES, STATES, Pen
+from tiered.observe.watch.looks import COLUMNS, GROUPS, STATES, Pen
 from tiered.observe.watch.picture import Painter
-from tiered.observe.watch.place_map import columns_per_cell, place_map
-from tiered.observe.watch.plain_view import PlainView
-from tiered.observe.watch.still import Still
-from tiered.observe.watch.tier_lines import LABEL, copies, tier_bars
-from tiered.observe.watch.token_lines import TokenWriter
-from tiered.observe.watch.words import Words, printable
+from tiered.observe.watch.tokens import TokenWriter, Words, printable
+from tiered.observe.watch.views import PlainView, Still
+from tiered.offload.lane import Lane
 
 MASK, EOS = 3, 0
 MIB = 1 << 20
@@ -54,7 +51,7 @@ def frame(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, span: tu
     first, last = len(ids), tokens.shape[1]
     states = np.full(tokens.shape, State.PROMPT, dtype=np.int8)
     states[:, first:] = np.where(tokens[:, first:] == MASK, State.NOISE, State.FIXED)
-    places, layers, edits = (np.zeros(tokens.shape, dtype=np.int8) for _ in range(3))
+    column_states, layers, edits = (np.zeros(tokens.shape, dtype=np.int8) for _ in range(3))
     tiers = (
         TierBytes(
             tier=Tier.DEVICE, accounts={Account.WEIGHTS: 4 * MIB, Account.KEY: 2 * MIB, Account.VALUE: 2 * MIB},
@@ -66,9 +63,9 @@ def frame(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, span: tu
     fields: dict[str, Any] = {
         "forward": 4, "kind": "update", "block": 0, "blocks": 2, "step": 4, "correcting": False,
         "span": (first + span[0], first + span[1]), "answer": (first, last), "tokens": tokens, "states": states,
-        "places": places, "layers": layers, "edits": edits, "active": (True,), "settled": (6,), "forwards": (4,),
-        "seconds": 65.0, "forward_seconds": 0.5, "tiers": tiers,
-        "copies": {Way.FETCH: Copied(nbytes=MIB, busy_ns=10**9, total=3 * MIB)},
+        "column_states": column_states, "layers": layers, "edits": edits, "active": (True,), "settled": (6,),
+        "forwards": (4,), "seconds": 65.0, "forward_seconds": 0.5, "tiers": tiers,
+        "copies": {Lane.FETCH: Copied(nbytes=MIB, busy_ns=10**9, total=3 * MIB)},
     }  # fmt: skip
     return Frame(**{**fields, **more})
 
@@ -78,15 +75,17 @@ def shown(tokenizer: PreTrainedTokenizerBase) -> Frame:
     found = frame(tokenizer, "sort: Nora Ben Ivan Cleo", "Ben Cleo Ivan Nora....", (0, 4))
     first = found.answer[0]
     found.states[0, first + 1 : first + 4] = State.FRESH, State.DRAFT, State.REVISED
-    found.places[0, 1] = Place.FETCHED | Place.RECOMPUTED | Place.STORED
-    found.places[0, 2] = Place.STORED | Place.STREAMED
-    found.places[0, first] = Place.RECOMPUTED
-    found.places[0, first + 4] = Place.STREAMED
+    found.column_states[0, 1] = ColumnState.FETCHED | ColumnState.RECOMPUTED | ColumnState.STORED
+    found.column_states[0, 2] = ColumnState.STORED | ColumnState.STREAMED
+    found.column_states[0, first] = ColumnState.RECOMPUTED
+    found.column_states[0, first + 4] = ColumnState.STREAMED
     return found
 
 
 def batch_of(one: Frame, count: int) -> Frame:
-    arrays = {name: np.repeat(getattr(one, name), count, axis=0) for name in ("tokens", "states", "places", "layers")}
+    arrays = {
+        name: np.repeat(getattr(one, name), count, axis=0) for name in ("tokens", "states", "column_states", "layers")
+    }
     return replace(one, **arrays, active=(True,) * count, settled=(6,) * count, forwards=(4,) * count)
 
 
@@ -122,11 +121,11 @@ def test_every_token_has_its_colour_and_its_glyph(shown: Frame, writer: TokenWri
 def test_looks_are_told_apart_without_colour():
     for pen in (Pen(), Pen(plain=True)):
         marks = [pen.glyph(STATES[state]) for state in (State.DRAFT, State.FRESH, State.REVISED)]
-        places = [pen.glyph(PLACES[place]) for place in PLACES if place is not Place.DEVICE]
-        assert len({*marks, *places}) == len(marks) + len(places)
-        assert len({pen.glyph(look) for look in PLACES.values()}) == len(PLACES)
+        columns = [pen.glyph(look) for state, look in COLUMNS.items() if state is not ColumnState.DEVICE]
+        assert len({*marks, *columns}) == len(marks) + len(columns)
+        assert len({pen.glyph(look) for look in COLUMNS.values()}) == len(COLUMNS)
         assert len({pen.glyph(group.look) for group in GROUPS}) == len(GROUPS)
-    assert all(look.plain.isascii() for look in (*STATES.values(), *PLACES.values(), *(g.look for g in GROUPS)))
+    assert all(look.plain.isascii() for look in (*STATES.values(), *COLUMNS.values(), *(g.look for g in GROUPS)))
     assert {account for group in GROUPS for account in group.accounts} == set(Account), "every account is in a bar"
     assert Pen.of("utf-8") == Pen.of("UTF8") == Pen() and Pen.of("ANSI_X3.4-1968") == Pen.of("") == Pen(plain=True)
 
@@ -158,7 +157,7 @@ def test_wide_letters_and_line_breaks(tokenizer: PreTrainedTokenizerBase):
 @pytest.mark.parametrize("width", [14, 20, 60])
 def test_the_map_shows_where_most_columns_of_a_cell_are(shown: Frame, width: int):
     per_cell = columns_per_cell(shown, width)
-    line = text(place_map(shown, 0, per_cell, width, Pen()))
+    line = text(column_map(shown, 0, per_cell, width, Pen()))
     assert "\n" not in line and len(line) <= width
     assert line.count("|") == line.count("[") == line.count("]") == 1
     if per_cell == 1:
@@ -168,20 +167,20 @@ def test_the_map_shows_where_most_columns_of_a_cell_are(shown: Frame, width: int
 
 
 def test_of_several_columns_most_count():
-    def cell(*places: Place) -> str:
-        row = np.array([[*places]], dtype=np.int8)
+    def cell(*columns: ColumnState) -> str:
+        row = np.array([[*columns]], dtype=np.int8)
         blank = np.full(row.shape, State.PROMPT, dtype=np.int8)
         part = dict.fromkeys(("forward", "block", "blocks", "step"), 0) | {"kind": "", "correcting": False}
-        arrays = {"tokens": row, "states": blank, "places": row, "layers": row, "edits": row}
+        arrays = {"tokens": row, "states": blank, "column_states": row, "layers": row, "edits": row}
         rest: dict[str, Any] = {"active": (True,), "settled": (0,), "forwards": (0,), "tiers": (), "copies": {}}
-        ends = (len(places), len(places))
+        ends = (len(columns), len(columns))
         one = Frame(**part, **arrays, **rest, span=ends, answer=ends, seconds=0.0, forward_seconds=0.0)
-        return place_map(one, 0, len(places), 20, Pen())[0].plain[0]
+        return column_map(one, 0, len(columns), 20, Pen())[0].plain[0]
 
-    stored, fetched = Place.STORED, Place.FETCHED | Place.STORED | Place.RECOMPUTED
+    stored, fetched = ColumnState.STORED, ColumnState.FETCHED | ColumnState.STORED | ColumnState.RECOMPUTED
     assert cell(stored, stored, fetched) == "▂"
     assert cell(stored, fetched) == "▲", "of equally many the most telling"
-    assert cell(Place.DEVICE, Place.DEVICE, stored) == "·"
+    assert cell(ColumnState.DEVICE, ColumnState.DEVICE, stored) == "·"
 
 
 def test_bars_are_in_proportion(shown: Frame):
@@ -197,11 +196,11 @@ def test_bars_are_in_proportion(shown: Frame):
 
 
 def test_copies_are_a_line_of_heights(shown: Frame):
-    before = [replace(shown, copies={Way.FETCH: Copied(nbytes=size)}) for size in (0, MIB // 2, 4)]
+    before = [replace(shown, copies={Lane.FETCH: Copied(nbytes=size)}) for size in (0, MIB // 2, 4)]
     (line,) = copies([*before, shown], 80, Pen())
     assert line.plain.startswith(f"{'to device':<{LABEL}}")
     assert "▄▁█ 1.00 MiB now at 1.00 MiB/s, 3.00 MiB in all" in line.plain
-    assert not list(copies([replace(shown, copies={Way.FETCH: Copied()})], 80, Pen()))
+    assert not list(copies([replace(shown, copies={Lane.FETCH: Copied()})], 80, Pen()))
 
 
 def test_the_head_tells_where_the_call_is(shown: Frame, painter: Painter):
@@ -221,7 +220,7 @@ def test_every_line_fits_the_width(shown: Frame, painter: Painter, width: int, c
     assert all(cell_len(line.plain) <= width for line in lines)
     told = text(lines)
     assert told.count("prompt") == count and "device" in told and "legend" not in told
-    for look in PLACES.values():
+    for look in COLUMNS.values():
         assert look.glyph in told and look.name.split()[0] in told
 
 
@@ -254,7 +253,7 @@ def test_plain_glyphs_are_ascii(shown: Frame, words: Words):
 
 def test_a_still_is_an_svg_without_network(shown: Frame, painter: Painter, tmp_path: Path):
     still = Still(painter)
-    dull = replace(shown, forward=0, places=np.zeros_like(shown.places))
+    dull = replace(shown, forward=0, column_states=np.zeros_like(shown.column_states))
     for one in (dull, shown, replace(dull, forward=9)):
         still.show(one)
     still.write(tmp_path / "frame.svg")

@@ -2,32 +2,37 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from tiered.call_tiers import call_tiers, check_room
 from tiered.core.canvas import Canvas
 from tiered.core.features import Account, Tier
-from tiered.core.ledger import Ledger
-from tiered.decoding.attention_drift import AttentionDrift
+from tiered.core.ledger import Ledger, added
+from tiered.decoding.attention_shift import AttentionShift
 from tiered.decoding.observers import Inspector
-from tiered.forward.costs import compared_at_a_time
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
-from tiered.forward.stream_costs import StreamCosts
+from tiered.forward.forward_bytes import compared_at_a_time
+from tiered.forward.library_bytes import gpu_of
+from tiered.forward.sizes import CallSizes
+from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.forward.traced_model import traced
 from tiered.inputs import Prompts
 from tiered.models.base import DiffusionModel
 from tiered.offload.device import computing_on
 from tiered.offload.transport import Transport
-from tiered.planning.call_costs import CallCosts
-from tiered.planning.call_sizes import CallSizes
-from tiered.planning.library_costs import gpu_of
-from tiered.planning.policy_costs import added
+from tiered.options import GenerationOptions
+from tiered.planning.call_bytes import CallBytes
+from tiered.planning.checks import check_positions
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
 from tiered.tiers.manager import TierManager
+from tiered.tiers.opening import open_tiers
+
+PLAIN_HINT = "raise `memory`, shorten the prompt or max_new_tokens, or pass fewer sequences at once"
+HINT = "raise `memory`, lower `clusters`, narrow `window_blocks`, shorten the prompt or pass fewer sequences at once"
 
 
 class CallSpace:
@@ -59,55 +64,91 @@ class CallSpace:
         self._loaded = None
         self._ledger.release({Account.WEIGHTS: self._ledger.held(Tier.DEVICE, Account.WEIGHTS)})
 
-    def costs(
-        self,
-        policy: Policy,
-        batch: int,
-        length: int,
-        block_length: int,
-        *,
-        answer: int | None = None,
-        guidance: bool = False,
-        sampled: bool = False,
-        attention_rows: int = 0,
-        inspector: Inspector | None = None,
-    ) -> CallCosts:
-        """What a call takes, with as few features streamed as the budget needs; arguments as in `CallSizes`."""
-        sizes = CallSizes(
-            policy=policy,
+    def sizes(self, batch: int, context: int, block_length: int, **more: Any) -> CallSizes:
+        """The sizes of a call of this model; `more` of them as in `CallSizes`."""
+        return CallSizes(
             shape=self.model.shape,
             batch=batch,
-            context=length,
+            context=context,
             block_length=block_length,
             dtype=self._dtype_name,
-            answer=answer,
-            guidance=guidance,
-            sampled=sampled,
-            attention_rows=attention_rows,
             gpu=self._gpu,
+            **more,
         )
-        held = {tier: self._ledger.held(tier) for tier in Tier}
-        held[Tier.DEVICE] += sum(self.inspector_bytes(inspector, batch, length).values())
-        return CallCosts.of(sizes, self._ledger.budget, held)
 
-    @contextmanager
-    def reserve(self, costs: CallCosts, inspected: Mapping[Account, int] | None = None) -> Iterator[None]:
-        """Book what passes take, and an inspector (`inspector_bytes`), for as long as the block lasts, which
-        computes on the model's device.
+    def sizes_of(self, chosen: GenerationOptions, batch: int, prompt_length: int) -> CallSizes:
+        """The sizes of a call that denoises answers to `batch` packed prompts.
 
         Raises:
-            TierCapacityError: a tier has no room for all of `costs`, and the inspector's.
+            ValueError: the model was not made for so many positions.
         """
-        inspected = inspected or {}
-        check_room(self._ledger, costs, inspected)
-        with self._ledger.holding(added(costs.passes, inspected)), computing_on(self._device):
-            yield
+        rule, length = chosen.rule(), prompt_length + chosen.columns
+        check_positions(self.model.shape, length, chosen.told_columns(prompt_length))
+        return self.sizes(
+            batch,
+            length,
+            chosen.block,
+            answer=chosen.columns,
+            guidance=chosen.cfg_scale > 0,
+            sampled=chosen.sampling().needs_room or (rule.rewrites and rule.draws),
+            compared=rule.needs_shift,
+        )
 
-    def inspector_bytes(self, inspector: Inspector | None, sequences: int, length: int) -> Mapping[Account, int]:
-        """What an inspector takes on the device over canvases of `length` columns."""
-        if inspector is None:
-            return {}
-        return inspector.device_bytes(self.model.shape, sequences=sequences, length=length, dtype=self._dtype_name)
+    @contextmanager
+    def booked(
+        self, policy: Policy, sizes: CallSizes, inspector: Inspector | None = None
+    ) -> Iterator[tuple[TierManager | None, StreamBytes | None]]:
+        """Book what a call takes, and an inspector, while the `with` lasts, which computes on the model's device.
+
+        Gives the call's tiers, and the features that are streamed through them, as few as the budget needs; None where
+        nothing leaves the device.
+
+        Raises:
+            TierCapacityError: a tier has no room for all of it.
+        """
+        inspected: Mapping[Account, int] = {}
+        if inspector is not None:
+            inspected = inspector.device_bytes(
+                sizes.shape, sequences=sizes.sequences, length=sizes.context, dtype=sizes.dtype
+            )
+        ledger = self._ledger
+        held = {tier: ledger.held(tier) for tier in Tier}
+        held[Tier.DEVICE] += sum(inspected.values())
+        needed = CallBytes.of(policy, sizes, ledger.budget, held)
+        hint = PLAIN_HINT if needed.records is None else HINT
+        if inspected:
+            hint += ", or generate without the inspector"
+        # A call that cannot end does not begin: all that it will book as records come, and its inspector, must fit.
+        for tier, amounts in needed.tiers(ledger.budget).items():
+            beside = sum(inspected.values()) if tier is Tier.DEVICE else 0
+            ledger.require(sum(amounts.values()) + beside, tier, hint=hint)
+        with ledger.holding(added(needed.steps, inspected)), computing_on(self._device), self._tiers(needed) as tiers:
+            yield tiers, needed.streams
+
+    @contextmanager
+    def _tiers(self, needed: CallBytes) -> Iterator[TierManager | None]:
+        """A manager with rings that fit what is `needed`; None for a call whose features are all on the device."""
+        records, streams = needed.records, needed.streams
+        if records is None and streams is None:
+            yield None
+            return
+        beside: dict[Account, int] = {}
+        if records is not None:
+            beside = {Account.CENTROIDS: records.references, Account.ACTIVATIONS: records.activations}
+        with (
+            self._ledger.holding(beside, hint=HINT),
+            open_tiers(
+                self._ledger,
+                device=self._device,
+                dtype=self._dtype,
+                transport=None if self._transport is None else self._transport(),
+                slot_bytes=needed.slot_bytes,
+                fetch_slots=(0 if records is None else records.fetch_slots)
+                + (0 if streams is None else streams.page_slots),
+                store_slots=needed.store_slots,
+            ) as tiers,
+        ):
+            yield tiers
 
     def store(
         self,
@@ -116,7 +157,7 @@ class CallSpace:
         length: int,
         answer_start: int = 0,
         *,
-        streams: StreamCosts | None = None,
+        streams: StreamBytes | None = None,
         tiers: TierManager | None = None,
     ) -> FeatureStore:
         """Where a policy's features are; with `streams`, some of them in `tiers`."""
@@ -126,26 +167,20 @@ class CallSpace:
             return StreamedFeatureStore(self.model.shape, features, streams, tiers, **sizes)
         return FeatureStore(self.model.shape, features, **sizes, dtype=self._dtype, device=self._device)
 
-    def attention_drift(self, measured: int, sequences: int, length: int, block_length: int) -> AttentionDrift:
-        """What measures the drift of `measured` sequences, the first of those that go through a forward."""
-        chunk = compared_at_a_time(
-            self.model.shape,
-            batch=sequences,
-            attention_rows=measured,
-            context=length,
-            block_length=block_length,
-            dtype=self._dtype_name,
-        )
-        shape = self.model.shape
-        return AttentionDrift(
-            measured,
-            shape.heads,
-            block_length,
-            length,
-            chunk=chunk,
+    def attention_shift(self, sizes: CallSizes) -> AttentionShift | None:
+        """What measures the shift of the sequences asked for, the first of those that go through a forward; None where
+        none is measured."""
+        if not sizes.compared:
+            return None
+        return AttentionShift(
+            sizes.batch,
+            sizes.shape.heads,
+            sizes.block_length,
+            sizes.context,
+            chunk=compared_at_a_time(sizes),
             device=self._device,
-            soft_cap=shape.soft_cap,
-            sink_keys=self.model.sink_keys(shape.layers - 1),
+            soft_cap=sizes.shape.soft_cap,
+            sink_keys=self.model.sink_keys(sizes.shape.layers - 1),
         )
 
     def uncached(self, prompts: Prompts) -> Forward:
@@ -160,17 +195,13 @@ class CallSpace:
             prompts.mask if padded else None,
         )
 
-    def tiers(self, costs: CallCosts):
-        """The tiers of a call, open as long as the block lasts; None where nothing leaves the device."""
-        return call_tiers(self._ledger, costs, device=self._device, dtype=self._dtype, make_transport=self._transport)
-
     def forward(
         self,
         canvas: Canvas,
         policy: Policy,
         sequences: int,
         tiers: TierManager | None,
-        streams: StreamCosts | None = None,
+        streams: StreamBytes | None = None,
     ) -> Forward:
         """The forward of one call; with guidance `sequences` is twice the canvas's."""
         positions, key_mask = canvas.positions(), canvas.key_mask()

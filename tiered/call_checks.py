@@ -1,4 +1,4 @@
-"""Whether options, model and policy of a call go together; whoever does not is named, with what would."""
+"""Whether options, model and policy of a call go together; what does not is named, with what would."""
 
 import torch
 from jaxtyping import Int
@@ -10,7 +10,7 @@ from tiered.inputs import check_readable
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
 from tiered.options import GenerationOptions
-from tiered.planning.call_sizes import check_policy
+from tiered.planning.checks import check_policy
 from tiered.policies.base import Policy
 
 

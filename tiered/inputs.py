@@ -24,6 +24,11 @@ class Prompts:
     ids: Int[Tensor, "batch length"]
     mask: Bool[Tensor, "batch length"]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return int(self.mask.sum(dim=1).max())
+
     def packed(self) -> tuple[Int[Tensor, "batch longest"], Int[Tensor, " batch"]]:
         """The same prompts padded on the left to the longest one, and the number of pads of each."""
         lengths = self.mask.sum(dim=1)

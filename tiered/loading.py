@@ -8,7 +8,7 @@ import torch
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account
 from tiered.core.ledger import Ledger
-from tiered.forward.costs import weight_bytes
+from tiered.forward.forward_bytes import weight_bytes
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import load_weights
 from tiered.models.config_source import read_config

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiered.core.aliases import resolve_aliases
 from tiered.core.checks import (
@@ -15,23 +15,28 @@ from tiered.core.checks import (
     unknown_name,
 )
 from tiered.decoding.rules.base import CommitRule
-from tiered.decoding.rules.registry import COMMIT_RULES, fitting_rules, make_commit_rule
-from tiered.decoding.rules.time_schedule import MOST_STEPS
+from tiered.decoding.rules.registry import COMMIT_OPTIONS, COMMIT_RULES, fitting_rules, make_commit_rule
+from tiered.decoding.rules.timestep import MOST_STEPS
 from tiered.decoding.sampling_options import CONFIDENCES, Confidence, Sampling
-from tiered.models.noise import Schedule
-from tiered.planning.call_sizes import DEFAULT_BLOCK_LENGTH
+from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH
 
-# Options of `generate` that belong to commit rules; each rule takes some of them.
-COMMIT_OPTIONS = tuple(
-    # What a rule does for parity with an official sampler is set in a rule object.
-    dict.fromkeys(field.name for rule in COMMIT_RULES.values() for field in fields(rule) if field.name != "parity")
-)
 REMASKING = ("low_confidence", "random")
+T = TypeVar("T")
+
+
+def _with_rule_options(cls: type[T]) -> type[T]:
+    """Enter every option of a commit rule as one of `cls`; None: not given."""
+    cls.__annotations__ = cls.__annotations__ | {name: kind | None for name, kind in COMMIT_OPTIONS.items()}
+    for name in COMMIT_OPTIONS:
+        setattr(cls, name, None)
+    return cls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@_with_rule_options
 class GenerationOptions:
-    """How to denoise.
+    """How to denoise. The options of commit rules (`tiered.decoding.rules`) are options here too: None, or not given,
+    leaves them to the rule.
 
     Attributes:
         max_new_tokens: tokens of the answer; a multiple of `block_length`.
@@ -39,29 +44,21 @@ class GenerationOptions:
             `timestep` and `origin`.
         steps: forwards over all blocks that the rules `static`, `timestep` and `origin` spread their commits over; a
             multiple of the number of blocks; None: as many as there are tokens.
-        commit: commit rule by name, or a `CommitRule`; None: the first of `threshold`, `factor`, `drift_aware`,
-            `origin` and `timestep` that has all of the options of rules that are given; `static` without any.
-        confidence_threshold: of the rules `threshold` and, where it is 0.9 if not given, `drift_aware`; in [0, 1].
-        factor: of the `factor` rule, above 0.
-        early_threshold, drift_window, drift_slope, drift_ceiling: of the `drift_aware` rule, which has defaults.
-        schedule_floor: of the rules `timestep` and `origin`, 0.001 if not given; above 0 and below 1. Dream's `eps`.
-        confidence_temperature: of the rule `timestep`: above 0, chance has a part in what it fixes; 0 is as good as not
-            given. Dream's `alg_temp`.
+        block_steps: forwards of a block, in place of `steps` over all of them.
+        commit: commit rule by name, or a `CommitRule`; None: the plainest one for the model that has all of the options
+            of rules that are given; `static`, or for uniform noise `adaptive`, without any.
         confidence: what ranks candidates: the "probability" of the proposed token, the "margin" of the most likely
             token over the next, or the negative "entropy"; the rules that compare it with a number need probabilities.
             Under `timestep` it is of the distribution that tokens are drawn from, else of the model's own.
-        remasking: what ranks candidates under `static`: their confidence, or chance.
+        remasking: what ranks candidates under `static`: their confidence ("low_confidence"), or chance ("random").
         temperature: of Gumbel sampling; 0: argmax.
         top_p: above temperature 0, and under `timestep`: only the most likely tokens that together first exceed this
             probability, in (0, 1].
         top_k: likewise, only so many most likely tokens, at least 1.
-        tokens_per_step: of the rule `adaptive`: tokens that a step rewrites at most; 1 if not given.
-        noise_schedule: of the rules `adaptive` and `ancestral`: "cosine", if not given, or "linear".
-        block_steps: forwards of a block, in place of `steps` over all of them.
         correction_steps: where noise makes tokens: once the answer is done all of it is open again, and each block gets
             up to so many more steps of `adaptive` (arXiv 2503.04482, self-correction), under the same policy.
         min_new_tokens: tokens of an answer, from its first on, that cannot be its end.
-        trailing_noise: columns of noise behind the answer, which nobody denoises. The official sampler of GIDD fills
+        trailing_noise: columns of noise behind the answer, which are never denoised. The official sampler of GIDD fills
             the model's whole context; an answer sees what stands behind it.
         cfg_scale: classifier-free guidance; 0: none, above: every forward serves two canvases.
         seed: of the call; sequence i of a batch uses seed + i. None: drawn from torch's default stream.
@@ -76,23 +73,13 @@ class GenerationOptions:
     max_new_tokens: int = 128
     block_length: int | None = None
     steps: int | None = None
+    block_steps: int | None = None
     commit: str | CommitRule | None = None
-    confidence_threshold: float | None = None
-    factor: float | None = None
-    early_threshold: float | None = None
-    drift_window: int | None = None
-    drift_slope: float | None = None
-    drift_ceiling: float | None = None
-    schedule_floor: float | None = None
-    confidence_temperature: float | None = None
     confidence: Confidence = "probability"
     remasking: str = "low_confidence"
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
-    tokens_per_step: int | None = None
-    noise_schedule: Schedule | None = None
-    block_steps: int | None = None
     correction_steps: int = 0
     min_new_tokens: int = 0
     trailing_noise: int = 0
@@ -101,14 +88,16 @@ class GenerationOptions:
     stop_at_eos: bool = True
     output_history: bool = False
 
+    if TYPE_CHECKING:  # which sees no option of a rule
+
+        def __init__(self, **options: Any) -> None: ...
+
     def __post_init__(self) -> None:
         for field in fields(self):
             object.__setattr__(self, field.name, plain_number(getattr(self, field.name)))
         check_integer("max_new_tokens", self.max_new_tokens, least=1)
         if self.block_length is not None:
             check_integer("block_length", self.block_length, least=1)
-        if self.confidence_temperature is not None:
-            check_temperature("confidence_temperature", self.confidence_temperature)
         rule = self.rule()
         check_multiple("max_new_tokens", self.max_new_tokens, self.block, f"block_length = {self.block}")
         if self.steps is not None:
@@ -137,9 +126,14 @@ class GenerationOptions:
             raise unknown_name("remasking", self.remasking, REMASKING)
         if self.confidence not in rule.confidences:
             allowed = " or ".join(repr(kind) for kind in CONFIDENCES if kind in rule.confidences)
+            others = [
+                repr(name)
+                for name in fitting_rules("mask", rewriting=False)
+                if self.confidence in COMMIT_RULES[name].confidences
+            ]
             raise ValueError(
                 f"confidence = {self.confidence!r}, but the rule {rule.name!r} goes with {allowed}; "
-                f"'static' and 'timestep' go with every kind"
+                f"with it go {' and '.join(others)}"
             )
         if self.remasking == "random" and rule.name != "static":
             raise ValueError(
@@ -166,17 +160,32 @@ class GenerationOptions:
         return steps if rule.by_time or rule.rewrites else min(self.block, steps)
 
     @property
+    def columns(self) -> int:
+        """Canvas columns behind the prompt."""
+        return self.max_new_tokens + self.trailing_noise
+
+    def told_columns(self, prompt_length: int) -> str:
+        """What the columns of a canvas are, for an error."""
+        trailing = f" and trailing_noise = {self.trailing_noise}" if self.trailing_noise else ""
+        return f"the prompt's {prompt_length} tokens and max_new_tokens = {self.max_new_tokens}{trailing} make"
+
+    @property
     def draws(self) -> bool:
         """Whether the call draws random numbers."""
         return self.temperature > 0 or self.remasking == "random" or self.rule().draws
 
     def rule(self) -> CommitRule:
         """The commit rule that the options name, with its own options filled in."""
+        return make_commit_rule(self.commit, **self._rule_options())
+
+    def _rule_options(self) -> dict[str, Any]:
+        """Options of rules that were given."""
         given = {name: value for name in COMMIT_OPTIONS if (value := getattr(self, name)) is not None}
-        # Scripts of Dream pass alg_temp = 0 whatever the rule.
-        if given.get("confidence_temperature") == 0:
-            del given["confidence_temperature"]
-        return make_commit_rule(self.commit, **given)
+        if (temperature := given.get("confidence_temperature")) is not None:
+            check_temperature("confidence_temperature", temperature)
+            if temperature == 0:  # scripts of Dream pass alg_temp = 0 whatever the rule
+                del given["confidence_temperature"]
+        return given
 
     def sampling(self) -> Sampling:
         """How logits become proposals."""
@@ -186,6 +195,7 @@ class GenerationOptions:
             top_k=self.top_k,
             confidence=self.confidence,
             tempered_confidence=self.rule().tempered_confidence,
+            random_ranks=self.remasking == "random",
         )
 
     @classmethod
@@ -210,7 +220,7 @@ class GenerationOptions:
         # Both mappings before the checks: one may hold what the other needs, as block_length for max_new_tokens.
         given: dict[str, Any] = {}
         for mapping in (config if isinstance(config, Mapping) else {}, options):
-            given |= resolve_aliases(mapping, OPTION_NAMES, mask_token_id=mask_token_id)
+            given |= own_names(mapping, mask_token_id=mask_token_id)
         return replace(base, **given)._for_noise(noise)
 
     def _for_noise(self, noise: str) -> "GenerationOptions":
@@ -227,4 +237,12 @@ class GenerationOptions:
 
 
 OPTION_NAMES: tuple[str, ...] = tuple(field.name for field in fields(GenerationOptions))
-COMMIT_NAMES: tuple[str, ...] = tuple(COMMIT_RULES)
+
+
+def own_names(options: Mapping[str, Any], *, mask_token_id: int) -> dict[str, Any]:
+    """`options` of `generate`, some of them under names of other scripts, under those of `GenerationOptions`.
+
+    Raises:
+        ValueError: see `tiered.core.aliases.resolve_aliases`.
+    """
+    return resolve_aliases(options, OPTION_NAMES, mask_token_id=mask_token_id)

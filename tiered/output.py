@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from tiered.core.memory_report import MemoryReport
+from tiered.decoding.publishing import Denoised
 from tiered.policies.polestar.update_log import LayerUpdate
 from tiered.tiers.stats import TierStats
 
@@ -95,3 +98,46 @@ class GenerationOutput:
             "updates": [update.as_dict() for update in self.updates],
             "tiers": None if self.tiers is None else self.tiers.as_dict(),
         }
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Int[Tensor, "batch prompt"],
+        denoised: Denoised,
+        *,
+        eos_token_id: int,
+        tokenizer: PreTrainedTokenizerBase | None,
+        memory: MemoryReport,
+        tiers: TierStats | None,
+    ) -> "GenerationOutput":
+        """From what the loop leaves behind, and the books of the call."""
+
+        def behind_prompts(answers: Tensor) -> Tensor:
+            return torch.cat([prompts.to(answers.device), answers], dim=1)
+
+        answers = denoised.answers
+        before_end = (answers == eos_token_id).cumsum(dim=1) == 0
+        tokens = before_end.sum(dim=1)
+        text = None
+        if tokenizer is not None:
+            kept = [answer[mask].tolist() for answer, mask in zip(answers.cpu(), before_end.cpu(), strict=True)]
+            text = tokenizer.batch_decode(kept, skip_special_tokens=True)
+        return cls(
+            sequences=behind_prompts(answers),
+            text=text,
+            num_forwards=len(denoised.step_seconds),
+            forwards=denoised.forwards,
+            tokens_per_forward=tokens.cpu() / torch.tensor(denoised.forwards),
+            passes={kind.value: count for kind, count in denoised.passes.items()},
+            rows_per_forward=denoised.rows,
+            memory=memory,
+            timings=Timings(
+                total=denoised.seconds,
+                first_block=sum(denoised.step_seconds[: denoised.block_ends[0]]),
+                steps=denoised.step_seconds,
+                tokens=int(tokens.sum()),
+            ),
+            updates=denoised.updates,
+            tiers=tiers,
+            history=[behind_prompts(state) for state in denoised.history] or None,
+        )

@@ -3,12 +3,12 @@
 from typing import Any
 
 from baselines.variants import Baseline
+from scoring import score_examples
 from tally import Tally
 
 import tiered
 from comparing.questions import BLOCK, CANVAS, Setting
 from tiered.embedded import tasks
-from tiered.evaluation.scoring import score_examples
 
 
 def measure(runtime: tiered.Runtime, setting: Setting, seed: int, commit: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,11 @@ from gpu_parts.kernel_case import Given, KernelCase, dtype_name, normal, size
 
 # Of a sum of exponentials of scores that are float32 sums of some hundred products, each exact.
 SUMS = 1e-5
+# No multiples of 16: Triton compiles a kernel anew where a number is one, which takes seconds. So what is timed has
+# nearly all been compiled when it was checked.
+CHECKED_KEYS, TIMED_KEYS, CHANGING = 5003, 32763, 289
+TIMED_CLUSTERS = TIMED_KEYS // 64
+SOFT_CAP = 30.0
 _BESIDE = 7  # columns of a store in front of those that are read
 _PADS = 40  # at the most
 

@@ -22,7 +22,7 @@ from gpu_parts.slow_transports import BY_KERNEL, Damaging, Synchronous, random_d
 from tiered.core.features import Tier
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.transport import Transport
-from tiered.policies.base import PassKind, Policy
+from tiered.policies.base import Policy, StepKind
 from tiered.policies.none import NoCache
 from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
@@ -122,7 +122,7 @@ def _control(setting: Setting) -> dict[str, Any]:
 
 
 def _verdict(left: Left, difference: str | None) -> dict[str, Any]:
-    passes = {kind.value: left.kinds.count(kind) for kind in PassKind}
+    passes = {kind.value: left.kinds.count(kind) for kind in StepKind}
     row: dict[str, Any] = {"passes": passes, "ok": difference is None}
     if difference is not None:
         row["why"] = difference

@@ -21,7 +21,7 @@ from gpu_parts.moved_bytes import checked, difference, fill_at_random, poison, s
 from gpu_parts.setting import Setting
 from tiered.kernels.choice import for_device
 from tiered.kernels.gather_copy_ref import gather_copy
-from tiered.offload import gather, route_timer
+from tiered.offload import routes
 from tiered.offload.chunk import Chunk
 from tiered.offload.cuda_transport import CudaTransport
 from tiered.offload.device_timer import device_times
@@ -141,7 +141,7 @@ def _by_programs(setting: Setting, size: int) -> dict[str, Any]:
         "record_bytes": size,
         "gb_per_s_by_programs": found,
         "over_peak_by_programs": {programs: 1e9 * speed / peak(setting) for programs, speed in found.items()},
-        "programs_in_use": gather.PROGRAMS,
+        "programs_in_use": routes.PROGRAMS,
         **checked(why),
     }
 
@@ -152,13 +152,13 @@ def _crossover(setting: Setting) -> dict[str, Any]:
     row: dict[str, Any] = {"crossover_bytes": taken if taken < sys.maxsize else None}
     if setting.on.type != "cuda":
         return row
-    time_of = route_timer.timer_for(setting.on)
-    times = {(route, size): time_of(route, size) for size in route_timer.SIZES for route in Route}
-    again = measure_crossover(lambda route, size: times[route, size], route_timer.SIZES)
+    time_of = routes.timer_for(setting.on)
+    times = {(route, size): time_of(route, size) for size in routes.SIZES for route in Route}
+    again = measure_crossover(lambda route, size: times[route, size], routes.SIZES)
     return row | {
         "crossover_again_bytes": again if again < sys.maxsize else None,
-        "records": route_timer.RECORDS,
-        **{f"{route.value}_us": {str(size): 1e6 * times[route, size] for size in route_timer.SIZES} for route in Route},
+        "records": routes.RECORDS,
+        **{f"{route.value}_us": {str(size): 1e6 * times[route, size] for size in routes.SIZES} for route in Route},
     }
 
 
@@ -187,7 +187,7 @@ def _total(setting: Setting) -> int:
 
 @cache
 def _measured_crossover(setting: Setting) -> int:
-    return route_timer.crossover_for(setting.on)
+    return routes.crossover_for(setting.on)
 
 
 @cache

@@ -18,13 +18,14 @@ ROUNDING = {torch.float32: 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.
 
 
 class KernelCase(ABC, Generic[Given]):
-    """One kernel at one size. Subclasses are frozen dataclasses, one for each kernel.
+    """One kernel at one size. Subclasses are frozen dataclasses, one for each kernel; `triton`: not one of torch's own.
 
     Every call of `draw` gives inputs that share nothing with those of another, so that a few in turn are more than a
     cache holds. What `moved` counts is the least: every input read once and every result written once.
     """
 
     kernel: ClassVar[str]
+    triton: ClassVar[bool] = True
 
     @property
     @abstractmethod

@@ -2,13 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from gpu_parts.attention_inputs import SUMS, Attended, AttentionCase
-from gpu_parts.kernel_case import ROUNDING, op, size
+from gpu_parts.attention_inputs import (
+    CHECKED_KEYS,
+    DREAM,
+    GIDD,
+    LLADA,
+    SOFT_CAP,
+    SUMS,
+    TIMED_CLUSTERS,
+    TIMED_KEYS,
+    Attended,
+    AttentionCase,
+)
+from gpu_parts.kernel_case import ROUNDING, KernelCase, op, size
 from tiered.models.attention import attend
 
 
@@ -135,6 +146,7 @@ class BlockAttention(_Mixing):
     """As a model without a cap does it: by torch."""
 
     kernel: ClassVar[str] = "attend"
+    triton: ClassVar[bool] = False
 
     def draw(self, generator: torch.Generator) -> Mixed:
         return Mixed(
@@ -150,3 +162,33 @@ class BlockAttention(_Mixing):
 
     def truth(self, given: Mixed) -> tuple[Tensor, ...]:
         return (given.true().transpose(1, 2).flatten(2),)
+
+
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_CHECKED: dict[str, Any] = {"length": CHECKED_KEYS}
+_TIMED: dict[str, Any] = {"length": TIMED_KEYS, "dtype": _BF16, "masked": True}
+CHECKED: tuple[KernelCase[Any], ...] = (
+    ProxyAttention(shape=LLADA, batch=2, rows=65, dtype=_BF16, masked=True, **_CHECKED),
+    ProxyAttention(shape=DREAM, rows=65, dtype=_BF16, masked=True, strided=True, **_CHECKED),
+    ProxyAttention(shape=GIDD, rows=65, dtype=_FP16, soft_cap=SOFT_CAP, **_CHECKED),
+    ProxyAttention(shape=DREAM, batch=2, rows=9, dtype=_FP32, masked=True, strided=True, **_CHECKED),
+    BlockAttention(shape=DREAM, batch=2, rows=32, dtype=_BF16, masked=True, strided=True, **_CHECKED),
+    CappedAttention(
+        shape=GIDD, batch=2, rows=32, dtype=_BF16, masked=True, partly=True, soft_cap=SOFT_CAP, sinks=1, **_CHECKED
+    ),
+    CappedAttention(shape=GIDD, rows=32, dtype=_FP16, strided=True, partly=True, soft_cap=SOFT_CAP, **_CHECKED),
+    CappedAttention(
+        shape=DREAM, rows=32, dtype=_FP32, masked=True, strided=True, soft_cap=SOFT_CAP, sinks=2, **_CHECKED
+    ),
+)
+TIMED: tuple[KernelCase[Any], ...] = (
+    ProxyAttention(shape=LLADA, rows=TIMED_CLUSTERS, **_TIMED),
+    ProxyAttention(shape=LLADA, rows=9, **_TIMED),
+    ProxyAttention(shape=DREAM, rows=TIMED_CLUSTERS, **_TIMED),
+    CappedAttention(shape=GIDD, rows=32, partly=True, soft_cap=SOFT_CAP, sinks=1, **_TIMED),
+    *(
+        BlockAttention(shape=LLADA, rows=32, length=length, dtype=_BF16, masked=masked)
+        for length in (1024, 4096, 16384, 32768)
+        for masked in (False, True)
+    ),
+)

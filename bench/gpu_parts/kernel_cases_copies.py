@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from gpu_parts.attention_inputs import CHECKED_KEYS, TIMED_KEYS
 from gpu_parts.kernel_case import KernelCase, dtype_name, normal, op, random_bytes, shuffled, size
 
 _RECORD = 147_584  # bytes of 64 rows of LLaDA-8B
@@ -162,3 +163,17 @@ class GatherCopy(KernelCase[Segmented]):
 
 def _pinned(tensor: Tensor, wanted: bool) -> Tensor:
     return tensor.cpu().pin_memory() if wanted else tensor
+
+
+CHECKED: tuple[KernelCase[Any], ...] = (
+    ScatterRows(heads=32, length=CHECKED_KEYS, elements=128, rows=257, dtype=torch.bfloat16, masked=True),
+    ScatterRows(heads=1, length=CHECKED_KEYS, elements=4096, rows=257, dtype=torch.bfloat16),
+    ScatterRows(heads=4, length=CHECKED_KEYS, elements=75, rows=257, dtype=torch.float32, masked=True),
+    GatherCopy(segments=40),
+    GatherCopy(segments=40, down=True),
+)
+TIMED: tuple[KernelCase[Any], ...] = (
+    ScatterRows(
+        layers=1, batch=1, heads=32, length=TIMED_KEYS, elements=128, rows=257, dtype=torch.bfloat16, masked=True
+    ),
+)

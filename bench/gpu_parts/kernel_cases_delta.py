@@ -3,16 +3,16 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from gpu_parts.kernel_case import ROUNDING, normal, op, random_bytes, shuffled, size
+from gpu_parts.kernel_case import ROUNDING, KernelCase, normal, op, random_bytes, shuffled, size
 from gpu_parts.record_inputs import NVFP4_ERROR, RecordCase, Records, stored
 from tiered.kernels import delta_decode_ref, delta_encode_ref
 from tiered.kernels.delta_encode_ref import Base
-from tiered.kernels.record_views import record_views
+from tiered.kernels.record_table import record_views
 
 _NOISE, _ALONG = 0.25, 1.25  # of rows: what is beside their centroid, and their projection on it
 _SPARE = 7  # rows of an output that no record has
@@ -114,3 +114,23 @@ def _put(given: Records, rows: Tensor, standing: Tensor) -> Tensor:
     places = torch.arange(len(rows)) if given.places is None else given.places
     standing[places.to(rows.device), : rows.shape[1]] = rows
     return standing
+
+
+_BF16, _FP32 = torch.bfloat16, torch.float32
+_RAGGED = (64, 1, 100, 63, 7)
+_RECORDS = (63, *(64,) * 254)
+CHECKED: tuple[KernelCase[Any], ...] = (
+    DeltaDecode(counts=_RAGGED, width=4096, dtype=_BF16),
+    DeltaDecode(counts=_RAGGED, width=4096, dtype=_BF16, pinned=True),
+    DeltaDecode(counts=_RAGGED, width=4096, dtype=_BF16, delta=False),
+    DeltaDecode(counts=_RAGGED, width=3584, dtype=_FP32, placed=False),
+    DeltaDecode(counts=_RAGGED, width=3573, dtype=torch.float16),
+    DeltaEncode(counts=_RAGGED, width=4096, dtype=_BF16),
+    DeltaEncode(counts=_RAGGED, width=4096, dtype=_BF16, delta=False),
+    DeltaEncode(counts=_RAGGED, width=3573, dtype=_FP32, base="mean"),
+)
+TIMED: tuple[KernelCase[Any], ...] = (
+    DeltaDecode(counts=_RECORDS, width=4096, dtype=_BF16),
+    DeltaDecode(counts=_RECORDS[:5], width=4096, dtype=_BF16),  # of one layer's update
+    DeltaEncode(counts=_RECORDS, width=4096, dtype=_BF16),
+)

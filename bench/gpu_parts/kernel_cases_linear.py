@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ class Linear(KernelCase[tuple[Tensor, Tensor]]):
     """Given: rows, and weights [outputs, inputs]."""
 
     kernel: ClassVar[str] = "linear"
+    triton: ClassVar[bool] = False
     rows: int
     inputs: int
     outputs: int
@@ -48,3 +49,10 @@ class Linear(KernelCase[tuple[Tensor, Tensor]]):
 
     def arithmetic(self, given: tuple[Tensor, Tensor]) -> int:
         return 2 * self.rows * self.inputs * self.outputs
+
+
+CHECKED: tuple[KernelCase[Any], ...] = ()
+TIMED: tuple[KernelCase[Any], ...] = (
+    Linear(rows=32, inputs=4096, outputs=12288, dtype=torch.bfloat16),
+    Linear(rows=32, inputs=12288, outputs=4096, dtype=torch.bfloat16),
+)

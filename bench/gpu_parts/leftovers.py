@@ -14,7 +14,7 @@ from tiered.forward.forward import Forward
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
-from tiered.policies.base import PassKind, Step
+from tiered.policies.base import Step, StepKind
 from tiered.policies.polestar.update_log import LayerUpdate
 from tiered.runtime import Runtime
 
@@ -32,7 +32,7 @@ class Left:
         logits: of each forward, [batch, rows, vocab].
     """
 
-    kinds: list[PassKind] = field(default_factory=list)
+    kinds: list[StepKind] = field(default_factory=list)
     stores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     out: GenerationOutput | None = None
@@ -44,7 +44,7 @@ class Left:
     def after_forward(
         self,
         step: Step,
-        kind: PassKind,
+        kind: StepKind,
         ids: Int[Tensor, "sequences length"],
         forward: Forward,
         active: Bool[Tensor, " batch"],
@@ -115,5 +115,5 @@ def _differing(one: Tensor, two: Tensor) -> str | None:
     return f"{int(differ.sum())} of {differ.numel()} elements, by up to {float(by):.3g}"
 
 
-def _counts(kinds: list[PassKind]) -> str:
+def _counts(kinds: list[StepKind]) -> str:
     return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))

@@ -14,7 +14,7 @@ from tiered.models.base import DiffusionModel
 from tiered.offload.codec_bytes import Codec
 from tiered.output import GenerationOutput
 from tiered.planning.plan import Plan
-from tiered.policies.base import PassKind, Policy
+from tiered.policies.base import Policy, StepKind
 from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.none import NoCache
 from tiered.policies.polestar.policy import Polestar
@@ -79,10 +79,10 @@ class Measured:
     """
 
     out: GenerationOutput
-    kinds: tuple[PassKind, ...]
+    kinds: tuple[StepKind, ...]
     answer: list[int]
 
-    def milliseconds(self) -> dict[PassKind, list[float]]:
+    def milliseconds(self) -> dict[StepKind, list[float]]:
         """Of the forwards with their commits, by kind.
 
         Raises:
@@ -91,7 +91,7 @@ class Measured:
         seconds = self.out.timings.steps
         if len(seconds) != len(self.kinds):
             raise RuntimeError(f"{len(seconds)} times of {len(self.kinds)} forwards")
-        by_kind: dict[PassKind, list[float]] = {}
+        by_kind: dict[StepKind, list[float]] = {}
         for kind, of_step in zip(self.kinds, seconds, strict=True):
             by_kind.setdefault(kind, []).append(1000 * of_step)
         return by_kind

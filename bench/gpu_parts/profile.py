@@ -21,8 +21,7 @@ from gpu_parts.random_llada import random_ids
 from gpu_parts.setting import Setting
 from gpu_parts.small_trace import write_small_trace
 from tiered.core.ops import Op
-from tiered.core.recorder import Recorder
-from tiered.core.spans import active, recording
+from tiered.core.spans import Recorder, active, recording
 from tiered.observe.trace.trace_call import trace_call
 from tiered.policies.base import Policy
 from tiered.policies.fast_dllm import FastDLLMDual

@@ -40,7 +40,7 @@ from tiered.offload.pinning import pick_pinner
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane
 from tiered.tiers.opening import open_tiers
-from tiered.tiers.record import RecordKey
+from tiered.tiers.record_book import RecordKey
 
 KIB = 1 << 10
 _ROUTES = {"engine": 0, "gather": 1 << 30}  # `crossover` of a transport that takes no other
@@ -155,7 +155,7 @@ def tiers_are_right(device: torch.device, seed: int, codec: Codec) -> bool:
     with TemporaryDirectory() as folder:
         budget = MemoryBudget(host=4 * slot, disk=4 * (slot + 4 * KIB), disk_path=Path(folder))
         with open_tiers(Ledger(budget), device=device, dtype=given.dtype, slot_bytes=slot) as tiers:
-            if codec is Codec.NVFP4_DELTA:
+            if codec.needs_base:
                 bank, clusters = tiers.bank(given[:2].clone()), [part % 2 for part in range(records)]
             tiers.store(keys, given, [rows] * records, codec=codec, bank=bank, clusters=clusters)
             tiers.evict(keys[::2])

@@ -7,9 +7,9 @@ from cost_card import Rates
 
 from gpu_parts.policy_calls import Measured, PolicyCall
 from gpu_parts.step_floors import floors
-from tiered.core.events import Way
 from tiered.models.shape import ModelShape
-from tiered.policies.base import PassKind
+from tiered.offload.lane import Lane
+from tiered.policies.base import StepKind
 from tiered.tiers.stats import TierStats, WayStats
 
 
@@ -24,11 +24,11 @@ def by_kind(shape: ModelShape, call: PolicyCall, first: Measured, last: Measured
         if first is not last:
             row["again_share"] = abs(times(before[kind])["median_ms"] / row["median_ms"] - 1)
         found[kind.value] = row
-    if {PassKind.STEP, PassKind.UPDATE} <= set(lowest) and lowest[PassKind.UPDATE].renewed_rows:
-        step, update = lowest[PassKind.STEP].figures(rates), found["update"]
+    if {StepKind.STEP, StepKind.UPDATE} <= set(lowest) and lowest[StepKind.UPDATE].renewed_rows:
+        step, update = lowest[StepKind.STEP].figures(rates), found["update"]
         # What takes the renewed rows through each layer together with the block's may stay below this sum.
         in_turn = step["floor_ms"] + 1000 * (
-            (lowest[PassKind.UPDATE].flops - lowest[PassKind.STEP].flops) / rates.flops_per_second
+            (lowest[StepKind.UPDATE].flops - lowest[StepKind.STEP].flops) / rates.flops_per_second
         )
         update |= {"in_turn_floor_ms": in_turn, "over_in_turn_floor": update["median_ms"] / in_turn}
     return found
@@ -40,9 +40,9 @@ def copies(stats: TierStats | None) -> dict[str, Any] | None:
     if stats is None:
         return None
     found: dict[str, Any] = {
-        way.value: _copied(of_way) for way in (Way.FETCH, Way.STORE) if (of_way := stats.ways[way]).jobs
+        way.value: _copied(of_way) for way in (Lane.FETCH, Lane.STORE) if (of_way := stats.ways[way]).jobs
     }
-    fetches = {layer: ways[Way.FETCH] for layer, ways in stats.layers.items() if ways[Way.FETCH].busy_ns}
+    fetches = {layer: ways[Lane.FETCH] for layer, ways in stats.layers.items() if ways[Lane.FETCH].busy_ns}
     if fetches:
         worst = max(fetches, key=lambda layer: fetches[layer].exposed_ns)
         found["fetch"] |= {

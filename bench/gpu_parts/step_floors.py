@@ -14,7 +14,7 @@ from gpu_parts.setting import Setting
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.offload.device_timer import device_times
 from tiered.output import GenerationOutput
-from tiered.policies.base import PassKind
+from tiered.policies.base import StepKind
 from tiered.policies.polestar.update_log import LayerUpdate
 
 _SIDE, _TINY_SIDE = 8192, 128
@@ -68,8 +68,8 @@ def measured_rates(setting: Setting) -> Rates:
 
 
 def floors(
-    shape: ModelShape, positions: int, out: GenerationOutput, kinds: Sequence[PassKind]
-) -> dict[PassKind, Floor]:
+    shape: ModelShape, positions: int, out: GenerationOutput, kinds: Sequence[StepKind]
+) -> dict[StepKind, Floor]:
     """The floor of each kind of forward of a call of one sequence, as many rows as its forwards recomputed at the
     median. An update's: everything that a plain step reads, the records it fetches, and the arithmetic of both the
     block's rows and those that it renews; each weight serves both, as an update may well do."""
@@ -77,7 +77,7 @@ def floors(
     found = {}
     for kind in dict.fromkeys(kinds):
         rows = median(count for count, of in zip(out.rows_per_forward, kinds, strict=True) if of is kind)
-        if kind is PassKind.UPDATE and renewed:
+        if kind is StepKind.UPDATE and renewed:
             found[kind] = _update_floor(shape, positions, out, mean(renewed.values()), len(renewed))
         else:
             card = _card(shape, positions, round(rows))

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from scoring import score_examples
 from tally import Tally
 
 import tiered
 from tiered.core.errors import TierCapacityError
 from tiered.embedded import tasks
-from tiered.evaluation.scoring import score_examples
 from tiered.output import GenerationOutput
 from tiered.runtime import Runtime
 

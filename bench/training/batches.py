@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tiered.embedded.tasks import Example
-from tiered.embedded.tokenizer import ASSISTANT, EOS, MASK, USER, build_tokenizer, vocabulary
+from training.tokenizer import ASSISTANT, EOS, MASK, USER, build_tokenizer, vocabulary
 
 TOKENIZER, VOCABULARY = build_tokenizer(), vocabulary()
 EOS_ID, MASK_ID, EQUALS_ID, ADD_ID, CHAIN_ID = (VOCABULARY[token] for token in (EOS, MASK, "=", " add ", " chain "))

@@ -8,8 +8,8 @@ from typing import Any
 from safetensors.torch import save_file
 
 from tiered.core.whole_file import write_then_rename
-from tiered.embedded.tokenizer import save_tokenizer
 from tiered.models.base import DiffusionModel
+from training.tokenizer import save_tokenizer
 
 
 def export(model: DiffusionModel, config: Mapping[str, Any], directory: Path, report: Mapping[str, Any]) -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scoring import score_examples
 from transformers import PreTrainedTokenizerBase
 
 from tiered.embedded.tasks import TASKS, sample
-from tiered.embedded.tokenizer import save_tokenizer
-from tiered.evaluation.scoring import score_examples
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import load_tokenizer
 from tiered.policies.none import NoCache
 from tiered.runtime import Runtime
+from training.tokenizer import save_tokenizer
 from training.trainer import Trainer
 
 SHORTEST_VALIDATED_LOOKUP = 64

@@ -38,20 +38,11 @@ def new_model(config: Mapping[str, Any], seed: int) -> DiffusionModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = family_of(config).resolve_loader().from_config(config).requires_grad_(True)
-        match model:
-            case LLaDA():
-                embedding, head = model.wte, model.ff_out
-                layers = [model.block(layer) for layer in range(model.shape.layers)]
-                outputs = [linear for layer in layers for linear in (layer.attn_out, layer.ff_out)]
-            case Gidd():
-                embedding, head = model.embed_tokens, model.lm_head
-                layers = [model.layer(layer) for layer in range(model.shape.layers)]
-                outputs = [linear for layer in layers for linear in (layer.self_attn.o_proj, layer.mlp.down_proj)]
-            case _:
-                raise ValueError(f"models of the families LLaDA and GIDD are trained here, not {model.shape.family!r}")
-        nn.init.normal_(embedding.weight, std=0.5)
-        nn.init.normal_(head.weight, std=0.02)
-        for linear in outputs:
+        if not isinstance(model, LLaDA | Gidd):
+            raise ValueError(f"models of the families LLaDA and GIDD are trained here, not {model.shape.family!r}")
+        nn.init.normal_(model.wte.weight, std=0.5)
+        nn.init.normal_(model.ff_out.weight, std=0.02)
+        for linear in [linear for block in model.blocks for linear in (block.attn_out, block.ff_out)]:
             # A residual branch that begins at zero leaves the embedding untouched until it has something to say.
             nn.init.zeros_(linear.weight)
             if linear.bias is not None:

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import tiered
+from tiered.cli.call import CommandParser
 from tiered.core.errors import TierCapacityError
 
-# Each is a module beside this one with `add_parser(subparsers)` and `run(args) -> int`. What needs torch they import
-# when they run: help comes at once.
-COMMANDS = ("generate", "drift", "regions", "trace", "plan", "models")
+# Each is a module beside this one with `add_parser(subparsers)`, which sets `run(args) -> int`. What needs torch they
+# import when their command is asked for.
+MODULES = ("generate", "measurement", "trace", "plan", "models")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -23,16 +24,16 @@ def build_parser() -> argparse.ArgumentParser:
         prog="tiered", description="Memory-tiered inference for diffusion language models."
     )
     parser.add_argument("--version", action="version", version=f"tiered {tiered.__version__}")
-    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        importlib.import_module(f"tiered.cli.{command}").add_parser(subparsers)
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=CommandParser)
+    for module in MODULES:
+        importlib.import_module(f"tiered.cli.{module}").add_parser(subparsers)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` is the process's own where it is None.
 
-    Returns the exit status: 0 done, 2 for anything wrong with what was asked, 130 after Ctrl-C, 141 where whoever read
+    Returns the exit status: 0 done, 2 for anything wrong with what was asked, 130 after Ctrl-C, 141 where the reader of
     the output has gone (`| head`). A command line that cannot be parsed, `--help` and `--version` raise `SystemExit`,
     as argparse does.
     """

@@ -1,13 +1,15 @@
 """`tiered models`: what can be named on this machine."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from tiered.cli.printing import add_json, print_result
-from tiered.core.byte_size import format_bytes
+from tiered.core.byte_size import format_bytes, format_count
 from tiered.models.presets import ALIASES
 from tiered.offload.codec_bytes import Codec
-from tiered.planning.card import format_count
-from tiered.planning.catalog import KnownModel, known_models
+
+if TYPE_CHECKING:
+    from tiered.planning.catalog import KnownModel
 
 DESCRIPTION = """List the embedded models, the presets, and the checkpoints of known families in the local hub cache,
 with the bytes of one token in all layers: keys and values, hidden states as they are, hidden states as deltas in host
@@ -24,6 +26,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
+    from tiered.planning.catalog import known_models
+
     models = known_models()
     aliases = ", ".join(f"{alias} = {preset}" for alias, preset in ALIASES.items())
     print_result(
@@ -34,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cells(model: KnownModel) -> tuple[str, ...]:
+def _cells(model: "KnownModel") -> tuple[str, ...]:
     return (
         model.name,
         model.source,

@@ -7,7 +7,6 @@ from tiered.cli.policy_options import add_policy_options, policy_options
 from tiered.cli.printing import add_json, print_result
 from tiered.models.locate import EMBEDDED_MODELS
 from tiered.models.presets import PRESETS
-from tiered.planning.plan import plan
 
 DESCRIPTION = """Count the bytes of a call from the model's config.json alone: nothing is loaded or downloaded.
 The exit status is 0 whether it fits or not."""
@@ -37,8 +36,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--sampled",
         action="store_true",
-        help="a temperature above 0, top-p or top-k where they cut, confidence by entropy, or the rule 'ancestral': "
-        "all take room beside the logits",
+        help="a temperature above 0, top-p or top-k where they cut, confidence by entropy, or a rule that draws what "
+        "it rewrites: all take room beside the logits",
     )
     add_json(parser)
     parser.set_defaults(run=run)
@@ -46,6 +45,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Print the card."""
+    from tiered.planning.plan import plan
+
     made = plan(
         args.model,
         context=args.context,

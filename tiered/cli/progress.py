@@ -1,11 +1,14 @@
 """A progress bar on stderr while a canvas is denoised; silent where stderr is no terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
+
+from tiered.options import GenerationOptions
 
 
 class _Bar:
@@ -32,8 +35,8 @@ class _Bar:
 
 
 @contextmanager
-def progress_bar(tokens: int) -> Iterator[_Bar | None]:
-    """A streamer for an answer of `tokens` tokens; None without a terminal."""
+def progress_bar(options: Mapping[str, Any]) -> Iterator[_Bar | None]:
+    """A streamer for an answer under `options` of `generate`; None without a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
@@ -46,4 +49,4 @@ def progress_bar(tokens: int) -> Iterator[_Bar | None]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        yield _Bar(progress, tokens)
+        yield _Bar(progress, options.get("max_new_tokens", GenerationOptions().max_new_tokens))

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from tiered.cli.generate import add_call, as_asked, generation_options, load_runtime, read_prompts
+from tiered.cli.call import add_call, as_asked, load_runtime, read_prompts
 from tiered.cli.printing import add_json, print_result
 
 DESCRIPTION = """Answer prompts as `tiered generate` does, and write what happened when: ranges of compute by operation,
@@ -12,7 +12,7 @@ layer and forward, copies between the tiers on a track for each way, and where c
 https://ui.perfetto.dev. On CUDA torch's profiler makes it, with ranges of the same names."""
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_parser(subparsers: "argparse._SubParsersAction") -> None:
     """Enter the command."""
     parser = subparsers.add_parser("trace", help="when a call computes, copies and waits", description=DESCRIPTION)
     add_call(parser)
@@ -31,27 +31,19 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Write the trace, and print the time of each operation and of the copies."""
-    # Imported here: help needs no torch.
     from tiered.observe.trace.trace_file import check_trace_path, write_trace
 
     check_trace_path(args.out)
     prompts = read_prompts(args)
+    from tiered.cli.option_flags import generation_options
     from tiered.cli.progress import progress_bar
-    from tiered.observe.trace.op_times import op_times
+    from tiered.observe.trace.op_times import op_times, trace_report
     from tiered.observe.trace.trace_call import trace_call
-    from tiered.observe.trace.trace_report import trace_report
 
     options = generation_options(args)
     runtime = load_runtime(args)
-    with progress_bar(options.get("max_new_tokens", 128)) as streamer:
-        call = trace_call(
-            runtime,
-            prompts,
-            raw=args.raw,
-            synchronized=args.synchronize,
-            streamer=streamer,
-            **options,
-        )
+    with progress_bar(options) as streamer:
+        call = trace_call(runtime, prompts, raw=args.raw, synchronized=args.synchronize, streamer=streamer, **options)
     write_trace(args.out, call.trace)
     print_result(
         args,

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: `"12GiB"`, `"512 MB"`, `4096`."""
+"""Byte sizes, and counts, as people write them: `"12GiB"`, `"512 MB"`, `4096`."""
 
 import re
 from fractions import Fraction
@@ -42,6 +42,14 @@ def format_bytes(size: int) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
+
+
+def format_count(number: int) -> str:
+    """`number` as parameters are counted, in billions, millions or thousands: 8015581184 is "8.02B"."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.2f}{unit}"
+    return str(number)
 
 
 def enough(size: int) -> str:

@@ -16,7 +16,7 @@ class Canvas:
         tokens: ids; masks, or whatever the noise is, where nothing is fixed yet.
         committed_at: which forward of its own sequence fixed each token (0: the first); `PROMPT` in prompts and their
             padding, `PENDING` where no forward has. Mask tokens inside a prompt are context: they are never denoised.
-        pads: padding columns in front of each prompt.
+        pads, pad_counts: padding columns in front of each prompt, on the device and on the host.
         padded: whether any prompt is shorter than the longest.
         numbers: what its sequences are in the call: some leave it before the others are done.
         prompt_length, block_length, blocks: columns of the longest prompt, columns of a block, number of blocks.
@@ -30,21 +30,22 @@ class Canvas:
         max_new_tokens: int,
         block_length: int,
         mask_token_id: int,
+        trailing: int = 0,
         prior: Int[Tensor, "batch noise"] | None = None,
     ) -> None:
-        """`prompts`: left-padded ids, `pads[b]` of them padding. `prior`: what answers begin as, and any noise behind
-        them that stays; None: masks, and nothing behind."""
+        """`prompts`: left-padded ids, `pads[b]` of them padding. `prior`: what answers begin as, and the noise of
+        `trailing` columns behind them that stays; None: masks, all of them."""
         batch, self.prompt_length = prompts.shape
         self.block_length = block_length
         self.blocks = max_new_tokens // block_length
         self._answer = slice(self.prompt_length, self.prompt_length + max_new_tokens)
         if prior is None:
-            prior = prompts.new_full((batch, max_new_tokens), mask_token_id)
+            prior = prompts.new_full((batch, max_new_tokens + trailing), mask_token_id)
         self.tokens = torch.cat([prompts, prior], dim=1)
         self.committed_at = torch.full_like(self.tokens, PROMPT, dtype=torch.int32)
         self.committed_at[:, self.prompt_length :] = PENDING
-        self.pads = pads
-        self.padded = bool(pads.any())
+        self.pads, self.pad_counts = pads, list[int](pads.tolist())
+        self.padded = any(self.pad_counts)
         self.numbers = list(range(batch))
 
     @property
@@ -115,4 +116,5 @@ class Canvas:
         """Go on with these sequences alone (ascending)."""
         self.tokens, self.committed_at = self.tokens[sequences], self.committed_at[sequences]
         self.pads = self.pads[sequences]
+        self.pad_counts = [self.pad_counts[sequence] for sequence in sequences]
         self.numbers = [self.numbers[sequence] for sequence in sequences]

@@ -23,7 +23,7 @@ class TierCapacityError(RuntimeError):
         tier: the tier that is too small.
         hint: what to lower or raise.
         total: bytes that the tier needs in all, with what it holds already: the least budget under which the request
-            passes. None where no budget decides, or whoever asks does not know.
+            passes. None where no budget decides, or it is not known.
     """
 
     def __init__(self, needed: int, available: int, tier: Tier, hint: str, total: int | None = None) -> None:
@@ -51,7 +51,7 @@ class NonFiniteError(ValueError):
     Attributes:
         what: the weight, or the first layer whose rows have no norm that float32 holds.
         hint: where they may come from, and what to change.
-        sequences: the sequences of the batch whose logits they are in; all where nobody can tell. Empty for a weight.
+        sequences: the sequences of the batch whose logits they are in; all where that is not known. Empty for a weight.
         answers: ids [batch, max_new_tokens] as they stood before that forward, on the CPU: mask tokens, or noise, where
             nothing was fixed yet. None for a weight.
     """

@@ -1,25 +1,16 @@
 """Books: what happened to records, one event at a time. Every statistic of the tiers is a fold over these."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from tiered.core.features import Tier
-
-
-class Way(StrEnum):
-    """Which way a copy goes."""
-
-    STORE = "store"  # device to host
-    FETCH = "fetch"  # host to device
-    SPILL = "spill"  # host to disk
-    LOAD = "load"  # disk to host
+from tiered.offload.lane import Lane
 
 
 @dataclass(frozen=True, slots=True)
 class CopyEnded:
     """A job of copies ended; times in ns on one clock. `layer`: of the records; None where they are of several."""
 
-    way: Way
+    lane: Lane
     nbytes: int
     copies: int
     submitted: int
@@ -52,7 +43,7 @@ class Waited:
     """Compute decoded a batch that was fetched, or encoded one to store. `late`: a copy whose end it needs was still
     under way; compute stood still from `began` to `ended`. Times and `layer` as in `CopyEnded`."""
 
-    way: Way
+    lane: Lane
     late: bool
     began: int
     ended: int

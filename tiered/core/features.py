@@ -42,7 +42,7 @@ class Account(StrEnum):
     LIBRARIES = "libraries"  # workspaces of cuBLAS and of attention, on CUDA
 
 
-class Place(IntFlag):
+class ColumnState(IntFlag):
     """Where the state of a column is and what the forward did to it; several may be true, none is `DEVICE`."""
 
     DEVICE = 0  # nothing of it lies below the device, and the forward read it as it was

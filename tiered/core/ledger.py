@@ -1,6 +1,6 @@
 """Books: how many bytes each tier holds, under which account, and how many moved. No tensors.
 
-Every memory figure that the library reports comes from here. Whoever is about to allocate books first, so a budget is
+Every memory figure that the library reports comes from here. Bytes are booked before they are allocated, so a budget is
 never exceeded: the booking fails before the allocation happens.
 """
 
@@ -12,6 +12,12 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.memory_report import MemoryReport, TierReport
+
+
+def added(*parts: Mapping[Account, int]) -> dict[Account, int]:
+    """The sums of bytes by account."""
+    accounts = dict.fromkeys(account for part in parts for account in part)
+    return {account: sum(part.get(account, 0) for part in parts) for account in accounts}
 
 
 class Ledger:

@@ -28,7 +28,7 @@ class Op(StrEnum):
     DECODE = "decode"
     PAGES = "pages"  # of a streamed feature: which have to come and go
     # Policies.
-    POLICY = "policy"  # the plan of a step, and what the policy learns from its commit
+    POLICY = "policy"  # the rows of a step, and what the policy learns from its commit
     DRIFT = "drift"  # attention of centroids, or of a block's rows, beside what it was
     GATHER = "gather"  # rows are brought together from where they are
     PATCH = "patch"  # stored rows and centroids follow the rows that were recomputed

@@ -45,7 +45,7 @@ def revision() -> str | None:
     """The commit of the checkout, with "+changes" where the working tree differs; None outside a repository."""
 
     def git(*arguments: str) -> str | None:
-        # Somebody else's checkout is read, never written: git need not be told that its owner is trusted.
+        # A checkout of another user is only read, so that git may trust it for this command alone.
         command = ["git", "-c", f"safe.directory={ROOT}", *arguments]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -20,8 +20,8 @@ class Rows:
         index: column of every row, in any order, where rows are scattered.
         valid: False at rows that must leave no trace in the store: a sequence that waits for the others, or filler
             where sequences have different numbers of rows. They are computed, and never written.
-        within: columns, first and behind the last, that hold all scattered rows, where whoever made them knows it: else
-            who needs it has to read the index back from the device.
+        within: columns, first and behind the last, that hold all scattered rows; None: only the index on the device
+            says it.
     """
 
     count: int

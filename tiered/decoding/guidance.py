@@ -14,7 +14,7 @@ from tiered.kernels.host_values import on_device
 class Guidance:
     """Every canvas a second time with its prompt masked: the second half of the forward's sequences.
 
-    A policy may leave sequences without their second canvas in some forwards (`StepPlan.guided`); they take the
+    A policy may leave sequences without their second canvas in some forwards (`StepRows.guided`); they take the
     difference cond − un that was computed last.
     """
 
@@ -52,7 +52,7 @@ class Guidance:
 
         Args:
             logits: of the rows `output`.
-            guided: as in the plan. Unless it is None, `output` is a span that holds the rows `needed`, and may hold
+            guided: as in `StepRows`. Unless it is None, `output` is a span that holds the rows `needed`, and may hold
                 more for the forwards to come; what comes back is of `needed`.
         """
         if guided is None:
@@ -78,7 +78,7 @@ class Guidance:
     def _renew(self, conditional: Tensor, unconditional: Tensor, guided: tuple[bool, ...], first: int) -> None:
         difference = unconditional.sub_(conditional).neg_()
         if self._difference is None or self._difference.shape != difference.shape or self._first != first:
-            # Other rows than before: whoever leaves a sequence out here reads rows that were never computed for it.
+            # Other rows than before: for a sequence left out here they were never computed.
             self._difference, self._first = difference.clone(), first
             return
         chosen = [number for number, is_guided in enumerate(guided) if is_guided]

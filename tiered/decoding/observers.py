@@ -1,4 +1,4 @@
-"""Who looks on while a canvas is denoised: at its tokens, or into the caches."""
+"""What a caller may pass to look on while a canvas is denoised: at its tokens, or into the caches."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -10,23 +10,30 @@ from tiered.core.canvas import Canvas
 from tiered.core.features import Account
 from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
-from tiered.policies.base import PassKind, PolicyState, Step
+from tiered.policies.base import PolicyState, Step, StepKind
 
 
 @runtime_checkable
-class Listener(Protocol):
-    """Who watches a canvas; both calls get ids of the whole batch, answers only."""
+class Streamer(Protocol):
+    """In the shape of transformers' streamers: ids come as CPU tensors [batch, n]. A `put_draft` method is called too,
+    where there is one, after every forward: with the block, proposals where nothing is fixed."""
 
-    def step(self, answers: Int[Tensor, "batch answer"], start: int, stop: int) -> None:
-        """A forward has ended; columns `start` to `stop` hold proposals where nothing is fixed yet."""
+    def put(self, value: Int[Tensor, "batch columns"]) -> None:
+        """The prompts first, then every block once it is final, up to where the last of its sequences ends."""
 
-    def block(self, answers: Int[Tensor, "batch answer"], start: int, stop: int) -> None:
-        """Columns `start` to `stop` are final."""
+    def end(self) -> None:
+        """Nothing more comes."""
+
+
+def check_streamer(streamer: object) -> None:
+    """Raise `TypeError` for what is neither a streamer nor None."""
+    if streamer is not None and not isinstance(streamer, Streamer):
+        raise TypeError(f"a streamer has the methods put and end (and may have put_draft), not {streamer!r}")
 
 
 @runtime_checkable
 class Inspector(Protocol):
-    """Who looks into the caches of a call while it runs, for an analysis; changes nothing."""
+    """Looks into the caches of a call while it runs, for an analysis; changes nothing."""
 
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
         """What it takes on the device at most, over a canvas of `length` columns; booked as long as the call lasts.
@@ -36,7 +43,7 @@ class Inspector(Protocol):
     def after_forward(
         self,
         step: Step,
-        kind: PassKind,
+        kind: StepKind,
         ids: Int[Tensor, "sequences length"],
         forward: Forward,
         active: Bool[Tensor, " batch"],

@@ -1,33 +1,49 @@
 """From the logits of a step to the candidates of the block, whatever rows the step has computed."""
 
+from copy import copy
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
-from tiered.decoding.block_candidates import predicted_columns, spread
+from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitState
-from tiered.decoding.rules.rewriting import OpenBlock, RewritingState
-from tiered.decoding.sampling import propose
+from tiered.decoding.rules.rewriting import RewritingState
+from tiered.decoding.sampling import OpenBlock, propose
 from tiered.decoding.sampling_options import Sampling
-from tiered.decoding.sequence_noise import SequenceNoise
 from tiered.models.base import DiffusionModel
 from tiered.policies.base import Step
 
 
 class Proposer:
-    """How one call draws tokens."""
+    """How one call draws tokens, and ranks them where chance does."""
 
     def __init__(
-        self, model: DiffusionModel, sampling: Sampling, noise: SequenceNoise, *, min_new_tokens: int = 0
+        self, model: DiffusionModel, sampling: Sampling, streams: RandomStreams, *, min_new_tokens: int = 0
     ) -> None:
         """`min_new_tokens`: tokens of an answer, from its first on, that are no end of it."""
-        self._model, self._sampling, self._noise = model, sampling, noise
+        self._model, self._sampling, self._streams = model, sampling, streams
         self._min_new_tokens = min_new_tokens
+        self._scores: Float[Tensor, "batch block"] | None = None
+
+    def draw_ranks(
+        self, rule: CommitState, step: Step, pending: Bool[Tensor, "batch block"]
+    ) -> Int[Tensor, "batch block"] | None:
+        """Draw what ranks the candidates of `step`, where that is chance: what the rule will commit by it, as in
+        `Step.upcoming`. None: confidence ranks them."""
+        if not self._sampling.random_ranks:
+            return None
+        canvas = step.canvas
+        scores = self._streams.confidence(canvas.length, canvas.pad_counts, step.start, step.stop, list(step.active))
+        self._scores = scores.masked_fill(~pending, -torch.inf)
+        tokens = canvas.tokens[:, step.start : step.stop]
+        ahead = Candidates(tokens=tokens, confidence=self._scores, pending=pending)
+        # A copy of the rule looks ahead: its count of steps goes on with the real choice alone.
+        return copy(rule).choose(ahead) * (ahead.ranks() + 1)
 
     @spanned(Op.PROPOSE)
     def candidates(
@@ -48,7 +64,7 @@ class Proposer:
             output: rows that the step has logits of.
             pending, remaining: open columns of the block, and how many there are, by sequence.
         """
-        predicted = predicted_columns(output, self._model.shape.prediction_shift, step.start, step.stop)
+        predicted = _predicted_columns(output, self._model.shape.prediction_shift, step.start, step.stop)
         tokens, columns = step.canvas.tokens[:, step.start : step.stop], None
         if predicted is not None:
             columns, valid = predicted
@@ -58,26 +74,25 @@ class Proposer:
         # Before anything is ruled out. The largest is NaN where any is, and infinite where the row says nothing.
         broken = (~logits.amax(dim=-1).isfinite() & pending).any(dim=1)
         self._keep_open(step, logits, columns)
+        block = OpenBlock(
+            logits=logits, tokens=tokens, pending=pending, remaining=remaining, sampling=self._sampling,
+            streams=self._streams, mask_token_id=self._model.mask_token_id, process=self._model.noise,
+        )  # fmt: skip
         if isinstance(rule, RewritingState):
-            assert self._model.noise is not None, "the runtime refuses the rule for other models"
             logits[..., self._model.mask_token_id] = -torch.inf
-            found = rule.propose(
-                OpenBlock(
-                    logits=logits, tokens=tokens, pending=pending, remaining=remaining,
-                    process=self._model.noise, sampling=self._sampling, noise=self._noise,
-                )
-            )  # fmt: skip
+            found = rule.propose(block)
         else:
-            found = propose(
-                logits,
-                pending,
-                mask_token_id=self._model.mask_token_id,
-                sampling=self._sampling,
-                noise=self._noise,
-                remaining=remaining,
-            )
+            found = propose(block)
         found = replace(found, broken=broken)
-        return found if predicted is None else spread(found, *predicted, step.stop - step.start)
+        if predicted is not None:
+            found = _spread(found, *predicted, step.stop - step.start)
+        if self._scores is not None:
+            found = replace(found, confidence=self._scores.masked_fill(~found.pending, -torch.inf))
+        return found
+
+    def keep(self, sequences: list[int]) -> None:
+        """Go on with these sequences alone (ascending)."""
+        self._streams.keep(sequences)
 
     def _keep_open(self, step: Step, logits: Float[Tensor, "batch rows vocab"], columns: Tensor | None) -> None:
         """Let no answer end before its least length; `columns`: of the block, by row; None: all in order."""
@@ -87,3 +102,40 @@ class Proposer:
         if columns is None:
             columns = torch.arange(step.stop - step.start, device=logits.device)[None]
         logits[..., self._model.eos_token_id].masked_fill_(columns < short, -torch.inf)
+
+
+def _predicted_columns(
+    output: Rows, shift: int, start: int, stop: int
+) -> tuple[Int[Tensor, "batch rows"], Bool[Tensor, "batch rows"]] | None:
+    """Which column of the block (0: `start`) each row of `output` predicts, and whether it counts: filler and rows of
+    sequences that wait do not. None for a span, which is the whole block.
+
+    `shift`: row r predicts column r + shift.
+    """
+    if output.index is None:
+        return None
+    columns = output.index + (shift - start)
+    inside = (columns >= 0) & (columns < stop - start)
+    valid = inside if output.valid is None else inside & output.valid
+    return columns.where(valid, 0), valid
+
+
+def _spread(
+    candidates: Candidates, columns: Int[Tensor, "batch rows"], valid: Bool[Tensor, "batch rows"], block: int
+) -> Candidates:
+    """`candidates` of rows that predict `columns`, as those of the block's `block` columns: nothing is pending where
+    no valid row predicts."""
+    batch = len(columns)
+    # One column more, for the rows that do not count.
+    place = columns.where(valid, block)
+
+    def scattered(values: Tensor, fill: float | int | bool) -> Tensor:
+        full = torch.full((batch, block + 1), fill, dtype=values.dtype, device=values.device)
+        return full.scatter_(1, place, values)[:, :block]
+
+    return replace(
+        candidates,
+        tokens=scattered(candidates.tokens, 0),
+        confidence=scattered(candidates.confidence, -torch.inf),
+        pending=scattered(candidates.pending, False),
+    )

@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
+from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates
 from tiered.decoding.sampling_options import GREEDY, Sampling
-from tiered.decoding.sequence_noise import SequenceNoise
+from tiered.models.noise import Noise
 
 # Parts of a sequence's rows that are sorted by themselves: a sort holds several times what it sorts.
 _SORTED_PARTS = 4
@@ -20,34 +21,39 @@ _SUMMED_PARTS = 8
 _UNITS = 2**60
 
 
-def propose(
-    logits: Float[Tensor, "batch block vocab"],
-    pending: Bool[Tensor, "batch block"],
-    *,
-    mask_token_id: int,
-    sampling: Sampling = GREEDY,
-    noise: SequenceNoise | None = None,
-    remaining: list[int] | None = None,
-) -> Candidates:
-    """Candidates of every row; `logits` is scratch space afterwards.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenBlock:
+    """A step's view of the block.
 
-    The token is the argmax of logits + temperature · Gumbel noise over those that `top_p` and `top_k` leave; its
-    confidence is as `sampling` says, never with noise. The mask token is never proposed, or a row could stay undecided
-    for ever; it keeps its share of the distribution. The most likely other token is never cut, and of equals at the
-    edge of a cut all stay.
-
-    Args:
-        noise: needed above temperature 0.
-        remaining: needed where `sampling.by_row`; `remaining[i]` is the number of pending rows of sequence i (0 for a
-            sequence that waits for the others).
+    Attributes:
+        logits: of the rows that the step has computed; scratch space.
+        tokens: what stands there now.
+        pending: rows that may be fixed, or rewritten.
+        remaining: how many there are, by sequence (0: it waits for the others); right where `sampling.by_row`, and for
+            rules that rewrite.
+        mask_token_id: of the model.
+        sampling, streams: how tokens are drawn, and what from; no streams are needed at temperature 0.
+        process: the noise that the model was trained on; None: masks alone.
     """
-    found = proposals(logits, pending, sampling=sampling, mask_token_id=mask_token_id, noise=noise, remaining=remaining)
-    temperature = 0.0
-    if sampling.tempered_confidence:
-        temperature = sampling.temperature
-        _cut(logits, found.least)
-    confidence = _confidence(logits, found.tokens, found.likeliest, temperature, sampling.confidence)
-    return Candidates(tokens=found.tokens, confidence=confidence.masked_fill(~pending, -torch.inf), pending=pending)
+
+    logits: Float[Tensor, "batch rows vocab"]
+    tokens: Int[Tensor, "batch rows"]
+    pending: Bool[Tensor, "batch rows"]
+    remaining: list[int]
+    mask_token_id: int
+    sampling: Sampling = GREEDY
+    streams: RandomStreams | None = None
+    process: Noise | None = None
+
+    def pending_rows(self) -> list[Int[Tensor, " rows"]]:
+        """Indices of each sequence's pending rows, ascending."""
+        pending_first = self.pending.int().argsort(dim=1, descending=True, stable=True)
+        return [pending_first[i, :count] for i, count in enumerate(self.remaining)]
+
+    def candidates(self, tokens: Tensor, confidence: Tensor) -> Candidates:
+        """Candidates of the rows, those that are not pending last in any rank."""
+        confidence = confidence.double().masked_fill_(~self.pending, -torch.inf)
+        return Candidates(tokens=tokens, confidence=confidence, pending=self.pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,49 +71,53 @@ class Proposals:
     least: Float[Tensor, "batch block"] | None
 
 
-def proposals(
-    logits: Float[Tensor, "batch block vocab"],
-    pending: Bool[Tensor, "batch block"],
-    *,
-    sampling: Sampling,
-    mask_token_id: int,
-    noise: SequenceNoise | None,
-    remaining: list[int] | None,
-) -> Proposals:
-    """The tokens of `propose`, with the same arguments; `logits` are as before afterwards."""
-    masked_out = logits[..., mask_token_id].clone()
-    logits[..., mask_token_id] = -torch.inf
+def propose(block: OpenBlock) -> Candidates:
+    """Candidates of every row; the logits are scratch space afterwards.
+
+    The token is the argmax of logits + temperature · Gumbel numbers over those that `top_p` and `top_k` leave; its
+    confidence is as `sampling` says, never with those numbers. The mask token is never proposed, or a row could stay
+    undecided for ever; it keeps its share of the distribution. The most likely other token is never cut, and of equals
+    at the edge of a cut all stay.
+    """
+    found, sampling = proposals(block), block.sampling
+    temperature = 0.0
+    if sampling.tempered_confidence:
+        temperature = sampling.temperature
+        _cut(block.logits, found.least)
+    return block.candidates(
+        found.tokens, _confidence(block.logits, found.tokens, found.likeliest, temperature, sampling.confidence)
+    )
+
+
+def proposals(block: OpenBlock) -> Proposals:
+    """The tokens of `propose`; the logits are as before afterwards."""
+    logits, sampling = block.logits, block.sampling
+    masked_out = logits[..., block.mask_token_id].clone()
+    logits[..., block.mask_token_id] = -torch.inf
     likeliest = tokens = logits.argmax(dim=-1)
-    logits[..., mask_token_id] = masked_out
+    logits[..., block.mask_token_id] = masked_out
     least = None
     if sampling.by_row:
-        assert remaining is not None, "pending rows are worked on by themselves"
-        rows = _pending_rows(pending, remaining)
+        rows = block.pending_rows()
         if sampling.cuts:
             least = _least_logits(logits, likeliest, rows, sampling)
         if sampling.temperature > 0:
-            assert noise is not None, "a temperature above 0 needs noise"
             tokens = tokens.clone()
             for i, some in enumerate(rows):
                 if len(some):
-                    tokens[i, some] = _draw(logits, least, i, some, mask_token_id, sampling.temperature, noise)
+                    tokens[i, some] = _draw(block, least, i, some)
     return Proposals(tokens, likeliest, least)
 
 
-def drawn_from(
-    logits: Float[Tensor, "batch block vocab"],
-    pending: Bool[Tensor, "batch block"],
-    *,
-    sampling: Sampling,
-    remaining: list[int],
-) -> Float[Tensor, "batch block vocab"]:
+def drawn_from(block: OpenBlock) -> Float[Tensor, "batch rows vocab"]:
     """The distribution that tokens of pending rows are drawn from, in place of the logits; at temperature 0 all of it
     is on the likeliest."""
+    logits, sampling = block.logits, block.sampling
     likeliest = logits.argmax(dim=-1)
     if sampling.temperature == 0:
         return logits.zero_().scatter_(-1, likeliest[..., None], 1.0)
     if sampling.cuts:
-        _cut(logits, _least_logits(logits, likeliest, _pending_rows(pending, remaining), sampling))
+        _cut(logits, _least_logits(logits, likeliest, block.pending_rows(), sampling))
     logits -= logits.gather(-1, likeliest[..., None])
     logits.div_(sampling.temperature).exp_()
     return logits.div_(logits.sum(dim=-1, keepdim=True))
@@ -118,12 +128,6 @@ def _cut(logits: Float[Tensor, "batch block vocab"], least: Float[Tensor, "batch
     if least is not None:
         for row_logits, bound in zip(logits, least, strict=True):
             row_logits.masked_fill_(row_logits < bound[:, None], -torch.inf)
-
-
-def _pending_rows(pending: Bool[Tensor, "batch block"], remaining: list[int]) -> list[Int[Tensor, " rows"]]:
-    """Indices of each sequence's first `remaining[i]` pending rows, ascending."""
-    pending_first = pending.int().argsort(dim=1, descending=True, stable=True)
-    return [pending_first[i, :count] for i, count in enumerate(remaining)]
 
 
 def _least_logits(
@@ -163,20 +167,16 @@ def _least_logit(logits: Float[Tensor, "rows vocab"], sampling: Sampling) -> Flo
 
 
 def _draw(
-    logits: Float[Tensor, "batch block vocab"],
-    least: Float[Tensor, "batch block"] | None,
-    sequence: int,
-    rows: Int[Tensor, " rows"],
-    mask_token_id: int,
-    temperature: float,
-    noise: SequenceNoise,
+    block: OpenBlock, least: Float[Tensor, "batch rows"] | None, sequence: int, rows: Int[Tensor, " rows"]
 ) -> Int[Tensor, " rows"]:
-    """Samples of one sequence's rows. One sequence at a time: the noise is in float64, twice as large as the logits."""
-    allowed = logits[sequence, rows]
+    """Samples of one sequence's rows. One at a time: Gumbel numbers are in float64, twice as large as logits."""
+    assert block.streams is not None, "a temperature above 0 needs streams"
+    allowed = block.logits[sequence, rows]
     if least is not None:
         allowed.masked_fill_(allowed < least[sequence, rows][:, None], -torch.inf)
-    allowed[:, mask_token_id] = -torch.inf
-    return noise.gumbel(sequence, *allowed.shape).mul_(temperature).add_(allowed).argmax(dim=-1)
+    allowed[:, block.mask_token_id] = -torch.inf
+    gumbel = block.streams.gumbel(sequence, *allowed.shape)
+    return gumbel.mul_(block.sampling.temperature).add_(allowed).argmax(dim=-1)
 
 
 def _confidence(

@@ -22,6 +22,7 @@ class Sampling:
         tempered_confidence: whether the confidence is of the distribution that tokens are drawn from, as Dream takes
             it: divided by the temperature, then cut by `top_p` and `top_k`. Else it is of the model's own, as LLaDA
             takes it.
+        random_ranks: candidates are ranked by chance, whatever the confidence.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of range.
@@ -32,6 +33,7 @@ class Sampling:
     top_k: int | None = None
     confidence: Confidence = "probability"
     tempered_confidence: bool = False
+    random_ranks: bool = False
 
     def __post_init__(self) -> None:
         check_temperature("temperature", self.temperature)
@@ -58,7 +60,7 @@ class Sampling:
 
     @property
     def needs_room(self) -> bool:
-        """Whether `propose` takes more room than the logits, as `call_bytes(sampled=True)` books it."""
+        """Whether `propose` takes more room than the logits, as `CallSizes.sampled` has it booked."""
         return self.by_row or self.confidence == "entropy"
 
 

@@ -38,10 +38,10 @@ def write_tasks(
     size: int | None = None,
     max_gen_toks: int = 32,
 ) -> list[str]:
-    """Write the folder.
+    """Write the folder, made where it is not there.
 
     Args:
-        folder: made where it is not there.
+        folder: where.
         tasks: names in `tiered.embedded.tasks.TASKS`.
         examples: of each task: `sample(task, "test", seed)` and the seeds behind it.
         seed: of the first.
@@ -111,14 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-gen-toks", type=int, default=32, help="tokens of an answer (default: %(default)s)")
     args = parser.parse_args(argv)
     try:
-        names = write_tasks(
-            args.folder,
-            tasks=args.tasks,
-            examples=args.examples,
-            seed=args.seed,
-            size=args.size,
-            max_gen_toks=args.max_gen_toks,
-        )
+        names = write_tasks(**vars(args))
     except (ValueError, TypeError, OSError) as error:
         parser.error(str(error))
     print(" ".join(names))

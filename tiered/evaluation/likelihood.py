@@ -47,9 +47,8 @@ class Likelihood:
             runtime: of a masked model.
             mc_num: masks drawn for each text.
             batch_size: masks in a forward.
-            check_greedy: also find out whether greedy decoding, one token a step, would give the continuation, which
-                takes as many forwards as that has tokens; False: say that it would not. Accuracy of LAMBADA needs it;
-                multiple choice does not.
+            check_greedy: also find out whether greedy decoding, one token a step, would give the continuation, in as
+                many forwards as it has tokens; False: say that it would not.
             cfg_scale: classifier-free guidance; above 0 the prefix is masked in a second forward of each mask.
             seed: of the masks; texts of one length get the same ones, so that choices are compared alike.
 

@@ -1,5 +1,6 @@
 """The harness's model: answers of this runtime to requests of lm-evaluation-harness 0.4.13 and later."""
 
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,18 @@ from tqdm import tqdm
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.checks import check_switch
-from tiered.evaluation.answering import Answering
-from tiered.evaluation.batches import answer_in_batches, parse_batch_size
-from tiered.evaluation.chat import chat_text, template
+from tiered.evaluation.answering import Answering, answer_in_batches, parse_batch_size
+from tiered.evaluation.arguments import split_options
 from tiered.evaluation.likelihood import Likelihood
-from tiered.evaluation.model_arguments import load, split_options
-from tiered.evaluation.prompts import encode_pair, fit
-from tiered.evaluation.stop_strings import answer_text
+from tiered.evaluation.text import answer_text, chat_text, encode_pair, fit, template
+from tiered.loading import from_pretrained
 from tiered.models.tokenizer import TOKENIZER_SOURCES
 from tiered.offload.device import pick_device
+from tiered.policies import DEFAULT_POLICY
 from tiered.policies.base import Policy
 from tiered.runtime import Runtime
 
 logger = logging.getLogger(__name__)
-
-NAMED = (
-    *("pretrained", "policy", "memory", "host_memory", "disk_memory", "disk_path", "dtype", "device"),
-    *("batch_size", "max_batch_size", "add_bos_token", "mc_num", "is_check_greedy"),
-)
 
 
 class TieredLM(LM):
@@ -70,21 +65,33 @@ class TieredLM(LM):
                 option (names the nearest), options that do not go together, or a model without a tokenizer.
         """
         super().__init__()
-        policy_options, generation = split_options(options, NAMED)
+        policy_options, generation = split_options(options, inspect.signature(TieredLM).parameters.keys() - {"options"})
         self.batch_size, self._auto_batch = parse_batch_size(batch_size, max_batch_size)
         check_switch("add_bos_token", add_bos_token)
-        self.runtime = load(
-            pretrained, policy=policy, policy_options=policy_options, memory=memory, host_memory=host_memory,
-            disk_memory=disk_memory, disk_path=disk_path, dtype=dtype, device=_present(device),
-        )  # fmt: skip
+        device, caps = _present(device), (memory, host_memory, disk_memory)
+        if isinstance(pretrained, Runtime):
+            if any(size is not None for size in caps) or (dtype, device) != ("auto", "auto"):
+                raise ValueError(
+                    "the runtime is loaded already: its memory, dtype and device are those it was loaded with"
+                )
+            self.runtime = pretrained
+            if policy is not None or policy_options:
+                self.runtime = pretrained.with_policy(policy or pretrained.policy, **policy_options)
+        else:
+            if not isinstance(memory, MemoryBudget):
+                memory = MemoryBudget(device=memory, host=host_memory, disk=disk_memory, disk_path=disk_path)
+            self.runtime = from_pretrained(
+                pretrained, policy=policy or DEFAULT_POLICY, memory=memory, dtype=dtype, device=device, **policy_options
+            )
         if self.runtime.tokenizer is None:
             raise ValueError(f"{self.runtime.name!r} has no tokenizer ({TOKENIZER_SOURCES}, beside the weights)")
         self.tokenizer, self._device = self.runtime.tokenizer, self.runtime.device
         self.max_length, self.eot_token_id = self.runtime.model.shape.max_context, self.runtime.model.eos_token_id
         self._answering = Answering(self.runtime, self.tokenizer, generation, add_bos_token=add_bos_token)
+        own = self._answering.defaults.options
         self._likelihood = Likelihood(
             self.runtime, mc_num=mc_num, batch_size=self.batch_size, check_greedy=is_check_greedy,
-            cfg_scale=self._answering.options.get("cfg_scale", 0.0), seed=self._answering.seed(),
+            cfg_scale=own.get("cfg_scale", 0.0), seed=self._answering.seed(own),
         )  # fmt: skip
 
     @classmethod
@@ -178,8 +185,8 @@ class TieredLM(LM):
             "model_dtype": str(self.runtime.dtype).removeprefix("torch."),
             "policy": str(self.runtime.policy),
             "memory_budget": str(self.runtime.ledger.budget),
-            "max_gen_toks": self._answering.max_gen_toks,
-            "generation": {name: repr(value) for name, value in self._answering.options.items()},
+            "max_gen_toks": self._answering.defaults.max_gen_toks,
+            "generation": {name: repr(value) for name, value in self._answering.defaults.options.items()},
             "totals": self._answering.totals.as_dict(),
         }
 

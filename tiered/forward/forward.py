@@ -1,8 +1,8 @@
-"""One forward pass over the rows of a step: the only path through the layers, whatever the policy.
+"""One step over some rows: the only path through the layers, whatever the policy.
 
-A pass goes over all rows layer by layer and, within a layer, twice over parts of the rows: first keys and values go to
-the store, then each part attends to the whole store and adds its branches to the residual stream in place. So a full
-refresh of a long canvas takes one hidden state of it and the temporaries of one part, and no N×N tensor exists.
+Within a layer the rows go in parts, three times over: keys and values to the store (`write`), attention to the whole
+store (`attend`), and the MLP (`mlp`); branches are added to the residual stream in place. So a full refresh of a long
+canvas takes one hidden state of it and the temporaries of one part, and no N×N tensor exists.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from tiered.core.features import Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
-from tiered.forward.costs import part_rows
 from tiered.forward.feature_store import FeatureStore
+from tiered.forward.forward_bytes import part_rows
 from tiered.models.base import DiffusionModel
 from tiered.models.rope import Rotary
 
@@ -45,10 +45,12 @@ class Flow:
 
 
 LayerProgram = Callable[["Forward", int, Flow], Flow]
-# Called with rows, their queries, the layer's keys, and the key mask, False at keys that nobody may read.
+# Called with rows, their queries, the layer's keys, and the key mask, False at keys that may not be read.
 AttentionProbe = Callable[[Rows, Tensor, Tensor, Tensor | None], None]
 # Called with rows, and of how many sequences, the first ones.
 RowsProbe = Callable[[Rows, int], None]
+# Called with the branches of a part of the rows.
+BranchKeeper = Callable[[Feature, slice, Tensor], None]
 
 
 @spanned(Op.RESIDUAL)
@@ -65,14 +67,14 @@ class Forward:
     Attributes:
         length: columns of the canvas.
         tiers: records of hidden states; None where the policy keeps none.
-        ids: what the pass under way reads.
+        ids: what the step under way reads.
         clean: columns in front of which tokens are final, of all sequences or of each. In a family with a noise mask
             they see each other alone.
-        rows_computed: rows of each sequence that went through a layer in the last pass, on average over layers.
-        attention_probe: sees what the last layer's attention is made of, whenever rows go through it; None: nobody.
-        rows_probe: hears, in every layer, whose keys and values are computed anew; None: nobody.
+        rows_computed: rows of each sequence that went through a layer in the last step, on average over layers.
+        attention_probe: sees what the last layer's attention is made of, whenever rows go through it; None: none.
+        rows_probe: hears, in every layer, whose keys and values are computed anew; None: none.
 
-    `dense` is the layer of a plain pass. It is built from the pieces below it, which a policy's own layer program may
+    `dense` is the layer of a plain step. It is built from the pieces below it, which a policy's own layer program may
     call as well, in another order or over other rows.
     """
 
@@ -95,7 +97,7 @@ class Forward:
         self.rows_computed = 0.0
         self._rotary = model.rotary(positions)
         self._key_mask = None if key_mask is None else key_mask[:, None, None, :]
-        self._sequences: int | None = None  # that the pass under way goes over, the first ones; None: all
+        self._sequences: int | None = None  # that the step under way goes over, the first ones; None: all
         self.attention_probe: AttentionProbe | None = None
         self.rows_probe: RowsProbe | None = None
 
@@ -116,7 +118,7 @@ class Forward:
         clean: int | Int[Tensor, " batch"] = 0,
     ) -> Float[Tensor, "batch output vocab"]:
         """float32 logits of `rows[output]` after all layers, NaN where a row has no finite norm; every layer goes
-        through `program` (None: `dense`). A pass over the first sequences alone leaves the others' cache as it is.
+        through `program` (None: `dense`). A step over the first sequences alone leaves the others' cache as it is.
         `clean`: see the attribute."""
         self.ids, self.clean = ids, clean
         self._sequences = len(ids)
@@ -139,24 +141,67 @@ class Forward:
         """A plain layer: write keys and values of all rows, then attention and MLP of all rows (in the last layer, of
         the output rows)."""
         rows, hidden, output = flow.rows, flow.hidden, flow.output
-        parts = rows.parts(part_rows(len(hidden)))
-        normed = None
+        normed = self.write(layer, rows, hidden)
+        if layer == self.model.shape.layers - 1:
+            normed = None if normed is None else normed[:, output]
+            rows, hidden, output = rows[output], hidden[:, output], slice(0, rows[output].count)
+        self.attend(layer, rows, hidden, normed=normed)
+        del normed  # not held while the MLP runs: it is as large as the residual stream of the part
+        self.mlp(layer, hidden)
+        return Flow(rows, hidden, output)
+
+    # The three pieces of a layer. They go over the rows in parts, so that temporaries are those of one part.
+
+    def write(
+        self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
+    ) -> Float[Tensor, "batch rows width"] | None:
+        """Store keys and values of `rows`, whose residual stream is `hidden`. Returns their norm where they are one
+        part: `attend` can use it. Of several parts, computing it again is cheaper than keeping them all."""
+        parts, normed = self.parts(rows.count, len(hidden)), None
         for part in parts:
             normed = self.model.attention_norm(layer, hidden[:, part])
             self.write_keys_values(layer, rows[part], normed)
-        if layer == self.model.shape.layers - 1:
-            normed = normed[:, output] if len(parts) == 1 and normed is not None else None
-            rows, hidden = rows[output], hidden[:, output]
-            output = slice(0, rows.count)
-            parts = rows.parts(part_rows(len(hidden)))
-        for part in parts:
-            # One part: its norm is still at hand. Several: computing it again is cheaper than keeping them all.
-            if len(parts) > 1 or normed is None:
-                normed = self.model.attention_norm(layer, hidden[:, part])
-            add_branch(hidden, part, self.attention(layer, rows[part], normed))
-            normed = None  # not held while the MLP runs: it is as large as the residual stream of the part
-            add_branch(hidden, part, self.model.feed_forward(layer, hidden[:, part]))
-        return Flow(rows, hidden, output)
+        return normed if len(parts) == 1 else None
+
+    def attend(
+        self,
+        layer: int,
+        rows: Rows,
+        hidden: Float[Tensor, "batch rows width"],
+        *,
+        normed: Float[Tensor, "batch rows width"] | None = None,
+        queries: Float[Tensor, "batch heads rows head_dim"] | None = None,
+        keep: BranchKeeper | None = None,
+    ) -> None:
+        """Add the attention branch of `rows` to `hidden`, in place, and show it to `keep`.
+
+        `normed`, `queries`: of all rows, where they are at hand."""
+        for part in self.parts(rows.count, len(hidden)):
+            if queries is None:
+                of_part = self.model.attention_norm(layer, hidden[:, part]) if normed is None else normed[:, part]
+                branch = self.attention(layer, rows[part], of_part)
+                del of_part
+            else:
+                mixed = self.attended(layer, rows[part], queries[:, :, part])
+                branch = self.model.attention_out(layer, mixed)
+                del mixed
+            if keep is not None:
+                keep(Feature.ATTN_OUT, part, branch)
+            add_branch(hidden, part, branch)
+            del branch  # not held while the next part's is made
+
+    def mlp(self, layer: int, hidden: Float[Tensor, "batch rows width"], *, keep: BranchKeeper | None = None) -> None:
+        """Add the branch of the MLP to `hidden`, in place, and show it to `keep`."""
+        for part in self.parts(hidden.shape[1], len(hidden)):
+            branch = self.model.feed_forward(layer, hidden[:, part])
+            if keep is not None:
+                keep(Feature.FFN_OUT, part, branch)
+            add_branch(hidden, part, branch)
+            del branch
+
+    def parts(self, rows: int, batch: int) -> list[slice]:
+        """Slices of `rows` rows of each of `batch` sequences: what passes a layer at a time."""
+        return Rows.span(0, rows).parts(min(part_rows(batch), self.length))
 
     @spanned(Op.QKV)
     def write_keys_values(self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]) -> None:

@@ -5,7 +5,7 @@ A layer enters the workspace that has rested longest; what was written of the la
     (not here) ──enter──▶ in a workspace ──another enters──▶ (not here)
                           its pages:  ──sent──▶ coming ──landed──▶ valid ──wrote──▶ dirty
 
-A set of pages is an integer, one bit for each page of each sequence. Pages that nobody has ever written are neither
+A set of pages is an integer, one bit for each page of each sequence. Pages that were never written are neither
 valid nor stored, and nothing is to be fetched of them.
 """
 
@@ -34,14 +34,14 @@ class _Resident:
     valid: int = 0
     dirty: int = 0
     coming: int = 0
-    unread: int = 0  # have come, and nobody has asked for them since
+    unread: int = 0  # have come, and were not asked for since
 
 
 class PageBook:
     """The streamed layers of one feature over some workspaces."""
 
     def __init__(self, layers: Sequence[int], workspaces: int) -> None:
-        """`layers`: ascending, as a pass goes through them.
+        """`layers`: ascending, as a step goes through them.
 
         Raises:
             ValueError: no layers or none to put them in.
@@ -62,7 +62,7 @@ class PageBook:
         return self._here[layer].workspace if layer in self._here else None
 
     def following(self, layer: int) -> int | None:
-        """The streamed layer that a pass comes to after `layer`, where there is a workspace for both; None: none."""
+        """The streamed layer that a step comes to after `layer`, where there is a workspace for both; None: none."""
         after = self._following[layer]
         return None if after == layer or self.workspaces == 1 else after
 
@@ -98,7 +98,7 @@ class PageBook:
         return pages & self._stored[layer] & ~self._here[layer].valid
 
     def missing(self, layer: int, pages: int) -> int:
-        """Those of `wanted` that nobody has sent for."""
+        """Those of `wanted` that were not sent for."""
         return self.wanted(layer, pages) & ~self._here[layer].coming
 
     def read(self, layer: int, pages: int) -> int:

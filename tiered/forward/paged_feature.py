@@ -2,29 +2,38 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tiered.core.errors import RecordLostError, TierCapacityError
+from tiered.core.errors import RecordLostError
 from tiered.core.features import Feature, Tier
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
-from tiered.forward.flights import Flights
 from tiered.forward.page_book import Departure, PageBook
 from tiered.forward.page_indices import PageIndices
 from tiered.forward.pages import Pages, members, union
 from tiered.offload.codec_bytes import Codec
 from tiered.tiers.manager import TierManager
-from tiered.tiers.record import RecordKey
+from tiered.tiers.record_book import RecordKey
+from tiered.tiers.ticket import Ticket
+
+
+class Flight(NamedTuple):
+    """A few pages of one layer, as many as a staging slot holds, on their way to its workspace."""
+
+    ticket: Ticket
+    layer: int
+    pages: int
 
 
 class PagedFeature:
-    """The streamed layers of `feature`. A workspace is laid out as a resident layer, so whoever reads it computes the
+    """The streamed layers of `feature`. A workspace is laid out as a resident layer, so a reader computes the
     same bits.
 
-    What a layer had to have fetched in a pass, the next streamed layer will want too: its fetch begins then, into
+    What a layer had to have fetched in a step, the next streamed layer will want too: its fetch begins then, into
     another workspace, and runs beside compute.
     """
 
@@ -36,14 +45,13 @@ class PagedFeature:
         *,
         workspaces: int,
         tiers: TierManager,
-        flights: Flights,
         indices: PageIndices,
     ) -> None:
-        """`layers`: streamed ones, ascending; `flights` and `indices`: shared by the features of a call."""
+        """`layers`: streamed ones, ascending; `indices`: shared by the features of a call."""
         self._feature = feature
         self._pages = pages
         self._tiers = tiers
-        self._flights = flights
+        self._flights: list[Flight] = []
         self._indices = indices
         self._book = PageBook(layers, workspaces)
         shape = (pages.batch, pages.heads, pages.columns, pages.elements)
@@ -74,7 +82,7 @@ class PagedFeature:
         touched = self._pages.touched(sequences, *columns)
         covered = self._pages.covered(sequences, *columns) if whole else 0
         self._enter(layer)
-        self._flights.give_up(self._out(layer), covered)
+        self._give_up(layer, covered)
         self._have(layer, touched & ~covered)
         self._book.wrote(layer, touched)
         return self._space(layer)[:sequences]
@@ -83,8 +91,8 @@ class PagedFeature:
     def keep(self, sequences: Sequence[int]) -> None:
         """Go on with these sequences alone (ascending). Errors as `view`."""
         everything = self._pages.of(len(self._names))
-        for out in self._flat:
-            self._flights.give_up(out, everything)
+        for layer in self._book.layers:
+            self._give_up(layer, everything)
         for departure in self._book.empty():
             self._store(departure)
         kept = union([page for page in members(everything) if self._pages.sequence_and_part(page)[0] in sequences])
@@ -101,20 +109,44 @@ class PagedFeature:
         fetched, after = wanted | self._book.read(layer, pages), self._book.following(layer)
         if fetched and after is not None:
             self._enter(after)
-            with suppress(RecordLostError):  # whoever needs it will be told
+            with suppress(RecordLostError):  # told when it is needed
                 self._send(after, fetched)
-        self._flights.land(self._out(layer), wanted)
+        self._land(layer, wanted)
         self._book.read(layer, wanted)
 
     def _send(self, layer: int, pages: int) -> None:
         out = self._out(layer)
         for group in self._groups(self._book.missing(layer, pages)):
-            self._flights.send(self._keys(layer, group), layer, union(group), out, self._index(group), self._book)
+            ticket = self._tiers.fetch(self._keys(layer, group), out, self._index(group))
+            flight = Flight(ticket, layer, union(group))
+            self._book.sent(layer, flight.pages)
+            self._flights.append(flight)
+
+    def _land(self, layer: int, pages: int) -> None:
+        """Let compute wait for all flights that bring some of `pages`."""
+        for flight in self._ended(layer, pages):
+            try:
+                flight.ticket.wait()
+            except BaseException:
+                self._book.given_up(layer, flight.pages)
+                raise
+            self._book.landed(layer, flight.pages)
+
+    def _give_up(self, layer: int, pages: int) -> None:
+        """Forget all flights that bring some of `pages`."""
+        for flight in self._ended(layer, pages):
+            flight.ticket.close()
+            self._book.given_up(layer, flight.pages)
+
+    def _ended(self, layer: int, pages: int) -> Iterator[Flight]:
+        for flight in [flight for flight in self._flights if flight.layer == layer and flight.pages & pages]:
+            self._flights.remove(flight)
+            yield flight
 
     def _enter(self, layer: int) -> None:
         leaving = self._book.leaver(layer)
         if leaving is not None:
-            self._flights.give_up(self._out(leaving), self._book.coming(leaving))
+            self._give_up(leaving, self._book.coming(leaving))
         departure = self._book.enter(layer)
         if departure is not None:
             self._store(departure)
@@ -123,11 +155,7 @@ class PagedFeature:
         for group in self._groups(departure.dirty):
             rows = self._flat[departure.workspace].index_select(0, self._index(group))
             keys, sizes = self._keys(departure.layer, group), [self._pages.rows(page) for page in group]
-            try:
-                self._tiers.store(keys, rows, sizes, codec=Codec.RAW, tier=Tier.HOST)
-            except TierCapacityError:  # what is about to be fetched cannot be evicted
-                self._flights.land_all()
-                self._tiers.store(keys, rows, sizes, codec=Codec.RAW, tier=Tier.HOST)
+            self._tiers.store(keys, rows, sizes, codec=Codec.RAW, tier=Tier.HOST)
 
     def _groups(self, pages: int) -> Iterator[list[int]]:
         """`pages`, as many at a time as a staging slot holds."""

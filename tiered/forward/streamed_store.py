@@ -2,17 +2,16 @@
 
 from collections.abc import Mapping
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tiered.core.features import Feature
 from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
-from tiered.forward.flights import Flights
 from tiered.forward.page_indices import PageIndices
 from tiered.forward.paged_feature import PagedFeature
-from tiered.forward.stream_costs import StreamCosts
-from tiered.forward.touched_columns import TouchedColumns
+from tiered.forward.stream_bytes import StreamBytes
 from tiered.models.shape import ModelShape
 from tiered.tiers.manager import TierManager
 
@@ -25,15 +24,15 @@ class StreamedFeatureStore(FeatureStore):
         self,
         shape: ModelShape,
         features: Mapping[Feature, int],
-        costs: StreamCosts,
+        needed: StreamBytes,
         tiers: TierManager,
         *,
         batch: int,
         length: int,
         answer_start: int = 0,
     ) -> None:
-        """`costs`: which layers are streamed, and through what; `tiers`: where they are. Else as `FeatureStore`."""
-        streamed = {stream.feature: stream for stream in costs.streams}
+        """`needed`: which layers are streamed, and through what; `tiers`: where they are. Else as `FeatureStore`."""
+        streamed = {stream.feature: stream for stream in needed.streams}
         resident = {
             feature: [
                 layer for layer in range(layers) if feature not in streamed or layer not in streamed[feature].layers
@@ -54,8 +53,8 @@ class StreamedFeatureStore(FeatureStore):
             for feature, layers in resident.items()
             if feature in streamed
         }
-        flights, indices = Flights(tiers), PageIndices(costs.index_bytes, tiers.device)
-        self._flights = flights
+        self._tiers = tiers
+        indices = PageIndices(needed.index_bytes, tiers.device)
         self._columns = TouchedColumns()
         self._paged = {
             feature: PagedFeature(
@@ -64,7 +63,6 @@ class StreamedFeatureStore(FeatureStore):
                 stream.pages,
                 workspaces=stream.workspaces,
                 tiers=tiers,
-                flights=flights,
                 indices=indices,
             )
             for feature, stream in streamed.items()
@@ -81,7 +79,7 @@ class StreamedFeatureStore(FeatureStore):
         Raises:
             RecordLostError, TransferError: a copy between the tiers failed.
         """
-        self._flights.land_arrived()
+        self._tiers.progress()
         paged = self._paged.get(feature)
         if paged is None:
             return super().view(feature, layer)
@@ -97,7 +95,7 @@ class StreamedFeatureStore(FeatureStore):
         if paged is None or layer not in paged:
             super().write(feature, layer, rows, values)
             return
-        self._flights.land_arrived()
+        self._tiers.progress()
         first = self._first[feature]
         start, stop = (max(0, column - first) for column in self._columns.of(rows))
         whole = rows.start is not None and rows.valid is None
@@ -109,3 +107,34 @@ class StreamedFeatureStore(FeatureStore):
         for paged in self._paged.values():
             paged.keep(sequences)
         super().keep(sequences)
+
+
+class TouchedColumns:
+    """The columns that rows may touch, known on the host: what a store in pages has to have there.
+
+    Remembers what it had to read back from the device: rows are the same in every layer, though each layer cuts parts
+    of its own from them. So an index is known by its memory and by how often that was written, not as an object."""
+
+    def __init__(self) -> None:
+        # The indices themselves are kept: while they are alive, no other tensor has their address.
+        self._read: list[tuple[torch.Tensor, int, tuple[int, int]]] = []
+
+    def of(self, rows: Rows) -> tuple[int, int]:
+        """First column and the one behind the last. Scattered rows whose maker does not say it (`Rows.within`) cost
+        one read from the device for as long as their index stays the same tensor."""
+        if rows.start is not None:
+            return rows.start, rows.start + rows.count
+        if rows.within is not None:
+            return rows.within
+        index = rows.index
+        assert index is not None, "rows are a span or an index"
+        if not index.numel():
+            return 0, 0
+        for known, version, columns in self._read:
+            if known.data_ptr() == index.data_ptr() and known.shape == index.shape and version == index._version:
+                return columns
+        if self._read and self._read[0][0].untyped_storage().data_ptr() != index.untyped_storage().data_ptr():
+            self._read.clear()  # other rows
+        first, last = torch.stack(index.aminmax()).tolist()
+        self._read.append((index, index._version, (first, last + 1)))
+        return first, last + 1

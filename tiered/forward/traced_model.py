@@ -8,7 +8,7 @@ from tiered.core.ops import Op
 from tiered.core.spans import active, spanned
 from tiered.models.base import DiffusionModel
 
-# Methods of `DiffusionModel` that compute for a pass. `queries`, `keys_values` and `attend` are called by methods of
+# Methods of `DiffusionModel` that compute for a step. `queries`, `keys_values` and `attend` are called by methods of
 # `Forward` alone, which are ranges with what is around them.
 PIECES: Mapping[str, Op] = MappingProxyType(
     {

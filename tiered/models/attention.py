@@ -11,7 +11,7 @@ def attend(
     values: Float[Tensor, "batch kv_heads length head_dim"],
     key_mask: Bool[Tensor, "batch 1 1 length"] | None,
 ) -> Float[Tensor, "batch rows width"]:
-    """Bidirectional attention, heads concatenated; `key_mask` is False at keys that nobody may read."""
+    """Bidirectional attention, heads concatenated; `key_mask` is False at keys that no row may read."""
     batch, heads, rows, head_dim = queries.shape
     kv_heads = keys.shape[1]
     # Grouped queries: the heads that share a key head become more rows of that head, so no key is ever copied.

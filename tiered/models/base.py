@@ -1,71 +1,135 @@
-"""What the forward asks of a model family: the pieces of a layer, each over any rows.
+"""A diffusion LM without its loop over layers: the pieces of a layer, each over any rows.
 
 The forward owns the order of the pieces, the residual stream and the store; a family owns the arithmetic. So one path
-through `tiered.forward.forward` serves every policy and every family.
+through `tiered.forward.forward` serves every policy and every family. The pieces here are those of most families, as in
+Llama: norm → attention → norm → MLP with a gate. A family overrides the pieces that differ.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
+import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tiered.models.attention import attend
+from tiered.models.layout import ModelConfig
 from tiered.models.noise import Noise
+from tiered.models.projection import project
 from tiered.models.rope import Rotary
 from tiered.models.shape import ModelShape
 
+M = TypeVar("M", bound="DiffusionModel")
 
-class DiffusionModel(nn.Module, ABC):
-    """A dense diffusion LM without its loop over layers. Parameters have no gradient.
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm: normalised in float32, rounded to the model's dtype, then scaled."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
+        return F.rms_norm(hidden.float(), self.weight.shape, eps=self.eps).to(hidden.dtype) * self.weight
+
+
+class DenseBlock(nn.Module):
+    """The weights of one layer; `ff_proj` is the gate of the MLP, where it has one."""
+
+    norm: ClassVar[type[nn.Module]] = RMSNorm
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        shape = config.shape
+
+        def linear(name: str, inner: int, out: int) -> nn.Linear:
+            return nn.Linear(inner, out, bias=name in config.biases)
+
+        self.attn_norm = self.norm(shape.width, config.norm_eps)
+        self.q_proj = linear("q_proj", shape.width, shape.width)
+        self.k_proj = linear("k_proj", shape.width, shape.kv_width)
+        self.v_proj = linear("v_proj", shape.width, shape.kv_width)
+        self.attn_out = linear("attn_out", shape.width, shape.width)
+        self.ff_norm = self.norm(shape.width, config.norm_eps)
+        if shape.mlp_matrices == 2:
+            self.ff_proj = linear("ff_proj", shape.width, shape.mlp_width)
+        self.up_proj = linear("up_proj", shape.width, shape.mlp_width)
+        self.ff_out = linear("ff_out", shape.mlp_width, shape.width)
+
+
+class DiffusionModel(nn.Module):
+    """The weights and the arithmetic of a family. Parameters have no gradient. Construct it under
+    `torch.device("meta")` to take no memory before the weights arrive.
 
     Attributes:
+        read_config: reads config.json (official keys) and refuses what the forward does not have with a `ValueError`.
+        config: what `read_config` made.
         shape: sizes and weight names.
         noise: what answers begin as and how it goes away, where that is not masks alone; None: masks.
         mask_token_id, eos_token_id, pad_token_id: special tokens of the vocabulary.
     """
 
+    read_config: ClassVar[Callable[[Mapping[str, object]], ModelConfig]]
+    _block_type: ClassVar[type[DenseBlock]] = DenseBlock
+    blocks: Any  # an nn.ModuleList of `_block_type`
+    ln_f: Any
+    config: Any
     shape: ModelShape
     noise: Noise | None = None
     mask_token_id: int
     eos_token_id: int
     pad_token_id: int
 
-    @classmethod
-    @abstractmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "DiffusionModel":
-        """The model that `config` (config.json, official keys) describes; raises `ValueError` for what it lacks."""
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.shape = shape = config.shape
+        self.mask_token_id = config.mask_token_id
+        self.eos_token_id = config.eos_token_id
+        self.pad_token_id = config.pad_token_id
+        self.wte = nn.Embedding(shape.vocab_size, shape.width)
+        self.blocks = nn.ModuleList(self._block_type(config) for _ in range(shape.layers))
+        self.ln_f = self._block_type.norm(shape.width, config.norm_eps)
+        if not config.head_tied:
+            self.ff_out = nn.Linear(shape.width, shape.vocab_size, bias=False)
+        self.requires_grad_(False)
 
-    @abstractmethod
+    @classmethod
+    def from_config(cls: type[M], config: Mapping[str, Any]) -> M:
+        """The model that `config` describes; raises as `read_config`."""
+        return cls(cls.read_config(config))
+
     def parameter_name(self, official: str) -> str:
         """Our own name of the weight that the checkpoint calls `official`."""
+        return self.config.parameter_names[official]
 
-    @abstractmethod
     def rotary(self, positions: Int[Tensor, "batch length"]) -> Rotary:
         """RoPE angles of `positions`."""
+        return Rotary.of(positions, self.shape.head_dim, self.config.rope_theta)
 
-    @abstractmethod
     def embed(self, ids: Int[Tensor, "batch rows"]) -> Float[Tensor, "batch rows width"]:
         """Input of the first layer."""
+        return self.wte(ids)
 
-    @abstractmethod
     def attention_norm(
         self, layer: int, hidden: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch rows width"]:
         """What queries, keys and values of `layer` are projected from."""
+        return self.blocks[layer].attn_norm(hidden)
 
-    @abstractmethod
     def keys(
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
     ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
         """Keys (rotated) of the rows."""
+        return rotary.rotate(self._heads(self._project(normed, self.blocks[layer].k_proj)))
 
-    @abstractmethod
     def values(
         self, layer: int, normed: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
         """Values of the rows."""
+        return self._heads(self._project(normed, self.blocks[layer].v_proj))
 
     def keys_values(
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
@@ -73,11 +137,11 @@ class DiffusionModel(nn.Module, ABC):
         """Keys (rotated) and values of the rows."""
         return self.keys(layer, normed, rotary), self.values(layer, normed)
 
-    @abstractmethod
     def queries(
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
     ) -> Float[Tensor, "batch heads rows head_dim"]:
         """Queries (rotated) of the rows."""
+        return rotary.rotate(self._heads(self._project(normed, self.blocks[layer].q_proj)))
 
     def attend(
         self,
@@ -92,7 +156,7 @@ class DiffusionModel(nn.Module, ABC):
         see no others override it.
 
         Args:
-            key_mask: False at keys that nobody may read.
+            key_mask: False at keys that no row may read.
             visible: keys, from the first on, that each row may read; None: all. Never given to a family whose shape
                 does not say `noise_masked`.
         """
@@ -103,16 +167,37 @@ class DiffusionModel(nn.Module, ABC):
         """Keys, not rotated, that every row of `layer` attends to beside those of the canvas; None: there are none."""
         return None
 
-    @abstractmethod
     def attention_out(
         self, layer: int, mixed: Float[Tensor, "batch rows heads_width"]
     ) -> Float[Tensor, "batch rows width"]:
         """The attention branch, as it is added to the residual stream (`ATTN_OUT`)."""
+        return self._project(mixed, self.blocks[layer].attn_out)
 
-    @abstractmethod
     def feed_forward(self, layer: int, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows width"]:
         """The MLP branch with its norm, as it is added to the residual stream (`FFN_OUT`)."""
+        block = self.blocks[layer]
+        normed = block.ff_norm(hidden)
+        gated = F.silu(self._project(normed, block.ff_proj)) * self._project(normed, block.up_proj)
+        return self._project(gated, block.ff_out)
 
-    @abstractmethod
     def logits(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows vocab"]:
         """float32 logits of the last layer's output."""
+        return project(self.ln_f(hidden), (self.wte if self.config.head_tied else self.ff_out).weight).float()
+
+    def _project(
+        self, rows: Float[Tensor, "batch rows inner"], projection: nn.Linear
+    ) -> Float[Tensor, "batch rows out"]:
+        """`projection` of the rows, scaled, with its bias."""
+        projected = self._scaled(project(rows, projection.weight), projection.weight)
+        # In place: the projection is as large as the result, and this is its only reference.
+        return projected if projection.bias is None else projected.add_(projection.bias)
+
+    def _scaled(
+        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"]
+    ) -> Float[Tensor, "batch rows out"]:
+        """What a product with `weight` counts for."""
+        return projected
+
+    def _heads(self, projected: Float[Tensor, "batch rows heads_width"]) -> Float[Tensor, "batch heads rows head_dim"]:
+        """The rows head by head, as a view."""
+        return projected.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)

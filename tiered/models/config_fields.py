@@ -1,63 +1,81 @@
-"""Books: what a forward reads of a config.json beside the sizes: numbers, switches and ids of special tokens."""
+"""Books: reading values of a config.json: sizes, numbers, switches, ids of special tokens; each error names its key."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from tiered.models.shape import ModelShape, value_of
+from tiered.models.shape import BYTES_PER_ELEMENT, MOST_SIZE
 
 # float32's range: what norms and rotations are computed in, whatever the model's dtype.
 _LEAST, _MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+# Switches of other models, by their usual names, with what leaves the function computed as it is. A family that has one
+# says so in its own table.
+_SWITCHES: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "attention_bias": (False,),
+        "attn_logit_softcapping": (False,),
+        "compression_config": (False,),
+        "final_logit_softcapping": (False,),
+        "is_causal": (False,),
+        "mlp_bias": (False,),
+        "num_experts": (0,),
+        "num_local_experts": (0,),
+        "partial_rotary_factor": (1.0,),
+        "quantization_config": (False,),
+        "sliding_window": (False,),
+        "use_mrope": (False,),
+        "use_qk_norm": (False,),
+        "use_sliding_window": (False,),
+    }
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """What every forward needs beside the sizes.
-
-    Attributes:
-        rope_theta, norm_eps: of the rotation and the norms.
-        head_tied: whether the language-model head is the embedding.
-    """
-
-    shape: ModelShape
-    rope_theta: float
-    norm_eps: float
-    head_tied: bool
-    mask_token_id: int
-    eos_token_id: int
-    pad_token_id: int
+def value_of(config: Mapping[str, object], key: str, default: object) -> object:
+    """`config[key]`; `default` where it is absent or null."""
+    value = config.get(key)
+    return default if value is None else value
 
 
-def common_fields(
-    config: Mapping[str, object],
-    shape: ModelShape,
-    *,
-    head_tied: bool,
-    norm_eps: float,
-    tokens: tuple[int | None, int | None, int | None] = (None, None, None),
-) -> dict[str, Any]:
-    """The fields of `ModelConfig`, whose keys in config.json are the same in every family.
-
-    `norm_eps` and `tokens` (mask, end, padding) are what stands for absent keys.
+def positive(config: Mapping[str, object], key: str, default: int | None = None, *, most: int = MOST_SIZE) -> int:
+    """`config[key]` as a size; `default` stands in for a key that is absent or null.
 
     Raises:
-        ValueError: a number out of float32's range, a scaled rotation, a token outside the vocabulary, or a mask that
-            is the end of an answer.
+        ValueError: absent without a default, or not a positive integer up to `most`.
     """
-    names = ("mask_token_id", "eos_token_id", "pad_token_id")
-    ids = {name: token_id(config, name, shape.vocab_size, token) for name, token in zip(names, tokens, strict=True)}
-    if ids["mask_token_id"] == ids["eos_token_id"]:
-        raise ValueError(
-            f"config.json: mask_token_id = {ids['mask_token_id']} is the eos_token_id too; two tokens are needed, "
-            "since no answer ends with a mask"
-        )
-    return {
-        "shape": shape,
-        "rope_theta": rope_theta(config),
-        "norm_eps": positive_number(config, "rms_norm_eps", norm_eps),
-        "head_tied": head_tied,
-        **ids,
-    }
+    value = value_of(config, key, default)
+    if value is None:
+        raise ValueError(f"config.json lacks {key!r}, which this model family needs")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"config.json: {key} = {value!r}; a positive integer up to {most} is allowed")
+    return value
+
+
+def checkpoint_dtype(config: Mapping[str, object]) -> str:
+    """The dtype that config.json names (`torch_dtype`, or `dtype` in newer files); float32 where it names none.
+
+    Raises:
+        ValueError: a dtype that no checkpoint of these families has.
+    """
+    name = str(config.get("torch_dtype") or config.get("dtype") or "float32").removeprefix("torch.")
+    if name not in BYTES_PER_ELEMENT:
+        raise ValueError(f"config.json: torch_dtype = {name!r}; allowed: {', '.join(BYTES_PER_ELEMENT)}")
+    return name
+
+
+def require(config: Mapping[str, object], allowed: Mapping[str, tuple[object, ...]], family: str) -> None:
+    """Check that each key of `allowed`, and each switch of other models, holds a value that our forward implements
+    where config.json has it; null is as good as absent.
+
+    Raises:
+        ValueError: names every key, its value and what is allowed.
+    """
+    wrong = [
+        f"{key} = {config[key]!r} (allowed: {', '.join(map(repr, values))})"
+        for key, values in {**_SWITCHES, **allowed}.items()
+        if config.get(key) is not None and config[key] not in values
+    ]
+    if wrong:
+        raise ValueError(f"config.json asks for what the {family} forward does not have: {'; '.join(wrong)}")
 
 
 def positive_number(config: Mapping[str, object], key: str, default: float) -> float:
@@ -97,16 +115,31 @@ def switch(config: Mapping[str, object], key: str, default: bool = False) -> boo
     return value
 
 
-def token_id(config: Mapping[str, object], key: str, vocab_size: int, default: int | None = None) -> int:
-    """`config[key]` as a token of the vocabulary; `default` where it is absent or null.
+def special_tokens(
+    config: Mapping[str, object],
+    vocab_size: int,
+    keys: Mapping[str, str],
+    defaults: tuple[int | None, int | None, int | None],
+) -> dict[str, int]:
+    """`mask_token_id`, `eos_token_id` and `pad_token_id`, from their `keys`; `defaults` stand for absent ones, in this
+    order.
 
     Raises:
-        ValueError: absent without a default, or no id in [0, `vocab_size`).
+        ValueError: absent without a default, a token outside the vocabulary, or a mask that is the end of an answer.
     """
-    value = value_of(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-        raise ValueError(f"config.json: {key} = {value!r}; a token id in [0, {vocab_size}) is allowed")
-    return value
+    ids: dict[str, int] = {}
+    for name, default in zip(("mask_token_id", "eos_token_id", "pad_token_id"), defaults, strict=True):
+        key = keys[name]
+        value = value_of(config, key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
+            raise ValueError(f"config.json: {key} = {value!r}; a token id in [0, {vocab_size}) is allowed")
+        ids[name] = value
+    if ids["mask_token_id"] == ids["eos_token_id"]:
+        raise ValueError(
+            f"config.json: {keys['mask_token_id']} = {ids['mask_token_id']} is the {keys['eos_token_id']} too; "
+            "two tokens are needed, since no answer ends with a mask"
+        )
+    return ids
 
 
 def rope_theta(config: Mapping[str, object]) -> float:

@@ -1,11 +1,13 @@
 """The GIDD family (arXiv 2503.04482; gidd-unif and gidd-mask, 3B and 10B): uniform, mask or mixed noise.
 
-Beside LLaDA's layer: soft-capped scores, a learned key and value that every row attends to, final tokens that see
-final tokens alone, q/k norms over the full width, an MLP of squared ReLU, and scaled branches and head.
+Beside a dense layer: soft-capped scores, a learned key and value that every row attends to, final tokens that see final
+tokens alone, q/k norms over the full width, an MLP of squared ReLU without a gate, and scaled projections, branches and
+head. Absent keys of config.json take the defaults of the official `GiddConfig`.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +16,89 @@ from torch import Tensor, nn
 
 from tiered.kernels.capped_attention_ref import capped_attention
 from tiered.kernels.choice import for_device
-from tiered.models.base import DiffusionModel
-from tiered.models.gidd_config import GiddConfig, read_gidd_config
-from tiered.models.projection import project
+from tiered.models.base import DenseBlock, DiffusionModel
+from tiered.models.config_fields import finite_number, positive_number, switch
+from tiered.models.layout import NAMES, Layout, ModelConfig
+from tiered.models.noise import MOST_LOG_SNR, Noise
 from tiered.models.rope import Rotary
 
-_OFFICIAL_PREFIX = "model."
+_LAYOUT = Layout(
+    family="GIDD",
+    allowed={
+        "attention_bias": (False, True),
+        "mlp_bias": (False, True),
+        "use_qk_norm": (False, True),
+        "weight_tying": (False,),  # in this family `tie_word_embeddings`
+    },
+    names={
+        **NAMES,
+        "blocks.attn_norm": "attn_layernorm",
+        "blocks.ff_norm": "mlp_layernorm",
+        **{f"blocks.{name}": f"self_attn.{name}" for name in ("q_norm", "k_norm", "k_bias", "v_bias")},
+    },
+    tokens=(3, 1, 2),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiddConfig(ModelConfig):
+    """What the GIDD forward needs beside the sizes and what every forward needs.
+
+    Attributes:
+        qk_norm: whether queries and keys are normed over the full width.
+        branch_scale: of each branch: `resid_scale` over the number of layers.
+        weight_scale: what every projection is multiplied by: a number, or "fan_in" or "fan_out", to the power of −½.
+        head_scale: what logits are multiplied by.
+        noise: the process that the model was trained on.
+    """
+
+    qk_norm: bool
+    branch_scale: float
+    weight_scale: float | str
+    head_scale: float
+    noise: Noise
+
+
+def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
+    """`config.json` as the GIDD forward reads it.
+
+    Raises:
+        ValueError: as `Layout.read`; also another number out of range.
+    """
+    qk_norm, sinks = switch(config, "use_qk_norm", True), switch(config, "attention_bias")
+    shift = finite_number(config, "noise_type", 0.0)
+    fields = _LAYOUT.read(
+        {**config, "num_key_value_heads": None},
+        biases=("up_proj", "ff_out") if switch(config, "mlp_bias") else (),
+        more=({"q_norm.weight": ("width",), "k_norm.weight": ("width",)} if qk_norm else {})
+        | ({"k_bias": ("heads", "head_dim"), "v_bias": ("heads", "head_dim")} if sinks else {}),
+        mlp_matrices=1,
+        noise="uniform" if shift > 0 else "mask",
+        noise_masked=True,
+        soft_cap=positive_number(config, "attn_soft_cap", 30.0),
+        sink_tokens=int(sinks),
+    )
+    scale = config.get("weight_scaling", "fan_in")
+    low, high = (
+        finite_number(config, key, default, most=MOST_LOG_SNR)
+        for key, default in (("min_log_snr", -9.0), ("max_log_snr", 9.0))
+    )
+    if not low < high:
+        raise ValueError(f"config.json: min_log_snr = {low} must be below max_log_snr = {high}")
+    return GiddConfig(
+        **fields,
+        qk_norm=qk_norm,
+        branch_scale=positive_number(config, "resid_scale", 4.0) / fields["shape"].layers,
+        weight_scale=str(scale) if scale in ("fan_in", "fan_out") else positive_number(config, "weight_scaling", 1.0),
+        head_scale=positive_number(config, "head_scaling", 1.0),
+        noise=Noise(
+            shift=shift,
+            min_log_snr=low,
+            max_log_snr=high,
+            vocab_size=fields["shape"].vocab_size,
+            mask_token_id=fields["mask_token_id"],
+        ),
+    )
 
 
 class ZeroCentredNorm(nn.Module):
@@ -35,14 +114,14 @@ class ZeroCentredNorm(nn.Module):
         return ((1 + self.weight.float()) * normed).to(hidden.dtype)
 
 
-class _SelfAttention(nn.Module):
+class GiddBlock(DenseBlock):
+    """The weights of one layer."""
+
+    norm = ZeroCentredNorm
+
     def __init__(self, config: GiddConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         shape = config.shape
-        self.q_proj = nn.Linear(shape.width, shape.width, bias=False)
-        self.k_proj = nn.Linear(shape.width, shape.width, bias=False)
-        self.v_proj = nn.Linear(shape.width, shape.width, bias=False)
-        self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
         if config.qk_norm:
             self.q_norm = ZeroCentredNorm(shape.width, config.norm_eps)
             self.k_norm = ZeroCentredNorm(shape.width, config.norm_eps)
@@ -51,93 +130,37 @@ class _SelfAttention(nn.Module):
             self.v_bias = nn.Parameter(torch.zeros(shape.heads, shape.head_dim))
 
 
-class _MLP(nn.Module):
-    def __init__(self, config: GiddConfig) -> None:
-        super().__init__()
-        shape = config.shape
-        self.up_proj = nn.Linear(shape.width, shape.mlp_width, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(shape.mlp_width, shape.width, bias=config.mlp_bias)
-
-
-class GiddLayer(nn.Module):
-    """The weights of one layer, under their official names."""
-
-    def __init__(self, config: GiddConfig) -> None:
-        super().__init__()
-        self.attn_layernorm = ZeroCentredNorm(config.shape.width, config.norm_eps)
-        self.self_attn = _SelfAttention(config)
-        self.mlp_layernorm = ZeroCentredNorm(config.shape.width, config.norm_eps)
-        self.mlp = _MLP(config)
-
-
 class Gidd(DiffusionModel):
-    """See `DiffusionModel`. Construct it under `torch.device("meta")` to take no memory before the weights arrive."""
+    """See `DiffusionModel`."""
+
+    config: GiddConfig
+    _block_type: ClassVar[type[DenseBlock]] = GiddBlock
+    read_config = staticmethod(read_gidd_config)
 
     def __init__(self, config: GiddConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.shape = shape = config.shape
+        super().__init__(config)
         self.noise = config.noise
-        self.mask_token_id = config.mask_token_id
-        self.eos_token_id = config.eos_token_id
-        self.pad_token_id = config.pad_token_id
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.width)
-        self.layers = nn.ModuleList(GiddLayer(config) for _ in range(shape.layers))
-        self.norm = ZeroCentredNorm(shape.width, config.norm_eps)
-        if not config.head_tied:
-            self.lm_head = nn.Linear(shape.width, shape.vocab_size, bias=False)
-        self._branch_scale = config.residual_scale / shape.layers
-        self.requires_grad_(False)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "Gidd":
-        return cls(read_gidd_config(config))
-
-    def parameter_name(self, official: str) -> str:
-        return official.removeprefix(_OFFICIAL_PREFIX)
-
-    def layer(self, layer: int) -> GiddLayer:
-        """The weights of `layer`."""
-        weights = self.layers[layer]
-        assert isinstance(weights, GiddLayer)
-        return weights
-
-    def rotary(self, positions: Int[Tensor, "batch length"]) -> Rotary:
-        return Rotary.of(positions, self.shape.head_dim, self.config.rope_theta)
-
-    def embed(self, ids: Int[Tensor, "batch rows"]) -> Float[Tensor, "batch rows width"]:
-        return self.embed_tokens(ids)
-
-    def attention_norm(
-        self, layer: int, hidden: Float[Tensor, "batch rows width"]
-    ) -> Float[Tensor, "batch rows width"]:
-        return self.layer(layer).attn_layernorm(hidden)
 
     def keys(
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
     ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
-        attention = self.layer(layer).self_attn
-        keys = self._scaled(normed, attention.k_proj.weight)
-        return rotary.rotate(self._heads(attention.k_norm(keys) if self.config.qk_norm else keys))
-
-    def values(
-        self, layer: int, normed: Float[Tensor, "batch rows width"]
-    ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
-        return self._heads(self._scaled(normed, self.layer(layer).self_attn.v_proj.weight))
+        block = self.blocks[layer]
+        keys = self._project(normed, block.k_proj)
+        return rotary.rotate(self._heads(block.k_norm(keys) if self.config.qk_norm else keys))
 
     def queries(
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
     ) -> Float[Tensor, "batch heads rows head_dim"]:
-        attention = self.layer(layer).self_attn
-        queries = self._scaled(normed, attention.q_proj.weight)
-        return rotary.rotate(self._heads(attention.q_norm(queries) if self.config.qk_norm else queries))
+        block = self.blocks[layer]
+        queries = self._project(normed, block.q_proj)
+        return rotary.rotate(self._heads(block.q_norm(queries) if self.config.qk_norm else queries))
 
     def sinks(self, layer: int) -> tuple[Float[Tensor, "heads sinks head_dim"], Float[Tensor, "heads sinks head_dim"]]:
         """Keys and values, not rotated, that every row attends to beside those of the canvas."""
-        attention = self.layer(layer).self_attn
+        block = self.blocks[layer]
         if self.shape.sink_tokens:
-            return attention.k_bias[:, None], attention.v_bias[:, None]
-        none = attention.k_proj.weight.new_empty(self.shape.heads, 0, self.shape.head_dim)
+            return block.k_bias[:, None], block.v_bias[:, None]
+        none = block.k_proj.weight.new_empty(self.shape.heads, 0, self.shape.head_dim)
         return none, none
 
     def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:
@@ -169,30 +192,22 @@ class Gidd(DiffusionModel):
     def attention_out(
         self, layer: int, mixed: Float[Tensor, "batch rows heads_width"]
     ) -> Float[Tensor, "batch rows width"]:
-        return self._scaled(mixed, self.layer(layer).self_attn.o_proj.weight) * self._branch_scale
+        return super().attention_out(layer, mixed) * self.config.branch_scale
 
     def feed_forward(self, layer: int, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows width"]:
-        weights = self.layer(layer)
-        up, down = weights.mlp.up_proj, weights.mlp.down_proj
-        inner = self._scaled(weights.mlp_layernorm(hidden), up.weight)
+        block = self.blocks[layer]
         # In place as far as gradients allow: nothing of a layer is larger.
-        inner = (inner if up.bias is None else inner.add_(up.bias)).relu_().square()
-        branch = self._scaled(inner, down.weight)
-        return (branch if down.bias is None else branch + down.bias) * self._branch_scale
+        inner = self._project(block.ff_norm(hidden), block.up_proj).relu_().square()
+        return self._project(inner, block.ff_out) * self.config.branch_scale
 
     def logits(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows vocab"]:
-        head = self.embed_tokens.weight if self.config.head_tied else self.lm_head.weight
         # In place: a step holds nothing larger.
-        return project(self.norm(hidden), head).float().mul_(self.config.head_scale)
+        return super().logits(hidden).mul_(self.config.head_scale)
 
     def _scaled(
-        self, hidden: Float[Tensor, "batch rows width"], weight: Float[Tensor, "out width"]
+        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"]
     ) -> Float[Tensor, "batch rows out"]:
         scale = self.config.weight_scale
         if not isinstance(scale, float):
             scale = weight.shape[1 if scale == "fan_in" else 0] ** -0.5
-        projected = project(hidden, weight)
         return projected if scale == 1.0 else projected * scale
-
-    def _heads(self, projected: Float[Tensor, "batch rows heads_width"]) -> Float[Tensor, "batch heads rows head_dim"]:
-        return projected.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Books: a model's sizes, as planning, caching and weight checking need them. Integers only, from config.json alone."""
+"""Books: a model's sizes, as planning, caching and weight checking need them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,73 +60,3 @@ class ModelShape:
     def kv_width(self) -> int:
         """Elements of one row's key, or value, in one layer."""
         return self.kv_heads * self.head_dim
-
-
-# Switches of other models, by their usual names, with what leaves the function computed as it is. A family that has one
-# says so in its own table.
-_SWITCHES: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "attention_bias": (False,),
-        "attn_logit_softcapping": (False,),
-        "compression_config": (False,),
-        "final_logit_softcapping": (False,),
-        "is_causal": (False,),
-        "mlp_bias": (False,),
-        "num_experts": (0,),
-        "num_local_experts": (0,),
-        "partial_rotary_factor": (1.0,),
-        "quantization_config": (False,),
-        "sliding_window": (False,),
-        "use_mrope": (False,),
-        "use_qk_norm": (False,),
-        "use_sliding_window": (False,),
-    }
-)
-
-
-def value_of(config: Mapping[str, object], key: str, default: object) -> object:
-    """`config[key]`; `default` where it is absent or null."""
-    value = config.get(key)
-    return default if value is None else value
-
-
-def positive(config: Mapping[str, object], key: str, default: int | None = None, *, most: int = MOST_SIZE) -> int:
-    """`config[key]` as a size; `default` stands in for a key that is absent or null.
-
-    Raises:
-        ValueError: absent without a default, or not a positive integer up to `most`.
-    """
-    value = value_of(config, key, default)
-    if value is None:
-        raise ValueError(f"config.json lacks {key!r}, which this model family needs")
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"config.json: {key} = {value!r}; a positive integer up to {most} is allowed")
-    return value
-
-
-def checkpoint_dtype(config: Mapping[str, object]) -> str:
-    """The dtype that config.json names (`torch_dtype`, or `dtype` in newer files); float32 where it names none.
-
-    Raises:
-        ValueError: a dtype that no checkpoint of these families has.
-    """
-    name = str(config.get("torch_dtype") or config.get("dtype") or "float32").removeprefix("torch.")
-    if name not in BYTES_PER_ELEMENT:
-        raise ValueError(f"config.json: torch_dtype = {name!r}; allowed: {', '.join(BYTES_PER_ELEMENT)}")
-    return name
-
-
-def require(config: Mapping[str, object], allowed: Mapping[str, tuple[object, ...]], family: str) -> None:
-    """Check that each key of `allowed`, and each switch of other models, holds a value that our forward implements
-    where config.json has it; null is as good as absent.
-
-    Raises:
-        ValueError: names every key, its value and what is allowed.
-    """
-    wrong = [
-        f"{key} = {config[key]!r} (allowed: {', '.join(map(repr, values))})"
-        for key, values in {**_SWITCHES, **allowed}.items()
-        if config.get(key) is not None and config[key] not in values
-    ]
-    if wrong:
-        raise ValueError(f"config.json asks for what the {family} forward does not have: {'; '.join(wrong)}")

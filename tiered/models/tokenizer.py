@@ -36,7 +36,7 @@ def load_tokenizer(directory: Path, *, vocab_size: int | None = None) -> PreTrai
                 directory, config=PreTrainedConfig(), trust_remote_code=False, local_files_only=True
             )
     except Exception as error:  # transformers raises whatever the file's content leads to
-        if "trust_remote_code" in str(error):  # its advice, which nobody can take here
+        if "trust_remote_code" in str(error):  # its advice, which does not work here
             raise ValueError(
                 f"the tokenizer in {directory} cannot be read: its class {kind!r} is code of the repository, which is "
                 f"never run; with {VOCABULARY_FILE} beside it, a tokenizer_class of transformers in {SETTINGS_FILE}, "

@@ -3,20 +3,18 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Tier
 from tiered.planning.workload import Workload
-from tiered.policies.polestar.options import HiddenOptions
+from tiered.policies.polestar.policy import Polestar
+from tiered.policies.registry import make_policy
 
-if TYPE_CHECKING:
-    from tiered.policies.base import Policy
-
-# Policies that keep less, with what it costs; the one that costs least first.
+# Policies that keep less, and what one does without; the one that loses least first.
 PLAINER: Mapping[str, str] = {
-    "fast_dllm_dual": "keeps no hidden states and renews nothing between full passes",
+    "fast_dllm_dual": "keeps no hidden states and renews nothing between refreshes",
     "none": "keeps no layer's keys and values and recomputes every row in every step",
 }
 _MIB = 2**20
@@ -41,68 +39,59 @@ class Advice:
         return {"text": self.text, "change": change}
 
 
-def advise(workload: Workload, budget: MemoryBudget, plainer: Mapping[str, "Policy"]) -> list[Advice]:
-    """The changes that bring `workload` within `budget`, cheapest in quality and speed first.
-
-    `plainer`: the policies of `PLAINER`. Empty where the workload fits already.
-    """
-    return list(_changes(workload, budget, plainer)) if workload.over(budget) else []
+def advise(workload: Workload, budget: MemoryBudget) -> list[Advice]:
+    """The changes that bring `workload` within `budget`, cheapest in quality and speed first; empty where it fits
+    already."""
+    return list(_changes(workload, budget)) if workload.over(budget) else []
 
 
-def _changes(workload: Workload, budget: MemoryBudget, plainer: Mapping[str, "Policy"]) -> Iterator[Advice]:
-    block = workload.block_length
-    if workload.hidden is not None:
-        yield from _hidden_changes(workload, workload.hidden, budget)
+def _changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
+    sizes, block = workload.sizes, workload.sizes.block_length
+    yield from _hidden_changes(workload, budget)
     batch = workload.largest("batch", budget)
-    if 0 < batch < workload.batch:
+    if 0 < batch < sizes.batch:
         yield Advice(f"lower the batch to {batch}", {"batch": batch})
-    elif workload.batch > 1 and (context := replace(workload, batch=1).largest("context", budget, multiple=block)):
+    elif sizes.batch > 1 and (context := workload.resized(batch=1).largest("context", budget, multiple=block)):
         yield Advice(f"lower the batch to 1 and the context to {context}", {"batch": 1, "context": context})
     if context := workload.largest("context", budget, multiple=block):
         yield Advice(f"lower the context to {context}", {"context": context})
     alternatives: list[tuple[Workload, str, dict[str, Any]]] = [
-        (
-            replace(workload, guidance=False),
-            "do without guidance, which doubles the sequences",
-            {"cfg": False},
-        ),
-        (
-            replace(workload, dtype="bfloat16"),
-            "use dtype bfloat16",
-            {"dtype": "bfloat16"},
-        ),
+        (workload.resized(guidance=False), "do without guidance, which doubles the sequences", {"cfg": False}),
+        (workload.resized(dtype="bfloat16"), "use dtype bfloat16", {"dtype": "bfloat16"}),
         *(
-            (
-                replace(workload, policy=plainer[name]),
-                f"use policy {name}, which {what}",
-                {"policy": name},
-            )
+            (Workload(make_policy(name), sizes), f"use policy {name}, which {what}", {"policy": name})
             for name, what in PLAINER.items()
         ),
     ]
+    records = workload.needed().records is not None
     for alternative, text, change in alternatives:
-        smaller = alternative.total() < workload.total() or alternative.hidden != workload.hidden
+        fewer_records = records and alternative.needed().records is None
+        smaller = alternative.total() < workload.total() or fewer_records
         if smaller and not alternative.over(budget):
             yield Advice(f"{text}: {format_bytes(alternative.total())}", change)
     yield from _stream_from_host(workload, budget)
     yield _more_memory(workload, budget)
 
 
-def _hidden_changes(workload: Workload, hidden: HiddenOptions, budget: MemoryBudget) -> Iterator[Advice]:
+def _hidden_changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
     """Changes to what the policy keeps of hidden states."""
+    policy, sizes = workload.policy, workload.sizes
+    # Of a composed policy they are options within an option.
+    if not isinstance(policy, Polestar) or (records := policy.record_bytes(sizes)) is None:
+        return
 
     def fits(**change: Any) -> bool:
-        return not replace(workload, policy=replace(workload.policy, **change)).over(budget)
+        return not Workload(replace(policy, **change), sizes).over(budget)
 
-    if hidden.tier is Tier.DEVICE and fits(hidden_tier=Tier.HOST):
+    if records.tier is Tier.DEVICE and fits(hidden_tier=Tier.HOST):
         yield Advice("keep hidden states in host memory: hidden_tier host", {"hidden_tier": "host"})
-    clusters = workload.hidden_costs(hidden).clusters - hidden.appended_blocks
+    clusters = records.clusters - policy.appended_blocks
     fewer = bisect_left(range(1, clusters), True, key=lambda count: not fits(clusters=count))
     if fewer:
         yield Advice(f"make fewer clusters: clusters {fewer}", {"clusters": fewer})
-    blocks = workload.context // workload.block_length
-    if hidden.window_blocks is not None:
-        blocks = min(blocks, sum(hidden.window_blocks))
+    blocks = sizes.context // sizes.block_length
+    if policy.window_blocks is not None:
+        blocks = min(blocks, sum(policy.window_blocks))
     # One block behind the current one, and as many before it as fit.
     before = bisect_left(range(1, blocks - 1), True, key=lambda count: not fits(window_blocks=(count, 1)))
     if before:
@@ -113,7 +102,7 @@ def _hidden_changes(workload: Workload, hidden: HiddenOptions, budget: MemoryBud
 def _stream_from_host(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
     """More of the host, where it is what keeps features from being streamed."""
     free = replace(budget, host=None)
-    if budget.cap(Tier.HOST) is None or workload.costs(free).streams is None or workload.over(free):
+    if budget.cap(Tier.HOST) is None or workload.needed(free).streams is None or workload.over(free):
         return
     size = f"{-(-workload.total(Tier.HOST, free) // _MIB)}MiB"
     if not workload.over(raised := replace(budget, host=size)):

@@ -1,50 +1,170 @@
-"""A plan as plain text, at most 100 columns wide."""
+"""What a plan answers: its figures, as plain types, and as a card to read."""
 
 import textwrap
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from tiered.core.byte_size import format_bytes
-from tiered.core.features import Tier
-
-if TYPE_CHECKING:
-    from tiered.planning.plan import Plan, TierPlan
+from tiered.core.byte_size import format_bytes, format_count
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Account, Tier
+from tiered.forward.forward_bytes import kv_bytes_per_token
+from tiered.forward.sizes import CallSizes
+from tiered.forward.stream_bytes import StreamBytes
+from tiered.models.shape import ModelShape
+from tiered.planning.advice import Advice
+from tiered.planning.workload import HiddenBytes
 
 COLUMNS = 100
+# What `as_dict` has of the model's shape.
+_TOLD = ("parameters", "layers", "width", "heads", "kv_heads", "head_dim", "vocab_size", "max_context", "noise")
 _LABEL, _SIZE, _EXACT = 20, 12, 20
 
 
-def plan_card(plan: "Plan") -> str:
-    """The card of `plan`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPlan:
+    """Bytes of one tier by account, and its cap (None: uncapped)."""
+
+    accounts: Mapping[Account, int]
+    cap: int | None
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return sum(self.accounts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the total stays within the cap."""
+        return self.cap is None or self.total <= self.cap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What one call takes in each tier. Prints as a card.
+
+    Attributes:
+        model: what was asked for, by name.
+        family: name of the model family.
+        sizes: of the model and the call.
+        policy: name of the policy.
+        policy_options: its options.
+        tiers: bytes and cap of every tier: what the runtime books. Of a policy that keeps hidden states, what it books
+            at most, since the sizes of clusters are not known before; with a disk tier, the share of the disk is close.
+        largest_context: positions that fit every cap with all else equal, in whole blocks, up to what the model was
+            made for; 0 where not even one block fits, None where no cap limits them.
+        streams: the features of which some layers are streamed from the tiers below, so that the device's cap holds;
+            None: all are on the device.
+        hidden: what hidden states would take if the policy kept them, part of no tier's total; None: it does.
+        advice: what would make it fit; empty where it does.
+        warnings: what is allowed and still worth knowing.
+    """
+
+    model: str
+    family: str
+    sizes: CallSizes
+    policy: str
+    policy_options: Mapping[str, Any]
+    tiers: Mapping[Tier, TierPlan]
+    largest_context: int | None
+    streams: StreamBytes | None
+    hidden: HiddenBytes | None
+    advice: tuple[Advice, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the model."""
+        return self.sizes.shape
+
+    @property
+    def workload(self) -> CallSizes:
+        """The former name of `sizes`."""
+        return self.sizes
+
+    @property
+    def fits(self) -> bool:
+        """Whether every tier stays within its cap."""
+        return all(tier.fits for tier in self.tiers.values())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return kv_bytes_per_token(self.shape, self.sizes.dtype)
+
+    def require_fit(self) -> None:
+        """Raise `TierCapacityError`, with the advice as its hint, for the first tier that is too small."""
+        for name, tier in self.tiers.items():
+            if tier.cap is not None and tier.total > tier.cap:
+                hint = "; or ".join(advice.text for advice in self.advice)
+                raise TierCapacityError(tier.total, tier.cap, name, hint, tier.total)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON. Sizes are bytes, contexts positions."""
+        shape, sizes = self.shape, self.sizes
+        return {
+            "model": self.model,
+            "family": self.family,
+            **{name: getattr(shape, name) for name in _TOLD},
+            "context": sizes.context,
+            "batch": sizes.batch,
+            "cfg": sizes.guidance,
+            "sampled": sizes.sampled,
+            "block_length": sizes.block_length,
+            "max_new_tokens": sizes.answer,
+            "dtype": sizes.dtype,
+            "policy": self.policy,
+            "policy_options": dict(self.policy_options),
+            "fits": self.fits,
+            "tiers": {
+                name.value: {
+                    "accounts": {account.value: size for account, size in tier.accounts.items()},
+                    **{"total": tier.total, "cap": tier.cap, "fits": tier.fits},
+                }
+                for name, tier in self.tiers.items()
+            },
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "largest_context": self.largest_context,
+            "streamed": None if self.streams is None else self.streams.as_dict(),
+            "if_hidden_states_were_kept": None if self.hidden is None else self.hidden.as_dict(),
+            "warnings": list(self.warnings),
+            "advice": [advice.as_dict() for advice in self.advice],
+        }
+
+    def __str__(self) -> str:
+        return plan_card(self)
+
+
+def plan_card(plan: Plan) -> str:
+    """`plan` as plain text, at most 100 columns wide."""
     tiers = map(list, _tiers(plan))
     sections = (_header(plan), *tiers, _streamed(plan), _contexts(plan), _hidden(plan), _remarks(plan))
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
 
 
-def _header(plan: "Plan") -> Iterator[str]:
-    shape, workload = plan.shape, plan.workload
+def _header(plan: Plan) -> Iterator[str]:
+    shape, sizes = plan.shape, plan.sizes
     yield from textwrap.wrap(plan.model, COLUMNS)
     yield (
         f"{plan.family}, {format_count(shape.parameters)} parameters, {shape.layers} layers, width {shape.width}, "
         f"{shape.heads} heads ({shape.kv_heads} key/value)"
     )
     options = "".join(f", {name}={value}" for name, value in plan.policy_options.items() if value is not None)
-    guidance = " x 2 (guidance)" if workload.guidance else ""
-    sampled = ", sampled" if workload.sampled else ""
+    guidance = " x 2 (guidance)" if sizes.guidance else ""
+    sampled = ", sampled" if sizes.sampled else ""
     yield (
-        f"context {workload.context}, batch {workload.batch}{guidance}, block {workload.block_length}{sampled}, "
-        f"{workload.dtype}"
+        f"context {sizes.context}, batch {sizes.batch}{guidance}, block {sizes.block_length}{sampled}, {sizes.dtype}"
     )
     yield from textwrap.wrap(f"policy {plan.policy}{options}", COLUMNS)
 
 
-def _tiers(plan: "Plan") -> Iterator[Iterator[str]]:
+def _tiers(plan: Plan) -> Iterator[Iterator[str]]:
     for tier, tier_plan in plan.tiers.items():
         if tier is Tier.DEVICE or tier_plan.accounts or tier_plan.cap is not None:
             yield _tier(tier, tier_plan)
 
 
-def _tier(tier: Tier, plan: "TierPlan") -> Iterator[str]:
+def _tier(tier: Tier, plan: TierPlan) -> Iterator[str]:
     yield f"{tier} memory"
     for account, size in plan.accounts.items():
         if size:
@@ -56,16 +176,16 @@ def _tier(tier: Tier, plan: "TierPlan") -> Iterator[str]:
         yield _row("cap", plan.cap, verdict)
 
 
-def _contexts(plan: "Plan") -> Iterator[str]:
+def _contexts(plan: Plan) -> Iterator[str]:
     yield f"{'KV per token':{_LABEL}}{format_bytes(plan.kv_bytes_per_token):>{_SIZE}}"
     if plan.largest_context is not None:
         largest = f"{plan.largest_context} tokens" if plan.largest_context else "none: not even one block fits"
-        last = plan.largest_context + plan.workload.block_length > plan.shape.max_context
+        last = plan.largest_context + plan.sizes.block_length > plan.shape.max_context
         note = f"   all of the {plan.shape.max_context} that the model was made for" if last else ""
         yield f"{'largest context':{_LABEL}}{largest:>{_SIZE}}{note}"
 
 
-def _streamed(plan: "Plan") -> Iterator[str]:
+def _streamed(plan: Plan) -> Iterator[str]:
     if plan.streams is None:
         return
     yield "moved to the device in each forward that reads everything: the layers that it has no room for"
@@ -74,8 +194,8 @@ def _streamed(plan: "Plan") -> Iterator[str]:
     yield _row("total", plan.streams.moved)
 
 
-def _hidden(plan: "Plan") -> Iterator[str]:
-    hidden, tokens = plan.hidden, plan.workload.context * plan.workload.sequences
+def _hidden(plan: Plan) -> Iterator[str]:
+    hidden, tokens = plan.hidden, plan.sizes.context * plan.sizes.sequences
     if hidden is None:
         return
     yield "if hidden states were kept, as policy polestar does (no part of the totals above)"
@@ -85,21 +205,13 @@ def _hidden(plan: "Plan") -> Iterator[str]:
     yield _row("staging rings", hidden.staging, f"{hidden.slots} slots of nvfp4_delta records")
 
 
-def _remarks(plan: "Plan") -> Iterator[str]:
+def _remarks(plan: Plan) -> Iterator[str]:
     for warning in plan.warnings:
         yield from textwrap.wrap(f"warning: {warning}", COLUMNS, subsequent_indent="  ")
     if plan.advice:
         yield "any one of these makes it fit:"
         for advice in plan.advice:
             yield from textwrap.wrap(f"  - {advice.text}", COLUMNS, subsequent_indent="    ")
-
-
-def format_count(number: int) -> str:
-    """`number` as parameters are counted, in billions, millions or thousands: 8015581184 is "8.02B"."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size:
-            return f"{number / size:.2f}{unit}"
-    return str(number)
 
 
 def _row(label: str, size: int, note: str = "") -> str:

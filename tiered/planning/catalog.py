@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from tiered.forward.forward_bytes import kv_bytes_per_token
 from tiered.models.config_source import read_config
 from tiered.models.families import FAMILIES, family_of
 from tiered.models.locate import EMBEDDED_MODELS, find_directory
 from tiered.models.presets import PRESETS
 from tiered.models.shape import BYTES_PER_ELEMENT
 from tiered.offload.codec_bytes import Codec, codec_bytes
-from tiered.planning.workload import kv_bytes_per_token
 
 # Rows of a record, about as many as a cluster has: what a record holds once weighs as much less by row.
 RECORD_ROWS = 64
@@ -31,7 +31,7 @@ class KnownModel:
         kv_bytes_per_token: bytes of one token's keys and values in all layers, in the checkpoint's dtype.
         hidden_bytes_per_token: bytes of one token's hidden states in all layers, by codec, in records of `RECORD_ROWS`.
         offload_saves: share of the device bytes of keys, values and raw hidden states that offloading the latter frees.
-        loadable: whether its weights are here and its family has a loader; otherwise it can be planned only.
+        loadable: whether its weights are here; otherwise it can be planned only.
     """
 
     name: str
@@ -79,7 +79,7 @@ def _known(name: str, source: Source) -> KnownModel:
         kv_bytes_per_token=kept,
         hidden_bytes_per_token=hidden,
         offload_saves=hidden[Codec.RAW] / (kept + hidden[Codec.RAW]),
-        loadable=family.loader is not None and directory is not None and any(directory.glob("*.safetensors")),
+        loadable=directory is not None and any(directory.glob("*.safetensors")),
     )
 
 

@@ -1,110 +1,45 @@
-"""Books: one call as far as bytes go, and how far it can grow under a budget."""
+"""Books: a policy and the sizes of a call together, and how far they can grow under a budget."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from tiered.core.budget import MemoryBudget
-from tiered.core.features import Account, Feature, Tier
-from tiered.forward.costs import weight_bytes
-from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.planning.call_costs import CallCosts
-from tiered.planning.call_sizes import CallSizes
-from tiered.planning.policy_costs import added
-from tiered.policies.polestar.options import HiddenOptions
-from tiered.policies.polestar.record_costs import TierCosts
-
-if TYPE_CHECKING:
-    from tiered.planning.library_costs import Gpu
-    from tiered.policies.base import Policy
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import added
+from tiered.forward.forward_bytes import weight_bytes
+from tiered.forward.sizes import CallSizes
+from tiered.offload.codec_bytes import Codec
+from tiered.planning.call_bytes import CallBytes
+from tiered.policies.base import Policy
+from tiered.policies.polestar.policy import Polestar
 
 # Where a search for the largest size ends; no device holds what costs nothing per row and still needs more.
 LARGEST_SIZE = 2**40
 UNCAPPED = MemoryBudget()
 
 
-def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    return 2 * shape.layers * shape.kv_width * BYTES_PER_ELEMENT[dtype]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Workload:
-    """What one call asks of the tiers.
+    """What one call asks of the tiers."""
 
-    Attributes:
-        shape: sizes of the model.
-        policy: what is kept, and what its passes take.
-        batch: sequences asked for; `guidance` runs twice as many.
-        context: positions of the canvas, prompt and answer together.
-        block_length: positions of a block.
-        dtype: of weights and activations, a key of `BYTES_PER_ELEMENT`.
-        answer: positions behind the prompt, for features that are kept of them alone; None: any number of them.
-        sampled: whether proposing tokens takes more than the logits; see `call_bytes`.
-        gpu: that the call runs on; None: on the CPU.
-    """
+    policy: Policy
+    sizes: CallSizes
 
-    shape: ModelShape
-    policy: "Policy"
-    batch: int
-    context: int
-    block_length: int
-    dtype: str
-    answer: int | None = None
-    guidance: bool = False
-    sampled: bool = False
-    gpu: "Gpu | None" = None
+    def resized(self, **sizes: Any) -> "Workload":
+        """The same with these sizes."""
+        return Workload(self.policy, replace(self.sizes, **sizes))
 
-    @property
-    def features(self) -> Mapping[Feature, int]:
-        """Layers for which the policy keeps each feature on the device."""
-        return self.policy.features(self.shape)
-
-    @property
-    def hidden(self) -> HiddenOptions | None:
-        """What hidden states the policy keeps in the tiers; None: none."""
-        return self.policy.hidden()
-
-    @property
-    def sequences(self) -> int:
-        """Sequences that go through a forward together."""
-        return self.batch * (2 if self.guidance else 1)
-
-    def hidden_costs(self, options: HiddenOptions) -> TierCosts:
-        """What hidden states kept as `options` say take of each tier, whatever the policy keeps."""
-        return TierCosts.of(
-            options,
-            self.shape,
-            batch=self.sequences,
-            context=self.context,
-            block_length=self.block_length,
-            dtype=self.dtype,
-            answer=self.answer,
-        )
-
-    def costs(self, budget: MemoryBudget = UNCAPPED) -> CallCosts:
+    def needed(self, budget: MemoryBudget = UNCAPPED) -> CallBytes:
         """What the call takes beside the weights, with as few features streamed as `budget` needs."""
-        sizes = CallSizes(
-            policy=self.policy,
-            shape=self.shape,
-            batch=self.sequences,
-            context=self.context,
-            block_length=self.block_length,
-            dtype=self.dtype,
-            answer=self.answer,
-            guidance=self.guidance,
-            sampled=self.sampled,
-            gpu=self.gpu,
-        )
-        return CallCosts.of(sizes, budget, {Tier.DEVICE: weight_bytes(self.shape, self.dtype)})
+        return CallBytes.of(self.policy, self.sizes, budget, {Tier.DEVICE: self._weights})
 
     def accounts(self, budget: MemoryBudget = UNCAPPED) -> dict[Tier, dict[Account, int]]:
         """Bytes of every tier by account, weights included. `budget` decides which features are streamed, and what
         goes to disk."""
-        weights = {Account.WEIGHTS: weight_bytes(self.shape, self.dtype)}
-        call = self.costs(budget).tiers(budget)
-        return {tier: added(weights if tier is Tier.DEVICE else {}, call[tier]) for tier in Tier}
+        call = self.needed(budget).tiers(budget)
+        return {**call, Tier.DEVICE: added({Account.WEIGHTS: self._weights}, call[Tier.DEVICE])}
 
     def total(self, tier: Tier = Tier.DEVICE, budget: MemoryBudget = UNCAPPED) -> int:
         """Bytes of `tier` in all."""
@@ -123,5 +58,47 @@ class Workload:
         round the rows of a part down, or records fill their slots better, they dip, and it may stop there. What comes
         back has been counted, so it fits.
         """
-        sizes = range(multiple, LARGEST_SIZE, multiple)
-        return multiple * bisect_left(sizes, True, key=lambda value: bool(replace(self, **{size: value}).over(budget)))
+        values = range(multiple, LARGEST_SIZE, multiple)
+        return multiple * bisect_left(values, True, key=lambda value: bool(self.resized(**{size: value}).over(budget)))
+
+    @property
+    def _weights(self) -> int:
+        return weight_bytes(self.sizes.shape, self.sizes.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenBytes:
+    """What hidden states would take in each codec, beside a policy that keeps none, as `polestar` keeps them on the
+    host.
+
+    Attributes:
+        codecs: bytes of the records by codec.
+        clusters: clusters in each layer of each sequence.
+        centroids: bytes on the device of centroids, and of what drift is measured with.
+        staging: bytes of the rings on the device that records pass through.
+        slots: of these rings.
+    """
+
+    codecs: Mapping[Codec, int]
+    clusters: int
+    centroids: int
+    staging: int
+    slots: int
+
+    @classmethod
+    def of(cls, sizes: CallSizes) -> "HiddenBytes":
+        """For the context and sequences of a call."""
+        by_codec = {codec: Polestar(codec=codec).record_bytes(sizes) for codec in Codec}
+        records = by_codec[Codec(Polestar().codec)]
+        assert records is not None, "its defaults keep hidden states"
+        return cls(
+            codecs={codec: found.records for codec, found in by_codec.items() if found is not None},
+            clusters=records.clusters,
+            centroids=records.references + records.banks,
+            staging=records.staging,
+            slots=records.fetch_slots + records.store_slots,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON."""
+        return asdict(self) | {"codecs": {codec.value: size for codec, size in self.codecs.items()}}

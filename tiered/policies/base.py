@@ -1,7 +1,7 @@
 """The contract of a caching policy: what it keeps, and which rows each step recomputes.
 
 A policy is a frozen dataclass of options. `start` makes the state of one call, and the decoding loop asks that state
-for a `StepPlan` before every forward and tells it afterwards what was committed. See docs/add-a-policy.md.
+for a `StepRows` before every forward and tells it afterwards what was committed. See docs/add-a-policy.md.
 """
 
 from abc import ABC, abstractmethod
@@ -16,15 +16,21 @@ from torch import Tensor
 
 from tiered.core.canvas import Canvas
 from tiered.core.features import Account, Feature
+from tiered.core.ledger import added
 from tiered.core.rows import Rows
 from tiered.forward.forward import LayerProgram
+from tiered.forward.forward_bytes import forward_bytes
+from tiered.forward.library_bytes import library_bytes
+from tiered.forward.sizes import CallSizes
 from tiered.models.shape import ModelShape
-from tiered.policies.polestar.options import HiddenOptions
 from tiered.policies.polestar.update_log import LayerUpdate
+from tiered.tiers.record_bytes import RecordBytes
+
+_FLOAT32 = 4
 
 
-class PassKind(StrEnum):
-    """What a forward was for; the output object counts passes by kind."""
+class StepKind(StrEnum):
+    """What a forward was for; the output object counts forwards by kind."""
 
     REFRESH = "refresh"  # every row
     UPDATE = "update"  # rows beside those of a step, because the policy chose to renew them
@@ -67,7 +73,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepRows:
     """The rows that a forward recomputes.
 
     Attributes:
@@ -76,25 +82,25 @@ class StepPlan:
             Scattered, they are any of them, for each sequence its own; what none of them predicts is no candidate in
             this step. Every active sequence needs a row that predicts a pending token, and rows that predict all of
             them where the commit rule rewrites tokens.
-        kind: what the pass is for.
+        kind: what the forward is for.
         program: how a row goes through a layer, where that is not `Forward.dense`: a policy that captures hidden
             states, keeps a branch's output, or recomputes other rows from layer to layer brings its own.
         guided: under classifier-free guidance, the sequences that see their masked prompts in this forward; the others
-            take the difference that it made in their last forward with it. Where none does, the forward passes over
+            take the difference that it made in their last forward with it. Where none does, the forward goes over
             the first half of the batch alone. None: all, in every forward.
         refreshed: the sequences whose rows are all recomputed, where sequences of a batch differ in it. None: all of
-            them in a pass of kind `REFRESH`, else none.
+            them in a forward of kind `REFRESH`, else none.
     """
 
     rows: Rows
     output: slice
-    kind: PassKind
+    kind: StepKind
     program: LayerProgram | None = None
     guided: tuple[bool, ...] | None = None
     refreshed: tuple[bool, ...] | None = None
 
     @classmethod
-    def of_span(cls, start: int, stop: int, step: Step, kind: PassKind) -> "StepPlan":
+    def of_span(cls, start: int, stop: int, step: Step, kind: StepKind) -> "StepRows":
         """Columns `start` to `stop`, which include the rows that `step` needs."""
         assert start <= step.first_row and step.last_row <= stop, (start, stop, step)
         return cls(Rows.span(start, stop), slice(step.first_row - start, step.last_row - start), kind)
@@ -104,7 +110,7 @@ class PolicyState(ABC):
     """The mutable part of a policy: made by `Policy.start` for one call, and gone with it."""
 
     @abstractmethod
-    def plan(self, step: Step) -> StepPlan:
+    def rows(self, step: Step) -> StepRows:
         """The rows of the next forward."""
 
     @property
@@ -112,9 +118,9 @@ class PolicyState(ABC):
         """What the updates so far did, for a policy that measures drift."""
         return ()
 
-    def places(self, step: Step) -> Int8[np.ndarray, "batch length"] | None:
+    def column_states(self, step: Step) -> Int8[np.ndarray, "batch length"] | None:
         """Where the state of every canvas column is after the forward of `step`, as far as the policy decides it:
-        `STORED` and `FETCHED` of `tiered.core.features.Place`. None: on the device, all of it. For who looks on."""
+        `STORED` and `FETCHED` of `ColumnState`. None: on the device, all of it. For `tiered.observe` alone."""
         return None
 
     # Most policies need neither of the two below, hence no abstract methods.
@@ -150,29 +156,36 @@ class Policy(ABC):
         """Those of `features` that are kept in the host tier, and streamed, even where the device has room."""
         return frozenset()
 
-    def state_bytes(
-        self, shape: ModelShape, *, batch: int, context: int, block_length: int, dtype: str, answer: int | None = None
-    ) -> Mapping[Account, int]:
-        """Bytes on the device of what the state and its programs hold at most, beside the features and a plain pass.
-        The sizes are those of `tiered.forward.costs.call_bytes`."""
+    def state_bytes(self, sizes: CallSizes) -> Mapping[Account, int]:
+        """Bytes on the device of what the state and its programs hold at most, beside the features and a plain
+        step."""
         return {}
+
+    def record_bytes(self, sizes: CallSizes, least_slot: int = 0) -> RecordBytes | None:
+        """What the hidden states take that the policy keeps as records in the tiers, which the runtime opens for the
+        call; None: none. A staging slot has `least_slot` bytes at the least, where others use the rings as well."""
+        return None
+
+    def device_bytes(self, sizes: CallSizes) -> dict[Account, int]:
+        """Bytes that a call takes on the device beside weights and records, while all features are there."""
+        logit_rows = self.logit_rows(sizes.block_length, sizes.context)
+        # The difference that guidance made, kept for the forwards that do without their unconditional half.
+        differences = sizes.batch if sizes.guidance and self.skips_guidance() else 0
+        kept = {Account.LOGITS: differences * logit_rows * sizes.shape.vocab_size * _FLOAT32}
+        plain = forward_bytes(sizes, self.features(sizes.shape), logit_rows)
+        return added(plain, self.state_bytes(sizes), kept, library_bytes(sizes))
 
     def needs_order(self) -> bool:
         """Whether plans need `Step.upcoming`, so that only rules go with the policy that decide without logits."""
         return False
 
     def skips_guidance(self) -> bool:
-        """Whether any plan leaves sequences without guidance (`StepPlan.guided`)."""
+        """Whether any step leaves sequences without guidance (`StepRows.guided`)."""
         return False
 
     def logit_rows(self, block_length: int, context: int) -> int:
         """Rows of a sequence whose logits a step gets, at most."""
         return block_length
-
-    def hidden(self) -> HiddenOptions | None:
-        """Hidden states that the policy keeps as records in the tiers, which the runtime opens for the call; None:
-        none."""
-        return None
 
     @abstractmethod
     def start(self) -> PolicyState:

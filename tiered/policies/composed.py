@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, get_args
 
 from tiered.core.checks import check_integer, unknown_name
+from tiered.forward.sizes import CallSizes
 from tiered.policies.base import Policy, PolicyState
-from tiered.policies.polestar.options import HiddenOptions
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.recipe import Recipe, RecipeState, RowsOf
 from tiered.policies.schedule import Interval, blocks_of, check_interval, check_interval_or_blocks
+from tiered.tiers.record_bytes import RecordBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class Composed(Policy):
         response_interval: the same of everything behind the prompt (Kr).
         next_block_interval: with rows = "block", steps from one renewal of the next block to another (Uniform-Cache).
         updates: drift updates between the renewals: a `Polestar`, or its options by name. With them both intervals
-            count blocks. A block that renews the prompt begins with a full pass, another with an update over the
+            count blocks. A block that renews the prompt begins with a refresh, another with an update over the
             finished block and its own, and over the whole response where that is due.
     """
 
@@ -60,8 +61,8 @@ class Composed(Policy):
         for reason in self._contradictions():
             raise ValueError(reason)
 
-    def hidden(self) -> HiddenOptions | None:
-        return None if self.updates is None else self._drifting().hidden()
+    def record_bytes(self, sizes: CallSizes, least_slot: int = 0) -> RecordBytes | None:
+        return None if self.updates is None else self._drifting().record_bytes(sizes, least_slot)
 
     def needs_order(self) -> bool:
         return self.rows == "upcoming"
@@ -118,4 +119,4 @@ class Composed(Policy):
         if responses not in (1, prompts):
             yield f"response_interval = {self.response_interval!r} with updates: 'block' or that of the prompt goes"
         if self.updates.refresh != "full":
-            yield f"updates with refresh = {self.updates.refresh!r}: the intervals say when passes are full"
+            yield f"updates with refresh = {self.updates.refresh!r}: the intervals say when to refresh"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import ClassVar, get_args
 
 from tiered.core.checks import check_integer, check_switch, unknown_name
+from tiered.policies.areas import ShiftCaching
 from tiered.policies.base import Policy, PolicyState
 from tiered.policies.recipe import Recipe, RecipeState
-from tiered.policies.regions import ShiftCaching
 from tiered.policies.schedule import check_interval
 
 

@@ -1,6 +1,6 @@
-"""The caches of Fast-dLLM (arXiv 2505.22618): a full pass at each block's start, then the block's rows alone.
+"""The caches of Fast-dLLM (arXiv 2505.22618): a refresh at each block's start, then the block's rows alone.
 
-Semantics follow the authors' code at commit 2a2de8c: the pass that begins a block also commits tokens. What it does
+Semantics follow the authors' code at commit 2a2de8c: the step that begins a block also commits tokens. What it does
 otherwise where a family predicts a token from the row in front of it (Dream) is under `parity`.
 """
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 from tiered.core.checks import check_switch
 from tiered.core.rows import Rows
 from tiered.kernels.host_values import on_device
-from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
+from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.schedule import check_interval
 
 
@@ -19,9 +19,9 @@ class _BlockCache(Policy):
     """Shared by both caches.
 
     Attributes:
-        refresh_interval: forwards from one full pass to the next within a block; None: only the block's first. With 1
+        refresh_interval: forwards from one refresh to the next within a block; None: only the block's first. With 1
             nothing is ever stale, and the answers equal those of `none`.
-        parity: as the authors' code where predictions are shifted: the pass that begins a block gives the logits of the
+        parity: as the authors' code where predictions are shifted: the step that begins a block gives the logits of the
             row in front of it alone, so it commits the block's first token, however unsure; steps leave that row out.
     """
 
@@ -62,25 +62,25 @@ class _Rows(PolicyState):
         self._policy = policy
         self._whole_suffix = whole_suffix
 
-    def plan(self, step: Step) -> StepPlan:
+    def rows(self, step: Step) -> StepRows:
         if self._policy.parity and step.first_row < step.start:
             return self._first_token_first(step)
         length = step.canvas.length
         if self._policy.refreshes(step):
-            return StepPlan.of_span(0, length, step, PassKind.REFRESH)
+            return StepRows.of_span(0, length, step, StepKind.REFRESH)
         stop = length if self._whole_suffix else step.stop
-        return StepPlan.of_span(step.first_row, stop, step, PassKind.STEP)
+        return StepRows.of_span(step.first_row, stop, step, StepKind.STEP)
 
-    def _first_token_first(self, step: Step) -> StepPlan:
+    def _first_token_first(self, step: Step) -> StepRows:
         """The authors' rows where predictions are shifted. Those with logits are not the span that a step needs."""
         row, start, length = step.first_row, step.start, step.canvas.length
         # A rule may leave the first token open, and no step without the row in front predicts it.
         if step.number == 0 or step.canvas.pending(start, start + 1).any():
-            columns, output, kind = [row, *range(row), *range(start, length)], 1, PassKind.REFRESH
+            columns, output, kind = [row, *range(row), *range(start, length)], 1, StepKind.REFRESH
         elif self._policy.refreshes(step):
-            return StepPlan.of_span(0, length, step, PassKind.REFRESH)
+            return StepRows.of_span(0, length, step, StepKind.REFRESH)
         else:
             columns = [*range(start, length if self._whole_suffix else step.stop)]
-            output, kind = step.stop - start, PassKind.STEP
+            output, kind = step.stop - start, StepKind.STEP
         index = on_device(columns, step.canvas.tokens.device).expand(step.canvas.batch, -1)
-        return StepPlan(Rows.at(index), slice(0, output), kind)
+        return StepRows(Rows.at(index), slice(0, output), kind)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from tiered.core.features import Feature
 from tiered.models.shape import ModelShape
-from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
+from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,5 +23,5 @@ class NoCache(Policy):
 
 
 class _EveryRow(PolicyState):
-    def plan(self, step: Step) -> StepPlan:
-        return StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH)
+    def rows(self, step: Step) -> StepRows:
+        return StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH)

@@ -6,9 +6,8 @@ from typing import Literal
 from jaxtyping import Bool
 from torch import Tensor
 
-from tiered.policies import regions
-from tiered.policies.base import PassKind, PolicyState, Step, StepPlan
-from tiered.policies.mask_window import masks_around
+from tiered.policies import areas
+from tiered.policies.base import PolicyState, Step, StepKind, StepRows
 from tiered.policies.schedule import Interval, due
 
 RowsOf = Literal["block", "suffix", "answer", "undecided", "upcoming"]
@@ -23,19 +22,19 @@ class Recipe:
             ("answer"); pending tokens and those committed in the last `delay` forwards ("undecided"); or tokens that
             are committed next, those committed last, and a `window` around them ("upcoming").
         delay: forwards after its commit in which an undecided row is still recomputed.
-        shift_caching, wraps: which tokens of a row these are: see `tiered.policies.regions.undecided`.
+        shift_caching, wraps: which tokens of a row these are: see `tiered.policies.areas.undecided`.
         window: rows around each committed one.
         prompt_interval, response_interval: when all rows of the prompt, and all rows behind it, are renewed.
         next_block_interval: steps of a block from one renewal of the next block to another; None: none.
         by_block: intervals count the steps of a block, and start anew with each.
         full_steps: with `by_block`, steps at a block's beginning that recompute every row; one at most on a family with
             shifted predictions.
-        window_of_masks: the window is counted as the authors of dKV-Cache do: see `tiered.policies.mask_window`.
+        window_of_masks: the window is counted as the authors of dKV-Cache do: see `areas.masks_around`.
     """
 
     rows: RowsOf
     delay: int = 1
-    shift_caching: regions.ShiftCaching = "un_right"
+    shift_caching: areas.ShiftCaching = "un_right"
     wraps: bool = False
     window: int = 0
     prompt_interval: Interval = "block"
@@ -52,7 +51,7 @@ class RecipeState(PolicyState):
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def plan(self, step: Step) -> StepPlan:
+    def rows(self, step: Step) -> StepRows:
         recipe = self._recipe
         full_steps = min(1, recipe.full_steps) if step.first_row < step.start else recipe.full_steps
         beginning = recipe.by_block and step.number < full_steps
@@ -63,33 +62,33 @@ class RecipeState(PolicyState):
         interval = recipe.next_block_interval
         beyond = interval is not None and step.number > 0 and step.number % interval == 0
         renews = any(of_prompt) or any(of_answer) or beyond or step.remasked
-        kind = PassKind.UPDATE if renews else PassKind.STEP
+        kind = StepKind.UPDATE if renews else StepKind.STEP
         if recipe.rows == "answer":
             of_answer = step.active
         if of_prompt == of_answer == step.active:
-            return StepPlan.of_span(0, step.canvas.length, step, PassKind.REFRESH)
-        renewed = [regions.prompt(step, of_prompt), regions.answer(step, of_answer)]
+            return StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH)
+        renewed = [areas.prompt(step, of_prompt), areas.answer(step, of_answer)]
         if step.remasked:
-            renewed.append(regions.Region(0, step.start, step.active))
+            renewed.append(areas.Area(0, step.start, step.active))
         mask = upcoming = None
         if of_answer != step.active:
             match recipe.rows:
                 case "block":
-                    renewed.append(regions.block(step, blocks_behind=int(beyond)))
+                    renewed.append(areas.block(step, blocks_behind=int(beyond)))
                 case "suffix":
-                    renewed.append(regions.suffix(step))
+                    renewed.append(areas.suffix(step))
                 case "undecided":
-                    mask = regions.undecided(step, recipe.delay, recipe.shift_caching, wraps=recipe.wraps)
+                    mask = areas.undecided(step, recipe.delay, recipe.shift_caching, wraps=recipe.wraps)
                 case "upcoming":
                     mask, upcoming = self._around(step)
-        plan = regions.plan_of(step, renewed, mask, kind, upcoming)
+        rows = areas.rows_of(step, renewed, mask, kind, upcoming)
         refreshed = tuple(first and second for first, second in zip(of_prompt, of_answer, strict=True))
-        return replace(plan, refreshed=refreshed)
+        return replace(rows, refreshed=refreshed)
 
     def _around(self, step: Step) -> tuple[Bool[Tensor, "batch length"], Bool[Tensor, "batch block"]]:
         """Rows beside those that predict what comes next, and what does."""
         assert step.upcoming is not None, "the runtime refuses rules that decide on the logits"
-        fresh, window = regions.just_committed(step), self._recipe.window
+        fresh, window = areas.just_committed(step), self._recipe.window
         if self._recipe.window_of_masks:
-            return masks_around(step, step.upcoming, fresh, window), step.upcoming > 0
-        return regions.around(fresh, window), step.upcoming > 0
+            return areas.masks_around(step, step.upcoming, fresh, window), step.upcoming > 0
+        return areas.around(fresh, window), step.upcoming > 0

@@ -1,4 +1,4 @@
-"""When regions of the canvas are recomputed: the intervals that policies are put together from."""
+"""When areas of the canvas are recomputed: the intervals that policies are put together from."""
 
 import re
 

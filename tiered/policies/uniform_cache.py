@@ -14,14 +14,14 @@ from tiered.policies.schedule import check_interval
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniformCache(Policy):
-    """A block begins with a full pass; a step recomputes the block's rows, and every few steps the next block's too,
+    """A block begins with a refresh; a step recomputes the block's rows, and every few steps the next block's too,
     whose keys move most beside its own.
 
     The preset `uniform_prefix` recomputes everything behind the block in every step.
 
     Attributes:
         next_block_interval: r, steps of a block from one renewal of the next block to another; None: none.
-        refresh_interval: forwards of a block from one full pass to the next; None: only the block's first.
+        refresh_interval: forwards of a block from one refresh to the next; None: only the block's first.
     """
 
     name: ClassVar[str] = "uniform"

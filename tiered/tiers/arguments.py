@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tiered.core.features import Tier
 from tiered.offload.codec_bytes import Codec
-from tiered.tiers.banks import CentroidBank
-from tiered.tiers.record import RecordForm, RecordKey
+from tiered.tiers.banks import CentroidBank, banks_of
+from tiered.tiers.record_book import RecordForm, RecordKey
 
 
 def check_rows(name: str, rows: Tensor, dtype: torch.dtype, device: torch.device) -> None:
@@ -38,8 +38,9 @@ def checked_forms(
         raise ValueError("the keys of one store must be distinct")
     if len(sizes) != len(keys) or any(size < 1 for size in sizes) or sum(sizes) != len(rows):
         raise ValueError(f"{len(keys)} records of sizes {list(sizes)} are not the {len(rows)} rows")
-    if (codec == Codec.NVFP4_DELTA) != (bank is not None and clusters is not None):
-        raise ValueError(f"bank and clusters are for the codec nvfp4_delta, which needs both; the codec is {codec}")
+    if Codec(codec).needs_base != (bank is not None and clusters is not None):
+        allowed = ", ".join(codec for codec in Codec if codec.needs_base)
+        raise ValueError(f"bank and clusters are for the codec {allowed}, which needs both; the codec is {codec}")
     if bank is not None and clusters is not None:
         banks = banks_of(bank, len(keys))
         if len(clusters) != len(keys) or len(banks) != len(keys):
@@ -55,8 +56,3 @@ def checked_forms(
     if codec != Codec.RAW and rows.device.type == "cpu" and not rows.isfinite().all():
         raise ValueError(f"rows must be finite: one NaN or Inf spoils a whole record in the codec {codec}")
     return [RecordForm(Codec(codec), size, rows.shape[1], rows.element_size()) for size in sizes]
-
-
-def banks_of(bank: CentroidBank | Sequence[CentroidBank], records: int) -> Sequence[CentroidBank]:
-    """The bank of each of so many records, where `bank` may be one for all."""
-    return [bank] * records if isinstance(bank, CentroidBank) else bank

@@ -1,5 +1,6 @@
 """Centroids that records are decoded against: immutable, versioned, and kept as long as a record needs them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxtyping import Float
@@ -35,7 +36,7 @@ class CentroidBank:
 
     @property
     def centroids(self) -> Float[Tensor, "clusters width"]:
-        """On the device, in the model's dtype; nobody writes them.
+        """On the device, in the model's dtype; they are never written.
 
         Raises:
             ValueError: the last holder gave them back.
@@ -63,3 +64,8 @@ class Base(NamedTuple):
 
     bank: CentroidBank
     cluster: int
+
+
+def banks_of(bank: CentroidBank | Sequence[CentroidBank], records: int) -> Sequence[CentroidBank]:
+    """The bank of each of so many records, where `bank` may be one for all."""
+    return [bank] * records if isinstance(bank, CentroidBank) else bank

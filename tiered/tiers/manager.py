@@ -6,38 +6,38 @@
            compute    (device)
 
 Nothing here waits for a copy. What has to wait for what is in the fences of the slots (`Traffic`), so a slot is given
-back as soon as its last job is submitted, and whoever takes it next finds that job in its fence. One thread of the
+back as soon as its last job is submitted, and its next holder finds that job in its fence. One thread of the
 caller uses a manager; copies run on the transport's streams and threads.
 """
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from itertools import accumulate
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from tiered.core.errors import TierCapacityError
 from tiered.core.events import Stored
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
+from tiered.offload.arena import Arena
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.errors import TransferError
-from tiered.tiers.arguments import banks_of, check_rows, checked_forms
-from tiered.tiers.banks import Base, CentroidBank
-from tiered.tiers.batches import runs
-from tiered.tiers.fetches import Fetches, check_there
-from tiered.tiers.journal import Journal
-from tiered.tiers.placement import Placement
-from tiered.tiers.record import RecordKey
-from tiered.tiers.record_book import Entry, RecordBook, nbytes_of
-from tiered.tiers.rooms import Rooms
-from tiered.tiers.shipping import Shipping
-from tiered.tiers.stats import TierStats
-from tiered.tiers.ticket import Ticket
+from tiered.offload.spill_file import SpillFile
+from tiered.offload.transport import Transport
+from tiered.tiers.arguments import check_rows, checked_forms
+from tiered.tiers.banks import Base, CentroidBank, banks_of
+from tiered.tiers.batches import Destination, runs
+from tiered.tiers.record_book import Entry, RecordBook, RecordForm, RecordKey, nbytes_of
+from tiered.tiers.shipping import Rings, Shipping
+from tiered.tiers.slots import Slots
+from tiered.tiers.stats import TierStats, reporting
+from tiered.tiers.ticket import Fetches, Ticket
 from tiered.tiers.traffic import Traffic
 
 
@@ -55,32 +55,29 @@ class TierManager:
 
     def __init__(
         self,
+        ledger: Ledger,
+        arenas: Mapping[Tier, Arena],
+        spill: SpillFile | None,
+        rings: Rings,
+        transport: Transport,
         *,
         device: torch.device,
         dtype: torch.dtype,
-        slot_bytes: int,
-        ledger: Ledger,
-        book: RecordBook,
-        rooms: Rooms,
-        traffic: Traffic,
-        placement: Placement,
-        shipping: Shipping,
-        fetches: Fetches,
-        journal: Journal,
+        traffic: type[Traffic],
         on_close: Callable[[], None],
     ) -> None:
-        """The parts, which belong to this manager from now on; `on_close` gives back what lies below them."""
+        """Memory, file and transport are the caller's; `on_close` gives them back."""
         self.device = device
         self.dtype = dtype
-        self.slot_bytes = slot_bytes
+        self.slot_bytes = rings.store.slot_bytes
         self._ledger = ledger
-        self._book = book
-        self._rooms = rooms
-        self._traffic = traffic
-        self._placement = placement
-        self._shipping = shipping
-        self._fetches = fetches
-        self._journal = journal
+        self._stats = TierStats()
+        self._record = record = reporting(self._stats, ledger)
+        self._book = book = RecordBook()
+        self._traffic = jobs = traffic(transport, record)
+        self._slots = slots = Slots(ledger, arenas, spill, book, jobs, record)
+        self._shipping = shipping = Shipping(jobs, slots, rings, ledger, device=device, dtype=dtype)
+        self._fetches = Fetches(book, slots, jobs, shipping, record, self._check_open)
         self._on_close = on_close
         self._versions = 0
         self._process = os.getpid()
@@ -104,15 +101,6 @@ class TierManager:
         check_rows("centroids", centroids, self.dtype, self.device)
         return CentroidBank(centroids, version, self._ledger)
 
-    def reserve(self, tier: Tier, nbytes: int) -> None:
-        """Obtain the memory for `nbytes` of records in `tier` (`DEVICE` or `HOST`) now, so that no store waits for it.
-
-        Raises:
-            TierCapacityError: over the budget, or the system refuses it.
-        """
-        self._check_open()
-        self._rooms.reserve(tier, nbytes)
-
     @spanned(Op.STORE)
     def store(
         self,
@@ -132,7 +120,7 @@ class TierManager:
             rows: on the device, in the manager's dtype. They may still be being computed, and must not be written
                 again before compute has encoded them (the order of the caller's stream sees to it).
             sizes: rows of each record.
-            codec: how they are stored. `nvfp4_delta` needs `bank` and `clusters`, the others take neither.
+            codec: how they are stored. One with `needs_base` takes `bank` and `clusters`, another neither.
             bank, clusters: centroids, and which of them each record is a delta against; one bank for all, or, since
                 a bank stays until its last record is gone, one for each.
             tier: `HOST`; or `DEVICE`, for records that stay on the device, encoded, until they are evicted.
@@ -145,32 +133,44 @@ class TierManager:
         self._check_open()
         check_rows("rows", rows, self.dtype, self.device)
         forms = checked_forms(keys, rows, sizes, codec=codec, bank=bank, clusters=clusters, tier=tier)
-        banks = None if bank is None else banks_of(bank, len(keys))
+        bases: Sequence[Base | None] = [None] * len(keys)
+        if bank is not None and clusters is not None:
+            bases = [Base(*each) for each in zip(banks_of(bank, len(keys)), clusters, strict=True)]
         self.progress()
         first = [0, *accumulate(sizes)]
         # The records of one run share a staging slot, in which they take as much room as in the host tier.
-        for run in runs([self._rooms.size(tier, form.nbytes) for form in forms], self.slot_bytes):
-            entries: list[Entry] = []
-            for number in range(run.start, run.stop):
-                base = None if banks is None or clusters is None else Base(banks[number], clusters[number])
-                self._versions += 1
-                entries.append(Entry(keys[number], forms[number], self._versions, base))
-            self._store(entries, rows[first[run.start] : first[run.stop]], tier)
+        for run in runs([self._slots.staged_bytes(form.nbytes) for form in forms], self.slot_bytes):
+            part = keys[run], forms[run], bases[run], rows[first[run.start] : first[run.stop]], tier
+            try:
+                self._store(*part)
+            except TierCapacityError:  # what is about to be read cannot be evicted
+                if not self._fetches.land_all():
+                    raise
+                self._store(*part)
 
     @spanned(Op.FETCH)
-    def fetch(self, keys: Sequence[RecordKey], *, paged: bool = False) -> Ticket:
-        """Begin to bring records to the device. Copies set out at once, as far as there are staging slots. `paged`:
-        through the ring for pages of features (`open_tiers(page_slots=…)`), so that neither waits for the other.
+    def fetch(
+        self,
+        keys: Sequence[RecordKey],
+        out: Float[Tensor, "any width"] | None = None,
+        rows: Int[Tensor, " rows"] | None = None,
+    ) -> Ticket:
+        """Begin to bring records to the device. Copies set out at once, as far as there are staging slots.
+
+        Args:
+            keys: of records of one width.
+            out, rows: where the answer goes, as for `Ticket.wait`, and is written as soon as it has arrived and others
+                need its staging slots: until `wait` or `close` nothing else may touch these places. None: `wait` or
+                `Ticket.into` says it.
 
         Raises:
             KeyError: nothing is stored under a key.
             RecordLostError: a record's bytes went with a copy that failed.
-            ValueError: no keys, or records of different widths; or closed.
+            ValueError: no keys, records of different widths, or `out` or `rows` does not fit; or closed.
         """
         self._check_open()
         self.progress()
-        entries = [self._find(key) for key in keys]
-        return self._fetches.begin(keys, entries, self._check_open, paged=paged)
+        return self._fetches.begin(keys, [self._find(key) for key in keys], Destination(out, rows))
 
     def evict(self, keys: Iterable[RecordKey]) -> int:
         """Move records one tier down, from the highest tier that holds them. Returns how many moved: those that a
@@ -185,9 +185,9 @@ class TierManager:
         moved = 0
         for key in keys:
             entry = self._find(key)
-            tier = next((tier for tier in (Tier.DEVICE, Tier.HOST) if tier in entry.places), None)
+            tier = next((tier for tier in (Tier.DEVICE, Tier.HOST) if tier in entry.slots), None)
             if tier is not None and not entry.readers:
-                self._placement.move_down(entry, tier)
+                self._slots.move_down(entry, tier)
                 moved += 1
         return moved
 
@@ -199,15 +199,7 @@ class TierManager:
         """
         self._check_open()
         for key in keys:
-            self._placement.leave(self._book.remove(key))
-
-    def touch(self, key: RecordKey, drift: float) -> None:
-        """Tell how far a record has drifted: those that drift least are evicted first.
-
-        Raises:
-            KeyError: nothing is stored under it.
-        """
-        self._book.touch(key, drift)
+            self._slots.leave(self._book.remove(key))
 
     def progress(self) -> None:
         """Note which copies have ended, and send what waits for a staging slot. Never blocks."""
@@ -220,20 +212,15 @@ class TierManager:
     def stats(self) -> TierStats:
         """What happened so far; a copy."""
         self.progress()
-        return self._journal.stats(self._rooms.pinned())
+        stats, host = deepcopy(self._stats), self._slots.host_memory()
+        stats.pinned_requested, stats.pinned_actual = host.held_bytes, host.actual_bytes
+        stats.pinned = host.pinned
+        return stats
 
     def check_integrity(self) -> None:
-        """Raise `RuntimeError` where books, tickets, rooms and ledger contradict each other."""
-        self._book.check_integrity()
-        held: Counter[Tier] = Counter()
-        readers = self._fetches.readers()
-        for entry in self._book.entries():
-            for tier in entry.places:
-                held[tier] += entry.form.nbytes
-            if entry.readers != readers[id(entry)]:
-                raise RuntimeError(f"{entry.key} has {entry.readers} readers, open tickets {readers[id(entry)]}")
-        self._rooms.check_integrity(held)
-        self._shipping.check_integrity()
+        """Raise `RuntimeError` where books, tickets, slots and ledger contradict each other."""
+        self._slots.check_integrity()
+        self._fetches.check_integrity()
 
     def close(self) -> None:
         """Wait for the copies under way, then give everything back: open tickets, records, memory, file and threads.
@@ -244,7 +231,7 @@ class TierManager:
         self._fetches.close()
         self._traffic.synchronize()
         for entry in list(self._book.entries()):
-            self._placement.leave(entry)
+            self._slots.leave(entry)
         self._on_close()
 
     def __enter__(self) -> "TierManager":
@@ -253,30 +240,41 @@ class TierManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _store(self, entries: Sequence[Entry], rows: Float[Tensor, "rows width"], tier: Tier) -> None:
+    def _store(
+        self,
+        keys: Sequence[RecordKey],
+        forms: Sequence[RecordForm],
+        bases: Sequence[Base | None],
+        rows: Float[Tensor, "rows width"],
+        tier: Tier,
+    ) -> None:
+        entries: list[Entry] = []
+        for each in zip(keys, forms, bases, strict=True):
+            self._versions += 1
+            entries.append(Entry(each[0], each[1], self._versions, each[2]))
         try:
             for entry in entries:
                 if entry.base is not None:
                     entry.base.bank.hold()
             for entry in entries:
-                self._placement.enter(entry, tier)
+                self._slots.enter(entry, tier)
             if tier is Tier.DEVICE:
                 self._shipping.encode_on_device(entries, rows)
             else:
                 self._shipping.send_down(entries, rows)
         except BaseException:
             for entry in entries:
-                self._placement.leave(entry)
+                self._slots.leave(entry)
             raise
         for entry in entries:
-            self._placement.leave(self._book.commit(entry))
-        self._journal.add(Stored(tier=tier, records=len(entries), nbytes=nbytes_of(entries)))
+            self._slots.leave(self._book.commit(entry))
+        self._record(Stored(tier=tier, records=len(entries), nbytes=nbytes_of(entries)))
 
     def _find(self, key: RecordKey) -> Entry:
         if key not in self._book:
             raise KeyError(f"nothing is stored as {key}")
         entry = self._book.find(key)
-        check_there(entry)
+        entry.check_there()
         return entry
 
     def _check_open(self) -> None:

@@ -22,20 +22,16 @@ from tiered.offload.slabs import UNIT
 from tiered.offload.spill_file import SpillFile
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Transport
-from tiered.tiers.fetches import Fetches
-from tiered.tiers.journal import Journal
 from tiered.tiers.manager import TierManager
-from tiered.tiers.placement import Placement
-from tiered.tiers.record_book import RecordBook
-from tiered.tiers.rooms import KNOBS, Rooms, told_by_tier
-from tiered.tiers.shipping import Shipping
+from tiered.tiers.record_bytes import LOAD_SLOTS
+from tiered.tiers.shipping import Rings
+from tiered.tiers.slots import KNOBS, told_by_tier
 from tiered.tiers.traffic import Traffic
 
 SLOT_BYTES = 4 << 20
 FETCH_SLOTS = 3  # one is decoded, one has arrived, one is filling
 STORE_SLOTS = 2
 PINNED_SLABS = 16  # obtained at a time
-LOAD_SLOTS = 2  # for records from disk where the host tier is full
 
 
 def open_tiers(
@@ -47,17 +43,16 @@ def open_tiers(
     slot_bytes: int = SLOT_BYTES,
     fetch_slots: int = FETCH_SLOTS,
     store_slots: int = STORE_SLOTS,
-    page_slots: int = 0,
     load_slots: int = LOAD_SLOTS,
     pinner: str = "auto",
     traffic: type[Traffic] = Traffic,
 ) -> TierManager:
     """A tier manager within `ledger`'s budget. Close it in the end, or use it in a `with`.
 
-    Memory of device and host is obtained as records need it, `slot_bytes` at a time and pinned memory 16 times that
-    (`TierManager.reserve` does it ahead). The rings on the device, `(fetch_slots + store_slots + page_slots) ·
-    slot_bytes`, are obtained here; with a disk tier, also a ring of `load_slots · slot_bytes` of host memory, and the
-    spill file is made, empty: it grows by `slot_bytes` and a page as records need it.
+    Memory of device and host is obtained as records need it, `slot_bytes` at a time and pinned memory 16 times that.
+    The rings on the device, `(fetch_slots + store_slots) · slot_bytes`, are obtained here; with a disk tier, also a
+    ring of `load_slots · slot_bytes` of host memory, and the spill file is made, empty: it grows by `slot_bytes` and a
+    page as records need it.
 
     Args:
         ledger: books everything. Its budget caps the tiers; without a disk budget there is no disk tier.
@@ -65,8 +60,6 @@ def open_tiers(
         transport: what carries copies; None: streams on CUDA, threads on the CPU. It is closed with the manager.
         slot_bytes: bytes of a staging slot, a multiple of 4096; no record may be larger.
         fetch_slots, store_slots, load_slots: staging slots of the rings.
-        page_slots: of one more, for pages of features (`TierManager.fetch(paged=True)`). Without it there is none, and
-            with it `fetch_slots` may be 0.
         pinner: how host memory is obtained, see `tiered.offload.pinning`.
         traffic: the class that submits jobs.
 
@@ -76,68 +69,28 @@ def open_tiers(
         ValueError: sizes that do not work, or a pinner that is not there.
     """
     device = pick_device(device)
-    pin = pick_pinner(pinner, device).allocate
-    rooms, journal, book = Rooms(ledger), Journal(ledger), RecordBook()
+    device_memory, host_memory = device_chunks(device), pick_pinner(pinner, device).allocate
+    # Pinning costs by call as well as by byte, and neighbours merge into one copy within a chunk only.
+    slabs = PINNED_SLABS if device.type == "cuda" else 1
     with ExitStack() as opened:
-        for tier, region, allocate in (
-            (Tier.DEVICE, Region.DEVICE_SLOT, device_chunks(device)),
-            (Tier.HOST, Region.HOST_SLOT, pin),
-        ):
-            grow, shrink = _booking(ledger, tier)
-            # Pinning costs by call as well as by byte, and neighbours merge into one copy within a chunk only.
-            slabs = PINNED_SLABS if tier is Tier.HOST and device.type == "cuda" else 1
-            arena = Arena(
-                region, slot_bytes, ledger.budget.cap(tier), allocate, grow, shrink, chunk_bytes=slabs * slot_bytes
-            )
+        arenas = {
+            Tier.DEVICE: _arena(ledger, slot_bytes, Region.DEVICE_SLOT, device_memory, Tier.DEVICE),
+            Tier.HOST: _arena(ledger, slot_bytes, Region.HOST_SLOT, host_memory, Tier.HOST, slabs),
+        }
+        for arena in arenas.values():
             opened.callback(arena.close)
-            rooms.open(tier, arena)
         spill = _spill_file(ledger, slot_bytes, opened)
-        if spill is not None:
-            rooms.open(Tier.DISK, spill)
         ring = partial(_ring, ledger, slot_bytes, opened)
-        store_ring = ring(Region.STORE_SLOT, store_slots, device_chunks(device), Tier.DEVICE)
-        fetch_ring = page_ring = None
-        if fetch_slots or not page_slots:
-            fetch_ring = ring(Region.FETCH_SLOT, fetch_slots, device_chunks(device), Tier.DEVICE)
-        if page_slots:
-            page_ring = ring(Region.FETCH_SLOT, page_slots, device_chunks(device), Tier.DEVICE)
-        load_ring = None if spill is None else ring(Region.LOAD_SLOT, load_slots, pin, Tier.HOST)
+        rings = Rings(
+            store=ring(Region.STORE_SLOT, store_slots, device_memory, Tier.DEVICE),
+            fetch=ring(Region.FETCH_SLOT, fetch_slots, device_memory, Tier.DEVICE),
+            load=None if spill is None else ring(Region.LOAD_SLOT, load_slots, host_memory, Tier.HOST),
+        )
         transport = transport or _transport_for(device)
         opened.callback(transport.close)  # the last to come is the first to go: no copy outlives what it works on
-        jobs = traffic(transport, journal.add)
-        placement = Placement(book, rooms, jobs, spill, journal.add)
-        shipping = Shipping(
-            jobs,
-            placement,
-            store_ring=store_ring,
-            fetch_ring=fetch_ring,
-            page_ring=page_ring,
-            load_ring=load_ring,
-            dtype=dtype,
-        )
-        fetches = Fetches(
-            device=device,
-            dtype=dtype,
-            slot_bytes=slot_bytes,
-            book=book,
-            traffic=jobs,
-            placement=placement,
-            shipping=shipping,
-            journal=journal,
-        )
+        on_close = opened.pop_all().close
         return TierManager(
-            device=device,
-            dtype=dtype,
-            slot_bytes=slot_bytes,
-            ledger=ledger,
-            book=book,
-            rooms=rooms,
-            traffic=jobs,
-            placement=placement,
-            shipping=shipping,
-            fetches=fetches,
-            journal=journal,
-            on_close=opened.pop_all().close,
+            ledger, arenas, spill, rings, transport, device=device, dtype=dtype, traffic=traffic, on_close=on_close
         )
 
 
@@ -158,9 +111,17 @@ def _transport_for(device: torch.device) -> Transport:
     if device.type != "cuda":
         return ThreadTransport()
     from tiered.offload.cuda_transport import CudaTransport
-    from tiered.offload.route_timer import crossover_for
+    from tiered.offload.routes import crossover_for
 
     return CudaTransport(device, crossover=crossover_for(device))
+
+
+def _arena(
+    ledger: Ledger, slot_bytes: int, region: Region, allocate: Callable[[int], Chunk], tier: Tier, slabs: int = 1
+) -> Arena:
+    """Obtains `slabs` slabs at a time."""
+    cap = ledger.budget.cap(tier)
+    return Arena(region, slot_bytes, cap, allocate, *_booking(ledger, tier), chunk_bytes=slabs * slot_bytes)
 
 
 def _booking(ledger: Ledger, tier: Tier) -> tuple[Callable[[int], None], Callable[[int], None]]:

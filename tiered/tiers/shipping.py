@@ -5,14 +5,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from tiered.core.errors import TierCapacityError
-from tiered.core.events import Way
-from tiered.core.features import Tier
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
 from tiered.kernels.host_values import on_device
 from tiered.offload.arena import Slot
 from tiered.offload.codecs import CODECS
@@ -20,9 +21,9 @@ from tiered.offload.fence import Fence, Region
 from tiered.offload.ring import Ring, RingSlot
 from tiered.offload.routes import neighbours_merged
 from tiered.offload.transport import Copy, Lane, TransferEvent
-from tiered.tiers.batches import Batch
-from tiered.tiers.placement import Placement
+from tiered.tiers.batches import Batch, memory_slot
 from tiered.tiers.record_book import Entry
+from tiered.tiers.slots import Slots
 from tiered.tiers.traffic import Traffic
 
 
@@ -44,6 +45,15 @@ class _Span:
         return id(self.buffer), self.start
 
 
+class Rings(NamedTuple):
+    """Staging slots, used in turn: of the device, those that records leave from (`store`) and arrive in (`fetch`); of
+    host memory, where there is a disk tier, those that records from disk pass (`load`)."""
+
+    store: Ring
+    fetch: Ring
+    load: Ring | None
+
+
 class Shipping:
     """Takes entries that have room from rows to bytes, and batches of entries from bytes to rows.
 
@@ -54,38 +64,40 @@ class Shipping:
     def __init__(
         self,
         traffic: Traffic,
-        placement: Placement,
+        slots: Slots,
+        rings: Rings,
+        ledger: Ledger,
         *,
-        store_ring: Ring,
-        fetch_ring: Ring | None,
-        page_ring: Ring | None = None,
-        load_ring: Ring | None,
+        device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """The rings: of device memory one that records leave from, and one for records that arrive, for those that are
-        pages of a feature, or for both; of host memory one where there is a disk tier."""
-        self._dtype = dtype
+        """`device`, `dtype`: of the rows."""
+        self.device = device
+        self.dtype = dtype
+        self.slot_bytes = rings.fetch.slot_bytes
         self._traffic = traffic
-        self._placement = placement
-        self._store_ring = store_ring
-        self._arrivals = {False: fetch_ring, True: page_ring}
-        self._load_ring = load_ring
+        self._slots = slots
+        self._rings = rings
+        self._ledger = ledger
 
-    def free_slots(self, *, paged: bool = False) -> int:
+    @property
+    def free_slots(self) -> int:
         """Staging slots that a batch could set out in."""
-        ring = self._arrivals[paged]
-        return 0 if ring is None else ring.slots - ring.held
+        return self._rings.fetch.slots - self._rings.fetch.held
 
-    def check_integrity(self) -> None:
-        """Raise `RuntimeError` where the rings' books contradict themselves."""
-        for ring in (self._store_ring, *self._arrivals.values(), self._load_ring):
+    def check_integrity(self, arriving: int) -> None:
+        """Raise `RuntimeError` where the rings' books contradict themselves, or others than so many batches hold the
+        slots that records arrive in."""
+        for ring in self._rings:
             if ring is not None:
                 ring.check_integrity()
+        if self._rings.fetch.held != arriving:
+            raise RuntimeError(f"{self._rings.fetch.held} staging slots are held, by {arriving} batches")
 
     def encode_on_device(self, entries: Sequence[Entry], rows: Float[Tensor, "rows width"]) -> None:
         """Encode `rows` into the device slots of `entries`."""
         first = [0, *accumulate(entry.form.rows for entry in entries)]
-        slots: list[Slot] = [entry.places[Tier.DEVICE] for entry in entries]
+        slots = [memory_slot(entry, Tier.DEVICE) for entry in entries]
         for _, group in groupby(range(len(entries)), key=lambda number: id(slots[number].chunk)):
             numbers = list(group)
             part = slice(numbers[0], numbers[-1] + 1)
@@ -96,20 +108,20 @@ class Shipping:
                 [slot.start for slot in slots[part]],
             )
             fences = [slot.fence for slot in slots[part]]
-            self._traffic.compute(Way.STORE, work, writes=fences, layer=_layer_of(entries[part]))
+            self._traffic.compute(Lane.STORE, work, writes=fences, layer=_layer_of(entries[part]))
 
     def send_down(self, entries: Sequence[Entry], rows: Float[Tensor, "rows width"]) -> None:
         """Encode `rows` into a staging slot and copy that to the host slots of `entries`."""
-        staging = self._store_ring.acquire()
+        staging = self._rings.store.acquire()
         assert staging is not None, "a store gives its slot back before it returns"
         try:
-            slots: list[Slot] = [entry.places[Tier.HOST] for entry in entries]
+            slots = [memory_slot(entry, Tier.HOST) for entry in entries]
             spans = [_Span.of(slot) for slot in slots]
             offsets = _offsets(spans)
             work = _encode(entries, rows, staging.bytes, offsets)
             layer = _layer_of(entries)
-            self._traffic.compute(Way.STORE, work, writes=[staging.fence], layer=layer)
-            self._traffic.copy(
+            self._traffic.compute(Lane.STORE, work, writes=[staging.fence], layer=layer)
+            self._traffic.move(
                 Lane.STORE,
                 [Copy(device, host) for host, device in _pieces(spans, offsets, staging)],
                 reads=[staging.fence],
@@ -121,22 +133,13 @@ class Shipping:
             staging.release()
 
     def send_up(self, batch: Batch) -> None:
-        """Copy the batch's records to a staging slot, from disk by way of host memory.
-
-        Raises:
-            TierCapacityError: no staging slot is free.
-        """
-        ring = self._arrivals[batch.paged]
-        if ring is None:
-            raise ValueError(f"these tiers have no ring for {'pages' if batch.paged else 'records'}")
-        staging = ring.acquire()
-        if staging is None:
-            hint = "wait for or close the tickets fetched earlier, or raise `fetch_slots`"
-            raise TierCapacityError(ring.slot_bytes, 0, Tier.DEVICE, hint)
+        """Copy the batch's records to a staging slot, of which one is free; from disk by way of host memory."""
+        staging = self._rings.fetch.acquire()
+        assert staging is not None, "a batch sets out when a slot is free"
         try:
             with self._in_host_memory(batch) as (spans, passing):
                 offsets = _offsets(spans)
-                batch.arrival = self._traffic.copy(
+                batch.arrival = self._traffic.move(
                     Lane.FETCH,
                     [Copy(host, device) for host, device in _pieces(spans, offsets, staging)],
                     reads=[span.fence for span in spans],
@@ -158,20 +161,20 @@ class Shipping:
         passing, filled = None, 0
         try:
             for entry in batch.entries:
-                if Tier.HOST not in entry.places:
+                if Tier.HOST not in entry.slots:
                     with suppress(TierCapacityError):
-                        self._placement.load(entry)
-                if Tier.HOST in entry.places:
-                    spans.append(_Span.of(entry.places[Tier.HOST]))
+                        self._slots.load(entry)
+                if Tier.HOST in entry.slots:
+                    spans.append(_Span.of(memory_slot(entry, Tier.HOST)))
                     continue
                 if passing is None:
-                    assert self._load_ring is not None, "what is on disk has a ring to come back through"
-                    passing = self._load_ring.acquire()
+                    assert self._rings.load is not None, "what is on disk has a ring to come back through"
+                    passing = self._rings.load.acquire()
                     assert passing is not None, "a fetch gives its load slot back before it returns"
                 # A fence of its own: one bad record is no other's business. It waits for the slot's former users.
-                fence, room = Fence(Region.LOAD_SLOT), self._placement.rooms.size(Tier.HOST, entry.form.nbytes)
+                fence, room = Fence(Region.LOAD_SLOT), self._slots.staged_bytes(entry.form.nbytes)
                 fence.inherit([passing.fence])
-                self._placement.read(entry, passing.bytes[filled : filled + entry.form.nbytes], fence)
+                self._slots.read(entry, passing.bytes[filled : filled + entry.form.nbytes], fence)
                 spans.append(_Span(passing.bytes, filled, room, fence))
                 filled += room
             yield spans, passing
@@ -179,25 +182,44 @@ class Shipping:
             if passing is not None:
                 passing.release()
 
-    def decode(
-        self, batch: Batch, out: Float[Tensor, "any width"], rows: Int[Tensor, " answer"] | None
-    ) -> TransferEvent:
-        """Decode a batch into its places in `out`; it may not be decoded again, its staging slot is given back."""
+    def decode(self, batch: Batch) -> TransferEvent:
+        """Decode a batch to its destination; it may not be decoded again, its staging slot is given back."""
         try:
-            work, layer = _decode(batch, self._dtype, out, rows), _layer_of(batch.entries)
-            return self._traffic.compute(Way.FETCH, work, reads=batch.fences, layer=layer)
+            work, layer = _decode(batch, self.dtype), _layer_of(batch.entries)
+            return self._traffic.compute(Lane.FETCH, work, reads=batch.fences, layer=layer)
         finally:
             self.give_back(batch)
 
+    def set_aside(self, batch: Batch) -> None:
+        """Give the staging slot of a batch back: its bytes go to memory of their own.
+
+        Raises:
+            TierCapacityError: the device has no room for them.
+        """
+        assert batch.slot is not None, "a batch that is set aside has a slot"
+        staged, nbytes = batch.slot.bytes, batch.slot.bytes.numel()
+        hint = "wait for tickets of records before they are replaced, say where their rows go, or raise the budget"
+        self._ledger.allocate({Account.STAGING: nbytes}, hint=hint)
+        batch.aside = nbytes
+        aside, fence = torch.empty_like(staged), Fence(Region.FETCH_SLOT)
+
+        def work() -> None:
+            aside.copy_(staged)
+
+        self._traffic.compute(Lane.FETCH, work, reads=batch.fences, writes=[fence])
+        batch.slot.release()
+        batch.slot, batch.buffer, batch.fences = None, aside, [fence]
+
     def give_back(self, batch: Batch) -> None:
-        """The batch will not be decoded (any more)."""
+        """The batch will not be decoded (any more) from where it is."""
         if batch.slot is not None:
             batch.slot.release()
-        batch.slot = batch.buffer = None
+        self._ledger.release({Account.STAGING: batch.aside})
+        batch.slot, batch.buffer, batch.aside = None, None, 0
 
     def _never_arrived(self, entries: Sequence[tuple[Entry, Slot]]) -> None:
         for entry, slot in entries:
-            self._placement.copy_failed(entry, Tier.HOST, slot)
+            self._slots.copy_failed(entry, Tier.HOST, slot)
 
 
 def _layer_of(entries: Sequence[Entry]) -> int | None:
@@ -240,11 +262,10 @@ def _encode(
     return partial(CODECS[entries[0].form.codec].encode, rows, sizes, out, offsets, centroids, clusters)
 
 
-def _decode(
-    batch: Batch, dtype: torch.dtype, out: Float[Tensor, "any width"], rows: Int[Tensor, " answer"] | None
-) -> Callable[[], None]:
-    """What writes the rows of `batch` to their places in `out`."""
-    assert batch.buffer is not None, "a batch is decoded after it has set out"
+def _decode(batch: Batch, dtype: torch.dtype) -> Callable[[], None]:
+    """What writes the rows of `batch` to their places in its destination."""
+    out, rows = batch.to.out, batch.to.rows
+    assert batch.buffer is not None and out is not None, "a batch is decoded after it has set out, to somewhere"
     form = batch.entries[0].form
     sizes = [entry.form.rows for entry in batch.entries]
     centroids = [base.bank.centroids[base.cluster] for base in batch.bases if base is not None]

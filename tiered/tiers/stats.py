@@ -1,12 +1,22 @@
-"""Books: the statistics of the tiers, counted from events alone."""
+"""Books: what the tiers did, counted from events alone."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tiered.core.events import Asked, CopyEnded, Event, Evicted, Lost, Stored, Waited, Way
+from tiered.core.events import Asked, CopyEnded, Event, Evicted, Lost, Stored, Waited
 from tiered.core.features import Tier
+from tiered.core.ledger import Ledger
+from tiered.core.spans import active
+from tiered.offload.lane import Lane
+
+ENDS = {
+    Lane.STORE: (Tier.DEVICE, Tier.HOST),
+    Lane.FETCH: (Tier.HOST, Tier.DEVICE),
+    Lane.SPILL: (Tier.HOST, Tier.DISK),
+    Lane.LOAD: (Tier.DISK, Tier.HOST),
+}
 
 
 @dataclass(slots=True)
@@ -42,8 +52,8 @@ class WayStats:
         return self.nbytes / self.busy_ns if self.busy_ns else None
 
 
-def _each_way() -> dict[Way, WayStats]:
-    return {way: WayStats() for way in Way}
+def _each_lane() -> dict[Lane, WayStats]:
+    return {lane: WayStats() for lane in Lane}
 
 
 @dataclass(slots=True)
@@ -60,8 +70,8 @@ class TierStats:
         pinned: whether host memory is page-locked; False on a machine without CUDA.
     """
 
-    ways: dict[Way, WayStats] = field(default_factory=_each_way)
-    layers: dict[int, dict[Way, WayStats]] = field(default_factory=dict)
+    ways: dict[Lane, WayStats] = field(default_factory=_each_lane)
+    layers: dict[int, dict[Lane, WayStats]] = field(default_factory=dict)
     stored: Counter[Tier] = field(default_factory=Counter)
     asked: Counter[Tier] = field(default_factory=Counter)
     evicted: Counter[Tier] = field(default_factory=Counter)
@@ -119,13 +129,27 @@ class TierStats:
 
     def _counted(self, event: CopyEnded | Waited) -> Iterator[WayStats]:
         """Where `event` counts: in all, and in its layer if it has one."""
-        yield self.ways[event.way]
+        yield self.ways[event.lane]
         if event.layer is not None:
-            yield self.layers.setdefault(event.layer, _each_way())[event.way]
+            yield self.layers.setdefault(event.layer, _each_lane())[event.lane]
 
 
-def _plain(ways: Mapping[Way, WayStats]) -> dict[str, dict[str, Any]]:
+def _plain(ways: Mapping[Lane, WayStats]) -> dict[str, dict[str, Any]]:
     return {
         way.value: asdict(stats) | {"hidden_ns": stats.hidden_ns, "gigabytes_per_second": stats.gigabytes_per_second}
         for way, stats in ways.items()
     }
+
+
+def reporting(stats: TierStats, ledger: Ledger) -> Callable[[Event], None]:
+    """Where tiers report what they do: it is counted in `stats`, as transfers in `ledger`, and shown to what records
+    the call."""
+
+    def report(event: Event) -> None:
+        stats.add(event)
+        if (recorder := active()) is not None:
+            recorder.add(event)
+        if isinstance(event, CopyEnded) and not event.failed:
+            ledger.record_transfer(*ENDS[event.lane], event.nbytes)
+
+    return report

@@ -1,26 +1,29 @@
-"""A fetch under way: what was asked for, where it has got to, and the rows in the end."""
+"""Fetches under way: where each has got to and where its rows go; which of them hold staging slots, and which wait."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tiered.core.errors import TierCapacityError
+from tiered.core.errors import RecordLostError
+from tiered.core.events import Asked, Event
 from tiered.core.features import Tier
-from tiered.tiers.batches import Batch
-from tiered.tiers.record import RecordKey
-from tiered.tiers.record_book import Entry, nbytes_of
-
-if TYPE_CHECKING:
-    from tiered.tiers.fetches import Fetches
+from tiered.offload.errors import TransferError
+from tiered.tiers.batches import Batch, Destination, cut
+from tiered.tiers.record_book import Entry, EntryState, RecordBook, RecordKey, nbytes_of
+from tiered.tiers.shipping import Shipping
+from tiered.tiers.slots import Slots
+from tiered.tiers.traffic import Traffic
 
 
 class Ticket:
     """What `TierManager.fetch` returns. `wait` gives the rows, in the order of the keys; or `close` gives it up.
 
-    An open ticket holds staging slots, so every ticket has to be waited for or closed.
+    An open ticket holds records and staging slots, so every ticket has to be waited for or closed.
 
     Attributes:
         keys: what was asked for.
@@ -33,35 +36,45 @@ class Ticket:
         fetches: "Fetches",
         keys: Sequence[RecordKey],
         batches: Sequence[Batch],
+        to: Destination,
         shape: tuple[int, int],
-        check_open: Callable[[], None],
     ) -> None:
         self.keys = tuple(keys)
         self.shape = shape
-        self._fetches = fetches
-        self._check_open = check_open
-        self._batches = list(batches)
         self.nbytes = sum(nbytes_of(batch.entries) for batch in batches)
-        self._answer: tuple[Tensor, Tensor | None] | None = None  # `out` and `rows` of the first wait
+        self._fetches = fetches
+        self._batches = batches
+        self._to = to
         self._open = True
 
     def arrived(self) -> bool:
         """Whether compute would not have to wait. Never blocks."""
         self._fetches.send_waiting()
         return all(
-            batch.tier is Tier.DEVICE or (batch.arrival is not None and batch.arrival.done()) for batch in self._batches
+            batch.tier is Tier.DEVICE
+            or batch.landed is not None
+            or (batch.arrival is not None and batch.arrival.done())
+            for batch in self._batches
         )
-
-    @property
-    def set_out(self) -> bool:
-        """Whether a part of it is in a staging slot, or needs none: a wait makes progress then."""
-        return any(batch.buffer is not None for batch in self._batches)
 
     def unread(self) -> Iterator[Entry]:
         """The entries whose bytes no copy has been sent for: a reader of each is this ticket."""
         for batch in self._batches:
             if batch.reading:
                 yield from batch.entries
+
+    def into(self, out: Float[Tensor, "any width"], rows: Int[Tensor, " rows"] | None = None) -> None:
+        """Say where the rows go, as for `wait`, if `fetch` has not been told. From then on they may be written at any
+        time, and nothing else may touch these places until `wait` or `close`.
+
+        Raises:
+            ValueError: waited for or closed before, with a destination, or `out` or `rows` does not fit.
+        """
+        self._check()
+        if self._to.out is not None:
+            raise ValueError("the rows of this ticket go to another tensor already; wait without `out`")
+        Destination(out, rows).check(self.shape)
+        self._to.out, self._to.rows = out, rows
 
     def wait(
         self,
@@ -73,43 +86,39 @@ class Ticket:
         On CUDA the host does not wait; the answer is ordered on the caller's current stream, as that of any kernel.
 
         Args:
-            out: on the device, in any float dtype; None: a new tensor of `shape` in the manager's dtype.
+            out: on the device, in any float dtype; None: where they were said to go, or else a new tensor of `shape` in
+                the manager's dtype.
             rows: distinct places in `out`; None: from its first row on.
 
         Raises:
-            ValueError: waited for or closed before, or `out` or `rows` does not fit.
-            TierCapacityError: tickets that nobody waits for hold every staging slot. The ticket stays open: wait again
-                once that has changed, and the rest goes to the same `out`.
+            ValueError: as `into`. The ticket stays open.
             RecordLostError, TransferError: a record's bytes are gone, or its copy failed. The ticket is closed.
+            TierCapacityError: every staging slot holds replaced records that go nowhere yet, and the budget has no room
+                to set some aside. The ticket is closed.
         """
-        if not self._open:
-            raise ValueError("this ticket was waited for or closed already; fetch again")
-        self._check_open()
-        if self._answer is None:
-            self._answer = self._checked(out, rows)
-        elif out is not None and out is not self._answer[0]:
-            raise ValueError("an earlier wait has written a part of the answer to another tensor; wait without `out`")
-        out, rows = self._answer
-        while self._batches:
+        self._check()
+        Destination(out, rows).check(self.shape)
+        if out is not None or self._to.out is None:
+            self.into(self._fetches.new_answer(self.shape) if out is None else out, rows)
+        try:
             # Those that have set out give back the slots that the others wait for.
-            batch = next((batch for batch in self._batches if batch.buffer is not None), self._batches[0])
-            try:
-                self._fetches.use(batch, out, rows)
-            except TierCapacityError:
-                raise
-            except Exception:
-                self.close()
-                raise
-            self._batches.remove(batch)
-        self.close()
-        return out
+            for batch in sorted(self._batches, key=lambda batch: batch.buffer is None):
+                self._fetches.land(batch)
+        finally:
+            self.close()
+        assert self._to.out is not None, "what was decoded went somewhere"
+        return self._to.out
 
     def close(self) -> None:
-        """Give up what has not been used. May be called again."""
+        """Give up what has not been decoded. May be called again."""
         if self._open:
             self._open = False
             self._fetches.give_up(self, self._batches)
-            self._batches.clear()
+
+    def _check(self) -> None:
+        if not self._open:
+            raise ValueError("this ticket was waited for or closed already; fetch again")
+        self._fetches.check_open()
 
     def __enter__(self) -> "Ticket":
         return self
@@ -117,14 +126,179 @@ class Ticket:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _checked(self, out: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        count, width = self.shape
-        if out is None:
-            if rows is not None:
-                raise ValueError("rows say where in `out` each row goes: give `out` as well")
-            out = torch.empty(count, width, dtype=self._fetches.dtype, device=self._fetches.device)
-        if out.dim() != 2 or out.shape[1] != width or (rows is None and len(out) < count):
-            raise ValueError(f"out has shape {tuple(out.shape)}; needed are {count} rows of width {width}")
-        if rows is not None and (tuple(rows.shape) != (count,) or rows.dtype != torch.int64):
-            raise ValueError(f"rows is {rows.dtype} {tuple(rows.shape)}; needed are {count} places in `out` as int64")
-        return out, rows
+
+class Fetches:
+    """Batches of records on their way up, and the open tickets that want them.
+
+    A ticket always progresses, whatever the others do. Where one is waited for and no staging slot is free, another
+    gives its own up: the first to have set out that has a destination is decoded there, which costs nothing, since
+    copies arrive in the order in which they set out. Where none has a destination, the last to have set out goes back
+    to those that wait, behind all others; and if its records were replaced meanwhile, its bytes go aside, which books
+    them.
+    """
+
+    def __init__(
+        self,
+        book: RecordBook,
+        slots: Slots,
+        traffic: Traffic,
+        shipping: Shipping,
+        record: Callable[[Event], None],
+        check_open: Callable[[], None],
+    ) -> None:
+        """`check_open` raises once the manager cannot be used any more."""
+        self._book = book
+        self._slots = slots
+        self._traffic = traffic
+        self._shipping = shipping
+        self._record = record
+        self.check_open = check_open
+        self._tickets: set[Ticket] = set()
+        self._waiting: list[Batch] = []
+        self._air: list[Batch] = []  # with a staging slot, in the order in which they set out
+
+    def begin(self, keys: Sequence[RecordKey], entries: Sequence[Entry], to: Destination) -> Ticket:
+        """A ticket for `entries`, those of `keys`."""
+        widths = {entry.form.width for entry in entries}
+        if len(widths) != 1:
+            raise ValueError(f"a fetch is of one or more records of one width: {len(keys)} keys have {sorted(widths)}")
+        first = [0, *accumulate(entry.form.rows for entry in entries)]
+        shape = first[-1], widths.pop()
+        to.check(shape)
+        batches = cut(entries, first, to, self._slots.staged_bytes, self._shipping.slot_bytes)
+        for entry in entries:
+            self._book.begin_reading(entry)
+            if entry.base is not None:
+                entry.base.bank.hold()
+        ticket = Ticket(self, keys, batches, to, shape)
+        self._tickets.add(ticket)
+        for batch in batches:
+            self._record(Asked(tier=batch.tier, records=len(batch.entries), nbytes=nbytes_of(batch.entries)))
+        self._waiting.extend(batch for batch in batches if batch.tier is not Tier.DEVICE)
+        self.send_waiting()
+        return ticket
+
+    def new_answer(self, shape: tuple[int, int]) -> Float[Tensor, "rows width"]:
+        """What the rows of a ticket go to that was told of nothing else."""
+        return torch.empty(shape, dtype=self._shipping.dtype, device=self._shipping.device)
+
+    def send_waiting(self) -> None:
+        """Let batches set out while there are staging slots, those with a destination first; what has arrived makes
+        room for the next. Never waits for a copy."""
+        self._traffic.harvest()
+        for batch in sorted(self._waiting, key=lambda batch: batch.to.out is None):
+            first = None if self._shipping.free_slots else self._first()
+            if first is not None and first.arrival is not None and first.arrival.done():
+                self._decode_for_others(first)
+            if not self._shipping.free_slots:
+                break
+            with suppress(RecordLostError, TransferError):  # told by `land`
+                self._send(batch)
+
+    def land(self, batch: Batch) -> None:
+        """Decode `batch` to its destination, which it has. Errors as `Ticket.wait`."""
+        if batch.landed is None:
+            self.send_waiting()
+        if batch.landed is None:
+            if batch.buffer is None:
+                self._free_a_slot()
+                self._send(batch)
+            while batch in self._air and (earlier := self._first()) is not batch:
+                assert earlier is not None, "the batch itself has a destination"
+                self._decode_for_others(earlier)
+            self._decode(batch)
+            self.send_waiting()
+        assert batch.landed is not None, "it has been decoded"
+        if batch.landed.done():
+            batch.landed.synchronize()
+
+    def land_all(self) -> bool:
+        """Decode every batch that has a destination, so that all of their records may be evicted. Whether any did."""
+        batches = [batch for batch in (*self._air, *self._waiting) if batch.to.out is not None]
+        for batch in batches:
+            with suppress(RecordLostError, TransferError):  # told when their own ticket is waited for
+                self.land(batch)
+        return bool(batches)
+
+    def give_up(self, ticket: Ticket, batches: Iterable[Batch]) -> None:
+        """`ticket` is closed: what is not decoded yet of its `batches` never will be."""
+        self._tickets.discard(ticket)
+        for batch in batches:
+            if batch.landed is None:
+                self._forget(batch)
+                self._shipping.give_back(batch)
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` where the book has other readers than the open tickets, or the slots other holders."""
+        readers = Counter(id(entry) for ticket in self._tickets for entry in ticket.unread())
+        for entry in self._book.entries():
+            if entry.readers != readers[id(entry)]:
+                raise RuntimeError(f"{entry.key} has {entry.readers} readers, open tickets {readers[id(entry)]}")
+        self._shipping.check_integrity(len(self._air))
+
+    def close(self) -> None:
+        """Close every ticket."""
+        for ticket in list(self._tickets):
+            ticket.close()
+
+    def _free_a_slot(self) -> None:
+        """Let a batch give up its staging slot where none is free."""
+        if self._shipping.free_slots:
+            return
+        if first := self._first():
+            self._decode_for_others(first)
+            return
+        for batch in reversed(self._air):
+            if all(entry.state is EntryState.STORED and entry.slots for entry in batch.entries):
+                for entry in batch.entries:
+                    self._book.begin_reading(entry)
+                batch.reading, batch.arrival = True, None
+                self._shipping.give_back(batch)
+                self._waiting.append(batch)
+                break
+        else:
+            batch = self._air[-1]
+            self._shipping.set_aside(batch)
+        self._air.remove(batch)
+
+    def _send(self, batch: Batch) -> None:
+        """Let a batch set out; its records may be evicted from then on."""
+        if batch in self._waiting:
+            self._waiting.remove(batch)
+        for entry in batch.entries:
+            entry.check_there()
+        self._shipping.send_up(batch)
+        self._air.append(batch)
+        self._end_reading(batch)
+
+    def _first(self) -> Batch | None:
+        """The first in the air that has a destination, and so the first of them to arrive."""
+        return next((batch for batch in self._air if batch.to.out is not None), None)
+
+    def _decode_for_others(self, batch: Batch) -> None:
+        with suppress(TransferError):  # told by `land`
+            self._decode(batch)
+
+    def _decode(self, batch: Batch) -> None:
+        try:
+            batch.landed = self._shipping.decode(batch)
+        finally:
+            self._forget(batch)
+
+    def _forget(self, batch: Batch) -> None:
+        """The batch waits for nothing any more, and reads nothing."""
+        for queue in (self._waiting, self._air):
+            if batch in queue:
+                queue.remove(batch)
+        self._end_reading(batch)
+        for base in batch.bases:
+            if base is not None:
+                base.bank.release()
+        batch.bases = ()
+
+    def _end_reading(self, batch: Batch) -> None:
+        if batch.reading:
+            batch.reading = False
+            for entry in batch.entries:
+                if self._book.end_reading(entry):
+                    self._slots.leave(entry)

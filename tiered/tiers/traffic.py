@@ -5,7 +5,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from tiered.core import events
-from tiered.core.events import CopyEnded, Waited, Way
+from tiered.core.events import CopyEnded, Waited
 from tiered.core.ops import Op
 from tiered.core.spans import active, span
 from tiered.offload.errors import TransferError
@@ -13,7 +13,7 @@ from tiered.offload.fence import Event, Fence
 from tiered.offload.transport import Copy, Lane, Settled, TransferEvent, Transport
 
 # What compute does on either side of a copy.
-_WORK = {Way.STORE: Op.ENCODE, Way.FETCH: Op.DECODE}
+_WORK = {Lane.STORE: Op.ENCODE, Lane.FETCH: Op.DECODE}
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class _Job:
     records."""
 
     event: TransferEvent
-    way: Way
+    lane: Lane
     layer: int | None
     copies: int = 0
     late: bool = False
@@ -32,8 +32,8 @@ class _Job:
 class Traffic:
     """Submits jobs to `transport` under the transport law, and tells `record` how each ended.
 
-    A job waits for the last write of what it reads, and for the last write and all reads of what it writes; whoever
-    comes after it finds it in the fences. Nothing else in the tiers submits jobs, so the law holds if it holds here.
+    A job waits for the last write of what it reads, and for the last write and all reads of what it writes; what comes
+    after finds it in the fences. Nothing else in the tiers submits jobs, so the law holds if it holds here.
     """
 
     def __init__(self, transport: Transport, record: Callable[[events.Event], None]) -> None:
@@ -41,52 +41,41 @@ class Traffic:
         self._record = record
         self._jobs: list[_Job] = []
 
-    def copy(
+    def move(
         self,
         lane: Lane,
-        copies: Sequence[Copy],
+        work: Sequence[Copy] | Callable[[], int],
         *,
         reads: Collection[Fence],
         writes: Collection[Fence],
         failed: Callable[[], None] | None = None,
         layer: int | None = None,
     ) -> TransferEvent:
-        """Copy between tiers. `failed` is called once, by `harvest`, where the bytes did not arrive; `layer` is that of
-        the records, None where they are of several."""
-        event = self._transport.copy(lane, copies, self.waits(reads, writes))
-        job = _Job(event=event, way=Way(lane.value), layer=layer, copies=len(copies), failed=failed)
-        return self._submitted(job, reads, writes)
-
-    def run(
-        self,
-        lane: Lane,
-        work: Callable[[], int],
-        *,
-        reads: Collection[Fence],
-        writes: Collection[Fence],
-        failed: Callable[[], None] | None = None,
-        layer: int | None = None,
-    ) -> TransferEvent:
-        """Read or write a file on the lane's thread; else as `copy`."""
-        event = self._transport.run(lane, work, self.waits(reads, writes))
-        job = _Job(event=event, way=Way(lane.value), layer=layer, copies=1, failed=failed)
-        return self._submitted(job, reads, writes)
+        """Copy between memories, or let the lane's thread do `work` on a file, which returns the bytes it moved.
+        `failed` is called once, by `harvest`, where the bytes did not arrive; `layer` is that of the records, None
+        where they are of several."""
+        waits, copies = self.waits(reads, writes), 1
+        if callable(work):
+            event = self._transport.run(lane, work, waits)
+        else:
+            event, copies = self._transport.copy(lane, work, waits), len(work)
+        return self._submitted(_Job(event=event, lane=lane, layer=layer, copies=copies, failed=failed), reads, writes)
 
     def compute(
         self,
-        way: Way,
+        lane: Lane,
         work: Callable[[], None],
         *,
         reads: Collection[Fence] = (),
         writes: Collection[Fence] = (),
         layer: int | None = None,
     ) -> TransferEvent:
-        """Run `work`, which uses what came by `way` or makes what goes by it, on the compute stream; `layer` as for
-        `copy`."""
+        """Run `work`, which uses what came by `lane` or makes what goes by it, on the compute stream; `layer` as for
+        `move`."""
         waits = self.waits(reads, writes)
         late = any(not event.done() for event in waits)
-        event = self._transport.compute(work, waits) if active() is None else self._shown(way, work, waits, layer)
-        return self._submitted(_Job(event=event, way=way, layer=layer, late=late), reads, writes)
+        event = self._transport.compute(work, waits) if active() is None else self._shown(lane, work, waits, layer)
+        return self._submitted(_Job(event=event, lane=lane, layer=layer, late=late), reads, writes)
 
     def waits(self, reads: Collection[Fence], writes: Collection[Fence]) -> list[Event]:
         """The events that a job on these bytes waits for. How the former users of overwritten bytes fared is their
@@ -109,7 +98,7 @@ class Traffic:
                 job.event.synchronize()
         self.harvest()
 
-    def _shown(self, way: Way, work: Callable[[], None], waits: Sequence[Event], layer: int | None) -> TransferEvent:
+    def _shown(self, lane: Lane, work: Callable[[], None], waits: Sequence[Event], layer: int | None) -> TransferEvent:
         """`Transport.compute`, as a range of waiting and one of work behind it."""
         with ExitStack() as waiting:
             waiting.enter_context(span(Op.WAIT, layer))
@@ -117,7 +106,7 @@ class Traffic:
             def named() -> None:
                 if active() is not None:  # else it runs in a thread of its own, and the caller waits for nothing
                     waiting.close()
-                with span(_WORK[way], layer):
+                with span(_WORK[lane], layer):
                     work()
 
             return self._transport.compute(named, waits)
@@ -135,12 +124,12 @@ class Traffic:
         submitted = times.submitted or 0
         started = times.started or submitted
         if event.lane is None:
-            self._record(Waited(way=job.way, late=job.late, began=submitted, ended=started, layer=job.layer))
+            self._record(Waited(lane=job.lane, late=job.late, began=submitted, ended=started, layer=job.layer))
             return
         ended = times.ended or started
         self._record(
             CopyEnded(
-                way=job.way,
+                lane=job.lane,
                 nbytes=event.nbytes,
                 copies=job.copies,
                 submitted=submitted,

@@ -8,11 +8,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tiered.core.checks import check_integer, check_switch
+from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitState
-from tiered.decoding.rules.rewriting import OpenBlock, RewritingRule, RewritingState, check_noise_schedule
-from tiered.decoding.sampling import proposals
-from tiered.decoding.sequence_noise import SequenceNoise
-from tiered.models.noise import Schedule
+from tiered.decoding.rules.rewriting import RewritingRule, RewritingState
+from tiered.decoding.sampling import OpenBlock, proposals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,47 +35,41 @@ class Adaptive(RewritingRule):
 
     name: ClassVar[str] = "adaptive"
     tokens_per_step: int = 1
-    noise_schedule: Schedule = "cosine"
     parity: bool = False
 
     def __post_init__(self) -> None:
         check_integer("tokens_per_step", self.tokens_per_step, least=1)
-        check_noise_schedule(self.noise_schedule)
+        RewritingRule.__post_init__(self)
         check_switch("parity", self.parity)
 
-    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
         return _MostWanted(self, steps_per_block)
 
 
 class _MostWanted(RewritingState):
     def __init__(self, rule: Adaptive, steps: int) -> None:
-        self._rule, self._steps = rule, steps
-
-    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
-        self._step = 0
+        super().__init__(rule, steps)
+        self._tokens, self._parity = rule.tokens_per_step, rule.parity
 
     def propose(self, block: OpenBlock) -> Candidates:
-        level = block.process.log_snrs(self._steps, self._rule.noise_schedule)[self._steps - self._step]
-        noise = block.token_noise(level).masked_fill_(~block.pending, 0.0)
+        process, level, _ = self.levels(block)
+        # How likely noise at this level is to put each token where it stands: π(z).
+        of_token, of_mask = map(block.logits.new_tensor, process.probability(level))
+        noise = torch.where(block.tokens == block.mask_token_id, of_mask, of_token).masked_fill_(~block.pending, 0.0)
         self._settles = block.sampling.temperature == 0
         # A token that noise does not make is no noise any more once it stands.
-        self._fixes = block.process.of_tokens(level) == 0
-        found = proposals(
-            block.logits, block.pending, sampling=block.sampling, mask_token_id=block.process.mask_token_id,
-            noise=block.noise, remaining=block.remaining,
-        )  # fmt: skip
+        self._fixes = process.of_tokens(level) == 0
+        found = proposals(block)
         gain = _gain(block, found.likeliest)
-        share = noise / noise.sum(dim=-1, keepdim=True)
-        gain *= share
-        if not self._rule.parity:
+        gain *= noise / noise.sum(dim=-1, keepdim=True)
+        if not self._parity:
             gain.masked_fill_(noise == 0, -torch.inf)
-        confidence = gain.double().masked_fill_(~block.pending, -torch.inf)
-        return Candidates(tokens=found.tokens, confidence=confidence, pending=block.pending)
+        return block.candidates(found.tokens, gain)
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
         self._step += 1
-        count = min(self._rule.tokens_per_step, candidates.confidence.shape[1])
-        if self._rule.parity:
+        count = min(self._tokens, candidates.confidence.shape[1])
+        if self._parity:
             chosen = torch.zeros_like(candidates.pending)
             # In float32, as there: where all are NaN, which ones `topk` names depends on the dtype.
             return chosen.scatter_(1, candidates.confidence.float().topk(count, dim=-1).indices, True)
@@ -89,7 +82,7 @@ class _MostWanted(RewritingState):
         settled = ~changed.any(dim=1)
         if self._step >= self._steps:
             return torch.ones_like(settled)
-        done = torch.zeros_like(settled) if self._rule.parity else ~self._left
+        done = torch.zeros_like(settled) if self._parity else ~self._left
         return done | settled if self._settles else done
 
 

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitState
-from tiered.decoding.rules.rewriting import OpenBlock, RewritingRule, RewritingState, check_noise_schedule
-from tiered.decoding.sampling import drawn_from
-from tiered.decoding.sequence_noise import SequenceNoise
-from tiered.models.noise import Noise, Schedule
+from tiered.decoding.rules.rewriting import RewritingRule, RewritingState
+from tiered.decoding.sampling import OpenBlock, drawn_from
+from tiered.models.noise import Noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,40 +26,29 @@ class Ancestral(RewritingRule):
     """
 
     name: ClassVar[str] = "ancestral"
-    noise_schedule: Schedule = "cosine"
-
-    def __post_init__(self) -> None:
-        check_noise_schedule(self.noise_schedule)
+    rank: ClassVar[int] = 2
 
     @property
     def draws(self) -> bool:
         return True
 
-    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
         return _Posterior(self, steps_per_block)
 
 
 class _Posterior(RewritingState):
-    def __init__(self, rule: Ancestral, steps: int) -> None:
-        self._rule, self._steps = rule, steps
-
-    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
-        self._step = 0
-
     def propose(self, block: OpenBlock) -> Candidates:
-        levels = block.process.log_snrs(self._steps, self._rule.noise_schedule)
-        now = self._steps - self._step
+        assert block.streams is not None, "a rule that draws needs streams"
+        process, noisy, cleaner = self.levels(block)
         tokens = block.tokens.clone()
-        expected = drawn_from(block.logits, block.pending, sampling=block.sampling, remaining=block.remaining)
-        for sequence, count in enumerate(block.remaining):
-            if count:
-                rows = block.pending[sequence].int().argsort(descending=True, stable=True)[:count]
+        expected = drawn_from(block)
+        for sequence, rows in enumerate(block.pending_rows()):
+            if len(rows):
                 current = block.tokens[sequence, rows]
-                weights = posterior(expected[sequence, rows], current, block.process, levels[now], levels[now - 1])
-                tokens[sequence, rows] = draw(weights, block.noise, sequence)
+                weights = posterior(expected[sequence, rows], current, process, noisy, cleaner)
+                tokens[sequence, rows] = draw(weights, block.streams, sequence)
                 del weights  # else the next sequence's would stand beside them
-        confidence = torch.zeros_like(tokens, dtype=torch.float64).masked_fill_(~block.pending, -torch.inf)
-        return Candidates(tokens=tokens, confidence=confidence, pending=block.pending)
+        return block.candidates(tokens, torch.zeros_like(tokens, dtype=torch.float64))
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
         self._step += 1
@@ -69,11 +58,11 @@ class _Posterior(RewritingState):
         return changed.new_full((len(changed),), self._step >= self._steps)
 
 
-def draw(weights: Float[Tensor, "rows vocab"], noise: SequenceNoise, sequence: int) -> Int[Tensor, " rows"]:
+def draw(weights: Float[Tensor, "rows vocab"], streams: RandomStreams, sequence: int) -> Int[Tensor, " rows"]:
     """A token for each row, by weight, from the sequence's own stream."""
-    # The largest of log-weights plus Gumbel noise is a draw by weight. Here both are raised to e, for the logarithm in
-    # float64 would take as much room as the noise.
-    return noise.gumbel(sequence, *weights.shape).exp_().mul_(weights).argmax(dim=-1)
+    # The largest of log-weights plus Gumbel numbers is a draw by weight. Here both are raised to e, for the logarithm
+    # in float64 would take as much room as the numbers.
+    return streams.gumbel(sequence, *weights.shape).exp_().mul_(weights).argmax(dim=-1)
 
 
 def posterior(

@@ -7,8 +7,8 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.sampling_options import CONFIDENCES
-from tiered.decoding.sequence_noise import SequenceNoise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,17 +19,17 @@ class Candidates:
         tokens: proposed ids.
         confidence: float64 score of each proposal; −inf where the row is not pending, so that it sorts last.
         pending: True where nothing is fixed yet.
-        drift: KL, in nats, of each row's attention in the last layer, mean over heads, from the step before to this
-            one; NaN where there is none before: at a block's first pass and at one that refreshes every row. None where
-            it was not measured, because the rule does not ask for it (`CommitRule.needs_drift`).
+        shift: KL, in nats, of each row's attention in the last layer, mean over heads, from the step before to this
+            one; NaN where there is none before: at a block's first step and at one that refreshes every row. None where
+            it was not measured, because the rule does not ask for it (`CommitRule.needs_shift`).
         broken: sequences with a pending row whose largest logit, as the model gave it, is no finite number: nothing
-            right can come of it. None where nobody looked.
+            right can come of it. None where it was not looked for.
     """
 
     tokens: Int[Tensor, "batch block"]
     confidence: Float[Tensor, "batch block"]
     pending: Bool[Tensor, "batch block"]
-    drift: Float[Tensor, "batch block"] | None = None
+    shift: Float[Tensor, "batch block"] | None = None
     broken: Bool[Tensor, " batch"] | None = None
 
     def ranks(self) -> Int[Tensor, "batch block"]:
@@ -40,8 +40,7 @@ class Candidates:
 class CommitState(ABC):
     """The mutable part of a rule: made by `CommitRule.start` for one call."""
 
-    @abstractmethod
-    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
+    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:  # noqa: B027
         """A block begins, with these rows to fix."""
 
     @abstractmethod
@@ -57,18 +56,25 @@ class CommitState(ABC):
 class CommitRule(ABC):
     """Options of a commit rule. Raises `ValueError` or `TypeError` on construction for options out of range.
 
+    A rule is a file of this folder, and found there. The fields of its dataclass are options of `generate` and flags of
+    `tiered generate`, and its "Attributes" section is their help; `parity`, which does as an official sampler does, is
+    set in a rule object alone.
+
     Attributes:
+        rank: of rules that the same options fit, the one with the lowest is meant, and of equals the one with the
+            fewest options.
         noise: the noise processes whose models the rule is for, as in `ModelShape.noise`.
         rewrites: whether a chosen token stays open, and may be rewritten by every later step of the block.
-        needs_drift: whether the rule reads `Candidates.drift`; it takes memory and time to measure.
+        needs_shift: whether the rule reads `Candidates.shift`; it takes memory and time to measure.
         confidences: the kinds of confidence that the rule can do with, as in `Sampling.confidence`.
         tempered_confidence: whether it looks at the distribution that tokens are drawn from, as in `Sampling`.
     """
 
     name: ClassVar[str]
+    rank: ClassVar[int] = 1
     noise: ClassVar[frozenset[str]] = frozenset({"mask"})
     rewrites: ClassVar[bool] = False
-    needs_drift: ClassVar[bool] = False
+    needs_shift: ClassVar[bool] = False
     confidences: ClassVar[frozenset[str]] = frozenset(CONFIDENCES)
     tempered_confidence: ClassVar[bool] = False
 
@@ -84,13 +90,6 @@ class CommitRule(ABC):
         return False
 
     @abstractmethod
-    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
         """Fresh state for one call; rules with a schedule spread a block's tokens over `steps_per_block`. A rule that
-        draws takes its numbers from `noise`, a block at a time (`SequenceNoise.of_block`)."""
-
-
-class Memoryless(CommitState):
-    """State of a rule that looks at nothing but the candidates."""
-
-    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
-        pass
+        draws takes its numbers from `streams`, a block at a time (`RandomStreams.of_block`)."""

@@ -8,33 +8,34 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from tiered.core.checks import check_integer, check_number
+from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
-from tiered.decoding.sequence_noise import SequenceNoise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftAware(CommitRule):
     """Fix every candidate that `threshold` would fix, and early ones beside them.
 
-    A row's drift d is KL(its attention in the last layer now ‖ at the step before); its rise is d minus the mean of the
-    row's last `drift_window` drifts before this one, or d itself where there are none. A candidate passes early where
-    its confidence c is above `early_threshold`, its rise is at least `drift_slope` · (`confidence_threshold` − c)², and
-    the rise is below `drift_ceiling`.
+    A row's shift d, which the paper calls its drift, is KL(its attention in the last layer now ‖ at the step before);
+    its rise is d minus the mean of the row's last `drift_window` shifts before this one, or d itself where there are
+    none. A candidate passes early where its confidence c is above `early_threshold`, its rise is at least
+    `drift_slope` · (`confidence_threshold` − c)², and the rise is below `drift_ceiling`.
 
-    A pass that refreshes every row has no attention to compare with, and begins all of this anew: under a policy that
+    A step that refreshes every row has no attention to compare with, and begins all of this anew: under a policy that
     refreshes at every step, such as `none`, the rule is `threshold`.
 
     Attributes:
         confidence_threshold: at this confidence a candidate needs no rise; in [0, 1].
         early_threshold: below it a rise is of no help; in [0, `confidence_threshold`].
-        drift_window: earlier drifts that a rise is measured against, at least 1.
-        drift_slope: nats of rise for each squared unit of missing confidence, at least 0.
+        drift_window: earlier shifts that a rise is measured against, at least 1.
+        drift_slope: nats of rise needed for each squared unit of missing confidence, at least 0.
         drift_ceiling: rise, in nats, from which on a row is unsettled and must wait, at least 0.
     """
 
     name: ClassVar[str] = "drift_aware"
+    rank: ClassVar[int] = 2
     confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
-    needs_drift: ClassVar[bool] = True
+    needs_shift: ClassVar[bool] = True
     confidence_threshold: float = 0.9
     early_threshold: float = 0.7
     drift_window: int = 5
@@ -53,7 +54,7 @@ class DriftAware(CommitRule):
         check_number("drift_slope", self.drift_slope, least=0.0)
         check_number("drift_ceiling", self.drift_ceiling, least=0.0)
 
-    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
         return _Rising(self)
 
 
@@ -62,7 +63,7 @@ class _Rising(CommitState):
         self._rule = rule
 
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
-        # A ring of each row's last drifts. NaN stands for "none": `nanmean` passes over it.
+        # A ring of each row's last shifts. NaN stands for "none": `nanmean` passes over it.
         self._earlier: Float64[Tensor, "window batch block"] = torch.full(
             (self._rule.drift_window, *pending.shape), torch.nan, dtype=torch.float64, device=pending.device
         )
@@ -81,14 +82,14 @@ class _Rising(CommitState):
         self._earlier = self._earlier[:, sequences]
 
     def _rise(self, candidates: Candidates) -> Float64[Tensor, "batch block"]:
-        """Drift of this step above the mean of those before, which then has this one too; NaN, which is no rise, where
-        there is no drift."""
-        if candidates.drift is None:
-            raise ValueError("candidates of the commit rule 'drift_aware' have drift = None; their drift is needed")
-        drift = candidates.drift.double()
-        rise = drift - self._earlier.nanmean(dim=0).nan_to_num(0.0)
-        # Nothing to compare with: attention was refreshed, and the drifts before it are of another time.
-        self._earlier.masked_fill_(drift.isnan(), torch.nan)
-        self._earlier[self._step % len(self._earlier)] = drift
+        """Shift of this step above the mean of those before, which then has this one too; NaN, which is no rise, where
+        there is none."""
+        if candidates.shift is None:
+            raise ValueError("candidates of the commit rule 'drift_aware' have shift = None; their shift is needed")
+        shift = candidates.shift.double()
+        rise = shift - self._earlier.nanmean(dim=0).nan_to_num(0.0)
+        # Nothing to compare with: attention was refreshed, and the shifts before it are of another time.
+        self._earlier.masked_fill_(shift.isnan(), torch.nan)
+        self._earlier[self._step % len(self._earlier)] = shift
         self._step += 1
         return rise

@@ -8,8 +8,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tiered.core.checks import check_number
-from tiered.decoding.rules.base import Candidates, CommitRule, CommitState, Memoryless
-from tiered.decoding.sequence_noise import SequenceNoise
+from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,9 @@ class Factor(CommitRule):
 
     As in the authors' code, the most confident one always passes, and where all pending ones but the last do, the
     last is fixed too.
+
+    Attributes:
+        factor: the larger, the more tokens pass together; above 0.
     """
 
     name: ClassVar[str] = "factor"
@@ -29,11 +32,11 @@ class Factor(CommitRule):
         if self.factor == 0:
             raise ValueError("factor = 0 would never let a second token pass; a number above 0 is allowed")
 
-    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
         return _Leading(self.factor)
 
 
-class _Leading(Memoryless):
+class _Leading(CommitState):
     def __init__(self, factor: float) -> None:
         self._factor = factor
 

@@ -6,9 +6,9 @@ from typing import ClassVar
 from jaxtyping import Bool
 from torch import Tensor
 
+from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
-from tiered.decoding.rules.time_schedule import check_schedule_floor, fixed_shares
-from tiered.decoding.sequence_noise import SequenceNoise
+from tiered.decoding.rules.timestep import Timed, check_schedule_floor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +36,19 @@ class Origin(CommitRule):
     def draws(self) -> bool:
         return True
 
-    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
-        assert noise is not None, "a rule that draws needs noise"
-        return _Chance(fixed_shares(steps_per_block, self.schedule_floor), noise)
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+        assert streams is not None, "a rule that draws needs streams"
+        return _Chance(steps_per_block, self.schedule_floor, streams)
 
 
-class _Chance(CommitState):
-    def __init__(self, shares: list[float], noise: SequenceNoise) -> None:
-        self._shares, self._noise = shares, noise
+class _Chance(Timed):
+    def __init__(self, steps: int, floor: float, streams: RandomStreams) -> None:
+        super().__init__(steps, floor)
+        self._streams = streams
 
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
-        self._drawn = self._noise.of_block()
-        self._step = 0
+        super().begin_block(pending)
+        self._drawn = self._streams.of_block()
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
-        share = self._shares[min(self._step, len(self._shares) - 1)]
-        self._step += 1
-        return candidates.pending & (self._drawn.uniform(candidates.pending.shape[1]) < share)
+        return candidates.pending & (self._drawn.uniform(candidates.pending.shape[1]) < self.next_share())

@@ -1,23 +1,43 @@
-"""Every commit rule by name."""
+"""Every commit rule by name, found in the files beside this one: a new rule is a file here, and nothing else."""
 
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
+import importlib
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields
+from typing import Any, get_type_hints
 
+import tiered.decoding.rules
 from tiered.core.checks import unknown_name
-from tiered.decoding.rules.adaptive import Adaptive
-from tiered.decoding.rules.ancestral import Ancestral
 from tiered.decoding.rules.base import CommitRule
-from tiered.decoding.rules.drift_aware import DriftAware
-from tiered.decoding.rules.factor import Factor
-from tiered.decoding.rules.origin import Origin
-from tiered.decoding.rules.static import Static
-from tiered.decoding.rules.threshold import Threshold
-from tiered.decoding.rules.timestep import Timestep
 
-# A new rule is one file and one entry here. Of rules that the same options fit, the first is meant: plain ones stand
-# in front of those that add to them.
+
+def _found() -> Iterator[type[CommitRule]]:
+    for file in pkgutil.iter_modules(tiered.decoding.rules.__path__):
+        module = importlib.import_module(f"{tiered.decoding.rules.__name__}.{file.name}")
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, CommitRule) and value.__module__ == module.__name__:
+                yield value
+
+
+def rule_options(rule: type[CommitRule]) -> list[Field[Any]]:
+    """Options of `rule` that `generate` takes."""
+    return [field for field in fields(rule) if field.name != "parity"]
+
+
+def in_order(rules: Iterable[type[CommitRule]]) -> list[type[CommitRule]]:
+    """Plain ones first, by rank and number of options, so that a new rule with more of them takes no call from another;
+    those that rewrite tokens last."""
+    return sorted(rules, key=lambda rule: (rule.rewrites, rule.rank, len(rule_options(rule)), rule.name))
+
+
+# But for what rules have in common, which has no name.
 COMMIT_RULES: dict[str, type[CommitRule]] = {
-    rule.name: rule for rule in (Static, Threshold, Factor, DriftAware, Origin, Timestep, Adaptive, Ancestral)
+    rule.name: rule for rule in in_order(rule for rule in _found() if "name" in vars(rule))
+}
+
+# The type of each option of a rule, by name.
+COMMIT_OPTIONS: dict[str, Any] = {
+    field.name: get_type_hints(rule)[field.name] for rule in COMMIT_RULES.values() for field in rule_options(rule)
 }
 
 
@@ -35,7 +55,7 @@ def make_commit_rule(commit: str | CommitRule | None, **options: float) -> Commi
     if commit is None:
         fitting = [name for name, rule in COMMIT_RULES.items() if _fits(rule, options)]
         if not fitting:
-            raise ValueError(f"{' and '.join(options)} belong to different commit rules; give one of them")
+            raise ValueError(f"{' and '.join(sorted(options))} belong to different commit rules; give one of them")
         commit = fitting[0]
     if not isinstance(commit, str):
         raise TypeError(f"commit is the name of a rule or a CommitRule, not {commit!r}")

@@ -6,8 +6,8 @@ from typing import ClassVar
 from jaxtyping import Bool
 from torch import Tensor
 
+from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
-from tiered.decoding.sequence_noise import SequenceNoise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +15,9 @@ class Static(CommitRule):
     """A block's n tokens over s steps: n // s in each, and one more in each of the first n mod s."""
 
     name: ClassVar[str] = "static"
+    rank: ClassVar[int] = 0
 
-    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
         return _Quota(steps_per_block)
 
 

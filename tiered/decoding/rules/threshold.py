@@ -7,8 +7,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tiered.core.checks import check_number, check_switch
-from tiered.decoding.rules.base import Candidates, CommitRule, CommitState, Memoryless
-from tiered.decoding.sequence_noise import SequenceNoise
+from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class Threshold(CommitRule):
     """Fix every candidate whose confidence is at least `confidence_threshold`, and always the most confident one.
 
     Attributes:
-        confidence_threshold: in [0, 1].
+        confidence_threshold: a candidate passes from this confidence on; in [0, 1].
         parity: as the authors' code for Dream without a cache: of a block's n tokens a step fixes n / steps at most,
             and what earlier ones left of theirs; once the steps are over, as many as pass. The block is the whole
             answer where no block length is given.
@@ -35,13 +35,13 @@ class Threshold(CommitRule):
     def by_time(self) -> bool:
         return self.parity
 
-    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
         if self.parity:
             return _Shared(self.confidence_threshold, steps_per_block)
         return _AtLeast(self.confidence_threshold)
 
 
-class _AtLeast(Memoryless):
+class _AtLeast(CommitState):
     def __init__(self, bound: float) -> None:
         self._bound = bound
 

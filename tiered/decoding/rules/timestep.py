@@ -1,15 +1,46 @@
-"""As many tokens a step as Dream's time says: its rules maskgit_plus, topk_margin and entropy (arXiv 2508.15487)."""
+"""As many tokens a step as Dream's time says: its rules maskgit_plus, topk_margin and entropy (arXiv 2508.15487).
+
+The time falls from 1 in equal steps, and says how much of what is masked a step fixes.
+"""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from jaxtyping import Bool, Int
+import torch
+from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
-from tiered.core.checks import check_temperature
+from tiered.core.checks import check_number, check_temperature
+from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
-from tiered.decoding.rules.time_schedule import check_schedule_floor, fixed_shares
-from tiered.decoding.sequence_noise import SequenceNoise
+
+# Beyond it, times of neighbouring steps come too close in float32.
+MOST_STEPS = 10**6
+
+
+def check_schedule_floor(floor: object) -> None:
+    """Raise `TypeError` where `floor` is no number, `ValueError` where it is not between 0 and 1, both exclusive."""
+    check_number("schedule_floor", floor, least=0.0, most=1.0)
+    if floor in (0, 1):
+        raise ValueError(f"schedule_floor = {floor}; a number above 0 and below 1 is allowed")
+
+
+class Timed(CommitState):
+    """State of a rule that follows Dream's time."""
+
+    def __init__(self, steps: int, floor: float) -> None:
+        """`floor` is the time that the last of a block's `steps` would end at."""
+        times: Float32[Tensor, " times"] = torch.linspace(1, floor, steps + 1)
+        # 1 − s/t for each step from time t to s, in float32 as in the official code; the last leaves nothing.
+        self._shares: list[float] = [*(1 - times[1:-1] / times[:-2]).tolist(), 1.0]
+
+    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
+        self._step = 0
+
+    def next_share(self) -> float:
+        """How much of what is masked this step fixes."""
+        self._step += 1
+        return self._shares[min(self._step, len(self._shares)) - 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +55,7 @@ class Timestep(CommitRule):
     """
 
     name: ClassVar[str] = "timestep"
+    rank: ClassVar[int] = 2
     tempered_confidence: ClassVar[bool] = True
     confidence_temperature: float = 0.0
     schedule_floor: float = 1e-3
@@ -40,28 +72,22 @@ class Timestep(CommitRule):
     def draws(self) -> bool:
         return self.confidence_temperature > 0
 
-    def start(self, steps_per_block: int, noise: SequenceNoise | None = None) -> CommitState:
-        shares = fixed_shares(steps_per_block, self.schedule_floor)
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
         if not self.draws:
-            return _Shares(shares)
-        assert noise is not None, "a rule that draws needs noise"
-        return _DrawnShares(shares, self.confidence_temperature, noise)
+            return _Shares(steps_per_block, self.schedule_floor)
+        assert streams is not None, "a rule that draws needs streams"
+        return _DrawnShares(steps_per_block, self.schedule_floor, self.confidence_temperature, streams)
 
 
-class _Shares(CommitState):
-    def __init__(self, shares: list[float]) -> None:
-        self._shares = shares
-
+class _Shares(Timed):
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
+        super().begin_block(pending)
         # Counted here, for a policy may show the rule only some of the block's rows.
         self._masks: Int[Tensor, "batch 1"] = pending.sum(dim=1, keepdim=True)
-        self._step = 0
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
-        share = self._shares[min(self._step, len(self._shares) - 1)]
-        self._step += 1
         # The product is float32's too: a share is a float32 number, exact in Python's float.
-        count = (self._masks.float() * share).long()
+        count = (self._masks.float() * self.next_share()).long()
         # Where a policy shows fewer candidates than there are masks, the step was made for those: one goes at least.
         count = count.where(candidates.pending.sum(dim=1, keepdim=True) == self._masks, count.clamp(min=1))
         chosen = candidates.pending & (self._rank(candidates).ranks() < count)
@@ -74,15 +100,15 @@ class _Shares(CommitState):
 
 
 class _DrawnShares(_Shares):
-    def __init__(self, shares: list[float], temperature: float, noise: SequenceNoise) -> None:
-        super().__init__(shares)
-        self._temperature, self._noise = temperature, noise
+    def __init__(self, steps: int, floor: float, temperature: float, streams: RandomStreams) -> None:
+        super().__init__(steps, floor)
+        self._temperature, self._streams = temperature, streams
 
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
         super().begin_block(pending)
-        self._drawn = self._noise.of_block()
+        self._drawn = self._streams.of_block()
 
     def _rank(self, candidates: Candidates) -> Candidates:
-        # The n largest of log p + Gumbel noise are n draws from p without replacement (arXiv 1903.06059).
-        noise = self._drawn.gumbel(candidates.pending.shape[1])
-        return replace(candidates, confidence=candidates.confidence / self._temperature + noise)
+        # The n largest of log p + a Gumbel number are n draws from p without replacement (arXiv 1903.06059).
+        chance = self._drawn.gumbel(candidates.pending.shape[1])
+        return replace(candidates, confidence=candidates.confidence / self._temperature + chance)

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tiered.core.rows import Rows
-from tiered.kernels.proxy_scores import proxy_scores, sink_scores
+from tiered.forward.attention_weights import attention_weights, chunks
 from tiered.models.shape import ModelShape
 
 # 1 MiB of float32: scores exist for so many pairs of a row and a key at a time, or for one row of the heads that share
@@ -43,51 +42,30 @@ def attention_mass(
     batch, heads, rows, head_dim = queries.shape
     kv_heads, length = keys.shape[1:3]
     sharing = heads // kv_heads
-    row_parts = Rows.span(0, rows).parts(max(1, PAIRS_AT_ONCE // (sharing * length)))
-    longest = row_parts[0].stop if row_parts else 0
-    groups = max(1, PAIRS_AT_ONCE // (length * max(sharing * longest, head_dim)))
+    at_once = max(1, PAIRS_AT_ONCE // (sharing * length))
+    groups = max(1, PAIRS_AT_ONCE // (length * max(sharing * min(rows, at_once), head_dim)))
     sums = torch.zeros(batch, len(spans) + 1, dtype=torch.float64, device=queries.device)
-    for sequence in range(batch):
-        some = slice(sequence, sequence + 1)
-        hidden = None if key_mask is None else ~key_mask[some, None, None]
-        for group in range(0, kv_heads, groups):
-            of_heads = slice(group * sharing, (group + groups) * sharing)
-            for part in row_parts:
-                mass = _mass(
-                    queries[some, of_heads, part], keys[some, group : group + groups], spans, hidden, soft_cap,
-                    None if sink_keys is None else sink_keys[of_heads],
-                )  # fmt: skip
-                sums[sequence] += mass.sum(dim=(0, 1, 2), dtype=torch.float64)
+    for some, of_heads, of_keys, part in chunks(
+        batch, heads, kv_heads, rows, sequences=1, heads_at_once=groups * sharing, rows_at_once=at_once
+    ):
+        weights, of_sinks = attention_weights(
+            queries[some, of_heads, part],
+            keys[some, of_keys],
+            None if key_mask is None else key_mask[some],
+            soft_cap=soft_cap,
+            sink_keys=None if sink_keys is None else sink_keys[of_heads],
+        )
+        parts = [weights[..., first:behind].sum(dim=-1) for first, behind in spans]
+        parts.append(torch.zeros_like(weights[..., 0]) if of_sinks is None else of_sinks)
+        sums[some] += torch.stack(parts, dim=-1).sum(dim=(1, 2), dtype=torch.float64)
+        del weights, of_sinks, parts  # else the next chunk's would stand beside them
     return sums
 
 
 def mass_bytes(shape: ModelShape, *, length: int, dtype: str) -> int:
     """Bytes of the largest temporaries of `attention_mass` over a canvas of `length` columns: the scores, and keys in
-    float32. Queries in float32 are fewer than a rotation of them takes, for which a part of a pass has room."""
+    float32. Queries in float32 are fewer than a rotation of them takes, for which a part of a step has room."""
     sharing = shape.heads // shape.kv_heads
     scores = max(min(PAIRS_AT_ONCE, shape.heads * length * length), sharing * length)
     keys = max(min(PAIRS_AT_ONCE, shape.kv_width * length), shape.head_dim * length) if dtype != "float32" else 0
     return _FLOAT32 * (scores + keys)
-
-
-def _mass(
-    queries: Float[Tensor, "1 heads rows head_dim"],
-    keys: Float[Tensor, "1 kv_heads length head_dim"],
-    spans: Sequence[tuple[int, int]],
-    hidden: Bool[Tensor, "1 1 1 length"] | None,
-    soft_cap: float | None,
-    sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
-) -> Float[Tensor, "1 heads rows places"]:
-    """The softmax's sums by place; scores turn into weights where they lie."""
-    scores = proxy_scores(queries, keys, soft_cap)
-    if hidden is not None:
-        scores.masked_fill_(hidden, -torch.inf)
-    sinks = scores[..., :0] if sink_keys is None else sink_scores(queries, sink_keys, soft_cap)
-    peak = scores.amax(dim=-1, keepdim=True)  # of the keys alone: a row sees itself, so there is one
-    if sinks.shape[-1]:
-        peak = torch.maximum(peak, sinks.amax(dim=-1, keepdim=True))
-    scores.sub_(peak).exp_()
-    total = scores.sum(dim=-1)
-    of_sinks = (sinks - peak).exp_().sum(dim=-1)
-    parts = [scores[..., first:behind].sum(dim=-1) for first, behind in spans]
-    return torch.stack([*parts, of_sinks], dim=-1).div_((total + of_sinks)[..., None])

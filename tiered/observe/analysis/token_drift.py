@@ -1,4 +1,5 @@
-"""Token drift error: how far the cached keys and values are from those of an uncached pass, while answers are made.
+"""Token drift error, or staleness: how far the cached keys and values are from those of an uncached forward, while
+answers are made.
 
 After each forward the canvas that it read goes through the model once more, all rows of it, and the distance of each
 cached vector to the recomputed one is 1 − cos. It is the quantity of Polestar's Figure 1. See docs/analysis.md.
@@ -9,27 +10,32 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tiered.core.features import Account, Feature
-from tiered.core.rows import Rows
-from tiered.forward.costs import call_bytes
-from tiered.forward.forward import Flow, Forward
+from tiered.forward.forward import Forward
+from tiered.forward.forward_bytes import forward_bytes
+from tiered.forward.sizes import CallSizes
 from tiered.inputs import Inputs
 from tiered.models.shape import ModelShape
-from tiered.observe.analysis.cosine_distance import cosine_distances
-from tiered.observe.analysis.regions import region_spans
-from tiered.observe.analysis.step_drift import COMPARED
-from tiered.observe.analysis.token_drift_report import TokenDriftReport
-from tiered.observe.analysis.uncached import uncached_forward
-from tiered.policies.base import PassKind, Policy, PolicyState, Step
+from tiered.observe.analysis.reports import TokenDriftReport, area_spans
+from tiered.observe.analysis.uncached import (
+    COMPARED,
+    StepFigures,
+    counted_rows,
+    distances_by_span,
+    layers_of,
+    uncached_forward,
+)  # fmt: skip
+from tiered.policies.base import Policy, PolicyState, Step, StepKind
 from tiered.policies.none import NoCache
 from tiered.runtime import Runtime
 
 
 def measure_token_drift(runtime: Runtime, inputs: Inputs, **generate_options: Any) -> TokenDriftReport:
-    """Answer `inputs` as `runtime.generate(inputs, **generate_options)` does, and measure the drift of every step.
+    """Answer `inputs` as `runtime.generate(inputs, **generate_options)` does, and measure how stale every step's caches
+    are.
 
     A policy that keeps one layer alone has nothing to compare once a forward is over: for the measurement its store has
     room for all layers, which changes no answer.
@@ -38,15 +44,15 @@ def measure_token_drift(runtime: Runtime, inputs: Inputs, **generate_options: An
         TierCapacityError: the call and the recompute beside it do not fit the budget; no work has started.
         TypeError, ValueError: anything wrong with an argument of `generate`, named.
     """
-    drift, shape = TokenDrift(), runtime.model.shape
+    inspector, shape = StalenessInspector(), runtime.model.shape
     kept = runtime.policy.features(shape)
     if any(kept[feature] < shape.layers for feature in COMPARED):
         runtime = runtime.with_policy(_AllLayers(policy=runtime.policy))
-    runtime.generate(inputs, inspector=drift, **generate_options)
-    return drift.report()
+    runtime.generate(inputs, inspector=inspector, **generate_options)
+    return inspector.report()
 
 
-class TokenDrift:
+class StalenessInspector:
     """The `Inspector` of one call; `report` has what it found.
 
     Sequences that wait for others to finish a block are left out: no forward reads their caches. With guidance both
@@ -54,22 +60,18 @@ class TokenDrift:
     """
 
     def __init__(self) -> None:
-        # All on the host: what is held from step to step takes no room in the device tier.
-        self._distances: list[Float[Tensor, "layers features regions"]] = []
-        self._rows: list[Int[Tensor, " regions"]] = []
-        self._steps: list[tuple[int, int, str]] = []
+        self._figures = StepFigures()
 
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        """What the recompute takes: an uncached pass without logits. It keeps one layer at a time, as each is compared
+        """What the recompute takes: an uncached forward without logits. It keeps one layer at a time, each compared
         before the next; the comparison's temporaries are fewer than a layer's."""
-        return call_bytes(
-            shape, NoCache().features(shape), batch=sequences, context=length, block_length=0, dtype=dtype
-        )
+        sizes = CallSizes(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype)
+        return forward_bytes(sizes, NoCache().features(shape))
 
     def after_forward(
         self,
         step: Step,
-        kind: PassKind,
+        kind: StepKind,
         ids: Int[Tensor, "sequences length"],
         forward: Forward,
         active: Bool[Tensor, " batch"],
@@ -79,52 +81,23 @@ class TokenDrift:
         Raises:
             ValueError: the store has one layer that all share, so those before the last are gone.
         """
-        shape, length = forward.model.shape, ids.shape[1]
-        # Guidance: every canvas twice, so twice its positions and masks.
-        copies = len(ids) // step.canvas.batch
-        key_mask = step.canvas.key_mask()
-        counted = active[:, None].expand(-1, length) if key_mask is None else active[:, None] & key_mask
-        counted = counted.repeat(copies, 1)
+        layers = forward.model.shape.layers
         keys = forward.store.view(Feature.KEY, 0)
-        if shape.layers > 1 and keys.data_ptr() == forward.store.view(Feature.KEY, shape.layers - 1).data_ptr():
+        if layers > 1 and keys.data_ptr() == forward.store.view(Feature.KEY, layers - 1).data_ptr():
             raise ValueError("the policy keeps one layer of keys and values for all; measure_token_drift gives it room")
-        fresh = uncached_forward(Forward, step, forward.model, keys.dtype, copies=copies)
-        spans = region_spans(step.canvas.prompt_length, step.start, step.stop, length).values()
-        sums = torch.empty(shape.layers, len(COMPARED), len(spans), dtype=torch.float64, device=ids.device)
-        flow = Flow(Rows.span(0, length), forward.model.embed(ids), slice(0, length))
-        for layer in range(shape.layers):
-            last = layer == shape.layers - 1
-            # The last layer's keys and values are all that is left to compute: no row of it is asked for.
-            flow = fresh.dense(layer, Flow(flow.rows, flow.hidden, slice(0, 0)) if last else flow)
-            for place, feature in enumerate(COMPARED):
-                distances = cosine_distances(forward.store.view(feature, layer), fresh.store.view(feature, layer))
-                # A padding row may hold anything, so it is put away rather than multiplied by 0.
-                distances = distances.where(counted, 0)
-                for number, (first, behind) in enumerate(spans):
-                    sums[layer, place, number] = distances[:, first:behind].sum(dtype=torch.float64)
-        rows = torch.stack([counted[:, first:behind].sum() for first, behind in spans])
-        self._distances.append((sums / rows).cpu())  # 0/0 is NaN: no columns, no figure
-        self._rows.append(rows.cpu())
-        self._steps.append((step.block, step.number, kind.value))
+        counted = counted_rows(step, active).repeat(len(ids) // step.canvas.batch, 1)
+        spans = [*area_spans(step.canvas.prompt_length, step.start, step.stop, ids.shape[1]).values()]
+        fresh = uncached_forward(Forward, step, forward.model, ids, keys.dtype)
+        # Of the last layer keys and values are all that is compared: no row of the output is asked for.
+        sums = [
+            distances_by_span(forward.store, fresh.store, layer, counted, spans)
+            for layer in layers_of(fresh, ids, slice(0, 0))
+        ]
+        self._figures.add(step, torch.stack(sums, dim=1), counted, spans, kinds=kind.value)
 
     def report(self) -> TokenDriftReport:
-        """What was measured so far.
-
-        Raises:
-            ValueError: nothing was; the inspector goes into `Runtime.generate(..., inspector=...)`.
-        """
-        if not self._steps:
-            raise ValueError("no step was measured; pass the inspector to Runtime.generate(..., inspector=...)")
-        blocks, numbers, kinds = zip(*self._steps, strict=True)
-        keys, values = torch.stack(self._distances).unbind(2)
-        return TokenDriftReport(
-            keys=keys.numpy(),
-            values=values.numpy(),
-            rows=torch.stack(self._rows).numpy(),
-            blocks=list(blocks),
-            numbers=list(numbers),
-            kinds=list(kinds),
-        )
+        """What was measured so far. Errors as `StepFigures.fields`."""
+        return TokenDriftReport(**self._figures.fields())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

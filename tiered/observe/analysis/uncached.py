@@ -1,39 +1,128 @@
-"""An uncached pass over the canvas of a step, beside the pass that answers."""
+"""An uncached forward over the canvas of a step, beside the one that answers, and how far its keys and values are from
+others."""
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Bool, Float, Float64, Int
+from torch import Tensor
+from torch.nn.functional import normalize
 
+from tiered.core.features import Feature
+from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
-from tiered.forward.forward import Forward
+from tiered.forward.forward import Flow, Forward
+from tiered.forward.forward_bytes import part_rows
 from tiered.models.base import DiffusionModel
 from tiered.policies.base import Step
 from tiered.policies.none import NoCache
 
-_Pass = TypeVar("_Pass", bound=Forward)
+COMPARED: tuple[Feature, ...] = (Feature.KEY, Feature.VALUE)
+
+_Forward = TypeVar("_Forward", bound=Forward)
 
 
 def uncached_forward(
-    make: Callable[..., _Pass], step: Step, model: DiffusionModel, dtype: torch.dtype, *, copies: int = 1
-) -> _Pass:
+    make: Callable[..., _Forward],
+    step: Step,
+    model: DiffusionModel,
+    ids: Int[Tensor, "sequences length"],
+    dtype: torch.dtype,
+) -> _Forward:
     """A forward (`make` is `Forward` or a kind of it) over the step's canvas, with a store that every layer overwrites
     and the step's noise mask.
 
-    `copies`: times that every sequence is there, 2 with guidance.
+    `ids`: the canvas, with guidance twice.
     """
-    canvas = step.canvas
-    store = FeatureStore(
-        model.shape,
-        NoCache().features(model.shape),
-        batch=copies * canvas.batch,
-        length=canvas.length,
-        dtype=dtype,
-        device=canvas.tokens.device,
-    )
+    canvas, kept = step.canvas, NoCache().features(model.shape)
+    batch, length = ids.shape
+    store = FeatureStore(model.shape, kept, batch=batch, length=length, dtype=dtype, device=ids.device)
     positions, key_mask = canvas.positions(), canvas.key_mask()
     if key_mask is not None:  # else one row of positions serves every sequence
+        copies = batch // canvas.batch
         positions, key_mask = positions.repeat(copies, 1), key_mask.repeat(copies, 1)
     fresh = make(model, store, positions, key_mask)
     fresh.clean = step.start
     return fresh
+
+
+def layers_of(fresh: Forward, ids: Int[Tensor, "sequences length"], asked: slice) -> Iterator[int]:
+    """Every layer, once it has been computed over all rows; of the last one `asked` are the rows of the output."""
+    flow = Flow(Rows.span(0, ids.shape[1]), fresh.model.embed(ids), slice(0, ids.shape[1]))
+    for layer in range(fresh.model.shape.layers):
+        if layer == fresh.model.shape.layers - 1:
+            flow = Flow(flow.rows, flow.hidden, asked)
+        flow = fresh.dense(layer, flow)
+        yield layer
+
+
+def counted_rows(step: Step, active: Bool[Tensor, " batch"]) -> Bool[Tensor, "batch length"]:
+    """True at the columns of the sequences that took part, padding left out."""
+    key_mask = step.canvas.key_mask()
+    return active[:, None].expand(-1, step.canvas.length) if key_mask is None else active[:, None] & key_mask
+
+
+class StepFigures:
+    """What is found at every step of a call; all on the host, where it takes no room in the device tier."""
+
+    def __init__(self) -> None:
+        self._steps: list[dict[str, Any]] = []
+
+    def add(
+        self,
+        step: Step,
+        sums: Float64[Tensor, "features layers spans"],
+        counted: Bool[Tensor, "sequences length"],
+        spans: Sequence[tuple[int, int]],
+        **more: Any,
+    ) -> None:
+        """A step: the means of `sums` over the `counted` rows of each span, and `more`."""
+        rows = torch.stack([counted[:, first:behind].sum() for first, behind in spans])
+        keys, values = (sums / rows).cpu()  # 0/0 is NaN: no columns, no figure
+        where = {"blocks": step.block, "numbers": step.number}
+        self._steps.append({"keys": keys, "values": values, "rows": rows.cpu(), **where, **more})
+
+    def fields(self) -> dict[str, Any]:
+        """Of a report: arrays and lists, by step.
+
+        Raises:
+            ValueError: there is no step; the inspector goes into `Runtime.generate(..., inspector=...)`.
+        """
+        if not self._steps:
+            raise ValueError("no step was measured; pass the inspector to Runtime.generate(..., inspector=...)")
+        columns = {name: [figures[name] for figures in self._steps] for name in self._steps[0]}
+        return {
+            name: torch.stack(column).numpy() if isinstance(column[0], Tensor) else column
+            for name, column in columns.items()
+        }
+
+
+def distances_by_span(
+    left: FeatureStore,
+    right: FeatureStore,
+    layer: int,
+    counted: Bool[Tensor, "sequences length"],
+    spans: Sequence[tuple[int, int]],
+) -> Float64[Tensor, "features spans"]:
+    """Sums of `cosine_distances` of one layer's keys and values over the `counted` rows of each span."""
+    distances = [cosine_distances(left.view(feature, layer), right.view(feature, layer)) for feature in COMPARED]
+    # A padding row may hold anything, so it is put away rather than multiplied by 0.
+    there = torch.stack(distances).where(counted, 0)
+    sums = [there[:, :, first:behind].sum(dim=(1, 2), dtype=torch.float64) for first, behind in spans]
+    return torch.stack(sums, dim=1)
+
+
+def cosine_distances(
+    left: Float[Tensor, "sequences heads length elements"], right: Float[Tensor, "sequences heads length elements"]
+) -> Float[Tensor, "sequences length"]:
+    """1 − cos of each column's vectors, the mean over heads, in float32, a part of the columns at a time.
+
+    Computed as |u − v|² / 2 of the unit vectors: the same number, but 0 where both are the same and never below, while
+    1 − cos rounds to steps of 6e-8.
+    """
+    distances = torch.empty(left.shape[0], left.shape[2], device=left.device)
+    for part in Rows.span(0, left.shape[2]).parts(part_rows(len(left))):
+        apart = normalize(left[:, :, part].float(), dim=-1).sub_(normalize(right[:, :, part].float(), dim=-1))
+        distances[:, part] = apart.square_().sum(dim=-1).mean(dim=1).div_(2)
+    return distances

@@ -7,13 +7,14 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
 
-from tiered.core.events import CopyEnded, Waited, Way
+from tiered.core.events import CopyEnded, Waited
 from tiered.core.ops import Op
-from tiered.core.recorder import Recorder, Span
+from tiered.core.spans import Recorder, Span
+from tiered.offload.lane import Lane
 
 PROCESS = 1
 COMPUTE, WAITS = 1, 2  # threads of the trace; behind them one for each way of copies
-COPIES = {way: WAITS + 1 + number for number, way in enumerate(Way)}
+COPIES = {way: WAITS + 1 + number for number, way in enumerate(Lane)}
 
 
 def chrome_trace(recorder: Recorder) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def chrome_trace(recorder: Recorder) -> dict[str, Any]:
     origin = min(starts, default=0)
     steps = _Steps(recorder)
     events = [
-        *_names(sorted({copy.way for copy in recorder.copies}, key=COPIES.__getitem__)),
+        *_names(sorted({copy.lane for copy in recorder.copies}, key=COPIES.__getitem__)),
         *(_of_span(span, steps, origin) for span in recorder.spans if span.ended is not None),
         *(_of_wait(wait, steps, origin) for wait in recorder.waits if wait.exposed_ns),
         *(_of_copy(copy, steps, origin) for copy in recorder.copies),
@@ -45,7 +46,7 @@ class _Steps:
         return {} if forward is None or forward < 0 else {"forward": forward, "kind": self._kinds[forward]}
 
 
-def _names(ways: Iterable[Way]) -> Iterable[dict[str, Any]]:
+def _names(ways: Iterable[Lane]) -> Iterable[dict[str, Any]]:
     tracks = {COMPUTE: "compute", WAITS: "waits"} | {COPIES[way]: f"copy: {way}" for way in ways}
     yield {"ph": "M", "pid": PROCESS, "name": "process_name", "args": {"name": "tiered"}}
     for thread, name in tracks.items():
@@ -55,28 +56,20 @@ def _names(ways: Iterable[Way]) -> Iterable[dict[str, Any]]:
 
 def _of_span(span: Span, steps: _Steps, origin: int) -> dict[str, Any]:
     assert span.ended is not None, "only whole ranges are shown"
-    return _event(span.name, "compute", COMPUTE, span.began, span.ended, origin, span.layer, steps.of(span.forward))
+    args = steps.of(span.forward)
+    return _event(span.op.value, "compute", COMPUTE, span.began, span.ended, origin, span.layer, args)
 
 
 def _of_wait(wait: Waited, steps: _Steps, origin: int) -> dict[str, Any]:
-    name = _named(f"wait for {wait.way}", wait.layer)
     args = {"late": wait.late} | steps.at(wait.began)
-    return _event(name, "wait", WAITS, wait.began, wait.ended, origin, wait.layer, args)
+    return _event(f"wait for {wait.lane}", "wait", WAITS, wait.began, wait.ended, origin, wait.layer, args)
 
 
 def _of_copy(copy: CopyEnded, steps: _Steps, origin: int) -> dict[str, Any]:
-    args = {
-        "bytes": copy.nbytes,
-        "pieces": copy.copies,
-        "queued_us": (copy.started - copy.submitted) / 1000,
-        "failed": copy.failed,
-    } | steps.at(copy.submitted)
-    name = _named(copy.way.value, copy.layer)
-    return _event(name, "copy", COPIES[copy.way], copy.started, copy.ended, origin, copy.layer, args)
-
-
-def _named(name: str, layer: int | None) -> str:
-    return name if layer is None else f"{name}/L{layer}"
+    queued = (copy.started - copy.submitted) / 1000
+    args = {"bytes": copy.nbytes, "pieces": copy.copies, "queued_us": queued, "failed": copy.failed}
+    args |= steps.at(copy.submitted)
+    return _event(copy.lane.value, "copy", COPIES[copy.lane], copy.started, copy.ended, origin, copy.layer, args)
 
 
 def _event(
@@ -87,7 +80,7 @@ def _event(
         "pid": PROCESS,
         "tid": thread,
         "cat": category,
-        "name": name,
+        "name": name if layer is None else f"{name}/L{layer}",
         "ts": (began - origin) / 1000,
         "dur": (ended - began) / 1000,
         "args": args if layer is None else {"layer": layer} | args,

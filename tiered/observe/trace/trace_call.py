@@ -10,8 +10,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from tiered.core.recorder import Recorder
-from tiered.core.spans import recording
+from tiered.core.spans import Recorder, recording
 from tiered.inputs import Inputs
 from tiered.observe.trace.chrome_trace import chrome_trace
 from tiered.offload.device import synchronize

@@ -11,7 +11,7 @@ SUFFIXES = (".json", ".json.gz")
 
 
 def check_trace_path(path: Path) -> None:
-    """Raise where no trace can be written, so that nobody works for it in vain.
+    """Raise where no trace can be written, before any work is done for it.
 
     Raises:
         ValueError: a name that Perfetto would not know for a trace.
@@ -29,8 +29,5 @@ def write_trace(path: Path, trace: dict[str, Any]) -> None:
     """Write `trace` as a whole or not at all, compressed where the name ends in .gz. Errors as `check_trace_path`."""
     check_trace_path(path)
     text = json.dumps(trace, allow_nan=False, separators=(",", ":")).encode()
-    write_then_rename(path, lambda part: part.write_bytes(gzip.compress(text, mtime=0) if _zipped(path) else text))
-
-
-def _zipped(path: Path) -> bool:
-    return path.suffix == ".gz"
+    zipped = gzip.compress(text, mtime=0) if path.suffix == ".gz" else text
+    write_then_rename(path, lambda part: part.write_bytes(zipped))

@@ -7,8 +7,8 @@ from enum import IntEnum
 import numpy as np
 from jaxtyping import Int, Int8
 
-from tiered.core.events import Way
-from tiered.core.features import Account, Place, Tier
+from tiered.core.features import Account, ColumnState, Tier
+from tiered.offload.lane import Lane
 
 
 class State(IntEnum):
@@ -61,7 +61,7 @@ class Frame:
 
     Attributes:
         forward: its number in the call, from 0; −1 before the first.
-        kind: what it was for (`PassKind`); empty before the first.
+        kind: of the step (`StepKind`); empty before the first.
         block, blocks: number of the current block, and how many there are.
         step: its number in the block.
         correcting: whether this is a second go over the answer.
@@ -69,7 +69,7 @@ class Frame:
         answer: columns of the answer.
         tokens: ids; where a token is a draft, the proposal.
         states: `State` of every token.
-        places: `Place` of every column.
+        column_states: `ColumnState` of every column.
         layers: layers in which the column's keys and values were computed anew.
         edits: how often a token has changed so far.
         active: sequences that took part.
@@ -89,7 +89,7 @@ class Frame:
     answer: tuple[int, int]
     tokens: Int[np.ndarray, "batch length"]
     states: Int8[np.ndarray, "batch length"]
-    places: Int8[np.ndarray, "batch length"]
+    column_states: Int8[np.ndarray, "batch length"]
     layers: Int[np.ndarray, "batch length"]
     edits: Int[np.ndarray, "batch length"]
     active: tuple[bool, ...]
@@ -98,7 +98,7 @@ class Frame:
     seconds: float
     forward_seconds: float
     tiers: tuple[TierBytes, ...]
-    copies: Mapping[Way, Copied]
+    copies: Mapping[Lane, Copied]
 
     @property
     def batch(self) -> int:
@@ -120,6 +120,6 @@ class Frame:
         """Tokens of all sequences in this state."""
         return int((self.states == state).sum())
 
-    def count_place(self, place: Place) -> int:
-        """Columns of all sequences of which `place` is true."""
-        return int((self.places & place != 0).sum())
+    def count_columns(self, state: ColumnState) -> int:
+        """Columns of all sequences of which `state` is true."""
+        return int((self.column_states & state != 0).sum())

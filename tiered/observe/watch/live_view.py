@@ -1,20 +1,18 @@
-"""The view on a terminal: the latest frame on a screen of its own, drawn by a thread, so that a slow terminal slows no
-forward."""
+"""The view on a terminal."""
 
 import io
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
 from threading import Condition, Thread
 
 from rich.console import Console, Group
 from rich.live import Live
 
+from tiered.observe.watch.bars import HISTORY
 from tiered.observe.watch.frame import Frame
 from tiered.observe.watch.picture import Painter
-from tiered.observe.watch.tier_lines import HISTORY
 
 FRAMES_PER_SECOND = 12  # at most
 # A terminal that knows these shows a frame when it is complete; all others ignore them.
@@ -22,7 +20,8 @@ _BEGIN, _END = "\x1b[?2026h", "\x1b[?2026l"
 
 
 class LiveView:
-    """Opens with the first frame. What others write to stderr meanwhile comes when the screen is left.
+    """The latest frame on a screen of its own, drawn by a thread, so that a slow terminal slows no forward. Opens with
+    the first frame; what others write to stderr meanwhile comes when the screen is left.
 
     Whatever fails here ends the view with one note, and nothing else.
     """
@@ -99,18 +98,14 @@ class LiveView:
                     return
                 past, self._fresh = tuple(self._past), False
             try:
-                self._draw(past)
+                lines = self._painter.picture(past, *self._console.size)
+                self._stream.write(_BEGIN)
+                self._live.update(Group(*lines), refresh=True)
+                self._stream.write(_END)
+                self._stream.flush()
             except Exception as error:
                 with suppress(Exception):  # there may be nowhere to say it
                     self.give_up(error)
                 return
             with self._changed:
                 self._changed.wait_for(lambda: self._over, timeout=1 / FRAMES_PER_SECOND)
-
-    def _draw(self, past: Sequence[Frame]) -> None:
-        width, height = self._console.size
-        lines = self._painter.picture(past, width, height)
-        self._stream.write(_BEGIN)
-        self._live.update(Group(*lines), refresh=True)
-        self._stream.write(_END)
-        self._stream.flush()

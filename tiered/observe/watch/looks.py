@@ -1,8 +1,8 @@
-"""How states, places and accounts look: a glyph and a style each, so that neither colour nor a wide font is needed."""
+"""How tokens, columns and accounts look: a glyph and a style each, so that neither colour nor a wide font is needed."""
 
 from dataclasses import dataclass
 
-from tiered.core.features import Account, Place
+from tiered.core.features import Account, ColumnState
 from tiered.observe.watch.frame import State
 
 
@@ -28,13 +28,13 @@ STATES = {
     State.END: Look(" ", " ", "bright_black", "end"),
 }
 
-# In a cell of the map that stands for several columns, the first one that is true of any of them.
-PLACES = {
-    Place.FETCHED: Look("▲", "^", "bold red", "fetched and recomputed"),
-    Place.RECOMPUTED: Look("■", "#", "green", "recomputed"),
-    Place.STORED: Look("▂", "_", "blue", "hidden rows in host"),
-    Place.STREAMED: Look("≈", "=", "magenta", "streamed"),
-    Place.DEVICE: Look("·", ".", "bright_black", "device only"),
+# Of several that are true of a column, and of equally many columns in a cell, the first one counts.
+COLUMNS = {
+    ColumnState.FETCHED: Look("▲", "^", "bold red", "fetched and recomputed"),
+    ColumnState.RECOMPUTED: Look("■", "#", "green", "recomputed"),
+    ColumnState.STORED: Look("▂", "_", "blue", "hidden rows in host"),
+    ColumnState.STREAMED: Look("≈", "=", "magenta", "streamed"),
+    ColumnState.DEVICE: Look("·", ".", "bright_black", "device only"),
 }
 
 
@@ -53,12 +53,9 @@ GROUPS = (
     Group((Account.ATTN_OUT, Account.FFN_OUT), Look("◆", "B", "yellow", "branches")),
     Group((Account.CENTROIDS,), Look("●", "C", "red", "centroids")),
     Group((Account.STAGING,), Look("≡", "S", "cyan", "staging")),
-    Group((Account.LOGITS, Account.ACTIVATIONS, Account.LIBRARIES), Look("▪", "A", "white", "passes")),
+    Group((Account.LOGITS, Account.ACTIVATIONS, Account.LIBRARIES), Look("▪", "A", "white", "steps")),
     Group((Account.SPARE,), Look("□", "-", "bright_black", "spare")),
 )
-
-BARS = "▁▂▃▄▅▆▇█"
-PLAIN_BARS = "_.:-=+*#"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class Pen:
     @property
     def bars(self) -> str:
         """Eight heights."""
-        return PLAIN_BARS if self.plain else BARS
+        return "_.:-=+*#" if self.plain else "▁▂▃▄▅▆▇█"
 
     @property
     def dots(self) -> str:
@@ -95,3 +92,8 @@ class Pen:
     def end(self) -> str:
         """An end-of-sequence token."""
         return "$" if self.plain else "∎"
+
+
+def main_state(states: int) -> ColumnState:
+    """Of several states that are true of a column the one that is shown."""
+    return next((state for state in COLUMNS if states & state), ColumnState.DEVICE)

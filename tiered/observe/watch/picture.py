@@ -1,16 +1,15 @@
 """A frame as lines that fit a terminal: what matters least goes first where it is too small."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich.text import Text
 
-from tiered.core.features import Place
+from tiered.core.features import ColumnState
+from tiered.observe.watch.bars import LABEL, accounts, column_map, columns_per_cell, copies, flowing, tier_bars
 from tiered.observe.watch.frame import Frame, State
-from tiered.observe.watch.looks import PLACES, STATES, Pen
-from tiered.observe.watch.place_map import columns_per_cell, place_map
-from tiered.observe.watch.tier_lines import LABEL, accounts, copies, flowing, tier_bars
-from tiered.observe.watch.token_lines import TokenLine, TokenWriter
+from tiered.observe.watch.looks import COLUMNS, STATES, Pen
+from tiered.observe.watch.tokens import TokenLine, TokenWriter
 
 _LEAST_WIDTH = 20
 _MAP_LINES, _TALL = 4, 30
@@ -18,19 +17,15 @@ _MAP_LINES, _TALL = 4, 30
 _OPTIONAL = ("legend", "accounts", "glyphs", "counts", "copies", "prompts", "bars", "maps")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of a picture, by sequence where they are of one."""
+    """The parts of a picture: of each sequence, and below them those of the call by name."""
 
     head: list[Text]
-    prompts: list[Text] = field(default_factory=list)
-    answers: list[list[TokenLine]] = field(default_factory=list)
-    maps: list[list[Text]] = field(default_factory=list)
-    counts: list[Text] = field(default_factory=list)
-    bars: list[Text] = field(default_factory=list)
-    copies: list[Text] = field(default_factory=list)
-    accounts: list[Text] = field(default_factory=list)
-    legend: list[Text] = field(default_factory=list)
+    prompts: list[Text]
+    answers: list[list[TokenLine]]
+    maps: list[list[Text]]
+    below: dict[str, list[Text]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +49,14 @@ class Painter:
             head=[*self._head(frame, width)],
             prompts=[_labelled("prompt", self.writer.prompt(frame, row, width - LABEL))[0] for row in sequences],
             answers=[self.writer.answer(frame, row, width) for row in sequences],
-            maps=[_labelled("canvas", *place_map(frame, row, per_cell, width - LABEL, pen)) for row in sequences],
-            counts=[*self._counts(frame, per_cell, width)],
-            bars=[*tier_bars(frame, width, pen)],
-            copies=[*copies(past, width, pen)],
-            accounts=[*accounts(frame, width, pen)],
-            legend=[*self._legend(frame, width)],
+            maps=[_labelled("canvas", *column_map(frame, row, per_cell, width - LABEL, pen)) for row in sequences],
+            below={
+                "counts": [*self._counts(frame, per_cell, width)],
+                "bars": [*tier_bars(frame, width, pen)],
+                "copies": [*copies(past, width, pen)],
+                "accounts": [*accounts(frame, width, pen)],
+                "legend": [*self._legend(width)],
+            },
         )
         lines = self._fitted(parts, width, height)
         for line in lines:
@@ -78,30 +75,22 @@ class Painter:
 
     def _counts(self, frame: Frame, per_cell: int, width: int) -> Iterator[Text]:
         items: list[Text] = []
-        for place, look in PLACES.items():
-            if not (count := frame.count_place(place)):
-                continue
-            told = f"{count} {look.name}"
-            if place is Place.RECOMPUTED:
-                told += f" (in {frame.layers.sum() / count:.1f} layers)"
-            items.append(Text(told, look.style))
-        edits = frame.count(State.REVISED)
-        if edits:
+        for state, look in COLUMNS.items():
+            if count := frame.count_columns(state):
+                in_layers = f" (in {frame.layers.sum() / count:.1f} layers)" * (state is ColumnState.RECOMPUTED)
+                items.append(Text(f"{count} {look.name}{in_layers}", look.style))
+        if edits := frame.count(State.REVISED):
             items.append(Text(f"{edits} {STATES[State.REVISED].name}", STATES[State.REVISED].style))
         if again := int((frame.edits > 1).sum()):
             items.append(Text(f"{again} more than once so far", STATES[State.REVISED].style))
         items.append(Text(f"1 cell = {per_cell} column{'s' * (per_cell > 1)}", "bright_black"))
         yield from flowing(" " * LABEL, items, width)
 
-    def _legend(self, frame: Frame, width: int) -> Iterator[Text]:
-        shown = [State.NOISE, State.DRAFT, State.FRESH, State.REVISED, State.FIXED]
-        tokens = [
-            Text(f"{self.pen.glyph(STATES[state])} {STATES[state].name}".strip(), STATES[state].style)
-            for state in shown
-        ]
-        yield from flowing(f"{'tokens':<{LABEL}}", tokens, width)
-        places = [Text(f"{self.pen.glyph(look)} {look.name}", look.style) for look in PLACES.values()]
-        yield from flowing(f"{'state':<{LABEL}}", places, width)
+    def _legend(self, width: int) -> Iterator[Text]:
+        tokens = [STATES[state] for state in (State.NOISE, State.DRAFT, State.FRESH, State.REVISED, State.FIXED)]
+        for label, looks in (("tokens", tokens), ("state", COLUMNS.values())):
+            items = [Text(f"{self.pen.glyph(look)} {look.name}".strip(), look.style) for look in looks]
+            yield from flowing(f"{label:<{LABEL}}", items, width)
 
     def _fitted(self, parts: _Parts, width: int, height: int | None) -> list[Text]:
         """All lines, less what does not fit."""
@@ -122,9 +111,9 @@ class Painter:
                     lines += parts.maps[number]
             if shown < batch:
                 lines.append(Text(f"{self.pen.dots} and {batch - shown} more sequences", "bright_black"))
-            for name in ("counts", "bars", "copies", "accounts", "legend"):
+            for name, part in parts.below.items():
                 if name not in left_out:
-                    lines += [rule.copy()] * (name in ("bars", "legend")) + getattr(parts, name)
+                    lines += [rule.copy()] * (name in ("bars", "legend")) + part
             return lines
 
         if height is None:

@@ -13,15 +13,15 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tiered.core.canvas import PENDING, Canvas
-from tiered.core.events import Way
-from tiered.core.features import Account, Place, Tier
+from tiered.core.features import Account, ColumnState, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.rows import Rows
 from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.observe.watch.frame import Copied, Frame, TierBytes
-from tiered.observe.watch.sequence_books import SequenceBooks
-from tiered.policies.base import PassKind, PolicyState, Step
+from tiered.observe.watch.sequences import SequenceBooks
+from tiered.offload.lane import Lane
+from tiered.policies.base import PolicyState, Step, StepKind
 
 P = ParamSpec("P")
 
@@ -66,7 +66,7 @@ class Watcher:
         self.give_up, self.failed, self.own_seconds, self.entered = give_up, False, 0.0, 0.0
         self._ledger, self._show, self._stop_at_eos = ledger, show, stop_at_eos
         self._forwards = 0
-        self._moved: dict[Way, tuple[int, int]] = {}  # bytes and ns until the last frame
+        self._moved = dict.fromkeys(Lane, (0, 0))  # bytes and ns until the last frame
         self._seconds = 0.0
 
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
@@ -77,7 +77,7 @@ class Watcher:
     def begin(self, canvas: Canvas, forward: Forward, policy: PolicyState) -> None:
         """See `tiered.decoding.observers.CallInspector`."""
         self._canvas, self._forward, self._policy = canvas, forward, policy
-        # With guidance a pass goes over twice the canvas's sequences; the first half is shown.
+        # With guidance a forward goes over twice the canvas's sequences; the first half is shown.
         self._counts = torch.zeros(canvas.batch, canvas.length, dtype=torch.int16, device=canvas.tokens.device)
         forward.rows_probe = self._count_rows
         self._books = SequenceBooks(
@@ -96,7 +96,7 @@ class Watcher:
     def after_forward(
         self,
         step: Step,
-        kind: PassKind,
+        kind: StepKind,
         ids: Int[Tensor, "sequences length"],
         forward: Forward,
         active: Bool[Tensor, " batch"],
@@ -106,17 +106,17 @@ class Watcher:
         batch = step.canvas.batch
         layers = self._counts[:batch].to("cpu", copy=True).numpy()
         self._counts.zero_()
-        places = self._policy.places(step)
-        places = np.zeros(layers.shape, dtype=np.int8) if places is None else places.copy()
-        places[layers > 0] |= Place.RECOMPUTED
+        states = self._policy.column_states(step)
+        states = np.zeros(layers.shape, dtype=np.int8) if states is None else states.copy()
+        states[layers > 0] |= ColumnState.RECOMPUTED
         streamed = forward.store.streamed_from
         if streamed is not None:
-            places[:, streamed:] |= Place.STREAMED
-        self._books.passed(step.canvas.numbers, places, layers)
+            states[:, streamed:] |= ColumnState.STREAMED
+        self._books.stepped(step.canvas.numbers, states, layers)
 
     @_guarded
     def put(self, value: Tensor) -> None:
-        """See `tiered.streaming.Streamer`: the prompts, or a final block, which a frame has shown."""
+        """See `tiered.decoding.observers.Streamer`: the prompts, or a final block, which a frame has shown."""
 
     @_guarded
     def put_draft(self, value: Tensor) -> None:
@@ -140,7 +140,7 @@ class Watcher:
 
     @_guarded
     def end(self) -> None:
-        """See `tiered.streaming.Streamer`."""
+        """See `tiered.decoding.observers.Streamer`."""
 
     def _count_rows(self, rows: Rows, sequences: int) -> None:
         """Count a layer at the rows whose keys and values it computes; no read from the device."""
@@ -175,24 +175,18 @@ class Watcher:
         )
 
     def _tiers(self) -> tuple[TierBytes, ...]:
-        peaks = self._ledger.report().tiers
+        peaks, ledger = self._ledger.report().tiers, self._ledger
         return tuple(
-            TierBytes(
-                tier=tier,
-                accounts=self._ledger.accounts(tier),
-                peak=peaks[tier].peak,
-                cap=self._ledger.budget.cap(tier),
-            )
+            TierBytes(tier=tier, accounts=ledger.accounts(tier), peak=peaks[tier].peak, cap=ledger.budget.cap(tier))
             for tier in Tier
         )
 
-    def _copies(self) -> Mapping[Way, Copied]:
+    def _copies(self) -> Mapping[Lane, Copied]:
         if self._forward.tiers is None:
             return {}
-        ways = self._forward.tiers.stats().ways
-        before, self._moved = self._moved, {way: (figures.nbytes, figures.busy_ns) for way, figures in ways.items()}
-        copied = {}
-        for way, (nbytes, busy_ns) in self._moved.items():
-            sent, took = before.get(way, (0, 0))
-            copied[way] = Copied(nbytes=nbytes - sent, busy_ns=busy_ns - took, total=nbytes)
-        return copied
+        before = self._moved
+        self._moved = {way: (it.nbytes, it.busy_ns) for way, it in self._forward.tiers.stats().ways.items()}
+        return {
+            way: Copied(nbytes=nbytes - before[way][0], busy_ns=busy_ns - before[way][1], total=nbytes)
+            for way, (nbytes, busy_ns) in self._moved.items()
+        }

@@ -10,14 +10,12 @@ from typing import ClassVar
 
 from tiered.core.checks import check_integer, check_number, check_switch, unknown_name
 from tiered.core.features import Account, Feature
-from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
-from tiered.policies.dllm_cache.branch_pass import BranchPass
-from tiered.policies.dllm_cache.costs import branch_pass_bytes
-from tiered.policies.dllm_cache.distance import Similarity
-from tiered.policies.dllm_cache.prompt_edge import PromptEdge
-from tiered.policies.dllm_cache.verify import Verifier, Verify
-from tiered.policies.dllm_cache.work import Work
+from tiered.forward.sizes import CallSizes
+from tiered.models.shape import ModelShape
+from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.dllm_cache.branch_bytes import branch_bytes
+from tiered.policies.dllm_cache.program import BranchStep, PromptEdge, Work
+from tiered.policies.dllm_cache.verify import Similarity, Verifier, Verify
 from tiered.policies.schedule import check_interval
 
 # Of the authors' code: forwards that are guided whatever the interval, and layers that are never cached.
@@ -68,13 +66,10 @@ class DLLMCache(Policy):
         kept = (Feature.KEY, Feature.VALUE, Feature.ATTN_OUT, Feature.FFN_OUT)
         return dict.fromkeys(kept, shape.layers)
 
-    def state_bytes(
-        self, shape: ModelShape, *, batch: int, context: int, block_length: int, dtype: str, answer: int | None = None
-    ) -> Mapping[Account, int]:
-        rows = context if answer is None else answer
-        taken = branch_pass_bytes(shape, batch=batch, context=context, answer=rows, dtype=dtype)
+    def state_bytes(self, sizes: CallSizes) -> Mapping[Account, int]:
+        taken = branch_bytes(sizes)
         if self.parity:  # what is kept of the row in front of the answer, where it predicts, and what that is made of
-            taken += 4 * batch * shape.prediction_shift * shape.width * BYTES_PER_ELEMENT[dtype]
+            taken += 4 * sizes.sequences * sizes.shape.prediction_shift * sizes.shape.width * sizes.element
         return {Account.ACTIVATIONS: taken}
 
     def skips_guidance(self) -> bool:
@@ -99,10 +94,10 @@ class Clocks(PolicyState):
             seed=policy.seed,
             renew=policy.parity,
         )
-        self._guided: list[int] = []  # by sequence; empty before the first plan
+        self._guided: list[int] = []  # by sequence; empty before the first step
         self._edge: PromptEdge | None = None
 
-    def plan(self, step: Step) -> StepPlan:
+    def rows(self, step: Step) -> StepRows:
         policy, batch = self._policy, step.canvas.batch
         start, stop = answer = (step.canvas.prompt_length, step.canvas.length)
         shift = step.start - step.first_row
@@ -110,33 +105,36 @@ class Clocks(PolicyState):
         if any(guided):
             here, clocks = here + guided, clocks + self._guided
         self._guided = [clock + is_guided for clock, is_guided in zip(self._guided, guided, strict=True)]
-        work = Work.of(
-            here,
-            clocks,
-            (policy.prompt_interval, policy.response_interval),
-            answer=answer,
-            chosen=int((stop - start) * policy.update_ratio),
-            # A row of the prompt that predicts the answer's first token has no branches: it is always recomputed.
-            untouched=start - shift if policy.parity else min(start, step.first_row),
-            renewed=step.remasked,
+        # A row of the prompt that predicts the answer's first token has no branches: it is always recomputed.
+        untouched = start - shift if policy.parity else min(start, step.first_row)
+        chosen = int((stop - start) * policy.update_ratio)
+        due = [
+            (part and _due(policy.prompt_interval, clock, step), part and _due(policy.response_interval, clock, step))
+            for part, clock in zip(here, clocks, strict=True)
+        ]
+        work = Work(
+            first=[(0 if prompt else untouched) if part else stop for part, (prompt, _) in zip(here, due, strict=True)],
+            rows=[(stop - start if whole else chosen) * part for part, (_, whole) in zip(here, due, strict=True)],
+            clocks=clocks,
+            due=due,
         )
         whole = [all(due) for due in work.due]
-        kind = PassKind.UPDATE if any(map(any, work.due)) else PassKind.STEP
-        kind = PassKind.REFRESH if all(whole[n] for n, part in enumerate(here) if part) else kind
-        plan = StepPlan.of_span(min(work.first), stop, step, kind)
+        kind = StepKind.UPDATE if any(map(any, work.due)) else StepKind.STEP
+        kind = StepKind.REFRESH if all(whole[n] for n, part in enumerate(here) if part) else kind
+        rows = StepRows.of_span(min(work.first), stop, step, kind)
         whole_layers = _WHOLE_LAYERS if policy.parity else 0
         if policy.parity and shift and self._edge is None:
             self._edge = PromptEdge(shift)
-        program = BranchPass(
+        program = BranchStep(
             work, answer, self._verifier, block=step.first_row, whole_layers=whole_layers, edge=self._edge
         )
-        plan = replace(plan, program=program, refreshed=tuple(whole[:batch]))
+        rows = replace(rows, program=program, refreshed=tuple(whole[:batch]))
         if not policy.skips_guidance():
-            return plan
+            return rows
         if policy.parity and any(guided):
             # Later blocks will read the difference that guidance makes here.
-            plan = replace(plan, output=slice(start - shift - min(work.first), stop - shift - min(work.first)))
-        return replace(plan, guided=tuple(guided))
+            rows = replace(rows, output=slice(start - shift - min(work.first), stop - shift - min(work.first)))
+        return replace(rows, guided=tuple(guided))
 
     def keep(self, sequences: list[int]) -> None:
         if self._edge is not None:
@@ -153,3 +151,8 @@ class Clocks(PolicyState):
             step.guidance and part and (anyway or clock < at_first or clock % policy.guidance_interval == 0)
             for part, clock in zip(step.active, step.forwards, strict=True)
         ]
+
+
+def _due(interval: int | None, clock: int, step: Step) -> bool:
+    """Whether an area is due in a sequence's forward number `clock`; before its first, everything is."""
+    return step.remasked or clock == 0 or (interval is not None and clock % interval == 0)

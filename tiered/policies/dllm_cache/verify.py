@@ -1,4 +1,7 @@
-"""Where the rows of an answer stand in a layer: who has moved most, by its value, its key, or by lot."""
+"""Where the rows of an answer stand in a layer: which have moved most, by value, by key, or by lot (V-verify).
+
+Source: arXiv 2506.06295, section 3.3: the rows whose values are least similar to the cached ones are recomputed.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +16,21 @@ from tiered.core.features import Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
-from tiered.forward.costs import part_rows
 from tiered.forward.forward import Forward
 from tiered.kernels.host_values import on_device
-from tiered.policies.dllm_cache.distance import Similarity, distances, farthest_first
+
+# Below this share of a row's length (cosine: 1 − 5e-7) a distance may be rounding alone. Rows that stand still are
+# many, such as those of the first layer whose tokens have not changed; rounding must not choose among them, or a
+# sequence would be answered otherwise in a batch than alone.
+STILL = 2**-10
+_TINY = 1e-30  # the length of a row of zeros
+
+
+class Similarity(StrEnum):
+    """What rows are compared by."""
+
+    COSINE = "cosine"
+    L2 = "l2"
 
 
 class Verify(StrEnum):
@@ -63,7 +77,7 @@ class Verifier:
         if self.verify is Verify.RANDOM:
             lots = torch.stack([self._lots(layer, clock, answer.count) for clock in clocks])
             return farthest_first(on_device(lots, hidden.device), first)
-        parts = answer.parts(part_rows(len(hidden)))
+        parts = forward.parts(answer.count, len(hidden))
         moved = [self._moved(forward, layer, answer[part], hidden[:, part]) for part in parts]
         return farthest_first(torch.cat(moved, dim=1), first)
 
@@ -88,3 +102,35 @@ class Verifier:
         # A CPU generator takes 32 bits of its seed.
         generator = torch.Generator().manual_seed(crc32(repr((self.seed, clock, layer)).encode()))
         return torch.rand(count, generator=generator)
+
+
+def distances(
+    new: Float[Tensor, "batch heads rows elements"],
+    cached: Float[Tensor, "batch heads rows elements"],
+    similarity: Similarity,
+) -> Float32[Tensor, "batch rows"]:
+    """Distance of each row, all heads together, from the cached one; 0 where it is no more than rounding.
+
+    By cosine it is that of the two directions, √(2 − 2·cos): in the order of falling cosine, and exact where the cosine
+    itself rounds to 1.
+    """
+    length = _length(cached)
+    if similarity is Similarity.COSINE:
+        difference = (new / _length(new)).sub_(cached / length)
+        length = torch.ones_like(length)
+    else:
+        difference = new.float() - cached
+    apart = torch.linalg.vector_norm(difference, dim=(1, 3), dtype=torch.float32)
+    return apart.masked_fill_(apart <= STILL * length[:, 0, :, 0], 0.0)
+
+
+def farthest_first(apart: Float32[Tensor, "batch rows"], first: int) -> Int[Tensor, "batch rows"]:
+    """The rows by falling distance. Of equal ones, those from row `first` on come first, in ascending order, and then
+    those in front of it: rows of the block that is being denoised, before what lies behind it or is finished."""
+    order = apart.roll(-first, dims=1).argsort(dim=1, descending=True, stable=True)
+    return order.add_(first).remainder_(apart.shape[1])
+
+
+def _length(rows: Float[Tensor, "batch heads rows elements"]) -> Float32[Tensor, "batch 1 rows 1"]:
+    """Euclidean length of each row, all heads together; never 0."""
+    return torch.linalg.vector_norm(rows, dim=(1, 3), keepdim=True, dtype=torch.float32).clamp_(min=_TINY)

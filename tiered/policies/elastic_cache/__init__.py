@@ -1,1 +1,1 @@
-"""The mechanism of Elastic-Cache: tracked tokens, the drift of their attention, and passes that widen on their way."""
+"""Elastic-Cache: tracked tokens, the drift of their attention, and steps that widen on their way."""

@@ -1,4 +1,4 @@
-"""Elastic-Cache (arXiv 2510.14973): a window of masked positions slides over the answer, and a pass recomputes all rows
+"""Elastic-Cache (arXiv 2510.14973): a window of masked positions slides over the answer, and a step recomputes all rows
 from the layer on where the attention of the most attended tokens has moved.
 
 Semantics follow the paper. It has no blocks: `block_length = max_new_tokens` is its setting, and any other works.
@@ -10,12 +10,13 @@ from typing import ClassVar
 
 from tiered.core.checks import check_integer, check_number, unknown_name
 from tiered.core.features import Account, Feature, Tier
+from tiered.forward.sizes import CallSizes
 from tiered.models.shape import ModelShape
-from tiered.policies.base import PassKind, Policy, PolicyState, Step, StepPlan
-from tiered.policies.elastic_cache.costs import elastic_bytes
-from tiered.policies.elastic_cache.program import ElasticPass
-from tiered.policies.elastic_cache.step_rows import step_rows
+from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.elastic_cache.program import ElasticStep
+from tiered.policies.elastic_cache.rows import step_rows
 from tiered.policies.elastic_cache.tracked import Tracked
+from tiered.policies.elastic_cache.window_bytes import elastic_bytes
 from tiered.policies.schedule import check_interval, due
 
 
@@ -23,7 +24,7 @@ from tiered.policies.schedule import check_interval, due
 class ElasticCache(Policy):
     """Layer-wise updates on demand.
 
-    The call begins with a full pass that stores every layer's input. A step recomputes the window, what the last step
+    The call begins with a refresh that stores every layer's input. A step recomputes the window, what the last step
     committed, and the tracked tokens: in each layer those that the window attended to most in the step before. Where
     their attention weights are no longer like those of the step before, all rows are recomputed from the next layer up.
 
@@ -32,7 +33,7 @@ class ElasticCache(Policy):
         similarity_threshold: γ, cosine similarity below which attention has moved; −1: never, above 1: always.
         tracked: most attended tokens by layer.
         hidden_tier: where the layers' inputs are kept: "host", or "device".
-        refresh_interval: forwards of a sequence from one full pass to the next; None: only the call's first. With 1,
+        refresh_interval: forwards of a sequence from one refresh to the next; None: only the call's first. With 1,
             and a window as long as a block, nothing is ever stale, and the answers equal those of `none`.
     """
 
@@ -57,13 +58,8 @@ class ElasticCache(Policy):
     def host_features(self) -> frozenset[Feature]:
         return frozenset({Feature.HIDDEN} if self.hidden_tier == Tier.HOST else ())
 
-    def state_bytes(
-        self, shape: ModelShape, *, batch: int, context: int, block_length: int, dtype: str, answer: int | None = None
-    ) -> Mapping[Account, int]:
-        sizes = {"batch": batch, "context": context, "block_length": block_length}
-        return {
-            Account.ACTIVATIONS: elastic_bytes(shape, window=self.window, tracked=self.tracked, dtype=dtype, **sizes)
-        }
+    def state_bytes(self, sizes: CallSizes) -> Mapping[Account, int]:
+        return {Account.ACTIVATIONS: elastic_bytes(sizes, window=self.window, tracked=self.tracked)}
 
     def logit_rows(self, block_length: int, context: int) -> int:
         return min(self.window, block_length)
@@ -73,19 +69,19 @@ class ElasticCache(Policy):
 
 
 class _Elastic(PolicyState):
-    """Keeps the tracked tokens; where a pass widens is decided on its way, in `tiered.policies.elastic_cache`."""
+    """Keeps the tracked tokens; where a step widens is decided on its way, in `tiered.policies.elastic_cache`."""
 
     def __init__(self, policy: ElasticCache) -> None:
         self._policy = policy
         self._tracked = Tracked(policy.tracked)
 
-    def plan(self, step: Step) -> StepPlan:
+    def rows(self, step: Step) -> StepRows:
         full = step.active if step.remasked else due(self._policy.refresh_interval, step)
         rows = step_rows(step, self._policy.window, self._tracked, full)
-        kind = PassKind.REFRESH if rows.all_due else PassKind.UPDATE if any(full) else PassKind.STEP
+        kind = StepKind.REFRESH if rows.all_due else StepKind.UPDATE if any(full) else StepKind.STEP
         apart = Feature.HIDDEN in self._policy.host_features()
-        program = ElasticPass(self._tracked, rows, self._policy.similarity_threshold, apart=apart)
-        return StepPlan(rows.rows, rows.output, kind, program)
+        program = ElasticStep(self._tracked, rows, self._policy.similarity_threshold, apart=apart)
+        return StepRows(rows.rows, rows.output, kind, program)
 
     def keep(self, sequences: list[int]) -> None:
         self._tracked.keep(sequences)

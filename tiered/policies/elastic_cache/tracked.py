@@ -1,7 +1,7 @@
-"""The tokens whose attention tells how stale a layer is: the most attended ones, with their queries of the last pass.
+"""The tokens whose attention tells how stale a layer is: the most attended ones, with their queries of the last step.
 
-Kept are queries, not attention rows: with the keys that the cache still holds when a pass comes to a layer, a query
-gives the attention of the last pass again. It takes `head_dim` numbers a head, and a row one for each column.
+Kept are queries, not attention rows: with the keys that the cache still holds when a step comes to a layer, a query
+gives the attention of the last step again. It takes `head_dim` numbers a head, and a row one for each column.
 """
 
 import torch
@@ -24,7 +24,7 @@ class Tracked:
         self._queries: Float[Tensor, "layers batch heads tracked head_dim"] | None = None
 
     def begin(self, shape: ModelShape, batch: int, length: int, like: Tensor) -> None:
-        """Make room before the first pass; `like` has dtype and device of the queries."""
+        """Make room before the first step; `like` has dtype and device of the queries."""
         if self._columns is None:
             layers, count = shape.layers - 1, min(self._count, length)
             self._columns = torch.full((layers, batch, count), NONE, device=like.device)
@@ -37,12 +37,12 @@ class Tracked:
 
     def columns(self, layer: int) -> Int[Tensor, "batch tracked"]:
         """Columns of the tokens of `layer`; `NONE` where there are not that many."""
-        assert self._columns is not None, "a pass begins with `begin`"
+        assert self._columns is not None, "a step begins with `begin`"
         return self._columns[layer]
 
     def queries(self, layer: int) -> Float[Tensor, "batch heads tracked head_dim"]:
-        """Their queries as the last pass had them."""
-        assert self._queries is not None, "a pass begins with `begin`"
+        """Their queries as the last step had them."""
+        assert self._queries is not None, "a step begins with `begin`"
         return self._queries[layer]
 
     def put(
@@ -53,7 +53,7 @@ class Tracked:
         here: Bool[Tensor, " batch"],
     ) -> None:
         """Track other tokens in `layer`, in the sequences that are `here`."""
-        assert self._columns is not None and self._queries is not None, "a pass begins with `begin`"
+        assert self._columns is not None and self._queries is not None, "a step begins with `begin`"
         self._columns[layer] = columns.where(here[:, None], self._columns[layer])
         self._queries[layer] = queries.where(here[:, None, None, None], self._queries[layer])
 

@@ -1,23 +1,27 @@
-"""The hidden states that a call keeps: one state for each layer that an update can renew."""
+"""The hidden states that a call keeps: one state for each layer that an update can renew, filled by a refresh."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int8
 from torch import Tensor
 
 from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER
+from tiered.clustering.areas import cluster_areas, cut_clusters, same_members
 from tiered.clustering.cluster_index import ClusterIndex
-from tiered.clustering.regions import cluster_regions, cut_clusters, same_members
+from tiered.core.features import ColumnState, Tier
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
+from tiered.forward.forward import Flow, Forward
 from tiered.kernels.host_values import on_device
 from tiered.policies.polestar.hidden_records import HiddenRecords
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
-from tiered.policies.polestar.options import HiddenOptions
+from tiered.policies.polestar.options import PolestarOptions
 from tiered.policies.polestar.update_log import LayerUpdate
 from tiered.tiers.manager import TierManager
 
@@ -41,7 +45,7 @@ class HiddenCache:
         log: what updates did.
     """
 
-    options: HiddenOptions
+    options: PolestarOptions
     states: dict[int, LayerState] = field(default_factory=dict)
     ranking: dict[int, list[list[float]]] = field(default_factory=dict)
     copies: int = 1
@@ -75,7 +79,7 @@ class HiddenCache:
         self,
         layer: int,
         hidden: Float[Tensor, "batch length width"],
-        regions: tuple[Span, Span],
+        areas: tuple[Span, Span],
         pads: Sequence[int],
         shared: Sequence[ClusterIndex] | None,
     ) -> list[ClusterIndex]:
@@ -86,26 +90,27 @@ class HiddenCache:
         if shared is not None:
             return same_members(hidden, shared)
         length = hidden.shape[1]
-        (_, end), (suffix, last) = regions
+        (_, end), (suffix, last) = areas
         padding = on_device(pads, hidden.device)[:, None]
         valid = torch.arange(length, device=hidden.device)[None] >= padding if any(pads) else None
         # Sequences that are too short for all clusters get as many as they have rows.
         groups: dict[int | str, list[int]] = defaultdict(list)
         for number, pad in enumerate(pads):
-            prefix, behind = max(0, end - max(regions[0][0], pad)), last - suffix
+            prefix, behind = max(0, end - max(areas[0][0], pad)), last - suffix
             wanted = self.options.clusters
             fitting = wanted if wanted == "auto" else min(max(wanted, (prefix > 0) + (behind > 0)), prefix + behind)
             groups[fitting].append(number)
         found: dict[int, ClusterIndex] = {}
         for count, numbers in groups.items():
             part = slice(None) if len(numbers) == len(pads) else numbers
-            indices = cluster_regions(
+            indices = cluster_areas(
                 hidden[part],
-                regions,
+                areas,
                 count,  # pyright: ignore[reportArgumentType]
                 valid=None if valid is None else valid[part],
                 iterations=KMEANS_ITERATIONS,
                 seed=self.options.seed,
+                backend=self.options.kmeans if hidden.is_cpu else "torch",
             )
             if count == "auto":
                 indices = cut_clusters(hidden[part], indices, MOST_ROWS_PER_CLUSTER)
@@ -125,7 +130,7 @@ class HiddenCache:
                 layer=layer,
                 sequence=sequence,
                 codec=self.options.codec,
-                tier=self.options.tier,
+                tier=Tier(self.options.hidden_tier),
             )
             for sequence, index in enumerate(indices)
         ]
@@ -141,7 +146,80 @@ class HiddenCache:
         assert self.tiers is not None, "the runtime opens tiers for a policy that keeps hidden states"
         return self.tiers
 
+    def column_states(self, forward: int, active: Span, length: int) -> Int8[np.ndarray, "batch length"]:
+        """`ColumnState.STORED` and `FETCHED` of every column, after forward number `forward` of the call, with guidance
+        on the canvases that see their prompts; for what looks on. Nothing is read from the device.
+
+        Args:
+            forward: the last one; the cache is as it left it.
+            active: columns that it would have computed without an update.
+            length: columns of the canvas.
+        """
+        sequences = next((state.batch for state in self.states.values()), 0)
+        places = np.zeros((sequences, length), dtype=np.int8)
+        if self.options.hidden_tier != Tier.DEVICE:
+            for state in self.states.values():
+                if state.records is not None:
+                    for row, members in zip(places, state.members, strict=True):
+                        row[members.cluster_of >= 0] |= ColumnState.STORED
+            places[self._fetched(forward, active, places.shape)] |= ColumnState.FETCHED
+        return places[: sequences // self.copies]
+
+    def _fetched(self, forward: int, active: Span, shape: tuple[int, int]) -> Bool[np.ndarray, "sequences length"]:
+        """Members whose stored rows an update has used. Rows that a layer hands up take the place of stored ones."""
+        fetched, handed = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+        handed[:, slice(*active)] = True
+        for update in reversed([*takewhile(lambda update: update.forward == forward, reversed(self.log))]):
+            state, renewed = self.states[update.layer], np.zeros(shape, dtype=bool)
+            for row, members, clusters in zip(renewed, state.members, update.clusters, strict=True):
+                for cluster in clusters:
+                    row[members.live(cluster)] = True
+            if state.records is not None:
+                fetched |= renewed & ~handed
+            handed = renewed
+            handed[:, slice(*active)] = True
+        return fetched
+
     def _forget(self, state: LayerState, sequences: Iterable[int]) -> None:
         if state.records is not None:
             for number in sequences:
                 state.records[number].forget(self.open_tiers)
+
+
+class Refresh:
+    """Layer program of a refresh: captures every layer's input rows as clusters and records, and begins their drift.
+
+    The rows of a layer are encoded before it runs and copied while it and the next ones do; that costs the refresh the
+    encoding alone.
+    """
+
+    def __init__(self, cache: HiddenCache, areas: tuple[Span, Span], current: Span, pads: Sequence[int]) -> None:
+        """`areas`: columns before and behind `current`, the current block's; `pads`: padding in front of each
+        sequence. Under a noise mask what is before it makes no clusters: it sees nothing that will change."""
+        self._cache = cache
+        self._areas = areas
+        self._current = current
+        self._pads = pads
+        self._leaders: dict[int, tuple[list[ClusterIndex], list[Members]]] = {}
+
+    def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
+        cache, last = self._cache, forward.model.shape.layers - 1
+        if layer == 0:
+            copies = len(flow.hidden) // len(self._pads)
+            cache.begin(forward.tiers, copies)
+            self._pads = [*self._pads] * copies
+            if forward.model.shape.noise_masked:
+                (_, end), behind = self._areas
+                self._areas = (end, end), behind
+        if layer == last:
+            return forward.dense(layer, flow)
+        shared = self._leaders.get(cache.leader(layer))
+        indices = cache.cluster(layer, flow.hidden, self._areas, self._pads, shared and shared[0])
+        if not any(index.clusters for index in indices):
+            return forward.dense(layer, flow)
+        members = shared[1] if shared else cache.members(indices, flow.hidden.shape[1])
+        self._leaders[layer] = indices, members
+        records = cache.store(layer, flow.hidden, indices) if layer else None
+        flow = forward.dense(layer, flow)
+        cache.states[layer] = LayerState.of(forward, layer, self._current, indices, list(members), records)
+        return flow

@@ -1,5 +1,6 @@
 """The attention of centroids at the last update, kept so that the drift since then needs the changed keys alone."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -7,9 +8,9 @@ from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from tiered.kernels.drift_distribution import DriftDistribution
+from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.proxy_scores import check_attention, proxy_scores
-from tiered.policies.polestar.kept_attention import KeptAttention
-from tiered.policies.polestar.replaced_rows import replaced_rows, sources
+from tiered.policies.polestar.kept_attention import KeptAttention, replaced_rows, sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,31 @@ class DriftReference(DriftDistribution):
         self._check_same_columns(other)
         kept = self.kept.joined(other.kept)
         return self._with(kept, torch.cat([self.scores, other.scores], dim=2), self.columns)
+
+    def of_sequences(self, sequences: list[int]) -> "DriftReference":
+        """That of these sequences alone."""
+        return self._picked(self, lambda ours, _: ours[sequences])
+
+    def where(self, sequences: Bool[Tensor, " batch"], other: "DriftReference") -> "DriftReference":
+        """Ours in these sequences, `other` in the rest; both over as many columns."""
+
+        def pick(ours: Tensor, theirs: Tensor) -> Tensor:
+            return torch.where(sequences.view(-1, *[1] * (ours.dim() - 1)), ours, theirs)
+
+        return self._picked(other, pick)
+
+    def _picked(self, other: "DriftReference", pick: Callable[[Tensor, Tensor], Tensor]) -> "DriftReference":
+        """With `pick` of each tensor of ours and of theirs, which all have the batch first."""
+
+        def of(ours: LogSumExp, theirs: LogSumExp) -> LogSumExp:
+            return LogSumExp(pick(ours.peak, theirs.peak), pick(ours.mass, theirs.mass))
+
+        mine, yours = self.kept, other.kept
+        kept = KeptAttention(
+            of(mine.sums, yours.sums), pick(mine.sizes, yours.sizes), pick(mine.part_of, yours.part_of)
+        )
+        scores, columns = pick(self.scores, other.scores), pick(self.columns, other.columns)
+        return replace(self, rest=of(self.rest, other.rest), scores=scores, columns=columns, kept=kept)
 
     def _with(
         self,

@@ -3,33 +3,28 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from tiered.clustering.allocation import Piece, pieces
 from tiered.clustering.cluster_index import ClusterIndex
-from tiered.clustering.pieces import Piece, pieces
 from tiered.core.features import Feature, Tier
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
 from tiered.offload.codec_bytes import Codec, codec_bytes
-from tiered.offload.slabs import UNIT
+from tiered.policies.polestar.cluster_sizes import fitting_rows
 from tiered.tiers.banks import CentroidBank
 from tiered.tiers.manager import TierManager
-from tiered.tiers.record import RecordKey
-from tiered.tiers.ticket import Ticket
-
-MOST_ROWS = 256  # of a record: larger ones move no faster, and an update that wants a part of one fetches it all
+from tiered.tiers.record_book import RecordKey
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenRecords:
-    """What `store` left in the tiers, and how to get it back by cluster.
+    """What `store` left in the tiers, by cluster.
 
     Attributes:
         layer, sequence: whose hidden states.
-        rows: canvas columns in cluster-major order, as the records hold them.
-        sizes: members of each cluster.
+        sizes: members of each cluster; the records hold their rows in cluster-major order.
         pieces: the record of each part number.
         codec, tier: how and where they are stored.
         most_rows: of a record.
@@ -37,7 +32,6 @@ class HiddenRecords:
 
     layer: int
     sequence: int
-    rows: Int[Tensor, " n"]
     sizes: tuple[int, ...]
     pieces: tuple[Piece, ...]
     codec: Codec
@@ -62,35 +56,15 @@ class HiddenRecords:
             TierCapacityError, ValueError: see `TierManager.store`.
         """
         most = most_rows(tiers.slot_bytes, codec, hidden)
-        records = cls(
-            layer, sequence, index.rows, index.sizes, pieces(index.sizes, most), Codec(codec), Tier(tier), most
-        )
+        records = cls(layer, sequence, index.sizes, pieces(index.sizes, most), Codec(codec), Tier(tier), most)
         records.renew(tiers, range(index.clusters), hidden[index.rows], index.centroids)
         return records
 
-    def appended(self, columns: Int[Tensor, " members"]) -> "HiddenRecords":
-        """With one more cluster: `columns`, which belong to no other. Nothing of it is stored yet."""
-        cluster, first = len(self.sizes), len(self.rows)
-        more = (
-            Piece(cluster, first + piece.start, first + piece.stop) for piece in pieces([len(columns)], self.most_rows)
-        )
-        return replace(
-            self,
-            rows=torch.cat([self.rows, columns]),
-            sizes=(*self.sizes, len(columns)),
-            pieces=(*self.pieces, *more),
-        )
-
-    def members(self, cluster: int) -> Int[Tensor, " members"]:
-        """Canvas columns of the members of `cluster`, in the order of its rows; a view.
-
-        Raises:
-            ValueError: no such cluster.
-        """
-        if not 0 <= cluster < len(self.sizes):
-            raise ValueError(f"cluster = {cluster}; allowed: 0 to {len(self.sizes) - 1}")
-        start = sum(self.sizes[:cluster])
-        return self.rows[start : start + self.sizes[cluster]]
+    def appended(self, count: int) -> "HiddenRecords":
+        """With one more cluster, of `count` members. Nothing of it is stored yet."""
+        cluster, first = len(self.sizes), sum(self.sizes)
+        more = (Piece(cluster, first + piece.start, first + piece.stop) for piece in pieces([count], self.most_rows))
+        return replace(self, sizes=(*self.sizes, count), pieces=(*self.pieces, *more))
 
     @spanned(Op.STORE)
     def renew(
@@ -108,7 +82,7 @@ class HiddenRecords:
         parts = self._parts(clusters)
         banks: dict[int, CentroidBank] = {}
         try:
-            if self.codec is Codec.NVFP4_DELTA:
+            if self.codec.needs_base:
                 # One for each cluster: a shared one would stay until the last of its clusters is renewed.
                 for cluster, centroid in zip(clusters, centroids.to(tiers.dtype), strict=True):
                     banks[cluster] = tiers.bank(centroid[None].clone())
@@ -133,17 +107,6 @@ class HiddenRecords:
         """The records of `clusters`, in their order."""
         return [self.key(part) for part in self._parts(clusters)]
 
-    def fetch(self, tiers: TierManager, clusters: Sequence[int]) -> tuple[Ticket, Int[Tensor, " rows"]]:
-        """Begin to fetch the members of `clusters`; with the ticket come the canvas columns of its rows.
-
-        Raises:
-            KeyError, RecordLostError: see `TierManager.fetch`.
-            ValueError: no clusters, or one that is not there.
-        """
-        columns = [self.members(cluster) for cluster in clusters]
-        ticket = tiers.fetch(self.keys(clusters))
-        return ticket, torch.cat(columns)
-
     def forget(self, tiers: TierManager) -> None:
         """Drop all records."""
         tiers.forget(self.key(part) for part in range(len(self.pieces)))
@@ -157,16 +120,14 @@ class HiddenRecords:
 
 
 def most_rows(slot_bytes: int, codec: Codec | str, hidden: Float[Tensor, "length width"]) -> int:
-    """Rows of the largest record of `codec` that fits a staging slot, at most 256.
+    """Rows of the largest record of `codec` that fits a staging slot, at most `cluster_sizes.MOST_ROWS`.
 
     Raises:
         ValueError: not even one row fits.
     """
-    sizes = [
-        codec_bytes(codec, rows, hidden.shape[1], element_bytes=hidden.element_size())
-        for rows in range(1, MOST_ROWS + 1)
-    ]
-    fitting = sum(size <= slot_bytes // UNIT * UNIT for size in sizes)
+    width, element = hidden.shape[1], hidden.element_size()
+    fitting = fitting_rows(codec, width, element, slot_bytes)
     if not fitting:
-        raise ValueError(f"a row takes {sizes[0]} bytes in {codec}; a staging slot has {slot_bytes}")
+        row = codec_bytes(codec, 1, width, element_bytes=element)
+        raise ValueError(f"a row takes {row} bytes in {codec}; a staging slot has {slot_bytes}")
     return fitting

@@ -7,11 +7,9 @@ from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from tiered.kernels.choice import for_device
-from tiered.kernels.log_sum_exp import LogSumExp
-from tiered.kernels.proxy_attention_ref import proxy_attention
-from tiered.kernels.proxy_scores import sink_scores
-from tiered.policies.polestar.replaced_rows import replaced_rows
-from tiered.policies.polestar.sums_by_part import attention_by_part, sizes_of_parts, sums_by_part
+from tiered.kernels.log_sum_exp import LogSumExp, finite
+from tiered.kernels.proxy_attention_ref import SCORES_AT_ONCE, proxy_attention
+from tiered.kernels.proxy_scores import check_attention, proxy_scores, sink_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +93,83 @@ class KeptAttention:
         """With the centroids of `other`, over the same columns, behind ours."""
         pairs = (self.sums.peak, other.sums.peak), (self.sums.mass, other.sums.mass)
         return replace(self, sums=LogSumExp(*(torch.cat(pair, dim=2) for pair in pairs)))
+
+
+def sums_by_part(
+    scores: Float32[Tensor, "batch heads clusters columns"], part: Int[Tensor, "batch columns"], parts: int
+) -> LogSumExp:
+    """Of each part's scores, with the parts along the last dimension.
+
+    Args:
+        scores: −inf is no column.
+        part: of each column, below `parts`; −1 is no column, whatever its scores.
+        parts: how many there are.
+    """
+    scores = scores.masked_fill((part < 0)[:, None, None], -torch.inf)
+    index = part.clamp_min(0)[:, None, None].expand_as(scores)
+    peak = scores.new_full((*scores.shape[:3], parts), -torch.inf).scatter_reduce_(3, index, scores, "amax")
+    weights = scores.sub_(finite(peak).gather(3, index)).exp_()
+    # A product with ones and zeros: a scattered sum would add in another order each time on CUDA.
+    member = part[..., None] == torch.arange(parts, device=part.device)
+    return LogSumExp(peak, (weights.flatten(1, 2) @ member.float()).view_as(peak))
+
+
+def attention_by_part(
+    queries: Float[Tensor, "batch heads clusters head_dim"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"],
+    part: Int[Tensor, "batch length"],
+    parts: int,
+    soft_cap: float | None = None,
+) -> LogSumExp:
+    """`sums_by_part` of the scores of `queries` over all `keys`, which exist for a chunk of keys at a time.
+
+    It takes rows · length · (head_dim + parts) multiplications; a row is a query of a head.
+
+    Raises:
+        ValueError: shapes that do not go together.
+    """
+    check_attention(queries, keys)
+    queries = queries.float()
+    rows = queries[..., 0]
+    total = LogSumExp.empty(rows[..., None].expand(*rows.shape, parts))
+    # Each chunk goes over all sums: it holds as many scores at least.
+    chunk = max(16, parts, SCORES_AT_ONCE // max(1, rows.numel()))
+    for first in range(0, keys.shape[2], chunk):
+        columns = slice(first, first + chunk)
+        scores = proxy_scores(queries, keys[:, :, columns], soft_cap)
+        total = total.union(sums_by_part(scores, part[:, columns], parts))
+    return total
+
+
+def sizes_of_parts(part: Int[Tensor, "batch columns"], parts: int) -> Int[Tensor, "batch parts"]:
+    """Columns of each part; −1 is no column."""
+    return part.new_zeros(part.shape[0], parts).scatter_add_(1, part.clamp_min(0), (part >= 0).to(part.dtype))
+
+
+def sources(
+    clusters: Int[Tensor, "batch moved"], valid: Bool[Tensor, "batch moved"] | None, count: int
+) -> Int[Tensor, "batch clusters"]:
+    """Where each of `count` clusters stands in `clusters`; −1 where it does not.
+
+    Args:
+        clusters: distinct where valid, anything where not.
+        valid: False at filler.
+        count: all clusters.
+    """
+    # Filler goes to a slot behind the last, which is dropped.
+    slot = clusters.long() if valid is None else clusters.long().where(valid, count)
+    place = torch.arange(clusters.shape[1], device=clusters.device).expand_as(slot)
+    return slot.new_full((slot.shape[0], count + 1), -1).scatter_(1, slot, place)[:, :count]
+
+
+def replaced_rows(
+    rows: Float32[Tensor, "batch heads clusters *rest"],
+    others: Float32[Tensor, "batch heads moved *rest"],
+    source: Int[Tensor, "batch clusters"],
+) -> Float32[Tensor, "batch heads clusters *rest"]:
+    """`rows`, with row `source` of `others` wherever that is not −1."""
+    if others.shape[2] == 0:
+        return rows
+    shape = (source.shape[0], 1, source.shape[1]) + (1,) * (rows.dim() - 3)
+    index = source.view(shape)
+    return torch.where(index < 0, rows, others.gather(2, index.clamp_min(0).expand_as(rows)))

@@ -13,7 +13,6 @@ from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.forward.forward import Forward
-from tiered.policies.polestar.by_sequence import kept
 from tiered.policies.polestar.drift_reference import DriftReference
 from tiered.policies.polestar.hidden_records import HiddenRecords
 from tiered.policies.polestar.members import Members
@@ -28,7 +27,7 @@ class LayerState:
 
     Attributes:
         layer: which.
-        tracked: columns of the current block: their keys change with every step, and drift is what that does.
+        current: columns of the current block: their keys change with every step, and drift is what that does.
         members: who belongs where, by sequence.
         columns: the same on the device, by sequence, in cluster-major order.
         live: False at columns that have left their cluster since its records were made.
@@ -42,7 +41,7 @@ class LayerState:
     """
 
     layer: int
-    tracked: Span
+    current: Span
     members: list[Members]
     columns: list[Int[Tensor, " _"]]
     live: list[Bool[Tensor, " _"]]
@@ -59,7 +58,7 @@ class LayerState:
         cls,
         forward: Forward,
         layer: int,
-        tracked: Span,
+        current: Span,
         indices: Sequence[ClusterIndex],
         members: list[Members],
         records: list[HiddenRecords] | None,
@@ -73,11 +72,11 @@ class LayerState:
         length = forward.keys(layer).shape[2]
         parts = most if most <= MOST_PARTS else 0
         part_of = torch.stack([index.cluster_of(length) for index in indices]) if parts else None
-        reference = _reference(forward, layer, queries, tracked, part_of, parts)
+        reference = _reference(forward, layer, queries, current, part_of, parts)
         columns = [index.rows for index in indices]
         live = [torch.ones_like(rows, dtype=torch.bool) for rows in columns]
         return cls(
-            layer, tracked, members, columns, live, records, medoids, present, queries, reference, part_of, parts
+            layer, current, members, columns, live, records, medoids, present, queries, reference, part_of, parts
         )
 
     @property
@@ -94,7 +93,7 @@ class LayerState:
             self.records = [self.records[number] for number in sequences]
         self.medoids, self.present = self.medoids[sequences], self.present[sequences]
         self.part_of = None if self.part_of is None else self.part_of[sequences]
-        self.queries, self.reference = self.queries[sequences], kept(self.reference, sequences)
+        self.queries, self.reference = self.queries[sequences], self.reference.of_sequences(sequences)
 
     def move(
         self,
@@ -105,9 +104,10 @@ class LayerState:
     ) -> None:
         """The centroids of these clusters have changed, and so have their queries: measure their drift from here."""
         queries = centroid_queries(forward, self.layer, centroids, self.medoids.gather(1, clusters))
-        fresh = _reference(forward, self.layer, queries, self.tracked, self.part_of, self.parts)
+        fresh = _reference(forward, self.layer, queries, self.current, self.part_of, self.parts)
         self.reference = self.reference.replaced(fresh, clusters, valid)
-        self.queries = _replaced(self.queries, queries, clusters, valid)
+        self.queries = self.queries.clone()
+        Rows.at(clusters, valid).put(self.queries, queries)
 
     def retire(self, columns: Span) -> None:
         """`columns` leave their clusters; the records still hold what they were."""
@@ -135,7 +135,7 @@ class LayerState:
         nothing = torch.zeros_like(self.queries[:, :, :1])
         self.queries = torch.cat([self.queries, nothing], dim=2)
         self.reference = self.reference.joined(
-            _reference(forward, self.layer, nothing, self.tracked, self.part_of, self.parts)
+            _reference(forward, self.layer, nothing, self.current, self.part_of, self.parts)
         )
         self.move(forward, number, torch.ones_like(number, dtype=torch.bool), centroids)
         for sequence in range(batch):
@@ -143,7 +143,7 @@ class LayerState:
             self.columns[sequence] = torch.cat([self.columns[sequence], span])
             self.live[sequence] = torch.nn.functional.pad(self.live[sequence], (0, count), value=True)
             if self.records is not None:
-                self.records[sequence] = self.records[sequence].appended(span)
+                self.records[sequence] = self.records[sequence].appended(count)
         return centroids
 
     @spanned(Op.GATHER)
@@ -175,13 +175,13 @@ def _reference(
     forward: Forward,
     layer: int,
     queries: Float[Tensor, "batch heads clusters head_dim"],
-    tracked: Span,
+    current: Span,
     part_of: Int[Tensor, "batch length"] | None,
     parts: int,
 ) -> DriftReference:
     """Their attention over all keys as they are now."""
     keys = forward.keys(layer)
-    changing = torch.arange(*tracked, device=keys.device).expand(keys.shape[0], -1)
+    changing = torch.arange(*current, device=keys.device).expand(keys.shape[0], -1)
     return DriftReference.of(
         queries,
         keys,
@@ -197,15 +197,3 @@ def _reference(
 def _padded(part: Tensor, count: int) -> Tensor:
     """`part` with zeros behind it, `count` rows in all."""
     return torch.cat([part, part.new_zeros(count - len(part), *part.shape[1:])])
-
-
-def _replaced(
-    target: Float[Tensor, "batch heads clusters head_dim"],
-    values: Float[Tensor, "batch heads moved head_dim"],
-    clusters: Int[Tensor, "batch moved"],
-    valid: Bool[Tensor, "batch moved"],
-) -> Float[Tensor, "batch heads clusters head_dim"]:
-    """`target` with the rows of `clusters` from `values`, where valid."""
-    target = target.clone()
-    Rows.at(clusters, valid).put(target, values)
-    return target

@@ -1,10 +1,11 @@
-"""A pass that renews the clusters that drift most, layer by layer, beside the rows of a plain step.
+"""A step that renews the clusters that drift most, layer by layer, beside the rows of a plain step.
 
 Rows that one layer recomputes go on to the next, where they patch keys, values, stored rows and centroids; there they
 take the place of stored rows if their clusters are chosen again, and end otherwise.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,24 +15,51 @@ from torch import Tensor
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span
-from tiered.forward.costs import part_rows
-from tiered.forward.forward import Flow, Forward, add_branch
+from tiered.forward.forward import Flow, Forward
 from tiered.kernels.host_values import on_device
 from tiered.policies.polestar.cache import HiddenCache
-from tiered.policies.polestar.fetching import Cluster, Fetching
-from tiered.policies.polestar.gathering import gather_rows
+from tiered.policies.polestar.fetching import Cluster, Fetching, Tickets
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
-from tiered.policies.polestar.patching import append, patch
-from tiered.policies.polestar.scoring import write_and_measure
+from tiered.policies.polestar.patching import append, gather_rows, patch, write_and_measure
 from tiered.policies.polestar.update_log import LayerUpdate
 
 
-class Update:
-    """Layer program of an update.
+@dataclass(slots=True)
+class Renewal:
+    """The clusters that one layer of an update is about, by sequence, and the fetches under way for them.
 
-    In each layer the fetch of the chosen clusters begins before the attention of the active rows, and compute waits for
-    it behind that. Rows of both go through the MLP together, so its weights are read once.
+        chosen, for their drift ── all members come from below ───────────────────────┐
+                                └─ else: fetched (`asked`) ── too late: given up       ├─> recomputed, handed up
+                                                           └─ gathered ────────────────┘
+        with members from below ── all of them: `whole` ───────────────────────────────> stored anew, block attending
+                                └─ some: `torn`, the others fetched (`mended`) ────────> stored anew, layer done
+
+    `finished`: columns of the block that is becoming a cluster, if one is. `drift`: of every cluster; empty where a
+    sequence does not update.
+    """
+
+    finished: Span
+    drift: list[list[float]]
+    chosen: list[list[int]]
+    whole: list[list[int]]
+    torn: list[list[int]]
+    asked: Tickets
+    mended: Tickets
+
+
+class Update:
+    """Layer program of an update. In each layer but the last:
+
+      copy stream                          | compute stream
+    ---------------------------------------+---------------------------------------------------------------
+                                           | begin   keys and values of all rows written, drift measured,
+                                           |         clusters chosen: the one read by the host in a layer
+      chosen and torn clusters fetched,    | block   the active rows attend; whole clusters encoded
+      guesses for the layers above behind  |
+      whole clusters stored ...            | finish  wait; the chosen rows gathered, and attend; MLP of all,
+                                           |         so that its weights are read once
+      torn clusters stored ...             |         torn clusters encoded; the finished block appended
     """
 
     def __init__(
@@ -39,7 +67,7 @@ class Update:
         cache: HiddenCache,
         updating: Sequence[bool],
         active: Span,
-        tracked: Span,
+        current: Span,
         number: int,
         renewed_from: int | None = None,
     ) -> None:
@@ -47,16 +75,16 @@ class Update:
         Args:
             cache: as the last refresh or update left it.
             updating: sequences that update; the others take a plain step.
-            active: columns that the pass computes anyway: the current block, or, where a block begins without a
+            active: columns that the step computes anyway: the current block, or, where a block begins without a
                 refresh, the finished block and this one.
-            tracked: columns of the current block.
+            current: columns of the current block.
             number: of the forward in the call.
             renewed_from: column; clusters with rows from there on are renewed however little they drift.
         """
         self._cache, self._number = cache, number
         self._renewed_from = renewed_from
         self._updating = [*updating] * cache.copies
-        self._active, self._tracked = active, tracked
+        self._active, self._current = active, current
         self._count = active[1] - active[0]
 
     def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
@@ -72,44 +100,67 @@ class Update:
         self._here = on_device(self._updating, flow.hidden.device)
         self._rows = flow.rows  # of the active columns: a span, in every layer
         self._length = forward.length
-        self._fresh = [self._marked((), None) for _ in self._updating]
+        self._fresh = [self._active_columns() for _ in self._updating]
 
     def _layer(self, forward: Forward, state: LayerState, flow: Flow) -> Flow:
-        # A row that predicts this block's first token is tracked with both blocks, and belongs to this one.
-        cache, finished = self._cache, (state.tracked[0], min(state.tracked[1], self._tracked[0]))
-        if self._active != self._tracked:  # the current block leaves the clusters that it was in
-            state.retire(self._tracked)
-        drift = write_and_measure(forward, state, flow, self._tracked, self._count, self._here)
+        renewal = self._begin_fetch(forward, state, flow)
+        attended = self._attend_block(forward, state, flow, renewal)
+        return self._finish_rows(forward, state, flow, renewal, attended)
+
+    def _begin_fetch(self, forward: Forward, state: LayerState, flow: Flow) -> Renewal:
+        """Write keys and values, choose clusters, and begin to fetch what is in the tiers alone."""
+        # The row that predicts this block's first token was one of the finished block's too; it belongs to this one.
+        finished = (state.current[0], min(state.current[1], self._current[0]))
+        if self._active != self._current:  # the current block leaves the clusters that it was in
+            state.retire(self._current)
+        drift = write_and_measure(forward, state, flow, self._current, self._count, self._here)
         with span(Op.FETCH):
             chosen = [self._chosen(*each) for each in zip(drift, state.members, self._fresh, strict=True)]
             touched = [members.touched(fresh) for members, fresh in zip(state.members, self._fresh, strict=True)]
+            stored = self._stored(state, touched)
             asked = self._fetching.ask(state.layer, self._stored(state, chosen), state.records or ())
-            partly = self._stored(state, touched)
-            mended = self._fetching.mend(partly, state.records or ())
-            earlier = cache.ranking.get(state.layer, drift)
-            cache.ranking[state.layer] = [now or before for now, before in zip(drift, earlier, strict=True)]
-            fresh_above = [self._marked(clusters, state.members[b]) for b, clusters in enumerate(chosen)]
-            self._guess(state.layer, fresh_above)
+            mended = self._fetching.mend(stored, state.records or ())
+            ranking = self._cache.ranking
+            earlier = ranking.get(state.layer, drift)
+            ranking[state.layer] = [now or before for now, before in zip(drift, earlier, strict=True)]
+            self._guess(state.layer, self._marked(state, chosen))
+        torn = [[one for one in clusters if (b, one) in mended] for b, clusters in enumerate(touched)]
+        whole = [[one for one in clusters if (b, one) not in mended] for b, clusters in enumerate(touched)]
+        return Renewal(finished, drift, chosen, whole, torn, asked, mended)
+
+    def _attend_block(
+        self, forward: Forward, state: LayerState, flow: Flow, renewal: Renewal
+    ) -> Float[Tensor, "batch active width"]:
+        """The active rows after their attention. Encoding what is all here keeps compute busy while the rest is on its
+        way."""
         attended = flow.hidden[:, : self._count].clone()  # what goes in may have to be stored
-        self._attend(forward, state.layer, self._rows, attended)
-        # Encoding what is all here keeps compute busy while the rest is on its way.
-        torn = [[cluster for b, cluster in partly if b == number] for number in range(len(touched))]
-        whole = [[one for one in clusters if one not in torn[b]] for b, clusters in enumerate(touched)]
-        patch(forward, cache.open_tiers, state, flow, whole, self._fetching, {})
-        for sequence, cluster in self._fetching.late(asked):
-            chosen[sequence].remove(cluster)
-        rows = state.rows_of(chosen)
+        forward.attend(state.layer, self._rows, attended)
+        patch(forward, self._cache.open_tiers, state, flow, renewal.whole, self._fetching, {})
+        return attended
+
+    def _finish_rows(
+        self,
+        forward: Forward,
+        state: LayerState,
+        flow: Flow,
+        renewal: Renewal,
+        attended: Float[Tensor, "batch active width"],
+    ) -> Flow:
+        """Wait for the chosen clusters, take their rows through the layer with the active ones, and leave what is
+        stored as it is now."""
+        for sequence, cluster in self._fetching.late(renewal.asked):
+            renewal.chosen[sequence].remove(cluster)
+        rows, tiers = state.rows_of(renewal.chosen), self._cache.open_tiers
         hidden = attended.new_empty(len(attended), self._count + rows.count, attended.shape[2])
         hidden[:, : self._count] = attended
-        gather_rows(forward, state, flow, rows, chosen, self._fetching, asked, hidden)
-        self._attend(forward, state.layer, rows, hidden[:, self._count :])
-        for part in Rows.span(0, hidden.shape[1]).parts(part_rows(len(hidden))):
-            add_branch(hidden, part, forward.model.feed_forward(state.layer, hidden[:, part]))
-        patch(forward, cache.open_tiers, state, flow, torn, self._fetching, mended)
-        if self._active != self._tracked:
-            append(forward, cache.open_tiers, state, flow, finished)
-        self._fresh = [self._marked(clusters, state.members[b]) for b, clusters in enumerate(chosen)]
-        self._write_down(state, drift, chosen, touched)
+        gather_rows(forward, state, flow, rows, renewal.chosen, self._fetching, renewal.asked, hidden)
+        forward.attend(state.layer, rows, hidden[:, self._count :])
+        forward.mlp(state.layer, hidden)
+        patch(forward, tiers, state, flow, renewal.torn, self._fetching, renewal.mended)
+        if self._active != self._current:
+            append(forward, tiers, state, flow, renewal.finished)
+        self._fresh = self._marked(state, renewal.chosen)
+        self._write_down(state, renewal)
         return Flow(self._joined(rows), hidden, flow.output)
 
     def _chosen(self, drift: Sequence[float], members: Members, fresh: Bool[np.ndarray, " length"]) -> list[int]:
@@ -138,14 +189,18 @@ class Update:
             if state.records is not None and not state.members[sequence].covered(cluster, self._fresh[sequence])
         ]
 
-    def _marked(self, clusters: Sequence[int], members: Members | None) -> Bool[np.ndarray, " length"]:
-        """True at the active columns and at the members of `clusters`: what the next layer gets from this one."""
-        fresh = np.zeros(self._length, dtype=bool)
-        fresh[slice(*self._active)] = True
-        for cluster in clusters:
-            assert members is not None, "clusters have members"
-            fresh[members.live(cluster)] = True
-        return fresh
+    def _marked(self, state: LayerState, chosen: Sequence[Sequence[int]]) -> list[Bool[np.ndarray, " length"]]:
+        """By sequence, True at the active columns and at the members of `chosen`: what the next layer gets from this
+        one."""
+        marked = [self._active_columns() for _ in chosen]
+        for fresh, members, clusters in zip(marked, state.members, chosen, strict=True):
+            for cluster in clusters:
+                fresh[members.live(cluster)] = True
+        return marked
+
+    def _active_columns(self) -> Bool[np.ndarray, " length"]:
+        columns = np.arange(self._length)
+        return (columns >= self._active[0]) & (columns < self._active[1])
 
     def _guess(self, layer: int, fresh: Sequence[Bool[np.ndarray, " length"]]) -> None:
         """Fetch ahead what layers above will probably choose, by their drift at the last update, and not get from the
@@ -164,12 +219,6 @@ class Update:
             ]
             self._fetching.guess(above, likely, state.records)
 
-    def _attend(self, forward: Forward, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]) -> None:
-        """Add the attention branch of `rows` to `hidden`, in place."""
-        for part in rows.parts(part_rows(len(hidden))):
-            normed = forward.model.attention_norm(layer, hidden[:, part])
-            add_branch(hidden, part, forward.attention(layer, rows[part], normed))
-
     def _joined(self, rows: Rows) -> Rows:
         """The active rows, and `rows` behind them."""
         assert rows.index is not None and rows.valid is not None, "members of clusters are scattered"
@@ -177,30 +226,18 @@ class Update:
         valid = torch.ones_like(active, dtype=torch.bool) if self._rows.valid is None else self._rows.valid
         return Rows.at(torch.cat([active, rows.index], dim=1), torch.cat([valid, rows.valid], dim=1))
 
-    def _write_down(
-        self,
-        state: LayerState,
-        drift: Sequence[Sequence[float]],
-        chosen: Sequence[Sequence[int]],
-        touched: Sequence[Sequence[int]],
-    ) -> None:
-        counts = self._fetching.counts()
+    def _write_down(self, state: LayerState, renewal: Renewal) -> None:
         self._cache.log.append(
             LayerUpdate(
                 forward=self._number,
                 layer=state.layer,
-                drift=drift,
-                clusters=chosen,
+                drift=renewal.drift,
+                clusters=renewal.chosen,
                 rows=[
                     sum(len(members.live(cluster)) for cluster in clusters)
-                    for members, clusters in zip(state.members, chosen, strict=True)
+                    for members, clusters in zip(state.members, renewal.chosen, strict=True)
                 ],
-                patched=[len(clusters) for clusters in touched],
-                ahead=counts.ahead,
-                on_demand=counts.on_demand,
-                in_vain=counts.in_vain,
-                skipped=counts.skipped,
-                repairs=counts.repairs,
-                fetched_bytes=counts.nbytes,
+                patched=[len(whole) + len(torn) for whole, torn in zip(renewal.whole, renewal.torn, strict=True)],
+                **self._fetching.counts(),
             )
         )

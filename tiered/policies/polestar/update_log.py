@@ -16,9 +16,12 @@ class LayerUpdate:
         clusters: the clusters that were renewed, by sequence, in the order of their drift.
         rows: rows recomputed beside those of a plain step, by sequence.
         patched: clusters whose stored rows were replaced, by sequence.
-        fetched_bytes: bytes of the records that were asked for, repairs of partly patched clusters included.
-        ahead, on_demand, in_vain, skipped: clusters by how they came, see `FetchCounts`.
-        repairs: clusters that were fetched because only some of their members were patched.
+        fetched_bytes: of all records that were fetched, in vain or not, repairs included.
+        ahead: clusters fetched on a guess, and wanted.
+        on_demand: fetched when they were asked for.
+        in_vain: fetched on a guess, and not wanted.
+        skipped: not there in time, and left as they were.
+        repairs: fetched because only some of their members were patched.
     """
 
     forward: int
@@ -27,12 +30,12 @@ class LayerUpdate:
     clusters: Sequence[Sequence[int]]
     rows: Sequence[int]
     patched: Sequence[int]
-    fetched_bytes: int
-    ahead: int
-    on_demand: int
-    in_vain: int
-    skipped: int
-    repairs: int
+    fetched_bytes: int = 0
+    ahead: int = 0
+    on_demand: int = 0
+    in_vain: int = 0
+    skipped: int = 0
+    repairs: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON."""

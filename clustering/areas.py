@@ -1,0 +1,210 @@
+"""Clusters of hidden rows before and after the current block."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tiered.clustering.allocation import allocate_clusters, auto_clusters, pieces
+from tiered.clustering.cluster_index import ClusterIndex
+from tiered.clustering.faiss_backend import Backend
+from tiered.clustering.spherical import spherical_kmeans
+from tiered.clustering.summaries import means_and_medoids
+from tiered.kernels.host_values import on_device
+
+Span = tuple[int, int]
+
+
+@torch.no_grad()
+def cluster_areas(
+    hidden: Float[Tensor, "groups length width"],
+    areas: tuple[Span, Span],
+    clusters: int | Literal["auto"] = "auto",
+    *,
+    valid: Bool[Tensor, "groups length"] | None = None,
+    previous: Sequence[ClusterIndex] | None = None,
+    iterations: int = 10,
+    seed: int = 0,
+    backend: Backend = "torch",
+) -> list[ClusterIndex]:
+    """An index for every group (a layer of a sequence), with clusters over the prefix and over the suffix apart.
+
+    Clusters are numbered through: those of the prefix, then those of the suffix. Groups with the same shares are
+    clustered at once. The host reads from the device once for the numbers of valid rows (where `valid` is given), once
+    for the sizes of all clusters, and once for each area and each share of it: with one sequence, or several without
+    padding, three times in all, or four.
+
+    Args:
+        hidden: rows of the canvas; what lies outside the areas, or is invalid, may hold anything.
+        areas: columns (start, stop) of prefix and suffix, the prefix first; stop is exclusive, either may be empty.
+        clusters: of a group, shared between its areas by their valid rows (`allocate_clusters`); "auto" for about one
+            for 64 valid rows.
+        valid: False at padding.
+        previous: the groups' last indices. An area with as many clusters as it had starts from their centroids.
+        iterations, seed, backend: see `spherical_kmeans`.
+
+    Raises:
+        ValueError: areas outside the canvas or over each other, a number of clusters that a group cannot have,
+            `previous` for another number of groups or another width, and what `spherical_kmeans` refuses.
+        TypeError, ImportError: see `spherical_kmeans`.
+    """
+    groups, length, _ = hidden.shape
+    _check(hidden, areas, clusters, valid, previous)
+    rows = _valid_rows(areas, valid, groups)
+    shares = [allocate_clusters(auto_clusters(*counts) if clusters == "auto" else clusters, *counts) for counts in rows]
+    assignment = torch.full((groups, length), -1, dtype=torch.int64, device=hidden.device)
+    for area, (first, stop) in enumerate(areas):
+        # Groups of one call have the same number of clusters, and all start warm or all cold.
+        calls: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
+        for group, share in enumerate(shares):
+            warm = previous is not None and previous[group].shares[area] == share[area]
+            calls[share[area], sum(share[:area]), warm].append(group)
+        for (count, offset, warm), members in calls.items():
+            if count == 0:
+                continue
+            part = _selector(members)
+            padded = any(rows[group][area] < stop - first for group in members)
+            found = spherical_kmeans(
+                hidden[part, first:stop],
+                count,
+                valid=valid[part, first:stop] if valid is not None and padded else None,
+                start=_starts(previous, members, area) if previous is not None and warm else None,
+                iterations=iterations,
+                seed=seed,
+                backend=backend,
+            ).assignment
+            assignment[part, first:stop] = found.where(found < 0, found + offset)
+    return _indices(hidden, assignment, shares)
+
+
+@torch.no_grad()
+def same_members(hidden: Float[Tensor, "groups length width"], indices: Sequence[ClusterIndex]) -> list[ClusterIndex]:
+    """The clusters of `indices`, one for each group, over other rows: same members, centroids and medoids of `hidden`.
+
+    Layers that share one clustering take their indices so. No host synchronisation.
+    """
+    assignment = torch.stack([index.cluster_of(hidden.shape[1]) for index in indices])
+    most = max(1, *(index.clusters for index in indices))
+    centroids, medoids = means_and_medoids(hidden, assignment, most)
+    return [
+        replace(
+            index,
+            centroids=centroids[group, : index.clusters].to(hidden.dtype, copy=True),
+            medoids=medoids[group, : index.clusters].clone(),
+        )
+        for group, index in enumerate(indices)
+    ]
+
+
+def cut_clusters(
+    hidden: Float[Tensor, "groups length width"], indices: Sequence[ClusterIndex], most_rows: int
+) -> list[ClusterIndex]:
+    """`indices` with every cluster of more than `most_rows` members cut into pieces, which are clusters of their own.
+
+    So what a few clusters hold is bounded, and with it the work and memory of an update, whatever the rows are like:
+    masked suffixes are all alike, and k-means may put them all in one. The host sends the new sizes to the device.
+
+    Raises:
+        ValueError: `most_rows` below 1.
+    """
+    if all(size <= most_rows for index in indices for size in index.sizes):
+        return list(indices)
+    return same_members(hidden, [_cut(index, most_rows) for index in indices])
+
+
+def _cut(index: ClusterIndex, most_rows: int) -> ClusterIndex:
+    parts = pieces(index.sizes, most_rows)
+    ends = list(accumulate(index.shares, initial=0))
+    sizes = tuple(part.stop - part.start for part in parts)
+    cluster = on_device([part.cluster for part in parts], index.rows.device)
+    return replace(
+        index,
+        sizes=sizes,
+        counts=on_device(sizes, index.rows.device),
+        shares=tuple(sum(first <= part.cluster < stop for part in parts) for first, stop in pairwise(ends)),
+        centroids=index.centroids[cluster],
+        medoids=index.medoids[cluster],
+    )
+
+
+def _check(
+    hidden: Tensor,
+    areas: tuple[Span, Span],
+    clusters: int | str,
+    valid: Tensor | None,
+    previous: Sequence[ClusterIndex] | None,
+) -> None:
+    groups, length, width = hidden.shape
+    (first, end), (suffix, last) = areas
+    if not 0 <= first <= end <= suffix <= last <= length:
+        raise ValueError(f"areas = {areas} must be two spans of {length} columns, in order and apart")
+    if isinstance(clusters, str) and clusters != "auto":
+        raise ValueError(f"clusters = {clusters!r}; allowed: an int or 'auto'")
+    if valid is not None and (valid.dtype != torch.bool or valid.shape != (groups, length)):
+        raise ValueError(f"valid is {valid.dtype} {list(valid.shape)}; allowed: torch.bool {[groups, length]}")
+    if previous is not None and len(previous) != groups:
+        raise ValueError(f"previous has {len(previous)} indices for {groups} groups")
+    for index in previous or ():
+        if index.centroids.shape[1] != width or len(index.shares) != len(areas):
+            raise ValueError(
+                f"an earlier index has width {index.centroids.shape[1]} and {len(index.shares)} areas; "
+                f"allowed: width {width} and {len(areas)} areas"
+            )
+
+
+def _valid_rows(
+    areas: tuple[Span, Span], valid: Bool[Tensor, "groups length"] | None, groups: int
+) -> list[tuple[int, int]]:
+    """Valid rows of each group's prefix and suffix."""
+    if valid is None:
+        (first, end), (suffix, last) = areas
+        return [(end - first, last - suffix)] * groups
+    counts = torch.stack([valid[:, first:stop].sum(1) for first, stop in areas], dim=1)
+    return [(prefix, suffix) for prefix, suffix in counts.tolist()]
+
+
+def _selector(groups: list[int]) -> slice | list[int]:
+    """`groups` (ascending) as a slice where they are evenly spaced, as the layers of one sequence are: their hidden
+    rows are a view then, and not copied."""
+    step = groups[1] - groups[0] if len(groups) > 1 else 1
+    evenly = list(range(groups[0], groups[-1] + 1, step)) == groups
+    return slice(groups[0], groups[-1] + 1, step) if evenly else groups
+
+
+def _starts(previous: Sequence[ClusterIndex], groups: list[int], area: int) -> Float[Tensor, "groups clusters width"]:
+    parts = []
+    for group in groups:
+        index = previous[group]
+        offset = sum(index.shares[:area])
+        parts.append(index.centroids[offset : offset + index.shares[area]])
+    return torch.stack(parts)
+
+
+def _indices(
+    hidden: Float[Tensor, "groups length width"],
+    assignment: Int[Tensor, "groups length"],
+    shares: list[tuple[int, int]],
+) -> list[ClusterIndex]:
+    most = max(1, *map(sum, shares))
+    centroids, medoids = means_and_medoids(hidden, assignment, most)
+    slot = assignment.where(assignment >= 0, most)
+    order = slot.argsort(dim=1, stable=True)
+    counts = slot.new_zeros(len(shares), most + 1).scatter_add_(1, slot, torch.ones_like(slot))
+    sizes = counts.tolist()
+    return [
+        # Copies of exact size: an index must not keep the other groups' memory alive.
+        ClusterIndex(
+            rows=order[group, : sum(sizes[group][: sum(share)])].clone(),
+            sizes=tuple(sizes[group][: sum(share)]),
+            counts=counts[group, : sum(share)].clone(),
+            shares=share,
+            centroids=centroids[group, : sum(share)].to(hidden.dtype, copy=True),
+            medoids=medoids[group, : sum(share)].clone(),
+        )
+        for group, share in enumerate(shares)
+    ]

@@ -1,0 +1,12 @@
+"""Books: the directions that bytes move in."""
+
+from enum import StrEnum
+
+
+class Lane(StrEnum):
+    """A direction of copying; jobs of one lane run in the order of their submission."""
+
+    STORE = "store"  # device → host
+    FETCH = "fetch"  # host → device
+    SPILL = "spill"  # host → disk
+    LOAD = "load"  # disk → host

@@ -1,0 +1,620 @@
+"""What a call books is what torch allocates: never less, and not much more."""
+
+import gc
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from allocations import Allocations
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Tier
+from tiered.core.ledger import Ledger
+from tiered.core.rows import Rows
+from tiered.decoding.attention_shift import AttentionShift
+from tiered.forward.attention_bytes import attention_chunk
+from tiered.forward.sizes import CallSizes
+from tiered.kernels import capped_attention_ref
+from tiered.models.gidd import Gidd
+from tiered.models.llada import LLaDA
+from tiered.offload.chunk import Chunk
+from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.pinning import PageablePinner
+from tiered.offload.slabs import UNIT, SlabBook
+from tiered.output import GenerationOutput
+from tiered.planning.workload import UNCAPPED, Workload
+from tiered.policies.polestar.fetching import Fetching
+from tiered.policies.registry import POLICIES, make_policy
+from tiered.runtime import Runtime
+from tiered.tiers.arena_bytes import arena_bytes
+
+# How much of what is booked is allocated, at the least.
+TIGHT = 0.9
+MODELS: dict[str, dict[str, Any]] = {
+    "multi-head": {},
+    "grouped": {"n_kv_heads": 1},
+    "wide vocabulary": {"vocab_size": 16384},
+    "wide MLP": {"mlp_hidden_size": 2048},
+    "bfloat16": {"dtype": torch.bfloat16, "vocab_size": 8192},
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "short": {"prompt": 40, "max_new_tokens": 64},
+    "long": {"prompt": 700, "max_new_tokens": 32},
+    "padded batch": {"prompt": 300, "max_new_tokens": 32, "batch": 3, "pads": 100},
+    "guided": {"prompt": 300, "max_new_tokens": 32, "cfg_scale": 1.0},
+    "sampled": {"prompt": 64, "max_new_tokens": 32, "temperature": 1.0, "batch": 2},
+    "threshold": {"prompt": 64, "max_new_tokens": 16, "block_length": 8, "confidence_threshold": 0.5},
+    "drift-aware": {"prompt": 64, "max_new_tokens": 16, "block_length": 8, "commit": "drift_aware"},
+    "drift-aware, long": {"prompt": 700, "max_new_tokens": 8, "block_length": 8, "commit": "drift_aware"},
+    "drift-aware, padded batch": {
+        "prompt": 300,
+        "max_new_tokens": 8,
+        "block_length": 8,
+        "commit": "drift_aware",
+        "batch": 3,
+        "pads": 90,
+    },
+    "drift-aware, guided": {
+        "prompt": 300,
+        "max_new_tokens": 8,
+        "block_length": 8,
+        "commit": "drift_aware",
+        "cfg_scale": 1.0,
+    },
+}
+
+
+def and_long(short: list[Any], every: Iterable[Any]) -> list[Any]:
+    """The cases in `short`, and of `make test-long` all others of `every`."""
+    return [*short, *(pytest.param(*case, marks=pytest.mark.long) for case in every if case not in short)]
+
+
+PLAIN = [call for call in CALLS if "drift-aware" not in call]
+FEW = (("multi-head", "short"), ("grouped", "padded batch"), ("grouped", "guided"), ("multi-head", "sampled"))
+# Calls of policies that hold something of their own.
+OF_ITS_OWN = ("short", "long", "padded batch", "guided", "sampled")
+# Each policy, each model, each call; policies that hold something of their own under calls that change it. The hidden
+# states of `polestar` have tests of their own, below.
+CASES = and_long(
+    [
+        *((policy, "multi-head", "short") for policy in POLICIES if policy not in ("polestar", "fast_dllm_dual")),
+        *(("fast_dllm_dual", model, "short") for model in MODELS),
+        *(("fast_dllm_dual", "grouped", call) for call in CALLS if call != "short"),
+        *(
+            (policy, "grouped", call)
+            for policy in ("dllm_cache", "elastic_cache")
+            for call in ("padded batch", "guided")
+        ),
+        ("fast_dllm_dual", "bfloat16", "sampled"),
+        ("fast_dllm_dual", "bfloat16", "drift-aware, guided"),
+        ("elastic_cache", "multi-head", "long"),
+    ],
+    [
+        # Attention is compared apart from the vocabulary and the MLP. bfloat16 is emulated on a CPU: a long prompt
+        # takes minutes there, and is booked by the same formula.
+        *product(["fast_dllm_dual"], ["multi-head", "grouped", "wide vocabulary", "wide MLP"], PLAIN),
+        *product(["fast_dllm_dual"], ["bfloat16"], ["short", "guided", "sampled", "threshold", "drift-aware"]),
+        # What steps over chosen rows hold does not hang on the vocabulary and the MLP.
+        *((policy, *case) for policy in POLICIES if policy != "polestar" for case in FEW),
+        *product(["dllm_cache", "elastic_cache"], ["multi-head", "grouped"], OF_ITS_OWN),
+    ],
+)
+
+
+# Hidden states in tiers: what a call holds depends on the clusters, and is booked for those that take most.
+# `EVERYTHING` renews all rows in every step. Then the bound is close, but where it counts finished blocks that are not
+# there yet; else it is loose by as much as an update passes over fewer rows.
+EVERYTHING: dict[str, Any] = {"top_m": 1000, "update_threshold": 0}
+HIDDEN: dict[str, tuple[float, dict[str, Any]]] = {
+    "default": (0.6, {}),
+    "few clusters, raw": (0.85, {**EVERYTHING, "clusters": 4, "codec": "raw"}),
+    "few clusters": (0.85, {**EVERYTHING, "clusters": 4}),
+    "two clusters, fp8": (0.85, {**EVERYTHING, "clusters": 2, "codec": "fp8"}),
+    "many clusters": (0.8, {**EVERYTHING, "clusters": 32}),
+    "many clusters, raw": (0.7, {**EVERYTHING, "clusters": 32, "codec": "raw"}),
+    "finished blocks appended": (0.5, {**EVERYTHING, "clusters": 4, "refresh": "drift"}),
+    "finished blocks appended, raw": (0.5, {**EVERYTHING, "clusters": 32, "refresh": "drift", "codec": "raw"}),
+    "a window": (0.85, {**EVERYTHING, "clusters": 8, "window_blocks": (2, 1), "codec": "nvfp4"}),
+    "clusters of their own": (0.8, {**EVERYTHING, "clusters": 8, "cluster_layers": 1}),
+    "on the device": (0.85, {**EVERYTHING, "clusters": 8, "hidden_tier": "device"}),
+    "faiss": (0.5, {**EVERYTHING, "clusters": 8, "kmeans": "faiss"}),
+}
+# Every option under one call; all of them take minutes.
+HIDDEN_CASES = and_long(
+    [
+        *((options, "multi-head", PLAIN[n % len(PLAIN)]) for n, options in enumerate(HIDDEN)),
+        ("few clusters", "multi-head", "drift-aware, guided"),
+        ("few clusters, raw", "grouped", "guided"),
+        ("many clusters", "bfloat16", "short"),
+    ],
+    [
+        *((options, "multi-head", PLAIN[(n + 3) % len(PLAIN)]) for n, options in enumerate(HIDDEN)),
+        *product(["default", "few clusters, raw"], ["multi-head"], PLAIN[:2]),
+        *product(list(HIDDEN)[1::4], ["grouped"], ["guided"]),
+        ("few clusters", "multi-head", "drift-aware"),
+        ("many clusters, raw", "bfloat16", "guided"),
+        ("default", "wide MLP", "sampled"),
+        ("few clusters", "wide vocabulary", "padded batch"),
+    ],
+)
+
+
+@cache
+def random_model(*, dtype: torch.dtype = torch.float32, vocab_size: int = 2048, **config: int) -> LLaDA:
+    sizes = {"d_model": 128, "n_layers": 2, "n_heads": 4, "mlp_hidden_size": 384, "vocab_size": vocab_size}
+    tokens = {"mask_token_id": vocab_size - 1, "eos_token_id": vocab_size - 2, "pad_token_id": vocab_size - 2}
+    model = LLaDA.from_config({**sizes, **tokens, "max_sequence_length": 4096, "rope_theta": 5e5, **config}).to(dtype)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def generated(runtime: Runtime, ids: torch.Tensor, tight: float = TIGHT, **options: Any) -> GenerationOutput:
+    """What `generate` gives, where it has allocated no more than it booked, and `tight` of that at the least."""
+    gc.collect()
+    with Allocations() as allocated:
+        out = runtime.generate(ids, **options)
+    booked = out.memory.peak_device_bytes
+    assert tight * booked <= allocated.peak <= booked
+    assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
+    return out
+
+
+@pytest.mark.parametrize(("policy", "model", "call"), CASES)
+def test_a_call_allocates_what_it_books(policy: str, model: str, call: str):
+    ids, options = call_of(call)
+    runtime = Runtime(random_model(**MODELS[model]), policy=make_policy(policy))
+    if runtime.policy.needs_order():
+        options["remasking"] = "random"
+    generated(runtime, ids, **options)
+
+
+# How tokens are proposed: how tight, the options. What is not drawn is booked as if it were, where it takes any room.
+SAMPLINGS: dict[str, tuple[float, dict[str, Any]]] = {
+    "margin": (TIGHT, {"confidence": "margin"}),
+    "entropy": (0.5, {"confidence": "entropy"}),
+    "cut": (TIGHT, {"top_p": 0.9, "top_k": 50, "temperature": 0.7}),
+    "cut, one row": (0.8, {"top_p": 0.9, "temperature": 0.7, "block_length": 1, "max_new_tokens": 2}),
+    "cut, entropy": (0.5, {"top_p": 0.9, "commit": "timestep", "confidence": "entropy", "block_length": 32}),
+    "cut, drawn": (TIGHT, {"top_p": 0.9, "temperature": 0.7, "commit": "timestep", "confidence_temperature": 0.3}),
+}
+
+
+SAMPLING_CASES = and_long(
+    [
+        *((case, "wide vocabulary", 1) for case in SAMPLINGS),
+        ("cut", "wide vocabulary", 14),
+        ("entropy", "bfloat16", 2),
+        ("cut, drawn", "bfloat16", 2),
+    ],
+    ((case, *sizes) for case in SAMPLINGS for sizes in (("wide vocabulary", 14), ("bfloat16", 2))),
+)
+
+
+@pytest.mark.parametrize(("case", "model", "batch"), SAMPLING_CASES)
+def test_proposing_holds_no_more_than_is_booked(case: str, model: str, batch: int, monkeypatch: pytest.MonkeyPatch):
+    tight, options = SAMPLINGS[case]
+    monkeypatch.setitem(CALLS, case, {"prompt": 16, "max_new_tokens": 64, "batch": batch, **options})
+    ids, generation = call_of(case)
+    runtime = Runtime(random_model(**MODELS[model]), policy=make_policy("none"))
+    generated(runtime, ids, tight, **{**generation, "steps": 2})
+
+
+# Passes over chosen rows: how tight, the policy's options, the call.
+BRANCHES: dict[str, tuple[float, dict[str, Any], dict[str, Any]]] = {
+    "most rows": (0.95, {"update_ratio": 0.95}, {"prompt": 8, "max_new_tokens": 160}),
+    "keys": (0.95, {"update_ratio": 0.95, "verify": "key"}, {"prompt": 8, "max_new_tokens": 160}),
+    "prompt due": (0.9, {"update_ratio": 0.9, "prompt_interval": 3}, {"prompt": 600, "max_new_tokens": 256}),
+    "clocks apart": (
+        0.9,
+        {"prompt_interval": 3, "response_interval": 2},
+        {"prompt": 64, "max_new_tokens": 96, "batch": 3, "pads": 20, "confidence_threshold": 0.005},
+    ),
+    "guided at times": (
+        0.9,
+        {"guidance_interval": 2, "prompt_interval": 2, "response_interval": 2},
+        {"prompt": 64, "max_new_tokens": 96, "batch": 2, "cfg_scale": 1.0},
+    ),
+    # The difference that guidance makes is kept of the whole answer, and booked for the whole context.
+    "guided, parity": (
+        0.55,
+        {"guidance_interval": 3, "parity": True},
+        {"prompt": 64, "max_new_tokens": 96, "cfg_scale": 1.0},
+    ),
+}
+
+
+BRANCH_CASES = and_long(
+    [*((case, "multi-head") for case in BRANCHES), ("clocks apart", "grouped"), ("most rows", "bfloat16")],
+    product(BRANCHES, ["grouped", "bfloat16"]),
+)
+
+
+@pytest.mark.parametrize(("case", "model"), BRANCH_CASES)
+def test_a_call_over_chosen_rows_allocates_what_it_books(case: str, model: str, monkeypatch: pytest.MonkeyPatch):
+    tight, policy, call = BRANCHES[case]
+    monkeypatch.setitem(CALLS, case, call)
+    torch.manual_seed(1)
+    ids, options = call_of(case)
+    runtime = Runtime(random_model(**{**MODELS[model], "vocab_size": 1024}), policy=make_policy("dllm_cache", **policy))
+    out = generated(runtime, ids, tight, **options)
+    assert case != "clocks apart" or len(set(out.forwards)) > 1
+
+
+def call_of(call: str) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Ids and the options of `generate`."""
+    options: dict[str, Any] = {"batch": 1, "pads": 0, "stop_at_eos": False, **CALLS[call]}
+    ids = torch.randint(0, 1000, (options.pop("batch"), options.pop("prompt")))
+    options["attention_mask"] = torch.ones_like(ids)
+    options["attention_mask"][0, : options.pop("pads")] = 0
+    steps = None if {"confidence_threshold", "commit"} & set(options) else 2 * options["max_new_tokens"] // 32
+    return ids, {"steps": steps, **options}
+
+
+@pytest.fixture
+def host_memory_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory that torch does not count: without a GPU it would be the device's."""
+
+    def allocate(_: PageablePinner, nbytes: int) -> Chunk:
+        return Chunk(torch.from_numpy(np.empty(nbytes, np.uint8)), pinned=False, actual_bytes=nbytes)
+
+    monkeypatch.setattr(PageablePinner, "allocate", allocate)
+
+
+def planned(runtime: Runtime, context: int, budget: MemoryBudget = UNCAPPED, **sizes: Any) -> dict[Tier, int]:
+    """What the plan says of a call, the weights left out: the runtimes of these tests do not book them."""
+    dtype = str(runtime.dtype).removeprefix("torch.")
+    sizes = {"batch": 1, "block_length": 32, **sizes}
+    made = CallSizes(shape=runtime.model.shape, context=context, dtype=dtype, **sizes)
+    accounts = Workload(runtime.policy, made).accounts(budget)
+    return {tier: sum(size for account, size in accounts[tier].items() if account != "weights") for tier in Tier}
+
+
+@pytest.mark.usefixtures("host_memory_apart")
+@pytest.mark.parametrize(("options", "model", "call"), HIDDEN_CASES)
+def test_a_call_with_hidden_states_allocates_what_it_books(options: str, model: str, call: str):
+    tight, policy = HIDDEN[options]
+    ids, generation = call_of(call)
+    runtime = Runtime(random_model(**{"n_layers": 4, **MODELS[model]}), policy=make_policy("polestar", **policy))
+    out = generated(runtime, ids, tight, **generation)
+    assert out.passes["update"]
+    if "commit" not in generation:
+        most = planned(
+            runtime,
+            out.sequences.shape[1],
+            batch=len(ids),
+            block_length=generation.get("block_length", 32),
+            guidance="cfg_scale" in generation,
+            sampled="temperature" in generation,
+        )
+        assert all(out.memory.tiers[tier].peak <= most[tier] for tier in Tier)
+
+
+# ---- features that the device has no room for ----
+
+KEEPING = [name for name in POLICIES if name != "none"]
+STREAMED = and_long(
+    [
+        *((policy, "short") for policy in KEEPING),
+        *((policy, "padded batch") for policy in ("fast_dllm_dual", "elastic_cache")),
+        *((policy, "guided") for policy in ("dllm_cache", "polestar")),
+    ],
+    product(KEEPING, ["short", "padded batch", "guided"]),
+)
+
+
+@pytest.mark.usefixtures("host_memory_apart")
+@pytest.mark.parametrize(("policy", "call"), STREAMED)
+def test_a_call_whose_features_are_streamed_allocates_what_it_books(policy: str, call: str):
+    ids, options = call_of(call)
+    made = make_policy(policy)
+    if made.needs_order():
+        options["remasking"] = "random"
+    model = random_model(n_layers=6, n_kv_heads=2, vocab_size=512)
+    ids = ids % 500
+    sizes: dict[str, Any] = {"batch": len(ids), "guidance": "cfg_scale" in options, "answer": options["max_new_tokens"]}
+    context = ids.shape[1] + options["max_new_tokens"]
+    least = planned(Runtime(model, policy=made), context, MemoryBudget(device=0), **sizes)
+    budget = MemoryBudget(device=least[Tier.DEVICE], host=least[Tier.HOST])
+    runtime = Runtime(model, policy=made, ledger=Ledger(budget))
+    # What clusters take is booked for those that take most.
+    out = generated(runtime, ids, 0.7 if policy == "polestar" else TIGHT, **options)
+    assert out.memory.peak_device_bytes <= least[Tier.DEVICE]
+    assert out.memory.tiers[Tier.HOST].peak <= least[Tier.HOST]
+    assert out.memory.moved["host->device"]
+
+
+# ---- a budget that is just enough ----
+
+BUDGETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "few clusters": {**EVERYTHING, "clusters": 3},
+    "many clusters": {**EVERYTHING, "clusters": 24, "codec": "raw"},
+    "finished blocks appended": {**EVERYTHING, "refresh": "drift", "prefetch_layers": 2},
+    "on the device": {**EVERYTHING, "clusters": 12, "hidden_tier": "device"},
+}
+
+
+def budgeted(policy: str, budget: MemoryBudget, seed: int = 0, n_layers: int = 4) -> Runtime:
+    made = make_policy("polestar", **BUDGETS[policy], seed=seed)
+    return Runtime(random_model(n_layers=n_layers), policy=made, ledger=Ledger(budget))
+
+
+@pytest.mark.parametrize(
+    ("options", "seed"),
+    and_long([(options, n % 2) for n, options in enumerate(BUDGETS)], product(BUDGETS, range(2))),
+)
+def test_a_call_runs_to_its_end_in_what_it_needs(options: str, seed: int):
+    torch.manual_seed(seed)
+    # Repeated tokens make clusters of very different sizes.
+    ids = torch.randint(0, 3 + 500 * (seed % 2), (2, 150 + 37 * seed))
+    needed = planned(budgeted(options, UNCAPPED), ids.shape[1] + 96, batch=2)
+    runtime = budgeted(options, MemoryBudget(device=needed[Tier.DEVICE], host=needed[Tier.HOST]), seed)
+    out = runtime.generate(ids, max_new_tokens=96, steps=12, block_length=32, stop_at_eos=False)
+    assert out.passes["update"]
+    assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
+    runtime.ledger.check_integrity()
+
+
+@pytest.mark.parametrize(("options", "tier"), [("default", Tier.HOST), *((name, Tier.DEVICE) for name in BUDGETS)])
+def test_a_byte_less_is_refused_before_any_work(options: str, tier: Tier, monkeypatch: pytest.MonkeyPatch):
+    ids = torch.randint(0, 1000, (1, 150))
+    needed = planned(budgeted(options, UNCAPPED), 150 + 64)
+    # Of the host there is what hidden states need, so that nothing can be streamed instead.
+    enough = MemoryBudget(device=needed[Tier.DEVICE], host=needed[Tier.HOST])
+    runtime = budgeted(options, replace(enough, **{tier.value: needed[tier] - 1}))
+    monkeypatch.setattr(LLaDA, "embed", lambda *_: pytest.fail("work has begun"))
+    with pytest.raises(TierCapacityError, match="window_blocks") as caught:
+        runtime.generate(ids, max_new_tokens=64, steps=8, block_length=32)
+    assert caught.value.tier is tier and caught.value.needed == caught.value.available + 1
+    assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
+
+
+@pytest.mark.parametrize(("share", "seed"), and_long([(0.0, 0), (0.4, 1)], product([0.0, 0.2, 0.4], range(3))))
+def test_what_the_host_has_no_room_for_goes_to_disk(share: float, seed: int, tmp_path: Path):
+    def generate(budget: MemoryBudget):
+        runtime = budgeted("many clusters", budget, seed, n_layers=6)
+        ids = torch.randint(0, 500, (1, 300), generator=torch.Generator().manual_seed(seed))
+        return runtime, runtime.generate(ids, max_new_tokens=64, steps=8, block_length=32, stop_at_eos=False)
+
+    runtime, resident = generate(UNCAPPED)
+    whole = planned(runtime, 364)[Tier.HOST]
+    host = int(share * whole)
+    needed = planned(runtime, 364, MemoryBudget(host=host, disk="1GiB", disk_path=tmp_path))
+    # However little there is, records pass through some slabs and a ring.
+    budget = MemoryBudget(host=max(host, needed[Tier.HOST]), disk=needed[Tier.DISK], disk_path=tmp_path)
+    _, out = generate(budget)
+    assert out.tiers is not None and out.tiers.evicted[Tier.HOST]
+    assert torch.equal(out.sequences, resident.sequences)
+
+
+def test_a_call_that_fails_leaves_nothing_booked(monkeypatch: pytest.MonkeyPatch):
+    runtime = budgeted("default", UNCAPPED)
+    monkeypatch.setattr(Fetching, "take", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runtime.generate(torch.randint(0, 1000, (1, 150)), max_new_tokens=32, steps=2, block_length=32)
+    assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
+
+
+@given(
+    codec=st.sampled_from(list(Codec)),
+    width=st.sampled_from([96, 600, 4096]),
+    slab_units=st.integers(1, 80),
+    header=st.sampled_from([0, 64]),
+    data=st.data(),
+)
+def test_records_of_any_sizes_fit_their_arena(
+    codec: Codec, width: int, slab_units: int, header: int, data: st.DataObject
+):
+    slab = slab_units * UNIT
+
+    def nbytes(rows: int) -> int:
+        return header + codec_bytes(codec, rows, width, element_bytes=2)
+
+    most = sum(nbytes(rows) <= slab for rows in range(1, 257))
+    assume(most)
+    # Sizes near those that fit a slab two, three or many times are the bad ones.
+    edges = [sum(nbytes(rows) <= slab // parts for rows in range(1, most + 1)) + 1 for parts in (1, 2, 3, 5)]
+    size = st.one_of(st.integers(1, most), st.sampled_from([min(most, edge) for edge in edges]))
+    sizes = data.draw(st.lists(size, min_size=1, max_size=60))
+    book, places = SlabBook(slab), {}
+
+    def put(number: int) -> None:
+        place = book.allocate(nbytes(sizes[number]))
+        if place is None:
+            book.add_slabs(1)
+            place = book.allocate(nbytes(sizes[number]))
+        assert place is not None
+        if number in places:
+            book.release(places[number])
+        places[number] = place
+
+    for number in [*range(len(sizes)), *data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=60))]:
+        put(number)
+    bound = arena_bytes(
+        codec, rows=sum(sizes), records=len(sizes), most_rows=most, width=width, element_bytes=2,
+        slab_bytes=slab, header=header,
+    )  # fmt: skip
+    assert book.capacity_bytes <= bound
+
+
+def test_small_and_large_records_together_take_more_than_their_mean():
+    # A slab is 128 rows of LLaDA-8B. Records of 66 rows take one each, those of 1 row a page.
+    slab, sizes, book = 73 * UNIT, [1] * 300 + [66] * 300, SlabBook(73 * UNIT)
+    for rows in sizes:
+        nbytes = codec_bytes(Codec.NVFP4_DELTA, rows, 4096, element_bytes=2)
+        if book.allocate(nbytes) is None:
+            book.add_slabs(1)
+            book.allocate(nbytes)
+    assert book.slabs > 300
+    of_records: dict[str, Any] = {"rows": sum(sizes), "records": len(sizes), "most_rows": 129, "slab_bytes": slab}
+    bound = arena_bytes(Codec.NVFP4_DELTA, width=4096, element_bytes=2, **of_records)
+    assert book.capacity_bytes <= bound <= 1.2 * book.capacity_bytes
+
+
+# ---- soft-capped scores ----
+
+# The policies and their options. Rows of a pass are cut where final tokens end, and are booked for the worst cut.
+CAPPED: dict[str, dict[str, Any]] = {
+    "none": {},
+    "fast_dllm_prefix": {},
+    "fast_dllm_dual": {},
+    "uniform": {},
+    "dkv_decode": {},
+    "dllm_cache": {"response_interval": 2},
+    "elastic_cache": {"window": 32, "hidden_tier": "device"},
+    "polestar": {**EVERYTHING, "clusters": 4, "codec": "raw"},
+}
+ADAPTIVE: dict[str, Any] = {"commit": "adaptive", "tokens_per_step": 2, "block_steps": 3}
+ANCESTRAL: dict[str, Any] = {"commit": "ancestral", "block_steps": 3, "temperature": 1.0}
+CAPPED_CALLS: dict[str, dict[str, Any]] = {
+    "short": {"prompt": 40, "max_new_tokens": 64, **ADAPTIVE},
+    "long": {"prompt": 700, "max_new_tokens": 32, **ADAPTIVE},
+    "padded batch": {"prompt": 300, "max_new_tokens": 32, "batch": 3, "pads": 100, **ADAPTIVE},
+    "corrected": {"prompt": 300, "max_new_tokens": 32, "correction_steps": 2, "block_length": 16, **ADAPTIVE},
+    "ancestral": {"prompt": 64, "max_new_tokens": 32, "batch": 2, **ANCESTRAL},
+    "ancestral, cut": {"prompt": 64, "max_new_tokens": 32, "top_p": 0.9, **ANCESTRAL},
+    "ancestral, one row": {"prompt": 64, "max_new_tokens": 2, "block_length": 1, **ANCESTRAL},
+    "masks": {"prompt": 300, "max_new_tokens": 32, "batch": 2, "pads": 70, "steps": 4},
+    "masks, drift-aware": {
+        "prompt": 300,
+        "max_new_tokens": 8,
+        "block_length": 8,
+        "batch": 2,
+        "pads": 70,
+        "commit": "drift_aware",
+    },
+}
+CAPPED_MODELS: dict[str, dict[str, Any]] = {
+    "wide": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "many heads": {"heads": 16},
+}
+# All scores at a time, or few of them: what is large then is what a layer makes beside them.
+CAPPED_CASES = and_long(
+    [
+        *((policy, "wide", "short", 1 << 20) for policy in CAPPED),
+        *(("none", "wide", call, 1 << 20) for call in CAPPED_CALLS if call != "short"),
+        *((policy, "wide", "masks", 1 << 20) for policy in ("dllm_cache", "polestar")),
+        *((policy, "bfloat16", "ancestral", 1 << 20) for policy in ("none", "polestar")),
+        *((policy, "bfloat16", "short", 1 << 12) for policy in ("none", "dllm_cache")),
+        ("elastic_cache", "many heads", "padded batch", 1 << 16),
+        ("polestar", "many heads", "masks, drift-aware", 1 << 16),
+    ],
+    [
+        *product(CAPPED, ["wide"], ["short", "padded batch", "masks"], [1 << 20]),
+        *product(CAPPED, ["bfloat16"], ["ancestral"], [1 << 20]),
+        ("uniform", "many heads", "padded batch", 1 << 16),
+    ],
+)
+
+
+@cache
+def random_gidd(*, masks: bool, dtype: torch.dtype = torch.float32, heads: int = 4) -> Gidd:
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": heads, "head_dim": 128 // heads}
+    tokens = {"vocab_size": 2048, "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 4096}
+    numbers = {"attn_soft_cap": 30.0, "resid_scale": 4.0, "weight_scaling": 1.0, "head_scaling": 4.0}
+    noise = {"noise_type": -1000.0 if masks else 1000.0, "min_log_snr": -9.0, "max_log_snr": 9.0}
+    model = Gidd.from_config({
+        **sizes, **tokens, **numbers, **noise, "intermediate_size": 384, "attention_bias": True, "mlp_bias": True,
+        "tie_word_embeddings": False, "use_qk_norm": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    }).to(dtype)  # fmt: skip
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+@pytest.mark.usefixtures("host_memory_apart")
+@pytest.mark.parametrize(("policy", "model", "call", "at_once"), CAPPED_CASES)
+def test_a_call_with_capped_scores_allocates_what_it_books(
+    policy: str, model: str, call: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(capped_attention_ref, "PAIRS_AT_ONCE", at_once)
+    monkeypatch.setitem(CALLS, call, CAPPED_CALLS[call])
+    ids, options = call_of(call)
+    options |= {"steps": CAPPED_CALLS[call].get("steps")}
+    made = make_policy(policy, **CAPPED[policy])
+    runtime = Runtime(random_gidd(masks="masks" in call, **CAPPED_MODELS[model]), policy=made)
+    generated(runtime, ids, 0.75, **options)
+
+
+# Sequences, query heads, key heads, dtype, share of the room that comparing everything at once would take.
+@pytest.mark.parametrize("room", [0.0, 0.1, 0.4, 2.0])
+@pytest.mark.parametrize(
+    ("sequences", "heads", "kv_heads", "dtype"), [(1, 8, 8, "float32"), (3, 8, 2, "bfloat16"), (2, 6, 1, "float32")]
+)
+def test_comparing_attention_allocates_what_its_chunk_says(
+    sequences: int, heads: int, kv_heads: int, dtype: str, room: float
+):
+    context, block_length, head_dim = 700, 16, 8
+    shape = random_model(d_model=heads * head_dim, n_layers=1, n_heads=heads, n_kv_heads=kv_heads).shape
+    sizes = CallSizes(shape=shape, batch=sequences, block_length=block_length, context=context, dtype=dtype)
+    chunk = attention_chunk(
+        sizes,
+        rows=sequences * block_length,
+        room=int(room * 8 * 4 * sequences * heads * block_length * context),
+    )
+    drift = AttentionShift(sequences, heads, block_length, context, chunk=chunk, device=torch.device("cpu"))
+    queries, keys = (
+        torch.randn(sequences, n, rows, head_dim, dtype=getattr(torch, dtype))
+        for n, rows in ((heads, block_length), (kv_heads, context))
+    )
+    rows = Rows.span(9, 9 + block_length)
+    drift.begin_step(9, forget=[True] * sequences)
+    drift.observe(rows, queries, keys, None)
+    drift.begin_step(9, forget=[False] * sequences)
+    with Allocations() as allocated:
+        drift.observe(rows, queries, keys, None)
+    assert not drift.shift.isnan().any()
+    assert 0.8 * chunk.temporaries <= allocated.peak <= chunk.temporaries
+    if room == 2.0:
+        assert (chunk.sequences, chunk.heads) == (sequences, heads)
+    if room == 0.0:
+        assert (chunk.sequences, chunk.heads) == (1, 1)
+
+
+RAGGED = {"max_new_tokens": 64, "block_length": 32, "confidence_threshold": 0.0012}
+LONG_BLOCK = {"max_new_tokens": 128, "block_length": 128}
+
+
+# A pass that widens on its way: the window's attention in one chunk and in many, and sequences with rows of their own.
+@pytest.mark.parametrize(
+    ("options", "sizes", "call"),
+    [
+        ({"similarity_threshold": 2.0}, {}, {"prompt": 4, "max_new_tokens": 64}),
+        ({"similarity_threshold": 0.99, "tracked": 6}, {}, {"prompt": 30, "batch": 5, "pads": 20, **RAGGED}),
+        ({"similarity_threshold": 2.0, "window": 128, "tracked": 3}, {"n_kv_heads": 1}, {"prompt": 1500, **LONG_BLOCK}),
+        ({"similarity_threshold": 0.99, "refresh_interval": 3}, {}, {"prompt": 60, "batch": 3, "cfg_scale": 1.0}),
+        ({"similarity_threshold": 2.0, "window": 48}, {"mlp_hidden_size": 64}, {"prompt": 60, "block_length": 48}),
+    ],
+)
+def test_a_pass_that_widens_allocates_what_it_books(
+    options: dict[str, Any], sizes: dict[str, Any], call: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(CALLS, "widening", {"max_new_tokens": 48, "block_length": 16, **call})
+    ids, generation = call_of("widening")
+    policy = make_policy("elastic_cache", hidden_tier="device", **options)
+    runtime = Runtime(random_model(n_layers=4, **sizes), policy=policy)
+    generated(runtime, ids, **generation)
+
+
+def test_logits_allocate_what_they_book():
+    runtime = Runtime(random_model(), policy=make_policy("none"))
+    ids = torch.randint(0, 1000, (2, 200))
+    runtime.ledger.restart_peaks()
+    with Allocations() as allocated:
+        runtime.logits(ids)
+    booked = runtime.ledger.report().peak_device_bytes
+    assert TIGHT * booked <= allocated.peak <= booked

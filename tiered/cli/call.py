@@ -1,0 +1,102 @@
+"""What the commands that answer prompts share: which prompts, by which model, and how."""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiered.cli.memory_options import add_memory_options, memory_budget
+from tiered.cli.policy_options import add_policy_options, policy_options
+from tiered.core.checks import nearest
+
+if TYPE_CHECKING:
+    from tiered.runtime import Runtime
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of a command. Arguments that come from code with torch in it are entered by `late` once the command is
+    asked for: the help of the others comes at once."""
+
+    late: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """See argparse."""
+        late, self.late = self.late, None
+        if late is not None:
+            late(self)
+        parsed, unknown = super().parse_known_args(args, namespace)
+        shown = [flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
+        for flag in unknown:
+            if flag.startswith("--") and (near := nearest(flag.partition("=")[0], shown)):
+                self.error(f"unrecognized argument: {flag}; did you mean {near}?")
+        return parsed, unknown
+
+
+def add_call(parser: CommandParser) -> None:
+    """Enter what says which prompts are answered, by which model, and how."""
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to answer")
+    parser.add_argument("--prompt-file", type=Path, help="a file with one prompt a line")
+    parser.add_argument("--raw", action="store_true", help="no chat template")
+    parser.add_argument(
+        "--model",
+        default="embedded",
+        help="directory, id of a downloaded model, or 'embedded' (default) or 'embedded-uniform'",
+    )
+    add_policy_options(parser)
+    add_memory_options(parser)
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
+    parser.add_argument("--no-stop-at-eos", action="store_true", help="denoise every block, as the official scripts do")
+
+    def late(parser: argparse.ArgumentParser) -> None:
+        from tiered.cli.option_flags import add_option_flags
+
+        add_option_flags(parser)
+
+    parser.late = late
+
+
+def as_asked(args: argparse.Namespace, prompts: list[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the command line asked for, for JSON."""
+    return {
+        "model": args.model,
+        "policy": args.policy,
+        "policy_options": policy_options(args),
+        "prompts": prompts,
+        "raw": args.raw,
+        "options": dict(options),
+    }
+
+
+def load_runtime(args: argparse.Namespace) -> "Runtime":
+    """The model under the policy that was asked for."""
+    from tiered.loading import from_pretrained
+
+    return from_pretrained(
+        args.model,
+        policy=args.policy,
+        memory=memory_budget(args),
+        dtype=args.dtype,
+        device=args.device,
+        **policy_options(args),
+    )
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts, from wherever they come.
+
+    Raises:
+        ValueError: none at all, or from two places.
+    """
+    if args.prompts and args.prompt_file:
+        raise ValueError("prompts come as arguments or from --prompt-file, not both")
+    if args.prompts:
+        return args.prompts
+    if args.prompt_file is None and sys.stdin.isatty():
+        raise ValueError("no prompt; give one as an argument, in a --prompt-file, or on standard input")
+    text = args.prompt_file.read_text() if args.prompt_file else sys.stdin.read()
+    prompts = [line for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"{args.prompt_file or 'standard input'} holds no prompt")
+    return prompts

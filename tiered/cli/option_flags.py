@@ -1,0 +1,77 @@
+"""Flags of the options of `generate`, from the dataclasses that hold them. Importing this brings torch."""
+
+import argparse
+import inspect
+import re
+from collections import defaultdict
+from dataclasses import MISSING, fields
+from typing import Any, get_args, get_type_hints
+
+from tiered.core.aliases import ALIASES, GIDD_ALIASES
+from tiered.decoding.rules.registry import COMMIT_OPTIONS, COMMIT_RULES, rule_options
+from tiered.options import GenerationOptions, own_names
+
+# Type of each option that a flag can carry: a number or a word. Switches have flags of their own.
+_KINDS: dict[str, type] = {
+    name: next((kind for kind in (int, float) if kind in (hint, *get_args(hint))), str)
+    for name, hint in get_type_hints(GenerationOptions).items()
+    if hint is not bool
+}
+# The names that official scripts use, with their types.
+_OFFICIAL = {
+    alias: _KINDS[name]
+    for alias, name in (*ALIASES.items(), *GIDD_ALIASES.items())
+    if name in _KINDS and alias not in _KINDS
+}
+
+
+def add_option_flags(parser: argparse.ArgumentParser) -> None:
+    """Enter a flag for each option; help is what the "Attributes" sections of the dataclasses say."""
+    own, sentences = parser.add_argument_group("options of generate"), attributes_of(GenerationOptions)
+    sentences["commit"] += f"; rules: {', '.join(COMMIT_RULES)}"
+    defaults = {field.name: field.default for field in fields(GenerationOptions)}
+    for name in _KINDS.keys() - COMMIT_OPTIONS.keys():
+        sentences[name] += _default(defaults[name])
+    of_rules = parser.add_argument_group("options of commit rules")
+    for name, kind in _KINDS.items():
+        group, text = (of_rules, _of_rules(name)) if name in COMMIT_OPTIONS else (own, sentences[name])
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text.replace("%", "%%"))
+    for name, kind in _OFFICIAL.items():
+        flags = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
+        parser.add_argument(*flags, dest=name, type=kind, help=argparse.SUPPRESS)
+
+
+def generation_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `Runtime.generate` that were given, under the library's own names.
+
+    Raises:
+        ValueError: two names of one option with different values.
+    """
+    given = {name: value for name in (*_KINDS, *_OFFICIAL) if (value := getattr(args, name)) is not None}
+    # No flag is called as the mask token is, so any id does.
+    return {"stop_at_eos": not args.no_stop_at_eos, **own_names(given, mask_token_id=0)}
+
+
+def attributes_of(cls: type) -> dict[str, str]:
+    """What the "Attributes" section of a docstring says, by name; "" of all others, and under `python -OO` of all."""
+    section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    section = section.replace("None:", "not given:")
+    told = re.findall(r"^    (\w[\w, ]*): (.+(?:\n {8}.+)*)", section, re.MULTILINE)
+    sentences = {name: " ".join(text.split()).removesuffix(".") for names, text in told for name in names.split(", ")}
+    return defaultdict(str, sentences)
+
+
+def _of_rules(name: str) -> str:
+    """What each rule with the option `name` says of it."""
+    told = {
+        rule.name: attributes_of(rule)[name] + _default(field.default)
+        for rule in COMMIT_RULES.values()
+        for field in rule_options(rule)
+        if field.name == name
+    }
+    alike = {text: [rule for rule in told if told[rule] == text] for text in told.values()}
+    return "; ".join(f"under {' and '.join(rules)}: {text}" for text, rules in alike.items())
+
+
+def _default(value: object) -> str:
+    return "" if value is None or value is MISSING else f" (default: {value})"

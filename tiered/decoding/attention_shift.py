@@ -1,0 +1,150 @@
+"""How far each row's attention in the last layer has moved since the step before, for commit rules that ask."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int
+from torch import Tensor
+
+from tiered.core.ops import Op
+from tiered.core.rows import Rows
+from tiered.core.spans import spanned
+from tiered.forward.attention_bytes import AttentionChunk
+from tiered.forward.attention_weights import chunks, masked_scores
+from tiered.kernels.divergence import divergence_terms
+from tiered.kernels.host_values import on_device
+
+
+class AttentionShift:
+    """Keeps the log-probabilities of a block's rows and compares them with those of the next step (arXiv 2607.14107).
+
+    The rows are those whose logits the step needs, so entry i of a block's shift belongs to its token i also where a
+    family predicts from the row before. Each of them passes the last layer's attention once a step, or not at all.
+    """
+
+    def __init__(
+        self,
+        sequences: int,
+        heads: int,
+        block_length: int,
+        context: int,
+        *,
+        chunk: AttentionChunk,
+        device: torch.device,
+        soft_cap: float | None = None,
+        sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+    ) -> None:
+        """`sequences`: those measured; with guidance, the first half of the forward's, which see their prompts.
+        `soft_cap`, `sink_keys`: of the last layer's attention. A family with a noise mask hides nothing from the rows
+        of a block."""
+        columns = context + (0 if sink_keys is None else sink_keys.shape[1])
+        self._log_rows: Float32[Tensor, "batch heads block columns"] = torch.empty(
+            sequences, heads, block_length, columns, dtype=torch.float32, device=device
+        )
+        self._chunk = chunk
+        self._soft_cap, self._sink_keys = soft_cap, sink_keys
+        self._known = torch.zeros(sequences, block_length, dtype=torch.bool, device=device)
+        self._stored = False
+
+    @property
+    def shift(self) -> Float32[Tensor, "batch block"]:
+        """KL(attention in this step ‖ when the row was last computed) of each row in nats, mean over heads; NaN where
+        it was not computed in this step, or never before."""
+        return self._shift
+
+    def begin_step(self, first_row: int, *, forget: Sequence[bool]) -> None:
+        """A forward comes that needs the rows from column `first_row` on; `forget`: the sequences that have nothing to
+        compare it with."""
+        self._first_row = first_row
+        batch, _, block_length, _ = self._log_rows.shape
+        if not self._stored:
+            self._known.zero_()
+        elif any(forget):
+            self._known &= ~on_device(forget, self._known.device)[:, None]
+        self._compare = self._stored and not all(forget)
+        self._stored = True  # by the time the next step begins
+        self._shift = self._log_rows.new_full((batch, block_length), torch.nan)
+
+    def keep(self, sequences: list[int]) -> None:
+        """Go on with these sequences alone (ascending), at a block's end."""
+        # Forgotten rather than moved: the next block's rows are others.
+        self._log_rows, self._stored = self._log_rows[: len(sequences)], False
+        self._known = self._known[: len(sequences)]
+
+    @spanned(Op.DRIFT)
+    def observe(
+        self,
+        rows: Rows,
+        queries: Float[Tensor, "sequences heads rows head_dim"],
+        keys: Float[Tensor, "sequences kv_heads length head_dim"],
+        key_mask: Bool[Tensor, "sequences 1 1 length"] | None,
+    ) -> None:
+        """See rows on their way through the last layer; those that the step does not need are passed over."""
+        batch, _, block_length, _ = self._log_rows.shape
+        queries, keys = queries[:batch], keys[:batch]
+        key_mask = None if key_mask is None else key_mask[:batch]
+        if rows.start is not None:
+            first = max(rows.start, self._first_row)
+            stop = min(rows.start + rows.count, self._first_row + block_length)
+            if first < stop:
+                queries = queries[:, :, first - rows.start : stop - rows.start]
+                self._enter(slice(first - self._first_row, stop - self._first_row), None, queries, keys, key_mask)
+            return
+        place, present = self._places(rows, batch, block_length)
+        queries = queries.gather(2, place[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3]))
+        self._enter(slice(0, block_length), present, queries, keys, key_mask)
+
+    def _places(
+        self, rows: Rows, batch: int, block_length: int
+    ) -> tuple[Int[Tensor, "batch block"], Bool[Tensor, "batch block"]]:
+        """Where in scattered `rows` the needed ones stand, and which of them do."""
+        assert rows.index is not None, "rows are a span or an index"
+        index = rows.index[:batch]
+        needed = torch.arange(self._first_row, self._first_row + block_length, device=index.device)
+        same = index[:, None, :] == needed[None, :, None]
+        if rows.valid is not None:
+            same &= rows.valid[:batch, None, :]
+        return same.int().argmax(dim=-1), same.any(dim=-1)
+
+    def _enter(
+        self,
+        block_rows: slice,
+        present: Bool[Tensor, "batch block"] | None,
+        queries: Float[Tensor, "batch heads rows head_dim"],
+        keys: Float[Tensor, "batch kv_heads length head_dim"],
+        key_mask: Bool[Tensor, "batch 1 1 length"] | None,
+    ) -> None:
+        """Compare rows of the block with what is kept, and keep them instead; None in `present`: all are there."""
+        batch, heads, rows, _ = queries.shape
+        shift = queries.new_zeros(batch, rows, dtype=torch.float32)
+        at_once = {"sequences": self._chunk.sequences, "heads_at_once": self._chunk.heads, "rows_at_once": max(1, rows)}
+        for sequences, some, of_keys, _ in chunks(batch, heads, keys.shape[1], rows, **at_once):
+            log_rows = self._log_probabilities(
+                queries[sequences, some],
+                keys[sequences, of_keys],
+                None if key_mask is None else key_mask[sequences],
+                None if self._sink_keys is None else self._sink_keys[some],
+            )
+            kept = self._log_rows[sequences, some, block_rows]
+            if self._compare:
+                shift[sequences] += divergence_terms(log_rows, kept).sum(dim=-1).sum(dim=1)
+            if present is not None:
+                log_rows = log_rows.where(present[sequences, None, :, None], kept)
+            kept.copy_(log_rows)
+        known = self._known[:, block_rows]
+        if self._compare:
+            shift = shift.div_(heads).masked_fill_(~known, torch.nan)
+            self._shift[:, block_rows] = shift if present is None else shift.where(present, self._shift[:, block_rows])
+        known |= True if present is None else present
+
+    def _log_probabilities(
+        self,
+        queries: Float[Tensor, "batch heads rows head_dim"],
+        keys: Float[Tensor, "batch kv_heads length head_dim"],
+        key_mask: Bool[Tensor, "batch 1 1 length"] | None,
+        sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
+    ) -> Float32[Tensor, "batch heads rows columns"]:
+        """Logarithms of the attention weights, those of sinks behind the others; −inf at masked keys."""
+        mask = None if key_mask is None else key_mask[:, 0, 0]
+        scores, sinks = masked_scores(queries, keys, mask, soft_cap=self._soft_cap, sink_keys=sink_keys)
+        return (scores if sinks is None else torch.cat([scores, sinks], dim=-1)).log_softmax(dim=-1)

@@ -1,0 +1,52 @@
+"""Where NaN or infinity comes from: looked for once a forward has gone wrong, so that steps do not pay for it."""
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tiered.core.rows import Rows
+from tiered.forward.forward import Flow, Forward
+from tiered.forward.forward_bytes import part_rows
+
+
+def first_broken(
+    forward: Forward, ids: Int[Tensor, "sequences length"], output: slice, clean: int | Int[Tensor, " batch"]
+) -> str | None:
+    """The part by name, found by a step over all rows of `ids`, which overwrites what `forward` has cached; None where
+    everything is finite, the logits of the rows `output` too. `clean`: see `Forward`. Reads from the device once a
+    layer, and takes the room of a refresh."""
+    found: list[str] = []
+    forward.attention_probe = forward.rows_probe = None
+
+    def look(what: str, flow: Flow) -> None:
+        # In parts, for the CPU makes a float32 copy of other dtypes. Padding's rows say nothing.
+        parts = flow.hidden.split(part_rows(len(flow.hidden)), dim=1)
+        norms = torch.cat([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in parts], dim=1)
+        if (mask := forward.key_mask) is not None:
+            norms = norms.where(flow.rows.columns(mask), 0)
+        if not norms.isfinite().all():
+            found.append(f"the norm of {what}")
+
+    def program(forward: Forward, layer: int, flow: Flow) -> Flow:
+        if layer == 0:
+            look("a token's embedding", flow)
+        if not found:
+            flow = forward.dense(layer, flow)
+            look(f"what layer {layer} puts out", flow)
+        return flow
+
+    logits = forward.logits(ids, Rows.span(0, forward.length), output, program, clean)
+    if not found and not logits.amax(dim=-1).isfinite().all():
+        found.append("the product of the last norm and the output weights")
+    return found[0] if found else None
+
+
+def cause(found: str | None, dtype: torch.dtype, cfg_scale: float | None) -> tuple[str, str]:
+    """What is not finite, and where that may come from; `cfg_scale`: of guidance, if any."""
+    if found is None and cfg_scale is not None:
+        return "the sum of guided logits", f"Each of the two is finite: cfg_scale = {cfg_scale:g} is too large"
+    if found is None:
+        return "what the policy had cached", "With all rows computed anew every layer is finite"
+    if dtype == torch.float16:
+        return found, f"float16 ends at {torch.finfo(dtype).max:g}: dtype = 'bfloat16' or 'float32' goes further"
+    return found, "A weight, or a number in config.json, is likely not what the model was trained with"

@@ -1,0 +1,89 @@
+"""Random streams of a call, one set for each sequence, so that a batch draws what each sequence draws alone."""
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+
+from tiered.kernels.host_values import on_device
+from tiered.models.noise import Noise
+
+# Between the seeds of a sequence's streams: from one seed, all of them would be made of the same bits.
+_RANKS, _GUMBEL, _RULES, _PRIOR = 0, 0x9E3779B9, 0x7F4A7C15, 0x5851F42D
+
+
+class RandomStreams:
+    """Random streams, four for each sequence: sequence i of a batch with seed s draws what it would draw alone
+    with seed s + i, whatever the others do."""
+
+    def __init__(self, seed: int | None, batch: int, device: torch.device) -> None:
+        """`seed` None takes one from torch's default stream, so that `torch.manual_seed` governs the call."""
+        first = int(torch.randint(2**62, ())) if seed is None else seed
+
+        def streams(apart: int, where: torch.device | str = "cpu") -> list[torch.Generator]:
+            return [torch.Generator(where).manual_seed((first + i) ^ apart) for i in range(batch)]
+
+        # Drawn on the CPU, so that a seed means the same on every device; but for the Gumbel numbers, one for each
+        # vocabulary entry: too many to carry over, and drawn where the logits are.
+        self._ranks, self._rules, self._prior = streams(_RANKS), streams(_RULES), streams(_PRIOR)
+        self._gumbel = streams(_GUMBEL, device)
+        self._device = device
+
+    def keep(self, sequences: list[int]) -> None:
+        """Go on with these sequences alone (ascending)."""
+        for streams in (self._ranks, self._gumbel, self._rules, self._prior):
+            streams[:] = [streams[i] for i in sequences]
+
+    def confidence(
+        self, length: int, pads: list[int], start: int, stop: int, active: list[bool]
+    ) -> Float[Tensor, "batch columns"]:
+        """Uniform float64 scores for columns `start` to `stop` of canvases of `length` columns.
+
+        Each active sequence draws for all of its columns but its `pads[i]` first, as the official sampler does.
+        """
+        scores = torch.zeros(len(pads), stop - start, dtype=torch.float64)
+        for i, pad in enumerate(pads):
+            if active[i]:
+                scores[i] = torch.rand(length - pad, generator=self._ranks[i])[start - pad : stop - pad]
+        return on_device(scores, self._device)
+
+    def gumbel(self, sequence: int, rows: int, vocab: int) -> Float[Tensor, "rows vocab"]:
+        """Standard Gumbel numbers in float64."""
+        # float32 truncates the tail and makes the sampling measurably greedier (arXiv 2409.02908).
+        uniform = torch.rand(rows, vocab, dtype=torch.float64, device=self._device, generator=self._gumbel[sequence])
+        return uniform.log_().neg_().log_().neg_()
+
+    def prior(self, columns: int, process: Noise) -> Int[Tensor, "batch columns"]:
+        """Pure noise: `columns` tokens of each sequence, as `process` makes them in the end."""
+        share, mask = process.of_tokens(process.min_log_snr), process.mask_token_id
+        drawn = []
+        for stream in self._prior:
+            tokens = torch.randint(process.vocab_size - 1, (columns,), generator=stream)
+            tokens += tokens >= mask  # any token but the mask
+            drawn.append(tokens.where(torch.rand(columns, generator=stream) < share, mask))
+        return on_device(torch.stack(drawn), self._device)
+
+    def of_block(self) -> "BlockStreams":
+        """What a commit rule draws from in the block that begins."""
+        return BlockStreams([int(torch.randint(2**62, (), generator=each)) for each in self._rules], self._device)
+
+
+class BlockStreams:
+    """Random numbers of one block, from a stream of each sequence that ends with the block.
+
+    Sequences that wait for the others draw on: their numbers are not read, and in the next block they stand where they
+    would stand alone. So a rule need not ask, at the price of a host read, which ones wait.
+    """
+
+    def __init__(self, seeds: list[int], device: torch.device) -> None:
+        """`seeds`: of each sequence."""
+        self._streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._device = device
+
+    def uniform(self, columns: int) -> Float64[Tensor, "batch columns"]:
+        """Uniform numbers in [0, 1), `columns` of each sequence."""
+        drawn = [torch.rand(columns, dtype=torch.float64, generator=stream) for stream in self._streams]
+        return on_device(torch.stack(drawn), self._device)
+
+    def gumbel(self, columns: int) -> Float64[Tensor, "batch columns"]:
+        """Standard Gumbel numbers, `columns` of each sequence."""
+        return self.uniform(columns).log_().neg_().log_().neg_()

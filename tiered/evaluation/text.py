@@ -1,0 +1,116 @@
+"""Between text and ids as the harness wants them: prompts that leave room for their answer, chats, and where an answer
+ends."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, eos_token_id: int, add_bos_token: bool = False
+) -> list[int]:
+    """Ids of `text`, which may have gone through a chat template.
+
+    A text that begins with the tokenizer's own beginning-of-sequence token gets no second one. `add_bos_token` puts it
+    in front of the others. An empty text is that token alone, or `eos_token_id` where the tokenizer has none: the
+    harness asks for a prompt of one token there.
+    """
+    bos = str(tokenizer.bos_token or "")
+    if add_bos_token and not text.startswith(bos):
+        text = bos + text
+    ids = tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))["input_ids"]
+    return list(ids) or [tokenizer.convert_tokens_to_ids(bos) if bos else eos_token_id]  # type: ignore[arg-type]
+
+
+def encode_pair(encoded: Callable[[str], list[int]], context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """Ids of both, with the border where it is in the whole text. Spaces at the context's end begin the continuation,
+    since a token carries the space in front of it; an empty context is one token, as in `encode`."""
+    kept = context.rstrip()
+    continuation = context[len(kept) :] + continuation
+    if not kept:
+        prefix, whole = encoded(""), encoded(continuation)
+        return prefix, whole[1:] if whole[:1] == prefix else whole
+    prefix, whole = encoded(kept), encoded(kept + continuation)
+    return whole[: len(prefix)], whole[len(prefix) :]
+
+
+def fit(prompts: Sequence[list[int]], rooms: Sequence[int]) -> list[list[int]]:
+    """The last `rooms[i]` ids of prompt i: in few-shot prompts the question stands at the end. One warning says how
+    many were cut, and by how much."""
+    cuts = {i: len(ids) - room for i, (ids, room) in enumerate(zip(prompts, rooms, strict=True)) if len(ids) > room}
+    if cuts:
+        worst = max(cuts, key=lambda i: cuts[i])
+        logger.warning(
+            "%d of %d prompts leave no room for their answer in the model's context and lose tokens from the left: "
+            "%d tokens in all, at most %d (request %d, of %d tokens). Fewer few-shot examples or a smaller "
+            "max_gen_toks keep them whole.",
+            len(cuts), len(prompts), sum(cuts.values()), cuts[worst], worst, len(prompts[worst]),
+        )  # fmt: skip
+    return [ids[len(ids) - room :] if len(ids) > room else ids for ids, room in zip(prompts, rooms, strict=True)]
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool
+) -> str:
+    """`messages` as one prompt, at whose end the answer begins.
+
+    Without `add_generation_prompt` the last message is the answer's own beginning, which goes on (a task's
+    `gen_prefix`): it is left open.
+
+    Raises:
+        ValueError: the tokenizer has no template.
+    """
+    template(tokenizer, True)
+    text = tokenizer.apply_chat_template(
+        list(messages),
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=not add_generation_prompt,
+    )
+    return str(text)
+
+
+def template(tokenizer: PreTrainedTokenizerBase, chosen: bool | str | None) -> str | None:
+    """The template that `--apply_chat_template` asks for: the tokenizer's own, or none.
+
+    Raises:
+        ValueError: the tokenizer has no template, or one is asked for by name: the harness tells a model the name for
+            its results alone, not when it applies a template.
+    """
+    if not chosen:
+        return None
+    if isinstance(chosen, str):
+        raise ValueError(f"--apply_chat_template {chosen}: no template is chosen by name here; leave the name out")
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template; run without --apply_chat_template")
+    return tokenizer.get_chat_template()
+
+
+def cut_text(text: str, until: Sequence[str]) -> str:
+    """`text` up to the first character of any stop string. Where two overlap, the one that begins first counts,
+    whatever their order; "" stops nothing."""
+    return text[: min((at for stop in until if stop and (at := text.find(stop)) >= 0), default=len(text))]
+
+
+def answer_text(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, most: int, eos_token_id: int, until: Sequence[str]
+) -> str:
+    """The answer in `ids` as the harness wants it.
+
+    Args:
+        tokenizer: decodes, without special tokens.
+        ids: of the whole canvas behind the prompt.
+        most: so many tokens count at most (`max_gen_toks`).
+        eos_token_id: ends an answer.
+        until: stop strings; they are no part of it, and neither is what follows.
+    """
+    # Decoding drops special tokens, so that a stop string such as "<|eot_id|>" would never be seen in text.
+    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = {eos_token_id, *(special[stop] for stop in until if stop in special)}
+    kept = list(ids[:most])
+    end = next((at for at, token in enumerate(kept) if token in ends), len(kept))
+    return cut_text(str(tokenizer.decode(kept[:end], skip_special_tokens=True)), until)

@@ -1,0 +1,89 @@
+"""Attention weights themselves, for what looks at them: some rows' softmax of q·k with cap, sinks and masks.
+
+Attention proper makes none. Where many rows are asked for, `chunks` bounds how many weights exist at a time.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int
+from torch import Tensor
+
+from tiered.kernels.proxy_scores import capped, check_attention, proxy_scores, sink_scores
+
+
+def masked_scores(
+    queries: Float[Tensor, "batch heads rows head_dim"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"],
+    key_mask: Bool[Tensor, "batch length"] | None,
+    *,
+    soft_cap: float | None = None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+    visible: Int[Tensor, "batch rows"] | None = None,
+    exact: bool = True,
+) -> tuple[Float32[Tensor, "batch heads rows length"], Float32[Tensor, "batch heads rows sinks"] | None]:
+    """q·k / √head_dim of keys and of sinks, −inf at keys that are masked; the last but one as in
+    `capped_attention_ref.py`.
+
+    `exact`: products in float32. Else in the dtype of the arguments: a float32 copy of all keys takes longer than the
+    attention itself.
+    """
+    batch, heads, rows, head_dim = queries.shape
+    kv_heads, length = keys.shape[1:3]
+    if exact:
+        scores = proxy_scores(queries, keys, soft_cap)
+    else:
+        check_attention(queries, keys)
+        folded = queries.reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
+        scores = (folded @ keys.transpose(-1, -2)).float().mul_(head_dim**-0.5).view(batch, heads, rows, length)
+        scores = scores if soft_cap is None else capped(scores, soft_cap)
+    if key_mask is not None:
+        scores.masked_fill_(~key_mask[:, None, None], -torch.inf)
+    if visible is not None:
+        columns = torch.arange(length, dtype=visible.dtype, device=visible.device)
+        scores.masked_fill_(columns >= visible[:, None, :, None], -torch.inf)
+    return scores, None if sink_keys is None else sink_scores(queries, sink_keys, soft_cap)
+
+
+def attention_weights(
+    queries: Float[Tensor, "batch heads rows head_dim"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"],
+    key_mask: Bool[Tensor, "batch length"] | None,
+    *,
+    soft_cap: float | None = None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+    visible: Int[Tensor, "batch rows"] | None = None,
+    exact: bool = True,
+) -> tuple[Float32[Tensor, "batch heads rows length"], Float32[Tensor, "batch heads rows"] | None]:
+    """What the softmax of `masked_scores` gives each key, and all sinks together; a row must see a key."""
+    scores, sinks = masked_scores(
+        queries, keys, key_mask, soft_cap=soft_cap, sink_keys=sink_keys, visible=visible, exact=exact
+    )
+    # In place: the scores are the largest tensor here.
+    peak = scores.amax(dim=-1, keepdim=True)
+    if sinks is None:
+        scores.sub_(peak).exp_()
+        return scores.div_(scores.sum(dim=-1, keepdim=True)), None
+    peak = torch.maximum(peak, sinks.amax(dim=-1, keepdim=True))
+    of_sinks = sinks.sub_(peak).exp_().sum(dim=-1, keepdim=True)
+    scores.sub_(peak).exp_()
+    total = of_sinks + scores.sum(dim=-1, keepdim=True)
+    return scores.div_(total), of_sinks.div_(total)[..., 0]
+
+
+def chunks(
+    batch: int, heads: int, kv_heads: int, rows: int, *, sequences: int, heads_at_once: int, rows_at_once: int
+) -> Iterator[tuple[slice, slice, slice, slice]]:
+    """Slices of sequences, query heads, their key heads and rows that go at a time; `heads_at_once` is a multiple of
+    the heads that share keys, or a divisor."""
+    sharing = heads // kv_heads
+    for first in range(0, batch, sequences):
+        for head in range(0, heads, heads_at_once):
+            keys = slice(head // sharing, -(-min(head + heads_at_once, heads) // sharing))
+            for row in range(0, rows, rows_at_once):
+                yield (
+                    slice(first, first + sequences),
+                    slice(head, head + heads_at_once),
+                    keys,
+                    slice(row, min(row + rows_at_once, rows)),
+                )

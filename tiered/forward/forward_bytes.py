@@ -1,0 +1,130 @@
+"""Books: the bytes that loading and one call take on the device, by account. Plan and reservation both read them here.
+
+The formulas follow `tiered.forward.forward` tensor by tensor; a test holds them against what torch allocates.
+"""
+
+from collections.abc import Mapping
+
+from tiered.core.features import Account, Feature
+from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, attention_rows_bytes
+from tiered.forward.sizes import CallSizes
+from tiered.kernels import capped_attention_ref
+from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+
+# Rows of all sequences together that pass a layer at a time. Each weight that is read serves so many rows: an H100
+# needs about 300 in bfloat16 before arithmetic, not memory, sets the pace, and a CPU no more than 256. Larger parts
+# gain nothing, and their temporaries grow in proportion.
+PART_ROWS = 512
+
+_FLOAT32 = 4
+_FLOAT64 = 8
+_TOKEN_ID = 8
+
+
+def part_rows(batch: int) -> int:
+    """Rows of each of `batch` sequences that pass a layer at a time."""
+    return max(1, PART_ROWS // batch)
+
+
+def weight_bytes(shape: ModelShape, dtype: str) -> int:
+    """Bytes of all weights in `dtype`."""
+    return shape.parameters * BYTES_PER_ELEMENT[dtype]
+
+
+def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    return 2 * shape.layers * shape.kv_width * BYTES_PER_ELEMENT[dtype]
+
+
+def forward_bytes(
+    sizes: CallSizes, features: Mapping[Feature, int], logit_rows: int | None = None
+) -> dict[Account, int]:
+    """Bytes that one call reserves on the device beside the weights.
+
+    Args:
+        sizes: of the call.
+        features: what is kept, as `Policy.features(shape)` gives it: layers for which each feature is kept.
+        logit_rows: rows of a sequence whose logits a step gets, at most; None: those of a block.
+    """
+    shape, sequences, element = sizes.shape, sizes.sequences, sizes.element
+    kept = {
+        Account(feature): layers * sequences * sizes.columns(feature) * _row(shape, feature) * element
+        for feature, layers in features.items()
+    }
+    logit_rows = sizes.block_length if logit_rows is None else logit_rows
+    entries = logit_rows * shape.vocab_size
+    # First the normed rows, and the head's output in the model's dtype on its way to float32; later, Gumbel noise of
+    # one sequence in float64 with its logits gathered. A sort of some of its rows fits in there, and so do logarithms.
+    normed = 2 * sequences * logit_rows * shape.width * _FLOAT32
+    rounded = sequences * entries * element if sizes.dtype != "float32" else 0
+    noise = entries * (_FLOAT64 + _FLOAT32) if sizes.sampled else 0
+    logits = sequences * entries * _FLOAT32 + max(normed + rounded, noise)
+    # A part's temporaries are gone when the logits come, so their room serves both; what exceeds the logits is booked
+    # with the activations.
+    temporaries = part_bytes(sizes)
+    # Of each column: the token as it was passed, packed, and on the canvas; its committed step and masks; the angles of
+    # its position.
+    columns = (4 * _TOKEN_ID + 4 + 3 + shape.head_dim * _FLOAT32) * sequences * sizes.context
+    if sizes.compared:
+        columns += attention_rows_bytes(sizes)
+        temporaries = max(temporaries, compared_at_a_time(sizes).temporaries)
+    residual = sequences * sizes.context * shape.width * element
+    return {
+        **kept,
+        Account.LOGITS: logits,
+        Account.ACTIVATIONS: residual + columns + max(0, temporaries - logits),
+    }
+
+
+def compared_at_a_time(sizes: CallSizes) -> AttentionChunk:
+    """What of a block's attention is compared with the step before at a time, in the room of one part of a refresh."""
+    return attention_chunk(sizes, rows=_rows_at_once(sizes), room=part_bytes(sizes))
+
+
+def part_bytes(sizes: CallSizes) -> int:
+    """Temporaries of the part of a full refresh that passes a layer at a time, at their largest."""
+    shape, element, rows = sizes.shape, sizes.element, _rows_at_once(sizes)
+    query_width = shape.heads * shape.head_dim
+    # A rotation holds its input in float32 and the dtype, both products of one half, one half done, and the result.
+    rotation = rows * query_width * (element + 3 * _FLOAT32)
+    # Normed rows, queries, attention's output before and after the heads are joined, the branch.
+    attention = rows * element * (2 * shape.width + 3 * query_width)
+    # Normed rows; gate, up projection and their product.
+    feed_forward = rows * element * (shape.width + (shape.mlp_matrices + 1) * shape.mlp_width)
+    capped = 0
+    if shape.soft_cap is not None:
+        # Normed rows, queries and what is made of them, while scores of a chunk are there.
+        capped = rows * element * (shape.width + 2 * query_width) + _capped_bytes(sizes, rows // sizes.sequences)
+    return max(rotation, attention, feed_forward, capped)
+
+
+def _rows_at_once(sizes: CallSizes) -> int:
+    """Rows of all sequences in the largest part of a refresh."""
+    return min(sizes.context, part_rows(sizes.sequences)) * sizes.sequences
+
+
+def _row(shape: ModelShape, feature: Feature) -> int:
+    """Elements of one row of `feature`."""
+    return shape.kv_width if feature in (Feature.KEY, Feature.VALUE) else shape.width
+
+
+def _capped_bytes(sizes: CallSizes, rows: int) -> int:
+    """Temporaries of a chunk of `tiered.kernels.capped_attention_ref`, of up to `rows` rows of each sequence. (The
+    kernel for CUDA takes none.)"""
+    shape, context = sizes.shape, sizes.context
+    sharing, copied = shape.heads // shape.kv_heads, sizes.dtype != "float32"
+    pairs_at_once = capped_attention_ref.PAIRS_AT_ONCE
+    most = 0
+    for power in range((rows - 1).bit_length() + 1):
+        counted = max(1 << power, -(-shape.head_dim // sharing) if copied else 1)
+        groups = min(sizes.sequences * shape.kv_heads, max(1, pairs_at_once // (sharing * counted * context)))
+        if groups > shape.kv_heads:
+            groups -= groups % shape.kv_heads
+        # Queries, and what comes of keys and of sinks, are as large as each other; some sums of each stand beside them.
+        some = min(1 << power, rows)
+        queries = groups * sharing * some * shape.head_dim
+        keys = groups * context * shape.head_dim if copied else 0
+        held = groups * sharing * some * (context + 4) + queries + max(keys + queries, 3 * queries)
+        hidden = -(-groups // shape.kv_heads) * some * context if shape.noise_masked else 0
+        most = max(most, _FLOAT32 * held + hidden)
+    return most

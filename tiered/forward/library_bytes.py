@@ -1,0 +1,57 @@
+"""Books: what libraries take of a GPU in a call, beside the tensors that are ours. Not measured on one yet.
+
+cuBLAS gets a workspace from torch, one for each thread and stream that multiplies. Flash attention cuts the keys into
+parts where it has fewer programs, of 64 rows each, than the GPU takes at a time (two a multiprocessor): the fewest
+parts that come within 85 % of its best use, so at most six times as many programs as it takes, each with a sum in
+float32. (Of p programs on a GPU of n, six rounds take ⌊6n/p⌋ parts, which leave less than 0.8 n of 6 n idle.)
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from tiered.core.features import Account
+from tiered.forward.forward_bytes import part_rows
+from tiered.forward.sizes import CallSizes, Gpu
+from tiered.offload.device import cublas_workspace_bytes, multiprocessors, pick_device
+
+_FLOAT32 = 4
+_PROGRAM_ROWS, _PROGRAM_KEYS = 64, 64  # of flash attention; it takes up to 256 keys at a time
+_PROGRAMS, _ROUNDS = 2, 6
+_ALIGNED = 32  # elements that rows are rounded up to
+
+
+# For a plan on a machine that has none: no card takes more.
+LARGEST_GPU = Gpu(workspace_bytes=32 << 20, multiprocessors=192)
+
+
+def gpu_of(device: str | torch.device) -> Gpu | None:
+    """What a call on `device` computes on; None: a CPU. `LARGEST_GPU` for CUDA on a machine without it.
+
+    Raises:
+        ValueError: no such device.
+    """
+    if str(device).startswith("cuda") and pick_device("auto").type == "cpu":
+        return LARGEST_GPU
+    picked = pick_device(device)
+    if picked.type == "cpu":
+        return None
+    return Gpu(workspace_bytes=cublas_workspace_bytes(picked), multiprocessors=multiprocessors(picked))
+
+
+def library_bytes(sizes: CallSizes) -> Mapping[Account, int]:
+    """At most so many bytes by account; none without a GPU."""
+    gpu, shape = sizes.gpu, sizes.shape
+    if gpu is None:
+        return {}
+    attention = 0
+    if shape.soft_cap is None:  # else it is our own kernel, which takes none
+        # The mask of a padded batch as numbers, and once more with its rows aligned.
+        attention = 2 * sizes.sequences * (sizes.context + _ALIGNED) * sizes.element
+        parts = -(-sizes.context // _PROGRAM_KEYS)
+        if sizes.dtype != "float32" and parts > 1:
+            rows = sizes.sequences * shape.heads * min(sizes.context, part_rows(sizes.sequences))
+            most = _ROUNDS * _PROGRAMS * gpu.multiprocessors * _PROGRAM_ROWS
+            width = -(-shape.head_dim // _ALIGNED) * _ALIGNED + 1  # the sum of weights beside
+            attention += min(parts * rows, most) * width * _FLOAT32
+    return {Account.LIBRARIES: gpu.workspace_bytes + attention}

@@ -1,0 +1,65 @@
+"""Books: the sizes of one call, from which all its bytes follow."""
+
+from dataclasses import dataclass
+
+from tiered.core.features import ANSWER_ONLY, Feature
+from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+
+DEFAULT_BLOCK_LENGTH = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """What of a GPU decides how much its libraries take.
+
+    Attributes:
+        workspace_bytes: of cuBLAS.
+        multiprocessors: how many it has.
+    """
+
+    workspace_bytes: int
+    multiprocessors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSizes:
+    """What decides how much a call takes, beside its policy.
+
+    Attributes:
+        shape: sizes of the model.
+        batch: sequences asked for.
+        context: positions of the canvas, prompt and answer together.
+        block_length: positions of a block.
+        dtype: of weights and activations, a key of `BYTES_PER_ELEMENT`.
+        answer: positions behind the prompt, for features that are kept of them alone; None: any number of them.
+        guidance: classifier-free guidance, with which twice as many sequences go through a forward.
+        sampled: whether proposing takes more than the logits: tokens are drawn at a temperature above 0, the
+            distribution is cut, or its entropy is the confidence.
+        compared: whether the last layer's attention of the block is kept, for a commit rule that needs its shift.
+        gpu: that the call runs on; None: on the CPU, whose libraries take nothing.
+    """
+
+    shape: ModelShape
+    batch: int
+    context: int
+    block_length: int
+    dtype: str
+    answer: int | None = None
+    guidance: bool = False
+    sampled: bool = False
+    compared: bool = False
+    gpu: Gpu | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that go through a forward together."""
+        return self.batch * (2 if self.guidance else 1)
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of weights and activations."""
+        return BYTES_PER_ELEMENT[self.dtype]
+
+    def columns(self, feature: Feature) -> int:
+        """Columns of a sequence for which `feature` is kept."""
+        return self.answer if self.answer and feature in ANSWER_ONLY else self.context

@@ -1,0 +1,168 @@
+"""Books: what a call takes of each tier for features of which some layers are streamed."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tiered.core.features import Account, Feature
+from tiered.forward.pages import Pages
+from tiered.forward.sizes import CallSizes
+from tiered.models.shape import ModelShape
+from tiered.offload.slabs import UNIT, SlabBook
+
+FETCH_SLOTS = 4  # of the ring that pages arrive in: decoded, arrived, and two filling
+STORE_SLOTS = 2  # one is filled while the other is copied
+SLOT_BYTES = 4 << 20  # of a staging slot, at most, unless a page is larger: a link is at full speed from there
+MOST_PAGE_ROWS, FEWEST_PAGE_ROWS = 128, 16
+_PAGES = 8  # of a short sequence: a step writes few columns, and what it writes goes back in whole pages
+_INT64 = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureStream:
+    """One feature of which some layers are streamed.
+
+    Attributes:
+        feature: which.
+        layers: that are streamed, ascending.
+        of_layers: layers for which it is kept in all.
+        workspaces: on the device that these pass through.
+        pages: of one layer.
+        layer_bytes: of one layer of all sequences.
+    """
+
+    feature: Feature
+    layers: tuple[int, ...]
+    of_layers: int
+    workspaces: int
+    pages: Pages
+    layer_bytes: int
+
+    @property
+    def account(self) -> Account:
+        """Under which all of it is booked."""
+        return Account(self.feature)
+
+    @property
+    def records(self) -> int:
+        """Bytes below the device."""
+        return len(self.layers) * self.layer_bytes
+
+    @property
+    def saved(self) -> int:
+        """Bytes of the device that it would take if all layers were resident."""
+        return (len(self.layers) - self.workspaces) * self.layer_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamBytes:
+    """Bytes of the streamed features of one call.
+
+    Attributes:
+        streams: what is streamed.
+        element_bytes: of an element in the model's dtype.
+        slot_bytes: of a staging slot, of the slabs of the arena too.
+        page_slots, store_slots: of the rings on the device.
+    """
+
+    streams: tuple[FeatureStream, ...]
+    element_bytes: int
+    slot_bytes: int
+    page_slots: int = FETCH_SLOTS
+    store_slots: int = STORE_SLOTS
+
+    @classmethod
+    def of(
+        cls, sizes: CallSizes, counts: Mapping[Feature, int], *, workspaces: int, least_slot: int = 0
+    ) -> "StreamBytes | None":
+        """Of `counts` layers of each feature, spread evenly over the stack so that copies run beside the layers between
+        them; None where there are none.
+
+        Args:
+            sizes: of the call.
+            counts: streamed layers by feature.
+            workspaces: of each feature.
+            least_slot: bytes that a staging slot has at the least, because others use the rings as well.
+        """
+        element, of_layers = sizes.element, sizes.shape.layers
+        streams: list[FeatureStream] = []
+        for feature, count in counts.items():
+            if not count:
+                continue
+            columns = sizes.columns(feature)
+            pages = _pages(sizes.shape, feature, sizes.sequences, columns)
+            streams.append(
+                FeatureStream(
+                    feature=feature,
+                    layers=tuple((2 * number + 1) * of_layers // (2 * count) for number in range(count)),
+                    of_layers=of_layers,
+                    workspaces=min(workspaces, count),
+                    pages=pages,
+                    layer_bytes=sizes.sequences * columns * pages.heads * pages.elements * element,
+                )
+            )
+        if not streams:
+            return None
+        page = max(stream.pages.rows(0) * stream.pages.elements * element for stream in streams)
+        layer = max(stream.layer_bytes for stream in streams)
+        slot = -(-max(page, min(SLOT_BYTES, layer // 8), least_slot) // UNIT) * UNIT
+        return cls(streams=tuple(streams), element_bytes=element, slot_bytes=slot)
+
+    @property
+    def moved(self) -> int:
+        """Bytes that go up to the device in a forward that reads everything."""
+        return sum(stream.records for stream in self.streams)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes on the device of the places of pages in workspaces: of all pages in two groupings."""
+        layouts = {(stream.pages.heads, stream.pages.columns): stream.pages.batch for stream in self.streams}
+        return sum(2 * _INT64 * batch * heads * columns for (heads, columns), batch in layouts.items())
+
+    @property
+    def activations(self) -> int:
+        """Bytes on the device beside features and rings: the indices, the rows of a staging slot on their way to it,
+        and what making their indices takes."""
+        row = min(stream.pages.elements for stream in self.streams) * self.element_bytes
+        return self.index_bytes + self.slot_bytes + 4 * _INT64 * (self.slot_bytes // row)
+
+    @property
+    def staging(self) -> int:
+        """Bytes of the rings on the device."""
+        return self.slot_bytes * (self.page_slots + self.store_slots)
+
+    @property
+    def records(self) -> dict[Account, int]:
+        """Bytes below the device, by account."""
+        return {stream.account: stream.records for stream in self.streams}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON. Sizes are bytes."""
+        return {
+            "layers": {stream.feature.value: list(stream.layers) for stream in self.streams},
+            "bytes_per_forward": self.moved,
+        }
+
+    def arena(self, slab_bytes: int, *, header: int = 0) -> int:
+        """Bytes of the slabs that hold all records, with `header` bytes in front of each: in every size class as many
+        as there are, and those that a store puts beside what it replaces."""
+        book = SlabBook(slab_bytes)
+        records: Counter[int] = Counter()
+        for stream in self.streams:
+            pages, each = stream.pages, stream.pages.each
+            for page, count in ((0, each - 1), (each - 1, 1)):
+                nbytes = header + pages.rows(page) * pages.elements * self.element_bytes
+                records[book.room_for(nbytes)] += len(stream.layers) * pages.batch * count
+        slots = {room: book.slots_per_slab(room) for room in records}
+        slabs = sum(-(-(count + min(count, slots[room])) // slots[room]) for room, count in records.items())
+        return slabs * slab_bytes
+
+
+def _pages(shape: ModelShape, feature: Feature, batch: int, columns: int) -> Pages:
+    rows = FEWEST_PAGE_ROWS
+    while rows < min(MOST_PAGE_ROWS, columns / _PAGES):
+        rows *= 2
+    if feature in (Feature.KEY, Feature.VALUE):
+        return Pages(batch, shape.kv_heads, columns, shape.head_dim, rows)
+    return Pages(batch, 1, columns, shape.width, rows)

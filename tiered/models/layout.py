@@ -1,0 +1,190 @@
+"""Books: how a dense family writes its models down: keys of config.json, names of weights, and the reader of both.
+
+Inside a model the weights of every family have the same names, LLaDA's: `wte`, `blocks`, `ln_f`, `ff_out` (the head),
+and in a block those of `_IN_BLOCK`, where `ff_proj` is the gate of the MLP.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiered.models.config_fields import (
+    checkpoint_dtype,
+    positive,
+    positive_number,
+    require,
+    rope_theta,
+    special_tokens,
+    switch,
+)
+from tiered.models.shape import MOST_LAYERS, ModelShape
+
+# What transformers' Llama and Qwen2 write, and with them most families.
+KEYS: Mapping[str, str] = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "mlp_width": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_context": "max_position_embeddings",
+    "head_tied": "tie_word_embeddings",
+    "mask_token_id": "mask_token_id",
+    "eos_token_id": "eos_token_id",
+    "pad_token_id": "pad_token_id",
+}
+NAMES: Mapping[str, str] = {
+    "wte": "model.embed_tokens",
+    "blocks": "model.layers",
+    "ln_f": "model.norm",
+    "ff_out": "lm_head",
+    "blocks.attn_norm": "input_layernorm",
+    "blocks.q_proj": "self_attn.q_proj",
+    "blocks.k_proj": "self_attn.k_proj",
+    "blocks.v_proj": "self_attn.v_proj",
+    "blocks.attn_out": "self_attn.o_proj",
+    "blocks.ff_norm": "post_attention_layernorm",
+    "blocks.ff_proj": "mlp.gate_proj",
+    "blocks.up_proj": "mlp.up_proj",
+    "blocks.ff_out": "mlp.down_proj",
+}
+# The weights of a block in its sizes, by our own names.
+_IN_BLOCK: Mapping[str, tuple[str, ...]] = {
+    "attn_norm": ("width",),
+    "q_proj": ("width", "width"),
+    "k_proj": ("kv_width", "width"),
+    "v_proj": ("kv_width", "width"),
+    "attn_out": ("width", "width"),
+    "ff_norm": ("width",),
+    "ff_proj": ("mlp_width", "width"),
+    "up_proj": ("mlp_width", "width"),
+    "ff_out": ("width", "mlp_width"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What every forward needs beside the sizes.
+
+    Attributes:
+        rope_theta, norm_eps: of the rotation and the norms.
+        head_tied: whether the language-model head is the embedding.
+        biases: the projections of a block that have a bias.
+        parameter_names: our own name of each weight, by its official one.
+    """
+
+    shape: ModelShape
+    rope_theta: float
+    norm_eps: float
+    head_tied: bool
+    biases: frozenset[str]
+    parameter_names: Mapping[str, str]
+    mask_token_id: int
+    eos_token_id: int
+    pad_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a family writes its models down.
+
+    Attributes:
+        family: as people write it.
+        allowed: switches of config.json, with the values that the forward implements (`require`).
+        keys: size, or special token → key of config.json.
+        names: our own name of a module → its official one, from the root, or from the block.
+        norm_eps: where config.json has none.
+        tokens: mask, end and padding where config.json does not name them.
+    """
+
+    family: str
+    allowed: Mapping[str, tuple[object, ...]]
+    keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
+    names: Mapping[str, str] = field(default_factory=lambda: NAMES)
+    norm_eps: float = 1e-6
+    tokens: tuple[int | None, int | None, int | None] = (None, None, None)
+
+    def read(
+        self,
+        config: Mapping[str, object],
+        *,
+        defaults: Mapping[str, int] | None = None,
+        biases: Iterable[str] = (),
+        more: Mapping[str, tuple[str, ...]] | None = None,
+        mlp_matrices: int = 2,
+        **facts: Any,
+    ) -> dict[str, Any]:
+        """The fields of `ModelConfig`.
+
+        Args:
+            defaults: sizes that stand for absent keys; without them a model has as many key heads as heads, and heads
+                of an even share of the width.
+            biases: the projections of a block that have a bias.
+            more: weights of a block beside the usual ones, in its sizes.
+            mlp_matrices, facts: of `ModelShape`.
+
+        Raises:
+            ValueError: a size is absent or impossible, a switch asks for what the forward does not have, a number is
+                out of float32's range, a rotation scaled, a token outside the vocabulary, or the mask is the end of an
+                answer.
+        """
+        require(config, self.allowed, self.family)
+        keys, given, biases = self.keys, defaults or {}, frozenset(biases)
+        needed = ("width", "heads", "mlp_width", "vocab_size", "max_context")
+        size = {name: positive(config, keys[name], given.get(name)) for name in needed}
+        width, heads = size["width"], size["heads"]
+        size["layers"] = positive(config, keys["layers"], most=MOST_LAYERS)
+        size["kv_heads"] = positive(config, keys["kv_heads"], given.get("kv_heads", heads))
+        # At least 1 so that a width below the number of heads reaches the check, which names both.
+        size["head_dim"] = positive(config, "head_dim", max(width // heads, 1))
+        if size["head_dim"] * heads != width or size["head_dim"] % 2:
+            raise ValueError(
+                f"config.json: {keys['width']} = {width} must be {keys['heads']} = {heads} times an even head_dim, "
+                f"not {size['head_dim']}"
+            )
+        if heads % size["kv_heads"]:
+            raise ValueError(
+                f"config.json: {keys['heads']} = {heads} must be a multiple of {keys['kv_heads']} = {size['kv_heads']}"
+            )
+        head_tied = switch(config, keys["head_tied"])
+        block: dict[str, tuple[str, ...]] = {}
+        for name, dims in _IN_BLOCK.items():
+            if name != "ff_proj" or mlp_matrices == 2:
+                block |= {f"{name}.weight": dims} | ({f"{name}.bias": dims[:1]} if name in biases else {})
+        block |= more or {}
+        names, shapes = self._weights(size, block, head_tied)
+        shape = ModelShape(
+            family=self.family.lower(),
+            **size,
+            mlp_matrices=mlp_matrices,
+            dtype=checkpoint_dtype(config),
+            weight_shapes=shapes,
+            **facts,
+        )
+        return {
+            "shape": shape,
+            "rope_theta": rope_theta(config),
+            "norm_eps": positive_number(config, "rms_norm_eps", self.norm_eps),
+            "head_tied": head_tied,
+            "biases": biases,
+            "parameter_names": names,
+            **special_tokens(config, shape.vocab_size, keys, self.tokens),
+        }
+
+    def _weights(
+        self, size: Mapping[str, int], block: Mapping[str, tuple[str, ...]], head_tied: bool
+    ) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+        """Our own name, and the shape, of every weight by its official name."""
+        dims_of = {"wte.weight": ("vocab_size", "width")}
+        dims_of |= {f"blocks.{layer}.{name}": dims for layer in range(size["layers"]) for name, dims in block.items()}
+        dims_of |= {"ln_f.weight": ("width",)} | ({} if head_tied else {"ff_out.weight": ("vocab_size", "width")})
+        size = {**size, "kv_width": size["kv_heads"] * size["head_dim"]}
+        own = {self._official(name): name for name in dims_of}
+        return own, {official: tuple(size[dim] for dim in dims_of[name]) for official, name in own.items()}
+
+    def _official(self, name: str) -> str:
+        first, *rest = name.split(".")
+        if first != "blocks":
+            return ".".join([self.names[first], *rest])
+        layer, module, *kind = rest
+        return ".".join([self.names["blocks"], layer, self.names[f"blocks.{module}"], *kind])

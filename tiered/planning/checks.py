@@ -1,0 +1,45 @@
+"""Whether a call of some sizes runs at all: what `generate` and a plan refuse alike."""
+
+from tiered.models.shape import ModelShape
+from tiered.policies.base import Policy
+
+
+def check_positions(shape: ModelShape, positions: int, what: str) -> None:
+    """Raise `ValueError` where the model was not made for so many `positions`, which come from `what`."""
+    if positions > shape.max_context:
+        raise ValueError(f"{what} {positions} positions; the model was made for {shape.max_context} (config.json)")
+
+
+def check_policy(
+    policy: Policy,
+    shape: ModelShape,
+    *,
+    name: str,
+    block_length: int,
+    guidance: str | None,
+    ordered: bool,
+    rewrites: bool,
+) -> None:
+    """Raise `ValueError` where the model, called `name`, and the policy do not go together in such a call.
+
+    Args:
+        guidance: how classifier-free guidance was asked for, as `name = value`; None: it was not.
+        ordered: whether what a step commits is known before it.
+        rewrites: whether any token of a block may change in a step.
+    """
+    if policy.needs_order() and not ordered:
+        masks = "" if shape.noise == "mask" else f", and a rule for masks: {name!r} knows {shape.noise} noise"
+        raise ValueError(
+            f"policy {policy.name!r} recomputes the tokens that a step will commit, so it must know them before: "
+            f"remasking = 'random' is allowed, not 'low_confidence', which decides on the logits{masks}"
+        )
+    seen = policy.logit_rows(block_length, block_length)
+    if rewrites and seen < block_length:
+        raise ValueError(
+            f"policy {policy.name!r} looks at {seen} rows of a block in a step, but any of its {block_length} may be "
+            "rewritten: a longer window or shorter blocks are allowed"
+        )
+    if guidance and shape.noise_masked:
+        raise ValueError(
+            f"{guidance} masks prompts, which {name!r} would take for final text; a call without guidance is allowed"
+        )

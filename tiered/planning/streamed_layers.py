@@ -1,0 +1,64 @@
+"""Books: which layers of which features leave the device where it has no room for all."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from tiered.core.features import Feature
+
+# Keys and values are read in every step; the hidden states and branches, by updates alone.
+COLDEST_FIRST: tuple[tuple[Feature, ...], ...] = (
+    (Feature.HIDDEN,),
+    (Feature.FFN_OUT,),
+    (Feature.ATTN_OUT,),
+    (Feature.VALUE, Feature.KEY),
+)
+WORKSPACES = 2  # of each feature: one is read while the other is filled
+
+
+class StreamedLayers(NamedTuple):
+    """How many layers of each feature are streamed, and through how many workspaces of each."""
+
+    counts: Mapping[Feature, int]
+    workspaces: int = WORKSPACES
+
+
+def fewest_streamed(
+    kept: Collection[Feature],
+    forced: Collection[Feature],
+    layers: int,
+    device: Callable[[StreamedLayers], bool],
+    below: Callable[[StreamedLayers], bool],
+) -> StreamedLayers | None:
+    """The fewest layers to stream, coldest features first, with which the device has room and the tiers below as well.
+
+    Args:
+        kept: features that are kept for all layers.
+        forced: of them, those that are streamed in any case.
+        layers: of the model.
+        device, below: whether the device, and the tiers below it, have room with these layers streamed.
+
+    Returns None where none fits.
+    """
+    start = StreamedLayers(dict.fromkeys(forced, layers))
+    if device(start):
+        return start if below(start) else None
+    for workspaces in range(WORKSPACES, 0, -1):
+        counts = dict(start.counts)
+        for group in COLDEST_FIRST:
+            here = [feature for feature in group if feature in kept and feature not in forced]
+            if not here:
+                continue
+
+            def streamed(count: int, before=counts, here=here, among=workspaces) -> StreamedLayers:
+                return StreamedLayers({**before, **dict.fromkeys(here, count)}, among)
+
+            if not device(streamed(layers)):
+                counts = dict(streamed(layers).counts)
+                continue
+            # So many as there are workspaces save nothing.
+            count = bisect_left(range(layers), True, lo=min(workspaces + 1, layers), key=lambda n: device(streamed(n)))
+            if below(streamed(count)):
+                return streamed(count)
+            break
+    return None

@@ -1,0 +1,24 @@
+"""Books: what a step over rows that have moved takes beside a plain step.
+
+The formulas follow `tiered.policies.dllm_cache` tensor by tensor.
+"""
+
+from dataclasses import replace
+
+from tiered.forward.forward_bytes import part_bytes, part_rows
+from tiered.forward.sizes import CallSizes
+
+_FLOAT32, _INT64 = 4, 8
+
+
+def branch_bytes(sizes: CallSizes) -> int:
+    """Bytes on the device, at their largest, of chosen rows of an answer: their ranks, and a copy of those of a part
+    or their angles. A part of them may be smaller than a part of a plain step, whose room it has."""
+    answer = sizes.context if sizes.answer is None else sizes.answer
+    part = min(answer, part_rows(sizes.sequences)) * sizes.sequences
+    # The rows while they go through the MLP, their angles during attention.
+    copied = part * max(sizes.shape.width * sizes.element, sizes.shape.head_dim * _FLOAT32 + _INT64)
+    spare = part_bytes(sizes) - part_bytes(replace(sizes, context=answer))
+    # Distances turned to the block and as they are, the order, and the sort's own; whether a row counts.
+    ranks = sizes.sequences * answer * (3 * _FLOAT32 + 3 * _INT64 + 1)
+    return max(0, copied - spare) + ranks

@@ -1,0 +1,123 @@
+"""Books: how many rows, clusters and records of hidden states a call of some sizes keeps, at most."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_clusters
+from tiered.forward.sizes import CallSizes
+from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.slabs import UNIT
+from tiered.policies.polestar.options import MOST_PARTS, PolestarOptions
+
+# Rows that a staging slot holds: 128 rows of LLaDA-8B are 295 KiB as nvfp4_delta, enough for a link's full speed.
+RECORD_ROWS = 128
+MOST_ROWS = 256  # of a record: larger ones move no faster, and an update that wants a part of one fetches it all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSizes:
+    """What decides how much hidden states take, beside the call's own sizes.
+
+    Attributes:
+        call: the call's sizes.
+        codec: of the records, of up to `record_rows` rows.
+        slot_bytes: of a staging slot.
+        clusters: of a layer and sequence, `appended` of them come since the refresh.
+        kept: rows in all clusters of a layer and sequence.
+        renewed: those of the clusters that an update chooses, at most.
+        faiss: whether k-means goes through faiss.
+    """
+
+    call: CallSizes
+    codec: Codec
+    slot_bytes: int
+    record_rows: int
+    clusters: int
+    appended: int
+    kept: int
+    renewed: int
+    faiss: bool = False
+
+    @classmethod
+    def of(cls, policy: PolestarOptions, call: CallSizes, least_slot: int) -> "ClusterSizes":
+        """Of a call under `policy`. A staging slot has `least_slot` bytes at the least."""
+        codec, block, shape = Codec(policy.codec), call.block_length, call.shape
+        # Under a noise mask what is behind the block alone goes stale, and is clustered.
+        clustered_in = call.answer if shape.noise_masked and call.answer is not None else call.context
+        rows = max(0, clustered_in - block)
+        if policy.window_blocks is not None:
+            rows = min(rows, sum(policy.window_blocks) * block)
+        if policy.clusters == "auto":  # large ones are cut
+            wanted = auto_clusters(rows) + rows // MOST_ROWS_PER_CLUSTER
+            renewed = min(rows, policy.top_m * MOST_ROWS_PER_CLUSTER)
+        else:
+            wanted, renewed = policy.clusters, rows
+        clustered = min(max(wanted, 2), rows)
+        appended = min(policy.appended_blocks, max(0, call.context // block - 1)) if clustered else 0
+        kept = rows + appended * block
+        slot = codec_bytes(codec, min(max(kept, 1), RECORD_ROWS), shape.width, element_bytes=call.element)
+        slot_bytes = max(-(-slot // UNIT) * UNIT, least_slot)
+        return cls(
+            call=call,
+            codec=codec,
+            slot_bytes=slot_bytes,
+            record_rows=fitting_rows(codec, shape.width, call.element, slot_bytes),
+            clusters=clustered + appended,
+            appended=appended,
+            kept=kept,
+            renewed=rows if policy.renew_response else renewed,
+            faiss=policy.kmeans == "faiss",
+        )
+
+    @property
+    def layers(self) -> int:
+        """That keep records: all but the first, whose rows are embeddings, and the last, which feeds none."""
+        return max(0, self.call.shape.layers - 2)
+
+    @property
+    def scored(self) -> int:
+        """Layers with clusters."""
+        return max(0, self.call.shape.layers - 1)
+
+    @property
+    def records(self) -> int:
+        """Of one layer of one sequence."""
+        return min(self.kept, self.clusters + self.kept // self.record_rows)
+
+    @property
+    def parts(self) -> int:
+        """Into which a reference cuts the attention, where it does."""
+        return min(self.clusters - self.appended, MOST_PARTS) + 1 + bool(self.call.shape.sink_tokens)
+
+    @property
+    def with_parts(self) -> int:
+        """Queries where a reference has parts: the clusters of a refresh, few enough, and those that came since."""
+        return min(self.clusters, MOST_PARTS + self.appended)
+
+    @property
+    def block(self) -> int:
+        """Columns whose keys a step changes: the block, and the row in front of it where that predicts its first
+        token."""
+        return self.call.block_length + self.call.shape.prediction_shift
+
+    @property
+    def active(self) -> int:
+        """Rows that an update computes anyway."""
+        return self.block + self.call.block_length * bool(self.appended)
+
+    @property
+    def flow(self) -> int:
+        """Rows of a sequence that go from layer to layer in an update."""
+        return self.active + self.renewed
+
+    @property
+    def row(self) -> int:
+        """Bytes of one hidden row of every sequence."""
+        return self.call.sequences * self.call.shape.width * self.call.element
+
+
+@cache
+def fitting_rows(codec: Codec | str, width: int, element_bytes: int, slot_bytes: int) -> int:
+    """Rows of the largest record that fits a staging slot, at most `MOST_ROWS`; 0: none fits."""
+    sizes = (codec_bytes(codec, rows, width, element_bytes=element_bytes) for rows in range(1, MOST_ROWS + 1))
+    return sum(size <= slot_bytes // UNIT * UNIT for size in sizes)
