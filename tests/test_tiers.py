@@ -436,6 +436,20 @@ def test_a_guess_whose_records_were_replaced_makes_no_way_beyond_the_budget():
         tiers.check_integrity()
 
 
+def test_a_store_that_finds_no_room_names_its_own_tier():
+    with open_tiers(Ledger(MemoryBudget(device=5 * SLOT, host=2 * SLOT)), device="cpu", slot_bytes=SLOT) as tiers:
+        store(tiers, *range(4))
+        guesses = [tiers.fetch(keys(part)) for part in range(3)]
+        tiers.store(keys(0, 1, 2), rows_of(10, 11, 12), [ROWS] * 3, codec="raw")
+        wanted = tiers.fetch(keys(3), *filled(1))  # which would have to set bytes aside, for which there is no room
+        with pytest.raises(TierCapacityError) as error:
+            store(tiers, *range(4, 12))
+        assert error.value.tier is Tier.HOST
+        assert torch.equal(torch.cat([ticket.wait() for ticket in guesses]), rows_of(0, 1, 2))
+        assert torch.equal(wanted.wait(), rows_of(3))
+        tiers.check_integrity()
+
+
 def test_what_has_a_destination_sets_out_before_guesses(tiers: TierManager):
     store(tiers, *range(8))
     held = [tiers.fetch(keys(part)) for part in range(3)]

@@ -1,1 +1,1 @@
-"""What every room speaks of: rows, the canvas, features, sizes, the budget and its ledger, events and errors."""
+"""What every room speaks of: rows, the canvas, features, the budget and its ledger, events and errors."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tiered.core.errors import RecordLostError
+from tiered.core.errors import RecordLostError, TierCapacityError
 from tiered.core.events import Asked, Event
 from tiered.core.features import Tier
 from tiered.offload.errors import TransferError
@@ -42,9 +42,7 @@ class Ticket:
         self.keys = tuple(keys)
         self.shape = shape
         self.nbytes = sum(nbytes_of(batch.entries) for batch in batches)
-        self._fetches = fetches
-        self._batches = batches
-        self._to = to
+        self._fetches, self._batches, self._to = fetches, batches, to
         self._open = True
 
     def arrived(self) -> bool:
@@ -147,12 +145,8 @@ class Fetches:
         check_open: Callable[[], None],
     ) -> None:
         """`check_open` raises once the manager cannot be used any more."""
-        self._book = book
-        self._slots = slots
-        self._traffic = traffic
-        self._shipping = shipping
-        self._record = record
-        self.check_open = check_open
+        self._book, self._slots, self._traffic, self._shipping = book, slots, traffic, shipping
+        self._record, self.check_open = record, check_open
         self._tickets: set[Ticket] = set()
         self._waiting: list[Batch] = []
         self._air: list[Batch] = []  # with a staging slot, in the order in which they set out
@@ -216,7 +210,8 @@ class Fetches:
         """Decode every batch that has a destination, so that all of their records may be evicted. Whether any did."""
         batches = [batch for batch in (*self._air, *self._waiting) if batch.to.out is not None]
         for batch in batches:
-            with suppress(RecordLostError, TransferError):  # told when their own ticket is waited for
+            # Told when their own ticket is waited for.
+            with suppress(RecordLostError, TransferError, TierCapacityError):
                 self.land(batch)
         return bool(batches)
 
