@@ -25,6 +25,7 @@ from training.loop import train
 from training.settings import Settings
 from training.trainer import Trainer
 
+import tiered
 from tiered.core.provenance import provenance
 from tiered.models.config_source import read_config
 
@@ -47,6 +48,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and the log")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out, if there is one")
+    parser.add_argument(
+        "--start", metavar="MODEL", help="begin with these weights, which know the answers of one block"
+    )
     parser.add_argument("--export", type=Path, metavar="DIR", help="write the averaged weights there in the end")
     parser.add_argument(
         "--config",
@@ -68,6 +72,8 @@ def main() -> None:
     settings = Settings(**{setting.name: getattr(args, setting.name) for setting in fields(Settings)})
     trainer, checkpoint = Trainer(config, settings), args.out / "checkpoint.safetensors"
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.start:
+        trainer.start_from(tiered.from_pretrained(args.start, device="cpu").model)
     if args.resume and checkpoint.exists():
         trainer.restore(checkpoint)
     elif checkpoint.exists():

@@ -21,8 +21,9 @@ from training.batches import (
     encode,
 )
 from training.checkpoint import optimizer_tensors
-from training.curriculum import SHORT_TASKS, Curriculum
+from training.curriculum import LONG_STREAM, SHORT_TASKS, Curriculum
 from training.export import export
+from training.long_batches import long_batch
 from training.lookup_batches import REACH, lookup_batch, stretched
 from training.loop import embedded_tokenizer, train, validate
 from training.losses import POINTER_HEADS, mean_cross_entropy, operand_losses, pointer_losses
@@ -34,7 +35,7 @@ from training.short_batches import ShortBatches
 from training.trainer import Trainer
 
 import tiered
-from tiered.embedded.tasks import LIST_TASKS, TASKS, Example, split_of
+from tiered.embedded.tasks import LIST_TASKS, LONG_TASKS, TASKS, Example, split_of
 from tiered.models.config_source import read_config
 
 SMALL = Settings(
@@ -64,9 +65,11 @@ def one_thread() -> Iterator[None]:
 
 def batches(stream: str, count: int) -> list[Batch]:
     """The first batches of a run whose curriculum is at its end."""
-    last = Curriculum(list_high=16, lookup_high=300.0)
+    last = Curriculum(list_high=16, lookup_high=300.0, stretch=1.0)
     short = ShortBatches(1, 800)
-    return [short.next(last) if stream == "short" else lookup_batch(1, step, last, 800) for step in range(count)]
+    make = {"short": lambda step: short.next(last), "long": lambda step: long_batch(1, step, last, 800)}
+    make["lookup"] = lambda step: lookup_batch(1, step, last, 800)
+    return [make[stream](step) for step in range(count)]
 
 
 def masked(batch: Batch, first: int, last: int | None = None) -> Noised:
@@ -87,7 +90,7 @@ def drawn_examples(batch: Batch) -> list[Example]:
     return found
 
 
-@pytest.mark.parametrize("stream", ["short", "lookup"])
+@pytest.mark.parametrize("stream", ["short", "long", "lookup"])
 def test_batches_are_training_prompts_with_their_answers(stream: str):
     for batch in batches(stream, 4):
         for example in drawn_examples(batch):
@@ -96,9 +99,11 @@ def test_batches_are_training_prompts_with_their_answers(stream: str):
                 assert example.answer.split() == sorted(example.prompt.removeprefix("sort: ").split())
             if example.prompt.startswith("lookup "):
                 assert all(pair in example.prompt for pair in example.answer.split())
+            if stream == "long":
+                assert example.answer.count(" ") >= 6 and not example.prompt.startswith("sort")
 
 
-@pytest.mark.parametrize("stream", ["short", "lookup"])
+@pytest.mark.parametrize("stream", ["short", "long", "lookup"])
 def test_masks_hide_answers_alone_and_weigh_what_they_hide(stream: str):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.zeros(2)
@@ -236,10 +241,17 @@ def test_the_curriculum_widens_with_steps_and_with_success():
     assert start.advanced(50, 100, False).list_high == 11
     assert start.advanced(1000, 100, False).list_high == 16
     assert start.advanced(0, 100, True).lookup_high > start.lookup_high
-    assert replace(start, lookup_high=511.0).advanced(0, 100, True).lookup_high == 512
+    assert replace(start, lookup_high=3967.0).advanced(0, 100, True).lookup_high == 3968
+    # Answers grow beyond a block once lists have grown, and their tasks and questions with them.
+    grown = start.advanced(100, 100, False)
+    assert start.stretch == start.advanced(50, 100, False).stretch == 0 and grown.stretch == pytest.approx(0.01)
+    last = replace(grown, stretch=0.999).advanced(300, 100, False)
+    assert (last.stretch, last.long_size("long_chain"), last.asked_high) == (1, 24, 24)
+    assert (start.long_size("long_chain"), start.asked_high) == (6, 8)
     followed = start.following(dict.fromkeys(TASKS, 1.0) | {"sort": 0.0})
     assert followed.weights["sort"] > followed.weights["copy"] > 0
     assert set(SHORT_TASKS) | {"lookup"} == set(TASKS) and set(LIST_TASKS) < set(SHORT_TASKS)
+    assert set(LONG_STREAM) | {"long_lookup"} == set(LONG_TASKS) and followed.weights["long_copy"] == 1
 
 
 @pytest.mark.long
@@ -259,15 +271,27 @@ def test_the_loss_falls(config: dict[str, Any], pool: ThreadPoolExecutor):
     assert trainer.standing.step == 40
 
 
+def test_a_run_may_start_from_a_model_that_knows_one_block(config: dict[str, Any], pool: ThreadPoolExecutor):
+    known, trainer = new_model(config, seed=5), Trainer(config, SMALL)
+    trainer.start_from(known)
+    for own in (trainer.model, trainer.average):
+        assert all(map(torch.equal, own.parameters(), known.parameters()))
+    assert (trainer.curriculum.list_high, trainer.curriculum.lookup_high) == (16, 512)
+    trainer.step(pool)
+    assert trainer.curriculum.stretch > 0
+    trainer.step(pool)
+    assert "long" in trainer.standing.losses
+
+
 @pytest.mark.long
 def test_validation_asks_the_runtime():
     model = new_model(read_config("embedded"), seed=0)
     model.load_state_dict(tiered.from_pretrained("embedded", device="cpu").model.state_dict())
     tokenizer = embedded_tokenizer(model.shape.max_context)
     scores = validate(model, tokenizer, examples=2, first=0, lookup=64)
-    assert set(scores) == set(TASKS)
+    assert set(scores) == set(TASKS) | set(LONG_TASKS)
     # The shipped model misses some chains: one of two would do.
-    assert all(value == 1 for name, value in scores.items() if name != "chain")
+    assert all(scores[name] == 1 for name in TASKS if name != "chain")
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_been(

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from training.tokenizer import ASSISTANT, MASK, SPECIAL_TOKENS, USER, build_tokenizer, save_tokenizer, vocabulary
 
-from tiered.embedded.tasks import LIST_TASKS, NAMES, TASKS, Example, Split, draw, sample, score, split_of
+from tiered.embedded.tasks import LIST_TASKS, LONG_TASKS, NAMES, TASKS, Example, Split, draw, sample, score, split_of
 
 
 def test_splits_share_no_prompt():
@@ -32,7 +32,7 @@ def test_one_prompt_in_sixteen_is_held_out():
     assert split_of("copy: Gus Zoe Tara Max") == "train"
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [*TASKS, *LONG_TASKS])
 def test_a_sample_is_named_by_its_arguments(task: str):
     assert sample(task, "test", 7) == sample(task, "test", 7)
     assert len({sample(task, "test", seed).prompt for seed in range(20)}) > 15
@@ -85,7 +85,7 @@ def test_a_chain_keeps_its_running_total_in_two_digits():
         assert expression[2:] == "".join(step.split("=")[0] for step in steps)
 
 
-@pytest.mark.parametrize("size", [64, 512, 1024, 2048])
+@pytest.mark.parametrize("size", [64, 512, 1024, 2048, 3968])
 def test_a_lookup_fills_its_context(size: int):
     example = sample("lookup", "test", 3, size=size)
     table, asked = example.prompt.removeprefix("lookup ").split(" ? ")
@@ -108,7 +108,7 @@ def test_score_forgives_white_space_alone():
     assert not score(example, "Ada")
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [*TASKS, *LONG_TASKS])
 def test_text_survives_the_tokenizer(task: str):
     tokenizer = build_tokenizer()
     for seed in range(20):
@@ -134,6 +134,20 @@ def test_answers_fit_a_canvas_of_32():
         for seed in range(20):
             example = sample(task, "test", seed, size=spec.sizes[1])
             assert len(tokenizer.encode(example.answer).ids) < 32
+
+
+def test_long_answers_fill_two_to_four_blocks_of_32():
+    tokenizer = build_tokenizer()
+    for task, spec in LONG_TASKS.items():
+        for size in spec.sizes:
+            for seed in range(10):
+                assert 64 <= len(tokenizer.encode(sample(task, "test", seed, size=size).answer).ids) < 128
+
+
+def test_a_long_list_repeats_names_and_keeps_its_order():
+    items = sample("long_reverse", "test", 0, size=90).prompt.removeprefix("reverse: ").split()
+    assert len(items) == 90 > len(set(items))
+    assert sample("long_reverse", "test", 0, size=90).answer.split() == items[::-1]
 
 
 def test_transformers_reads_the_saved_tokenizer(tmp_path: Path):

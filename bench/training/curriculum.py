@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tiered.embedded.tasks import LIST_TASKS, TASKS
+from tiered.embedded.tasks import LIST_TASKS, LONG_ASKED, LONG_TASKS, TASKS
 
 LIST_BOUNDS = (6, TASKS["copy"].sizes[1])  # names of the longest list, at first and in the end
-TABLE_BOUNDS = (18.0, float(TASKS["lookup"].sizes[1]))  # prompt tokens of the longest lookup, the same way
+TABLE_BOUNDS = (18.0, 3968.0)  # prompt tokens of the longest lookup, the same way: with a canvas of 128, all positions
 TABLE_GROWTH = 1.015  # a step
+MOST_ASKED = 8  # keys of a question within one block
 # Nats a token asked for below which lookup counts as learned, by noise: a third of what it costs to know everything but
 # the digits. Uniform noise asks for tokens that it has left alone, too.
 LOOKUP_LEARNED = {"mask": 0.3, "uniform": 0.17}
@@ -22,28 +23,43 @@ class Curriculum:
     Attributes:
         list_high: names of the longest list.
         lookup_high: prompt tokens of the longest lookup; a fraction, since it grows by percents.
+        stretch: how far answers have grown beyond one block: from 0, none has, to 1, the lengths of `LONG_TASKS`.
         weights: how often each short task is drawn, relative to the others.
     """
 
     list_high: int = LIST_BOUNDS[0]
     lookup_high: float = TABLE_BOUNDS[0]
-    weights: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(TASKS, 1.0))
+    stretch: float = 0.0
+    weights: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys((*TASKS, *LONG_TASKS), 1.0))
 
     def advanced(self, step: int, grow: int, lookup_learned: bool) -> "Curriculum":
-        """Wider: lists reach their full length after `grow` steps, tables widen only while lookup is learned.
+        """Wider: lists reach their full length after `grow` steps, and from then on answers of several blocks theirs
+        after as many more; tables widen only while lookup is learned.
 
         Tables that widen on a schedule leave the model at guessing one of the values it sees.
         """
         low, high = LIST_BOUNDS
         wider = self.lookup_high * (TABLE_GROWTH if lookup_learned else 1.0)
-        return replace(
-            self, list_high=min(high, low + (high - low) * step // grow), lookup_high=min(TABLE_BOUNDS[1], wider)
-        )
+        lists = max(self.list_high, min(high, low + (high - low) * step // grow))
+        stretch = min(1.0, self.stretch + 1 / grow) if lists == high else 0.0
+        return replace(self, list_high=lists, lookup_high=min(TABLE_BOUNDS[1], wider), stretch=stretch)
+
+    def long_size(self, task: str) -> int:
+        """The longest size that a task of `LONG_STREAM` has by now, from that of its short one on."""
+        short, long = TASKS[task.removeprefix("long_")].sizes[1], LONG_TASKS[task].sizes[1]
+        return round(short + self.stretch * (long - short))
+
+    @property
+    def asked_high(self) -> int:
+        """Keys of the longest question."""
+        return round(MOST_ASKED + self.stretch * (LONG_ASKED[1] - MOST_ASKED))
 
     def following(self, scores: Mapping[str, float]) -> "Curriculum":
         """Each task of `scores` (exact match) weighs 0.2 + its error rate, smoothed: none is ever forgotten."""
         lag = {name: EMPHASIS.get(name, 1.0) * (0.2 + 1.0 - value) for name, value in scores.items()}
-        return replace(self, weights={name: 0.5 * self.weights[name] + 0.5 * lag[name] for name in lag})
+        weights = {name: 0.5 * self.weights.get(name, 1.0) + 0.5 * lag[name] for name in lag}
+        return replace(self, weights={**self.weights, **weights})
 
 
+LONG_STREAM: tuple[str, ...] = ("long_copy", "long_reverse", "long_chain")  # long lookups come with the tables
 SHORT_TASKS: tuple[str, ...] = (*LIST_TASKS, "add", "chain")

@@ -9,25 +9,27 @@ from torch import Tensor
 
 from tiered.embedded.tasks import KEY_TOKENS, LOOKUP_FRAME_TOKENS, PAIR_TOKENS, draw
 from training.batches import Batch, collate, encode
-from training.curriculum import Curriculum
+from training.curriculum import MOST_ASKED, Curriculum
 
 # Small tables first and always: their guesses are good enough to teach that values come from the table.
 SMALLEST = 16
-MOST_ASKED = 8
+CANVASES = (32, 48, 64, 96, 128)
 TABLE_START = 2  # the user mark and "lookup" stand before the first pair
 # Positions that stretched tables spread over, a little past the longest context that the tests ask for.
-REACH = 2304
+REACH = 4096
 
 
 def lookup_batch(seed: int, step: int, curriculum: Curriculum, tokens: int) -> Batch:
     """The lookups of one step, about `tokens` tokens; table sizes are log-uniform up to the curriculum's bound."""
     rng = random.Random(f"lookup/{seed}/{step}")
     size = round(math.exp(rng.uniform(math.log(SMALLEST), math.log(curriculum.lookup_high))))
-    most = min(MOST_ASKED, (size - LOOKUP_FRAME_TOKENS) // (PAIR_TOKENS + KEY_TOKENS))
+    most = min(curriculum.asked_high, (size - LOOKUP_FRAME_TOKENS) // (PAIR_TOKENS + KEY_TOKENS))
+    most = min(most, MOST_ASKED) if rng.random() < 0.5 else most
     asked = most if rng.random() < 0.6 else rng.randint(1, most)
     tight = rng.random() < 0.7
-    canvas = PAIR_TOKENS * asked + rng.randint(1, 4) if tight else 32 if asked <= 4 else 48
-    count = max(2, tokens // (size + canvas))
+    answer = PAIR_TOKENS * asked
+    canvas = answer + rng.randint(1, 4) if tight else next(canvas for canvas in CANVASES if canvas > answer)
+    count = max(1, tokens // (size + canvas))
     pairs = [encode(draw("lookup", "train", rng, size=size, asked=asked)) for _ in range(count)]
     length = len(pairs[0][0]) + canvas
     far = rng.random() < 0.3

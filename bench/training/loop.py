@@ -10,15 +10,17 @@ import torch
 from scoring import score_examples
 from transformers import PreTrainedTokenizerBase
 
-from tiered.embedded.tasks import TASKS, sample
+from tiered.embedded.tasks import LONG_TASKS, TASKS, sample
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import load_tokenizer
+from tiered.policies.fast_dllm import FastDLLMPrefix
 from tiered.policies.none import NoCache
 from tiered.runtime import Runtime
 from training.tokenizer import save_tokenizer
 from training.trainer import Trainer
 
-SHORTEST_VALIDATED_LOOKUP = 64
+SHORTEST_VALIDATED_LOOKUP, LONGEST_VALIDATED_LOOKUP = 64, 1024
+LONG_CANVAS = 128
 
 
 def train(
@@ -52,7 +54,7 @@ def train(
                 log(line | {f"loss {name}": round(loss, 4) for name, loss in standing.losses.items()})
             ends = step == settings.steps
             if ends or step % settings.score_every == 0:
-                lookup = max(SHORTEST_VALIDATED_LOOKUP, int(curriculum.lookup_high))
+                lookup = min(max(SHORTEST_VALIDATED_LOOKUP, int(curriculum.lookup_high)), LONGEST_VALIDATED_LOOKUP)
                 scores = validate(
                     trainer.average, tokenizer, examples=settings.score_examples, first=step, lookup=lookup
                 )
@@ -69,7 +71,8 @@ def validate(
     """Exact match by task: validation examples `first` to `first + examples - 1`, lookups of `lookup` prompt tokens.
 
     One token a forward without a cache, canvas and block of 32, as the runtime decodes for everybody: under masks it
-    fixes the surest, under uniform noise it rewrites the one that the model would most like to change.
+    fixes the surest, under uniform noise it rewrites the one that the model would most like to change. Long answers, of
+    several blocks, come from a prefix cache, all tokens that are sure at once.
     """
     runtime = Runtime(model, policy=NoCache(), tokenizer=tokenizer)
     scores = {}
@@ -77,6 +80,12 @@ def validate(
         size = lookup if name == "lookup" else None
         drawn = [sample(name, "validation", number, size=size) for number in range(first, first + examples)]
         scores[name] = score_examples(runtime, drawn).exact_match
+    runtime = runtime.with_policy(FastDLLMPrefix())
+    for name, spec in LONG_TASKS.items():
+        size = lookup if name == "long_lookup" else spec.sizes[1]
+        drawn = [sample(name, "validation", number, size=size) for number in range(first, first + examples)]
+        found = score_examples(runtime, drawn, max_new_tokens=LONG_CANVAS, block_length=32, confidence_threshold=0.9)
+        scores[name] = found.exact_match
     return scores
 
 

@@ -13,6 +13,7 @@ from tiered.models.shape import ModelShape
 from training.batches import ADD_ID, EQUALS_ID, MASK_ID, Batch
 
 SUM_TOKENS = 4
+MASKED_BLOCK = 32
 # Loss weight of an end-of-text token behind the first one: they are trivial and many.
 TAIL_WEIGHT = 0.03
 # Uniform noise. Rows as decoding block by block meets them: how many, where blocks may begin, and how long they are.
@@ -91,8 +92,9 @@ def _weight(batch: Batch, asked: Bool[Tensor, "batch length"]) -> Float[Tensor, 
 def _chosen(batch: Batch, generator: torch.Generator) -> Bool[Tensor, "batch length"]:
     """The tokens that noise takes: never the prompt's, and of a row's answer each with probability t ~ U(0, 1].
 
-    A quarter of the rows hides a suffix of the answer, as decoding from the left meets it; sums and values have rules
-    of their own, below. The fill behind the answer's end is hidden whole, shown whole, or treated as the answer is.
+    A quarter of the rows hides a suffix of the answer, as decoding from the left meets it, and a quarter all behind a
+    block that is partly hidden, as decoding block by block does; sums and values have rules of their own, below. The
+    fill behind the answer's end is hidden whole, shown whole, or treated as the answer is.
     """
     rows, length = batch.ids.shape
 
@@ -106,6 +108,10 @@ def _chosen(batch: Batch, generator: torch.Generator) -> Bool[Tensor, "batch len
     sums = (answer == SUM_TOKENS) & (batch.ids[:, 1:2] == ADD_ID)
     noise = noise | (sums & (uniform(rows, 1) < 0.5))
     noise = torch.where(kind < 0.25, place >= (1 - ratio) * (answer + 1), noise)
+    # Another quarter as decoding block by block meets it; an answer of one block is as it was.
+    border = (uniform(rows, 1) * (answer // MASKED_BLOCK + 1)).long() * MASKED_BLOCK
+    in_blocks = (place >= border) & (noise | (place >= border + MASKED_BLOCK))
+    noise = torch.where((kind >= 0.25) & (kind < 0.5), in_blocks, noise)
     values, keyed = _hidden_values(batch, uniform(rows, length) < 0.5)
     noise = torch.where(keyed & (kind > 0.5), values, noise)
     # The first end goes with the fill or with the answer, by chance.

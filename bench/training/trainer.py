@@ -10,13 +10,15 @@ import random
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tiered.embedded.tasks import TASKS
+from tiered.models.base import DiffusionModel
 from training.batches import Batch
 from training.checkpoint import (
     load_checkpoint,
@@ -26,7 +28,8 @@ from training.checkpoint import (
     save_checkpoint,
     under,
 )
-from training.curriculum import LOOKUP_LEARNED, Curriculum
+from training.curriculum import LIST_BOUNDS, LOOKUP_LEARNED, Curriculum
+from training.long_batches import long_batch
 from training.lookup_batches import lookup_batch
 from training.losses import (
     AUXILIARY_WEIGHT,
@@ -81,6 +84,13 @@ class Trainer:
         self._optimizers = optimizers(self.model, self._probes)
         self._parameters = [*self.model.parameters(), *self._probes.parameters()]
 
+    def start_from(self, model: DiffusionModel) -> None:
+        """Go on from the weights of a model that has learned the answers of one block."""
+        for own in (self.model, self.average):
+            own.load_state_dict(model.state_dict())
+        learned = float(TASKS["lookup"].sizes[1])
+        self.curriculum = replace(self.curriculum, list_high=LIST_BOUNDS[1], lookup_high=learned)
+
     def step(self, pool: ThreadPoolExecutor) -> None:
         """One update from one batch of each stream, each in a thread of its own.
 
@@ -89,7 +99,9 @@ class Trainer:
         began, standing = time.perf_counter(), self.standing
         learned = standing.losses.get("lookup", math.inf) < LOOKUP_LEARNED[self.model.shape.noise]
         self.curriculum = self.curriculum.advanced(standing.step, self.settings.grow, learned)
-        for part in pool.map(self._part, ("short", "lookup")):
+        # Answers of one block are rehearsed at every other step, once there are longer ones.
+        lists = "long" if self.curriculum.stretch and standing.step % 2 else "short"
+        for part in pool.map(self._part, (lists, "lookup")):
             standing.tokens += part.tokens
             for name, loss in part.losses.items():
                 standing.losses[name] = LOSS_DECAY * standing.losses.get(name, loss) + (1 - LOSS_DECAY) * loss
@@ -108,12 +120,13 @@ class Trainer:
         standing.seconds += time.perf_counter() - began
 
     def _part(self, stream: str) -> Part:
-        step, seed = self.standing.step, self.settings.seed
-        batch = (
-            self._short.next(self.curriculum)
-            if stream == "short"
-            else lookup_batch(seed, step, self.curriculum, self.settings.lookup_tokens)
-        )
+        step, seed, settings = self.standing.step, self.settings.seed, self.settings
+        if stream == "short":
+            batch = self._short.next(self.curriculum)
+        else:
+            long = stream == "long"
+            make, tokens = (long_batch, settings.short_tokens) if long else (lookup_batch, settings.lookup_tokens)
+            batch = make(seed, step, self.curriculum, tokens)
         noise = random.Random(f"mask/{stream}/{seed}/{step}").getrandbits(63)
         losses = self.losses(stream, batch, torch.Generator().manual_seed(noise))
         total = losses[stream] + AUXILIARY_WEIGHT * sum(loss for name, loss in losses.items() if name != stream)
@@ -131,8 +144,8 @@ class Trainer:
         )
         losses = {stream: token_loss(self.model, hidden, batch.ids[:, first:], noised.weight[:, first:])}
         if bool(noised.asked.any()):
-            auxiliary = operand_losses if stream == "short" else pointer_losses
-            probe = self._probes[stream]
+            auxiliary = pointer_losses if stream == "lookup" else operand_losses
+            probe = self._probes["lookup" if stream == "lookup" else "short"]
             assert isinstance(probe, nn.Linear)
             losses |= auxiliary(batch, noised, probe, tap)
         return losses

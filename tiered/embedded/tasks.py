@@ -21,6 +21,8 @@ _NAMES = (
 NAMES: tuple[str, ...] = tuple(_NAMES.split())
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 KEYS: tuple[str, ...] = tuple(a + b for a in LETTERS for b in LETTERS)
+# Of tables with more pairs than KEYS has keys: behind a letter, a digit.
+MORE_KEYS: tuple[str, ...] = tuple(a + b for a in LETTERS for b in "0123456789")
 
 # Of this many prompts one belongs to the test split, and one to the validation split.
 HELD_OUT_SHARE = 32
@@ -28,6 +30,7 @@ HELD_OUT_SHARE = 32
 LOOKUP_FRAME_TOKENS = 4
 PAIR_TOKENS = 5
 KEY_TOKENS = 2
+LONG_ASKED = (13, 24)  # keys of a question whose answer fills two to four blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ def split_of(prompt: str) -> Split:
 
 def draw(task: str, split: Split, rng: random.Random, *, size: int | None = None, **options: int) -> Example:
     """The next example of `split` from the caller's random stream; `size` None draws one within the task's bounds."""
-    spec = TASKS[task]
+    spec = TASKS[task] if task in TASKS else LONG_TASKS[task]
     while True:
         prompt, answer = spec.make(rng, rng.randint(*spec.sizes) if size is None else size, **options)
         if split_of(prompt) == split:
@@ -85,13 +88,18 @@ def _names(rng: random.Random, count: int) -> list[str]:
     return rng.sample(NAMES, count)
 
 
+def _list(rng: random.Random, size: int) -> list[str]:
+    # A list longer than there are names repeats some.
+    return _names(rng, size) if size <= len(NAMES) else rng.choices(NAMES, k=size)
+
+
 def _copy(rng: random.Random, size: int) -> tuple[str, str]:
-    text = " ".join(_names(rng, size))
+    text = " ".join(_list(rng, size))
     return f"copy: {text}", text
 
 
 def _reverse(rng: random.Random, size: int) -> tuple[str, str]:
-    items = _names(rng, size)
+    items = _list(rng, size)
     return f"reverse: {' '.join(items)}", " ".join(reversed(items))
 
 
@@ -143,12 +151,18 @@ def _chain(rng: random.Random, size: int, rising: int = 0) -> tuple[str, str]:
 def _lookup(rng: random.Random, size: int, asked: int = 0) -> tuple[str, str]:
     # `size` bounds the tokens of the whole prompt, chat marks included; `asked` 0 draws 1-4 keys.
     asked = asked or rng.randint(1, 4)
-    count = min((size - LOOKUP_FRAME_TOKENS - KEY_TOKENS * asked) // PAIR_TOKENS, len(KEYS))
+    count = (size - LOOKUP_FRAME_TOKENS - KEY_TOKENS * asked) // PAIR_TOKENS
+    keys = KEYS if count <= len(KEYS) else KEYS + MORE_KEYS
+    count = min(count, len(keys))
     if count < asked:
         raise ValueError(f"lookup: {size} tokens hold {count} pairs, fewer than the {asked} keys asked")
-    pairs = [f"{key}={rng.randrange(100):02d}" for key in rng.sample(KEYS, count)]
+    pairs = [f"{key}={rng.randrange(100):02d}" for key in rng.sample(keys, count)]
     wanted = rng.sample(pairs, asked)
     return f"lookup {' '.join(pairs)} ? {' '.join(pair[:2] for pair in wanted)}", " ".join(wanted)
+
+
+def _long_lookup(rng: random.Random, size: int) -> tuple[str, str]:
+    return _lookup(rng, size, rng.randint(*LONG_ASKED))
 
 
 TASKS: dict[str, Task] = {
@@ -166,3 +180,13 @@ TASKS: dict[str, Task] = {
     )
 }
 LIST_TASKS: tuple[str, ...] = ("copy", "reverse", "sort", "replace", "insert", "remove")
+LONG_TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task(name="long_copy", make=_copy, sizes=(64, 120), unit="names", summary="repeat a long list"),
+        Task(name="long_reverse", make=_reverse, sizes=(64, 120), unit="names", summary="a long list from its end"),
+        Task(name="long_chain", make=_chain, sizes=(13, 24), unit="operations", summary="a long running total"),
+        Task(name="long_lookup", make=_long_lookup, sizes=(256, 2048), unit="prompt tokens", summary="many values"),
+    )
+}
+"""Tasks whose answers have 64 to 128 tokens, several blocks of 32: what is committed in one is read in the next."""
