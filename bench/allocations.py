@@ -1,8 +1,10 @@
 """What torch allocates while something runs, counted operation by operation: on a CPU its allocator keeps no count."""
 
+import re
 import sys
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,3 +67,15 @@ def _asking_module() -> str:
             return name
         frame = frame.f_back
     return ""
+
+
+def resident_peak(restart: bool = False) -> int | None:
+    """Peak resident bytes of this process since the last restart; None where the system does not say. Raises `OSError`
+    where it does, but lets nobody restart it."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    if restart:
+        Path("/proc/self/clear_refs").write_text("5")
+    match = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
+    return int(match[1]) * 1024 if match else None

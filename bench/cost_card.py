@@ -1,70 +1,41 @@
-"""The cost card of a pass: bytes and operations that its sizes dictate, and the time that no implementation can beat.
+"""The cost card of a pass: bytes and operations that its sizes dictate, and the time that nothing can beat."""
 
-A part of bench/ops.py and bench/throughput.py.
-"""
-
-import time
 from dataclasses import dataclass
 
 import torch
 
-from tiered.core.byte_size import format_bytes
 from tiered.models.shape import ModelShape
-from tiered.offload.device import synchronize
+from tiered.offload.device_timer import device_times
 
 _SIDE = 768  # of the matrices that the arithmetic of a machine is measured with
 _BYTES = 1 << 26  # that are summed up to measure its memory: more than any cache holds on one core
-_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a machine reaches, measured on itself.
-
-    Attributes:
-        flops_per_second: of a product of square matrices.
-        bytes_per_second: that a sum over a long vector reads.
-    """
+    """What a machine reaches, measured on itself: in a product of square matrices, in a sum over a long vector."""
 
     flops_per_second: float
     bytes_per_second: float
 
-    def __str__(self) -> str:
-        return f"{self.flops_per_second / 1e9:.1f} GFLOP/s, {self.bytes_per_second / 1e9:.1f} GB/s read"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostCard:
-    """What one forward over `rows` rows of each sequence takes.
+    """What one forward takes.
 
     Attributes:
-        batch, context, rows: sequences, positions of each, and how many of those the pass recomputes.
-        weight_bytes: all weights.
-        kv_bytes: keys and values of every position, layer and sequence.
         read_bytes: what the pass has to read once: the weights, without an embedding that is only looked up in, and the
-            keys and values.
+            keys and values of every position.
         flops: multiplications and additions of its matrix products, attention among them; where final tokens see each
             other alone (`ModelShape.noise_masked`), a little more than it takes.
     """
 
-    batch: int
-    context: int
-    rows: int
-    weight_bytes: int
-    kv_bytes: int
     read_bytes: int
     flops: int
 
     def floor(self, rates: Rates) -> float:
         """Seconds that the pass takes at least: its arithmetic or its reading, whichever is longer."""
         return max(self.flops / rates.flops_per_second, self.read_bytes / rates.bytes_per_second)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.batch} x {self.rows} of {self.context} rows: weights {format_bytes(self.weight_bytes)}, keys and "
-            f"values {format_bytes(self.kv_bytes)}, {self.flops / 1e9:.2f} GFLOP, {self.flops / self.read_bytes:.1f} "
-            "FLOP a byte"
-        )
 
 
 def cost_card(
@@ -100,33 +71,12 @@ def cost_card(
     table = (shape.vocab_size, width)
     untied = list(shape.weight_shapes.values()).count(table) > 1
     looked_up = shape.vocab_size * width * dtype_bytes if untied else 0
-    return CostCard(
-        batch=batch,
-        context=context,
-        rows=rows,
-        weight_bytes=weights,
-        kv_bytes=kept,
-        read_bytes=weights - looked_up + kept,
-        flops=batch * per_sequence,
-    )
+    return CostCard(read_bytes=weights - looked_up + kept, flops=batch * per_sequence)
 
 
 def machine_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """What `device` reaches in `dtype`; the best of a few tries."""
     matrix = torch.ones(_SIDE, _SIDE, dtype=dtype, device=device)
     vector = torch.ones(_BYTES // dtype.itemsize, dtype=dtype, device=device)
-
-    def seconds(work) -> float:
-        times = []
-        for _ in range(_TRIES):
-            synchronize(device)
-            began = time.perf_counter()
-            work()
-            synchronize(device)
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    return Rates(
-        flops_per_second=2 * _SIDE**3 / seconds(lambda: matrix @ matrix),
-        bytes_per_second=_BYTES / seconds(vector.sum),
-    )
+    product, total = (min(device_times(work, device, rounds=5)) for work in (lambda: matrix @ matrix, vector.sum))
+    return Rates(flops_per_second=2 * _SIDE**3 / product, bytes_per_second=_BYTES / total)

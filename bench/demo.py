@@ -9,7 +9,6 @@ figure is of this run.
 import argparse
 import json
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from tiered.core.byte_size import format_bytes
 from tiered.core.provenance import provenance
 from tiered.embedded.tasks import Example, sample, score
 
-ANSWER = {"max_new_tokens": 32, "block_length": 32}
 # One token a forward, as the official samplers do it; and every token that is confident enough.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {}),
@@ -30,42 +28,35 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "fast_dllm_dual, threshold 0.9": ("fast_dllm_dual", {"confidence_threshold": 0.9}),
     "polestar, threshold 0.9": ("polestar", {"confidence_threshold": 0.9}),
 }
+LISTS = [sample(task, "test", 0) for task in ("copy", "reverse", "sort", "replace", "insert", "remove")]
+# Examples that are answered together.
+BATCHES = {
+    "lookup, 1024-token prompts": [sample("lookup", "test", seed, size=1024) for seed in range(2)],
+    "lists": LISTS,
+}
+EXPLAINED = """
+NFE: forwards of the batch. TPF: tokens per forward of a sequence. tokens/s: tokens of all answers.
+Both leave end-of-sequence and padding out. Device, host: peak bytes; the host
+holds hidden states as NVFP4 deltas."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Examples that are answered together."""
-
-    name: str
-    examples: list[Example]
-
-
-BATCHES = (
-    Batch("lookup, 1024-token prompts", [sample("lookup", "test", seed, size=1024) for seed in range(2)]),
-    Batch("lists", [sample(task, "test", 0) for task in ("copy", "reverse", "sort", "replace", "insert", "remove")]),
-)
-
-
-def answer(runtime: tiered.Runtime, batch: Batch, options: dict[str, Any]) -> tiered.GenerationOutput:
+def answer(runtime: tiered.Runtime, examples: list[Example], options: dict[str, Any]) -> tiered.GenerationOutput:
     """All answers of a batch, in one call."""
-    chats = [[{"role": "user", "content": example.prompt}] for example in batch.examples]
-    return runtime.generate(chats, **ANSWER, **options)
+    chats = [[{"role": "user", "content": example.prompt}] for example in examples]
+    return runtime.generate(chats, max_new_tokens=32, block_length=32, **options)
 
 
-def measure(runtime: tiered.Runtime, batch: Batch, rounds: int) -> dict[str, dict[str, Any]]:
+def measure(runtime: tiered.Runtime, examples: list[Example], rounds: int) -> dict[str, dict[str, Any]]:
     """By way: answers, whether each is right, and the figures; rounds of the ways alternate, rates are medians."""
+    figures: dict[str, dict[str, Any]] = {}
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
-    outs: dict[str, tiered.GenerationOutput] = {}
-    for _ in range(rounds):
-        for way, (policy, options) in WAYS.items():
-            outs[way] = answer(runtime.with_policy(policy), batch, options)
-            rates[way].append(outs[way].timings.tokens_per_second)
-    figures = {}
-    for way, out in outs.items():
+    for way, (policy, options) in list(WAYS.items()) * rounds:
+        out = answer(runtime.with_policy(policy), examples, options)
         assert out.text is not None
+        rates[way].append(out.timings.tokens_per_second)
         figures[way] = {
             "answers": out.text,
-            "correct": [score(example, text) for example, text in zip(batch.examples, out.text, strict=True)],
+            "correct": [score(example, text) for example, text in zip(examples, out.text, strict=True)],
             "num_forwards": out.num_forwards,
             "tokens_per_forward": out.tokens_per_forward.mean().item(),
             "tokens_per_second": statistics.median(rates[way]),
@@ -75,21 +66,11 @@ def measure(runtime: tiered.Runtime, batch: Batch, rounds: int) -> dict[str, dic
     return figures
 
 
-def show_answers(console: Console, batch: Batch, figures: dict[str, Any]) -> None:
-    """Question, answer and verdict of every example, as `polestar` answered it."""
-    given = figures["polestar"]
-    for example, text, right in zip(batch.examples, given["answers"], given["correct"], strict=True):
-        question = example.prompt if len(example.prompt) < 90 else f"{example.prompt[:48]} … {example.prompt[-32:]}"
-        verdict = "right" if right else f"WRONG, it is {example.answer}"
-        console.print(f"  {question}\n    → {text}   ({verdict})", markup=False, highlight=False)
-
-
-def table(batch: Batch, figures: dict[str, Any]) -> Table:
-    """The figures of a batch, one row a way."""
-    grid = Table(title=batch.name, title_justify="left")
+def show(console: Console, name: str, examples: list[Example], figures: dict[str, Any]) -> None:
+    """The figures, one row a way; then question, answer and verdict of every example, as `polestar` answered it."""
+    grid = Table(title=name, title_justify="left")
     for column in ("policy", "correct", "NFE", "TPF", "tokens/s", "speed", "device", "host"):
         grid.add_column(column, justify="left" if column == "policy" else "right")
-    base = figures["none"]["tokens_per_second"]
     for way, row in figures.items():
         grid.add_row(
             way,
@@ -97,11 +78,16 @@ def table(batch: Batch, figures: dict[str, Any]) -> Table:
             str(row["num_forwards"]),
             f"{row['tokens_per_forward']:.2f}",
             f"{row['tokens_per_second']:.1f}",
-            f"{row['tokens_per_second'] / base:.1f}x",
+            f"{row['tokens_per_second'] / figures['none']['tokens_per_second']:.1f}x",
             format_bytes(row["peak_device_bytes"]),
             format_bytes(row["peak_host_bytes"]),
         )
-    return grid
+    console.print("", grid)
+    given = figures["polestar"]
+    for example, text, right in zip(examples, given["answers"], given["correct"], strict=True):
+        question = example.prompt if len(example.prompt) < 90 else f"{example.prompt[:48]} … {example.prompt[-32:]}"
+        verdict = "right" if right else f"WRONG, it is {example.answer}"
+        console.print(f"  {question}\n    → {text}   ({verdict})", markup=False, highlight=False)
 
 
 def main() -> None:
@@ -109,24 +95,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     parser.add_argument("--rounds", type=int, default=1, help="how often each policy answers (default: 1)")
     arguments = parser.parse_args()
-    console = Console(width=100)
-    runtime = tiered.from_pretrained("embedded")
+    console, runtime, results = Console(width=100), tiered.from_pretrained("embedded"), {}
     shape = runtime.model.shape
     console.print(f"embedded model: {shape.parameters:,} parameters, {shape.layers} layers, on {runtime.device}")
-    answer(runtime, BATCHES[1], {})  # warm up
-    results = {}
-    for batch in BATCHES:
-        results[batch.name] = figures = measure(runtime, batch, arguments.rounds)
-        console.print()
-        console.print(table(batch, figures))
-        show_answers(console, batch, figures)
-    console.print(
-        "\nNFE: forwards of the batch. TPF: tokens per forward of a sequence. tokens/s: tokens of all answers.\n"
-        "Both leave end-of-sequence and padding out. Device, host: peak bytes; the host\n"
-        "holds hidden states as NVFP4 deltas.",
-        highlight=False,
-        soft_wrap=True,
-    )
+    answer(runtime, LISTS, {})  # warm up
+    for name, examples in BATCHES.items():
+        results[name] = measure(runtime, examples, arguments.rounds)
+        show(console, name, examples, results[name])
+    console.print(EXPLAINED, highlight=False, soft_wrap=True)
     if arguments.out:
         record = {"results": results, "rounds": arguments.rounds, "tiered": tiered.__version__, **provenance()}
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,83 +1,71 @@
-"""The report: one offline page from what the other scripts wrote, and the same as Markdown with images.
+"""The report: one offline page of what bench/measure.py has measured, and the same as Markdown with images.
 
-    python bench/report.py                                       # everything in bench/results
-    python bench/report.py bench/results/sweep --out bench/results/report
-    python bench/report.py /tmp/sweep --memory /tmp/memory.json --out /tmp/report
+    python bench/report.py                             # of bench/results, into bench/results/report
+    python bench/report.py --results DIR --out DIR
 
-Writes into --out: report.html, which needs no network and no other file, report.md for pull requests, and PNG and SVG
-of the main figures. An input that is missing is a gap that the page names; a row that is none is left out, and the page
-says which and why. Measures nothing. The last line is JSON: files, figures, gaps, and how much was left out.
+Writes report.html, which needs no network and no other file, report.md for pull requests, and PNG and SVG of the main
+figures. A study that is missing is a gap that the page names; points that were refused or failed are counted, with the
+reason. Measures nothing. The last line is JSON: files, figures, gaps.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from reporting.files import write_all
-from reporting.images import images
-from reporting.markdown import markdown
-from reporting.page import page
-from reporting.report import MAIN, Report, report_of
-from reporting.sources import Paths, read_sources
+from charts import copies, drift, knobs, operations, pareto, regimes, throughput, timeline
+from charts.page import html, markdown
+from charts.picture import Picture, figure_of, read_source
 
+from tiered.core.extras import Extra
 from tiered.core.provenance import command_line
+from tiered.core.whole_file import write_then_rename
+
+with Extra("bench"):
+    import vl_convert
 
 RESULTS = Path(__file__).resolve().parent / "results"
-INPUTS = ("memory", "compare", "overlap", "ops", "throughput")
+PICTURES = (  # in the order of the page
+    Picture("fastest", "Which policy is fastest", regimes, ["regimes"], {"figure": "seconds"}),
+    Picture("smallest", "Which policy is smallest on the device", regimes, ["regimes"], {"figure": "device_bytes"}),
+    Picture("pareto", "Memory against speed", pareto, ["compare", "sweep"]),
+    Picture("accuracy", "Right answers by C, T and M", knobs, ["sweep"], {"figure": "accuracy"}),
+    Picture("speed", "Tokens a second by C, T and M", knobs, ["sweep"], {"figure": "tokens_per_second"}),
+    Picture("device_bytes", "MiB on the device by C, T and M", knobs, ["sweep"], {"figure": "device_bytes"}),
+    Picture("bytes_over_steps", "Bytes by tier and account over the forwards", timeline, ["memory"]),
+    Picture("copies", "Copies behind compute", copies, ["overlap", "memory"]),
+    Picture("drift", "Drift by layer and forward", drift, ["memory"]),
+    Picture("operations", "Operations by policy", operations, ["ops"]),
+    Picture("throughput", "Tokens a second by context", throughput, ["throughput"]),
+)
+MAIN = ("fastest", "pareto", "accuracy", "bytes_over_steps")  # those that other pages show
 
 
-def files_of(report: Report, command: str) -> dict[str, bytes]:
-    """All files of a report, by name."""
-    shown = [figure for figure in report.figures if figure.gap is None and figure.name in MAIN]
-    files = {name: data for figure in shown for name, data in images(figure).items()}
-    texts = {
-        "report.html": page(report, command),
-        "report.md": markdown(report, [figure.name for figure in shown], command),
-    }
-    return files | {name: text.encode() for name, text in texts.items()}
-
-
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "sweep",
-        metavar="DIR",
-        type=Path,
-        nargs="?",
-        default=RESULTS / "sweep",
-        help="folder of a sweep (default: bench/results/sweep)",
-    )
-    for name in INPUTS:
-        parser.add_argument(
-            f"--{name}",
-            metavar="FILE.json",
-            type=Path,
-            default=RESULTS / f"{name}.json",
-            help=f"what bench/{name}.py wrote (default: bench/results/{name}.json)",
-        )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        type=Path,
-        default=RESULTS / "report",
-        help="folder of the report (default: bench/results/report)",
-    )
-    args = parser.parse_args()
-    sources = read_sources(Paths(sweep=args.sweep, **{name: getattr(args, name) for name in INPUTS}))
-    report = report_of(sources)
-    files = files_of(report, command_line(sys.argv))
+    parser.add_argument("--results", metavar="DIR", type=Path, default=RESULTS, help="with a folder for each study")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="folder of the report (default: report in --results)")
+    args = parser.parse_args(argv)
+    out = args.out or args.results / "report"
+    studies = dict.fromkeys(study for each in PICTURES for study in each.studies)
+    sources = {study: read_source(args.results, study) for study in studies}
+    figures = [figure_of(picture, sources) for picture in PICTURES]
+    main = {each.picture.name: each.drawn["wide"] for each in figures if each.rows and each.picture.name in MAIN}
+    command = command_line(sys.argv)
+    files = {"report.html": html(figures, list(sources.values()), command).encode()}
+    files["report.md"] = markdown(figures, list(main), command).encode()
+    for name, svg in main.items():
+        files |= {f"{name}.svg": svg.encode(), f"{name}.png": vl_convert.svg_to_png(svg, scale=2)}
     try:
-        write_all(args.out, files)
+        out.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_then_rename(out / name, lambda part, content=content: part.write_bytes(content))
     except OSError as error:
-        parser.error(f"--out {args.out}: {error.strerror or error}")
-    summary = {
-        "files": sorted(files),
-        "figures": [figure.name for figure in report.figures if figure.gap is None],
-        "gaps": report.gaps,
-        "skipped": len(sources.skipped),
-    }
-    print(json.dumps(summary))
+        parser.error(f"--out {out}: {error.strerror or error}")
+    told = {"figures": [each.picture.name for each in figures if each.rows]}
+    gaps = list(dict.fromkeys(gap for figure in figures for gap in figure.gaps))
+    print(json.dumps({"files": sorted(files)} | told | {"gaps": gaps}))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python bench/train_embedded.py --out runs/embedded                         # train
     python bench/train_embedded.py --out runs/embedded --resume                # go on after an interruption
     python bench/train_embedded.py --out runs/embedded --resume --export DIR   # and write a checkpoint to load
-    python bench/evaluate_embedded.py --model DIR --out DIR/embedded.json      # measure it on the test split
+    python bench/measure.py accuracy --model DIR --out DIR/accuracy            # measure it on the test split
     python bench/train_embedded.py --config embedded-uniform --out runs/uniform    # the one with uniform noise
 
 What is trained and how is in `training` and docs/embedded-model.md. A run uses two cores, one for each

@@ -238,25 +238,3 @@ def test_what_cannot_be_had_says_why(
         monkeypatch.setattr(transformers.cache_utils, name, lambda: False)
         with pytest.raises(ValueError, match=f"^not installed: pip install {package}$"):
             baseline(tiny, backend=backend)
-
-
-def test_a_baseline_is_a_row_or_says_why(
-    tiny: Runtime, tokenizer: Any, script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-):
-    import transformers.cache_utils
-
-    monkeypatch.setattr(transformers.cache_utils, "is_optimum_quanto_available", lambda: False)
-    runtime = Runtime(tiny.model, policy=tiny.policy, tokenizer=tokenizer)
-    questions, one_row = script("comparing.questions"), script("comparing.one_row")
-    question = questions.Question(task="add", examples=2)
-    rows = {}
-    for variant in script("baselines.variants").BASELINES:
-        setting = questions.Setting(question=question, commit="one a step", variant=variant)
-        rows[variant.name] = one_row.measure(runtime, setting, 0, {})
-    assert rows["transformers, quantized"]["why"] == "not installed: pip install optimum-quanto"
-    assert "correct" not in rows["transformers, quantized"]
-    row = rows["transformers, cache"]
-    assert row["bytes"] == "counted" and row["examples"] == 2 and row["policy"] == "transformers, cache"
-    assert row["tokens_per_second"] > 0 and row["cache_ratio"] > 0 == rows["transformers, no cache"]["cache_ratio"]
-    kept = script("comparing.kept_rows")
-    assert all(kept.is_sound(row) for row in rows.values())

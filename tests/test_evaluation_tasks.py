@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
-from scoring import score_examples
+from workloads.scoring import score_examples
 
 import tiered
 from tiered.embedded.tasks import Example, sample, split_of

@@ -33,8 +33,8 @@ def exactness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture
-def setting(exactness: Any, tmp_path: Path) -> Any:
-    return part("setting").Setting(device="cpu", tiny=True, seed=0, folder=str(tmp_path))
+def setting(exactness: Any) -> Any:
+    return part("setting").Setting(device="cpu", tiny=True, seed=0)
 
 
 def test_all_cases(exactness: Any, setting: Any):
@@ -92,7 +92,7 @@ def test_a_call_that_never_fetched_holds_no_law(exactness: Any, setting: Any, mo
 
 
 def left(exactness: Any) -> Any:
-    made = part("leftovers").Left()
+    made = exactness.Left()
     made.kinds = [StepKind.REFRESH, StepKind.STEP]
     made.stores = [torch.randn(4, 1, 2, 5, 3, generator=torch.Generator().manual_seed(number)) for number in (0, 1)]
     made.logits = [torch.randn(1, 2, 7, generator=torch.Generator().manual_seed(number)) for number in (2, 3)]

@@ -31,7 +31,7 @@ def part(name: str) -> Any:
 
 
 def setting(seed: int = 1) -> Any:
-    return part("setting").Setting(device=DEVICE.type, tiny=True, seed=seed, folder=".")
+    return part("setting").Setting(device=DEVICE.type, tiny=True, seed=seed)
 
 
 def first_of(kernel: str) -> str:
@@ -43,11 +43,11 @@ def known(what: Callable[[Any], Any]) -> Any:
     """Of the found cases, for parameters: the module is importable only once a test runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "bench")
-        return what(part("kernel_cases"))
+        return what(part("kernel_case"))
 
 
-CHECKED = known(lambda cases: cases.sized(cases.CHECKED, True))
-TRITON = known(lambda cases: sorted({case.kernel for case in cases.CHECKED if case.triton}))
+CHECKED = known(lambda cases: cases.sized("CHECKED", True))
+TRITON = known(lambda cases: sorted({case.kernel for case in cases.found("CHECKED") if case.triton}))
 
 
 @pytest.mark.parametrize("case", CHECKED)
@@ -64,8 +64,7 @@ def test_a_right_kernel_passes(case: str):
 def test_every_kernel_is_checked_and_run_once_for_the_sanitizer():
     modules = {path.stem for path in (ROOT / "kernels").glob("*.py") if "\nCOMPILATIONS = " in path.read_text()}
     assert modules == set(TRITON)
-    small = part("kernel_cases").small_cases()
-    assert sorted(name for name, _ in small) == sorted(modules)
+    assert part("kernel_case").small_cases().keys() == modules
 
 
 @pytest.mark.parametrize("kernel", TRITON)
@@ -73,7 +72,7 @@ def test_a_small_run_starts_its_kernel_once(kernel: str, monkeypatch: pytest.Mon
     started, module = [], importlib.import_module(f"tiered.kernels.{kernel}")
     reference = getattr(importlib.import_module(f"tiered.kernels.{kernel}_ref"), kernel)
     monkeypatch.setattr(module, kernel, lambda *given, **named: started.append(kernel) or reference(*given, **named))
-    dict(part("kernel_cases").small_cases())[kernel](DEVICE)
+    part("kernel_case").run_once(part("kernel_case").small_cases()[kernel], DEVICE)
     assert started == [kernel]
 
 
@@ -205,7 +204,7 @@ def rows_case(change: Callable[[Tensor], Tensor], law: bool = False) -> Any:
     """A case of a thousand rows, which `change` is done to; with `law` they have to stay as they are."""
 
     class Case(part("kernel_case").KernelCase):
-        kernel, name, bound = "none", "none", 0.01
+        kernel, name, error = "none", "none", 0.01
 
         def draw(self, generator: torch.Generator) -> Tensor:
             return torch.randn(1000, 8, generator=generator)
@@ -236,7 +235,7 @@ def test_one_row_of_many_is_found(wrong: int, found: bool):
         rows[7] *= 1 + wrong / 10
         return rows
 
-    row = part("kernel_check").check(rows_case(change), torch.Generator().manual_seed(0))
+    row = part("kernels").check(rows_case(change), torch.Generator().manual_seed(0))
     assert row["rel_error"] < row["bound"]
     assert row["ok"] is not found
     assert not found or row["why"] == "row_error 0.1, at most 0.02 is rounding"
@@ -246,7 +245,7 @@ def test_one_row_of_many_is_found(wrong: int, found: bool):
     ("change", "why"), [(lambda rows: rows[1:], "shape"), (lambda rows: rows.double(), "torch.float64")]
 )
 def test_a_result_of_another_shape_or_dtype_is_found(change: Callable[[Tensor], Tensor], why: str):
-    row = part("kernel_check").check(rows_case(change, law=True), torch.Generator().manual_seed(0))
+    row = part("kernels").check(rows_case(change, law=True), torch.Generator().manual_seed(0))
     assert row["ok"] is False and why in row["why"]
 
 
@@ -269,8 +268,7 @@ def test_bytes_are_those_that_must_move():
     assert moved(delta.DeltaEncode(**size, delta=False)) == plain + 67 * 2 * 4096
 
     attention, drift = part("kernel_cases_attention"), part("kernel_cases_drift")
-    shape = part("attention_inputs").DREAM
-    sizes = {"shape": shape, "batch": 2, "rows": 6, "length": 90, "dtype": torch.bfloat16}
+    sizes = {"shape": attention.DREAM, "batch": 2, "rows": 6, "length": 90, "dtype": torch.bfloat16}
     queries, column, sums = 2 * 28 * 6 * 128 * 2, 4 * 128 * 2, 2 * 28 * 6 * 4
     visible = 2 * (90 - 11)
     assert moved(attention.ProxyAttention(**sizes)) == queries + 2 * 90 * column + 2 * sums
@@ -293,7 +291,8 @@ def test_bytes_are_those_that_must_move():
     assert flagged.moved(given) == 2 * (count * 3 * 16 * 4) + 2 * 10 * 9
     gather = copies.GatherCopy(segments=3)
     given = gather.draw(generator)
-    assert given.sizes[:2].tolist() == [147_584, 16] and gather.moved(given) == 2 * sum(given.sizes.tolist()) + 3 * 24
+    assert given.tables[2, :2].tolist() == [147_584, 16]
+    assert gather.moved(given) == 2 * sum(given.tables[2].tolist()) + 3 * 24
 
     linear = part("kernel_cases_linear").Linear(rows=3, inputs=16, outputs=5, dtype=torch.bfloat16)
     assert moved(linear) == 2 * (16 * 5 + 3 * 16 + 3 * 5)
@@ -302,7 +301,7 @@ def test_bytes_are_those_that_must_move():
 def test_arithmetic_is_that_of_the_products():
     attention, drift = part("kernel_cases_attention"), part("kernel_cases_drift")
     generator = torch.Generator().manual_seed(0)
-    sizes = {"shape": part("attention_inputs").DREAM, "rows": 6, "length": 90, "dtype": torch.bfloat16}
+    sizes = {"shape": attention.DREAM, "rows": 6, "length": 90, "dtype": torch.bfloat16}
     product = 2 * 28 * 6 * 90 * 128
     for case, flops in [
         (attention.ProxyAttention(**sizes), product),
@@ -316,7 +315,7 @@ def test_arithmetic_is_that_of_the_products():
 def test_inputs_are_as_a_store_and_a_batch_with_pads_give_them():
     attention = part("kernel_cases_attention")
     case = attention.ProxyAttention(
-        shape=part("attention_inputs").DREAM, batch=2, rows=3, length=50, dtype=torch.float32, masked=True, strided=True
+        shape=attention.DREAM, batch=2, rows=3, length=50, dtype=torch.float32, masked=True, strided=True
     )
     given = case.draw(torch.Generator().manual_seed(0))
     assert not given.keys.is_contiguous() and not given.queries.is_contiguous()
@@ -327,7 +326,7 @@ def test_inputs_are_as_a_store_and_a_batch_with_pads_give_them():
 
 
 def test_draws_depend_on_the_case_and_the_seed_alone():
-    generator_of = part("kernel_cases").generator_of
+    generator_of = part("kernel_case").generator_of
     draws = [torch.rand(3, generator=generator_of(name, seed, torch.device("cpu"))) for name, seed in
              [("a", 0), ("a", 0), ("b", 0), ("a", 1)]]  # fmt: skip
     assert torch.equal(draws[0], draws[1])
@@ -336,19 +335,18 @@ def test_draws_depend_on_the_case_and_the_seed_alone():
 
 @pytest.mark.parametrize("table", ["CHECKED", "TIMED"])
 def test_a_rehearsal_has_the_rows_of_a_day(table: str):
-    kernel_cases = part("kernel_cases")
-    cases = getattr(kernel_cases, table)
-    day, rehearsal = (kernel_cases.sized(cases, tiny) for tiny in (False, True))
+    cases = part("kernel_case").found(table)
+    day, rehearsal = (part("kernel_case").sized(table, tiny) for tiny in (False, True))
     assert list(day) == list(rehearsal) and len(day) == len(cases)
     assert tuple(day.values()) == cases
-    assert all(small.name != name for name, small in rehearsal.items())
+    assert all(small.name != name and len(name) < 100 for name, small in rehearsal.items())
 
 
 class TestTheFormat:
     """The decoder that shares no line with the codecs, against torch and by hand."""
 
     def test_every_code_and_scale(self):
-        values64 = part("nvfp4_format").values64
+        values64 = part("kernel_cases_delta").values64
         codes = torch.arange(256, dtype=torch.uint8)
         scales = torch.arange(127, dtype=torch.uint8)
         ones = torch.full((127, 8), 0x22, dtype=torch.uint8)  # 1.0 everywhere
@@ -366,14 +364,15 @@ class TestTheFormat:
         record = [0x22] * 8 + [0, 0, 0, 0x3F] + [0x40, 0x40] + [0x40]
         buffer = torch.tensor([9] * 5 + record + [9], dtype=torch.uint8)
         centroids = torch.stack([torch.zeros(16), torch.arange(16.0)])
-        found = part("nvfp4_format").rows64(buffer, [1], [5], 16, centroids, torch.tensor([1]))
+        table = SimpleNamespace(rows=[1], offsets=[5], width=16)
+        found = part("kernel_cases_delta").rows64(buffer, table, centroids, torch.tensor([1]))
         assert found[0].tolist() == [3 * column + 1.0 * 0.5 * 2 for column in range(16)]
 
 
 class TestPoison:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool])
     def test_all_new_memory_holds_it(self, dtype: torch.dtype):
-        poison = part("poison")
+        poison = part("kernels")
         like = torch.ones(4, 6, dtype=dtype)[:, ::2]
         with poison.Poisoned(0xA5):
             made = [torch.empty(3, 5, dtype=dtype), torch.empty_like(like), like.new_empty(2), torch.empty(())]
@@ -383,7 +382,7 @@ class TestPoison:
         assert not zeros.any() and like.all()
 
     def test_nothing_else_is_poisoned(self):
-        with part("poison").Poisoned(0xA5):
+        with part("kernels").Poisoned(0xA5):
             pass
         assert set(bytes(torch.empty(8, dtype=torch.uint8).untyped_storage())) != {0xA5}
 
@@ -400,7 +399,7 @@ class TestFloors:
     def test_every_kernel_has_its_figures(self):
         floors = part("floors")
         first = {case.split()[0]: case for case in reversed(floors.cases(setting()))}
-        assert set(first) == {case.kernel for case in part("kernel_cases").TIMED} > {"attend", "linear"}
+        assert set(first) == {case.kernel for case in part("kernel_case").found("TIMED")} > {"attend", "linear"}
         for case in first.values():
             row = floors.measure(setting(), case)
             assert row["kernel"] == case.split()[0] and json.dumps(row, allow_nan=False)
@@ -413,10 +412,10 @@ class TestFloors:
         monkeypatch.setattr(floors, "copy_bandwidth", lambda device, tiny: 4e6)
         seconds = iter([[5e-3], [2e-3, 3e-3]])
         monkeypatch.setattr(floors, "device_times", lambda *given, **named: next(seconds))
-        row = floors.measure(setting(), "linear 32x4096x12288 bfloat16")
+        row = floors.measure(setting(), floors.cases(setting())[-2])
         nbytes = 2 * (4 * 32 + 96 * 32 + 4 * 96)
         assert row["bytes"] == nbytes
-        assert [row[name] for name in ("time_us", "low_us", "high_us", "eager_us")] == [2500, 2000, 3000, 5000]
+        assert [row[name] for name in ("time_us", "low_us", "high_us", "eager_us")] == [2500, 2200, 2800, 5000]
         assert row["noise"] == pytest.approx(0.4)
         assert row["floor_us"] == pytest.approx(nbytes / 4, rel=1e-3)
         assert row["over_floor"] == pytest.approx(2500 / (nbytes / 4), rel=1e-3)
@@ -465,7 +464,7 @@ class TestFloors:
         made = [SimpleNamespace(metadata=metadata, n_regs=96, n_spills=2), None]
         monkeypatch.setattr(jit.JITFunction, "run", run := lambda self, which: made[which])
         rows: list[dict[str, Any]] = []
-        with part("compiled_kernels").recorded(rows):
+        with part("floors").recorded(rows):
             assert [jit.JITFunction.run(None, which) for which in (0, 0, 1)] == [made[0], made[0], None]
         assert rows == [{"name": "_decode", "registers": 96, "spills": 2, "shared_bytes": 4096, "warps": 4}]
         assert jit.JITFunction.run is run

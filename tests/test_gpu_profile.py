@@ -189,26 +189,14 @@ def test_a_trace_that_lost_a_step_is_no_figure():
         part("profile_counts").ProfiledCall(sample().trace(), KINDS[:2])
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [
-        ([], [(0, 1)], []),
-        ([(0, 4)], [(1, 2), (3, 9)], [(1, 2), (3, 4)]),
-        ([(0, 1), (2, 6), (7, 8)], [(0, 5), (5, 7.5)], [(0, 1), (2, 5), (5, 6), (7, 7.5)]),
-    ],
-)
-def test_common_moments(one: Any, other: Any, expected: Any):
-    assert list(part("profile_counts").common(one, other)) == expected
-    assert list(part("profile_counts").union([*other, *other])) == part("profile_counts").union(other)
-
-
 def test_overlapping_moments_count_once():
-    assert part("profile_counts").union([(5, 6), (0, 2), (1, 3), (3, 4), (5, 5.5)]) == [(0, 4), (5, 6)]
+    assert part("profile_counts").covered([(5, 6), (0, 2), (1, 3), (3, 4), (5, 5.5)]) == 5
+    assert part("profile_counts").covered([]) == 0
 
 
 def test_a_small_trace_keeps_what_the_device_did(tmp_path: Path):
     path = tmp_path / "trace.json.gz"
-    row = part("small_trace").write_small_trace(path, sample().trace())
+    row = part("profile_counts").write_small_trace(path, sample().trace())
     assert row == {"file": "trace.json.gz", "bytes": path.stat().st_size, "events": row["events"], "whole": True}
     kept = json.loads(gzip.decompress(path.read_bytes()))
     counts = Counter(event.get("cat") for event in kept["traceEvents"])
@@ -221,8 +209,8 @@ def test_a_small_trace_keeps_what_the_device_did(tmp_path: Path):
 
 def test_a_trace_is_cut_until_it_fits(tmp_path: Path):
     path = tmp_path / "trace.json.gz"
-    whole = part("small_trace").write_small_trace(path, sample().trace())
-    row = part("small_trace").write_small_trace(path, sample().trace(), most=whole["bytes"] - 1)
+    whole = part("profile_counts").write_small_trace(path, sample().trace())
+    row = part("profile_counts").write_small_trace(path, sample().trace(), most=whole["bytes"] - 1)
     assert row["bytes"] == path.stat().st_size < whole["bytes"] and not row["whole"]
     kept = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     assert 0 < len(kept) == row["events"] < whole["events"]
@@ -281,7 +269,7 @@ def test_where_a_wait_is():
 
 def test_the_part_on_a_cpu(tmp_path: Path):
     profile = part("profile")
-    setting = part("setting").Setting(device="cpu", tiny=True, seed=0, folder=str(tmp_path))
+    setting = part("setting").Setting(device="cpu", tiny=True, seed=0, stem=str(tmp_path / "cpu"))
     rows = {case: profile.measure(setting, case) for case in profile.cases(setting)}
     json.dumps(rows, allow_nan=False)
     steps = rows["plain and update steps"]["steps"]
@@ -292,6 +280,6 @@ def test_the_part_on_a_cpu(tmp_path: Path):
         assert figures["kernels"] == 0 and figures["idle_share"] == 1 and figures["unwatched_ms"] > 0
         assert figures["wall_ms"] > 0 and not figures["blocking_calls"]
     assert rows["host waits"]["lines"] == []
-    kept = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    kept = json.loads(gzip.decompress((tmp_path / "cpu.trace.json.gz").read_bytes()))["traceEvents"]
     names = Counter(event["name"] for event in kept)
     assert names["step"] == 8 and names["layer/L2"] == 8

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import pytest
 import tier_fuzz as fuzz
 import torch
-from torch import Tensor
 
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.delay import Point
@@ -73,7 +72,7 @@ def sanitized(part: ModuleType) -> ModuleType:
 
 
 def setting(device: str = "cpu") -> Any:
-    return importlib.import_module("gpu_parts.setting").Setting(device=device, tiny=True, seed=5, folder="")
+    return importlib.import_module("gpu_parts.setting").Setting(device=device, tiny=True, seed=5)
 
 
 class Fake:
@@ -190,7 +189,7 @@ def test_a_planted_error_has_to_be_found(fake: Fake, name: str):
 
 def test_a_planted_error_is_no_news_where_the_tool_is_refused(fake: Fake):
     row = fake.run(what="planted", before=REFUSAL, says="CUDA error", program_status=1)
-    assert "Device not supported" in row["skipped"] and "ok" not in row
+    assert "Device not supported" in row["why"] and "ok" not in row
 
 
 @pytest.mark.parametrize(("tool", "filtered"), [("memcheck", False), ("racecheck", True), ("initcheck", False)])
@@ -237,7 +236,7 @@ def test_without_a_verdict_it_is_skipped(fake: Fake, part: ModuleType, monkeypat
     monkeypatch.setattr(part, "_GRACE", 0.5)
     said, why = NO_VERDICT[name]
     row = fake.run(**said)
-    assert why in row["skipped"] and "ok" not in row
+    assert why in row["why"] and "ok" not in row
 
 
 FAILED = {
@@ -280,9 +279,9 @@ def test_cases(part: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "racecheck transports",
         "initcheck kernels",
     ]
-    assert part.measure(setting(), "memcheck kernels") == {"skipped": "needs a CUDA device"}
+    assert part.measure(setting(), "memcheck kernels") == {"status": "skipped", "why": "needs a CUDA device"}
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert part.measure(setting("cuda"), "racecheck kernels") == {"skipped": "compute-sanitizer is not on the PATH"}
+    assert part.measure(setting("cuda"), "racecheck kernels")["why"] == "compute-sanitizer is not on the PATH"
 
 
 def test_runs_go_side_by_side_and_fail_alone(part: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -418,10 +417,11 @@ def test_what_is_wrong_is_an_exit_status(
 
 
 def test_kernels_run_once_each(sanitized: ModuleType, monkeypatch: pytest.MonkeyPatch):
-    ran: list[Tensor | torch.device] = []
-    monkeypatch.setattr(sanitized, "small_cases", lambda: [("one", ran.append), ("two", ran.append)])
-    assert sanitized.run_kernels(CPU) == {"ran": ["one", "two"], "wrong": []} and ran == [CPU, CPU]
-    monkeypatch.setattr(sanitized, "small_cases", list)
+    ran: list[tuple[int, torch.device]] = []
+    monkeypatch.setattr(sanitized, "small_cases", lambda: {"one": 1, "two": 2})
+    monkeypatch.setattr(sanitized, "run_once", lambda case, device: ran.append((case, device)))
+    assert sanitized.run_kernels(CPU) == {"ran": ["one", "two"], "wrong": []} and ran == [(1, CPU), (2, CPU)]
+    monkeypatch.setattr(sanitized, "small_cases", dict)
     assert sanitized.run_kernels(CPU)["wrong"]
 
 
@@ -435,5 +435,4 @@ def test_it_ends_itself_and_says_where_it_was(part: ModuleType, monkeypatch: pyt
     asked = ["transports", "--device", "cpu", "--schedules", "1000", "--seconds", "1000", "--limit", "1"]
     ended = subprocess.run([*part.PROGRAM, *asked], capture_output=True, text=True, timeout=100)
     assert ended.returncode and "Timeout (" in ended.stderr and "most recent call first" in ended.stderr
-    report = importlib.import_module("gpu_parts.sanitizer_report")
-    assert report.Ended(text=ended.stderr, status=1, seconds=1.0, limit=1.0).late
+    assert part.LATE.search(ended.stderr)

@@ -59,7 +59,7 @@ def test_every_outcome_is_told(part: ModuleType, tmp_path: Path, workers: int, s
     assert (row["passed"], row["failed"], row["skipped"]) == (1, len(expected), 1)
     assert not row["ok"] and row["why"].startswith(f"{len(expected)} failed")
     assert row["unfinished"] == ([] if workers else ["test_hangs.py::test_it"])
-    assert workers or row["why"].endswith("1 did not end, out of time")
+    assert workers or row["why"].endswith("1 did not end; out of time")
 
 
 def ended(test: str, outcome: str) -> list[dict[str, Any]]:
@@ -75,9 +75,9 @@ def ended(test: str, outcome: str) -> list[dict[str, Any]]:
         (ended("a", "passed"), 0, "cuda", None),
         (ended("a", "skipped"), 0, "cpu", None),
         (ended("a", "skipped"), 0, "cuda", "none passed"),
-        ([], 5, "cuda", "pytest ended with status 5, none passed"),
+        ([], 5, "cuda", "pytest ended with status 5; none passed"),
         (ended("a", "passed") + ended("b", "failed"), 1, "cuda", "1 failed"),
-        ([*ended("a", "passed"), {"what": "begun", "test": "b"}], None, "cuda", "1 did not end, out of time"),
+        ([*ended("a", "passed"), {"what": "begun", "test": "b"}], None, "cuda", "1 did not end; out of time"),
         (ended("a", "passed"), 2, "cuda", "pytest ended with status 2"),
         (ended("a", "passed"), -11, "cuda", "pytest ended with status -11"),
     ],

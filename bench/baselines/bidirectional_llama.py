@@ -1,9 +1,8 @@
 """The weights of a LLaDA in transformers' `LlamaForCausalLM`, asked without its causal mask.
 
-LLaDA is Llama's architecture (RoPE in halves, SwiGLU, RMSNorm) that every row attends to every row in. transformers
-calls that a decoder used as an encoder: `is_causal=False` in the call of the model (`TransformersKwargs`), which turns
-both the mask that it makes and the flag of the attention kernel. A version that takes the argument and goes on masking
-would answer badly and fast, so the model is asked whether it sees ahead before it is used.
+LLaDA is Llama's architecture in which every row attends to every row. transformers calls that a decoder used as an
+encoder: `is_causal=False` in the call of the model turns both the mask that it makes and the flag of the attention
+kernel. A version that takes the argument and goes on masking would answer badly and fast, so the model is asked first.
 """
 
 from typing import Any
@@ -78,7 +77,7 @@ def forward(
     cache: Cache | None = None,
     **options: Any,
 ) -> Tensor:
-    """Logits of a bidirectional pass.
+    """Logits [batch, outputs, vocab] of a bidirectional pass, in the model's dtype.
 
     Args:
         ids: [batch, rows], behind what `cache` holds.
@@ -86,10 +85,7 @@ def forward(
         positions: [batch or 1, rows] of RoPE.
         output: [outputs], the rows whose logits are wanted.
         cache: grows by the rows' keys and values; None: nothing is kept.
-        **options: on top, in place of what is passed by default.
-
-    Returns:
-        [batch, outputs, vocab], in the model's dtype.
+        **options: in place of what is passed by default.
     """
     given: dict[str, Any] = {"is_causal": False, "use_cache": cache is not None, "past_key_values": cache}
     out = llama(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=output, **(given | options))

@@ -20,19 +20,12 @@ Logits = Callable[[Tensor, Tensor, int, int, bool], Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class Denoised:
-    """What came out.
+    """What came out."""
 
-    Attributes:
-        answers: [batch, answer] ids; padding behind an end-of-sequence token.
-        forwards: forwards that each sequence took part in.
-        seconds: of every forward with its commit.
-        first_block: forwards of the first block.
-    """
-
-    answers: Tensor
-    forwards: list[int]
-    seconds: list[float] = field(default_factory=list)
-    first_block: int = 0
+    answers: Tensor  # [batch, answer] ids; padding behind an end-of-sequence token
+    forwards: list[int]  # that each sequence took part in
+    seconds: list[float] = field(default_factory=list)  # of every forward with its commit
+    first_block: int = 0  # forwards of it
 
 
 def denoise(
@@ -47,13 +40,8 @@ def denoise(
     pad_token: int,
     watch: Callable[[], object] = lambda: None,
 ) -> Denoised:
-    """Answer `prompts` [batch, columns], padded on the left.
-
-    Args:
-        answer, block: tokens of the answer and of a block.
-        threshold: commit every token at least as confident; None: one a step.
-        watch: called behind every forward; its time counts nowhere.
-    """
+    """Answer `prompts` [batch, columns], padded on the left, with `answer` tokens in blocks of `block`. `threshold`:
+    commit every token at least as confident; None: one a step. `watch` is called behind every forward, untimed."""
     batch, width = prompts.shape
     canvas = torch.cat([prompts, prompts.new_full((batch, answer), mask_token)], dim=1)
     done = Denoised(answers=canvas[:, width:].clone(), forwards=[0] * batch)
@@ -68,7 +56,8 @@ def denoise(
             chosen, tokens = commit(found, is_open & going[:, None], threshold, mask_token)
             canvas[:, start:stop] = torch.where(chosen, tokens, canvas[:, start:stop])
             is_open &= ~chosen
-            ended = _ended(canvas[:, start:stop], is_open, end_token)
+            # An end-of-sequence token is committed, and so is everything in front of it.
+            ended = ((canvas[:, start:stop] == end_token) & (is_open.int().cumsum(dim=1) == 0)).any(dim=1)
             done.seconds.append(time.perf_counter() - began)
             for number in left[going].tolist():
                 done.forwards[number] += 1
@@ -94,9 +83,3 @@ def commit(found: Tensor, is_open: Tensor, threshold: float | None, mask_token: 
     if threshold is not None:
         chosen |= confidence >= threshold
     return chosen & is_open, tokens
-
-
-def _ended(tokens: Tensor, is_open: Tensor, end_token: int) -> Tensor:
-    """[batch] True where an end-of-sequence token is committed and so is everything in front of it."""
-    committed_so_far = is_open.int().cumsum(dim=1) == 0
-    return ((tokens == end_token) & committed_so_far).any(dim=1)

@@ -4,6 +4,8 @@ The figures of bytes are counted, not booked: weights and cached tensors by thei
 activations, logits and what a cache puts together while a layer runs.
 """
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
@@ -16,19 +18,28 @@ from tiered.inputs import Inputs, read_inputs
 from tiered.output import GenerationOutput, Timings
 from tiered.runtime import Runtime
 
+# By the name that stands in a point's settings as its policy; None: no cache, a full forward every step.
+BASELINES: dict[str, CacheKind | None] = {
+    "transformers, no cache": None,
+    "transformers, cache": CacheKind(),
+    "transformers, offloaded": CacheKind(offloading=True),
+    "transformers, quantized": CacheKind(backend="quanto"),
+    "transformers, quantized hqq": CacheKind(backend="hqq"),
+    "transformers, quantized fp8": CacheKind(backend="fp8"),
+}
+
 
 class ByTransformers:
     """One baseline over the weights of a runtime; the tensors are shared."""
 
     def __init__(self, runtime: Runtime, kind: CacheKind | None) -> None:
-        """`kind` None: no cache, a full forward every step.
+        """`kind`: one of `BASELINES`.
 
         Raises:
             ValueError: transformers cannot do it here; the message says why, or what to install. Found by doing it: a
                 short prompt is answered, which also pays for what a first call loads.
         """
-        self._runtime, self._kind = runtime, kind
-        self.model = llama_of(runtime.model)
+        self._runtime, self._kind, self.model = runtime, kind, llama_of(runtime.model)
         prompt = torch.zeros(1, 8, dtype=torch.long, device=runtime.device)
         self.generate(prompt, max_new_tokens=4, block_length=4)
 
@@ -41,6 +52,7 @@ class ByTransformers:
         max_new_tokens: int,
         block_length: int,
         confidence_threshold: float | None = None,
+        stop_at_eos: bool = True,
         seed: int = 0,
     ) -> GenerationOutput:
         """As `Runtime.generate`, of which it has some options. Nothing is drawn, whatever the `seed`.
@@ -67,7 +79,7 @@ class ByTransformers:
                 block=block_length,
                 threshold=confidence_threshold,
                 mask_token=runtime.model.mask_token_id,
-                end_token=runtime.model.eos_token_id,
+                end_token=runtime.model.eos_token_id if stop_at_eos else -1,  # no token is -1
                 pad_token=runtime.model.pad_token_id,
                 watch=call.count,
             )
@@ -77,10 +89,11 @@ class ByTransformers:
         except (AssertionError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"transformers on {runtime.device.type}: {_one_line(error)}") from error
         tokens = (done.answers == runtime.model.eos_token_id).cumsum(dim=1) == 0
-        counts = tokens.sum(dim=1)
+        counts, reader = tokens.sum(dim=1), runtime.tokenizer
+        said = [answer[kept].tolist() for answer, kept in zip(done.answers, tokens, strict=True)]
         return GenerationOutput(
             sequences=torch.cat([prompts.ids, done.answers], dim=1),
-            text=_text(runtime, done.answers, tokens),
+            text=None if reader is None else reader.batch_decode(said, skip_special_tokens=True),
             num_forwards=len(done.seconds),
             forwards=done.forwards,
             tokens_per_forward=counts / torch.tensor(done.forwards),
@@ -103,14 +116,12 @@ class _Call:
     def __init__(self, owner: ByTransformers, kind: CacheKind | None, ids: Tensor, pads: Tensor, answer: int) -> None:
         self._llama, self._kind = owner.model, kind
         self._length = ids.shape[1] + answer
-        columns = torch.arange(self._length, device=ids.device)[None]
-        padded = bool(pads.any())
+        columns, padded = torch.arange(self._length, device=ids.device)[None], bool(pads.any())
         # A mask is passed only where it says something: without one the attention kernel is a faster one.
         self._mask = (columns >= pads[:, None]).long() if padded else None
         self._positions = (columns - pads[:, None]).clamp(min=0) if padded else columns
         self._cache: PrefixCache | None = None
-        self._peak: dict[str, int] = {}
-        self._device = ids.device.type
+        self._device, self._peak = ids.device.type, Counter[str]()
         self.passes = {"refresh": 0, "step": 0}
         self.rows: list[float] = []
 
@@ -119,8 +130,7 @@ class _Call:
         if first and self._kind is not None:
             self._cache = PrefixCache(self._kind, self._llama.config, self._length - start)
         cache = self._cache
-        whole = first or cache is None
-        begin = 0 if whole else start
+        begin = 0 if (whole := first or cache is None) else start
         found = forward(
             self._llama,
             canvas[:, begin:],
@@ -135,29 +145,15 @@ class _Call:
 
     def count(self) -> None:
         """Count what is held now."""
-        held = [*self._llama.parameters(), *self._llama.buffers()]
-        if self._cache is not None:
-            held += self._cache.tensors()
-        for device, size in storage_bytes(iter(held)).items():
-            self._peak[device] = max(self._peak.get(device, 0), size)
+        cached = () if self._cache is None else self._cache.tensors()
+        self._peak |= storage_bytes([*self._llama.parameters(), *self._llama.buffers(), *cached])
 
     def memory(self) -> MemoryReport:
         """The largest counts, as the ledger reports its own; what moves between tiers is not counted."""
-        device = self._peak.get(self._device, 0)
-        host = 0 if self._device == "cpu" else self._peak.get("cpu", 0)
-        sizes = {Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: 0}
-        reports = {
-            tier: TierReport(current=size, peak=size, at_peak={}, required=size, cap=None)
-            for tier, size in sizes.items()
-        }
-        return MemoryReport(tiers=reports, moved={})
-
-
-def _text(runtime: Runtime, answers: Tensor, tokens: Tensor) -> list[str] | None:
-    if runtime.tokenizer is None:
-        return None
-    kept = [answer[some].tolist() for answer, some in zip(answers, tokens, strict=True)]
-    return runtime.tokenizer.batch_decode(kept, skip_special_tokens=True)
+        host = 0 if self._device == "cpu" else self._peak["cpu"]
+        sizes = {Tier.DEVICE: self._peak[self._device], Tier.HOST: host, Tier.DISK: 0}
+        report = {tier: TierReport(current=n, peak=n, required=n, at_peak={}, cap=None) for tier, n in sizes.items()}
+        return MemoryReport(tiers=report, moved={})
 
 
 def _one_line(error: Exception) -> str:

@@ -7,7 +7,8 @@ the prefix goes into the quantized cache once, and each pass is given shallow co
 layer new tensors and writes to none.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class PrefixCache:
     def __init__(self, kind: CacheKind, config: PreTrainedConfig, behind: int) -> None:
         """`config` of the model; `behind`: columns of the block and of everything behind it, which no later pass may
         find. Raises what transformers does where the kind cannot be had here."""
-        self._config, self._behind = config, behind
+        self._behind = behind
         self._whole: Cache | None = DynamicCache(config=config, offloading=kind.offloading)
         self._prefix: Cache | None = None if kind.backend is None else QuantizedCache(kind.backend, config)
         self._lent: Cache | None = None
@@ -75,26 +76,21 @@ class PrefixCache:
 
 def tensors_in(held: object) -> Iterator[Tensor]:
     """The plain tensors inside tensors, tuples, lists and mappings."""
+    # A tensor of another library's class (quanto's) names the tensors that it is made of.
+    flatten = getattr(held, "__tensor_flatten__", None)
+    if flatten is not None and type(held) not in (Tensor, torch.nn.Parameter):
+        held = [getattr(held, name) for name in flatten()[0]]
     if isinstance(held, Tensor):
-        # A tensor of another library's class (quanto's) names the tensors that it is made of.
-        flatten = getattr(held, "__tensor_flatten__", None)
-        names = flatten()[0] if type(held) not in (Tensor, torch.nn.Parameter) and flatten is not None else None
-        if names is None:
-            yield held
-        else:
-            for name in names:
-                yield from tensors_in(getattr(held, name))
-    elif isinstance(held, dict):
-        yield from tensors_in(tuple(held.values()))
-    elif isinstance(held, tuple | list):
-        for item in held:
+        yield held
+    elif isinstance(held, dict | tuple | list):
+        for item in held.values() if isinstance(held, dict) else held:
             yield from tensors_in(item)
 
 
-def storage_bytes(tensors: Iterator[Tensor]) -> dict[str, int]:
+def storage_bytes(tensors: Iterable[Tensor]) -> Counter[str]:
     """Bytes by type of device ("cpu", "cuda"), each storage once: a view counts with all that it keeps alive."""
     storages = {(held.device.type, held.untyped_storage().data_ptr()): held.untyped_storage() for held in tensors}
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for (device, _), storage in storages.items():
-        sizes[device] = sizes.get(device, 0) + storage.nbytes()
+        sizes[device] += storage.nbytes()
     return sizes

@@ -1,19 +1,24 @@
 """The longest context that runs under a cap of the device's memory, and that one block more is refused beforehand."""
 
-from dataclasses import dataclass, replace
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from cost_card import cost_card
+import torch
 
-from gpu_parts.capped_run import capped_run, refusal
-from gpu_parts.policy_calls import BLOCK, PolicyCall, patient, planned, policy_of
-from gpu_parts.random_llada import random_llada, random_runtime
-from gpu_parts.setting import Setting
-from gpu_parts.step_figures import copies, times
-from gpu_parts.step_floors import measured_rates
+from gpu_parts.policy_calls import BLOCK, CallMemory, Kinds, Measured, PolicyCall, patient, planned, policy_of
+from gpu_parts.random_llada import random_ids, random_llada, random_runtime
+from gpu_parts.setting import Setting, checked, skipped
+from gpu_parts.step_figures import card_of, copies, measured_rates, times
 from tiered.core.budget import MemoryBudget
+from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
+from tiered.offload.errors import ArenaFullError
+from tiered.planning.plan import Plan
 from tiered.policies.base import Policy
 
 # Refresh, step, step, and where the policy updates an update: see `patient`.
@@ -25,23 +30,14 @@ _POSITIONS = (65536, 49152, 32768, 16384, 4096)
 _REACHED, _PINNED_A_SECOND, _PAGED_A_SECOND = 0.4, 4e9, 2e10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
-    """A policy, its budget of the host (0: nothing is streamed), and seconds that its run may be expected to take."""
-
-    variant: str
-    host: str
-    seconds: float
-
-
+# Seconds that a run of a policy with a budget of the host (0: nothing is streamed) may be expected to take.
 _CASES = {
-    "fast_dllm_dual, host 0": _Case(variant="fast_dllm_dual", host="0", seconds=10),
-    "polestar_resident, host 0": _Case(variant="polestar_resident", host="0", seconds=10),
-    "polestar_delta, host 64GiB": _Case(variant="polestar_delta", host="64GiB", seconds=12),
-    "polestar_raw, host 64GiB": _Case(variant="polestar_raw", host="64GiB", seconds=14),
-    "fast_dllm_dual, host 64GiB": _Case(variant="fast_dllm_dual", host="64GiB", seconds=12),
-    # Last, since nothing waits behind it.
-    "polestar_delta, host 64GiB, longer": _Case(variant="polestar_delta", host="64GiB", seconds=20),
+    "fast_dllm_dual, host 0": 10,
+    "polestar_resident, host 0": 10,
+    "polestar_delta, host 64GiB": 12,
+    "polestar_raw, host 64GiB": 14,
+    "fast_dllm_dual, host 64GiB": 12,
+    "polestar_delta, host 64GiB, longer": 20,  # last, since nothing waits behind it
 }
 _TINY_HOST = {"0": "0", "64GiB": "1MiB"}
 
@@ -53,46 +49,31 @@ def cases(setting: Setting) -> list[str]:
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
     """How far the plan says that the context goes, a call there, or as far as time allows, and one a block beyond."""
-    of = _CASES[case]
-    policy, budget = patient(policy_of(of.variant, setting)), budget_of(setting, of.host)
+    variant, host, *longer = case.replace("host ", "").split(", ")
+    policy, budget = patient(policy_of(variant, setting)), budget_of(setting, host)
     longest = longest_context(setting, policy, budget)
-    dual, dual_alike = (_longest_dual(setting, host) for host in ("0", of.host))
-    row: dict[str, Any] = {
-        "variant": of.variant,
-        "device_budget_bytes": budget.device,
-        "host_budget_bytes": budget.host,
-        "longest_context": longest,
-        "over_fast_dllm_dual": longest / dual,  # which streams nothing
-        "over_fast_dllm_dual_same_host": longest / dual_alike,
-    }
+    dual, dual_alike = (_longest_dual(setting, host) for host in ("0", host))
+    row: dict[str, Any] = {"variant": variant, "longest_context": longest}
+    row |= {"device_budget_bytes": budget.device, "host_budget_bytes": budget.host}
+    # The first of them streams nothing.
+    row |= {"over_fast_dllm_dual": longest / dual, "over_fast_dllm_dual_same_host": longest / dual_alike}
     if longest < 2 * BLOCK:
-        return row | {"ok": False, "why": "no prompt fits"}
-    positions, seconds = fitting_run(setting, policy, budget, longest, of.seconds)
-    if case.endswith("longer") and positions == fitting_run(setting, policy, budget, longest, 12)[0] < longest:
-        return row | {"skipped": f"no longer run than of {positions} positions fits the time"}
-    _warm_up(setting, of.variant)
+        return row | checked("no prompt fits")
+    positions, seconds = fitting_run(setting, policy, budget, longest, _CASES[case])
+    if longer and positions == fitting_run(setting, policy, budget, longest, 12)[0] < longest:
+        return row | skipped(f"no longer run than of {positions} positions fits the time")
+    _warm_up(setting, variant)
     call = replace(CALL, positions=positions)
     plan = planned(setting, policy, call, budget)
     measured, run, faults = capped_run(setting, policy, budget, call, plan)
     refused, unrefused = refusal(setting, policy, budget, replace(CALL, positions=longest + BLOCK))
-    faults += unrefused
-    return (
-        row
-        | {
-            "ran_at": positions,
-            "ran": "at the longest context" if positions == longest else "planned only; a shorter context was run",
-            "ran_over_fast_dllm_dual": positions / dual,
-            "expected_seconds": seconds,
-            "streamed_layers": 0 if plan.streams is None else sum(len(of.layers) for of in plan.streams.streams),
-            "forwards": dict(measured.out.passes),
-            "kinds": {kind.value: times(milliseconds) for kind, milliseconds in measured.milliseconds().items()},
-            "copies": copies(measured.out.tiers),
-            **run,
-            "refused_beyond": refused,
-            "ok": not faults,
-        }
-        | ({"why": "; ".join(faults)} if faults else {})
-    )
+    ran = "at the longest context" if positions == longest else "planned only; a shorter context was run"
+    row |= {"ran_at": positions, "ran": ran, "ran_over_fast_dllm_dual": positions / dual, "expected_seconds": seconds}
+    row["streamed_layers"] = 0 if plan.streams is None else sum(len(of.layers) for of in plan.streams.streams)
+    row["forwards"] = dict(measured.out.passes)
+    row["kinds"] = {kind.value: times(milliseconds) for kind, milliseconds in measured.milliseconds().items()}
+    row |= {"copies": copies(measured.out.tiers), **run, "refused_beyond": refused}
+    return row | checked(*faults, unrefused)
 
 
 def budget_of(setting: Setting, host: str) -> MemoryBudget:
@@ -113,24 +94,22 @@ def fitting_run(
     setting: Setting, policy: Policy, budget: MemoryBudget, longest: int, most_seconds: float
 ) -> tuple[int, float]:
     """Positions of the run, and seconds that it will take, roughly: the longest context, or the next shorter one that
-    is done in time."""
+    is done in time, or the shortest."""
     first = min(longest, _POSITIONS[0])
-    found = first, expected_seconds(setting, policy, budget, first)
+    found = [(first, expected_seconds(setting, policy, budget, first))]
     for positions in _POSITIONS:
-        if found[1] <= most_seconds:
-            break
-        if positions < found[0]:
-            found = positions, expected_seconds(setting, policy, budget, positions)
-    return found
+        if positions < first and found[-1][1] > most_seconds:
+            found.append((positions, expected_seconds(setting, policy, budget, positions)))
+    return found[-1]
 
 
 def expected_seconds(setting: Setting, policy: Policy, budget: MemoryBudget, positions: int) -> float:
     """Of a run: the arithmetic of its refresh, and host memory to pin and to stream."""
-    plan, shape = planned(setting, policy, replace(CALL, positions=positions), budget), random_llada(setting).shape
-    card = cost_card(shape, batch=1, context=positions, rows=positions, dtype_bytes=2, output_rows=BLOCK)
+    plan = planned(setting, policy, replace(CALL, positions=positions), budget)
     streamed = 0 if plan.streams is None else plan.streams.moved
+    flops = card_of(random_llada(setting).shape, positions, positions).flops
     return (
-        card.flops / (_REACHED * measured_rates(setting).flops_per_second)
+        flops / (_REACHED * measured_rates(setting).flops_per_second)
         + plan.tiers[Tier.HOST].total / _PINNED_A_SECOND
         + CALL.steps * streamed / _PAGED_A_SECOND
     )
@@ -146,3 +125,78 @@ def _warm_up(setting: Setting, variant: str) -> None:
     """Libraries take their workspaces, and kernels are compiled, before a cap counts."""
     call = replace(CALL, positions=96) if setting.tiny else CALL
     call.run(random_runtime(setting, patient(policy_of(variant, setting))), setting)
+
+
+def capped_run(
+    setting: Setting, policy: Policy, budget: MemoryBudget, call: PolicyCall, plan: Plan
+) -> tuple[Measured, dict[str, Any], list[str]]:
+    """What came of `call` under `budget`, the figures of it, and what was wrong. Where torch refuses to hold as much as
+    the ledger allows, that is wrong, and the call is repeated without torch's own limit.
+
+    Raises:
+        TierCapacityError: the runtime refuses what was planned.
+    """
+    cap, faults = budget.cap(Tier.DEVICE), list[str]()
+
+    def once(limit: int | None) -> tuple[Measured, CallMemory, float]:
+        gc.collect()
+        runtime, memory, began = random_runtime(setting, policy, budget), CallMemory(setting.on), time.perf_counter()
+        with torch_limit(setting.on, limit):
+            return call.run(runtime, setting), memory, time.perf_counter() - began
+
+    try:
+        ran = once(cap)
+    except (torch.OutOfMemoryError, ArenaFullError) as error:
+        faults.append(f"torch refused what the ledger allows: {str(error).splitlines()[0]}")
+        ran = None
+    # Here, where the error is gone, and with it the frames that held the call's tensors.
+    measured, memory, seconds = ran or once(None)
+    faults += [*measured.faults(random_llada(setting)), *memory.faults(measured.out, cap)]
+    return measured, {"seconds": seconds, "memory": memory.figures(measured.out, plan)}, faults
+
+
+@contextmanager
+def torch_limit(device: torch.device, cap: int | None) -> Iterator[None]:
+    """Torch's allocator holds no more than `cap` bytes meanwhile, what it holds for libraries included. The context of
+    CUDA is beside that. Without CUDA or a cap: no limit."""
+    if device.type != "cuda" or cap is None:
+        yield
+        return
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def refusal(
+    setting: Setting, policy: Policy, budget: MemoryBudget, call: PolicyCall
+) -> tuple[dict[str, Any], str | None]:
+    """How `call`, which does not fit `budget`, is refused, and what is wrong about that: it has to be before any pass,
+    and the books have to be as they were."""
+    runtime, ids = random_runtime(setting, policy, budget), random_ids(setting, call.positions - call.answer)
+    held = [runtime.ledger.accounts(tier) for tier in Tier]
+    began = time.perf_counter()
+    try:
+        runtime.generate(ids, inspector=_Begun(), **call.options())
+    except _NotRefusedError:
+        return {"positions": call.positions}, f"{call.positions} positions were not refused"
+    except TierCapacityError as error:
+        row = {"positions": call.positions, "tier": error.tier.value, "needed_bytes": error.needed}
+        row |= {"available_bytes": error.available, "refused_ms": 1000 * (time.perf_counter() - began)}
+        left = [runtime.ledger.accounts(tier) for tier in Tier]
+        return row, None if left == held else f"the refused call left {left} in the ledger, which held {held}"
+    raise AssertionError("a call begins or is refused")
+
+
+class _NotRefusedError(Exception):
+    """The call begins."""
+
+
+class _Begun(Kinds):
+    """Ends a call that begins."""
+
+    def begin(self, *_: object) -> None:
+        """See `tiered.decoding.observers.CallInspector`."""
+        raise _NotRefusedError

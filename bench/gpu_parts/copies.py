@@ -1,4 +1,4 @@
-"""Part of a GPU day: how fast the link copies, by kind of host memory and direction, and what pinning costs."""
+"""How fast the link copies, by kind of host memory and direction, and what pinning costs."""
 
 import time
 from collections.abc import Sequence
@@ -9,9 +9,8 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from gpu_parts.bandwidth import copy_bandwidth
-from gpu_parts.moved_bytes import checked, difference, fill_at_random, poison, speeds
-from gpu_parts.setting import Setting
+from gpu_parts.moved_bytes import copy_bandwidth, difference, fill_at_random, poison, random_memory, speeds
+from gpu_parts.setting import Setting, checked, skipped
 from tiered.offload.chunk import Chunk
 from tiered.offload.device_timer import device_times
 from tiered.offload.pinning import pick_pinner
@@ -23,46 +22,37 @@ MIB = 1 << 20
 ROUNDS = 8
 Pairs = Sequence[tuple[UInt8[Tensor, " bytes"], UInt8[Tensor, " bytes"]]]  # targets and their sources
 
-_CASES = {f"{kind} {direction}": (kind, direction) for kind in KINDS for direction in DIRECTIONS}
+_device_memory = lru_cache(maxsize=1)(random_memory)
+_streams = lru_cache(maxsize=1)(lambda device: (torch.cuda.Stream(device), torch.cuda.Stream(device)))
 
 
 def cases(setting: Setting) -> list[str]:
     """Each kind of memory in each direction, then a copy within the device."""
-    return [*_CASES, WITHIN]
+    return [*(f"{kind} {direction}" for kind in KINDS for direction in DIRECTIONS), WITHIN]
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
     """Speeds of a large copy and, as `medium_…`, of a smaller one; `pin_ms_per_gib`: the time to obtain the memory,
     None where it is not pinned."""
     large, medium = (MIB, MIB // 16) if setting.tiny else (256 * MIB, 16 * MIB)
+    memory = _device_memory(setting.on, 2 * large, setting.seed)
     if case == WITHIN:
-        return _within(setting, large)
-    kind, direction = _CASES[case]
+        row = _copied([(memory[large:], memory[:large])], setting, sides=2)  # read and written
+        return row | {"ceiling_gb_per_s": copy_bandwidth(setting.on, setting.tiny) / 1e9}
+    kind, _, direction = case.partition(" ")
     try:
         pick_pinner(kind, setting.on)
     except ValueError as error:
-        return {"skipped": str(error)}
+        return skipped(str(error))
     chunk, pin_seconds = _host_memory(kind, setting.on, 2 * large, setting.seed)
-    pairs = _pairs(direction, chunk.bytes, _device_memory(setting.on, 2 * large, setting.seed))
-    row: dict[str, Any] = {
-        "pinner": kind,
-        "direction": direction,
-        "pinned": chunk.pinned,
-        "pin_ms_per_gib": 1e3 * pin_seconds / (2 * large / (1 << 30)) if chunk.pinned else None,
-    }
-    why = None
-    for prefix, nbytes in (("", large), ("medium_", medium)):
-        parts = [(target[:nbytes], source[:nbytes]) for target, source in pairs]
-        moved = nbytes * len(parts)
-        times = device_times(lambda parts=parts: copy_all(parts, setting.on), setting.on, rounds=ROUNDS, hold=True)
-        row |= {f"{prefix}bytes": moved} | {prefix + name: value for name, value in speeds(moved, times).items()}
-        for target, _ in parts:
-            poison(target)
-        copy_all(parts, setting.on)
-        if setting.on.type == "cuda":
-            torch.cuda.synchronize(setting.on)
-        why = why or next(filter(None, (difference(target, source) for target, source in parts)), None)
-    return row | checked(why)
+    pairs = _pairs(direction, chunk.bytes, memory)
+    whole, part = (
+        _copied([(target[:nbytes], source[:nbytes]) for target, source in pairs], setting) for nbytes in (large, medium)
+    )
+    pinning = 1e3 * pin_seconds / (2 * large / (1 << 30)) if chunk.pinned else None
+    row = {"pinner": kind, "direction": direction, "pinned": chunk.pinned, "pin_ms_per_gib": pinning, **whole}
+    row |= {f"medium_{name}": value for name, value in part.items() if name not in ("ok", "why")}
+    return row | checked(whole.get("why"), part.get("why"))
 
 
 def copy_all(pairs: Pairs, device: torch.device) -> None:
@@ -81,25 +71,23 @@ def copy_all(pairs: Pairs, device: torch.device) -> None:
         current.wait_stream(stream)
 
 
+def _copied(pairs: Pairs, setting: Setting, sides: int = 1) -> dict[str, Any]:
+    moved = sides * sum(map(len, (target for target, _ in pairs)))
+    times = device_times(lambda: copy_all(pairs, setting.on), setting.on, rounds=ROUNDS, hold=True)
+    for target, _ in pairs:
+        poison(target)
+    copy_all(pairs, setting.on)
+    if setting.on.type == "cuda":
+        torch.cuda.synchronize(setting.on)
+    faults = (difference(target, source) for target, source in pairs)
+    return {"bytes": moved, **speeds(moved, times), **checked(*faults)}
+
+
 def _pairs(direction: str, host: UInt8[Tensor, " two"], device: UInt8[Tensor, " two"]) -> Pairs:
     """First halves are sources, second halves targets, so that no two copies share bytes."""
     half = len(host) // 2
     down, up = (device[half:], host[:half]), (host[half:], device[:half])
     return {"to device": [down], "to host": [up], "both ways": [down, up]}[direction]
-
-
-def _within(setting: Setting, nbytes: int) -> dict[str, Any]:
-    memory = _device_memory(setting.on, 2 * nbytes, setting.seed)
-    source, target = memory[:nbytes], memory[nbytes:]
-    times = device_times(lambda: target.copy_(source), setting.on, rounds=ROUNDS, hold=True)
-    poison(target)
-    target.copy_(source)
-    return {
-        "bytes": 2 * nbytes,  # read and written
-        **speeds(2 * nbytes, times),
-        "ceiling_gb_per_s": copy_bandwidth(setting.on, setting.tiny) / 1e9,
-        **checked(difference(target, source)),
-    }
 
 
 @lru_cache(maxsize=1)  # one kind of memory at a time
@@ -112,14 +100,3 @@ def _host_memory(kind: str, device: torch.device, nbytes: int, seed: int) -> tup
     seconds = time.perf_counter() - begin
     fill_at_random(chunk.bytes[: nbytes // 2], seed)
     return chunk, seconds
-
-
-@lru_cache(maxsize=1)
-def _device_memory(device: torch.device, nbytes: int, seed: int) -> UInt8[Tensor, " bytes"]:
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randint(256, (nbytes,), dtype=torch.uint8, device=device, generator=generator)
-
-
-@lru_cache(maxsize=1)
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    return torch.cuda.Stream(device), torch.cuda.Stream(device)

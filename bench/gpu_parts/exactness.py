@@ -7,28 +7,31 @@ come out otherwise in another batch or among other rows, since libraries choose 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_parts.few_layers import few_layers
-from gpu_parts.leftovers import Left, left_by
-from gpu_parts.random_llada import random_ids
-from gpu_parts.setting import Setting
+from gpu_parts.policy_calls import BLOCK, Kinds, one_after_another
+from gpu_parts.random_llada import few_layers, random_ids
+from gpu_parts.setting import Setting, checked
 from gpu_parts.slow_transports import BY_KERNEL, Damaging, Synchronous, random_delays, transport
-from tiered.core.features import Tier
+from tiered.core.features import Feature, Tier
+from tiered.forward.forward import Forward
+from tiered.models.base import DiffusionModel
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.transport import Transport
-from tiered.policies.base import Policy, StepKind
+from tiered.output import GenerationOutput
+from tiered.policies.base import Policy, Step, StepKind
 from tiered.policies.none import NoCache
 from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_KEPT = (Feature.KEY, Feature.VALUE)
 LAYERS = 4
-BLOCK = 32
 # Four tokens a step, and an update behind more than seven: steps, updates and refreshes in turn. Every layer has
 # clusters of its own, so an update fetches in all of them.
 DELTA = Polestar(codec=Codec.NVFP4_DELTA, cluster_layers=1, update_threshold=7)
@@ -51,13 +54,89 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
         return _verdict(one, one.difference(other))
     if case.startswith("a padded batch"):
         return _batch(setting)
-    return _all_renewed(
-        setting, torch.float32 if case.endswith("float32") else few_layers(setting, LAYERS).wte.weight.dtype
-    )
+    dtype = torch.float32 if case.endswith("float32") else few_layers(setting, LAYERS).wte.weight.dtype
+    return _all_renewed(setting, dtype)
+
+
+@dataclass
+class Left(Kinds):
+    """An inspector that copies keys, values and logits of every forward; it books nothing.
+
+    Attributes:
+        stores: keys and values of every layer after each forward, [2 layers, batch, heads, length, head_dim].
+        logits: of each forward, [batch, rows, vocab].
+        out: of the call, once it has ended.
+    """
+
+    stores: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    out: GenerationOutput = field(init=False)
+
+    def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
+        """See `tiered.decoding.observers.Inspector`."""
+        super().after_forward(step, kind, ids, forward, active)
+        layers = range(forward.model.shape.layers)
+        self.stores.append(torch.stack([forward.store.view(feature, layer) for layer in layers for feature in _KEPT]))
+
+    def difference(self, other: "Left") -> str | None:
+        """Where the two first differ, for people; None: they are the same bit by bit."""
+        if self.kinds != other.kinds:
+            return f"forwards were {_counts(self.kinds)} here, {_counts(other.kinds)} there"
+        for number, kind in enumerate(self.kinds):
+            for place, (one, two) in enumerate(zip(self.stores[number], other.stores[number], strict=True)):
+                if found := _differing(one, two):
+                    return f"{_KEPT[place % 2]} of layer {place // 2} after forward {number} ({kind}): {found}"
+            if found := _differing(self.logits[number], other.logits[number]):
+                return f"logits of forward {number} ({kind}): {found}"
+        return None if torch.equal(self.out.sequences, other.out.sequences) else "tokens, of the same logits"
+
+
+def left_by(runtime: Runtime, ids: Tensor, **options: Any) -> Left:
+    """What a call of `generate` leaves."""
+    left = Left()
+    with _kept_logits(runtime.model, left.logits):
+        left.out = runtime.generate(ids, inspector=left, **options)
+    return left
+
+
+@contextmanager
+def _kept_logits(model: DiffusionModel, kept: list[Tensor]) -> Iterator[None]:
+    """Let `kept` have all logits that `model` makes meanwhile."""
+    plain = model.logits
+
+    def logits(hidden: Tensor) -> Tensor:
+        kept.append(plain(hidden))
+        return kept[-1].clone()  # what comes behind may write into its own
+
+    vars(model)["logits"] = logits
+    try:
+        yield
+    finally:
+        del vars(model)["logits"]
+
+
+def _differing(one: Tensor, two: Tensor) -> str | None:
+    """How many elements differ in their bits, and by how much."""
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return f"{tuple(one.shape)} of {one.dtype} here, {tuple(two.shape)} of {two.dtype} there"
+    bits = _BITS[one.dtype.itemsize]
+    differ = one.view(bits) != two.view(bits)
+    if not differ.any():
+        return None
+    by = (one[differ].double() - two[differ].double()).abs().max()
+    return f"{int(differ.sum())} of {differ.numel()} elements, by up to {float(by):.3g}"
+
+
+def _counts(kinds: list[StepKind]) -> str:
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
 
 
 def _policy(setting: Setting, **changes: Any) -> Policy:
     return replace(DELTA, **((TINY if setting.tiny else {}) | changes))
+
+
+def _options(setting: Setting) -> dict[str, Any]:
+    return one_after_another(2 * BLOCK, 8 if setting.tiny else 16)
 
 
 def _call(
@@ -67,11 +146,6 @@ def _call(
     # In float32 a full pass takes ten times as long.
     positions = 160 if setting.tiny else 1024 if dtype is torch.float32 else 4096
     return left_by(runtime, random_ids(setting, positions - 2 * BLOCK), **_options(setting))
-
-
-def _options(setting: Setting) -> dict[str, Any]:
-    steps = 8 if setting.tiny else 16
-    return {"max_new_tokens": 2 * BLOCK, "block_length": BLOCK, "steps": steps, "stop_at_eos": False}
 
 
 @cache
@@ -88,27 +162,23 @@ def _resident(setting: Setting, codec: Codec) -> Left:
     return _call(setting, _policy(setting, codec=codec, hidden_tier=Tier.DEVICE))
 
 
-def _by(setting: Setting, **given: Any) -> Left:
-    return _call(setting, _policy(setting), partial(transport, setting.on, **given))
-
-
-def _synchronous(setting: Setting) -> Left:
-    return _call(setting, _policy(setting), lambda: Synchronous(transport(setting.on)))
-
-
-def _late(setting: Setting, codec: Codec) -> Left:
-    delay = random_delays(setting.on, setting.seed)
-    return _call(setting, _policy(setting, codec=codec), partial(transport, setting.on, delay=delay))
+def _by(setting: Setting, codec: Codec = Codec.NVFP4_DELTA, late: bool = False, **given: Any) -> Left:
+    if late:
+        given["delay"] = random_delays(setting.on, setting.seed)
+    return _call(setting, _policy(setting, codec=codec), partial(transport, setting.on, **given))
 
 
 # Two calls that leave the same. Synchronous and late copies are all by the engine.
 _LAWS: Mapping[str, tuple[Callable[[Setting], Left], Callable[[Setting], Left]]] = {
-    "twice the same": (_delta, lambda setting: _by(setting)),
+    "twice the same": (_delta, _by),
     "raw, offloaded, resident": (_raw, lambda setting: _resident(setting, Codec.RAW)),
     "delta, offloaded, resident": (_delta, lambda setting: _resident(setting, Codec.NVFP4_DELTA)),
-    "asynchronous, synchronous": (_delta, _synchronous),
-    "copies on time, late": (_delta, lambda setting: _late(setting, Codec.NVFP4_DELTA)),
-    "raw copies on time, late": (_raw, lambda setting: _late(setting, Codec.RAW)),
+    "asynchronous, synchronous": (
+        _delta,
+        lambda setting: _call(setting, _policy(setting), lambda: Synchronous(transport(setting.on))),
+    ),
+    "copies on time, late": (_delta, lambda setting: _by(setting, late=True)),
+    "raw copies on time, late": (_raw, lambda setting: _by(setting, Codec.RAW, late=True)),
     "by either way, by kernel": (_delta, lambda setting: _by(setting, crossover=BY_KERNEL)),
 }
 
@@ -117,20 +187,17 @@ def _control(setting: Setting) -> dict[str, Any]:
     """Whether the laws would see it if the bytes were wrong."""
     damaged = _call(setting, _policy(setting, codec=Codec.RAW), lambda: Damaging(transport(setting.on)))
     difference = _raw(setting).difference(damaged)
-    row: dict[str, Any] = {"seen": difference, "ok": difference is not None}
-    return row if row["ok"] else row | {"why": "stored rows were damaged, and nothing came of it"}
+    blind = "stored rows were damaged, and nothing came of it" if difference is None else None
+    return {"seen": difference, **checked(blind)}
 
 
 def _verdict(left: Left, difference: str | None) -> dict[str, Any]:
     passes = {kind.value: left.kinds.count(kind) for kind in StepKind}
-    row: dict[str, Any] = {"passes": passes, "ok": difference is None}
-    if difference is not None:
-        row["why"] = difference
-    elif not any(update.fetched_bytes for update in left.updates):
-        row |= {"ok": False, "why": "nothing was fetched"}
-    elif not all(bool(logits.isfinite().all()) for logits in left.logits):
-        row |= {"ok": False, "why": "logits are not finite"}
-    return row
+    if not any(update.fetched_bytes for update in left.out.updates):
+        difference = difference or "nothing was fetched"
+    if not all(bool(logits.isfinite().all()) for logits in left.logits):
+        difference = difference or "logits are not finite"
+    return {"passes": passes, **checked(difference)}
 
 
 def _batch(setting: Setting) -> dict[str, Any]:
@@ -145,34 +212,27 @@ def _batch(setting: Setting) -> dict[str, Any]:
     both = left_by(runtime, ids, attention_mask=mask, **_options(setting))
     alone = [left_by(runtime, one, **_options(setting)) for one in (prompt, shorter)]
     return {
-        "equal_tokens_share": [_equal(both.tokens[row], one.tokens[0]) for row, one in enumerate(alone)],
+        "equal_tokens_share": [_equal(both.out.sequences[row], one.out.sequences[0]) for row, one in enumerate(alone)],
         "relative_logits": [_apart(both.logits[0][row], one.logits[0][0]) for row, one in enumerate(alone)],
     }
 
 
 def _all_renewed(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     """Every cluster renewed at every step, beside the uncached model: a check in float32 alone."""
-    with _full_precision():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    try:
         renewed = _call(setting, replace(DELTA, codec=Codec.RAW, top_m=1 << 20, update_threshold=0), dtype=dtype)
         exact = _call(setting, NoCache(), dtype=dtype)
-    share = _equal(renewed.tokens[0], exact.tokens[0])
+    finally:
+        torch.set_float32_matmul_precision(before)
+    share = _equal(renewed.out.sequences[0], exact.out.sequences[0])
     apart = max(_apart(one, other) for one, other in zip(renewed.logits, exact.logits, strict=True))
     row: dict[str, Any] = {"equal_tokens_share": share, "relative_logits": apart}
     if dtype is not torch.float32:
         return row
-    row["ok"] = share == 1.0
-    return row if row["ok"] else row | {"why": "tokens differ in float32: where logits are close, rounding may decide"}
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """No TF32 in matrix products of float32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    differ = "tokens differ in float32: where logits are close, rounding may decide"
+    return row | checked(None if share == 1.0 else differ)
 
 
 def _equal(one: Tensor, other: Tensor) -> float:

@@ -1,10 +1,10 @@
-"""Part of a GPU day: how fast scattered records are fetched, by their size and the route that they take.
+"""How fast scattered records are fetched, by their size and the route that they take.
 
 16 MiB of records at a time, every second one of a stretch of pinned memory, or, for `merged`, runs of four out of eight
 that are copied as one piece each; another stretch each round, so that no cache of the host serves them again.
 """
 
-import statistics
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,40 +13,44 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from jaxtyping import Int64, UInt8
+from jaxtyping import Float, Int64, UInt8
+from measuring.statistics import spread
+from tier_fuzz import round_trip
 from torch import Tensor
 
-from gpu_parts import tier_fetches
-from gpu_parts.moved_bytes import checked, difference, fill_at_random, poison, speeds
-from gpu_parts.setting import Setting
+from gpu_parts.kernel_case import normal, shuffled
+from gpu_parts.moved_bytes import difference, fill_at_random, poison, speeds
+from gpu_parts.setting import Setting, checked
+from gpu_parts.slow_transports import transport
+from tiered.clustering.cluster_index import ClusterIndex
+from tiered.core.ledger import Ledger
 from tiered.kernels.choice import for_device
 from tiered.kernels.gather_copy_ref import gather_copy
 from tiered.offload import routes
 from tiered.offload.chunk import Chunk
-from tiered.offload.cuda_transport import CudaTransport
+from tiered.offload.codec_bytes import Codec
 from tiered.offload.device_timer import device_times
 from tiered.offload.pinning import pick_pinner
 from tiered.offload.routes import Route, Segment, measure_crossover, neighbours_merged
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane, Transport
+from tiered.policies.polestar.hidden_records import HiddenRecords
+from tiered.tiers.opening import open_tiers
 
 KIB, MIB = 1 << 10, 1 << 20
-RECORD_KIB = (4, 16, 64, 144, 256, 1024)  # 144: LLaDA's record of 64 rows, with its room
-ROUTES = ("engine", "gather", "chosen", "merged")
-PROGRAMS = (1, 2, 4, 8, 16)
-PROGRAMS_KIB = (16, 144)
-RUN = 4  # records that lie side by side, for `merged`
 ROUNDS = 9
 PEAK, CROSSOVER = "copy peak", "crossover"
-
-_RECORDS = {f"{size} KiB {route}": (size * KIB, route) for size in RECORD_KIB for route in ROUTES}
-_PROGRAMS = {f"{size} KiB by programs": size * KIB for size in PROGRAMS_KIB}
+_RUN = 4  # records that lie side by side, for `merged`
+_PROGRAMS = (1, 2, 4, 8, 16)
+_SIZES = (4, 16, 64, 144, 256, 1024)  # KiB of a record; 144: LLaDA's of 64 rows, with its room
+_BY_ROUTE = [f"{size} KiB {route}" for size in _SIZES for route in ("engine", "gather", "chosen", "merged")]
+_BY_PROGRAMS = [f"{size} KiB by programs" for size in (16, 144)]
 
 
 def cases(setting: Setting) -> list[str]:
     """The peak, where the routes cross, every size by every route, gathers of more or fewer programs, and last what
     the tier manager makes of it."""
-    return [PEAK, CROSSOVER, *_RECORDS, *_PROGRAMS, *tier_fetches.cases(setting)]
+    fetched = (f"delta fetch {count} clusters" for count in ((2, 6) if setting.tiny else (4, 16, 64, 256)))
+    return [PEAK, CROSSOVER, *_BY_ROUTE, *_BY_PROGRAMS, *fetched]
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
@@ -56,16 +60,15 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
         return {"pinner": pinner, "bytes": len(_source(setting)), **speeds(len(_source(setting)), _peak_times(setting))}
     if case == CROSSOVER:
         return _crossover(setting)
-    if case in _PROGRAMS:
-        return _by_programs(setting, _PROGRAMS[case])
-    if case in _RECORDS:
-        return _records(setting, *_RECORDS[case])
-    return tier_fetches.measure(setting, case, peak=peak(setting))
+    if case.startswith("delta fetch"):
+        return tier_fetch(setting, int(case.split()[2]), peak(setting))
+    size, route = int(case.split()[0]) * KIB, case.split()[-1]
+    return _by_programs(setting, size) if route == "programs" else _by_route(setting, size, route)
 
 
 def peak(setting: Setting) -> float:
     """Bytes a second of one large copy to the device."""
-    return len(_source(setting)) / statistics.median(_peak_times(setting))
+    return len(_source(setting)) / spread(_peak_times(setting))[1]
 
 
 def segments(size: int, window: int, total: int, run: int) -> list[Segment]:
@@ -78,35 +81,35 @@ def segments(size: int, window: int, total: int, run: int) -> list[Segment]:
     ]
 
 
-def _records(setting: Setting, size: int, route: str) -> dict[str, Any]:
+def _stretches(setting: Setting, size: int, run: int = 1) -> tuple[list[list[Segment]], Tensor, Tensor]:
+    """Records of each stretch of the source, what they are fetched to, and what has to be there of the first."""
     source, total = _source(setting), _total(setting)
-    nbytes = total // size * size
-    target = torch.empty(nbytes, dtype=torch.uint8, device=setting.on)
-    run = min(RUN, total // size) if route == "merged" else 1
-    windows = []
-    for window in range(len(source) // (2 * total)):
-        records = segments(size, window, total, run)
-        windows.append(neighbours_merged(records) if route == "merged" else records)
-    stretches = [_copies(source, target, window) for window in windows]
+    windows = [segments(size, window, total, run) for window in range(len(source) // (2 * total))]
+    wanted = torch.cat([source[record.source :][: record.size] for record in windows[0]])
+    return windows, torch.empty(total // size * size, dtype=torch.uint8, device=setting.on), wanted
+
+
+def _by_route(setting: Setting, size: int, route: str) -> dict[str, Any]:
+    source, run = _source(setting), min(_RUN, _total(setting) // size) if route == "merged" else 1
+    windows, target, wanted = _stretches(setting, size, run)
+    stretches = []
+    for records in windows:
+        pieces = neighbours_merged(records) if route == "merged" else records
+        stretches.append([Copy(source[at:][:nbytes], target[place:][:nbytes]) for at, place, nbytes in pieces])
     crossover = {"engine": 0, "gather": sys.maxsize}.get(route, _measured_crossover(setting))
-    with closing(_transport(setting, crossover)) as transport:
-        _seconds(transport, stretches[0])  # compiles
-        times = [_seconds(transport, stretch) for stretch, _ in zip(cycle(stretches), range(ROUNDS), strict=False)]
+    with closing(transport(setting.on, crossover=crossover)) as carrier:
+        _seconds(carrier, stretches[0])  # compiles
+        times = [_seconds(carrier, stretches[number % len(stretches)]) for number in range(ROUNDS)]
         poison(target)
-        _seconds(transport, stretches[-1])
-    wanted = torch.cat([source[segment.source :][: segment.size] for segment in windows[-1]])
-    return {
-        "record_bytes": size,
-        "route": route,
-        "copies": len(windows[-1]),
-        **_beside_peak(setting, speeds(nbytes, times)),
-        **checked(difference(target, wanted)),
-    }
+        _seconds(carrier, stretches[0])
+    row = {"record_bytes": size, "route": route, "copies": len(stretches[0]), **speeds(len(target), times)}
+    row |= {"peak_gb_per_s": peak(setting) / 1e9, "over_peak": 1e9 * row["gb_per_s"] / peak(setting)}
+    return row | checked(difference(target, wanted))
 
 
-def _seconds(transport: Transport, copies: Sequence[Copy]) -> float:
+def _seconds(carrier: Transport, copies: Sequence[Copy]) -> float:
     """From when the lane begins with a fetch until it has ended: what the host does in between counts."""
-    event = transport.copy(Lane.FETCH, copies)
+    event = carrier.copy(Lane.FETCH, copies)
     event.synchronize()
     started, ended = event.times.started, event.times.ended
     assert started is not None and ended is not None, "a job that has ended has its times"
@@ -115,35 +118,24 @@ def _seconds(transport: Transport, copies: Sequence[Copy]) -> float:
 
 def _by_programs(setting: Setting, size: int) -> dict[str, Any]:
     """The kernel alone: where each record lies is on the device before the time counts."""
-    source, total = _source(setting), _total(setting)
-    nbytes = total // size * size
-    target = torch.empty(nbytes, dtype=torch.uint8, device=setting.on)
-    tables = [
-        torch.tensor(list(zip(*segments(size, window, total, 1), strict=True)), dtype=torch.int64, device=setting.on)
-        for window in range(len(source) // (2 * total))
-    ]
+    windows, target, wanted = _stretches(setting, size)
+    tables = [torch.tensor(list(zip(*of, strict=True)), dtype=torch.int64, device=setting.on) for of in windows]
     copy, turns = for_device(gather_copy, setting.on), cycle(tables)
-    wanted = torch.cat([source[start : start + size] for start in tables[0][0].tolist()])
-    found: dict[str, float] = {}
-    why = None
+    found, faults = dict[str, float](), []
 
     def fetch(table: Int64[Tensor, "3 records"], programs: int) -> None:
         starts, places, sizes = table
-        copy(source, starts, target, places, sizes, programs=programs)
+        copy(_source(setting), starts, target, places, sizes, programs=programs)
 
-    for programs in PROGRAMS:
+    for programs in _PROGRAMS:
         times = device_times(lambda: fetch(next(turns), programs), setting.on, rounds=ROUNDS, hold=True)  # noqa: B023
-        found[str(programs)] = speeds(nbytes, times)["gb_per_s"]
+        found[str(programs)] = speeds(len(target), times)["gb_per_s"]
         poison(target)
         fetch(tables[0], programs)
-        why = why or difference(target, wanted)
-    return {
-        "record_bytes": size,
-        "gb_per_s_by_programs": found,
-        "over_peak_by_programs": {programs: 1e9 * speed / peak(setting) for programs, speed in found.items()},
-        "programs_in_use": routes.PROGRAMS,
-        **checked(why),
-    }
+        faults.append(difference(target, wanted))
+    over_peak = {programs: 1e9 * speed / peak(setting) for programs, speed in found.items()}
+    row = {"record_bytes": size, "gb_per_s_by_programs": found, "over_peak_by_programs": over_peak}
+    return row | {"programs_in_use": routes.PROGRAMS, **checked(*faults)}
 
 
 def _crossover(setting: Setting) -> dict[str, Any]:
@@ -155,29 +147,58 @@ def _crossover(setting: Setting) -> dict[str, Any]:
     time_of = routes.timer_for(setting.on)
     times = {(route, size): time_of(route, size) for size in routes.SIZES for route in Route}
     again = measure_crossover(lambda route, size: times[route, size], routes.SIZES)
+    row |= {"crossover_again_bytes": again if again < sys.maxsize else None, "records": routes.RECORDS}
     return row | {
-        "crossover_again_bytes": again if again < sys.maxsize else None,
-        "records": routes.RECORDS,
-        **{f"{route.value}_us": {str(size): 1e6 * times[route, size] for size in routes.SIZES} for route in Route},
+        f"{route.value}_us": {str(size): 1e6 * times[route, size] for size in routes.SIZES} for route in Route
     }
 
 
-def _beside_peak(setting: Setting, figures: dict[str, float]) -> dict[str, float]:
-    return figures | {
-        "peak_gb_per_s": peak(setting) / 1e9,
-        "over_peak": 1e9 * figures["gb_per_s"] / peak(setting),
-    }
+def tier_fetch(setting: Setting, wanted: int, peak: float) -> dict[str, Any]:
+    """The fetch of an update as the tier manager does it: so many records of nvfp4_delta to the device, and decoded
+    there. Time from `fetch` until what waits for the ticket is done, beside that of its bytes at `peak` bytes a second.
+    The answer has to be, bit for bit, what encoding and decoding on the spot gives."""
+    clusters, rows, width = (8, 4, 128) if setting.tiny else (512, 64, 4096)
+    hidden, index = _clustered(clusters, rows, width, torch.Generator(setting.on).manual_seed(setting.seed))
+    order = torch.Generator().manual_seed(setting.seed)
+    drawn = [torch.randperm(clusters, generator=order)[:wanted].tolist() for _ in range(ROUNDS)]
+    out = torch.empty(wanted * rows, width, dtype=hidden.dtype, device=setting.on)
+    with open_tiers(Ledger(), device=hidden.device, dtype=hidden.dtype) as tiers:
+        records = HiddenRecords.store(tiers, hidden, index, layer=0)
+        tiers.synchronize()
+        turns = cycle(drawn)
+        times = device_times(lambda: tiers.fetch(records.keys(next(turns))).wait(out), setting.on, rounds=ROUNDS)
+        out.fill_(torch.nan)
+        ticket = tiers.fetch(records.keys(drawn[0]))
+        ticket.wait(out)
+        tiers.synchronize()
+        tiers.check_integrity()
+    members, base = index.rows.split(index.sizes), index.centroids.to(hidden.dtype)
+    given = [(hidden[members[cluster]], base[cluster]) for cluster in drawn[0]]
+    encoded = torch.cat([round_trip(of_cluster, Codec.NVFP4_DELTA, centroid) for of_cluster, centroid in given])
+    wrong, there = int((out != encoded).any(dim=1).sum()), torch.cat([of_cluster for of_cluster, _ in given]).double()
+    error, nbytes = float((out.double() - there).norm() / there.norm()), ticket.nbytes
+    row = {"record_bytes": nbytes // wanted, "route": "tier manager", "bytes": nbytes, **speeds(nbytes, times)}
+    row |= {"fetch_us": 1e-3 * nbytes / row["gb_per_s"], "floor_us": 1e6 * nbytes / peak, "peak_gb_per_s": peak / 1e9}
+    row |= {"over_peak": 1e9 * row["gb_per_s"] / peak, "error": error if math.isfinite(error) else None}
+    return row | checked(f"{wrong} of {len(out)} rows are not the encoded ones" if wrong else None)
 
 
-def _copies(source: Tensor, target: Tensor, records: Sequence[Segment]) -> list[Copy]:
-    return [
-        Copy(source[segment.source :][: segment.size], target[segment.destination :][: segment.size])
-        for segment in records
-    ]
-
-
-def _transport(setting: Setting, crossover: int) -> Transport:
-    return CudaTransport(setting.on, crossover=crossover) if setting.on.type == "cuda" else ThreadTransport()
+def _clustered(
+    clusters: int, rows: int, width: int, generator: torch.Generator
+) -> tuple[Float[Tensor, "length width"], ClusterIndex]:
+    """Rows about one centre for each cluster, scattered over a canvas, and the index that knows where they are."""
+    columns = shuffled(generator, clusters * rows).view(clusters, rows).sort(dim=1).values
+    near = normal(generator, clusters, 1, width) + 0.3 * normal(generator, clusters, rows, width)
+    hidden = torch.empty(clusters * rows, width, dtype=torch.bfloat16, device=generator.device)
+    hidden[columns] = near.bfloat16()
+    return hidden, ClusterIndex(
+        rows=columns.flatten(),
+        sizes=(rows,) * clusters,
+        counts=torch.full((clusters,), rows, device=generator.device),
+        shares=(clusters,),
+        centroids=hidden[columns].float().mean(dim=1),
+        medoids=columns[:, 0].clone(),
+    )
 
 
 def _total(setting: Setting) -> int:

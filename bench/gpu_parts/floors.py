@@ -1,17 +1,16 @@
 """Kernels, and what of torch a step spends its time with, against the time that moving their bytes takes."""
 
 import math
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from measuring.statistics import spread
 from torch import Tensor
 
-from gpu_parts.bandwidth import copy_bandwidth
-from gpu_parts.compiled_kernels import recorded
-from gpu_parts.kernel_case import KernelCase, interpret
-from gpu_parts.kernel_cases import TIMED, generator_of, sized
+from gpu_parts.kernel_case import KernelCase, generator_of, interpret, sized
+from gpu_parts.moved_bytes import copy_bandwidth
 from gpu_parts.setting import Setting
 from tiered.offload.device_timer import device_times
 
@@ -26,7 +25,7 @@ _MOST_INPUTS = 16
 
 def cases(setting: Setting) -> list[str]:
     """All, by kernel."""
-    return list(sized(TIMED, setting.tiny))
+    return list(sized("TIMED", setting.tiny))
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
@@ -36,48 +35,43 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
     """
     device = setting.on
     interpret(device)
-    timed = sized(TIMED, setting.tiny)[case]
-    generator = generator_of(case, setting.seed, device)
+    of = sized("TIMED", setting.tiny)[case]
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
-    inputs = rotation(timed, generator, cache)
-    nbytes, work = timed.moved(inputs[0][0]), lambda: _run(timed, inputs)
-    compiled: list[dict[str, Any]] = []
+    inputs = rotation(of, generator_of(case, setting.seed, device), cache)
+    nbytes, flops, compiled = of.moved(inputs[0][0]), of.arithmetic(inputs[0][0]), list[dict[str, Any]]()
+
+    def work() -> None:
+        for given, room in inputs:
+            of.run(given, room)
+
     with recorded(compiled):
         work()
     rounds, calls = (_ROUNDS, -(-_CALLS // len(inputs))) if device.type == "cuda" else (1, 1)
     eager = device_times(work, device, rounds=rounds, warm_up=0)
     replayed, how = _replayed(work, calls, device)
     times = device_times(replayed, device, rounds=2 * rounds, warm_up=device.type == "cuda", hold=True)
-    calls *= len(inputs)
-    return _figures(
-        timed.kernel,
-        [seconds / calls * 1e6 for seconds in times],
-        nbytes=nbytes,
-        flops=timed.arithmetic(inputs[0][0]),
-        floor_us=nbytes / copy_bandwidth(device, setting.tiny) * 1e6,
-    ) | {
-        "eager_us": _short(median(eager) / len(inputs) * 1e6),
-        "timed": how,
-        "inputs": len(inputs),
-        "compiled": compiled,
-    }
+    low, time_us, high = (1e6 * seconds / calls / len(inputs) for seconds in spread(times))
+    floor_us = nbytes / copy_bandwidth(device, setting.tiny) * 1e6
+    figures = {"time_us": time_us, "low_us": low, "high_us": high, "gb_per_s": nbytes / time_us / 1e3}
+    figures["noise"] = abs(spread(times[::2])[1] - spread(times[1::2])[1]) / spread(times)[1]
+    figures |= {"floor_us": floor_us, "over_floor": time_us / floor_us}
+    figures["eager_us"] = 1e6 * spread(eager)[1] / len(inputs)
+    if flops:
+        figures["tflop_per_s"] = flops / time_us / 1e6
+    row = {"kernel": of.kernel, "bytes": nbytes, "timed": how, "inputs": len(inputs), "compiled": compiled}
+    return row | {name: float(f"{value:.4g}") for name, value in figures.items()}
 
 
-def rotation(case: KernelCase[Any], generator: torch.Generator, cache: int) -> Inputs:
+def rotation(case: KernelCase, generator: torch.Generator, cache: int) -> Inputs:
     """As many independent inputs as it takes for each to have left a cache of so many bytes before its next turn."""
-    inputs = [_drawn(case, generator)]
-    count = min(_MOST_INPUTS, math.ceil(_L2_TIMES * cache / case.moved(inputs[0][0])))
-    return inputs + [_drawn(case, generator) for _ in range(count - 1)]
 
+    def drawn() -> tuple[Any, tuple[Tensor, ...]]:
+        given = case.draw(generator)
+        return given, case.room(given)
 
-def _drawn(case: KernelCase[Any], generator: torch.Generator) -> tuple[Any, tuple[Tensor, ...]]:
-    given = case.draw(generator)
-    return given, case.room(given)
-
-
-def _run(case: KernelCase[Any], inputs: Inputs) -> None:
-    for given, room in inputs:
-        case.run(given, room)
+    first = drawn()
+    count = min(_MOST_INPUTS, math.ceil(_L2_TIMES * cache / case.moved(first[0])))
+    return [first, *(drawn() for _ in range(count - 1))]
 
 
 def _replayed(work: Work, calls: int, device: torch.device) -> tuple[Work, str]:
@@ -98,25 +92,25 @@ def _replayed(work: Work, calls: int, device: torch.device) -> tuple[Work, str]:
     return graph.replay, "graph"
 
 
-def _figures(
-    kernel: str, times_us: Sequence[float], *, nbytes: int, flops: int, floor_us: float
-) -> dict[str, float | str]:
-    ordered, time_us = sorted(times_us), median(times_us)
-    last = len(ordered) - 1
-    row: dict[str, float | str] = {
-        "kernel": kernel,
-        "time_us": _short(time_us),
-        "low_us": _short(ordered[round(0.2 * last)]),
-        "high_us": _short(ordered[round(0.8 * last)]),
-        "noise": _short(abs(median(times_us[::2]) - median(times_us[1::2])) / time_us),
-        "bytes": nbytes,
-        "gb_per_s": _short(nbytes / time_us / 1e3),
-        "floor_us": _short(floor_us),
-        "over_floor": _short(time_us / floor_us),
-    }
-    return row | ({"tflop_per_s": _short(flops / time_us / 1e6)} if flops else {})
+@contextmanager
+def recorded(kernels: list[dict[str, Any]]) -> Iterator[None]:
+    """Add a row to `kernels` for every compiled kernel that Triton starts in the context, once each: its name, the
+    registers and the spilled ones of a thread, bytes of shared memory, warps. None where kernels are interpreted."""
+    from triton.runtime.jit import JITFunction
 
+    started: dict[int, Any] = {}  # by identity
+    run = JITFunction.run
 
-def _short(value: float) -> float:
-    """Four digits."""
-    return float(f"{value:.4g}")
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kernel = run(self, *args, **kwargs)
+        started[id(kernel)] = kernel
+        return kernel
+
+    JITFunction.run = watched
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+        for made in filter(None, started.values()):
+            row = {"name": made.metadata.name, "registers": made.n_regs, "spills": made.n_spills}
+            kernels.append(row | {"shared_bytes": made.metadata.shared, "warps": made.metadata.num_warps})

@@ -1,193 +1,240 @@
 """Cases of attention: of centroids over all keys, of a block's rows with a cap, of a block's rows as torch does it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from gpu_parts.attention_inputs import (
-    CHECKED_KEYS,
-    DREAM,
-    GIDD,
-    LLADA,
-    SOFT_CAP,
-    SUMS,
-    TIMED_CLUSTERS,
-    TIMED_KEYS,
-    Attended,
-    AttentionCase,
-)
-from gpu_parts.kernel_case import ROUNDING, KernelCase, op, size
+from gpu_parts.kernel_case import KernelCase, normal, op, size
 from tiered.models.attention import attend
+
+# Of a sum of exponentials of scores that are float32 sums of some hundred products, each exact.
+_SUMS = 1e-5
+# No multiples of 16: Triton compiles a kernel anew where a number is one, which takes seconds. So what is timed has
+# nearly all been compiled when it was checked.
+CHECKED_KEYS, TIMED_KEYS = 5003, 32763
+TIMED_CLUSTERS = TIMED_KEYS // 64
+SOFT_CAP = 30.0
+_BESIDE = 7  # columns of a store in front of those that are read
+_PADS = 40  # at the most
+
+
+class HeadShape(NamedTuple):
+    """Heads of a model, and whose they are."""
+
+    model: str
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+
+    def __str__(self) -> str:
+        return self.model
+
+    def tiny(self) -> "HeadShape":
+        """Two key heads, with two heads each where heads share them."""
+        return HeadShape(self.model, 2 if self.heads == self.kv_heads else 4, 2, 24)
+
+
+LLADA, DREAM, GIDD = HeadShape("llada", 32, 32), HeadShape("dream", 28, 4), HeadShape("gidd", 24, 24)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProxyAttention(AttentionCase[Attended]):
-    """Seen: Σ exp(score) and the largest exp(score), so that an error is one of probabilities."""
+class Attended:
+    """Inputs, by the names of the kernels. `visible`: the columns from the first on that each row sees."""
 
-    kernel: ClassVar[str] = "proxy_attention"
+    queries: Tensor
+    keys: Tensor
+    key_mask: Tensor | None = None
+    soft_cap: float | None = None
+    sink_keys: Tensor | None = None
+    values: Tensor | None = None
+    sink_values: Tensor | None = None
+    visible: Tensor | None = None
 
-    @property
-    def row_bound(self) -> float:
-        return 5 * self.bound  # a row is a number
+    def scores64(self, keys: Tensor) -> Tensor:
+        """[batch, heads, rows, sinks and columns], the sinks first; −inf where masked."""
+        group = self.queries.shape[1] // keys.shape[1]
+        queries, keys = self.queries.double(), keys.double().repeat_interleave(group, dim=1)
+        scores = queries @ keys.mT
+        if self.key_mask is not None:
+            scores = scores.masked_fill(~self.key_mask[:, None, None], -torch.inf)
+        if self.sink_keys is not None:
+            scores = torch.cat([queries @ self.sink_keys.double().mT, scores], dim=3)
+        scores = scores / queries.shape[3] ** 0.5
+        if self.soft_cap is None:
+            return scores
+        return (self.soft_cap * (scores / self.soft_cap).tanh()).where(scores > -torch.inf, -torch.inf)
+
+    def mixed64(self) -> Tensor:
+        """[batch, heads, rows, head_dim]: zeros where a row sees nothing."""
+        assert self.values is not None, "nothing to mix"
+        scores = self.scores64(self.keys)
+        if self.visible is not None:
+            columns = torch.arange(self.keys.shape[2], device=scores.device)
+            scores[..., -len(columns) :].masked_fill_(columns >= self.visible[:, None, :, None], -torch.inf)
+        group = self.queries.shape[1] // self.keys.shape[1]
+        values = self.values.double().repeat_interleave(group, dim=1)
+        if self.sink_values is not None:
+            values = torch.cat([self.sink_values.double().expand(len(values), -1, -1, -1), values], dim=2)
+        return scores.softmax(3).nan_to_num(0.0) @ values
+
+    def nbytes(self) -> int:
+        """Of queries, of the columns that count, and of what stands beside them, once each."""
+        both = [self.keys] if self.values is None else [self.keys, self.values]
+        columns = size(*both)
+        if self.key_mask is not None:
+            columns = int(self.key_mask.sum()) * sum(size(tensor[0, :, 0]) for tensor in both)
+        return columns + size(self.queries, self.key_mask, self.sink_keys, self.sink_values, self.visible)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCase(KernelCase):
+    """Queries of some rows over `length` keys.
+
+    Attributes:
+        products: matrix products of queries and columns; without the second there are no values.
+        rows: of each head: centroids, or rows of a block.
+        masked: pads on the right of the first sequence and on the left of the next; keys there are `at_pads`.
+        strided: keys are one layer of a store, and some of its columns; queries as a projection leaves them.
+        sinks: of each head; None: the kernel is given none.
+    """
+
+    products: ClassVar[int] = 2
+    at_pads: ClassVar[float] = torch.nan
+    error, roundings = _SUMS, 2  # weights are rounded to the dtype as well
+    shape: HeadShape
+    batch: int = 1
+    rows: int
+    length: int = CHECKED_KEYS
+    masked: bool = False
+    strided: bool = False
+    soft_cap: float | None = None
+    sinks: int | None = None
+
+    def tiny(self) -> Self:
+        return replace(self, shape=self.shape.tiny(), rows=5, length=37)
 
     def draw(self, generator: torch.Generator) -> Attended:
-        return self.attended(generator)
+        heads, kv_heads, head_dim = self.shape[1:]
+        layers, beside = (2, _BESIDE) if self.strided else (1, 0)
 
-    def run(self, given: Attended, room: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        def cached() -> Tensor:
+            sizes = layers, self.batch, kv_heads, self.length + beside, head_dim
+            return normal(generator, *sizes, dtype=self.dtype)[-1][:, :, beside:]
+
+        def of_sinks() -> Tensor | None:
+            return None if self.sinks is None else normal(generator, heads, self.sinks, head_dim, dtype=self.dtype)
+
+        keys, key_mask = cached(), self.mask(generator.device) if self.masked else None
+        if key_mask is not None:
+            keys.transpose(1, 2)[~key_mask] = self.at_pads
+        rows = (self.rows, heads) if self.strided else (heads, self.rows)
+        queries = normal(generator, self.batch, *rows, head_dim, dtype=self.dtype)
+        given = Attended(
+            queries=queries.transpose(1, 2) if self.strided else queries,
+            keys=keys,
+            key_mask=key_mask,
+            soft_cap=self.soft_cap,
+            sink_keys=of_sinks(),
+        )
+        return given if self.products == 1 else replace(given, values=cached(), sink_values=of_sinks())
+
+    def mask(self, device: torch.device) -> Tensor:
+        """[batch, length], a number of pads in each sequence."""
+        pads = min(self.length // 9 + 1, _PADS)
+        key_mask = torch.ones(self.batch, self.length, dtype=torch.bool, device=device)
+        key_mask[::2, self.length - pads :] = False
+        key_mask[1::2, :pads] = False
+        return key_mask
+
+    def truth(self, given: Any) -> Sequence[Tensor]:
+        return (given.mixed64(),)
+
+    def moved(self, given: Any) -> int:
+        return given.nbytes() + size(given.queries)  # the result is as large as those
+
+    def arithmetic(self, given: Any) -> int:
+        return 2 * self.products * given.queries.numel() * self.length
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyAttention(AttentionCase):
+    """Seen: Σ exp(score) and the largest exp(score), so that an error is one of probabilities."""
+
+    kernel, products, roundings, of_rows = "proxy_attention", 1, 0, 5  # a row is a number
+
+    def run(self, given: Attended, room: Sequence[Tensor]) -> Sequence[Tensor]:
         found = op(self.kernel)(given.queries, given.keys, given.key_mask, given.soft_cap)
         return found.peak, found.mass
 
-    def seen(self, given: Attended, results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def seen(self, given: Attended, results: Sequence[Tensor]) -> Sequence[Tensor]:
         largest = results[0].double().exp()[..., None]
         return largest * results[1].double()[..., None], largest
 
-    def truth(self, given: Attended) -> tuple[Tensor, ...]:
+    def truth(self, given: Attended) -> Sequence[Tensor]:
         weights = given.scores64(given.keys).exp()
         return weights.sum(3, keepdim=True), weights.amax(3, keepdim=True)
 
     def moved(self, given: Attended) -> int:
-        sums = 2 * 4 * given.queries[..., 0].numel()
-        return size(given.queries) + given.bytes_of_columns(given.keys) + sums
-
-    def arithmetic(self, given: Attended) -> int:
-        return 2 * given.queries.numel() * self.length
+        return given.nbytes() + 2 * 4 * given.queries[..., 0].numel()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixed(Attended):
-    """With values. `visible`: the columns from the first on that each row sees."""
-
-    values: Tensor
-    sink_values: Tensor | None = None
-    visible: Tensor | None = None
-
-    def true(self) -> Tensor:
-        """[batch, heads, rows, head_dim]: zeros where a row sees nothing."""
-        scores = self.scores64(self.keys)
-        if self.visible is not None:
-            columns = torch.arange(self.keys.shape[2], device=scores.device)
-            hidden = columns >= self.visible[:, None, :, None]
-            scores[..., -len(columns) :].masked_fill_(hidden, -torch.inf)
-        group = self.queries.shape[1] // self.keys.shape[1]
-        values = self.values.double().repeat_interleave(group, dim=1)
-        if self.sink_values is not None:
-            of_sinks = self.sink_values.double().expand(len(values), -1, -1, -1)
-            values = torch.cat([of_sinks, values], dim=2)
-        return scores.softmax(3).nan_to_num(0.0) @ values
-
-    @property
-    def nbytes(self) -> int:
-        """Once each; the result is as large as the queries."""
-        others = size(self.sink_keys, self.sink_values, self.visible)
-        return 2 * size(self.queries) + self.bytes_of_columns(self.keys, self.values) + others
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Mixing(AttentionCase[Mixed]):
-    @property
-    def bound(self) -> float:
-        return max(SUMS, 2 * ROUNDING[self.dtype])  # weights are rounded to the dtype as well
-
-    def moved(self, given: Mixed) -> int:
-        return given.nbytes
-
-    def arithmetic(self, given: Mixed) -> int:
-        return 4 * given.queries.numel() * self.length
-
-
-@dataclass(frozen=True, kw_only=True)
-class CappedAttention(_Mixing):
+class CappedAttention(AttentionCase):
     """`partly`: a row sees the first columns only; the first row of each sequence all of them, the last none."""
 
-    kernel: ClassVar[str] = "capped_attention"
+    kernel = "capped_attention"
+    sinks: int | None = 0  # it is always given some
     partly: bool = False
 
-    @property
-    def name(self) -> str:
-        return super().name + (" partly" if self.partly else "")
-
-    def draw(self, generator: torch.Generator) -> Mixed:
-        given = self.attended(generator)
+    def draw(self, generator: torch.Generator) -> Attended:
         most = torch.randint(self.length, (self.batch, self.rows), generator=generator, device=generator.device)
         most[:, 0], most[:, -1] = self.length, 0
-        return Mixed(
-            queries=given.queries,
-            keys=given.keys,
-            key_mask=given.key_mask,
-            soft_cap=given.soft_cap,
-            sink_keys=self.of_sinks(generator),
-            values=self.cached(generator),
-            sink_values=self.of_sinks(generator),
-            visible=most if self.partly else None,
-        )
+        return replace(super().draw(generator), visible=most if self.partly else None)
 
-    def run(self, given: Mixed, room: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        found = op(self.kernel)(
-            given.queries,
-            given.keys,
-            given.values,
-            soft_cap=given.soft_cap,
-            sink_keys=given.sink_keys,
-            sink_values=given.sink_values,
-            key_mask=given.key_mask,
-            visible=given.visible,
-        )
-        return (found,)
-
-    def truth(self, given: Mixed) -> tuple[Tensor, ...]:
-        return (given.true(),)
+    def run(self, given: Attended, room: Sequence[Tensor]) -> Sequence[Tensor]:
+        beside = ("soft_cap", "sink_keys", "sink_values", "key_mask", "visible")
+        options = {name: getattr(given, name) for name in beside}
+        return (op(self.kernel)(given.queries, given.keys, given.values, **options),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockAttention(_Mixing):
+class BlockAttention(AttentionCase):
     """As a model without a cap does it: by torch."""
 
-    kernel: ClassVar[str] = "attend"
-    triton: ClassVar[bool] = False
+    kernel, triton, at_pads = "attend", False, 0.0  # torch multiplies values there by 0
 
-    def draw(self, generator: torch.Generator) -> Mixed:
-        return Mixed(
-            queries=self.queries(generator),
-            keys=self.cached(generator),  # numbers at the pads too: torch multiplies values there by 0
-            key_mask=self.mask(generator.device) if self.masked else None,
-            values=self.cached(generator),
-        )
-
-    def run(self, given: Mixed, room: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def run(self, given: Attended, room: Sequence[Tensor]) -> Sequence[Tensor]:
         mask = None if given.key_mask is None else given.key_mask[:, None, None]
+        assert given.values is not None
         return (attend(given.queries, given.keys, given.values, mask),)
 
-    def truth(self, given: Mixed) -> tuple[Tensor, ...]:
-        return (given.true().transpose(1, 2).flatten(2),)
+    def truth(self, given: Attended) -> Sequence[Tensor]:
+        return (given.mixed64().transpose(1, 2).flatten(2),)
 
 
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-_CHECKED: dict[str, Any] = {"length": CHECKED_KEYS}
-_TIMED: dict[str, Any] = {"length": TIMED_KEYS, "dtype": _BF16, "masked": True}
-CHECKED: tuple[KernelCase[Any], ...] = (
-    ProxyAttention(shape=LLADA, batch=2, rows=65, dtype=_BF16, masked=True, **_CHECKED),
-    ProxyAttention(shape=DREAM, rows=65, dtype=_BF16, masked=True, strided=True, **_CHECKED),
-    ProxyAttention(shape=GIDD, rows=65, dtype=_FP16, soft_cap=SOFT_CAP, **_CHECKED),
-    ProxyAttention(shape=DREAM, batch=2, rows=9, dtype=_FP32, masked=True, strided=True, **_CHECKED),
-    BlockAttention(shape=DREAM, batch=2, rows=32, dtype=_BF16, masked=True, strided=True, **_CHECKED),
-    CappedAttention(
-        shape=GIDD, batch=2, rows=32, dtype=_BF16, masked=True, partly=True, soft_cap=SOFT_CAP, sinks=1, **_CHECKED
-    ),
-    CappedAttention(shape=GIDD, rows=32, dtype=_FP16, strided=True, partly=True, soft_cap=SOFT_CAP, **_CHECKED),
-    CappedAttention(
-        shape=DREAM, rows=32, dtype=_FP32, masked=True, strided=True, soft_cap=SOFT_CAP, sinks=2, **_CHECKED
-    ),
+_FP16, _FP32 = torch.float16, torch.float32
+_CAPPED: dict[str, Any] = {"rows": 32, "soft_cap": SOFT_CAP}
+_TIMED: dict[str, Any] = {"length": TIMED_KEYS, "masked": True}
+CHECKED: tuple[KernelCase, ...] = (
+    ProxyAttention(shape=LLADA, batch=2, rows=65, masked=True),
+    ProxyAttention(shape=DREAM, rows=65, masked=True, strided=True),
+    ProxyAttention(shape=GIDD, rows=65, dtype=_FP16, soft_cap=SOFT_CAP),
+    ProxyAttention(shape=DREAM, batch=2, rows=9, dtype=_FP32, masked=True, strided=True),
+    BlockAttention(shape=DREAM, batch=2, rows=32, masked=True, strided=True),
+    CappedAttention(shape=GIDD, batch=2, masked=True, partly=True, sinks=1, **_CAPPED),
+    CappedAttention(shape=GIDD, dtype=_FP16, strided=True, partly=True, **_CAPPED),
+    CappedAttention(shape=DREAM, dtype=_FP32, masked=True, strided=True, sinks=2, **_CAPPED),
 )
-TIMED: tuple[KernelCase[Any], ...] = (
+TIMED: tuple[KernelCase, ...] = (
     ProxyAttention(shape=LLADA, rows=TIMED_CLUSTERS, **_TIMED),
     ProxyAttention(shape=LLADA, rows=9, **_TIMED),
     ProxyAttention(shape=DREAM, rows=TIMED_CLUSTERS, **_TIMED),
-    CappedAttention(shape=GIDD, rows=32, partly=True, soft_cap=SOFT_CAP, sinks=1, **_TIMED),
+    CappedAttention(shape=GIDD, partly=True, sinks=1, **_TIMED, **_CAPPED),
     *(
-        BlockAttention(shape=LLADA, rows=32, length=length, dtype=_BF16, masked=masked)
+        BlockAttention(shape=LLADA, rows=32, length=length, masked=masked)
         for length in (1024, 4096, 16384, 32768)
         for masked in (False, True)
     ),

@@ -3,50 +3,39 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, ClassVar, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from gpu_parts.attention_inputs import CHECKED_KEYS, TIMED_KEYS
-from gpu_parts.kernel_case import KernelCase, dtype_name, normal, op, random_bytes, shuffled, size
+from gpu_parts.kernel_case import KernelCase, normal, op, random_bytes, shuffled, size
+from gpu_parts.kernel_cases_attention import CHECKED_KEYS, TIMED_KEYS
 
 _RECORD = 147_584  # bytes of 64 rows of LLaDA-8B
 _INVALID = 0.3  # share of rows that do not count, where there are flags
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scattered:
-    """`index`, [batch, rows], of columns that are distinct where `valid`."""
+class Scattered(NamedTuple):
+    """`columns`, [batch, rows], are distinct where `valid`."""
 
     store: Tensor
     values: Tensor
-    index: Tensor
+    columns: Tensor
     valid: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScatterRows(KernelCase[Scattered]):
+class ScatterRows(KernelCase):
     """Into the last of `layers` of a store [layers, batch, heads, length, elements]; no other byte of it may change."""
 
-    kernel: ClassVar[str] = "scatter_rows"
+    kernel, into = "scatter_rows", "store"
     layers: int = 2
     batch: int = 2
     heads: int
-    length: int
+    length: int = CHECKED_KEYS
     elements: int
-    rows: int
-    dtype: torch.dtype
+    rows: int = 257
     masked: bool = False
-
-    @property
-    def name(self) -> str:
-        sizes = f"{self.batch}x{self.heads}x{self.rows}of{self.length}x{self.elements}"
-        return f"{self.kernel} {sizes} {dtype_name(self.dtype)}" + (" masked" if self.masked else "")
-
-    @property
-    def bound(self) -> float:
-        return 0.0
 
     def tiny(self) -> Self:
         return replace(self, heads=min(2, self.heads), length=37, elements=8 + self.elements % 16, rows=11)
@@ -59,63 +48,42 @@ class ScatterRows(KernelCase[Scattered]):
             valid = torch.rand(index.shape, generator=generator, device=generator.device) >= _INVALID
             index = index.where(valid, index.flip(1))
         values = normal(generator, self.batch, self.rows, self.heads, self.elements, dtype=self.dtype)
-        return Scattered(
-            store=normal(generator, *sizes, dtype=self.dtype),
-            values=values.transpose(1, 2),  # as a projection leaves them
-            index=index,
-            valid=valid,
-        )
+        # As a projection leaves them.
+        return Scattered(normal(generator, *sizes, dtype=self.dtype), values.transpose(1, 2), index, valid)
 
-    def room(self, given: Scattered) -> tuple[Tensor, ...]:
-        return (given.store.clone(),)
-
-    def run(self, given: Scattered, room: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        op(self.kernel)(room[0][-1], given.values, given.index, given.valid)
-        return (room[0],)
-
-    def truth(self, given: Scattered) -> tuple[Tensor, ...]:
-        return tuple(store.double() for store in self.law(given))
+    def run(self, given: Scattered, room: Sequence[Tensor]) -> Sequence[Tensor]:
+        op(self.kernel)(room[0][-1], given.values, given.columns, given.valid)
+        return room
 
     def law(self, given: Scattered) -> tuple[Tensor, ...]:
         store = given.store.clone()
-        for b, columns in enumerate(given.index.tolist()):
+        for b, columns in enumerate(given.columns.tolist()):
             for r, column in enumerate(columns):
                 if given.valid is None or given.valid[b, r]:
                     store[-1, b, :, column] = given.values[b, :, r]
         return (store,)
 
     def moved(self, given: Scattered) -> int:
-        count = given.index.numel() if given.valid is None else int(given.valid.sum())
-        return 2 * count * size(given.values[0, :, 0]) + size(given.index, given.valid)
+        count = given.columns.numel() if given.valid is None else int(given.valid.sum())
+        return 2 * count * size(given.values[0, :, 0]) + size(given.columns, given.valid)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Segmented:
-    """Offsets and sizes on the device, buffers on either side of the bus."""
+class Segmented(NamedTuple):
+    """`tables`: starts, places and sizes on the device; buffers on either side of the bus."""
 
     source: Tensor
     destination: Tensor
-    starts: Tensor
-    places: Tensor
-    sizes: Tensor
+    tables: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatherCopy(KernelCase[Segmented]):
+class GatherCopy(KernelCase):
     """Segments of unequal sizes, out of order, with gaps; `down`: to pinned host memory, else from it."""
 
-    kernel: ClassVar[str] = "gather_copy"
+    kernel, into = "gather_copy", "destination"
     segments: int
     largest: int = _RECORD
     down: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.kernel} {self.segments}x{self.largest} " + ("down" if self.down else "up")
-
-    @property
-    def bound(self) -> float:
-        return 0.0
 
     def tiny(self) -> Self:
         return replace(self, segments=3, largest=64)
@@ -126,54 +94,47 @@ class GatherCopy(KernelCase[Segmented]):
         counts = torch.randint(1, words + 1, (self.segments,), generator=generator, device=device).tolist()
         sizes = [16 * count for count in [words, 1, *counts][: self.segments]]
         rooms = [nbytes + 16 * (k % 2) for k, nbytes in enumerate(sizes)]
-        sides = []
-        for _ in range(2):
-            order = shuffled(generator, self.segments).tolist()
-            at = dict(zip(order, accumulate((rooms[k] for k in order), initial=16), strict=False))
-            sides.append([at[k] for k in range(self.segments)])
-        starts, places, given = torch.tensor([*sides, sizes]).to(device)
+        sides = [scattered(generator, rooms, first=16) for _ in range(2)]
         source, destination = (random_bytes(generator, 16 + sum(rooms)) for _ in range(2))
         if device.type == "cuda":
-            source, destination = _pinned(source, not self.down), _pinned(destination, self.down)
-        return Segmented(source=source, destination=destination, starts=starts, places=places, sizes=given)
+            source, destination = (
+                tensor.cpu().pin_memory() if on_host else tensor
+                for tensor, on_host in ((source, not self.down), (destination, self.down))
+            )
+        return Segmented(source, destination, torch.tensor([*sides, sizes]).to(device))
 
     def room(self, given: Segmented) -> tuple[Tensor, ...]:
-        copy = given.destination.clone()
-        return (copy.pin_memory() if given.destination.is_pinned() else copy,)
+        room = super().room(given)
+        return (room[0].pin_memory(),) if given.destination.is_pinned() else room
 
-    def run(self, given: Segmented, room: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        op(self.kernel)(given.source, given.starts, room[0], given.places, given.sizes)
-        return (room[0],)
-
-    def truth(self, given: Segmented) -> tuple[Tensor, ...]:
-        return tuple(part.double() for part in self.law(given))
+    def run(self, given: Segmented, room: Sequence[Tensor]) -> Sequence[Tensor]:
+        starts, places, sizes = given.tables
+        op(self.kernel)(given.source, starts, room[0], places, sizes)
+        return room
 
     def law(self, given: Segmented) -> tuple[Tensor, ...]:
         source, expected = given.source.cpu(), given.destination.cpu().clone()
-        for start, place, nbytes in zip(*(part.tolist() for part in self._lists(given)), strict=True):
+        for start, place, nbytes in given.tables.T.tolist():
             expected[place : place + nbytes] = source[start : start + nbytes]
         return (expected,)
 
     def moved(self, given: Segmented) -> int:
-        return 2 * int(given.sizes.sum()) + size(*self._lists(given))
-
-    def _lists(self, given: Segmented) -> tuple[Tensor, ...]:
-        return given.starts, given.places, given.sizes
+        return 2 * int(given.tables[2].sum()) + size(given.tables)
 
 
-def _pinned(tensor: Tensor, wanted: bool) -> Tensor:
-    return tensor.cpu().pin_memory() if wanted else tensor
+def scattered(generator: torch.Generator, rooms: Sequence[int], *, first: int) -> list[int]:
+    """Where each of `rooms` begins, if they stand in random order one after another from byte `first`."""
+    order = shuffled(generator, len(rooms)).tolist()
+    at = dict(zip(order, accumulate((rooms[k] for k in order), initial=first), strict=False))
+    return [at[k] for k in range(len(rooms))]
 
 
-CHECKED: tuple[KernelCase[Any], ...] = (
-    ScatterRows(heads=32, length=CHECKED_KEYS, elements=128, rows=257, dtype=torch.bfloat16, masked=True),
-    ScatterRows(heads=1, length=CHECKED_KEYS, elements=4096, rows=257, dtype=torch.bfloat16),
-    ScatterRows(heads=4, length=CHECKED_KEYS, elements=75, rows=257, dtype=torch.float32, masked=True),
+_LLADA: dict[str, Any] = {"heads": 32, "elements": 128, "masked": True}
+CHECKED: tuple[KernelCase, ...] = (
+    ScatterRows(**_LLADA),
+    ScatterRows(heads=1, elements=4096),
+    ScatterRows(heads=4, elements=75, dtype=torch.float32, masked=True),
     GatherCopy(segments=40),
     GatherCopy(segments=40, down=True),
 )
-TIMED: tuple[KernelCase[Any], ...] = (
-    ScatterRows(
-        layers=1, batch=1, heads=32, length=TIMED_KEYS, elements=128, rows=257, dtype=torch.bfloat16, masked=True
-    ),
-)
+TIMED: tuple[KernelCase, ...] = (ScatterRows(layers=1, batch=1, length=TIMED_KEYS, **_LLADA),)

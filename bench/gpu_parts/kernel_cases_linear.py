@@ -2,33 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu_parts.kernel_case import ROUNDING, KernelCase, dtype_name, normal, size
+from gpu_parts.kernel_case import KernelCase, normal, size
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(KernelCase[tuple[Tensor, Tensor]]):
+class Linear(KernelCase):
     """Given: rows, and weights [outputs, inputs]."""
 
-    kernel: ClassVar[str] = "linear"
-    triton: ClassVar[bool] = False
+    kernel, triton, roundings = "linear", False, 2
     rows: int
     inputs: int
     outputs: int
-    dtype: torch.dtype
-
-    @property
-    def name(self) -> str:
-        return f"{self.kernel} {self.rows}x{self.inputs}x{self.outputs} {dtype_name(self.dtype)}"
-
-    @property
-    def bound(self) -> float:
-        return 2 * ROUNDING[self.dtype]
 
     def tiny(self) -> Self:
         return replace(self, rows=4, inputs=self.inputs // 128, outputs=self.outputs // 128)
@@ -37,12 +27,11 @@ class Linear(KernelCase[tuple[Tensor, Tensor]]):
         weights = normal(generator, self.outputs, self.inputs, dtype=self.dtype)
         return normal(generator, self.rows, self.inputs, dtype=self.dtype), weights
 
-    def run(self, given: tuple[Tensor, Tensor], room: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def run(self, given: tuple[Tensor, Tensor], room: Sequence[Tensor]) -> Sequence[Tensor]:
         return (F.linear(*given),)
 
-    def truth(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        rows, weights = given
-        return (rows.double() @ weights.double().mT,)
+    def truth(self, given: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+        return (given[0].double() @ given[1].double().mT,)
 
     def moved(self, given: tuple[Tensor, Tensor]) -> int:
         return size(*given) + self.rows * self.outputs * self.dtype.itemsize
@@ -51,8 +40,8 @@ class Linear(KernelCase[tuple[Tensor, Tensor]]):
         return 2 * self.rows * self.inputs * self.outputs
 
 
-CHECKED: tuple[KernelCase[Any], ...] = ()
-TIMED: tuple[KernelCase[Any], ...] = (
-    Linear(rows=32, inputs=4096, outputs=12288, dtype=torch.bfloat16),
-    Linear(rows=32, inputs=12288, outputs=4096, dtype=torch.bfloat16),
+CHECKED: tuple[KernelCase, ...] = ()
+TIMED: tuple[KernelCase, ...] = (
+    Linear(rows=32, inputs=4096, outputs=12288),
+    Linear(rows=32, inputs=12288, outputs=4096),
 )

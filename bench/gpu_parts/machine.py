@@ -1,7 +1,6 @@
 """The device, the versions, which attention torch takes there, and what of the toolchain is not there."""
 
 import importlib.metadata
-import importlib.util
 import shutil
 import subprocess
 from typing import Any
@@ -12,12 +11,10 @@ from torch.nn.attention import SDPBackend
 from gpu_parts.setting import Setting
 from tiered.offload.device import cublas_workspace_bytes
 
-PACKAGES = (
-    *("torch", "transformers", "triton", "numpy", "cupy", "faiss", "jaxtyping"),
-    *("beartype", "torchao", "hypothesis"),
-)
+_PACKAGES = ("torch", "transformers", "triton", "numpy", "jaxtyping", "beartype", "torchao", "hypothesis")
+# Those that come under several names.
 _DISTRIBUTIONS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"), "faiss": ("faiss-cpu",)}
-PROGRAMS = ("compute-sanitizer", "ncu", "nvidia-smi")
+_PROGRAMS = ("compute-sanitizer", "ncu", "nvidia-smi")
 
 
 def cases(setting: Setting) -> list[str]:
@@ -26,27 +23,21 @@ def cases(setting: Setting) -> list[str]:
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """Names and versions; figures of the card as torch and the driver know them."""
-    row: dict[str, Any] = {
-        "name": "cpu",
-        "packages": {package: _version(package) for package in PACKAGES},
-        "programs": {program: shutil.which(program) is not None for program in PROGRAMS},
-        "attention": _attention(setting.on),
+    """Names and versions, None for what is not installed; figures of the card as torch and the driver know them."""
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    packages = {name: (name,) for name in _PACKAGES} | _DISTRIBUTIONS
+    row: dict[str, Any] = {"name": "cpu", "attention": _attention(setting.on)}
+    row["packages"] = {
+        name: next((installed[each] for each in names if each in installed), None) for name, names in packages.items()
     }
+    row["programs"] = {program: shutil.which(program) is not None for program in _PROGRAMS}
     if setting.on.type != "cuda":
         return row
-    properties = torch.cuda.get_device_properties(setting.on)
-    return row | {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory_bytes": properties.total_memory,
-        "l2_bytes": properties.L2_cache_size,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "cublas_workspace_bytes": cublas_workspace_bytes(setting.on),
-        "driver": _driver(),
-    }
+    card = torch.cuda.get_device_properties(setting.on)
+    row |= {"name": card.name, "capability": f"{card.major}.{card.minor}", "memory_bytes": card.total_memory}
+    row |= {"multiprocessors": card.multi_processor_count, "l2_bytes": card.L2_cache_size, "driver": _driver()}
+    row |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return row | {"cublas_workspace_bytes": cublas_workspace_bytes(setting.on)}
 
 
 def _attention(device: torch.device) -> dict[str, Any]:
@@ -58,23 +49,9 @@ def _attention(device: torch.device) -> dict[str, Any]:
         queries, keys = (torch.zeros(1, 32, rows, 128, dtype=dtype, device=device) for rows in (32, 1024))
         mask = torch.ones(1, 1, 1, 1024, dtype=torch.bool, device=device) if masked else None
         picked[name] = SDPBackend(torch.ops.aten._fused_sdp_choice(queries, keys, keys, mask)).name
-    return {
-        "flash": flags.flash_sdp_enabled(),
-        "efficient": flags.mem_efficient_sdp_enabled(),
-        "math": flags.math_sdp_enabled(),
-        "cudnn": flags.cudnn_sdp_enabled(),
-        "picked": picked,
-    }
-
-
-def _version(package: str) -> str | None:
-    """None where it is not installed."""
-    for distribution in _DISTRIBUTIONS.get(package, (package,)):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+    allowed = {"flash": flags.flash_sdp_enabled(), "efficient": flags.mem_efficient_sdp_enabled()}
+    allowed |= {"math": flags.math_sdp_enabled(), "cudnn": flags.cudnn_sdp_enabled()}
+    return {**allowed, "picked": picked}
 
 
 def _driver() -> str | None:

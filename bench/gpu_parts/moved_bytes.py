@@ -1,20 +1,30 @@
 """What every measurement of a link needs: random bytes, targets that hold something else, a look at each byte after."""
 
-import statistics
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
+from measuring.statistics import spread
 from torch import Tensor
 
+from tiered.offload.device_timer import device_times
+
 POISON = 0xA5
+_COPY_BYTES, _TINY_COPY_BYTES = 1 << 30, 1 << 20  # the first is far more than any cache holds
 
 
 def fill_at_random(target: UInt8[Tensor, " bytes"], seed: int) -> None:
     """Random bytes into host memory, whose size is a multiple of 8: gigabytes a second, on one core."""
     words = target.numpy().view(np.uint64)
     words[:] = np.random.SFC64(seed).random_raw(words.size)
+
+
+def random_memory(device: torch.device, nbytes: int, seed: int) -> UInt8[Tensor, " bytes"]:
+    """Random bytes of a device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, device=device, generator=generator)
 
 
 def poison(target: UInt8[Tensor, " bytes"]) -> None:
@@ -35,19 +45,23 @@ def difference(found: UInt8[Tensor, " bytes"], wanted: UInt8[Tensor, " bytes"]) 
 
 
 def speeds(nbytes: int, seconds: Sequence[float]) -> dict[str, float]:
-    """`gb_per_s` of the median time, with the speeds that a fifth of the rounds falls short of and that four fifths do;
-    `noise_share`: how far the medians of the two halves of the rounds are apart."""
-    ordered = sorted(nbytes / time / 1e9 for time in seconds)
-    middle = statistics.median(ordered)
-    halves = [statistics.median(part) for part in (seconds[: len(seconds) // 2], seconds[len(seconds) // 2 :]) if part]
+    """`gb_per_s` of the median time, with the 20th and the 80th percentile of the speeds; `noise_share`: how far the
+    medians of the two halves of the rounds are apart."""
+    slow, _, fast = spread([nbytes / time / 1e9 for time in seconds])
+    median = spread(seconds)[1]
+    halves = [spread(part)[1] for part in (seconds[: len(seconds) // 2], seconds[len(seconds) // 2 :]) if part]
     return {
-        "gb_per_s": middle,
-        "gb_per_s_p20": ordered[len(ordered) // 5],
-        "gb_per_s_p80": ordered[-1 - len(ordered) // 5],
-        "noise_share": (max(halves) - min(halves)) / statistics.median(seconds),
+        "gb_per_s": nbytes / median / 1e9,
+        "gb_per_s_p20": slow,
+        "gb_per_s_p80": fast,
+        "noise_share": (max(halves) - min(halves)) / median,
     }
 
 
-def checked(why: str | None) -> dict[str, object]:
-    """The part of a row that says whether the bytes were right."""
-    return {"ok": True} if why is None else {"ok": False, "why": why}
+@cache
+def copy_bandwidth(device: torch.device, tiny: bool) -> float:
+    """Bytes a second, read and written together, of a large copy within the memory of `device`: the best of a few,
+    since floors are counted from it. Measured once a process, between two buffers that are freed again."""
+    source = random_memory(device, _TINY_COPY_BYTES if tiny else _COPY_BYTES, 0)
+    target = torch.empty_like(source)
+    return 2 * len(source) / min(device_times(lambda: target.copy_(source), device, rounds=5, hold=True))

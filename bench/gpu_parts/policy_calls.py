@@ -1,20 +1,27 @@
-"""One call of a policy over the random LLaDA: the kinds of its forwards, what each took, and whether it makes sense."""
+"""One call of a policy over the random LLaDA: the kinds of its forwards, what each took, whether it makes sense; and
+its bytes by the ledger, by torch and by the driver, beside what was planned and booked."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from allocations import resident_peak
+from torch import Tensor
+
 import tiered
-from gpu_parts.call_watch import Kinds
 from gpu_parts.random_llada import llada_config, random_ids
 from gpu_parts.setting import Setting
 from tiered.core.budget import MemoryBudget
-from tiered.core.features import Tier
+from tiered.core.features import Account, Tier
+from tiered.forward.forward import Forward
 from tiered.models.base import DiffusionModel
+from tiered.models.shape import ModelShape
 from tiered.offload.codec_bytes import Codec
 from tiered.output import GenerationOutput
 from tiered.planning.plan import Plan
-from tiered.policies.base import Policy, StepKind
+from tiered.policies.base import Policy, Step, StepKind
 from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.none import NoCache
 from tiered.policies.polestar.policy import Polestar
@@ -40,85 +47,143 @@ def policy_of(variant: str, setting: Setting) -> Policy:
     return replace(policy, clusters=6, top_m=2) if setting.tiny and isinstance(policy, Polestar) else policy
 
 
+def patient(policy: Policy) -> Policy:
+    """`policy`, where it updates, with plain steps in a call of four forwards: refresh, step, step, update."""
+    return replace(policy, update_threshold=BLOCK // 2) if isinstance(policy, Polestar) else policy
+
+
+def one_after_another(answer: int, steps: int) -> dict[str, Any]:
+    """Options of `generate`: as many forwards and tokens whatever the tokens are."""
+    return {"max_new_tokens": answer, "block_length": BLOCK, "steps": steps, "stop_at_eos": False}
+
+
+@dataclass
+class Kinds:
+    """An inspector that notes the kind of every forward; it takes nothing of the device."""
+
+    kinds: list[StepKind] = field(default_factory=list)
+
+    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
+        """See `tiered.decoding.observers.Inspector`."""
+        return {}
+
+    def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
+        """See `tiered.decoding.observers.Inspector`."""
+        self.kinds.append(kind)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyCall:
-    """Sizes of a call.
-
-    Attributes:
-        positions: prompt and answer together.
-        answer: tokens of it, in blocks of `BLOCK`.
-        steps: of all blocks together.
-    """
+    """Sizes of a call: positions of prompt and answer together, tokens of the answer, steps of all its blocks."""
 
     positions: int
     answer: int = BLOCK
     steps: int
 
     def options(self) -> dict[str, Any]:
-        """Of `generate`: as many forwards and tokens whatever the tokens are."""
-        return {
-            "max_new_tokens": self.answer, "block_length": BLOCK, "steps": self.steps, "stop_at_eos": False
-        }  # fmt: skip
+        """Of `generate`."""
+        return one_after_another(self.answer, self.steps)
 
     def run(self, runtime: Runtime, setting: Setting) -> "Measured":
         """The call, with every forward's kind noted."""
-        kinds = Kinds()
-        ids = random_ids(setting, self.positions - self.answer)
+        kinds, ids = Kinds(), random_ids(setting, self.positions - self.answer)
         out = runtime.generate(ids, inspector=kinds, **self.options())
         return Measured(out=out, kinds=tuple(kinds.kinds), answer=out.sequences[0, -self.answer :].tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What came of a call.
-
-    Attributes:
-        out: of the runtime.
-        kinds: of the forwards, in order.
-        answer: token ids.
-    """
+    """What came of a call: the kinds of its forwards, in order, and the token ids of its answer."""
 
     out: GenerationOutput
     kinds: tuple[StepKind, ...]
     answer: list[int]
 
     def milliseconds(self) -> dict[StepKind, list[float]]:
-        """Of the forwards with their commits, by kind.
-
-        Raises:
-            RuntimeError: there are not as many times as forwards.
-        """
-        seconds = self.out.timings.steps
-        if len(seconds) != len(self.kinds):
-            raise RuntimeError(f"{len(seconds)} times of {len(self.kinds)} forwards")
+        """Of the forwards with their commits, by kind."""
         by_kind: dict[StepKind, list[float]] = {}
-        for kind, of_step in zip(self.kinds, seconds, strict=True):
+        for kind, of_step in zip(self.kinds, self.out.timings.steps, strict=True):
             by_kind.setdefault(kind, []).append(1000 * of_step)
         return by_kind
 
     def faults(self, model: DiffusionModel) -> Iterator[str]:
         """What no call may come to, however random its weights are."""
-        strangers = [token for token in self.answer if not 0 <= token < model.shape.vocab_size]
-        if strangers:
+        if strangers := [token for token in self.answer if not 0 <= token < model.shape.vocab_size]:
             yield f"tokens {strangers} are not in the vocabulary"
-        left = self.answer.count(model.mask_token_id)
-        if left:
+        if left := self.answer.count(model.mask_token_id):
             yield f"{left} of {len(self.answer)} tokens are still masks"
-
-
-def patient(policy: Policy) -> Policy:
-    """`policy`, where it updates, with plain steps in a call of four forwards: refresh, step, step, update."""
-    return replace(policy, update_threshold=BLOCK // 2) if isinstance(policy, Polestar) else policy
 
 
 def planned(setting: Setting, policy: Policy, call: PolicyCall, memory: MemoryBudget | None = None) -> Plan:
     """What `tiered.plan` says of exactly this call."""
-    return tiered.plan(
-        llada_config(setting),
-        context=call.positions,
-        max_new_tokens=call.answer,
-        block_length=BLOCK,
-        policy=policy,
-        memory=memory,
-        device=setting.device,
-    )
+    sizes: dict[str, Any] = {"context": call.positions, "max_new_tokens": call.answer, "block_length": BLOCK}
+    return tiered.plan(llada_config(setting), policy=policy, memory=memory, device=setting.device, **sizes)
+
+
+class CallMemory:
+    """Looks at the device before a call; `figures` and `faults` speak of the call since."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Gives back what torch has freed, so that what it holds at the peak is what the call needs."""
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        self._allocated = torch.cuda.memory_allocated() if self._cuda else None
+        self._outside = self._outside_torch()
+        self._resident = _resident_peak(restart=True)
+
+    def figures(self, out: GenerationOutput, plan: Plan) -> dict[str, Any]:
+        """Bytes; None where the device keeps no such count, as the CPU does not.
+
+        `libraries_before_bytes`: that torch held before the call beside the weights: what libraries keep, which is a
+        part of `libraries_booked_bytes`.
+        `plan_difference_share`: what torch held at the peak over what the plan says, less 1.
+        """
+        plans, booked, peak = plan.tiers[Tier.DEVICE], out.memory.peak_device_bytes, out.memory.allocator_peak
+        at_peak, pins = out.memory.tiers[Tier.DEVICE].at_peak, out.tiers
+        stats = torch.cuda.memory_stats() if self._cuda else {}
+        row: dict[str, Any] = {"planned_device_bytes": plans.total, "planned_host_bytes": plan.tiers[Tier.HOST].total}
+        row |= {"booked_device_bytes": booked, "booked_host_bytes": out.memory.peak_host_bytes}
+        for name, accounts in (("planned", plans.accounts), ("booked", at_peak)):
+            row[f"{name}_device_accounts_bytes"] = {account.value: size for account, size in accounts.items()}
+        row |= {"allocator_peak_bytes": peak, "libraries_booked_bytes": at_peak.get(Account.LIBRARIES, 0)}
+        row["libraries_before_bytes"] = self._before(out)
+        row["plan_difference_share"] = None if peak is None else (peak - plans.total) / plans.total
+        row["booked_difference_share"] = None if peak is None else (peak - booked) / booked
+        for name in ("reserved", "inactive_split"):
+            row[f"{name}_peak_bytes"] = stats.get(f"{name}_bytes.all.peak")
+        row |= {"outside_torch_before_bytes": self._outside, "outside_torch_after_bytes": self._outside_torch()}
+        row["pinned_asked_bytes"] = None if pins is None else pins.pinned_requested
+        row["pinned_bytes"] = pins.pinned_actual if pins is not None and pins.pinned else None
+        return row | {"resident_before_bytes": self._resident, "resident_peak_bytes": _resident_peak()}
+
+    def faults(self, out: GenerationOutput, cap: int | None = None) -> Iterator[str]:
+        """Where a call held more than its books, or more than `cap`: law 4."""
+        peak, booked = out.memory.allocator_peak, out.memory.peak_device_bytes
+        for limit, what in ((booked, "that were booked"), (cap, "of the cap")):
+            if peak is not None and limit is not None and peak > limit:
+                libraries = out.memory.tiers[Tier.DEVICE].at_peak.get(Account.LIBRARIES, 0)
+                before = self._before(out)
+                known = "" if before is None else f"; {before} were there before the call, {libraries} are libraries'"
+                yield f"torch held {peak} bytes, {peak - limit} more than the {limit} {what}{known}"
+
+    def _before(self, out: GenerationOutput) -> int | None:
+        """Bytes that torch held before the call beside the weights."""
+        weights = out.memory.tiers[Tier.DEVICE].at_peak.get(Account.WEIGHTS, 0)
+        return None if self._allocated is None else self._allocated - weights
+
+    def _outside_torch(self) -> int | None:
+        """Bytes of the device in use that torch's allocator does not hold: the context, libraries, other processes."""
+        if not self._cuda:
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+
+
+def _resident_peak(restart: bool = False) -> int | None:
+    """As `resident_peak`; where the system does not let it be restarted, the peak of the process."""
+    if restart:
+        with suppress(OSError):
+            return resident_peak(restart=True)
+    return resident_peak()

@@ -9,17 +9,17 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from host_waits import HostWait, host_waits
 from torch import Tensor
 
-from gpu_parts.few_layers import few_layers
-from gpu_parts.profile_counts import ProfiledCall
-from gpu_parts.random_llada import random_ids
-from gpu_parts.setting import Setting
-from gpu_parts.small_trace import write_small_trace
+from gpu_parts.policy_calls import BLOCK, one_after_another
+from gpu_parts.profile_counts import ProfiledCall, write_small_trace
+from gpu_parts.random_llada import few_layers, random_ids
+from gpu_parts.setting import Setting, checked
 from tiered.core.ops import Op
 from tiered.core.spans import Recorder, active, recording
 from tiered.observe.trace.trace_call import trace_call
@@ -29,11 +29,9 @@ from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
 LAYERS = 8
-BLOCK = 32
-TRACE = "trace.json.gz"
 # Four tokens a step, and an update behind more than seven: every other step updates.
 POLESTAR = Polestar(codec="nvfp4_delta", update_threshold=7)
-OPTIONS: dict[str, Any] = {"max_new_tokens": BLOCK, "block_length": BLOCK, "steps": 8, "stop_at_eos": False}
+OPTIONS = one_after_another(BLOCK, 8)
 _LINES = 40
 _OUTSIDE = "outside"
 
@@ -44,12 +42,15 @@ def cases(setting: Setting) -> list[str]:
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
-    """Figures by what the forwards were for."""
+    """Figures by what the forwards were for; one of them writes its trace."""
     if case == "host waits":
-        return _host_waits(setting)
+        runtime, ids, _ = _warm(setting, POLESTAR)
+        with recording(Recorder()) as recorder, host_waits(_at) as found:
+            runtime.generate(ids, **OPTIONS)
+        return wait_figures(found, recorder.kinds)
     if case == "block steps":
         return _profiled(setting, FastDLLMDual(), None)
-    return _profiled(setting, POLESTAR, TRACE)
+    return _profiled(setting, POLESTAR, setting.stem)
 
 
 @cache
@@ -61,7 +62,7 @@ def _warm(setting: Setting, policy: Policy) -> tuple[Runtime, Tensor, Sequence[f
     return runtime, ids, runtime.generate(ids, **OPTIONS).timings.steps
 
 
-def _profiled(setting: Setting, policy: Policy, trace: str | None) -> dict[str, Any]:
+def _profiled(setting: Setting, policy: Policy, stem: str | None) -> dict[str, Any]:
     runtime, ids, seconds = _warm(setting, policy)
     traced = trace_call(runtime, ids, profiled=True, **OPTIONS)
     call = ProfiledCall(traced.trace, traced.recorder.kinds)
@@ -71,27 +72,12 @@ def _profiled(setting: Setting, policy: Policy, trace: str | None) -> dict[str, 
         # What the host adds to the device's own time: a graph of the step would save most of it.
         idle = wall - figures["busy_ms"]
         figures |= {"unwatched_ms": round(wall, 4), "idle_ms": round(idle, 4), "idle_share": round(idle / wall, 4)}
-    row = {
-        "layers": runtime.model.shape.layers,
-        "positions": ids.shape[1] + BLOCK,
-        "steps": steps,
-        "fetches": call.fetches(),
-        "top_kernels": call.top_kernels(),
-        "unclaimed": call.unclaimed,
-    }
-    if trace is not None:
-        row["trace"] = write_small_trace(setting.files / trace, traced.trace)
-    if setting.on.type == "cuda" and not any(event.category == "kernel" for event in call.device):
-        row |= {"ok": False, "why": "the profiler saw no kernel"}
-    return row
-
-
-def _host_waits(setting: Setting) -> dict[str, Any]:
-    """Waits of the host by line, and their means over the steps of each kind."""
-    runtime, ids, _ = _warm(setting, POLESTAR)
-    with recording(Recorder()) as recorder, host_waits(_at) as found:
-        runtime.generate(ids, **OPTIONS)
-    return wait_figures(found, recorder.kinds)
+    row: dict[str, Any] = {"layers": runtime.model.shape.layers, "positions": ids.shape[1] + BLOCK, "steps": steps}
+    row |= {"fetches": call.fetches(), "top_kernels": call.top_kernels(), "unclaimed": call.unclaimed}
+    if stem is not None:
+        row["trace"] = write_small_trace(Path(f"{stem}.trace.json.gz"), traced.trace)
+    blind = setting.on.type == "cuda" and not any(event.category == "kernel" for event in call.device)
+    return row | (checked("the profiler saw no kernel") if blind else {})
 
 
 def wait_figures(found: Counter[HostWait], kinds: Sequence[str]) -> dict[str, Any]:
@@ -105,23 +91,14 @@ def wait_figures(found: Counter[HostWait], kinds: Sequence[str]) -> dict[str, An
         if place != _OUTSIDE:
             places[kind][place] += count
         lines[kind, place, op, wait.line, wait.what] += count
+    by_kind = {}
+    for kind, of in places.items():
+        sums = {"waits": of.total(), "waits_in_forward": of["forward"] + of["layer"], "waits_in_layers": of["layer"]}
+        by_kind[kind] = {"steps": steps[kind]} | {name: round(count / steps[kind], 2) for name, count in sums.items()}
     named = ("kind", "place", "op", "line", "what")
-    return {
-        "waits_by_kind": {
-            kind: {
-                "steps": steps[kind],
-                "waits": round(of.total() / steps[kind], 2),
-                "waits_in_forward": round((of["forward"] + of["layer"]) / steps[kind], 2),
-                "waits_in_layers": round(of["layer"] / steps[kind], 2),
-            }
-            for kind, of in places.items()
-        },
-        "lines": [
-            dict(zip(named, line, strict=True)) | {"count": count}
-            for line, count in sorted(lines.items(), key=lambda item: -item[1])[:_LINES]
-        ],
-        "lines_left_out": max(0, len(lines) - _LINES),
-    }
+    most = sorted(lines.items(), key=lambda item: -item[1])[:_LINES]
+    told = [dict(zip(named, line, strict=True)) | {"count": count} for line, count in most]
+    return {"waits_by_kind": by_kind, "lines": told, "lines_left_out": len(lines) - len(told)}
 
 
 def _at() -> str:

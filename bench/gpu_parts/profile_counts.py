@@ -1,4 +1,4 @@
-"""Books: what a trace of torch's profiler says of a call, by what its forwards were for. No tensors.
+"""What a trace of torch's profiler says of a call, by what its forwards were for; and that trace in a small file.
 
 The format is Chrome's, as Kineto writes it (pytorch/kineto, `output_json.cpp` and `CuptiActivity.cpp`): complete events
 ("X") with µs, whose category is `user_annotation` for our ranges, `cuda_runtime` and `cuda_driver` for what the host
@@ -6,18 +6,23 @@ called, and `kernel`, `gpu_memcpy` and `gpu_memset` for what the device did. Wha
 of the call that asked for it, and by that call it belongs to a step, whenever it ran.
 """
 
+import gzip
+import json
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tiered.core.whole_file import write_then_rename
 
 Interval = tuple[float, float]  # begin and end, µs
 
-HOST = ("cuda_runtime", "cuda_driver")
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_HOST = ("cuda_runtime", "cuda_driver")
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 # Calls in which the host stands still: for the device, or for the driver to map or unmap memory.
-BLOCKING = frozenset(
+_BLOCKING = frozenset(
     (
         *("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize"),
         *("cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize"),
@@ -26,12 +31,15 @@ BLOCKING = frozenset(
         *("cuModuleLoadData", "cuModuleLoadDataEx", "cuLibraryLoadData"),
     )
 )
-NAME = 120  # letters of a kernel's name: the rest are template arguments
-TOP = 10
+_NAME = 120  # letters of a kernel's name: the rest are template arguments
+_TOP = 10
+_MOST_BYTES = 12 << 20  # of a trace's file, which fits a repository then
+# Operators of torch are ten times as many as all else; our ranges say what they are part of.
+_DROPPED = frozenset({"cpu_op", "python_function", "overhead", "fwdbwd", "Trace", "gpu_user_annotation"})
+_ARGS = ("stream", "correlation", "bytes", "grid", "block", "name", "sort_index", "labels")
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceEvent:
+class DeviceEvent(NamedTuple):
     """What the device did: in which step (None: in none) and layer, and whether on the stream that computes."""
 
     category: str
@@ -43,48 +51,36 @@ class DeviceEvent:
     computes: bool
 
 
-class Ranges:
-    """Ranges of one name that do not overlap, to be found by a moment."""
-
-    def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
-        self.spans: list[Interval] = sorted(map(_span, events))
-        self._began = [began for began, _ in self.spans]
-
-    def at(self, moment: float) -> int | None:
-        """The number of the range that is under way at `moment`; None: none is."""
-        number = bisect_right(self._began, moment) - 1
-        return number if number >= 0 and moment <= self.spans[number][1] else None
-
-
 class ProfiledCall:
-    """A call of `generate` under the profiler.
-
-    Attributes:
-        kinds: what the forward of each step was for.
-        device: what the device did.
-        unclaimed: events of the device whose call is not in the trace.
-    """
+    """A call of `generate` under the profiler: the `kinds` of its forwards, by step, what the `device` did, and how
+    much of that is `unclaimed`, of no call that is in the trace."""
 
     def __init__(self, trace: Mapping[str, Any], kinds: Sequence[str]) -> None:
         """Raises `ValueError` where the trace has not as many steps as `kinds`."""
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         named = [event for event in events if event.get("cat") == "user_annotation"]
-        self.steps = Ranges(event for event in named if event["name"] == "step")
-        self._forwards = Ranges(event for event in named if event["name"] == "forward")
-        self._layers = Ranges(event for event in named if event["name"].startswith("layer/L"))
+        self._steps = sorted(_span(event) for event in named if event["name"] == "step")
+        self._forwards = sorted(_span(event) for event in named if event["name"] == "forward")
+        self._layers = sorted(_span(event) for event in named if event["name"].startswith("layer/L"))
         self.kinds = list(kinds)
-        if len(self.steps.spans) != len(self.kinds):
-            raise ValueError(f"the trace has {len(self.steps.spans)} steps, the call had {len(self.kinds)}")
+        if len(self._steps) != len(self.kinds):
+            raise ValueError(f"the trace has {len(self._steps)} steps, the call had {len(self.kinds)}")
         threads = {event["tid"] for event in named if event["name"] == "step"}
-        calls = [event for event in events if event.get("cat") in HOST]
+        calls = [event for event in events if event.get("cat") in _HOST]
         # Threads of the lanes are there to wait. Where no call is of the thread that steps, they are named otherwise.
         ours = [event for event in calls if event["tid"] in threads] or calls
-        self._blocking = [event for event in ours if event["name"].split("_v")[0] in BLOCKING]
+        self._blocking = [event for event in ours if event["name"].split("_v")[0] in _BLOCKING]
         asked = {event["args"]["correlation"]: event["ts"] for event in calls if "correlation" in event.get("args", {})}
-        did = [event for event in events if event.get("cat") in DEVICE]
+        did = [event for event in events if event.get("cat") in _DEVICE]
         streams = Counter(event["args"].get("stream") for event in did if event["cat"] == "kernel")
         compute = streams.most_common(1)[0][0] if streams else None
-        self.device = [self._device_event(event, asked, compute) for event in did]
+        self.device = []
+        for event in did:
+            moment = asked.get(event["args"].get("correlation"), -1.0)  # in no range
+            where = _at(self._steps, moment), _at(self._layers, moment) is not None
+            computes = event["args"].get("stream") == compute
+            nbytes = event["args"].get("bytes", 0)
+            self.device.append(DeviceEvent(event["cat"], event["name"], _span(event), nbytes, *where, computes))
         self.unclaimed = sum(event["args"].get("correlation") not in asked for event in did)
 
     def by_kind(self) -> dict[str, dict[str, Any]]:
@@ -95,26 +91,25 @@ class ProfiledCall:
     def fetches(self) -> dict[str, Any]:
         """Copies to the device beside the stream that computes, by the copy engine or a kernel: their time, and the
         share of it in which a kernel computes."""
+        kernels = [event.span for event in self.device if event.category == "kernel" and event.computes]
         spans = [
             event.span
             for event in self.device
             if not event.computes and (event.category == "kernel" or " HtoD" in event.name)
         ]
-        kernels = union(event.span for event in self.device if event.category == "kernel" and event.computes)
-        busy = union(spans)
-        total = length(busy)
-        return {"copies": len(spans), "ms": _ms(total)} | (
-            {"under_kernels_share": round(length(common(busy, kernels)) / total, 4)} if total else {}
-        )
+        total = covered(spans)
+        under = total + covered(kernels) - covered([*spans, *kernels])
+        share = {"under_kernels_share": round(under / total, 4)} if total else {}
+        return {"copies": len(spans), "ms": _ms(total), **share}
 
     def top_kernels(self) -> list[dict[str, Any]]:
         """The kernels with most time, of all steps."""
         times: dict[str, list[float]] = defaultdict(list)
         for event in self.device:
             if event.category == "kernel" and event.step is not None:
-                times[event.name[:NAME]].append(event.span[1] - event.span[0])
+                times[event.name[:_NAME]].append(event.span[1] - event.span[0])
         total = sum(map(sum, times.values()))
-        longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:TOP]
+        longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:_TOP]
         return [
             {"name": name, "count": len(each), "ms": _ms(sum(each)), "share": round(sum(each) / total, 4)}
             for name, each in longest
@@ -122,79 +117,74 @@ class ProfiledCall:
         ]
 
     def _of_kind(self, kind: str) -> dict[str, Any]:
-        steps = [number for number, of in enumerate(self.kinds) if of == kind]
-        of_kind, count = set(steps), len(steps)
-        events = [event for event in self.device if event.step in of_kind]
+        steps = {number for number, of in enumerate(self.kinds) if of == kind}
+        events = [event for event in self.device if event.step in steps]
         computing = [event for event in events if event.computes]
         kernels = [event for event in computing if event.category == "kernel"]
-        busy = sum(length(union(event.span for event in computing if event.step == step)) for step in steps)
-        wall = sum(end - began for began, end in (self.steps.spans[step] for step in steps))
-        moved: dict[str, list[int]] = defaultdict(list)
+        busy = sum(covered(event.span for event in computing if event.step == step) for step in steps)
+        moved, calls = defaultdict[str, list[int]](list), defaultdict[str, list[Interval]](list)
         for event in events:
             if event.category != "kernel":
                 moved[event.name].append(event.nbytes)
-        calls: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for event in self._blocking:
-            if self.steps.at(event["ts"]) in of_kind:
+            if _at(self._steps, event["ts"]) in steps:
                 calls[event["name"]].append(_span(event))
         begins = [began for each in calls.values() for began, _ in each]
-        return {
-            "steps": count,
-            "wall_ms": _ms(wall / count),
-            "busy_ms": _ms(busy / count),
-            "kernels": _mean(len(kernels), count),
-            "kernels_in_layers": _mean(sum(event.in_layer for event in kernels), count),
-            "copies": {
-                name: {"count": _mean(len(each), count), "bytes": _mean(sum(each), count)}
-                for name, each in sorted(moved.items())
-            },
-            "blocking_calls": {
-                name: {"count": _mean(len(each), count), "ms": _ms(sum(end - began for began, end in each) / count)}
-                for name, each in sorted(calls.items())
-            },
-            "waits_in_forward": _mean(sum(self._forwards.at(moment) is not None for moment in begins), count),
-            "waits_in_layers": _mean(sum(self._layers.at(moment) is not None for moment in begins), count),
+
+        def mean(total: float) -> float:
+            return round(total / len(steps), 2)
+
+        def mean_ms(microseconds: float) -> float:
+            return _ms(microseconds / len(steps))
+
+        row: dict[str, Any] = {"steps": len(steps), "wall_ms": mean_ms(covered(self._steps[step] for step in steps))}
+        row |= {"busy_ms": mean_ms(busy), "kernels": mean(len(kernels))}
+        row["kernels_in_layers"] = mean(sum(event.in_layer for event in kernels))
+        row["copies"] = {name: {"count": mean(len(of)), "bytes": mean(sum(of))} for name, of in sorted(moved.items())}
+        row["blocking_calls"] = {
+            name: {"count": mean(len(of)), "ms": mean_ms(sum(end - began for began, end in of))}
+            for name, of in sorted(calls.items())
         }
-
-    def _device_event(self, event: Mapping[str, Any], asked: Mapping[int, float], compute: int | None) -> DeviceEvent:
-        moment = asked.get(event["args"].get("correlation"))
-        return DeviceEvent(
-            category=event["cat"],
-            name=event["name"],
-            span=_span(event),
-            nbytes=event["args"].get("bytes", 0),
-            step=None if moment is None else self.steps.at(moment),
-            in_layer=moment is not None and self._layers.at(moment) is not None,
-            computes=event["args"].get("stream") == compute,
-        )
+        row["waits_in_forward"] = mean(sum(_at(self._forwards, moment) is not None for moment in begins))
+        return row | {"waits_in_layers": mean(sum(_at(self._layers, moment) is not None for moment in begins))}
 
 
-def union(spans: Iterable[Interval]) -> list[Interval]:
-    """The same moments without overlaps, in order."""
-    merged: list[Interval] = []
+def covered(spans: Iterable[Interval]) -> float:
+    """µs of all of them, those in several once."""
+    total, until = 0.0, float("-inf")
     for began, end in sorted(spans):
-        if merged and began <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((began, end))
-    return merged
+        total += max(0.0, end - max(began, until))
+        until = max(until, end)
+    return total
 
 
-def common(one: Sequence[Interval], other: Sequence[Interval]) -> Iterator[Interval]:
-    """Moments that are in both, each without overlaps and in order."""
-    place = 0
-    for began, end in one:
-        while place < len(other) and other[place][1] <= began:
-            place += 1
-        at = place
-        while at < len(other) and other[at][0] < end:
-            yield max(began, other[at][0]), min(end, other[at][1])
-            at += 1
+def write_small_trace(path: Path, trace: Mapping[str, Any], *, most: int = _MOST_BYTES) -> dict[str, Any]:
+    """Write `trace`, without what nobody looks at, under gzip to `path`, cut to its first half, quarter and so on until
+    it takes `most` bytes; what was written, for a row."""
+    events = [_slim(event) for event in trace["traceEvents"] if event.get("cat") not in _DROPPED]
+    timed = sorted(event["ts"] for event in events if event["ph"] != "M")
+    kept = len(timed)
+    while True:
+        end = timed[kept - 1] if kept else 0
+        part = [event for event in events if event["ph"] == "M" or event["ts"] <= end]
+        text = json.dumps({"traceEvents": part, "displayTimeUnit": "ms"}, allow_nan=False, separators=(",", ":"))
+        packed = gzip.compress(text.encode(), 6, mtime=0)
+        if len(packed) <= most or not kept:
+            break
+        kept //= 2
+    write_then_rename(path, lambda target: target.write_bytes(packed))
+    return {"file": path.name, "bytes": len(packed), "events": len(part), "whole": kept == len(timed)}
 
 
-def length(spans: Iterable[Interval]) -> float:
-    """µs of all of them."""
-    return sum(end - began for began, end in spans)
+def _slim(event: Mapping[str, Any]) -> dict[str, Any]:
+    args = {name: value for name, value in event.get("args", {}).items() if name in _ARGS}
+    return {**{name: value for name, value in event.items() if name != "args"}, **({"args": args} if args else {})}
+
+
+def _at(spans: Sequence[Interval], moment: float) -> int | None:
+    """Which of `spans`, in order and without overlaps, is under way at `moment`; None: none is."""
+    number = bisect_right(spans, moment, key=itemgetter(0)) - 1
+    return number if number >= 0 and moment <= spans[number][1] else None
 
 
 def _span(event: Mapping[str, Any]) -> Interval:
@@ -203,7 +193,3 @@ def _span(event: Mapping[str, Any]) -> Interval:
 
 def _ms(microseconds: float) -> float:
     return round(microseconds / 1000, 4)
-
-
-def _mean(total: float, count: int) -> float:
-    return round(total / count, 2)

@@ -17,33 +17,23 @@ from tiered.policies.base import Policy
 from tiered.runtime import Runtime
 
 # More than any call here asks for. RoPE's angles are made for each call, so the model is the same one.
-POSITIONS = 1 << 18
+_POSITIONS = 1 << 18
 _STD = 0.02
 _TINY = {
-    "d_model": 64,
-    "n_layers": 3,
-    "n_heads": 4,
-    "n_kv_heads": 4,
-    "mlp_hidden_size": 192,
-    "vocab_size": 512,
-    "embedding_size": 512,
-    "mask_token_id": 511,
-    "eos_token_id": 510,
-    "pad_token_id": 510,
-    "torch_dtype": "float32",
+    **{"d_model": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 192, "torch_dtype": "float32"},
+    **{"vocab_size": 512, "embedding_size": 512, "mask_token_id": 511, "eos_token_id": 510, "pad_token_id": 510},
 }
 
 
 def llada_config(setting: Setting) -> dict[str, Any]:
-    """LLaDA-8B's config.json for `POSITIONS` positions, in bfloat16; the tiny one has 64 wide layers, in float32."""
-    return read_preset("llada-8b") | {"max_sequence_length": POSITIONS} | (_TINY if setting.tiny else {})
+    """LLaDA-8B's config.json for many positions, in bfloat16; the tiny one has 64 wide layers, in float32."""
+    return read_preset("llada-8b") | {"max_sequence_length": _POSITIONS} | (_TINY if setting.tiny else {})
 
 
 @cache
 def random_llada(setting: Setting) -> LLaDA:
     """The model, made once in a process. Its 15 GiB are drawn where they stay: the host never holds them."""
-    with torch.device("meta"), _Undrawn():
-        model = LLaDA.from_config(llada_config(setting))
+    model = undrawn(llada_config(setting))
     model = model.to(getattr(torch, model.shape.dtype)).to_empty(device=setting.on)
     draws = torch.Generator(setting.on).manual_seed(setting.seed)
     with torch.no_grad():
@@ -55,9 +45,24 @@ def random_llada(setting: Setting) -> LLaDA:
     return model
 
 
-class _Undrawn(TorchFunctionMode):
-    """Modules draw no weights when they are made: on the meta device that would import half of torch, for seconds."""
+@cache
+def few_layers(setting: Setting, layers: int, dtype: torch.dtype | None = None) -> LLaDA:
+    """As many layers of it, or all that there are. Weights are those of the whole model, not copies, unless `dtype` is
+    another one."""
+    whole = random_llada(setting)
+    model = undrawn(llada_config(setting) | {"n_layers": min(layers, whole.shape.layers)})
+    weights = whole.state_dict()
+    model.load_state_dict({name: weights[name] for name in model.state_dict()}, assign=True)
+    return model if dtype is None else model.to(dtype)
 
+
+def undrawn(config: dict[str, Any]) -> LLaDA:
+    """On the meta device, where to draw weights would import half of torch, for seconds."""
+    with torch.device("meta"), _Undrawn():
+        return LLaDA.from_config(config)
+
+
+class _Undrawn(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == torch.nn.init.__name__:

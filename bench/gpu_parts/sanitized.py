@@ -13,7 +13,7 @@ import faulthandler
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -23,21 +23,19 @@ from typing import Any
 import torch
 from tier_fuzz import round_trip, run_schedule
 
-from gpu_parts.kernel_case import interpret
-from gpu_parts.kernel_cases import small_cases
+from gpu_parts.kernel_case import run_once, small_cases
 from gpu_parts.moved_bytes import POISON
-from gpu_parts.sanitizer_report import DONE
+from gpu_parts.sanitizer import DONE
+from gpu_parts.slow_transports import transport
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Feature
 from tiered.core.ledger import Ledger
 from tiered.kernels.choice import for_device
 from tiered.kernels.gather_copy_ref import gather_copy
 from tiered.offload.codec_bytes import Codec
-from tiered.offload.cuda_transport import CudaTransport
 from tiered.offload.device import synchronize
 from tiered.offload.fence import Fence, Region
 from tiered.offload.pinning import pick_pinner
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane
 from tiered.tiers.opening import open_tiers
 from tiered.tiers.record_book import RecordKey
@@ -47,7 +45,6 @@ _ROUTES = {"engine": 0, "gather": 1 << 30}  # `crossover` of a transport that ta
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """See above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("kernels", "transports", "planted"))
     parser.add_argument("--device", default="cuda")
@@ -57,13 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=60.0)
     asked = parser.parse_args(argv)
     faulthandler.dump_traceback_later(asked.limit, exit=True)
-    device = torch.device(asked.device)
-    if asked.what == "kernels":
-        ran = run_kernels(device)
-    elif asked.what == "planted":
-        ran = run_planted(device)
+    device, end = torch.device(asked.device), time.monotonic() + asked.seconds
+    if asked.what == "transports":
+        ran = run_transports(device, asked.seed, schedules=asked.schedules, end=end)
     else:
-        ran = run_transports(device, asked.seed, schedules=asked.schedules, end=time.monotonic() + asked.seconds)
+        ran = {"kernels": run_kernels, "planted": run_planted}[asked.what](device)
     print(DONE + json.dumps(ran), flush=True)
     faulthandler.cancel_dump_traceback_later()
     return 1 if ran["wrong"] else 0
@@ -71,13 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_kernels(device: torch.device) -> dict[str, Any]:
     """Every kernel at a tiny size; on a CPU by Triton's interpreter. Whether results are right is another part's."""
-    interpret(device)
-    names = []
-    for name, run in small_cases():
+    kernels = small_cases()
+    for name, case in kernels.items():
         print(name, flush=True)
-        run(device)
-        names.append(name)
-    return {"ran": names, "wrong": [] if names else ["there were no kernels"]}
+        run_once(case, device)
+    return {"ran": list(kernels), "wrong": [] if kernels else ["there were no kernels"]}
 
 
 def run_planted(device: torch.device) -> dict[str, Any]:
@@ -93,12 +86,8 @@ def run_planted(device: torch.device) -> dict[str, Any]:
 def run_transports(device: torch.device, seed: int, *, schedules: int, end: float) -> dict[str, Any]:
     """Copies by either route, tiers in every codec, then random schedules until `end` of the monotonic clock."""
     device = torch.empty(0, device=device).device  # with its number, as tensors say it
-    checks: dict[str, Callable[[], bool]] = {
-        **{
-            f"route {route}": partial(copies_are_right, device, seed, crossover) for route, crossover in _ROUTES.items()
-        },
-        **{f"tiers {codec}": partial(tiers_are_right, device, seed, codec) for codec in Codec},
-    }
+    checks = {f"route {route}": partial(copies_are_right, device, seed, size) for route, size in _ROUTES.items()}
+    checks |= {f"tiers {codec}": partial(tiers_are_right, device, seed, codec) for codec in Codec}
     wrong = []
     for name, right in checks.items():
         print(name, flush=True)
@@ -128,7 +117,7 @@ def copies_are_right(device: torch.device, seed: int, crossover: int) -> bool:
     def leave(turn: int) -> None:
         found[turn] = arrived
 
-    with closing(CudaTransport(device, crossover=crossover) if device.type == "cuda" else ThreadTransport()) as lanes:
+    with closing(transport(device, crossover=crossover)) as lanes:
         for turn in range(turns):
             ready = lanes.compute(lambda: None)  # `given` is there
             down = [Copy(row, place) for row, place in zip(given[turn].view(count, size), host, strict=True)]

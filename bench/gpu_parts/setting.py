@@ -1,7 +1,6 @@
-"""Where a GPU day runs, and at what size."""
+"""Where a GPU day runs, and at what size; and what its rows have in common."""
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,24 +14,26 @@ class Setting:
         device: torch's name of it.
         tiny: sizes of a rehearsal, which a CPU goes through in a minute; what it measures is worth nothing.
         seed: of everything that is drawn.
-        folder: where files go that are no rows, such as a trace.
+        stem: what the paths of files that are no rows, such as a trace, begin with; None: nothing is written.
     """
 
     device: str
     tiny: bool
     seed: int
-    folder: str
+    stem: str | None = None
 
     @property
     def on(self) -> torch.device:
         """The device."""
         return torch.device(self.device)
 
-    @property
-    def files(self) -> Path:
-        """The folder."""
-        return Path(self.folder)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain types for JSON; `Setting(**…)` is the way back."""
-        return asdict(self)
+def checked(*faults: str | None) -> dict[str, Any]:
+    """The part of a row that says whether what was looked at was right: `ok`, with `why` where there are `faults`."""
+    why = "; ".join(filter(None, faults))
+    return {"ok": False, "why": why} if why else {"ok": True}
+
+
+def skipped(why: str) -> dict[str, Any]:
+    """The row of what cannot be measured on this machine."""
+    return {"status": "skipped", "why": why}

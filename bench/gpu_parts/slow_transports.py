@@ -37,27 +37,23 @@ def random_delays(device: torch.device, seed: int) -> Delay:
 
 
 class Synchronous:
-    """Every job has ended before the caller goes on."""
+    """See `Transport`; every job has ended before the caller goes on."""
 
     def __init__(self, carrier: Transport) -> None:
         self._carrier = carrier
-        self.device = carrier.device
+        self.device, self.close = carrier.device, carrier.close
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
-        """See `Transport`; blocks."""
+        """Blocks."""
         return _ended(self._carrier.copy(lane, copies, after))
 
     def run(self, lane: Lane, work: Callable[[], int], after: Iterable[Event] = ()) -> TransferEvent:
-        """See `Transport`; blocks."""
+        """Blocks."""
         return _ended(self._carrier.run(lane, work, after))
 
     def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
-        """See `Transport`; blocks."""
+        """Blocks."""
         return _ended(self._carrier.compute(work, after))
-
-    def close(self) -> None:
-        """See `Transport`."""
-        self._carrier.close()
 
 
 class Damaging(Synchronous):
@@ -65,7 +61,7 @@ class Damaging(Synchronous):
     and none infinite. For a control: whoever reads it has to be seen."""
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
-        """See `Transport`; blocks."""
+        """Blocks."""
         event = super().copy(lane, copies, after)
         if lane is Lane.STORE:
             with torch.inference_mode():

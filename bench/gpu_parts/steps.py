@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from gpu_parts.call_memory import CallMemory
-from gpu_parts.policy_calls import BLOCK, NAMES, Measured, PolicyCall, planned, policy_of
+from gpu_parts.policy_calls import BLOCK, NAMES, CallMemory, Measured, PolicyCall, planned, policy_of
 from gpu_parts.random_llada import random_runtime
-from gpu_parts.setting import Setting
-from gpu_parts.step_figures import by_kind, copies
-from gpu_parts.step_floors import measured_rates
+from gpu_parts.setting import Setting, checked, skipped
+from gpu_parts.step_figures import by_kind, copies, measured_rates
 from tiered.core.features import Tier
 from tiered.runtime import Runtime
 
@@ -35,13 +33,8 @@ def cases(setting: Setting) -> list[str]:
 def call_of(variant: str, positions: int) -> PolicyCall:
     """What is measured: one block. Where nothing is cached, as few forwards as the context allows; under Uniform-Cache
     two blocks, since it renews the next one beside the current."""
-    match variant:
-        case "none":
-            return PolicyCall(positions=positions, steps=min(_STEPS, max(2, _CONTEXTS[-1] // positions)))
-        case "uniform":
-            return PolicyCall(positions=positions, answer=2 * BLOCK, steps=_STEPS)
-        case _:
-            return PolicyCall(positions=positions, steps=_STEPS)
+    steps = min(_STEPS, max(2, _CONTEXTS[-1] // positions)) if variant == "none" else _STEPS
+    return PolicyCall(positions=positions, answer=2 * BLOCK if variant == "uniform" else BLOCK, steps=steps)
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
@@ -50,9 +43,8 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
     call = call_of(variant, int(context))
     plan = planned(setting, policy_of(variant, setting), call)
     if setting.on.type == "cuda" and (total := torch.cuda.mem_get_info()[1]) * _FULL < plan.tiers[Tier.DEVICE].total:
-        return {"skipped": f"planned at {plan.tiers[Tier.DEVICE].total} bytes, the device has {total}"}
-    rates = measured_rates(setting)
-    runtime = random_runtime(setting, policy_of(variant, setting))
+        return skipped(f"planned at {plan.tiers[Tier.DEVICE].total} bytes, the device has {total}")
+    rates, runtime = measured_rates(setting), random_runtime(setting, policy_of(variant, setting))
     _warm_up(runtime, setting, call.positions)
     memory = CallMemory(setting.on)
     first = last = call.run(runtime, setting)
@@ -61,29 +53,15 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
     if first.out.timings.total < _QUICK and not (setting.tiny and call.positions > _TINY_CONTEXTS[0]):
         last = call.run(runtime, setting)
     _answers[setting, variant, call.positions] = last.answer
-    faults = [
-        *first.faults(runtime.model),
-        *memory.faults(first.out),
-        *_disagreements(setting, variant, call, first, last),
-    ]
-    return {
-        "variant": variant,
-        "policy": runtime.policy.name,
-        "policy_options": asdict(runtime.policy),
-        "positions": call.positions,
-        "new_tokens": call.answer,
-        "steps": call.steps,
-        "forwards": dict(last.out.passes),
-        "kinds": by_kind(runtime.model.shape, call, first, last, rates),
-        "total_ms": 1000 * last.out.timings.total,
-        "ms_per_forward": last.out.timings.ms_per_forward,
-        "tokens_per_second": call.answer / last.out.timings.total,
-        "bandwidth_gb_per_s": rates.bytes_per_second / 1e9,
-        "tflop_per_s": rates.flops_per_second / 1e12,
-        "copies": copies(last.out.tiers),
-        "memory": figures,
-        "ok": not faults,
-    } | ({"why": "; ".join(faults)} if faults else {})
+    row = {"variant": variant, "policy": runtime.policy.name, "policy_options": asdict(runtime.policy)}
+    row |= {"positions": call.positions, "new_tokens": call.answer, "steps": call.steps}
+    row |= {"forwards": dict(last.out.passes), "kinds": by_kind(runtime.model.shape, call, first, last, rates)}
+    row |= {"total_ms": 1000 * last.out.timings.total, "ms_per_forward": last.out.timings.ms_per_forward}
+    row["tokens_per_second"] = call.answer / last.out.timings.total
+    row |= {"bandwidth_gb_per_s": rates.bytes_per_second / 1e9, "tflop_per_s": rates.flops_per_second / 1e12}
+    row |= {"copies": copies(last.out.tiers), "memory": figures}
+    disagreements = _disagreements(setting, variant, call, first, last)
+    return row | checked(*first.faults(runtime.model), *memory.faults(first.out), *disagreements)
 
 
 @cache

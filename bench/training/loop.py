@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scoring import score_examples
 from transformers import PreTrainedTokenizerBase
+from workloads.scoring import score_examples
 
 from tiered.embedded.tasks import LONG_TASKS, TASKS, sample
 from tiered.models.base import DiffusionModel

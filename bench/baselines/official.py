@@ -1,0 +1,122 @@
+"""The official implementations, each in a process of the venv that its authors' versions need.
+
+None of their code is in this repository: CODE_ROOT is a folder of the user's with a checkout in each of its folders
+(docs/peers.md). What is not there is refused.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from measuring.worker import RefusedError
+
+WORKER = Path(__file__).with_name("official_worker.py")
+# By name, the folders of CODE_ROOT that it needs; the names are methods of `official_worker.Implementations`.
+IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
+    "vanilla": ("llada", "dllm"),
+    "fast_plain": ("fastdllm",),
+    "fast_prefix": ("fastdllm",),
+    "fast_dual": ("fastdllm",),
+    "dllm_cache": ("dllmcache", "dllm"),
+    "dkv_decode": ("dkv",),
+    "polestar": ("polestar",),
+}
+HOW = "docs/peers.md says how to get it"
+
+
+class OfficialError(Exception):
+    """The official code has failed."""
+
+
+class Official:
+    """A process that answers one prompt at a time and idles in between; ends with the `with`.
+
+    Attributes:
+        about: columns of its rows: the commits of the checkouts, and the versions of torch and transformers.
+    """
+
+    def __init__(self, name: str, checkpoint: Path, *, code: str | None, python: str | None, threads: int) -> None:
+        """`checkpoint` in Hugging Face's layout; `code`, `python`: CODE_ROOT, and the venv's interpreter.
+
+        Raises:
+            RefusedError: the code is not there.
+            OfficialError: it does not load.
+        """
+        if code is None or python is None:
+            raise RefusedError(f"official code is asked with --official and --official-python alone; {HOW}")
+        for folder in IMPLEMENTATIONS[name]:
+            if not (Path(code) / folder).is_dir():
+                raise RefusedError(f"no folder {folder} in that of --official; {HOW}")
+        # -I: the venv alone, and no folder of this repository, is on its path. The process is of the family of whoever
+        # measures, and ends with it; or with its stdin.
+        command = [python, "-I", str(WORKER), name, code, str(checkpoint), str(threads)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        try:
+            # Compiling would be timed, and not all of it compiles.
+            self._process = subprocess.Popen(command, env=os.environ | {"TORCHDYNAMO_DISABLE": "1"}, **pipes)
+        except OSError as error:
+            raise OfficialError(f"cannot be started: {error.strerror}") from error
+        try:
+            self.about = {"commits": {folder: commit_of(Path(code) / folder) for folder in IMPLEMENTATIONS[name]}}
+            self.about |= {f"official_{package}": version for package, version in self._answer().items()}
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> "Official":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def ask(self, prompt: list[int], call: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer `prompt` as `Runtime.generate` would with `call`, one token a step or by threshold: {"tokens",
+        "seconds", "forwards"}. `options` under the implementation's own names. Raises `OfficialError`."""
+        request = {"prompt": prompt, "length": call["max_new_tokens"], "block": call["block_length"]}
+        request |= {"threshold": call.get("confidence_threshold"), "early": call.get("early_threshold")}
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request | {"options": options}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # how it ended is read below
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise OfficialError(f"ended with exit status {self._process.wait()}")
+        answer = json.loads(line)
+        if "failed" in answer:
+            raise OfficialError(answer["failed"])
+        return answer
+
+
+def commit_of(folder: Path) -> str | None:
+    """Of a checkout, with "-dirty" where it was changed; else what its file COMMIT says; None without one."""
+    if not (folder / ".git").exists():
+        told = folder / "COMMIT"
+        return told.read_text(encoding="utf-8").strip() if told.is_file() else None
+    command = ["git", "-c", f"safe.directory={folder}", "-C", str(folder)]
+    command += ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def located(official: str | None, official_python: str | None) -> dict[str, str | None]:
+    """`code` and `python` as `Official` takes them. Raises `ValueError` for one without the other, or what is none."""
+    if (official is None) is not (official_python is None):
+        raise ValueError("--official and --official-python go together")
+    if official is None or official_python is None:
+        return {"code": None, "python": None}
+    if not Path(official).is_dir():
+        raise ValueError(f"--official {official}; a folder of checkouts is allowed")
+    if (python := shutil.which(official_python)) is None:
+        raise ValueError(f"--official-python {official_python}; the python of a venv is allowed")
+    return {"code": str(Path(official).resolve()), "python": str(Path(python).absolute())}

@@ -1,0 +1,96 @@
+"""Lines part calls with other winners. A cell says how many times as much the next policy takes; ≈: no more than rounds
+differ, or than `none` measured twice does; then it shows the simplest of those that are alike."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from measuring.statistics import noise_floor
+
+from charts.rows import Row, good, panels
+from charts.theme import LIGHT, alt, colour, data, ink_on, policy_colours, rank, side_by_side
+
+FACETS = ("model", "layers", "threshold", "budget", "link", "steps", "width")
+FIGURES = ("seconds", "device_bytes", "host_bytes", "rows_computed", "moved_bytes")
+COLUMNS = (*FACETS, "context", "blocks", "policy", *FIGURES)
+BEST, AGAIN = {"seconds": "fastest", "device_bytes": "smallest"}, "none-again"
+table = list  # a call that every policy refuses has a cell, too
+
+
+def contests(rows: Sequence[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
+    """Of every call its policies. One that moves nothing is under a link as it is without."""
+    names = (*FACETS, "context", "blocks")
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(name) for name in names), {})[row["policy"]] = row
+    link = names.index("link")
+    for key, own in found.items():
+        free = found.get((*key[:link], None, *key[link + 1 :]), {})
+        still = {policy: row for policy, row in free.items() if row.get("moved_bytes") == 0 and policy != AGAIN}
+        found[key] = still | own
+    return found
+
+
+def winners(rows: Sequence[Row], figure: str) -> list[Row]:
+    """Of every call the policy with the least of `figure`, None where no policy took it. "told": how many times as much
+    the next one has; "right", "up": whether the neighbour there has another winner."""
+    calls = contests(rows)
+    twice = [(own[AGAIN], own["none"]) for own in calls.values() if {AGAIN, "none"} <= own.keys()]
+    floor = noise_floor(
+        [again[figure] / plain[figure] for again, plain in twice if figure in again and figure in plain]
+    )
+    noise, cells = 1 + (floor["p80"] if floor else 0.0), dict[tuple[Any, ...], Row]()
+    for key, own in calls.items():
+        ranked = sorted((row for row in good(own.values()) if row["policy"] != AGAIN), key=lambda row: row[figure])
+        at = dict(zip((*FACETS, "context", "blocks"), key, strict=True))
+        if not ranked:
+            cells[key] = at | {"policy": None, "told": "refused"}
+            continue
+        most = max(ranked[0].get(f"{figure}_high", 0), ranked[0][figure] * noise)
+        alike = [row for row in ranked if row.get(f"{figure}_low", row[figure]) <= most]
+        best = min(alike, key=lambda row: rank(row["policy"]))
+        apart = f"{ranked[1][figure] / best[figure]:.1f}\N{MULTIPLICATION SIGN}" if ranked[1:] else ""
+        cells[key] = at | {"policy": best["policy"], "told": "≈" if alike[1:] else apart}
+    contexts, blocks = (sorted({cell[name] for cell in cells.values()}) for name in ("context", "blocks"))
+    for (*of, context, block), cell in cells.items():
+        right = next((cells[key] for each in contexts if each > context and (key := (*of, each, block)) in cells), cell)
+        up = next((cells[key] for each in blocks if each > block and (key := (*of, context, each)) in cells), cell)
+        cell |= {"right": right["policy"] != cell["policy"], "up": up["policy"] != cell["policy"]}
+    return list(cells.values())
+
+
+def chart(rows: Sequence[Row], width: int, figure: str) -> alt.TopLevelMixin:
+    """A map of context and blocks for every other setting."""
+    cells = winners(rows, figure)
+    colours = policy_colours(cell["policy"] for cell in cells if cell["policy"])
+    inks = {policy: ink_on(paint) for policy, paint in colours.items()}
+    keep, paint = ("context", "blocks", "policy", "told", "right", "up"), colour("policy", colours, width)
+    bare = alt.Axis(domain=False, ticks=False, labelAngle=0)
+
+    def draw(own: Sequence[Row], inner: int) -> Any:
+        values = [{name: c[name] for name in keep} | {"ink": inks.get(c["policy"], LIGHT["soft"])} for c in own]
+        blocks = sorted({cell["blocks"] for cell in own}, reverse=True)
+        x, y = alt.X("context:O", title="context, tokens", axis=bare), alt.Y("blocks:O", sort=blocks, axis=bare)
+        base = data(values).encode(x, y)
+        lines = base.mark_rule(stroke=LIGHT["ink"], strokeWidth=2.5, strokeCap="round")
+        top = alt.Y("blocks:O", sort=blocks, bandPosition=0)
+        up = alt.X("context:O", bandPosition=0), alt.X2("context", bandPosition=1), top
+        right = alt.X("context:O", bandPosition=1), top, alt.Y2("blocks", bandPosition=1)
+        layers = (
+            base.mark_rect(stroke=LIGHT["card"]).encode(color=paint),
+            base.mark_text(fontWeight=600).encode(text="told:N", color=alt.Color("ink:N", scale=None)),
+            *(lines.transform_filter(f"datum.{way}").encode(*at) for way, at in (("right", right), ("up", up))),
+        )
+        return alt.layer(*layers).properties(width=inner, height=30 * len(blocks))
+
+    return side_by_side(panels(cells, FACETS), width, draw, margin=62, least=290)
+
+
+def says(rows: Sequence[Row], figure: str) -> str:
+    """Who wins how often, and from which context on."""
+    cells, told = [cell for cell in winners(rows, figure) if cell["policy"]], list[str]()
+    for policy, count in Counter(cell["policy"] for cell in cells).most_common():
+        begin = min(cell["context"] for cell in cells if cell["policy"] == policy)
+        since = f", from {begin} tokens on" if begin > min(cell["context"] for cell in cells) else ""
+        told.append(f"`{policy}` in {count}{'' if told else f' of {len(cells)} calls'}{since}")
+    return f"The {BEST[figure]} policy is {'; '.join(told)}" if told else "Every policy refuses every call"

@@ -1,0 +1,106 @@
+"""Measures jobs in processes: one for each, or one for a group of them, and another one behind each crash."""
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from measuring.point import Job
+from measuring.process import WORKER, Process
+
+NO_TIME, STOPPED = "no time left", "ended by a signal"
+SHORTEST = 5.0  # seconds that have to be left for another process: it takes some to start
+STARTING = 60.0  # seconds in which a process has to begin: torch may come from a cold disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A job that ended.
+
+    Attributes:
+        rows: what was measured, with "status" and "why": "ok"; "refused", the library said no; "failed", the process
+            died, took too long, or raised; "skipped", there was no time for it.
+        seconds: that it took.
+    """
+
+    job: Job
+    rows: Sequence[dict[str, Any]]
+    seconds: float
+
+
+def run_group(
+    jobs: Sequence[Job],
+    *,
+    log: IO[bytes],
+    local: Mapping[str, Any] | None = None,
+    timeout: float = float("inf"),
+    limit: float = float("inf"),
+    stop: Callable[[], bool] = lambda: False,
+    command: Sequence[str] = WORKER,
+) -> Generator[Ended]:
+    """`jobs` of one study in one process, each as soon as it has ended; those that a process cannot measure any more
+    because one of them took it down are measured in another.
+
+    Args:
+        log: a file for reading and writing, without a buffer, that gets what the processes say on stderr.
+        local: what a measurement is told beside its settings, and does not depend on, such as a path.
+        timeout, limit: seconds for each job, once its process has begun with it, and for all of them.
+        stop: once it is true nothing more is given. The process is killed then, and when the caller has enough.
+        command: the process.
+    """
+    end, waiting = time.monotonic() + limit, list(jobs)
+    while waiting and not stop():
+        since, current, begun = time.monotonic(), None, False
+        heard = since  # when the process last began or ended something
+        if limit < float("inf") and since > end - SHORTEST:
+            yield from (_without(job, "skipped", NO_TIME) for job in waiting)
+            return
+        asked = list(waiting)
+        request = {"study": jobs[0].point.study, "jobs": [job.point.settings for job in asked], "local": local or {}}
+        try:
+            process = Process(request, log, command)
+        except OSError as error:
+            yield from (_without(job, "failed", f"cannot be started: {error}") for job in waiting)
+            return
+        with process:
+            for said in process.lines():
+                now = time.monotonic()
+                match said:
+                    case None:
+                        why = STOPPED if stop() else NO_TIME if now > end else None
+                        most = timeout if begun else max(timeout, STARTING)
+                        process.why = why or (f"no answer within {most:g} s" if now - heard > most else "")
+                    case {"begin": int(number)} if current is None and number < len(asked) and asked[number] in waiting:
+                        current, begun, heard = asked[number], True, now
+                    case {"ended": int(number), **result} if current is not None and asked[number] is current:
+                        waiting.remove(current)
+                        yield Ended(job=current, rows=_rows(result), seconds=now - since)
+                        current, since = None, time.monotonic()
+                        heard = since
+                    case _:
+                        process.note(f"out of place: {str(said)[:300]}")
+                if not waiting:
+                    break
+        if not waiting or process.why == STOPPED:
+            return
+        status = "skipped" if process.why == NO_TIME else "failed"
+        if current is not None:
+            waiting.remove(current)
+            yield _without(current, status, process.why, time.monotonic() - since)
+        elif not begun:  # another process would do no better
+            yield from (_without(job, status, process.why) for job in waiting)
+            return
+
+
+def _rows(said: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a job that its process has ended."""
+    if "failed" in said:
+        return [{"status": "failed", "why": str(said["failed"]), "traceback": said.get("traceback")}]
+    rows = said.get("rows")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        return [{"status": "failed", "why": f"no rows: {str(rows)[:80]}"}]
+    return [{"status": "ok", "why": None} | row for row in rows]
+
+
+def _without(job: Job, status: str, why: str, seconds: float = 0.0) -> Ended:
+    return Ended(job=job, rows=[{"status": status, "why": why}], seconds=seconds)

@@ -1,0 +1,85 @@
+"""What rounds say: medians and spreads, ratios within a round, the noise floor, and intervals of right answers."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from measuring.point import Row
+
+# Columns that differ between runs of one point without saying anything.
+_OF_A_RUN = ("run", "stamp", "took_s")
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """20th, 50th and 80th percentile, with straight lines between the values."""
+    low, median, high = np.percentile(np.asarray(values, dtype=float), (20, 50, 80)).tolist()
+    return low, median, high
+
+
+def merged(rows: Iterable[Row], *, of: Sequence[str] = (), timed: Sequence[str]) -> list[Row]:
+    """The runs of each point as one row: of the columns `timed` the median, with NAME_low and NAME_high beside it, and
+    "runs". Rows of a point are told apart by the columns `of`; one that is not "ok" stays as it is.
+
+    Raises:
+        ValueError: two runs that differ in anything else, though nothing is left to chance; names row and column.
+    """
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["point"], *(str(row.get(name)) for name in of)), []).append(row)
+    out = []
+    for own in groups.values():
+        good = [row for row in own if row["status"] == "ok"]
+        if not good:
+            out.append(own[-1])
+            continue
+        first = good[0]
+        skipped = {*_OF_A_RUN, *timed}
+        for row in good[1:]:
+            differ = [
+                name for name in first.keys() | row.keys() if name not in skipped and first.get(name) != row.get(name)
+            ]
+            if differ:
+                told = ", ".join(f"{name} {row.get(name)} after {first.get(name)}" for name in sorted(differ))
+                raise ValueError(f"runs of {first['point']} disagree: {told}; measure all of them anew")
+        figures: Row = {"runs": len(good)}
+        for name in timed:
+            if values := [row[name] for row in good if name in row]:
+                low, figures[name], high = spread(values)
+                figures |= {f"{name}_low": low, f"{name}_high": high}
+        out.append(first | figures)
+    return out
+
+
+def paired(rows: Sequence[Row], ours: str, theirs: str, figure: str) -> list[float]:
+    """`figure` of point `ours` over that of point `theirs`, of every run that has both: between runs a machine changes.
+    Rows of more than one task are added up first."""
+
+    def by_run(key: str) -> dict[tuple[int, str], float]:
+        found: dict[tuple[int, str], float] = {}
+        for row in rows:
+            if row["point"] == key and row["status"] == "ok" and figure in row:
+                at = (row["run"], row["stamp"])
+                found[at] = found.get(at, 0.0) + row[figure]
+        return found
+
+    base = by_run(theirs)
+    return [value / base[at] for at, value in by_run(ours).items() if base.get(at)]
+
+
+def noise_floor(ratios: Sequence[float]) -> dict[str, float] | None:
+    """How far two measurements of the same thing lie apart, as shares, from their `ratios` within a run: the 80th
+    percentile and the largest. None without any."""
+    if not ratios:
+        return None
+    apart = [abs(ratio - 1) for ratio in ratios]
+    return {"pairs": len(apart), "p80": spread(apart)[2], "largest": max(apart)}
+
+
+def interval(correct: int, examples: int) -> tuple[float, float]:
+    """The shares between which the true one lies in 95 of 100 cases (Wilson 1927, score interval)."""
+    z = 1.959964
+    share, spare = correct / examples, z * z / examples
+    middle = (share + spare / 2) / (1 + spare)
+    reach = z / (1 + spare) * ((share * (1 - share) + spare / 4) / examples) ** 0.5
+    return (0.0 if not correct else middle - reach), (1.0 if correct == examples else middle + reach)

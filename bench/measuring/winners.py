@@ -1,0 +1,39 @@
+"""Who wins a comparison, by how much, and from which size on. Less is better."""
+
+from collections.abc import Mapping, Sequence
+
+from measuring.table import Row
+
+# What is compared in one place: a row of each contender, by its name. One without the figure takes no part.
+Contest = Mapping[str, Row]
+
+
+def over_least(contest: Contest, figure: str) -> dict[str, float]:
+    """What each has of `figure` over the least of them, from 1 on, in that order."""
+    values = {name: row[figure] for name, row in contest.items() if figure in row}
+    return {name: values[name] / min(values.values()) for name in sorted(values, key=values.__getitem__)}
+
+
+def winners(contest: Contest, figure: str, noise: float = 0.0) -> list[str]:
+    """Those with the least of `figure`: more than one where `noise`, a share, may have told them apart."""
+    return [name for name, ratio in over_least(contest, figure).items() if ratio <= 1 + noise]
+
+
+def wins_from(
+    contests: Mapping[int, Contest], name: str, others: Sequence[str], figure: str, noise: float = 0.0
+) -> int | None:
+    """The least size from which on `name` beats all of `others`, and by more than `noise`; None: it does not at the
+    largest size either."""
+    first = None
+    for size in sorted(contests, reverse=True):
+        rivals = {name, *others} & contests[size].keys()
+        if winners({each: contests[size][each] for each in rivals}, figure, noise) != [name]:
+            break
+        first = size
+    return first
+
+
+def border(contests: Mapping[int, Contest], name: str, others: Sequence[str], figures: Mapping[str, float]) -> str:
+    """What `wins_from` says of each of `figures`, which come with their noise, for a cell of a table."""
+    found = [wins_from(contests, name, others, figure, noise) for figure, noise in figures.items()]
+    return "nowhere" if not any(found) else " · ".join("-" if size is None else str(size) for size in found)

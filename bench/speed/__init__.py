@@ -1,1 +1,0 @@
-"""The parts of bench/throughput.py: who answers what, and rounds of calls."""

@@ -1,0 +1,60 @@
+"""How often an embedded model answers exactly right: by task, policy and commit rule, with intervals.
+
+Every example is of the test split, whose prompts are never trained on; `--seed` is the number of the first one. Beside
+the tasks of `--examples`, one token a step, lookups of `--lookups` tokens, fewer where every step is a full pass.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+from measuring.statistics import merged
+from measuring.study import Axes
+from measuring.table import Row
+from workloads.answer_tables import by_task
+from workloads.answers import OF, TIMED, measure, tasks_of
+from workloads.models import paths, weights
+from workloads.variants import RULES, noise_of
+
+from tiered.embedded.tasks import TASKS
+
+__all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
+
+AXES: Axes = {
+    "model": ["embedded"],
+    "policy": ["none", "fast_dllm_dual", "polestar"],
+    "rule": [*dict.fromkeys(rule for rules in RULES.values() for rule in rules)],
+    "block": [32],
+    "examples": [f"{task}:200" for task in TASKS],
+    "lookups": [512, 1024, 2048],
+}
+QUICK: Axes = {"examples": ["sort:2", "add:2"], "lookups": [None], "rule": ["threshold 0.9"]}
+UNCACHED = {1024: 60, 2048: 30}
+CACHED = {2048: 100}
+
+
+def local(axes: Axes) -> dict[str, Any]:
+    """Where the models are."""
+    return {"paths": paths(axes["model"])}
+
+
+def points(axes: Axes) -> Iterator[dict[str, Any]]:
+    """Policies in turn under each rule; then those of each length."""
+    for model in axes["model"]:
+        noise, own = noise_of(model), weights(model)
+        rules = [rule for rule in RULES[noise] if rule in axes["rule"]]
+        for rule, block, policy in product(rules, axes["block"], axes["policy"]):
+            call = {"max_new_tokens": 32, "block_length": block} | RULES[noise][rule]
+            most = UNCACHED if policy == "none" else CACHED
+            sizes = [size for size in axes["lookups"] if size is not None and rule == next(iter(RULES[noise]))]
+            for examples in (axes["examples"], *([f"lookup@{size}:{most.get(size, 200)}"] for size in sizes)):
+                of = {"policy": policy, "options": {}, "call": call, "tasks": tasks_of(examples)}
+                yield own | {"noise": noise, "rule": rule, "block": block} | of
+
+
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """Of each noise, by task."""
+    seen = merged(rows, of=OF, timed=TIMED)
+    marks = {"mask": "accuracy", "uniform": "accuracy-uniform"}
+    by_noise = {mark: [row for row in seen if row["noise"] == noise] for noise, mark in marks.items()}
+    return {mark: by_task(own) for mark, own in by_noise.items() if own}

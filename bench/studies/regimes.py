@@ -1,0 +1,85 @@
+"""Which policy pays where: seconds, rows and bytes by context, blocks, steps, width, budget and link.
+
+A star, for the full product would take days. Every number of blocks beside every context, with the first value of each
+other axis; then every other value of one of these axes beside every context, at the middle number of blocks; and the
+second link at the last budget. A link is an axis of what moves bytes alone. `none-again` is `none` once more, where the
+other axes have their first value: what lies between the two is noise. `--steps` are those of a block and stand for a
+threshold, for the model is random, and no token of it confident. `--budget`: the share of the dual cache's keys and
+values that the device has room for; `--link`: 10⁶ bytes a second. About 80 minutes on one idle core.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+from measuring.pages import markdown_table
+from measuring.point import words
+from measuring.statistics import merged, noise_floor, paired
+from measuring.study import Axes
+from measuring.winners import Contest, border, over_least, winners
+from workloads.calls import BLOCK, TIMED, measure
+
+from tiered.policies.registry import make_policy
+
+__all__ = ["AXES", "OF", "QUICK", "TIMED", "measure", "points", "tables"]
+
+OF = ()
+AGAIN = "none-again"
+SETS = {AGAIN: ("none", {}), "polestar-drift": ("polestar", {"refresh": "drift", "refresh_blocks": 64})}
+# From the simplest on: what follows has to be better than all in front of it.
+POLICIES = ["none", AGAIN, "fast_dllm_prefix", "fast_dllm_dual", "dkv_decode", "dkv_pd", "dllm_cache"]
+POLICIES += ["elastic_cache", "polestar", "polestar-drift"]
+SIDES: Axes = {"steps": [4, 32], "width": [256, 1024], "budget": [None, 1, 0.5], "link": [None, 100, 10]}
+AXES: Axes = {"policy": POLICIES, "context": [512, 2048, 8192], "blocks": [1, 4, 16], "layers": [4], **SIDES}
+QUICK: Axes = {"context": [64, 128], "blocks": [1], "steps": [4], "width": [64], "budget": [None], "link": [None]}
+FIRST = {name: values[0] for name, values in SIDES.items()}
+NO_FLOOR = {"pairs": 0, "p80": 0.0, "largest": 0.0}
+
+
+def points(axes: Axes) -> Iterator[dict[str, Any]]:
+    """Policies in turn within a regime."""
+    first, last = {name: axes[name][0] for name in SIDES}, {"budget": axes["budget"][-1]}
+    arms = [first | {"blocks": blocks} for blocks in axes["blocks"]]
+    middle = first | {"blocks": axes["blocks"][len(arms) // 2]}
+    arms += [middle | {name: value} for name in SIDES for value in axes[name][1:]]
+    arms += [middle | last | {"link": link} for link in axes["link"][1:2]]
+    for arm, context, layers, name in product(arms, axes["context"], axes["layers"], axes["policy"]):
+        base, options = SETS.get(name, (name, {}))
+        moves = arm["budget"] is not None or hasattr(make_policy(base, **options), "hidden_tier")
+        if (arm["link"] is None or moves) and (name != AGAIN or arm == first | {"blocks": arm["blocks"]}):
+            # The window of `elastic_cache` slides over an answer of one block.
+            block = BLOCK * arm["blocks"] if base == "elastic_cache" else BLOCK
+            of = {"policy": name, "base": base, "options": options}
+            yield of | {"context": context, "block": block, "layers": layers} | arm
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Who wins each regime, and the seconds of all over the fastest; then the context from which on each beats all in
+    front of it: in seconds, in rows, in bytes of the device."""
+    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in merged(rows, timed=TIMED):
+        found.setdefault(tuple(row.get(name) for name in ("context", "blocks", *SIDES)), {})[row["policy"]] = row
+    pairs = [(own[AGAIN]["point"], own["none"]["point"]) for own in found.values() if {AGAIN, "none"} <= own.keys()]
+    floor = noise_floor([ratio for pair in pairs for ratio in paired(rows, *pair, "seconds")]) or NO_FLOOR
+    noise = {"seconds": floor["p80"], "rows_computed": 0.0, "device_bytes": 0.0}
+    known = dict.fromkeys([*POLICIES, *(row["policy"] for row in rows)])
+    names = [name for name in known if name != AGAIN and any(name in own for own in found.values())]
+    arms, lines = dict[str, dict[int, Contest]](), []
+    for (context, *side, link), own in found.items():
+        free = found.get((context, *side, None), {}).values()  # what moves nothing is as it is without a link
+        contest = {row["policy"]: row for row in free if row.get("moved_bytes") == 0} | own
+        contest.pop(AGAIN, None)
+        arm = words(dict(zip(("blocks", *SIDES), (*side, link), strict=True)), without=FIRST)
+        arms.setdefault(arm, {})[context] = contest
+        best = [", ".join(winners(contest, figure, share)) for figure, share in noise.items()]
+        ratios = {name: f"{ratio:.2f}" for name, ratio in over_least(contest, "seconds").items()}
+        cells = [ratios.get(name, contest.get(name, {}).get("status")) for name in names]
+        lines.append([f"{context} {arm}", *best, *[*ratios.values(), None, None][1:2], *cells])
+    borders = [
+        [f"`{name}`", *(border(contests, name, names[:number], noise) for contests in arms.values())]
+        for number, name in enumerate(names)
+    ]
+    told = "`none` twice, {pairs} times: apart by {p80:.1%} at the 80th percentile, by {largest:.1%} at most.\n\n"
+    columns = ["", "fastest", "fewest rows", "least bytes", "the next", *(f"`{name}`" for name in names)]
+    by_regime = told.format(**floor) + markdown_table(columns, lines)
+    return {"regimes": by_regime, "border": markdown_table(["", *arms], borders[1:])}

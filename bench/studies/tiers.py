@@ -1,0 +1,100 @@
+"""What codecs lose and cost on real hidden states, races in the tiers, speed of the pieces; on the CPU.
+
+The embedded model reads a long lookup; the input rows of its layers at a block's first step are clustered, encoded,
+offloaded and fetched back by cluster. `races`: random schedules of the tiers, and the same with each wait left out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from measuring.statistics import merged
+from measuring.study import Axes
+from measuring.table import Row
+from tier_fuzz import run_schedule, without
+from workloads.answer_tables import Column, pivot, where
+from workloads.codecs import codecs, decode, kmeans, offload
+
+from tiered.core.checks import unknown_name
+from tiered.offload.fence import Region
+
+AUTO = 16  # what clusters="auto" makes of this context: about 64 rows each
+AXES: Axes = {
+    "part": ["codecs", "offload", "decode", "kmeans", "races"],
+    "clusters": [4, 8, AUTO, 32, 64],
+    "schedules": [1000],
+}
+QUICK: Axes = {"clusters": [AUTO], "schedules": [100]}
+OF = ("codec", "layer")
+TIMED = ("encode_ns", "decode_ns", "store_ms", "fetch_ms", "over_copy", "over_record_copy", "over_faiss")
+SETTINGS, SIZES = ("clusters", "width", "schedules"), ("bytes_per_element", "slot_bytes_per_element")
+FIGURES = (*TIMED[2:], *SIZES, "error", "records", "wrong", "waits", "noticed", "tries")
+
+
+def points(axes: Axes) -> Iterator[dict[str, Any]]:
+    """A point for each number of clusters, and for each of the other parts."""
+    settings: dict[str, list[dict[str, int]]] = {
+        "codecs": [{"clusters": clusters} for clusters in axes["clusters"]],
+        "offload": [{"clusters": AUTO}],
+        "decode": [{}],
+        "kmeans": [{"width": 256, "clusters": 16}, {"width": 4096, "clusters": 64}],
+        "races": [{"schedules": schedules} for schedules in axes["schedules"]],
+    }
+    for part in axes["part"]:
+        if part not in settings:
+            raise unknown_name("part", part, settings)
+        yield from ({"part": part} | each for each in settings[part])
+
+
+def measure(settings: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows of one part."""
+    parts = {"codecs": codecs, "offload": offload, "decode": decode, "kmeans": kmeans, "races": races}
+    return parts[settings["part"]](**{name: settings[name] for name in SETTINGS if name in settings})
+
+
+def races(schedules: int) -> Iterator[Row]:
+    """Schedules with wrong answers; kinds of wait that were left out, those that a wrong answer showed, and the most
+    schedules that took."""
+    kinds = [without(region, access) for region in Region for access in ("read", "write")]
+    tries = [
+        next((seed + 1 for seed in range(schedules) if run_schedule(seed, traffic=kind).corrupt), None)
+        for kind in kinds
+    ]
+    noticed = [number for number in tries if number is not None]
+    wrong = sum(run_schedule(seed).corrupt for seed in range(schedules))
+    yield {"wrong": wrong, "waits": len(kinds), "noticed": len(noticed), "tries": max(noticed, default=0)}
+
+
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """`codecs`: by number of clusters, mean over layers; `layers`: by layer; `pieces`: the rest."""
+    seen = [row for row in merged(rows, of=OF, timed=TIMED) if row["status"] == "ok"]
+    found = [row for row in seen if row["part"] == "codecs"]
+    auto = [row for row in found if row["clusters"] == AUTO and row["error"]]
+
+    def of(codec: str, figure: str, digits: int) -> Column:
+        return where(codec=codec), lambda own: f"{sum(row[figure] for row in own) / len(own):.{digits}f}"
+
+    errors = {name: of(name, "error", 4) for name in ("fp8", "nvfp4", "nvfp4_delta, mean", "nvfp4_delta")}
+    delta = {"SQNR dB": ("sqnr_db", 1), "bytes/element": ("bytes_per_element", 4)}
+    delta |= {"+ centroids": ("centroid_bytes_per_element", 4), "of bf16": ("ratio_to_bf16", 3)}
+    layers: dict[str, Column] = {
+        str(layer): (where(layer=layer), lambda own: f"{own[0]['error']:.4f}")
+        for layer in sorted({row["layer"] for row in auto})
+    }
+    rest: dict[str, Column] = {"": (where(), lambda own: "; ".join(map(figures, own)))}
+    return {
+        "codecs": pivot(
+            found, lambda row: f"C {row['clusters']}", errors | {k: of("nvfp4_delta", *v) for k, v in delta.items()}
+        ),
+        "layers": pivot(auto, lambda row: f"`{row['codec']}`", layers),
+        "pieces": pivot([row for row in seen if row["part"] != "codecs"], what, rest),
+    }
+
+
+def what(row: Row) -> str:
+    """Of which part a row is, and of what in it."""
+    return ", ".join([row["part"], *(f"{name} {row[name]}" for name in ("codec", *SETTINGS) if name in row)])
+
+
+def figures(row: Row) -> str:
+    """All that stand in it."""
+    return ", ".join(f"{name.replace('_', ' ')} {row[name]:.4g}" for name in FIGURES if name in row)

@@ -1,0 +1,1 @@
+"""What measures a point, in its process: answers, speeds, bytes, codecs. Studies say with which settings."""

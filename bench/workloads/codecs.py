@@ -1,0 +1,146 @@
+"""The tiers on the embedded model's hidden states: what codecs lose and cost, offloading, decoding, k-means."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+import torch
+from jaxtyping import Float
+from measuring.table import Row
+from torch import Tensor
+
+import tiered
+from tiered.clustering.areas import cluster_areas
+from tiered.clustering.spherical import spherical_kmeans
+from tiered.core.features import Tier
+from tiered.core.ledger import Ledger
+from tiered.embedded import tasks
+from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes
+from tiered.offload.codecs import CODECS, Nvfp4Codec, RowCodec
+from tiered.offload.slabs import UNIT
+from tiered.policies.polestar.hidden_records import HiddenRecords
+from tiered.tiers.opening import open_tiers
+
+BLOCK, PROMPT_TOKENS = 32, 1024
+BF16_BYTES = 2
+# Every codec, and the delta against another base.
+VARIANTS: dict[str, tuple[Codec, RowCodec]] = {
+    **{codec.value: (codec, row_codec) for codec, row_codec in CODECS.items()},
+    "nvfp4_delta, mean": (Codec.NVFP4_DELTA, Nvfp4Codec(delta=True, base="mean")),
+}
+Areas = tuple[tuple[int, int], tuple[int, int]]
+
+
+def hidden_states() -> tuple[Float[Tensor, "layers length width"], Areas]:
+    """The layers' input rows of a lookup and two empty blocks, and the areas beside the first of them."""
+    runtime = tiered.from_pretrained("embedded", policy="none", device="cpu")
+    assert runtime.tokenizer is not None, "the embedded model has a tokenizer"
+    chat = [{"role": "user", "content": tasks.sample("lookup", "test", 0, size=PROMPT_TOKENS).prompt}]
+    prompt = runtime.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    ids = torch.tensor([[*prompt, *[runtime.model.mask_token_id] * (2 * BLOCK)]])
+    return runtime.hidden_states(ids)[:, 0], ((0, len(prompt)), (len(prompt) + BLOCK, ids.shape[1]))
+
+
+@torch.no_grad()
+def codecs(clusters: int) -> Iterator[Row]:
+    """Every variant on every layer: "error" is ‖decoded - rows‖ / ‖rows‖, "sqnr_db" -20 log₁₀ of it; bytes an element
+    of the records, scales included, of centroids in bfloat16, and of both over the rows' in bfloat16; encoding and
+    decoding in ns an element."""
+    hidden, areas = hidden_states()
+    for layer, index in enumerate(cluster_areas(hidden, areas, clusters)):
+        rows = hidden[layer][index.rows]
+        width, elements, out = rows.shape[1], rows.numel(), torch.empty_like(rows)
+        for name, (codec, row_codec) in VARIANTS.items():
+            sizes = [codec_bytes(codec, size, width, element_bytes=rows.element_size()) for size in index.sizes]
+            # Elements of bfloat16 where the codec keeps the model's dtype: what a released model would store.
+            stored = codec_bytes(codec, len(rows), width, element_bytes=BF16_BYTES, records=index.clusters)
+            offsets = [0, *accumulate(map(_slot, sizes))]
+            buffer = torch.empty(offsets.pop(), dtype=torch.uint8)
+            bases = (index.centroids, list(range(index.clusters))) if codec.needs_base else (None, None)
+            record = (buffer, offsets)
+            encode = seconds(lambda: row_codec.encode(rows, index.sizes, *record, *bases))  # noqa: B023
+            decode = seconds(lambda: row_codec.decode(*record, index.sizes, rows.dtype, out, None, bases[0]))  # noqa: B023
+            error = ((out.double() - rows.double()).norm() / rows.double().norm()).item()
+            extra = centroid_bytes(index.clusters, width, element_bytes=BF16_BYTES) if codec.needs_base else 0
+            yield {
+                "codec": name,
+                "layer": layer,
+                "error": error,
+                "sqnr_db": -20 * math.log10(error) if error else None,
+                "bytes_per_element": stored / elements,
+                "centroid_bytes_per_element": extra / elements,
+                "ratio_to_bf16": (stored + extra) / (BF16_BYTES * elements),
+                "encode_ns": 1e9 * encode / elements,
+                "decode_ns": 1e9 * decode / elements,
+            }
+
+
+def offload(clusters: int) -> Iterator[Row]:
+    """Every layer's clusters to host memory and back through the tiers, in each codec."""
+    hidden, areas = hidden_states()
+    indices = cluster_areas(hidden, areas, clusters)
+    for codec in Codec:
+        ledger = Ledger()
+        with open_tiers(ledger, device="cpu", dtype=hidden.dtype) as tiers:
+            begin = time.perf_counter()
+            stored = [
+                HiddenRecords.store(tiers, rows, index, layer=layer, codec=codec)
+                for layer, (rows, index) in enumerate(zip(hidden, indices, strict=True))
+            ]
+            tiers.synchronize()
+            there = time.perf_counter()
+            found = [tiers.fetch(records.keys(range(len(records.sizes)))).wait() for records in stored]
+            back = time.perf_counter()
+            tiers.check_integrity()
+            wanted = [rows[index.rows] for rows, index in zip(hidden, indices, strict=True)]
+            errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
+            took = {"store_ms": 1e3 * (there - begin), "fetch_ms": 1e3 * (back - there)}
+            held = {"records": len(tiers), "host_bytes": ledger.held(Tier.HOST)}
+            yield {"codec": codec.value, "error": statistics.fmean(errors)} | held | took
+
+
+def decode(rounds: int = 5) -> Iterator[Row]:
+    """Throughput of decoding 4096 rows of d = 4096 to float32, in 64 records, over that of copying what comes out, and
+    over that of copying what goes in; bytes an element of such a record in bfloat16, alone and in its slot."""
+    width, count = 4096, 64
+    hidden, centroids, sizes = torch.randn(width, width), torch.randn(count, width), [width // count] * count
+    nbytes, record = (codec_bytes(Codec.NVFP4_DELTA, sizes[0], width, element_bytes=each) for each in (4, BF16_BYTES))
+    offsets = [_slot(nbytes) * number for number in range(count + 1)]
+    buffer, out = torch.empty(offsets.pop(), dtype=torch.uint8), torch.empty_like(hidden)
+    codec, target, other = CODECS[Codec.NVFP4_DELTA], torch.empty_like(out), torch.empty_like(buffer)
+    codec.encode(hidden, sizes, buffer, offsets, centroids, list(range(count)))
+    took = seconds(lambda: codec.decode(buffer, offsets, sizes, out.dtype, out, None, centroids), rounds)
+    yield {
+        "over_copy": seconds(lambda: target.copy_(out), rounds) / took,
+        "over_record_copy": seconds(lambda: other.copy_(buffer), rounds) / took,
+        "bytes_per_element": record / (sizes[0] * width),
+        "slot_bytes_per_element": _slot(record) / (sizes[0] * width),
+    }
+
+
+def kmeans(width: int, clusters: int, rounds: int = 5) -> Iterator[Row]:
+    """Time of our k-means over that of faiss: 4096 rows, the same start, ten iterations."""
+    data = torch.randn(1, 4096, width)
+    start = data[:, :clusters].clone()
+    ours, theirs = (
+        seconds(lambda: spherical_kmeans(data, clusters, start=start, backend=backend), rounds)  # noqa: B023
+        for backend in ("torch", "faiss")
+    )
+    yield {"over_faiss": ours / theirs}
+
+
+def seconds(work: Callable[[], object], rounds: int = 3) -> float:
+    """Median time of `work`, after once without a clock."""
+    work()
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _slot(nbytes: int) -> int:
+    return -(-nbytes // UNIT) * UNIT

@@ -1,0 +1,75 @@
+"""The models that are measured: embedded ones and other exports, by their weights, and random ones of any size."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tiered.models.config_source import read_config
+from tiered.models.llada import LLaDA
+from tiered.models.locate import checkpoint_directory
+
+VOCABULARY = 8192
+STD = 0.02  # of random weights
+
+
+@cache
+def weights(model: str) -> dict[str, str]:
+    """Settings of a point: the model's name, without the folders of a path, and a hash of its weights."""
+    file = checkpoint_directory(model) / "model.safetensors"
+    return {"model": Path(model).name, "weights_sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+
+
+def paths(models: Sequence[str]) -> Mapping[str, str]:
+    """Where the models are, by the name that settings have: only this machine knows."""
+    return {Path(model).name: model for model in models}
+
+
+def random_model(width: int, layers: int, context: int) -> LLaDA:
+    """A LLaDA of LLaDA-8B's proportions (MLP three times the width) with random weights, float32. Its answers mean
+    nothing, and no token of them is ever confident."""
+    torch.manual_seed(0)
+    model = LLaDA.from_config(_random_config(width, layers, context))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=STD)
+    return model
+
+
+def save_random(directory: Path, width: int, layers: int, context: int) -> None:
+    """As `random_model`, written in the layout of Hugging Face that the official code reads. Its logits have a standard
+    deviation of about 4, so that what is ranked does not hang on rounding, and it never answers with a mask."""
+    model = random_model(width, layers, context)
+    std = {"wte.weight": 1.0, "ff_out.weight": 4 * width**-0.5}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(std.get(name, parameter.shape[1] ** -0.5) / STD)
+        model.get_parameter("ff_out.weight")[model.mask_token_id] = 0
+    names = {official: model.parameter_name(official) for official in model.shape.weight_shapes}
+    weights = {official: model.get_parameter(name).detach() for official, name in names.items()}
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    config = read_config("embedded") | _random_config(width, layers, context)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _random_config(width: int, layers: int, context: int) -> dict[str, Any]:
+    return {
+        "d_model": width,
+        "n_layers": layers,
+        "n_heads": width // 64,
+        "n_kv_heads": width // 64,
+        "mlp_hidden_size": 3 * width,
+        "vocab_size": VOCABULARY,
+        "embedding_size": VOCABULARY,
+        "max_sequence_length": context,
+        "rope_theta": 500000.0,
+        "mask_token_id": VOCABULARY - 1,
+        "eos_token_id": VOCABULARY - 2,
+        "pad_token_id": VOCABULARY - 2,
+    }

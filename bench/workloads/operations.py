@@ -1,0 +1,53 @@
+"""Where the time of a call goes, by operation, beside the floor that its sizes dictate."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cost_card import cost_card, machine_rates
+from measuring.worker import refusing
+
+from tiered.core.spans import Recorder, recording
+from tiered.models.shape import BYTES_PER_ELEMENT
+from tiered.observe.trace.op_times import op_times
+from tiered.offload.device import synchronize
+from tiered.runtime import Runtime
+from workloads.subjects import loaded, prompts, variant_named
+
+OF = ("op",)
+TIMED = (
+    *("ms", "share", "plain_ms", "wall_ms", "covered", "gflop_per_second", "gb_per_second"),
+    *("step_floor_ms", "refresh_floor_ms"),
+)
+
+
+def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """A row for each operation. `settings` has those of a model, "dtype", "policy" (a variant's name), "positions"
+    (prompt and answer), "batch", "answer", "block" (tokens) and "steps" (forwards)."""
+    variant, answer = variant_named(settings["policy"]), settings["answer"]
+    call = variant.call(answer=answer, block=settings["block"]) | {"steps": settings["steps"], "stop_at_eos": False}
+    with refusing():
+        runtime = loaded(settings, paths, settings["positions"]).with_policy(variant.make())
+        asked = prompts(settings, settings["positions"] - answer, settings["batch"])
+        runtime.generate(asked, **call)  # pays for thread pools and workspaces
+        plain = runtime.generate(asked, **call).timings.total
+    device = runtime.device
+    # On CUDA a range ends when the device is done with it, so that its time is its own.
+    with recording(Recorder(synchronize=None if device.type == "cpu" else lambda: synchronize(device))) as recorder:
+        out = runtime.generate(asked, **call)
+    wall, times = 1e3 * out.timings.total, op_times(recorder)
+    of_call = {"plain_ms": 1e3 * plain, "wall_ms": wall, "covered": sum(time.ns for time in times) / 1e6 / wall}
+    of_call |= {"forwards": out.num_forwards} | card(runtime, settings, out.sequences.shape[1])
+    for time in times:
+        yield of_call | {"op": time.op.value, "ms": time.ns / 1e6, "share": time.ns / 1e6 / wall, "count": time.count}
+
+
+def card(runtime: Runtime, settings: Mapping[str, Any], positions: int) -> dict[str, Any]:
+    """What the sizes of a plain step over one block and of a refresh dictate, and the least that they take here."""
+    rates = machine_rates(runtime.device, runtime.dtype)
+    found = {"gflop_per_second": rates.flops_per_second / 1e9, "gb_per_second": rates.bytes_per_second / 1e9}
+    sizes = {"batch": settings["batch"], "context": positions, "dtype_bytes": BYTES_PER_ELEMENT[settings["dtype"]]}
+    for name, rows in (("step", settings["block"]), ("refresh", positions)):
+        own = cost_card(runtime.model.shape, rows=rows, output_rows=settings["block"], **sizes)
+        found |= {f"{name}_gflop": own.flops / 1e9, f"{name}_floor_ms": 1e3 * own.floor(rates)}
+        found["read_bytes"] = own.read_bytes
+    return found

@@ -1,0 +1,77 @@
+"""Exact match of a model on the embedded model's tasks, decoded by the runtime as a user would decode it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiered.core.checks import check_integer
+from tiered.embedded.tasks import Example, score
+from tiered.output import GenerationOutput
+
+# Rows (prompt and canvas) of a batch: enough to fill the cores, few enough that a progress bar moves.
+BATCH_ROWS = 2048
+
+
+@dataclass(slots=True)
+class Scores:
+    """How many examples there were, how many answers were exactly right, and of each its forwards and its TPF
+    (end-of-sequence and padding not counted)."""
+
+    examples: int
+    correct: int = 0
+    forwards: list[int] = field(default_factory=list, repr=False)
+    tokens_per_forward: list[float] = field(default_factory=list, repr=False)
+
+    @property
+    def exact_match(self) -> float:
+        """Share of right answers."""
+        return self.correct / self.examples
+
+
+def score_examples(
+    runtime: Any,
+    examples: list[Example],
+    *,
+    max_new_tokens: int = 32,
+    batch: int | None = None,
+    seed: int = 0,
+    watch: Callable[[GenerationOutput], object] = lambda out: None,
+    **options: Any,
+) -> Scores:
+    """Answer `examples` under the runtime's policy and compare.
+
+    Args:
+        runtime: a model with the embedded tokenizer, or what has a `generate` like a `Runtime`'s.
+        max_new_tokens: canvas of every example.
+        batch: examples of a call, fewer in the last; None: as many as fill the cores.
+        seed: of what is drawn, such as the noise that answers begin as; the n-th shortest prompt has seed + n.
+        watch: called with the output of each batch.
+        **options: more options of `Runtime.generate`.
+    """
+    if batch is not None:
+        check_integer("batch", batch, least=1)
+    scores = Scores(len(examples))
+    for own in _batches(examples, max_new_tokens, batch):
+        chats = [[{"role": "user", "content": example.prompt}] for example in own]
+        # Of the example's own, wherever batches end: `generate` gives the i-th sequence of a call its seed + i.
+        out = runtime.generate(chats, max_new_tokens=max_new_tokens, seed=seed + len(scores.forwards), **options)
+        assert out.text is not None, "the runtime has no tokenizer"
+        scores.correct += sum(score(example, text) for example, text in zip(own, out.text, strict=True))
+        scores.forwards += out.forwards
+        scores.tokens_per_forward += out.tokens_per_forward.tolist()
+        watch(out)
+    return scores
+
+
+def _batches(examples: list[Example], canvas: int, most: int | None) -> Iterator[list[Example]]:
+    """All examples, shortest prompts first so that little is padded. How they are batched changes no answer."""
+    batch: list[Example] = []
+    for example in sorted(examples, key=lambda example: len(example.prompt)):
+        # Characters bound tokens from above: close for tables, fourfold for names, which merely makes batches smaller.
+        full = (len(batch) + 1) * (len(example.prompt) + canvas) > BATCH_ROWS if most is None else len(batch) == most
+        if batch and full:
+            yield batch
+            batch = []
+        batch.append(example)
+    if batch:
+        yield batch

@@ -1,0 +1,206 @@
+"""The studies of answers and of the tiers: their points, their tables, and that pages show what was measured."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from measuring.pages import between_marks
+from measuring.store import read_rows
+from measuring.study import parse_values, points_of, study_named
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMON = {"device": "cpu", "threads": 1, "seed": 0}
+STUDIES = ("sweep", "compare", "accuracy", "polestar", "tiers")
+PAGES = {
+    ("sweep", "sweep"): "docs/benchmarks.md",
+    ("compare", "compare"): "docs/benchmarks.md",
+    ("compare", "short"): "README.md",
+    ("compare", "noise"): "docs/policies.md",
+    ("compare", "uniform"): "docs/embedded-model.md",
+    ("accuracy", "accuracy"): "docs/embedded-model.md",
+    **{("polestar", mark): "docs/polestar.md" for mark in ("polestar", "trigger", "early", "drift")},
+    **{("tiers", mark): "docs/tiers.md" for mark in ("codecs", "layers", "pieces")},
+}
+
+
+def points(name: str, **axes: Any) -> list[dict[str, Any]]:
+    """Settings of the study's points, with these values of its axes."""
+    study = study_named(name)
+    return [dict(point.settings) for point in points_of(study, dict(study.AXES) | axes, COMMON)]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_pages_show_what_was_measured(name: str):
+    """Fails with the command where they do not, and with the file where nothing was measured."""
+    rows, _ = read_rows(ROOT / "bench" / "results" / name)
+    tables = study_named(name).tables(rows)
+    for (study, mark), page in PAGES.items():
+        if study == name:
+            shown = between_marks((ROOT / page).read_text(encoding="utf-8"), mark)
+            assert shown == tables[mark].strip(), f"python bench/measure.py {name} --show --into {page}"
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_quick_is_little_and_of_the_study(name: str):
+    study = study_named(name)
+    assert set(study.QUICK) <= set(study.AXES)
+    assert 0 < len(points(name, **study.QUICK)) <= min(20, len(points(name)))
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_tables_of_points_that_failed_are_empty(name: str):
+    row = {"run": 0, "stamp": "s", "status": "failed", "why": "exit status 9"}
+    rows = [row | settings | {"point": str(number)} for number, settings in enumerate(points(name))]
+    assert "|" in study_named(name).tables(rows)[next(mark for study, mark in PAGES if study == name)]
+
+
+def test_an_axis_that_a_policy_has_not_is_no_axis_of_it():
+    given = {"policy": ["polestar", "polestar-window", "none"], "codec": ["raw", "fp8"], "confidence": [None, 0.9]}
+    made = points("sweep", clusters=[4, 8], top_m=[1], update_threshold=[0, 2], **given)
+    counts = {policy: sum(each["policy"] == policy for each in made) for policy in given["policy"]}
+    # A preset keeps what it sets: of the four it leaves none open.
+    assert counts == {"polestar": 16, "polestar-window": 2, "none": 2}
+    assert {each["call"].get("confidence_threshold") for each in made} == {None, 0.9}
+    assert all({"clusters", "codec"} <= each.keys() for each in made if each["policy"] == "polestar")
+
+
+def test_other_options_go_to_the_policies_that_have_them():
+    few: dict[str, Any] = {"clusters": [4], "top_m": [1], "update_threshold": [0], "policy": ["polestar", "none"]}
+    option = parse_values("option", "none,cluster_layers=1 seed=3", [None])
+    made = points("sweep", option=option, budget=["12MiB"], **few)
+    own = [each["options"] for each in made if each["policy"] == "polestar"]
+    assert [options.get("cluster_layers") for options in own] == [None, 1] and own[1]["seed"] == 3
+    assert [each["options"] for each in made if each["policy"] == "none"] == [{}]
+    assert {each["budget"] for each in made} == {12 << 20}
+    for wrong, why in ((["cluster_layer=1"], "cluster_layers"), (["refresh"], "NAME=VALUE")):
+        with pytest.raises(ValueError, match=why):
+            points("sweep", option=wrong, **few)
+
+
+def row(policy: str, task: str, correct: int, **figures: Any) -> dict[str, Any]:
+    """Of ten examples."""
+    point = f"{policy} {figures.get('rule')} {figures.get('clusters')} {figures.get('update_threshold')}"
+    of = {"point": point, "run": 0, "stamp": "s", "status": "ok", "policy": policy, "task": task, "examples": 10}
+    costs = {"tokens_per_second": 1.0, "device_bytes": 1 << 20, "host_bytes": 0, "nfe": 2.0, "tokens_per_forward": 4.0}
+    return of | costs | {"correct": correct} | figures
+
+
+def test_a_cell_of_the_sweep_is_right_answers_and_the_median_speed():
+    knobs = {"clusters": 8, "top_m": 4, "update_threshold": 0}
+    rows = [
+        *(
+            row("polestar", "sort", 6, run=run, tokens_per_second=speed, **knobs)
+            for run, speed in enumerate((30, 10, 20.4))
+        ),
+        row("polestar", "sort", 5, **knobs | {"update_threshold": 4, "device_bytes": 3 << 20, "host_bytes": 2048}),
+        row("polestar", "sort", 4, **knobs | {"clusters": "auto", "update_threshold": 4}),
+        row("polestar", "chain", 9, **knobs),
+        row("none", "sort", 10),
+        {"point": "refused", "run": 0, "status": "refused", "why": "too small", "policy": "polestar", **knobs},
+    ]
+    table = study_named("sweep").tables(rows)["sweep"].splitlines()
+    assert table[2:6] == [
+        "| C auto, M 4 |  | 4 (1) | 1.00 MiB | 0 |",
+        "| C 8, M 4 | 6 (20) | 5 (1) | 3.00 MiB | 2.00 KiB |",
+        "| `none` | 10 (1) |  | 1.00 MiB | 0 |",
+        "",
+    ]
+
+
+def test_what_is_compared_stands_together_and_names_stand_for_all_of_them():
+    made = points("compare", model=["embedded"], policy=["none", "elastic_cache", "transformers"])
+    rules = [each["rule"] for each in made]
+    assert rules == ["one a step"] * (len(rules) // 2) + ["threshold 0.9"] * (len(rules) // 2)
+    names = [each["policy"] for each in made][: len(made) // 2]
+    assert names[:5] == ["none", "none, again", "none, random order", "none, one block", "elastic_cache"]
+    assert len(names) == 11 and names[5] == "transformers, no cache"
+    assert [each["call"]["block_length"] for each in made[:5]] == [8, 8, 8, 32, 32]
+    uniform = points("compare", model=["embedded-uniform"])
+    assert not any(each["policy"].startswith("transformers") for each in uniform)
+    assert {each["call"].get("tokens_per_step") for each in uniform} == {None, 3}
+    with pytest.raises(ValueError, match="polestar"):
+        points("compare", policy=["polesta"])
+
+
+def test_a_comparison_says_what_its_rows_say():
+    study, slow, fast = study_named("compare"), "one a step", "threshold 0.9"
+    call, of = {"block_length": 8}, {"model": "embedded", "noise": "mask", "bytes": "booked"}
+    costs = {"rows_per_forward": 2.0, "cache_ratio": 0.5, "passes": {"step": 4}}
+    long = costs | {"to_device_bytes": 3072, "to_host_bytes": 1024, "size": 992, "nfe": 6.0}
+    rows = [
+        *(each | of | {"rule": rule, "call": call} for rule in (slow, fast) for each in (
+            row("none", "copy", 10, rule=rule),
+            row("none", "lookup", 9, rule=rule),
+            row("transformers, cache", "copy", 7, rule=rule),
+        )),
+        # A machine that is half as fast in the second run: no ratio may cross runs.
+        *(
+            row(policy, "lookup", 1, rule=slow, run=run, tokens_per_second=speed, **long) | of | {"call": call}
+            for policy, speeds in (("none", (10, 5)), ("none, again", (11, 5.5)), ("transformers, cache", (40, 20)))
+            for run, speed in enumerate(speeds)
+        ),
+        {"point": "x", "run": 0, "stamp": "s", "status": "refused", "why": "too fast", "policy": "dkv_greedy", **of,
+         "rule": fast, "call": call},
+    ]  # fmt: skip
+    tables = study.tables(rows)
+    right, costs_table, floor, refused = tables["compare"].split("\n\n")
+    assert right.splitlines()[0].startswith(
+        "|  | lists, 10 | sort, 0 | add, 0 | chain, 0 | lookup, 10 | threshold 0.9: all, 20 |"
+    )
+    # The long lookup is none of the lookups; nothing is shown of what was not asked.
+    assert "| `none` | 100 (72–100) |  |  |  | 90 (60–98) | 95 (76–99) | 2.00 | 4.00 |" in right  # noqa: RUF001
+    assert "| `transformers, cache` | 30.0 | 4.00 (4.00–4.00) | 2.0 | 0.500 | 1.00 MiB | 0 | 1.00 KiB |" in costs_table  # noqa: RUF001
+    assert "2 such pairs are apart by 10.0 % at the 80th percentile, by 10.0 % at most" in floor
+    assert refused == "`dkv_greedy`, threshold 0.9: too fast."
+    assert [line.partition("|")[2].partition("|")[0].strip() for line in tables["short"].splitlines()[2:]] == [
+        "`none`",
+        "`transformers, cache`",
+    ]
+    assert "transformers" not in tables["noise"] and "again" not in tables["noise"]
+
+
+def test_accuracy_asks_fewer_where_every_step_is_a_full_pass():
+    made = points("accuracy", policy=["none", "fast_dllm_dual"], rule=["one a step"])
+    lookups = {(each["policy"], *asked) for each in made for asked in each["tasks"] if asked[1] is not None}
+    assert {("none", "lookup", 2048, 30), ("fast_dllm_dual", "lookup", 2048, 100)} <= lookups
+    rows = [
+        row("none", "sort", 10, rule="one a step", noise="mask"),
+        row("none", "lookup", 5, rule="threshold 0.9", noise="mask", size=512),
+    ]
+    assert study_named("accuracy").tables(rows)["accuracy"].splitlines()[2:] == [
+        "| `sort` | 100 (72–100) of 10; 2.0 |  |",  # noqa: RUF001
+        "| `lookup`, 512 tokens |  | 50 (24–76) of 10; 2.0 |",  # noqa: RUF001
+    ]
+
+
+def test_drift_is_nothing_without_a_cache_and_less_with_updates():
+    study, found = study_named("polestar"), {}
+    asked = {"part": "drift", "model": "embedded", "options": {}, "tasks": [["sort", None, 1]]}
+    call = {"max_new_tokens": 16, "block_length": 16, "steps": 8, "stop_at_eos": False}
+    for policy, options in (("fast_dllm_dual", {}), ("polestar, T 0", {"update_threshold": 0})):
+        settings = COMMON | asked | {"policy": policy, "options": options, "call": call}
+        [found[policy]] = study.measure(settings, paths={"embedded": "embedded"})
+    dual, updated = found.values()
+    assert 0 <= updated["values"] < dual["values"] and updated["moved_bytes"] > 0 == dual["moved_bytes"]
+
+
+def test_a_share_of_polestars_questions_is_at_least_one_example():
+    assert {asked[2] for each in points("polestar", share=[0.001]) for asked in each["tasks"]} == {1}
+    parts = {each["part"] for each in points("polestar")}
+    assert parts == {"table", "trigger", "early", "drift"}
+
+
+def test_parts_of_the_tiers():
+    study = study_named("tiers")
+    rows = list(study.measure({"part": "codecs", "clusters": 4}))
+    assert {each["layer"] for each in rows} == set(range(5))
+    errors = {
+        name: [each["error"] for each in rows if each["codec"] == name] for name in ("raw", "nvfp4", "nvfp4_delta")
+    }
+    assert not any(errors["raw"]) and all(
+        0 < a < b for a, b in zip(errors["nvfp4_delta"], errors["nvfp4"], strict=True)
+    )
+    [races] = study.measure({"part": "races", "schedules": 2})
+    assert races["wrong"] == 0 and races["waits"] == 12 and races["noticed"] <= 12 and races["tries"] <= 2
+    with pytest.raises(ValueError, match="codecs"):
+        points("tiers", part=["codes"])
