@@ -1,7 +1,8 @@
 """How often an embedded model answers exactly right: by task, policy and commit rule, with intervals.
 
 Every example is of the test split, whose prompts are never trained on; `--seed` is the number of the first one. Beside
-the tasks of `--examples`, one token a step, lookups of `--lookups` tokens, fewer where every step is a full pass.
+the tasks of `--examples`, one token a step, lookups of `--lookups` tokens, fewer where every step is a full pass; and
+the tasks of `--long`, whose answers fill two to four blocks, all that is sure at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from workloads.answers import OF, TIMED, measure, tasks_of
 from workloads.models import paths, weights
 from workloads.variants import RULES, noise_of
 
-from tiered.embedded.tasks import TASKS
+from tiered.embedded.tasks import LONG_TASKS, TASKS
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
 
@@ -26,11 +27,13 @@ AXES: Axes = {
     "rule": [*dict.fromkeys(rule for rules in RULES.values() for rule in rules)],
     "block": [32],
     "examples": [f"{task}:200" for task in TASKS],
-    "lookups": [512, 1024, 2048],
+    "lookups": [512, 1024, 2048, 3968],
+    "long": [f"{task}:60" for task in LONG_TASKS],
 }
-QUICK: Axes = {"examples": ["sort:2", "add:2"], "lookups": [None], "rule": ["threshold 0.9"]}
-UNCACHED = {1024: 60, 2048: 30}
-CACHED = {2048: 100}
+QUICK: Axes = {"examples": ["sort:2", "add:2"], "lookups": [None], "long": ["long_copy:1"], "rule": ["threshold 0.9"]}
+UNCACHED = {1024: 60, 2048: 30, 3968: 10}
+CACHED = {2048: 100, 3968: 40}
+LONG_ANSWER = 128
 
 
 def local(axes: Axes) -> dict[str, Any]:
@@ -50,6 +53,9 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
             for examples in (axes["examples"], *([f"lookup@{size}:{most.get(size, 200)}"] for size in sizes)):
                 of = {"policy": policy, "options": {}, "call": call, "tasks": tasks_of(examples)}
                 yield own | {"noise": noise, "rule": rule, "block": block} | of
+            if noise == "mask" and rule != next(iter(RULES[noise])):  # what learned uniform noise knows one block alone
+                long = {"call": call | {"max_new_tokens": LONG_ANSWER}, "tasks": tasks_of(axes["long"])}
+                yield own | {"noise": noise, "rule": rule, "block": block, "policy": policy, "options": {}} | long
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
