@@ -256,7 +256,7 @@ def test_the_curriculum_widens_with_steps_and_with_success():
 
 @pytest.mark.long
 def test_the_loss_falls(config: dict[str, Any], pool: ThreadPoolExecutor):
-    trainer = Trainer(config, replace(SMALL, steps=60, short_tokens=300))
+    trainer = Trainer(config, replace(SMALL, steps=60, grow=1000, short_tokens=300))
     trainer.curriculum = replace(trainer.curriculum, weights=dict.fromkeys(TASKS, 0.0) | {"copy": 1.0})
     held = ShortBatches(7, 400).next(trainer.curriculum)
 

@@ -235,7 +235,7 @@ def test_a_killed_run_goes_on_and_its_export_loads(config: dict[str, Any], tmp_p
 
 @pytest.mark.long
 def test_the_loss_falls(config: dict[str, Any]):
-    trainer = Trainer(config, replace(SMALL, steps=60, short_tokens=300))
+    trainer = Trainer(config, replace(SMALL, steps=60, grow=1000, short_tokens=300))
     trainer.curriculum = replace(trainer.curriculum, weights=dict.fromkeys(TASKS, 0.0) | {"copy": 1.0})
     held = ShortBatches(7, 400).next(trainer.curriculum)
 

@@ -82,7 +82,7 @@ def validate(
         scores[name] = score_examples(runtime, drawn).exact_match
     runtime = runtime.with_policy(FastDLLMPrefix())
     for name, spec in LONG_TASKS.items():
-        size = lookup if name == "long_lookup" else spec.sizes[1]
+        size = max(lookup, spec.sizes[0]) if name == "long_lookup" else spec.sizes[1]
         drawn = [sample(name, "validation", number, size=size) for number in range(first, first + examples)]
         found = score_examples(runtime, drawn, max_new_tokens=LONG_CANVAS, block_length=32, confidence_threshold=0.9)
         scores[name] = found.exact_match
