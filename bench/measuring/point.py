@@ -8,6 +8,8 @@ from typing import Any
 
 Row = dict[str, Any]
 
+_LONGEST_VALUE = 24
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
@@ -43,9 +45,15 @@ class Job:
 
 
 def words(settings: Mapping[str, Any], *, without: Mapping[str, Any]) -> str:
-    """For people: the values of `settings` that differ from those in `without`, mappings one by one."""
+    """For people: the values of `settings` that differ from those in `without`, mappings one by one, long ones cut."""
     own: dict[str, Any] = {}
     for name, value in settings.items():
         if name not in without or without[name] != value:
             own |= value if isinstance(value, Mapping) else {name: value}
-    return " ".join(f"{name}={value}" for name, value in own.items() if value is not None)
+    return " ".join(f"{name}={_short(value)}" for name, value in own.items() if value is not None)
+
+
+def _short(value: Any) -> str:
+    """Its first characters: names and numbers are whole, hashes and lists of tasks are not."""
+    text = str(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
