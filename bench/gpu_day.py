@@ -99,7 +99,7 @@ class Day:
             try:
                 print(", ".join(f"{name}: {value}" for name, value in last.items() if value))
                 print(*study.tables(self.rows).values(), sep="\n\n", end="\n\n")
-            except Exception:
+            except Exception:  # rows that no table expects: the figures are in the file, and programs read on
                 traceback.print_exc()
             last |= {"file": path, "file_error": self.broken, "rows": counts}
             last |= {"failed": failed[:_MOST_NAMED], "more_failed": len(failed[_MOST_NAMED:])}

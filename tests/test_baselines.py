@@ -40,13 +40,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
 
 @pytest.fixture
 def baseline(script: Callable[[str], ModuleType]) -> Callable[..., Any]:
-    """Makes one: its runtime, and the fields of its kind of cache; none of them: no cache."""
+    """Makes one: its runtime, and the options of its cache; none of them: no cache."""
 
     def make(runtime: Runtime, **kind: Any) -> Any:
-        prefix_caches = script("baselines.prefix_caches")
-        return script("baselines.by_transformers").ByTransformers(
-            runtime, prefix_caches.CacheKind(**kind) if kind else None
-        )
+        return script("baselines.by_transformers").ByTransformers(runtime, kind or None)
 
     return make
 

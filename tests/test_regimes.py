@@ -26,7 +26,7 @@ def test_every_axis_is_measured_beside_every_context_and_only_what_moves_bytes_b
     again, plain = regimes.AGAIN, [name for name in regimes.POLICIES if name != regimes.AGAIN]
     movers = ["elastic_cache", "polestar", "polestar-drift"]
     wanted = {(blocks, 4, 256, None, None): regimes.POLICIES for blocks in (1, 4, 16)}
-    wanted |= {(4, 32, 256, None, None): plain, (4, 4, 1024, None, None): plain}
+    wanted |= {(4, 32, 256, None, None): plain, (4, 4, 512, None, None): plain}
     wanted |= {(4, 4, 256, budget, None): plain for budget in (1, 0.5)}
     wanted |= {(4, 4, 256, None, link): movers for link in (100, 10)}
     wanted |= {(4, 4, 256, 0.5, 100): plain}

@@ -6,7 +6,7 @@ from tier_fuzz import run_schedule, without
 from tiered.offload.fence import Region
 
 SCHEDULES = 60
-SOAK = 500  # `measure.py tiers` runs 1000
+SOAK = 1000
 TRIES = 1000  # schedules until a missing wait must have shown; it takes 1 to 90 as a rule
 
 

@@ -5,41 +5,35 @@ activations, logits and what a cache puts together while a layer runs.
 """
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baselines.bidirectional_llama import forward, llama_of
 from baselines.by_hand import denoise
-from baselines.prefix_caches import PACKAGES, CacheKind, PrefixCache, storage_bytes
+from baselines.prefix_caches import PACKAGES, PrefixCache, storage_bytes
 from tiered.core.features import Tier
 from tiered.core.memory_report import MemoryReport, TierReport
 from tiered.inputs import Inputs, read_inputs
 from tiered.output import GenerationOutput, Timings
 from tiered.runtime import Runtime
 
-# By the name that stands in a point's settings as its policy; None: no cache, a full forward every step.
-BASELINES: dict[str, CacheKind | None] = {
-    "transformers, no cache": None,
-    "transformers, cache": CacheKind(),
-    "transformers, offloaded": CacheKind(offloading=True),
-    "transformers, quantized": CacheKind(backend="quanto"),
-    "transformers, quantized hqq": CacheKind(backend="hqq"),
-    "transformers, quantized fp8": CacheKind(backend="fp8"),
-}
+Options = Mapping[str, Any] | None
 
 
 class ByTransformers:
     """One baseline over the weights of a runtime; the tensors are shared."""
 
-    def __init__(self, runtime: Runtime, kind: CacheKind | None) -> None:
-        """`kind`: one of `BASELINES`.
+    def __init__(self, runtime: Runtime, options: Options) -> None:
+        """`options`: a value of `matches.TRANSFORMERS`.
 
         Raises:
             ValueError: transformers cannot do it here; the message says why, or what to install. Found by doing it: a
                 short prompt is answered, which also pays for what a first call loads.
         """
-        self._runtime, self._kind, self.model = runtime, kind, llama_of(runtime.model)
+        self._runtime, self._options, self.model = runtime, options, llama_of(runtime.model)
         prompt = torch.zeros(1, 8, dtype=torch.long, device=runtime.device)
         self.generate(prompt, max_new_tokens=4, block_length=4)
 
@@ -70,7 +64,7 @@ class ByTransformers:
             vocab_size=runtime.model.shape.vocab_size,
         )
         ids, pads = prompts.packed()
-        call = _Call(self, self._kind, ids, pads, max_new_tokens)
+        call = _Call(self, self._options, ids, pads, max_new_tokens)
         try:
             done = denoise(
                 call.logits,
@@ -84,7 +78,7 @@ class ByTransformers:
                 watch=call.count,
             )
         except ImportError as error:
-            package = None if self._kind is None else PACKAGES.get(self._kind.backend or "")
+            package = PACKAGES.get((self._options or {}).get("backend", ""))
             raise ValueError(f"not installed: pip install {package}" if package else _one_line(error)) from error
         except (AssertionError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"transformers on {runtime.device.type}: {_one_line(error)}") from error
@@ -113,8 +107,8 @@ class ByTransformers:
 class _Call:
     """The model and its cache during one call."""
 
-    def __init__(self, owner: ByTransformers, kind: CacheKind | None, ids: Tensor, pads: Tensor, answer: int) -> None:
-        self._llama, self._kind = owner.model, kind
+    def __init__(self, owner: ByTransformers, options: Options, ids: Tensor, pads: Tensor, answer: int) -> None:
+        self._llama, self._options = owner.model, options
         self._length = ids.shape[1] + answer
         columns, padded = torch.arange(self._length, device=ids.device)[None], bool(pads.any())
         # A mask is passed only where it says something: without one the attention kernel is a faster one.
@@ -127,8 +121,8 @@ class _Call:
 
     def logits(self, left: Tensor, canvas: Tensor, start: int, stop: int, first: bool) -> Tensor:
         """See `by_hand.Logits`."""
-        if first and self._kind is not None:
-            self._cache = PrefixCache(self._kind, self._llama.config, self._length - start)
+        if first and self._options is not None:
+            self._cache = PrefixCache(self._llama.config, self._length - start, **self._options)
         cache = self._cache
         begin = 0 if (whole := first or cache is None) else start
         found = forward(

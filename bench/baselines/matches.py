@@ -33,13 +33,17 @@ class Match:
 # A policy knows these by the names of the official scripts, too.
 DLLM: dict[str, Any] = {"prompt_interval_steps": 50, "gen_interval_steps": 7, "transfer_ratio": 0.25}
 DKV: dict[str, Any] = {"cache_reloading_step": 8}
-NO_CACHE: dict[str, Any] = {"none": {}, "transformers, no cache": None}
-STORED: dict[str, Any] = {
+# Options of `PrefixCache`; None: no cache, a full forward every step.
+TRANSFORMERS: dict[str, dict[str, Any] | None] = {
+    "transformers, no cache": None,
+    "transformers, cache": {},
     "transformers, offloaded": {"offloading": True},
     "transformers, quantized": {"backend": "quanto"},
     "transformers, quantized hqq": {"backend": "hqq"},
     "transformers, quantized fp8": {"backend": "fp8"},
 }
+NO_CACHE: dict[str, Any] = {"none": {}, "transformers, no cache": None}
+STORED = {name: options for name, options in TRANSFORMERS.items() if options}
 # `dkv_greedy` is in none: it answers in random order.
 MATCHES: Mapping[str, Match] = {
     "none": Match(rules=("one",), agree={"official, vanilla": {}} | NO_CACHE, others={}),

@@ -10,7 +10,6 @@ layer new tensors and writes to none.
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from copy import copy
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,30 +20,25 @@ from transformers.cache_utils import DynamicLayer
 PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq", "fp8": None}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheKind:
-    """Which of transformers' caches holds the prefix.
-
-    Attributes:
-        offloading: layers lie in host memory, and come back one by one (`cache_implementation="offloaded"`).
-        backend: of `cache_implementation="quantized"`, a key of `PACKAGES`; None: not quantized. Bits, groups and
-            residual length are the backend's defaults.
-    """
-
-    offloading: bool = False
-    backend: str | None = None
-
-
 class PrefixCache:
     """One block's cache. What a pass has added is taken away when the next one begins, so that between two passes all
     that the pass has held can be counted."""
 
-    def __init__(self, kind: CacheKind, config: PreTrainedConfig, behind: int) -> None:
-        """`config` of the model; `behind`: columns of the block and of everything behind it, which no later pass may
-        find. Raises what transformers does where the kind cannot be had here."""
+    def __init__(
+        self, config: PreTrainedConfig, behind: int, *, offloading: bool = False, backend: str | None = None
+    ) -> None:
+        """Raises what transformers does where such a cache cannot be had here.
+
+        Args:
+            config: of the model.
+            behind: columns of the block and of everything behind it, which no later pass may find.
+            offloading: layers lie in host memory, and come back one by one (`cache_implementation="offloaded"`).
+            backend: of `cache_implementation="quantized"`, a key of `PACKAGES`; None: not quantized. Bits, groups and
+                residual length are the backend's defaults.
+        """
         self._behind = behind
-        self._whole: Cache | None = DynamicCache(config=config, offloading=kind.offloading)
-        self._prefix: Cache | None = None if kind.backend is None else QuantizedCache(kind.backend, config)
+        self._whole: Cache | None = DynamicCache(config=config, offloading=offloading)
+        self._prefix: Cache | None = None if backend is None else QuantizedCache(backend, config)
         self._lent: Cache | None = None
 
     def next(self) -> Cache:

@@ -63,7 +63,7 @@ def points(rows: Sequence[Row], *, longest: bool = False) -> list[Row]:
         sums = {name: sum(row[name] for row in own) for name in ("correct", "examples")}
         size = max(row.get("size", 0) for row in own)
         timed = [row for row in own if row.get("size", 0) == size or not longest]
-        seconds = [row.get("seconds", 1.0) for row in timed]  # only where there is one task they may be missing
+        seconds = [row["seconds"] for row in timed]
         speed = sum(row["tokens_per_second"] * each for row, each in zip(timed, seconds, strict=True)) / sum(seconds)
         most = {name: max(row[name] for row in own) for name in ("device_bytes", "host_bytes")}
         shares = {"accuracy": sums["correct"] / sums["examples"], "tokens_per_second": speed}

@@ -81,7 +81,8 @@ def run_group(
                         process.note(f"out of place: {str(said)[:300]}")
                 if not waiting:
                     break
-        if not waiting or process.why == STOPPED:
+        # Ctrl-C ends a process, too, that has not left this one's group yet: that is no failure of its.
+        if not waiting or stop():
             return
         status = "skipped" if process.why == NO_TIME else "failed"
         if current is not None:

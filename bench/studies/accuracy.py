@@ -1,8 +1,8 @@
 """How often an embedded model answers exactly right: by task, policy and commit rule, with intervals.
 
 Every example is of the test split, whose prompts are never trained on; `--seed` is the number of the first one. Beside
-the tasks of `--examples`, one token a step, lookups of `--lookups` tokens, fewer where every step is a full pass; and
-the tasks of `--long`, whose answers fill two to four blocks, all that is sure at once.
+the tasks of `--examples` stand lookups of `--lookups` tokens, one token a step, and the tasks of `--long`, whose answers
+fill two to four blocks, all that is sure at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,18 +21,20 @@ from tiered.embedded.tasks import LONG_TASKS, TASKS
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
 
+FAST, EARLY = "threshold 0.9", "drift_aware 0.9"
+OF_MASKS = RULES["mask"] | {EARLY: {"commit": "drift_aware", "confidence_threshold": 0.9}}
+CALLS = RULES | {"mask": OF_MASKS}
 AXES: Axes = {
     "model": ["embedded"],
     "policy": ["none", "fast_dllm_dual", "polestar"],
-    "rule": [*dict.fromkeys(rule for rules in RULES.values() for rule in rules)],
+    "rule": [*dict.fromkeys(rule for rules in CALLS.values() for rule in rules)],
     "block": [32],
     "examples": [f"{task}:200" for task in TASKS],
     "lookups": [512, 1024, 2048, 3968],
     "long": [f"{task}:60" for task in LONG_TASKS],
 }
-QUICK: Axes = {"examples": ["sort:2", "add:2"], "lookups": [None], "long": ["long_copy:1"], "rule": ["threshold 0.9"]}
-UNCACHED = {1024: 60, 2048: 30, 3968: 10}
-CACHED = {2048: 100, 3968: 40}
+QUICK: Axes = {"examples": ["sort:2", "add:2"], "lookups": [None], "long": ["long_copy:1"], "rule": [FAST]}
+FEWER = {2048: 30, 3968: 10}  # of 60 lookups
 LONG_ANSWER = 128
 
 
@@ -45,22 +47,24 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
     """Policies in turn under each rule; then those of each length."""
     for model in axes["model"]:
         noise, own = noise_of(model), weights(model)
-        rules = [rule for rule in RULES[noise] if rule in axes["rule"]]
+        rules, slow = [rule for rule in CALLS[noise] if rule in axes["rule"]], next(iter(CALLS[noise]))
         for rule, block, policy in product(rules, axes["block"], axes["policy"]):
-            call = {"max_new_tokens": 32, "block_length": block} | RULES[noise][rule]
-            most = UNCACHED if policy == "none" else CACHED
-            sizes = [size for size in axes["lookups"] if size is not None and rule == next(iter(RULES[noise]))]
-            for examples in (axes["examples"], *([f"lookup@{size}:{most.get(size, 200)}"] for size in sizes)):
+            call = {"max_new_tokens": 32, "block_length": block} | CALLS[noise][rule]
+            sizes = [size for size in axes["lookups"] if size is not None and rule == slow]
+            for examples in (axes["examples"], *([f"lookup@{size}:{FEWER.get(size, 60)}"] for size in sizes)):
                 of = {"policy": policy, "options": {}, "call": call, "tasks": tasks_of(examples)}
                 yield own | {"noise": noise, "rule": rule, "block": block} | of
-            if noise == "mask" and rule != next(iter(RULES[noise])):  # what learned uniform noise knows one block alone
+            if noise == "mask" and rule != slow:  # what learned uniform noise knows one block alone
                 long = {"call": call | {"max_new_tokens": LONG_ANSWER}, "tasks": tasks_of(axes["long"])}
                 yield own | {"noise": noise, "rule": rule, "block": block, "policy": policy, "options": {}} | long
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """Of each noise, by task."""
+    """By task, of each noise; `early`: early commits beside the same threshold without them."""
     seen = merged(rows, of=OF, timed=TIMED)
-    marks = {"mask": "accuracy", "uniform": "accuracy-uniform"}
-    by_noise = {mark: [row for row in seen if row["noise"] == noise] for noise, mark in marks.items()}
-    return {mark: by_task(own) for mark, own in by_noise.items() if own}
+    shown = {
+        "accuracy": [row for row in seen if row["noise"] == "mask" and row["rule"] != EARLY],
+        "accuracy-uniform": [row for row in seen if row["noise"] == "uniform"],
+        "early": [row for row in seen if row["rule"] in (FAST, EARLY)],
+    }
+    return {mark: by_task(own) for mark, own in shown.items() if own}

@@ -8,7 +8,7 @@ noise. A policy that a call does not fit, and a baseline that cannot be had here
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from baselines.by_transformers import BASELINES
+from baselines.matches import TRANSFORMERS
 from measuring.statistics import merged, noise_floor, paired, spread
 from measuring.study import Axes
 from measuring.table import Row
@@ -59,7 +59,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
         first, *others = all_variants(slides=noise == "mask")
         compared = [first, Variant(name=AGAIN, policy="none"), *others]
         # transformers has the architecture of the model that answers from masks.
-        compared += [Variant(name=name, policy=name) for name in BASELINES if noise == "mask"]
+        compared += [Variant(name=name, policy=name) for name in TRANSFORMERS if noise == "mask"]
         for rule in [rule for rule in RULES[noise] if rule in axes["rule"]]:
             for each in [each for each in compared if each.name.partition(",")[0] in axes["policy"]]:
                 call = each.call(answer=ANSWER, block=BLOCK) | RULES[noise][rule]

@@ -117,12 +117,12 @@ TARGETS = (
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
-    """Every case of each part. One that cannot be imported has a single case, which says so."""
+    """Every case of each part; one that cannot be imported has a single case."""
     for size in axes["size"]:
         for part in axes["part"]:
             try:
                 cases = _module(part).cases(Setting(device="cpu", tiny=size == "tiny", seed=0))
-            except Exception:
+            except Exception:  # whatever keeps it from being imported there: its process says so, in a row
                 cases = [""]
             yield from ({"part": part, "case": case, "size": size} for case in cases)
 

@@ -21,7 +21,7 @@ from workloads.models import paths, weights
 __all__ = ["AXES", "LOCAL", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
 
 AXES: Axes = {
-    "match": list(MATCHES), "model": ["random", "embedded"], "rule": list(RULES), "prompt": [512, 2048],
+    "match": list(MATCHES), "model": ["random", "embedded"], "rule": list(RULES), "prompt": [512, 1024],
     "answer": [128], "block": [32], "width": [512], "layers": [8], "examples": ["sort:120", "lookup:40", "chain:40"],
 }  # fmt: skip
 QUICK: Axes = {"prompt": [64], "answer": [64], "examples": ["sort:2"], "width": [64], "layers": [2]}

@@ -5,7 +5,7 @@ other axis; then every other value of one of these axes beside every context, at
 second link at the last budget. A link is an axis of what moves bytes alone. `none-again` is `none` once more, where the
 other axes have their first value: what lies between the two is noise. `--steps` are those of a block and stand for a
 threshold, for the model is random, and no token of it confident. `--budget`: the share of the dual cache's keys and
-values that the device has room for; `--link`: 10⁶ bytes a second. About 80 minutes on one idle core.
+values that the device has room for; `--link`: 10⁶ bytes a second. About an hour on one idle core.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ SETS = {AGAIN: ("none", {}), "polestar-drift": ("polestar", {"refresh": "drift",
 # From the simplest on: what follows has to be better than all in front of it.
 POLICIES = ["none", AGAIN, "fast_dllm_prefix", "fast_dllm_dual", "dkv_decode", "dkv_pd", "dllm_cache"]
 POLICIES += ["elastic_cache", "polestar", "polestar-drift"]
-SIDES: Axes = {"steps": [4, 32], "width": [256, 1024], "budget": [None, 1, 0.5], "link": [None, 100, 10]}
+SIDES: Axes = {"steps": [4, 32], "width": [256, 512], "budget": [None, 1, 0.5], "link": [None, 100, 10]}
 AXES: Axes = {"policy": POLICIES, "context": [512, 2048, 8192], "blocks": [1, 4, 16], "layers": [4], **SIDES}
 QUICK: Axes = {"context": [64, 128], "blocks": [1], "steps": [4], "width": [64], "budget": [None], "link": [None]}
 FIRST = {name: values[0] for name, values in SIDES.items()}

@@ -102,6 +102,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
 
     columns = {f"T {threshold}": column(threshold) for threshold in thresholds}
     columns |= {name: (where(), size(f"{name}_bytes")) for name in ("device", "host")}
-    widest = max((high - low for low, high in (interval(row["correct"], row["examples"]) for row in good)), default=0)
-    told = f"Each count stands for a share that is known to within {50 * widest:.0f} points at the worst (95 %)."
-    return {"sweep": f"{pivot(sorted(good, key=place), line, columns)}\n\n{told}"}
+    parts = [pivot(sorted(good, key=place), line, columns)]
+    if widths := [high - low for low, high in (interval(row["correct"], row["examples"]) for row in good)]:
+        parts += [f"Each count stands for a share that is known to within {50 * max(widths):.0f} points (95 %)."]
+    return {"sweep": "\n\n".join(parts)}

@@ -1,7 +1,7 @@
-"""What codecs lose and cost on real hidden states, races in the tiers, speed of the pieces; on the CPU.
+"""What codecs lose and cost on real hidden states, and the speed of the pieces; on the CPU.
 
 The embedded model reads a long lookup; the input rows of its layers at a block's first step are clustered, encoded,
-offloaded and fetched back by cluster. `races`: random schedules of the tiers, and the same with each wait left out.
+offloaded and fetched back by cluster.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,24 +10,21 @@ from typing import Any
 from measuring.statistics import merged
 from measuring.study import Axes
 from measuring.table import Row
-from tier_fuzz import run_schedule, without
 from workloads.answer_tables import Column, pivot, where
 from workloads.codecs import codecs, decode, kmeans, offload
 
 from tiered.core.checks import unknown_name
-from tiered.offload.fence import Region
 
 AUTO = 16  # what clusters="auto" makes of this context: about 64 rows each
 AXES: Axes = {
-    "part": ["codecs", "offload", "decode", "kmeans", "races"],
+    "part": ["codecs", "offload", "decode", "kmeans"],
     "clusters": [4, 8, AUTO, 32, 64],
-    "schedules": [1000],
 }
-QUICK: Axes = {"clusters": [AUTO], "schedules": [100]}
+QUICK: Axes = {"clusters": [AUTO]}
 OF = ("codec", "layer")
 TIMED = ("encode_ns", "decode_ns", "store_ms", "fetch_ms", "over_copy", "over_record_copy", "over_faiss")
-SETTINGS, SIZES = ("clusters", "width", "schedules"), ("bytes_per_element", "slot_bytes_per_element")
-FIGURES = (*TIMED[2:], *SIZES, "error", "records", "wrong", "waits", "noticed", "tries")
+SETTINGS, SIZES = ("clusters", "width"), ("bytes_per_element", "slot_bytes_per_element")
+FIGURES = (*TIMED[2:], *SIZES, "error", "records")
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
@@ -37,7 +34,6 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
         "offload": [{"clusters": AUTO}],
         "decode": [{}],
         "kmeans": [{"width": 256, "clusters": 16}, {"width": 4096, "clusters": 64}],
-        "races": [{"schedules": schedules} for schedules in axes["schedules"]],
     }
     for part in axes["part"]:
         if part not in settings:
@@ -47,21 +43,8 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
 
 def measure(settings: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of one part."""
-    parts = {"codecs": codecs, "offload": offload, "decode": decode, "kmeans": kmeans, "races": races}
+    parts = {"codecs": codecs, "offload": offload, "decode": decode, "kmeans": kmeans}
     return parts[settings["part"]](**{name: settings[name] for name in SETTINGS if name in settings})
-
-
-def races(schedules: int) -> Iterator[Row]:
-    """Schedules with wrong answers; kinds of wait that were left out, those that a wrong answer showed, and the most
-    schedules that took."""
-    kinds = [without(region, access) for region in Region for access in ("read", "write")]
-    tries = [
-        next((seed + 1 for seed in range(schedules) if run_schedule(seed, traffic=kind).corrupt), None)
-        for kind in kinds
-    ]
-    noticed = [number for number in tries if number is not None]
-    wrong = sum(run_schedule(seed).corrupt for seed in range(schedules))
-    yield {"wrong": wrong, "waits": len(kinds), "noticed": len(noticed), "tries": max(noticed, default=0)}
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from baselines.matches import TRANSFORMERS
 from measuring.worker import RefusedError, refusing
 
 import tiered
@@ -43,9 +44,9 @@ def answerer(settings: Mapping[str, Any], paths: Mapping[str, str]) -> Any:
     path, budget = paths[settings["model"]], settings.get("budget")
     if policy != "transformers":
         return tiered.from_pretrained(path, policy=policy, memory=budget, **options)
-    from baselines.by_transformers import BASELINES, ByTransformers  # here: it imports another model
+    from baselines.by_transformers import ByTransformers  # here: it imports another model
 
-    return ByTransformers(tiered.from_pretrained(path, policy="none", **options), BASELINES[settings["policy"]])
+    return ByTransformers(tiered.from_pretrained(path, policy="none", **options), TRANSFORMERS[settings["policy"]])
 
 
 def task_figures(runtime: Any, settings: Mapping[str, Any], task: str, size: int | None, count: int) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from baselines.by_transformers import ByTransformers
 from baselines.official import Official, OfficialError
-from baselines.prefix_caches import CacheKind
 from measuring.worker import RefusedError, refusing
 
 import tiered
@@ -153,7 +152,7 @@ def by_runtime(
     """What asks the policy `kind`, or "transformers". Raises `RefusedError`."""
     with refusing():
         if kind == "transformers":
-            answerer: Any = ByTransformers(runtime, None if options is None else CacheKind(**options))
+            answerer: Any = ByTransformers(runtime, options)
         else:
             answerer = runtime.with_policy(kind, **(options or {}))
 
