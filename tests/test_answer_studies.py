@@ -166,7 +166,7 @@ def test_accuracy_asks_all_policies_alike_and_early_commits_stand_in_a_table_of_
         {(each["rule"], *task) for each in made if each["policy"] == policy for task in each["tasks"]}
         for policy in ("none", "fast_dllm_dual")
     ]
-    assert asked[0] == asked[1] >= {("one a step", "lookup", 2048, 30), ("drift_aware 0.9", "long_copy", None, 60)}
+    assert asked[0] == asked[1] >= {("one a step", "lookup", 2048, 12), ("drift_aware 0.9", "long_copy", None, 60)}
     rows = [
         row("none", "sort", 10, rule="one a step", noise="mask"),
         row("none", "lookup", 5, rule="threshold 0.9", noise="mask", size=512),

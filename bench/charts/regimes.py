@@ -6,43 +6,31 @@ from collections.abc import Sequence
 from typing import Any
 
 from measuring.statistics import noise_floor
+from measuring.winners import contests
 
 from charts.rows import Row, good, panels
 from charts.theme import LIGHT, alt, colour, data, ink_on, policy_colours, rank, side_by_side
 
 FACETS = ("model", "layers", "threshold", "budget", "link", "steps", "width")
+CALL = (*(name for name in FACETS if name != "link"), "context", "blocks", "link")
 FIGURES = ("seconds", "device_bytes", "host_bytes", "rows_computed", "moved_bytes")
 COLUMNS = (*FACETS, "context", "blocks", "policy", *FIGURES)
 BEST, AGAIN = {"seconds": "fastest", "device_bytes": "smallest"}, "none-again"
 table = list  # a call that every policy refuses has a cell, too
 
 
-def contests(rows: Sequence[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
-    """Of every call its policies. One that moves nothing is under a link as it is without."""
-    names = (*FACETS, "context", "blocks")
-    found: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault(tuple(row.get(name) for name in names), {})[row["policy"]] = row
-    link = names.index("link")
-    for key, own in found.items():
-        free = found.get((*key[:link], None, *key[link + 1 :]), {})
-        still = {policy: row for policy, row in free.items() if row.get("moved_bytes") == 0 and policy != AGAIN}
-        found[key] = still | own
-    return found
-
-
 def winners(rows: Sequence[Row], figure: str) -> list[Row]:
     """Of every call the policy with the least of `figure`, None where no policy took it. "told": how many times as much
     the next one has; "right", "up": whether the neighbour there has another winner."""
-    calls = contests(rows)
-    twice = [(own[AGAIN], own["none"]) for own in calls.values() if {AGAIN, "none"} <= own.keys()]
+    calls = contests(rows, CALL)
+    twice = [(own[AGAIN], own["none"]) for key, own in calls.items() if {AGAIN, "none"} <= own.keys() and not key[-1]]
     floor = noise_floor(
         [again[figure] / plain[figure] for again, plain in twice if figure in again and figure in plain]
     )
     noise, cells = 1 + (floor["p80"] if floor else 0.0), dict[tuple[Any, ...], Row]()
     for key, own in calls.items():
         ranked = sorted((row for row in good(own.values()) if row["policy"] != AGAIN), key=lambda row: row[figure])
-        at = dict(zip((*FACETS, "context", "blocks"), key, strict=True))
+        at = dict(zip(CALL, key, strict=True))
         if not ranked:
             cells[key] = at | {"policy": None, "told": "refused"}
             continue
@@ -52,9 +40,10 @@ def winners(rows: Sequence[Row], figure: str) -> list[Row]:
         apart = f"{ranked[1][figure] / best[figure]:.1f}\N{MULTIPLICATION SIGN}" if ranked[1:] else ""
         cells[key] = at | {"policy": best["policy"], "told": "≈" if alike[1:] else apart}
     contexts, blocks = (sorted({cell[name] for cell in cells.values()}) for name in ("context", "blocks"))
-    for (*of, context, block), cell in cells.items():
-        right = next((cells[key] for each in contexts if each > context and (key := (*of, each, block)) in cells), cell)
-        up = next((cells[key] for each in blocks if each > block and (key := (*of, context, each)) in cells), cell)
+    for (*of, context, block, link), cell in cells.items():
+        beside = ((*of, each, block, link) for each in contexts if each > context)
+        above = ((*of, context, each, link) for each in blocks if each > block)
+        right, up = (next((cells[key] for key in keys if key in cells), cell) for keys in (beside, above))
         cell |= {"right": right["policy"] != cell["policy"], "up": up["policy"] != cell["policy"]}
     return list(cells.values())
 

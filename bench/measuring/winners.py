@@ -1,11 +1,22 @@
 """Who wins a comparison, by how much, and from which size on. Less is better."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from measuring.table import Row
 
 # What is compared in one place: a row of each contender, by its name. One without the figure takes no part.
 Contest = Mapping[str, Row]
+
+
+def contests(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple[Any, ...], Contest]:
+    """The contest of every call; a call is told by its settings `names`, of which the last is the link between tiers.
+    What moves nothing is under any link as it is without one."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(name) for name in names), {})[row["policy"]] = row
+    still = {key: {name: row for name, row in own.items() if row.get("moved_bytes") == 0} for key, own in found.items()}
+    return {(*of, link): still.get((*of, None), {}) | own for (*of, link), own in found.items()}
 
 
 def over_least(contest: Contest, figure: str) -> dict[str, float]:

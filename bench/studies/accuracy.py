@@ -1,8 +1,8 @@
 """How often an embedded model answers exactly right: by task, policy and commit rule, with intervals.
 
 Every example is of the test split, whose prompts are never trained on; `--seed` is the number of the first one. Beside
-the tasks of `--examples` stand lookups of `--lookups` tokens, one token a step, and the tasks of `--long`, whose answers
-fill two to four blocks, all that is sure at once.
+the tasks of `--examples` stand, one token a step, lookups of `--lookups` tokens, and, all that is sure at once, the
+tasks of `--long`, whose answers fill two to four blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ AXES: Axes = {
     "long": [f"{task}:60" for task in LONG_TASKS],
 }
 QUICK: Axes = {"examples": ["sort:2", "add:2"], "lookups": [None], "long": ["long_copy:1"], "rule": [FAST]}
-FEWER = {2048: 30, 3968: 10}  # of 60 lookups
+FEWER = {1024: 30, 2048: 12, 3968: 6}  # lookups, where else there are 60
 LONG_ANSWER = 128
 
 

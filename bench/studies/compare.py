@@ -145,7 +145,8 @@ def floor(rows: Sequence[Row], runs: Sequence[Row]) -> str:
     """In words, how many runs there were, and how far two measurements of `none` lie apart."""
     long = [row for row in rows if row.get("size") == LONG and row["status"] == "ok"]
     found = noise_floor([ratio for row in long if row["policy"] == AGAIN for ratio in ratios(row, runs)])
-    told = f"Speeds are medians of up to {max((row['runs'] for row in long), default=0)} runs."
+    runs_of = max((row["runs"] for row in long), default=0)
+    told = f"Speeds are medians of up to {runs_of} runs." if runs_of > 1 else "Speeds are of one run."
     if found is None:
         return told
     apart = f"{100 * found['p80']:.1f} % at the 80th percentile, by {100 * found['largest']:.1f} % at most"

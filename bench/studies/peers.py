@@ -21,10 +21,10 @@ from workloads.models import paths, weights
 __all__ = ["AXES", "LOCAL", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
 
 AXES: Axes = {
-    "match": list(MATCHES), "model": ["random", "embedded"], "rule": list(RULES), "prompt": [512, 1024],
-    "answer": [128], "block": [32], "width": [512], "layers": [8], "examples": ["sort:120", "lookup:40", "chain:40"],
+    "match": list(MATCHES), "model": ["random", "embedded"], "rule": list(RULES), "prompt": [512],
+    "answer": [64], "block": [32], "width": [512], "layers": [8], "examples": ["sort:40", "lookup:5", "chain:20"],
 }  # fmt: skip
-QUICK: Axes = {"prompt": [64], "answer": [64], "examples": ["sort:2"], "width": [64], "layers": [2]}
+QUICK: Axes = {"prompt": [64], "examples": ["sort:2"], "width": [64], "layers": [2]}
 LOCAL = {"official": "folder of the official checkouts", "official_python": "the python that runs them"}
 
 
@@ -73,9 +73,11 @@ def table(rows: Sequence[dict[str, Any]], by: str, heads: Sequence[str], cells: 
 
 
 def speed(row: dict[str, Any]) -> list[str]:
-    """Rows that a call recomputes; medians, with the 20th and 80th percentile over the runs."""
-    ends = {name: [row.get(name + end, 0.0) for end in ("", "_low", "_high")] for name in TIMED}
-    cells = [f"{ends[name][0]:.2f} ({ends[name][1]:.2f}-{ends[name][2]:.2f})" if name in row else "" for name in TIMED]
+    """Rows that a call recomputes; medians, of several runs with the 20th and 80th percentile."""
+    spreads = [
+        f" ({row[f'{n}_low']:.2f}-{row[f'{n}_high']:.2f})" if n in row and row["runs"] > 1 else "" for n in TIMED
+    ]
+    cells = [f"{row[name]:.2f}{spread}" if name in row else "" for name, spread in zip(TIMED, spreads, strict=True)]
     return [f"{row['rows']:.0f}" if "rows" in row else "", *cells]
 
 

@@ -16,7 +16,7 @@ from measuring.pages import markdown_table
 from measuring.point import words
 from measuring.statistics import merged, noise_floor, paired
 from measuring.study import Axes
-from measuring.winners import Contest, border, over_least, winners
+from measuring.winners import Contest, border, contests, over_least, winners
 from workloads.calls import BLOCK, TIMED, measure
 
 from tiered.policies.registry import make_policy
@@ -56,19 +56,16 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
 def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Who wins each regime, and the seconds of all over the fastest; then the context from which on each beats all in
     front of it: in seconds, in rows, in bytes of the device."""
-    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for row in merged(rows, timed=TIMED):
-        found.setdefault(tuple(row.get(name) for name in ("context", "blocks", *SIDES)), {})[row["policy"]] = row
-    pairs = [(own[AGAIN]["point"], own["none"]["point"]) for own in found.values() if {AGAIN, "none"} <= own.keys()]
+    found = contests(merged(rows, timed=TIMED), ("context", "blocks", *SIDES))
+    twice = [own for own in found.values() if {AGAIN, "none"} <= own.keys()]
+    pairs = dict.fromkeys((own[AGAIN]["point"], own["none"]["point"]) for own in twice)
     floor = noise_floor([ratio for pair in pairs for ratio in paired(rows, *pair, "seconds")]) or NO_FLOOR
     noise = {"seconds": floor["p80"], "rows_computed": 0.0, "device_bytes": 0.0}
     known = dict.fromkeys([*POLICIES, *(row["policy"] for row in rows)])
     names = [name for name in known if name != AGAIN and any(name in own for own in found.values())]
     arms, lines = dict[str, dict[int, Contest]](), []
     for (context, *side, link), own in found.items():
-        free = found.get((context, *side, None), {}).values()  # what moves nothing is as it is without a link
-        contest = {row["policy"]: row for row in free if row.get("moved_bytes") == 0} | own
-        contest.pop(AGAIN, None)
+        contest = {name: row for name, row in own.items() if name != AGAIN}
         arm = words(dict(zip(("blocks", *SIDES), (*side, link), strict=True)), without=FIRST)
         arms.setdefault(arm, {})[context] = contest
         best = [", ".join(winners(contest, figure, share)) for figure, share in noise.items()]

@@ -68,4 +68,6 @@ def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
         for tier in ("device", "host"):
             line |= {tier: format_bytes(size) if (size := row.get(f"{tier}_bytes")) else "0"}
         lines.append(line)
-    return {"throughput": rows_table("{name}", COLUMNS, lines)}
+    several = any(row.get("runs", 0) > 1 for row in lines)
+    columns = {name: cell for name, cell in COLUMNS.items() if several or "_low" not in cell}
+    return {"throughput": rows_table("{name}", columns, lines)}

@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from baselines.by_transformers import ByTransformers
 from baselines.official import Official, OfficialError
 from measuring.worker import RefusedError, refusing
 
@@ -152,6 +151,8 @@ def by_runtime(
     """What asks the policy `kind`, or "transformers". Raises `RefusedError`."""
     with refusing():
         if kind == "transformers":
+            from baselines.by_transformers import ByTransformers  # here: it imports another model
+
             answerer: Any = ByTransformers(runtime, options)
         else:
             answerer = runtime.with_policy(kind, **(options or {}))
