@@ -340,7 +340,7 @@ def test_a_call_whose_features_are_streamed_allocates_what_it_books(policy: str,
 BUDGETS: dict[str, dict[str, Any]] = {
     "default": {},
     "few clusters": {**EVERYTHING, "clusters": 3},
-    "many clusters": {**EVERYTHING, "clusters": 24, "codec": "raw"},
+    "many clusters": {**EVERYTHING, "clusters": 24, "codec": "raw", "cluster_layers": 1},
     "finished blocks appended": {**EVERYTHING, "refresh": "drift", "prefetch_layers": 2},
     "on the device": {**EVERYTHING, "clusters": 12, "hidden_tier": "device"},
 }

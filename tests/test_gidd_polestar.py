@@ -137,7 +137,7 @@ def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: py
         return reference
 
     monkeypatch.setattr(layer_state, "_reference", made)
-    options = {"clusters": 4, "top_m": 1, "update_threshold": 0, "codec": "raw", "prefetch_layers": 0}
+    options = {"clusters": 4, "top_m": 1, "update_threshold": 0, "codec": "raw", "cluster_layers": 1}
     first: dict[int, Any] = {}
 
     def measured(queries: Tensor, keys: Tensor, reference: DriftReference) -> Tensor:

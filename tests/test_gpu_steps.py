@@ -16,7 +16,7 @@ from tiered.core.features import Account, Tier
 from tiered.forward.library_bytes import LARGEST_GPU
 from tiered.offload.lane import Lane
 from tiered.policies.base import StepKind
-from tiered.policies.polestar.update_log import LayerUpdate
+from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.stats import TierStats, WayStats
 
 BLOCK = 32
@@ -242,7 +242,7 @@ def flops(positions: int, keys: list[int], through: list[int]) -> int:
     return total
 
 
-def floors_at_1k(part: Callable[[str], ModuleType], setting: Any, updates: list[LayerUpdate]) -> Mapping[StepKind, Any]:
+def floors_at_1k(part: Callable[[str], ModuleType], setting: Any, updates: list[GroupUpdate]) -> Mapping[StepKind, Any]:
     llada = part("random_llada")
     shape = tiered.plan(llada.llada_config(replace(setting, tiny=False)), context=64, policy="none").shape
     out = SimpleNamespace(rows_per_forward=[1024.0, 32.0, 280.0, 32.0], updates=updates)
@@ -253,9 +253,9 @@ def floors_at_1k(part: Callable[[str], ModuleType], setting: Any, updates: list[
 def test_floors_are_those_of_a_hand_count(part: Callable[[str], ModuleType], setting: Any) -> None:
     renewed = [100 + layer for layer in range(31)]  # by layer; the last one renews none
     updates = [
-        LayerUpdate(
-            forward=2, layer=layer, drift=[[0.0]], clusters=[[0]], rows=[rows], patched=[0], fetched_bytes=1000,
-            ahead=0, on_demand=0, in_vain=0, skipped=0, repairs=0,
+        GroupUpdate(
+            forward=2, layer=layer, layers=1, drift=[[0.0]], clusters=[[0]], rows=[rows], patched=[0],
+            fetched_bytes=1000, ahead=0, on_demand=0, in_vain=0, skipped=0, repairs=0,
         )
         for layer, rows in enumerate(renewed)
     ]  # fmt: skip

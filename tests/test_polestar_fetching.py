@@ -324,7 +324,7 @@ def test_clusters_that_lie_on_disk_are_the_same(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ):
     monkeypatch.setattr(cluster_sizes, "RECORD_ROWS", 8)  # small slots, of which the host tier has many
-    options = {"codec": "raw", **options}
+    options = {"codec": "raw", "cluster_layers": 1, **options}
     longer: dict[str, Any] = {"max_new_tokens": 32, "steps": 16}
     plain = answer(make(model, **options), **longer)
     caps: dict[str, Any] = {"disk": "4MiB", "disk_path": tmp_path}

@@ -376,7 +376,8 @@ def test_column_states_are_where_the_rows_were(
         if updates and own.get("refresh") != "drift":
             beside = frame.layers.copy()
             beside[:, slice(*frame.span)] = 0
-            assert beside.sum(axis=1).tolist() == [sum(update.rows[row] for update in updates) for row in range(batch)]
+            rows = [sum(update.layers * update.rows[row] for update in updates) for row in range(batch)]
+            assert beside.sum(axis=1).tolist() == rows
     assert outside or options.get("late") == "skip"
     stored = frames[-1].column_states & ColumnState.STORED != 0
     first, stop = frames[-1].span

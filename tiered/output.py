@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tiered.core.memory_report import MemoryReport
 from tiered.decoding.publishing import Denoised
-from tiered.policies.polestar.update_log import LayerUpdate
+from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.stats import TierStats
 
 
@@ -82,7 +82,7 @@ class GenerationOutput:
     rows_per_forward: list[float]
     memory: MemoryReport
     timings: Timings
-    updates: Sequence[LayerUpdate] = field(repr=False, default=())
+    updates: Sequence[GroupUpdate] = field(repr=False, default=())
     tiers: TierStats | None = field(repr=False, default=None)
     history: list[Int[Tensor, "batch length"]] | None
 

@@ -73,7 +73,7 @@ def floors(
     block's rows and those that it renews; each weight serves both, as an update may well do."""
     by_forward: dict[int, list[int]] = {}
     for update in out.updates:
-        by_forward.setdefault(update.forward, []).append(sum(update.rows))
+        by_forward.setdefault(update.forward, []).extend([sum(update.rows)] * update.layers)
     found = {}
     for kind in dict.fromkeys(kinds):
         rows = median(count for count, of in zip(out.rows_per_forward, kinds, strict=True) if of is kind)

@@ -85,7 +85,7 @@ class Denoiser:
             canvas=self.canvas, block=block, start=start, stop=stop, number=0,
             first_row=start - shape.prediction_shift, last_row=stop - shape.prediction_shift,
             forwards=(), active=(), guidance=self._guidance is not None,
-            remasked=shape.noise_masked and any(self._result.forwards),
+            remasked=shape.noise_masked and any(self._result.forwards), rewrites=isinstance(self.rule, RewritingState),
         )  # fmt: skip
         self.rule.begin_block(self.canvas.pending(start, stop))
         remaining = [0 if ended else stop - start for ended in self._ended]

@@ -16,7 +16,7 @@ from tiered.decoding.rules.base import Candidates
 from tiered.kernels.host_values import on_device
 from tiered.models.base import DiffusionModel
 from tiered.policies.base import StepKind
-from tiered.policies.polestar.update_log import LayerUpdate
+from tiered.policies.polestar.update_log import GroupUpdate
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class Denoised:
     seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
     block_ends: list[int] = field(default_factory=list)
-    updates: Sequence[LayerUpdate] = ()
+    updates: Sequence[GroupUpdate] = ()
     history: list[Int[Tensor, "batch answer"]] = field(default_factory=list)
 
 

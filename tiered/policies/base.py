@@ -23,7 +23,7 @@ from tiered.forward.forward_bytes import forward_bytes
 from tiered.forward.library_bytes import library_bytes
 from tiered.forward.sizes import CallSizes
 from tiered.models.shape import ModelShape
-from tiered.policies.polestar.update_log import LayerUpdate
+from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.record_bytes import RecordBytes
 
 _FLOAT32 = 4
@@ -56,6 +56,7 @@ class Step:
         remasked: whether rows see others than in the forward before: in a family with a noise mask
             (`ModelShape.noise_masked`) where a block begins. All that is cached in front of the block was computed
             under another mask, and the forward must recompute it; from then on it stays exact until the block ends.
+        rewrites: whether a token may be committed more than once.
     """
 
     canvas: Canvas
@@ -70,6 +71,7 @@ class Step:
     upcoming: Int[Tensor, "batch block"] | None = None
     guidance: bool = False
     remasked: bool = False
+    rewrites: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class PolicyState(ABC):
         """The rows of the next forward."""
 
     @property
-    def updates(self) -> Sequence[LayerUpdate]:
+    def updates(self) -> Sequence[GroupUpdate]:
         """What the updates so far did, for a policy that measures drift."""
         return ()
 

@@ -1,4 +1,4 @@
-"""The hidden states that a call keeps: one state for each layer that an update can renew, filled by a refresh."""
+"""The hidden states that a call keeps: those that enter a group of layers, filled by a refresh."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int8
 from torch import Tensor
 
 from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER
-from tiered.clustering.areas import cluster_areas, cut_clusters, same_members
+from tiered.clustering.areas import cluster_areas, cut_clusters
 from tiered.clustering.cluster_index import ClusterIndex
 from tiered.core.features import ColumnState, Tier
 from tiered.core.ops import Op
@@ -22,7 +22,7 @@ from tiered.policies.polestar.hidden_records import HiddenRecords
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
 from tiered.policies.polestar.options import PolestarOptions
-from tiered.policies.polestar.update_log import LayerUpdate
+from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.manager import TierManager
 
 KMEANS_ITERATIONS = 5  # as in the authors' code; more moves few rows
@@ -30,16 +30,18 @@ KMEANS_ITERATIONS = 5  # as in the authors' code; more moves few rows
 
 @dataclass(slots=True)
 class HiddenCache:
-    """Clusters, records and drift of every layer but the last.
+    """Clusters, records and drift of the layers that lead a group (`leader`).
 
-    The first layer's rows are embeddings of tokens that stand still, and are looked up where they are needed; what
-    comes out of the last layer is read of the current block alone, so no other row goes through it. Records are
-    therefore of the layers between.
+    An update chooses clusters where a group begins, and their rows go up through all of it: the layers that follow
+    would choose the same, for rows whose inputs have moved come first. They read nothing that is stored, so nothing
+    of theirs is. The first layer's rows are embeddings of tokens that stand still, and are looked up where they are
+    needed; what comes out of the last layer is read of the current block alone, so no other row goes through it.
+    Records are therefore of the leaders between.
 
     Attributes:
         options: what is kept, and how.
-        states: by layer; empty before the first refresh, and where there is nothing outside the block.
-        ranking: drift of every cluster at the last update, by layer and sequence: what the next will probably renew.
+        states: by leader; empty before the first refresh, and where there is nothing outside the block.
+        ranking: drift of every cluster at the last update, by leader and sequence: what the next will probably renew.
         copies: canvases of each sequence: two with guidance.
         tiers: where records are; of the call.
         log: what updates did.
@@ -50,7 +52,7 @@ class HiddenCache:
     ranking: dict[int, list[list[float]]] = field(default_factory=dict)
     copies: int = 1
     tiers: TierManager | None = None
-    log: list[LayerUpdate] = field(default_factory=list)
+    log: list[GroupUpdate] = field(default_factory=list)
 
     def begin(self, tiers: TierManager | None, copies: int) -> None:
         """A refresh begins: forget everything."""
@@ -70,25 +72,24 @@ class HiddenCache:
             if state.layer in self.ranking:
                 self.ranking[state.layer] = [self.ranking[state.layer][number] for number in kept]
 
-    def leader(self, layer: int) -> int:
-        """The layer whose clustering `layer` shares. Embeddings say nothing of context: the first layer is its own."""
-        return layer if layer <= 1 else 1 + (layer - 1) // self.options.cluster_layers * self.options.cluster_layers
+    def leads(self, layer: int) -> bool:
+        """Whether `layer` begins a group of `cluster_layers`. Embeddings say nothing of context: the first layer is a
+        group of its own."""
+        return layer == 0 or (layer - 1) % self.options.cluster_layers == 0
+
+    def layers_of(self, leader: int, layers: int) -> int:
+        """How many layers the group of `leader` has in a model of `layers`, whose last is in none."""
+        return min(self.options.cluster_layers, layers - 1 - leader) if leader else 1
 
     @spanned(Op.CLUSTERING)
     def cluster(
         self,
-        layer: int,
         hidden: Float[Tensor, "batch length width"],
         areas: tuple[Span, Span],
         pads: Sequence[int],
-        shared: Sequence[ClusterIndex] | None,
     ) -> list[ClusterIndex]:
-        """Clusters of `hidden`, the input of `layer`: those of its leader (`shared`), or its own.
-
-        `pads`: columns of padding in front of each sequence.
-        """
-        if shared is not None:
-            return same_members(hidden, shared)
+        """Clusters of `hidden`, what goes into a group of layers. `pads`: columns of padding in front of each
+        sequence."""
         length = hidden.shape[1]
         (_, end), (suffix, last) = areas
         padding = on_device(pads, hidden.device)[:, None]
@@ -187,10 +188,11 @@ class HiddenCache:
 
 
 class Refresh:
-    """Layer program of a refresh: captures every layer's input rows as clusters and records, and begins their drift.
+    """Layer program of a refresh: captures the rows that go into every group of layers as clusters and records, and
+    begins their drift.
 
-    The rows of a layer are encoded before it runs and copied while it and the next ones do; that costs the refresh the
-    encoding alone.
+    They are encoded before the layer runs and copied while it and the next ones do; that costs the refresh the encoding
+    alone.
     """
 
     def __init__(self, cache: HiddenCache, areas: tuple[Span, Span], current: Span, pads: Sequence[int]) -> None:
@@ -200,7 +202,6 @@ class Refresh:
         self._areas = areas
         self._current = current
         self._pads = pads
-        self._leaders: dict[int, tuple[list[ClusterIndex], list[Members]]] = {}
 
     def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
         cache, last = self._cache, forward.model.shape.layers - 1
@@ -211,15 +212,13 @@ class Refresh:
             if forward.model.shape.noise_masked:
                 (_, end), behind = self._areas
                 self._areas = (end, end), behind
-        if layer == last:
+        if layer == last or not cache.leads(layer):
             return forward.dense(layer, flow)
-        shared = self._leaders.get(cache.leader(layer))
-        indices = cache.cluster(layer, flow.hidden, self._areas, self._pads, shared and shared[0])
+        indices = cache.cluster(flow.hidden, self._areas, self._pads)
         if not any(index.clusters for index in indices):
             return forward.dense(layer, flow)
-        members = shared[1] if shared else cache.members(indices, flow.hidden.shape[1])
-        self._leaders[layer] = indices, members
+        members = cache.members(indices, flow.hidden.shape[1])
         records = cache.store(layer, flow.hidden, indices) if layer else None
         flow = forward.dense(layer, flow)
-        cache.states[layer] = LayerState.of(forward, layer, self._current, indices, list(members), records)
+        cache.states[layer] = LayerState.of(forward, layer, self._current, indices, members, records)
         return flow

@@ -25,6 +25,7 @@ class ClusterSizes:
         clusters: of a layer and sequence, `appended` of them come since the refresh.
         kept: rows in all clusters of a layer and sequence.
         renewed: those of the clusters that an update chooses, at most.
+        group: layers that share their clusters.
         faiss: whether k-means goes through faiss.
     """
 
@@ -36,6 +37,7 @@ class ClusterSizes:
     appended: int
     kept: int
     renewed: int
+    group: int
     faiss: bool = False
 
     @classmethod
@@ -66,18 +68,19 @@ class ClusterSizes:
             appended=appended,
             kept=kept,
             renewed=rows if policy.renew_response else renewed,
+            group=policy.cluster_layers,
             faiss=policy.kmeans == "faiss",
         )
 
     @property
     def layers(self) -> int:
-        """That keep records: all but the first, whose rows are embeddings, and the last, which feeds none."""
-        return max(0, self.call.shape.layers - 2)
+        """That keep records: one of a group, but for the first, whose rows are embeddings; the last is in none."""
+        return -(-max(0, self.call.shape.layers - 2) // self.group)
 
     @property
     def scored(self) -> int:
         """Layers with clusters."""
-        return max(0, self.call.shape.layers - 1)
+        return self.layers + (self.call.shape.layers > 1)
 
     @property
     def records(self) -> int:

@@ -25,7 +25,7 @@ class Fetching:
         self._tiers = tiers
         self._options = options
         self._ahead: dict[int, dict[Cluster, Ticket]] = {}
-        self._counts: Counter[str] = Counter()  # by names of `LayerUpdate`
+        self._counts: Counter[str] = Counter()  # by names of `GroupUpdate`
 
     def guess(self, layer: int, clusters: Iterable[Cluster], records: Sequence[HiddenRecords]) -> None:
         """Begin to fetch what `layer` will probably ask for."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Int8
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from tiered.policies.polestar.cache import HiddenCache, Refresh
 from tiered.policies.polestar.options import PolestarOptions
 from tiered.policies.polestar.record_bytes import hidden_record_bytes
 from tiered.policies.polestar.update import Update
-from tiered.policies.polestar.update_log import LayerUpdate
+from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.record_bytes import RecordBytes
 
 
@@ -63,9 +64,9 @@ class _Drifting(PolicyState):
             return rows if self._cache is None else replace(rows, program=self._capture(step))
         # The block's rows, and where predictions are shifted the row in front of them.
         block = (step.first_row, step.stop)
-        active, updating = block, [True] * step.canvas.batch
+        active, updating, kept = block, [True] * step.canvas.batch, True
         if step.number:
-            updating = self._due(step)
+            updating, kept = self._due(step)
         else:
             active = (step.first_row - (step.stop - step.start), step.stop)
         self._active = active
@@ -74,7 +75,7 @@ class _Drifting(PolicyState):
             return rows
         self._reset(updating)
         response = None if step.number or not self._policy.renew_response else step.canvas.prompt_length
-        update = Update(self._cache, updating, active, block, number, renewed_from=response)
+        update = Update(self._cache, updating, active, block, number, renewed_from=response, kept=kept)
         return replace(rows, kind=StepKind.UPDATE, program=update)
 
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:
@@ -94,7 +95,7 @@ class _Drifting(PolicyState):
         return self._cache.column_states(self._forwards - 1, self._active, step.canvas.length)
 
     @property
-    def updates(self) -> Sequence[LayerUpdate]:
+    def updates(self) -> Sequence[GroupUpdate]:
         return () if self._cache is None else self._cache.log
 
     def _refreshes(self, step: Step) -> bool:
@@ -103,18 +104,29 @@ class _Drifting(PolicyState):
             return True
         if policy.refresh_interval is not None:
             return step.number % policy.refresh_interval == 0
-        drifting = policy.refresh == "drift" and cache is not None and bool(cache.states)
-        return step.number == 0 and not (drifting and step.block % policy.refresh_blocks)
+        drifting = cache is not None and bool(cache.states)
+        return step.number == 0 and not (drifting and not self._begins_with_refresh(step.block))
 
-    def _due(self, step: Step) -> list[bool]:
-        """Sequences with more commits than the thresholds allow, which still have something to commit."""
+    def _begins_with_refresh(self, block: int) -> bool:
+        """Whether a block does, where there are clusters."""
+        return self._policy.refresh == "full" or block % self._policy.refresh_blocks == 0
+
+    def _due(self, step: Step) -> tuple[list[bool], bool]:
+        """Sequences with more commits than the thresholds allow, which still have something to commit; and whether
+        another update may follow on theirs before a refresh forgets what they store: where the block has as much left
+        as it takes, or the next one begins with an update."""
         if self._cache is None or not self._cache.states:
-            return [False]
+            return [False], False
         assert self._last is not None and self._since is not None, "the first step of a call is a refresh"
-        policy = self._policy
+        policy, canvas = self._policy, step.canvas
         cumulative = policy.update_threshold if policy.cumulative_threshold is None else policy.cumulative_threshold
         due = (self._last > policy.update_threshold) | (self._since > cumulative)
-        return (due & step.canvas.pending(step.start, step.stop).any(dim=1)).tolist()
+        left = canvas.pending(step.start, step.stop).sum(dim=1)
+        found, left = torch.stack([due & (left > 0), left]).tolist()
+        # A step that is due has something left to commit, and what was committed since is pending no more.
+        again = any(count - 1 > min(policy.update_threshold, cumulative) for count in left)
+        goes_on = step.stop < canvas.length and not self._begins_with_refresh(step.block + 1)
+        return [bool(one) for one in found], again or goes_on or step.rewrites
 
     def _reset(self, updating: Sequence[bool]) -> None:
         assert self._since is not None, "an update follows a refresh"

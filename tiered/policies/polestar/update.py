@@ -1,7 +1,7 @@
-"""A step that renews the clusters that drift most, layer by layer, beside the rows of a plain step.
+"""A step that renews the clusters that drift most, group of layers by group, beside the rows of a plain step.
 
-Rows that one layer recomputes go on to the next, where they patch keys, values, stored rows and centroids; there they
-take the place of stored rows if their clusters are chosen again, and end otherwise.
+The rows of the clusters that are chosen where a group begins go up through all of it, and into the next. There they
+patch stored rows and centroids, and take the place of stored rows if their clusters are chosen again; else they end.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
-from tiered.core.spans import span
+from tiered.core.spans import span, spanned
 from tiered.forward.forward import Flow, Forward
 from tiered.kernels.host_values import on_device
 from tiered.policies.polestar.cache import HiddenCache
@@ -22,12 +22,12 @@ from tiered.policies.polestar.fetching import Cluster, Fetching, Tickets
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
 from tiered.policies.polestar.patching import append, gather_rows, patch, write_and_measure
-from tiered.policies.polestar.update_log import LayerUpdate
+from tiered.policies.polestar.update_log import GroupUpdate
 
 
 @dataclass(slots=True)
 class Renewal:
-    """The clusters that one layer of an update is about, by sequence, and the fetches under way for them.
+    """The clusters that a group of layers is about in an update, by sequence, and the fetches under way for them.
 
         chosen, for their drift ── all members come from below ───────────────────────┐
                                 └─ else: fetched (`asked`) ── too late: given up       ├─> recomputed, handed up
@@ -49,12 +49,13 @@ class Renewal:
 
 
 class Update:
-    """Layer program of an update. In each layer but the last:
+    """Layer program of an update. A layer that leads no group is as dense as in a plain step, over the rows that come
+    from below. In one that does:
 
       copy stream                          | compute stream
     ---------------------------------------+---------------------------------------------------------------
                                            | begin   keys and values of all rows written, drift measured,
-                                           |         clusters chosen: the one read by the host in a layer
+                                           |         clusters chosen: the one read by the host in a group
       chosen and torn clusters fetched,    | block   the active rows attend; whole clusters encoded
       guesses for the layers above behind  |
       whole clusters stored ...            | finish  wait; the chosen rows gathered, and attend; MLP of all,
@@ -70,6 +71,7 @@ class Update:
         current: Span,
         number: int,
         renewed_from: int | None = None,
+        kept: bool = True,
     ) -> None:
         """
         Args:
@@ -80,9 +82,10 @@ class Update:
             current: columns of the current block.
             number: of the forward in the call.
             renewed_from: column; clusters with rows from there on are renewed however little they drift.
+            kept: whether another update may read what this one would store; else it stores nothing.
         """
         self._cache, self._number = cache, number
-        self._renewed_from = renewed_from
+        self._renewed_from, self._kept = renewed_from, kept
         self._updating = [*updating] * cache.copies
         self._active, self._current = active, current
         self._count = active[1] - active[0]
@@ -92,17 +95,20 @@ class Update:
             self._begin(forward, flow)
         if layer == forward.model.shape.layers - 1:
             self._fetching.close()
-            return forward.dense(layer, flow)
-        return self._layer(forward, self._cache.states[layer], flow)
+        elif (state := self._cache.states.get(layer)) is not None:
+            return self._lead(forward, state, flow)
+        else:
+            self._guess(layer, self._fresh)
+        return forward.dense(layer, flow)
 
     def _begin(self, forward: Forward, flow: Flow) -> None:
         self._fetching = Fetching(self._cache.open_tiers, self._cache.options)
         self._here = on_device(self._updating, flow.hidden.device)
         self._rows = flow.rows  # of the active columns: a span, in every layer
-        self._length = forward.length
+        self._length, self._layers = forward.length, forward.model.shape.layers
         self._fresh = [self._active_columns() for _ in self._updating]
 
-    def _layer(self, forward: Forward, state: LayerState, flow: Flow) -> Flow:
+    def _lead(self, forward: Forward, state: LayerState, flow: Flow) -> Flow:
         renewal = self._begin_fetch(forward, state, flow)
         attended = self._attend_block(forward, state, flow, renewal)
         return self._finish_rows(forward, state, flow, renewal, attended)
@@ -116,14 +122,16 @@ class Update:
         drift = write_and_measure(forward, state, flow, self._current, self._count, self._here)
         with span(Op.FETCH):
             chosen = [self._chosen(*each) for each in zip(drift, state.members, self._fresh, strict=True)]
-            touched = [members.touched(fresh) for members, fresh in zip(state.members, self._fresh, strict=True)]
+            touched: list[list[int]] = [[] for _ in chosen]
+            if self._kept:
+                touched = [members.touched(fresh) for members, fresh in zip(state.members, self._fresh, strict=True)]
             stored = self._stored(state, touched)
             asked = self._fetching.ask(state.layer, self._stored(state, chosen), state.records or ())
             mended = self._fetching.mend(stored, state.records or ())
             ranking = self._cache.ranking
             earlier = ranking.get(state.layer, drift)
             ranking[state.layer] = [now or before for now, before in zip(drift, earlier, strict=True)]
-            self._guess(state.layer, self._marked(state, chosen))
+        self._guess(state.layer, self._marked(state, chosen))
         torn = [[one for one in clusters if (b, one) in mended] for b, clusters in enumerate(touched)]
         whole = [[one for one in clusters if (b, one) not in mended] for b, clusters in enumerate(touched)]
         return Renewal(finished, drift, chosen, whole, torn, asked, mended)
@@ -157,7 +165,7 @@ class Update:
         forward.attend(state.layer, rows, hidden[:, self._count :])
         forward.mlp(state.layer, hidden)
         patch(forward, tiers, state, flow, renewal.torn, self._fetching, renewal.mended)
-        if self._active != self._current:
+        if self._active != self._current and self._kept:
             append(forward, tiers, state, flow, renewal.finished)
         self._fresh = self._marked(state, renewal.chosen)
         self._write_down(state, renewal)
@@ -202,8 +210,9 @@ class Update:
         columns = np.arange(self._length)
         return (columns >= self._active[0]) & (columns < self._active[1])
 
+    @spanned(Op.FETCH)
     def _guess(self, layer: int, fresh: Sequence[Bool[np.ndarray, " length"]]) -> None:
-        """Fetch ahead what layers above will probably choose, by their drift at the last update, and not get from the
+        """Fetch ahead what groups above will probably choose, by their drift at the last update, and not get from the
         layer below (`fresh`)."""
         cache, ahead = self._cache, self._cache.options.prefetch_layers
         for above in range(layer + 1 if layer == 0 else layer + ahead, layer + ahead + 1):
@@ -228,9 +237,10 @@ class Update:
 
     def _write_down(self, state: LayerState, renewal: Renewal) -> None:
         self._cache.log.append(
-            LayerUpdate(
+            GroupUpdate(
                 forward=self._number,
                 layer=state.layer,
+                layers=self._cache.layers_of(state.layer, self._layers),
                 drift=renewal.drift,
                 clusters=renewal.chosen,
                 rows=[

@@ -50,9 +50,7 @@ def refresh_bytes(sizes: ClusterSizes) -> int:
     """The most that a refresh holds at a time, rows that go from layer to layer and a part's temporaries included."""
     call, shape, batch, rows = sizes.call, sizes.call.shape, sizes.call.sequences, sizes.kept
     hidden = call.context * sizes.row
-    # Of deltas, the centroids are those of the records' banks, but for the first layer, which keeps no records.
-    layers = 1 if sizes.codec.needs_base else sizes.scored
-    held = layers * batch * sizes.clusters * shape.width * call.element
+    held = batch * sizes.clusters * shape.width * call.element  # centroids of the layer that is clustered
     tile = _FLOAT32 * min(batch * rows * shape.width, max(DEVICE_ELEMENTS, shape.width, sizes.clusters))
     products = _FLOAT32 * min(batch * rows * sizes.clusters, DEVICE_ELEMENTS)
     # At least as many as `tiered.clustering.seeding` draws for each centroid.

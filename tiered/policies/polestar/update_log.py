@@ -1,4 +1,4 @@
-"""Books: what the updates of a call did, layer by layer."""
+"""Books: what the updates of a call did, group of layers by group."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -6,15 +6,16 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerUpdate:
-    """One layer in one forward that updates.
+class GroupUpdate:
+    """One group of layers that share their clusters, in one forward that updates.
 
     Attributes:
         forward: number of the forward in the call, from 0.
-        layer: which.
+        layer: the first of the group, where drift is measured and clusters are chosen.
+        layers: how many the group has; the last layer of the model is in none.
         drift: KL of every cluster since its sequence's last update, by sequence; empty where a sequence did not update.
         clusters: the clusters that were renewed, by sequence, in the order of their drift.
-        rows: rows recomputed beside those of a plain step, by sequence.
+        rows: rows recomputed in each of the layers beside those of a plain step, by sequence.
         patched: clusters whose stored rows were replaced, by sequence.
         fetched_bytes: of all records that were fetched, in vain or not, repairs included.
         ahead: clusters fetched on a guess, and wanted.
@@ -26,6 +27,7 @@ class LayerUpdate:
 
     forward: int
     layer: int
+    layers: int
     drift: Sequence[Sequence[float]]
     clusters: Sequence[Sequence[int]]
     rows: Sequence[int]
