@@ -93,7 +93,7 @@ class Clusters:
 
     def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
         for state in self._caches[-1].states.values():
-            for columns in state.columns:
+            for columns in (members.columns for members in state.members):
                 assert (columns >= step.stop).all() and len(columns) == forward.length - step.stop
                 self.firsts.append(int(columns.min()) - step.stop)
 

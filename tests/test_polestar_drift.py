@@ -103,12 +103,8 @@ class Oracle:
         self.updates += layer == 0
         at = self.updates, layer
         self.members[at] = [*state.members]
-        members = [[range(len(rows))[one.slice_of(c)] for c in range(len(one.sizes))]
-                   for one, rows in zip(state.members, state.columns, strict=True)]  # fmt: skip
-        self.stored[at] = [[len(part) for part in parts] for parts in members]
-        self.sizes[at] = [
-            [int(live[list(part)].sum()) for part in parts] for live, parts in zip(state.live, members, strict=True)
-        ]
+        self.stored[at] = [[*one.sizes] for one in state.members]
+        self.sizes[at] = [[len(one.live(cluster)) for cluster in range(len(one.sizes))] for one in state.members]
         return found
 
 
@@ -304,8 +300,8 @@ def test_records_and_centroids_follow_the_rows(runtime: Runtime, monkeypatch: py
         forward = forwards[-1]
         for b, records in enumerate(state.records or ()):
             for cluster, _ in enumerate(records.sizes):
-                live = state.live[b][state.members[b].slice_of(cluster)]
-                columns = state.columns[b][state.members[b].slice_of(cluster)]
+                columns = state.members[b].columns[state.members[b].slice_of(cluster)]
+                live = state.members[b].cluster_of[columns] == cluster
                 rows = self._cache.open_tiers.fetch(records.keys([cluster])).wait()[live]
                 assert torch.equal(rows, rows_in[state.layer][b, columns[live]])
                 if len(live) == len(rows) > 0:  # a centroid that members have left waits for its next move

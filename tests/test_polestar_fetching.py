@@ -187,12 +187,12 @@ def test_every_fetch_is_counted(model: Any, watch: Watch, ahead: int, options: d
     out = run(model, prefetch_layers=ahead, **options)
     count = {name: sum(getattr(layer, name) for layer in out.updates) for name in ("ahead", "on_demand", "in_vain")}
     repairs = sum(layer.repairs for layer in out.updates)
-    assert sum(count.values()) + repairs == len(watch.tickets) > 10
+    assert sum(count.values()) + repairs == len(watch.asked) > 10
     assert (count["ahead"] > 0) == (ahead > 0) and (ahead > 0 or not count["in_vain"])
     codec = Codec(options.get("codec", "nvfp4_delta"))
     expected = sum(codec_bytes(codec, rows, WIDTH, element_bytes=4) for _, rows in watch.asked)
     assert sum(layer.fetched_bytes for layer in out.updates) == expected
-    # One record is one cluster here, so tickets are clusters: those asked for were chosen, and not handed up whole.
+    # One record is one cluster here: those asked for were chosen, and not handed up whole.
     for layer in out.updates:
         assert layer.ahead + layer.on_demand <= sum(map(len, layer.clusters))
         assert layer.layer > 0 or layer.ahead == layer.on_demand == layer.repairs == 0
@@ -212,13 +212,12 @@ def test_few_staging_slots_are_enough(
     plain = run(model, **options)
     monkeypatch.setattr(record_bytes, "MOST_FETCH_SLOTS", slots)
     monkeypatch.setattr(cluster_sizes, "RECORD_ROWS", 4)  # larger clusters take several records
-    before = len(watch.tickets)
+    before = len(watch.asked)
     out = run(model, late=late, deadline_ms=2.0, **options)
     assert watch.open_at_close == [0, 0]
     assert late == "deadline" or same(out, plain)
-    # Guesses that made way were in vain.
-    counts = [layer.ahead + layer.on_demand + layer.in_vain + layer.repairs for layer in out.updates]
-    assert sum(counts) == len(watch.tickets) - before
+    rows = [codec_bytes(Codec.NVFP4_DELTA, rows, WIDTH, element_bytes=4) for _, rows in watch.asked[before:]]
+    assert sum(layer.fetched_bytes for layer in out.updates) == sum(rows)
 
 
 # --- failures, and a runtime's next call

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,16 @@ import tiered
 from tiered.core.features import Account, ColumnState, Feature, Tier
 from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
-from tiered.forward.forward import Flow, Forward
+from tiered.forward.forward import Forward
 from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.observe.watch.frame import Frame, State
 from tiered.observe.watch.watcher import Watcher
 from tiered.offload.lane import Lane
 from tiered.output import GenerationOutput
 from tiered.policies.polestar import update as hidden_update
+from tiered.policies.polestar.fetching import Tickets
 from tiered.policies.polestar.layer_state import LayerState
+from tiered.policies.polestar.places import Places
 from tiered.policies.registry import POLICIES
 from tiered.runtime import Runtime
 
@@ -311,23 +313,14 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[tuple[in
     gather, logits = hidden_update.gather_rows, Forward.logits
 
     def spied(
-        forward: Forward,
-        state: LayerState,
-        flow: Flow,
-        rows: Rows,
-        clusters: Any,
-        fetching: Any,
-        asked: Any,
-        out: Tensor,
-    ) -> None:
-        handed = flow.rows.positions(len(out), out.device).tolist()
-        valid = [[True] * len(row) for row in handed] if flow.rows.valid is None else flow.rows.valid.tolist()
-        for sequence, cluster in asked:
-            columns = state.columns[sequence][state.members[sequence].slice_of(cluster)]
-            live = state.live[sequence][state.members[sequence].slice_of(cluster)]
-            above = {column for column, good in zip(handed[sequence], valid[sequence], strict=True) if good}
-            seen[number[0]].append((state.layer, sequence, set(columns[live].tolist()), above))
-        gather(forward, state, flow, rows, clusters, fetching, asked, out)
+        forward: Forward, state: LayerState, known: Any, places: Places, fetching: Any, asked: Tickets, out: Tensor
+    ) -> Rows:
+        columns, wide = places.columns.ravel(), places.columns.shape[1]
+        for sequence, cluster in chain(*asked):
+            members = columns[places.rows[sequence, cluster]]
+            above = columns[places.to[0][places.to[0] // wide == sequence]]
+            seen[number[0]].append((state.layer, sequence, {*members[members >= 0].tolist()}, {*above.tolist()}))
+        return gather(forward, state, known, places, fetching, asked, out)
 
     def began(self: Forward, *args: Any, **kwargs: Any) -> Tensor:
         number[0] += 1

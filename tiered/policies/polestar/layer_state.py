@@ -23,14 +23,13 @@ Span = tuple[int, int]
 
 @dataclass(slots=True)
 class LayerState:
-    """Clusters of every sequence in one layer. Where sequences have different numbers of them, filler stands behind.
+    """Clusters of every sequence in the first layer of a group. Where sequences have different numbers of them, filler
+    stands behind.
 
     Attributes:
         layer: which.
         current: columns of the current block: their keys change with every step, and drift is what that does.
         members: who belongs where, by sequence.
-        columns: the same on the device, by sequence, in cluster-major order.
-        live: False at columns that have left their cluster since its records were made.
         records: of the members; None where a layer keeps none.
         medoids: canvas column of every cluster.
         present: False at filler.
@@ -43,8 +42,6 @@ class LayerState:
     layer: int
     current: Span
     members: list[Members]
-    columns: list[Int[Tensor, " _"]]
-    live: list[Bool[Tensor, " _"]]
     records: list[HiddenRecords] | None
     medoids: Int[Tensor, "batch clusters"]
     present: Bool[Tensor, "batch clusters"]
@@ -73,11 +70,7 @@ class LayerState:
         parts = most if most <= MOST_PARTS else 0
         part_of = torch.stack([index.cluster_of(length) for index in indices]) if parts else None
         reference = _reference(forward, layer, queries, current, part_of, parts)
-        columns = [index.rows for index in indices]
-        live = [torch.ones_like(rows, dtype=torch.bool) for rows in columns]
-        return cls(
-            layer, current, members, columns, live, records, medoids, present, queries, reference, part_of, parts
-        )
+        return cls(layer, current, members, records, medoids, present, queries, reference, part_of, parts)
 
     @property
     def batch(self) -> int:
@@ -87,8 +80,6 @@ class LayerState:
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending). The others' records are the caller's to forget."""
         self.members = [self.members[number] for number in sequences]
-        self.columns = [self.columns[number] for number in sequences]
-        self.live = [self.live[number] for number in sequences]
         if self.records is not None:
             self.records = [self.records[number] for number in sequences]
         self.medoids, self.present = self.medoids[sequences], self.present[sequences]
@@ -113,9 +104,6 @@ class LayerState:
         """`columns` leave their clusters; the records still hold what they were."""
         first, stop = columns
         self.members = [members.without(first, stop) for members in self.members]
-        self.live = [
-            live & ((rows < first) | (rows >= stop)) for live, rows in zip(self.live, self.columns, strict=True)
-        ]
 
     def append(
         self, forward: Forward, columns: Span, hidden: Float[Tensor, "batch rows width"]
@@ -126,7 +114,6 @@ class LayerState:
         everything = torch.zeros(batch, count, dtype=torch.int64, device=hidden.device)
         means, nearest = means_and_medoids(hidden, everything, 1)
         centroids, medoids = means.to(hidden.dtype), nearest + columns[0]
-        span = torch.arange(*columns, device=hidden.device)
         # The new cluster's number is the next of its own sequence, so that numbers stay without gaps there; the column
         # of filler that all get makes room for it.
         number, filler = self.present.sum(1, keepdim=True), torch.zeros_like(medoids)
@@ -140,24 +127,9 @@ class LayerState:
         self.move(forward, number, torch.ones_like(number, dtype=torch.bool), centroids)
         for sequence in range(batch):
             self.members[sequence] = self.members[sequence].appended(*columns)
-            self.columns[sequence] = torch.cat([self.columns[sequence], span])
-            self.live[sequence] = torch.nn.functional.pad(self.live[sequence], (0, count), value=True)
             if self.records is not None:
                 self.records[sequence] = self.records[sequence].appended(count)
         return centroids
-
-    @spanned(Op.GATHER)
-    def rows_of(self, clusters: Sequence[Sequence[int]]) -> Rows:
-        """What the records of `clusters[b]` of every sequence b hold, cluster after cluster; valid are those that are
-        members still, and not the filler behind sequences that have fewer."""
-        parts, valid = [], []
-        for columns, live, members, chosen in zip(self.columns, self.live, self.members, clusters, strict=True):
-            slices = [members.slice_of(cluster) for cluster in chosen]
-            parts.append(torch.cat([columns[:0], *(columns[part] for part in slices)]))
-            valid.append(torch.cat([live[:0], *(live[part] for part in slices)]))
-        most = max(map(len, parts))
-        index, present = (torch.stack([_padded(part, most) for part in tensors]) for tensors in (parts, valid))
-        return Rows.at(index, present)
 
 
 def centroid_queries(

@@ -5,8 +5,9 @@ The latter follow the rows that the layer below has made.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tiered.clustering.summaries import add_by_cluster
@@ -18,9 +19,9 @@ from tiered.forward.forward import Flow, Forward
 from tiered.kernels.choice import for_device
 from tiered.kernels.host_values import on_device
 from tiered.kernels.proxy_drift_ref import proxy_drift
-from tiered.kernels.scatter_rows_ref import scatter_rows
-from tiered.policies.polestar.fetching import Cluster, Fetching, Tickets
+from tiered.policies.polestar.fetching import Fetching, Tickets
 from tiered.policies.polestar.layer_state import LayerState, Span
+from tiered.policies.polestar.places import Columns, Places
 from tiered.tiers.manager import TierManager
 
 
@@ -70,37 +71,33 @@ def write_and_measure(
 def gather_rows(
     forward: Forward,
     state: LayerState,
-    flow: Flow,
-    rows: Rows,
-    clusters: Sequence[Sequence[int]],
+    known: Sequence[Float[Tensor, "batch known width"]],
+    places: Places,
     fetching: Fetching,
     asked: Tickets,
-    out: Float[Tensor, "batch wider width"],
-) -> None:
-    """Write the layer's input at `rows`, the members of `clusters` (`LayerState.rows_of`), to the last rows of `out`.
+    out: Float[Tensor, "batch rows width"],
+) -> Rows:
+    """Write the layer's input at the clusters of `places` to `out`, and return all of its rows.
 
-    Compute waits here for what `fetching` was `asked` for; rows that were not fetched have to be in `flow`. Filler
-    becomes 0.
+    Compute waits here for what `fetching` was `asked` for; rows that were not fetched have to be `known`. Those that
+    are neither, filler among them, become 0.
     """
-    batch, wider, width = out.shape
-    before, columns = wider - rows.count, rows.index
-    assert columns is not None, "members of clusters are scattered"
+    flat = out.view(-1, out.shape[2])
+    columns, blank, *numbers = _on_device(out.device, places.columns, places.blank, *places.to, *places.source)
+    gathered = Rows.at(columns)
+    if (places.columns < 0).any():
+        gathered = Rows.at(columns.clamp_min(0), columns >= 0)
     if state.records is None:
         assert forward.ids is not None, "a step reads ids"
-        out[:, before:] = forward.model.embed(forward.ids.gather(1, columns))
-        return
-    out[:, before:] = 0
-    fetching.take(asked, out.view(-1, width), _places(state, clusters, wider, before))
-    length = forward.keys(state.layer).shape[2]
-    # Where each column of the canvas stands in `out`; the last entry takes what does not count.
-    counted = columns if rows.valid is None else columns.where(rows.valid, length)
-    numbers = torch.arange(before, wider, device=out.device).expand(batch, -1)
-    place = columns.new_full((batch, length + 1), -1).scatter_(1, counted, numbers)
-    target = place.gather(1, flow.rows.positions(batch, out.device))
-    wanted = target >= 0
-    wanted = wanted if flow.rows.valid is None else wanted & flow.rows.valid
-    put = for_device(scatter_rows, out.device)
-    put(out[:, None], flow.hidden[:, None], target.clamp_min(0), wanted)
+        out[:, places.before :] = forward.model.embed(gathered[places.before :].columns(forward.ids))
+        return gathered
+    if len(blank):
+        flat.index_fill_(0, blank, 0)
+    fetching.take(asked, flat, places.rows)
+    for rows, to, source in zip(known, numbers[: len(known)], numbers[len(known) :], strict=True):
+        if len(to):
+            flat.index_copy_(0, to, rows.flatten(0, 1).index_select(0, source))
+    return gathered
 
 
 @spanned(Op.PATCH)
@@ -108,43 +105,46 @@ def patch(
     forward: Forward,
     tiers: TierManager,
     state: LayerState,
-    flow: Flow,
+    known: Sequence[Float[Tensor, "batch known width"]],
+    columns: Sequence[Columns],
     touched: Sequence[Sequence[int]],
     fetching: Fetching,
     mended: Tickets,
-) -> None:
-    """Store the clusters `touched`, some or all of whose members are in `flow`, as they are now, and move their
-    centroids. `mended`: fetches of those that are not wholly in `flow`.
+) -> tuple[Int[Tensor, "batch moved"], Bool[Tensor, "batch moved"], Float[Tensor, "batch moved width"]] | None:
+    """Store the clusters `touched`, some of whose members are `known`, as they are now.
 
     A centroid moves by Σ(new − old) / count: to the mean of the rows as they are now, which needs no old ones.
+
+    Args:
+        known, columns: rows of the layer's input, and which they are; −1 at those that do not count.
+        mended: fetches of those that are not wholly known.
+
+    Returns:
+        What `LayerState.move` takes of them; None: there are none.
     """
     most = max(map(len, touched))
     if not most or state.records is None:
-        return
-    rows = state.rows_of(touched)
-    values = flow.hidden.new_empty(len(touched), rows.count, flow.hidden.shape[2])
-    gather_rows(forward, state, flow, rows, touched, fetching, mended, values)
-    batch, device = len(touched), values.device
-    sizes = [[state.members[b].sizes[cluster] for cluster in clusters] for b, clusters in enumerate(touched)]
-    clusters = _table(touched, most, device)
-    valid = _table([[1] * len(chosen) for chosen in touched], most, device).bool()
-    # The cluster of every row, by its place in `touched`; rows that do not count go to one more.
-    ends = _table(sizes, most, device).cumsum(1)
-    of_row = torch.searchsorted(
-        ends, torch.arange(rows.count, device=device).expand(batch, -1).contiguous(), right=True
-    )
-    of_row = of_row.where(rows.valid, most) if rows.valid is not None else of_row
-    counts = torch.zeros(batch, most + 1, device=device).scatter_add_(
-        1, of_row, torch.ones(of_row.shape, device=device)
-    )
-    sums = torch.zeros(batch, most + 1, values.shape[2], device=device)
+        return None
+    places = Places.of(state.members, touched, columns)
+    batch, rows = places.columns.shape
+    values = known[0].new_empty(batch, rows, known[0].shape[2])
+    gather_rows(forward, state, known, places, fetching, mended, values)
+    # Rows that do not count go to one more cluster.
+    slot = np.where(places.slot < 0, most, places.slot)
+    moved, counts = np.full((batch, most), -1), np.ones((batch, most), dtype=np.int64)
+    for b, clusters in enumerate(touched):
+        moved[b, : len(clusters)] = clusters
+        counts[b, : len(clusters)] = np.bincount(slot[b], minlength=most)[: len(clusters)]
+    of_row, clusters, members = _on_device(values.device, slot, moved, counts.clip(1))
+    sums = torch.zeros(batch, most + 1, values.shape[2], device=values.device)
     for b in range(batch):  # float32 copies of one sequence at a time
         add_by_cluster(sums[b : b + 1], values[b : b + 1].float(), of_row[b : b + 1])
-    centroids = (sums / counts.clamp_min(1)[..., None])[:, :most].to(values.dtype)
+    centroids = (sums[:, :most] / members[..., None]).to(values.dtype)
     for b, chosen in enumerate(touched):
         if chosen:
-            state.records[b].renew(tiers, chosen, values[b, : sum(sizes[b])], centroids[b, : len(chosen)])
-    state.move(forward, clusters, valid, centroids)
+            stored = sum(state.members[b].sizes[cluster] for cluster in chosen)
+            state.records[b].renew(tiers, chosen, values[b, :stored], centroids[b, : len(chosen)])
+    return clusters.clamp_min(0), clusters >= 0, centroids
 
 
 @spanned(Op.PATCH)
@@ -157,17 +157,8 @@ def append(forward: Forward, tiers: TierManager, state: LayerState, flow: Flow, 
             records.renew(tiers, [len(records.sizes) - 1], hidden[b], centroids[b])
 
 
-def _table(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
-    """`rows` with zeros behind them."""
-    return on_device([[*row, *[0] * (width - len(row))] for row in rows], device)
-
-
-def _places(state: LayerState, clusters: Sequence[Sequence[int]], wider: int, before: int) -> dict[Cluster, int]:
-    """First row of each cluster where the sequences lie one after the other, each in `wider` rows."""
-    places: dict[Cluster, int] = {}
-    for sequence, chosen in enumerate(clusters):
-        first = sequence * wider + before
-        for cluster in chosen:
-            places[sequence, cluster] = first
-            first += state.members[sequence].sizes[cluster]
-    return places
+def _on_device(device: torch.device, *tables: Int[np.ndarray, "..."]) -> list[Tensor]:
+    """`tables` in one copy."""
+    flat = on_device(torch.from_numpy(np.concatenate([table.ravel() for table in tables])), device)
+    parts = flat.split([table.size for table in tables])
+    return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]

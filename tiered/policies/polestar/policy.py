@@ -75,7 +75,7 @@ class _Drifting(PolicyState):
             return rows
         self._reset(updating)
         response = None if step.number or not self._policy.renew_response else step.canvas.prompt_length
-        update = Update(self._cache, updating, active, block, number, renewed_from=response, kept=kept)
+        update = Update(self._cache, step.active, updating, active, block, number, renewed_from=response, kept=kept)
         return replace(rows, kind=StepKind.UPDATE, program=update)
 
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:

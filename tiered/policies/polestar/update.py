@@ -6,14 +6,12 @@ patch stored rows and centroids, and take the place of stored rows if their clus
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
+from jaxtyping import Bool
 
 from tiered.core.ops import Op
-from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
 from tiered.forward.forward import Flow, Forward
 from tiered.kernels.host_values import on_device
@@ -22,6 +20,7 @@ from tiered.policies.polestar.fetching import Cluster, Fetching, Tickets
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
 from tiered.policies.polestar.patching import append, gather_rows, patch, write_and_measure
+from tiered.policies.polestar.places import Places, by_column
 from tiered.policies.polestar.update_log import GroupUpdate
 
 
@@ -32,8 +31,7 @@ class Renewal:
         chosen, for their drift ── all members come from below ───────────────────────┐
                                 └─ else: fetched (`asked`) ── too late: given up       ├─> recomputed, handed up
                                                            └─ gathered ────────────────┘
-        with members from below ── all of them: `whole` ───────────────────────────────> stored anew, block attending
-                                └─ some: `torn`, the others fetched (`mended`) ────────> stored anew, layer done
+        touched: with members from below ── but for some: these fetched (`mended`) ───────> stored anew
 
     `finished`: columns of the block that is becoming a cluster, if one is. `drift`: of every cluster; empty where a
     sequence does not update.
@@ -42,8 +40,7 @@ class Renewal:
     finished: Span
     drift: list[list[float]]
     chosen: list[list[int]]
-    whole: list[list[int]]
-    torn: list[list[int]]
+    touched: list[list[int]]
     asked: Tickets
     mended: Tickets
 
@@ -56,16 +53,17 @@ class Update:
     ---------------------------------------+---------------------------------------------------------------
                                            | begin   keys and values of all rows written, drift measured,
                                            |         clusters chosen: the one read by the host in a group
-      chosen and torn clusters fetched,    | block   the active rows attend; whole clusters encoded
-      guesses for the layers above behind  |
-      whole clusters stored ...            | finish  wait; the chosen rows gathered, and attend; MLP of all,
+      chosen and touched clusters fetched, | block   the active rows attend
+      guesses for the groups above behind  |
+                                           | finish  wait; the chosen rows gathered, and attend; MLP of all,
                                            |         so that its weights are read once
-      torn clusters stored ...             |         torn clusters encoded; the finished block appended
+      touched clusters stored ...          |         touched clusters encoded; the finished block appended
     """
 
     def __init__(
         self,
         cache: HiddenCache,
+        taking_part: Sequence[bool],
         updating: Sequence[bool],
         active: Span,
         current: Span,
@@ -76,6 +74,7 @@ class Update:
         """
         Args:
             cache: as the last refresh or update left it.
+            taking_part: sequences whose active rows count; the others wait.
             updating: sequences that update; the others take a plain step.
             active: columns that the step computes anyway: the current block, or, where a block begins without a
                 refresh, the finished block and this one.
@@ -86,7 +85,7 @@ class Update:
         """
         self._cache, self._number = cache, number
         self._renewed_from, self._kept = renewed_from, kept
-        self._updating = [*updating] * cache.copies
+        self._taking_part, self._updating = [*taking_part] * cache.copies, [*updating] * cache.copies
         self._active, self._current = active, current
         self._count = active[1] - active[0]
 
@@ -106,12 +105,42 @@ class Update:
         self._here = on_device(self._updating, flow.hidden.device)
         self._rows = flow.rows  # of the active columns: a span, in every layer
         self._length, self._layers = forward.length, forward.model.shape.layers
-        self._fresh = [self._active_columns() for _ in self._updating]
+        # What comes from the layer below: columns, −1 at rows that do not count; and by column.
+        self._handed = np.where(np.asarray(self._taking_part)[:, None], np.arange(*self._active), -1)
+        self._fresh = by_column(self._handed, self._length)
 
     def _lead(self, forward: Forward, state: LayerState, flow: Flow) -> Flow:
-        renewal = self._begin_fetch(forward, state, flow)
-        attended = self._attend_block(forward, state, flow, renewal)
-        return self._finish_rows(forward, state, flow, renewal, attended)
+        """Write and choose; take the active rows through attention while the chosen ones are on their way; wait, take
+        these through the layer as well, and leave what is stored as it is now."""
+        renewal, count, tiers = self._begin_fetch(forward, state, flow), self._count, self._cache.open_tiers
+        attended = flow.hidden[:, :count].clone()  # what goes in may have to be stored
+        forward.attend(state.layer, self._rows, attended)
+        late = self._fetching.late(renewal.asked)
+        for sequence, cluster in late:
+            renewal.chosen[sequence].remove(cluster)
+        torn = [(sequence, cluster) for sequence, cluster in late if cluster in renewal.touched[sequence]]
+        renewal.mended |= self._fetching.mend(torn, state.records or ())
+        places = Places.of(state.members, renewal.chosen, [self._handed], self._handed[:, :count])
+        hidden = attended.new_empty(*places.columns.shape, attended.shape[2])
+        hidden[:, :count] = attended
+        del attended
+        rows = gather_rows(forward, state, [flow.hidden], places, self._fetching, renewal.asked, hidden)
+        # What is known of the layer's input, which may have to be stored.
+        known, columns = [flow.hidden], [self._handed]
+        if any(renewal.touched):
+            known.append(hidden[:, count:].clone())
+            columns.append(places.columns[:, count:])
+        forward.attend(state.layer, rows[count:], hidden[:, count:])
+        forward.mlp(state.layer, hidden)
+        moved = patch(forward, tiers, state, known, columns, renewal.touched, self._fetching, renewal.mended)
+        del known
+        if moved is not None:
+            state.move(forward, *moved)
+        if self._active != self._current and self._kept:
+            append(forward, tiers, state, flow, renewal.finished)
+        self._handed, self._fresh = places.columns, by_column(places.columns, self._length)
+        self._write_down(state, renewal)
+        return Flow(rows, hidden, flow.output)
 
     def _begin_fetch(self, forward: Forward, state: LayerState, flow: Flow) -> Renewal:
         """Write keys and values, choose clusters, and begin to fetch what is in the tiers alone."""
@@ -121,55 +150,19 @@ class Update:
             state.retire(self._current)
         drift = write_and_measure(forward, state, flow, self._current, self._count, self._here)
         with span(Op.FETCH):
-            chosen = [self._chosen(*each) for each in zip(drift, state.members, self._fresh, strict=True)]
-            touched: list[list[int]] = [[] for _ in chosen]
-            if self._kept:
-                touched = [members.touched(fresh) for members, fresh in zip(state.members, self._fresh, strict=True)]
-            stored = self._stored(state, touched)
+            pairs = [*zip(state.members, self._fresh, strict=True)]
+            chosen = [self._chosen(of, *pair) for of, pair in zip(drift, pairs, strict=True)]
+            touched = [members.touched(fresh) if self._kept else [] for members, fresh in pairs]
             asked = self._fetching.ask(state.layer, self._stored(state, chosen), state.records or ())
-            mended = self._fetching.mend(stored, state.records or ())
+            here = {*chain(*asked)}
+            torn = [one for one in self._stored(state, touched) if one not in here]
+            mended = self._fetching.mend(torn, state.records or ())
             ranking = self._cache.ranking
             earlier = ranking.get(state.layer, drift)
             ranking[state.layer] = [now or before for now, before in zip(drift, earlier, strict=True)]
-        self._guess(state.layer, self._marked(state, chosen))
-        torn = [[one for one in clusters if (b, one) in mended] for b, clusters in enumerate(touched)]
-        whole = [[one for one in clusters if (b, one) not in mended] for b, clusters in enumerate(touched)]
-        return Renewal(finished, drift, chosen, whole, torn, asked, mended)
-
-    def _attend_block(
-        self, forward: Forward, state: LayerState, flow: Flow, renewal: Renewal
-    ) -> Float[Tensor, "batch active width"]:
-        """The active rows after their attention. Encoding what is all here keeps compute busy while the rest is on its
-        way."""
-        attended = flow.hidden[:, : self._count].clone()  # what goes in may have to be stored
-        forward.attend(state.layer, self._rows, attended)
-        patch(forward, self._cache.open_tiers, state, flow, renewal.whole, self._fetching, {})
-        return attended
-
-    def _finish_rows(
-        self,
-        forward: Forward,
-        state: LayerState,
-        flow: Flow,
-        renewal: Renewal,
-        attended: Float[Tensor, "batch active width"],
-    ) -> Flow:
-        """Wait for the chosen clusters, take their rows through the layer with the active ones, and leave what is
-        stored as it is now."""
-        for sequence, cluster in self._fetching.late(renewal.asked):
-            renewal.chosen[sequence].remove(cluster)
-        rows, tiers = state.rows_of(renewal.chosen), self._cache.open_tiers
-        hidden = attended.new_empty(len(attended), self._count + rows.count, attended.shape[2])
-        hidden[:, : self._count] = attended
-        gather_rows(forward, state, flow, rows, renewal.chosen, self._fetching, renewal.asked, hidden)
-        forward.attend(state.layer, rows, hidden[:, self._count :])
-        forward.mlp(state.layer, hidden)
-        patch(forward, tiers, state, flow, renewal.torn, self._fetching, renewal.mended)
-        if self._active != self._current and self._kept:
-            append(forward, tiers, state, flow, renewal.finished)
-        self._fresh = self._marked(state, renewal.chosen)
-        self._write_down(state, renewal)
-        return Flow(self._joined(rows), hidden, flow.output)
+        places = Places.of(state.members, chosen, [self._handed], self._handed[:, : self._count])
+        self._guess(state.layer, by_column(places.columns, self._length))
+        return Renewal(finished, drift, chosen, touched, asked, mended)
 
     def _chosen(self, drift: Sequence[float], members: Members, fresh: Bool[np.ndarray, " length"]) -> list[int]:
         """The clusters to renew in a layer."""
@@ -197,21 +190,8 @@ class Update:
             if state.records is not None and not state.members[sequence].covered(cluster, self._fresh[sequence])
         ]
 
-    def _marked(self, state: LayerState, chosen: Sequence[Sequence[int]]) -> list[Bool[np.ndarray, " length"]]:
-        """By sequence, True at the active columns and at the members of `chosen`: what the next layer gets from this
-        one."""
-        marked = [self._active_columns() for _ in chosen]
-        for fresh, members, clusters in zip(marked, state.members, chosen, strict=True):
-            for cluster in clusters:
-                fresh[members.live(cluster)] = True
-        return marked
-
-    def _active_columns(self) -> Bool[np.ndarray, " length"]:
-        columns = np.arange(self._length)
-        return (columns >= self._active[0]) & (columns < self._active[1])
-
     @spanned(Op.FETCH)
-    def _guess(self, layer: int, fresh: Sequence[Bool[np.ndarray, " length"]]) -> None:
+    def _guess(self, layer: int, fresh: Bool[np.ndarray, "batch length"]) -> None:
         """Fetch ahead what groups above will probably choose, by their drift at the last update, and not get from the
         layer below (`fresh`)."""
         cache, ahead = self._cache, self._cache.options.prefetch_layers
@@ -228,13 +208,6 @@ class Update:
             ]
             self._fetching.guess(above, likely, state.records)
 
-    def _joined(self, rows: Rows) -> Rows:
-        """The active rows, and `rows` behind them."""
-        assert rows.index is not None and rows.valid is not None, "members of clusters are scattered"
-        active = self._rows.positions(len(rows.index), rows.index.device)
-        valid = torch.ones_like(active, dtype=torch.bool) if self._rows.valid is None else self._rows.valid
-        return Rows.at(torch.cat([active, rows.index], dim=1), torch.cat([valid, rows.valid], dim=1))
-
     def _write_down(self, state: LayerState, renewal: Renewal) -> None:
         self._cache.log.append(
             GroupUpdate(
@@ -247,7 +220,7 @@ class Update:
                     sum(len(members.live(cluster)) for cluster in clusters)
                     for members, clusters in zip(state.members, renewal.chosen, strict=True)
                 ],
-                patched=[len(whole) + len(torn) for whole, torn in zip(renewal.whole, renewal.torn, strict=True)],
+                patched=[len(clusters) for clusters in renewal.touched],
                 **self._fetching.counts(),
             )
         )

@@ -26,7 +26,7 @@ _FLOAT32, _INT64 = 4, 8
 def update_bytes(sizes: ClusterSizes) -> int:
     """The most that an update holds at a time, rows that go from layer to layer and a part's temporaries included."""
     call, shape, batch, clusters = sizes.call, sizes.call.shape, sizes.call.sequences, sizes.clusters
-    flow, active, values = (rows * sizes.row for rows in (sizes.flow, sizes.active, sizes.kept))
+    flow, values = sizes.flow * sizes.row, sizes.kept * sizes.row
     keys = batch * sizes.flow * shape.kv_width
     # Where rows stand: in the canvas, in what is gathered, and whether they count.
     places = _INT64 * batch * (6 * sizes.flow + 2 * call.context)
@@ -36,14 +36,15 @@ def update_bytes(sizes: ClusterSizes) -> int:
         int(_COMPARED * scores) + keys * call.element,
         _SUMMED * scores + keys * (2 * call.element + _FLOAT32) + members,
     )
-    # Of rows that the layer below has made, those that count are picked out in a copy.
-    gathered = active + 2 * flow
+    # Rows that the layer below has made are picked out in a copy; those that were chosen stay as they came in until the
+    # touched clusters are stored.
+    gathered, known = 2 * flow, sizes.renewed * sizes.row
     # The copies in float32 of one sequence, and the sums.
     means = sizes.kept * shape.width * _FLOAT32 * (call.dtype != "float32") + 4 * _centroids(sizes)
-    patched = active + flow + values + max(flow, means, _coding(sizes), _moving(sizes))
+    patched = flow + max(known + values + max(flow, means, _coding(sizes)), _moving(sizes))
     part = part_bytes(replace(call, context=sizes.flow))
     normed = min(sizes.flow, part_rows(batch)) * sizes.row  # of the last part whose keys were written
-    return flow + places + max(measured + normed, active + flow + part, gathered, patched)
+    return flow + places + max(measured + normed, flow + known + part, gathered, patched)
 
 
 def refresh_bytes(sizes: ClusterSizes) -> int:
