@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from tiered.kernels.choice import for_device
+from tiered.kernels.rms_norm_ref import rms_norm
+from tiered.kernels.silu_mul_ref import silu_mul
 from tiered.models.attention import attend
 from tiered.models.layout import ModelConfig
 from tiered.models.noise import Noise
@@ -31,8 +33,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def forward(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
-        return F.rms_norm(hidden.float(), self.weight.shape, eps=self.eps).to(hidden.dtype) * self.weight
+    def forward(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows width"]:
+        return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps)
 
 
 class DenseBlock(nn.Module):
@@ -177,7 +179,9 @@ class DiffusionModel(nn.Module):
         """The MLP branch with its norm, as it is added to the residual stream (`FFN_OUT`)."""
         block = self.blocks[layer]
         normed = block.ff_norm(hidden)
-        gated = F.silu(self._project(normed, block.ff_proj)) * self._project(normed, block.up_proj)
+        multiply = for_device(silu_mul, hidden.device)
+        # Neither factor has a name here: they are gone before the last projection.
+        gated = multiply(self._project(normed, block.ff_proj), self._project(normed, block.up_proj))
         return self._project(gated, block.ff_out)
 
     def logits(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows vocab"]:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tiered.kernels.capped_attention_ref import capped_attention
 from tiered.kernels.choice import for_device
+from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.models.base import DenseBlock, DiffusionModel
 from tiered.models.config_fields import finite_number, positive_number, switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
@@ -109,9 +109,8 @@ class ZeroCentredNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width))
         self.eps = eps
 
-    def forward(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
-        normed = F.rms_norm(hidden.float(), self.weight.shape, eps=self.eps)
-        return ((1 + self.weight.float()) * normed).to(hidden.dtype)
+    def forward(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows width"]:
+        return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps, zero_centred=True)
 
 
 class GiddBlock(DenseBlock):

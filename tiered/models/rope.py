@@ -1,20 +1,28 @@
 """Rotary position embedding in the rotate-half form (RoFormer, arXiv 2104.09864), computed in float32."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from tiered.core.rows import Rows
+from tiered.kernels.choice import for_device
+from tiered.kernels.rotate_ref import rotate
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Cosine and sine of every position's angles, float32; the first axis is 1 where all sequences share positions."""
+    """Cosine and sine of every column's angles, float32, and which columns are meant.
+
+    Attributes:
+        cos, sin: the first axis is 1 where all sequences share positions.
+        columns: of the rows; None: all columns, in order.
+    """
 
     cos: Float[Tensor, "batch 1 length half"]
     sin: Float[Tensor, "batch 1 length half"]
+    columns: Int[Tensor, "batch rows"] | None = None
 
     @classmethod
     def of(cls, positions: Int[Tensor, "batch length"], head_dim: int, theta: float) -> "Rotary":
@@ -24,12 +32,13 @@ class Rotary:
         return cls(angles.cos(), angles.sin())
 
     def at(self, rows: Rows) -> "Rotary":
-        """The angles of `rows` alone."""
+        """The angles of `rows` alone, of ours of all columns."""
+        assert self.columns is None, "rows are numbered among all columns"
+        if rows.start is None:
+            return replace(self, columns=rows.index)
         return Rotary(rows.take(self.cos), rows.take(self.sin))
 
     def rotate(self, heads: Float[Tensor, "batch heads rows head_dim"]) -> Float[Tensor, "batch heads rows head_dim"]:
-        """Queries or keys, one row for each of our positions, rotated; in their own dtype."""
+        """Queries or keys, one row for each of our columns, rotated; in their own dtype."""
         # float32 whatever the model's dtype: at 32k positions bfloat16 angles are off by whole radians.
-        left, right = heads.float().chunk(2, dim=-1)
-        rotated = torch.cat([left * self.cos - right * self.sin, right * self.cos + left * self.sin], dim=-1)
-        return rotated.to(heads.dtype)
+        return for_device(rotate, heads.device)(heads, self.cos, self.sin, self.columns)

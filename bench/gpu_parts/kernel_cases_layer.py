@@ -1,0 +1,138 @@
+"""Cases of what a layer computes beside its matrix products and its attention: norm, rotation, gate."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from gpu_parts.kernel_case import KernelCase, normal, op, size
+from gpu_parts.kernel_cases_attention import TIMED_KEYS
+
+_EPS = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RmsNorm(KernelCase):
+    """Given: hidden states of all `length` columns, of which the last `rows` are normed; a weight."""
+
+    kernel, roundings = "rms_norm", 2
+    batch: int = 2
+    rows: int = 257
+    length: int = 300
+    width: int
+    zero_centred: bool = False
+
+    def tiny(self) -> Self:
+        return replace(self, rows=5, length=9, width=24 + self.width % 16)
+
+    def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        weight = normal(generator, self.width, dtype=self.dtype)
+        return normal(generator, self.batch, self.length, self.width, dtype=self.dtype), weight
+
+    def run(self, given: tuple[Tensor, Tensor], room: Sequence[Tensor]) -> Sequence[Tensor]:
+        hidden, weight = given
+        return (op(self.kernel)(hidden[:, -self.rows :], weight, _EPS, zero_centred=self.zero_centred),)
+
+    def truth(self, given: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+        hidden, weight = (part.double() for part in given)
+        hidden = hidden[:, -self.rows :]
+        return (hidden / (hidden.square().mean(-1, keepdim=True) + _EPS).sqrt() * (weight + self.zero_centred),)
+
+    def moved(self, given: tuple[Tensor, Tensor]) -> int:
+        return 2 * size(given[0][:, -self.rows :]) + size(given[1])
+
+
+class Rotated(NamedTuple):
+    """`heads` as a projection leaves them; the tables are of all columns, of which `columns`, [batch, rows], are meant;
+    None: all."""
+
+    heads: Tensor
+    cos: Tensor
+    sin: Tensor
+    columns: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotate(KernelCase):
+    """`tables`: one for all sequences, or one for each."""
+
+    kernel, roundings = "rotate", 1
+    batch: int = 2
+    heads: int
+    rows: int = 257
+    head_dim: int = 128
+    length: int = 5003
+    tables: int = 1
+    scattered: bool = True
+
+    def tiny(self) -> Self:
+        return replace(self, heads=2, rows=11, length=37, head_dim=8 + 2 * (self.head_dim % 8))
+
+    def draw(self, generator: torch.Generator) -> Rotated:
+        heads = normal(generator, self.batch, self.rows, self.heads, self.head_dim, dtype=self.dtype).transpose(1, 2)
+        angles = normal(generator, self.tables, 1, self.length if self.scattered else self.rows, self.head_dim // 2) * 9
+        columns = None
+        if self.scattered:
+            sizes = self.batch, self.rows
+            columns = torch.randint(self.length, sizes, generator=generator, device=generator.device)
+        return Rotated(heads, angles.cos(), angles.sin(), columns)
+
+    def run(self, given: Rotated, room: Sequence[Tensor]) -> Sequence[Tensor]:
+        return (op(self.kernel)(*given),)
+
+    def truth(self, given: Rotated) -> Sequence[Tensor]:
+        left, right = given.heads.double().chunk(2, dim=-1)
+        cos, sin = (table.double().expand(self.batch, -1, -1, -1) for table in (given.cos, given.sin))
+        if given.columns is not None:
+            index = given.columns[:, None, :, None].expand(-1, -1, -1, cos.shape[3])
+            cos, sin = cos.gather(2, index), sin.gather(2, index)
+        return (torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1),)
+
+    def moved(self, given: Rotated) -> int:
+        angles = 2 * self.rows * self.head_dim // 2 * 4 * self.tables
+        return 2 * size(given.heads) + angles + size(given.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiluMul(KernelCase):
+    """Given: two branches of an MLP."""
+
+    kernel, roundings = "silu_mul", 2
+    rows: int = 257
+    width: int
+
+    def tiny(self) -> Self:
+        return replace(self, rows=11, width=100 + self.width % 16)
+
+    def draw(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        gate, up = (normal(generator, 1, self.rows, self.width, dtype=self.dtype) for _ in range(2))
+        return gate * 3, up
+
+    def run(self, given: tuple[Tensor, Tensor], room: Sequence[Tensor]) -> Sequence[Tensor]:
+        return (op(self.kernel)(*given),)
+
+    def truth(self, given: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+        gate, up = (part.double() for part in given)
+        return (gate * gate.sigmoid() * up,)
+
+    def moved(self, given: tuple[Tensor, Tensor]) -> int:
+        return 3 * size(given[0])
+
+
+CHECKED: tuple[KernelCase, ...] = (
+    RmsNorm(width=4096),
+    RmsNorm(width=3584),
+    RmsNorm(width=8192, dtype=torch.float32, zero_centred=True),
+    Rotate(heads=32),
+    Rotate(heads=28, tables=2),
+    Rotate(heads=4, rows=5003, scattered=False, dtype=torch.float32),
+    SiluMul(width=12288),
+    SiluMul(width=1023, dtype=torch.float32),
+)
+TIMED: tuple[KernelCase, ...] = (
+    RmsNorm(width=4096, batch=1, rows=32, length=32),
+    Rotate(heads=32, batch=1, rows=32, length=TIMED_KEYS),
+    SiluMul(width=12288, rows=32),
+)

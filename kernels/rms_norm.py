@@ -1,0 +1,92 @@
+"""Root-mean-square norm with a weight in Triton: a program a row, which reads it once."""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from tiered.kernels.launch import Compilation, launch
+from tiered.kernels.rms_norm_ref import check_norm
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(
+    hidden,
+    weight,
+    normed,
+    hidden_batch,
+    hidden_row,
+    rows,
+    width,
+    eps,
+    ZERO_CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    batch = tl.program_id(1).to(tl.int64)
+    element = tl.arange(0, BLOCK)
+    inside = element < width
+    x = tl.load(hidden + batch * hidden_batch + row * hidden_row + element, inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + element, inside, other=0.0).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x) / width + eps)
+    dtype: tl.constexpr = normed.dtype.element_ty
+    x = (1 + scale) * x if ZERO_CENTRED else x.to(dtype).to(tl.float32) * scale
+    tl.store(normed + (batch * rows + row) * width + element, x.to(dtype), inside)
+
+
+def rms_norm(
+    hidden: Float[Tensor, "batch rows width"],
+    weight: Float[Tensor, " width"],
+    eps: float,
+    *,
+    zero_centred: bool = False,
+) -> Float[Tensor, "batch rows width"]:
+    """As in rms_norm_ref.py."""
+    check_norm(hidden, weight)
+    batch, rows, width = hidden.shape
+    hidden = hidden if hidden.stride(2) == 1 else hidden.contiguous()
+    normed = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    if normed.numel() == 0:
+        return normed
+    block = triton.next_power_of_2(width)
+    launch(
+        _rms_norm,
+        (rows, batch),
+        hidden,
+        weight.contiguous(),
+        normed,
+        *hidden.stride()[:2],
+        rows,
+        width,
+        eps,
+        ZERO_CENTRED=zero_centred,
+        BLOCK=block,
+        num_warps=_warps(block),
+        on=hidden,
+    )
+    return normed
+
+
+def _warps(block: int) -> int:
+    """Warps of a program, each for 512 elements: a thread has 16 of them in registers."""
+    return min(max(block // 512, 1), 32)
+
+
+COMPILATIONS = tuple(
+    Compilation(
+        kernel=_rms_norm,
+        types={"hidden weight normed": f"*{dtype}", "hidden_batch hidden_row rows width": "i32", "eps": "fp32"},
+        constexprs={"ZERO_CENTRED": zero_centred, "BLOCK": block},
+        num_warps=_warps(block),
+    )
+    for dtype, block, zero_centred in [
+        ("bf16", 4096, False),
+        ("bf16", 4096, True),
+        ("fp16", 4096, False),
+        ("fp32", 4096, False),
+        ("bf16", 8192, False),
+        ("fp32", 8192, True),
+        ("fp32", 64, False),
+    ]
+)

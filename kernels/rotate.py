@@ -1,0 +1,129 @@
+"""Heads of queries or keys rotated in Triton: each row finds its angles in the tables of all columns."""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+
+from tiered.kernels.launch import Compilation, launch
+from tiered.kernels.rotate_ref import check_rotation
+
+TILE = 512  # pairs of elements that a program rotates
+
+
+@triton.jit(do_not_specialize=["rows", "length"])
+def _rotate(
+    heads,
+    cos,
+    sin,
+    columns,
+    rotated,
+    heads_batch,
+    heads_head,
+    heads_row,
+    table_batch,
+    table_row,
+    column_batch,
+    column_row,
+    rows,
+    length,
+    HALF: tl.constexpr,
+    SCATTERED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    there = row < rows
+    row = row.to(tl.int64)
+    column = row
+    if SCATTERED:
+        column = tl.load(columns + batch * column_batch + row * column_row, there, other=0).to(tl.int64)
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = there[:, None] & (pair < HALF)
+    # A column out of range is the caller's mistake; the kernel must not read memory beside the tables.
+    known = inside & ((column >= 0) & (column < length))[:, None]
+    angle_at = (batch * table_batch + column * table_row)[:, None] + pair
+    cosine = tl.load(cos + angle_at, known, other=0.0)
+    sine = tl.load(sin + angle_at, known, other=0.0)
+    left_at = (batch * heads_batch + head * heads_head + row * heads_row)[:, None] + pair
+    left = tl.load(heads + left_at, inside, other=0.0).to(tl.float32)
+    right = tl.load(heads + left_at + HALF, inside, other=0.0).to(tl.float32)
+    out_at = (((batch * tl.num_programs(1) + head) * rows + row) * (2 * HALF))[:, None] + pair
+    dtype: tl.constexpr = rotated.dtype.element_ty
+    tl.store(rotated + out_at, (left * cosine - right * sine).to(dtype), inside)
+    tl.store(rotated + out_at + HALF, (right * cosine + left * sine).to(dtype), inside)
+
+
+def rotate(
+    heads: Float[Tensor, "batch heads rows head_dim"],
+    cos: Float32[Tensor, "tables 1 length half"],
+    sin: Float32[Tensor, "tables 1 length half"],
+    columns: Int[Tensor, "batch rows"] | None = None,
+) -> Float[Tensor, "batch heads rows head_dim"]:
+    """As in rotate_ref.py, to the bit; the result is contiguous."""
+    check_rotation(heads, cos, sin, columns)
+    batch, count, rows, _ = heads.shape
+    heads = heads if heads.stride(3) == 1 else heads.contiguous()
+    if cos.stride(3) != 1 or cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    rotated = torch.empty_like(heads, memory_format=torch.contiguous_format)
+    if rotated.numel() == 0:
+        return rotated
+    tables, _, length, half = cos.shape
+    block_half = triton.next_power_of_2(half)
+    block_rows = max(1, TILE // block_half)
+    # Of rows that are all columns the kernel reads no numbers; any pointer does.
+    numbers = cos if columns is None else columns
+    launch(
+        _rotate,
+        (triton.cdiv(rows, block_rows), count, batch),
+        heads,
+        cos,
+        sin,
+        numbers,
+        rotated,
+        *heads.stride()[:3],
+        cos.stride(0) if tables > 1 else 0,
+        cos.stride(2),
+        *numbers.stride()[:2],
+        rows,
+        length,
+        HALF=half,
+        SCATTERED=columns is not None,
+        BLOCK_ROWS=block_rows,
+        BLOCK_HALF=block_half,
+        enable_fp_fusion=False,  # a product and a sum are rounded one by one, as in torch
+        on=heads,
+    )
+    return rotated
+
+
+_STRIDES = "heads_batch heads_head heads_row table_batch table_row column_batch column_row"
+COMPILATIONS = tuple(
+    Compilation(
+        kernel=_rotate,
+        types={
+            "heads rotated": f"*{dtype}",
+            "cos sin": "*fp32",
+            "columns": "*i64" if scattered else "*fp32",
+            f"{_STRIDES} rows length": "i32",
+        },
+        constexprs={
+            "HALF": half,
+            "SCATTERED": scattered,
+            "BLOCK_ROWS": TILE // block_half,
+            "BLOCK_HALF": block_half,
+        },
+        fp_fusion=False,
+    )
+    for dtype, half, block_half, scattered in [
+        ("bf16", 64, 64, True),
+        ("bf16", 64, 64, False),
+        ("fp16", 64, 64, True),
+        ("fp32", 64, 64, True),
+        ("fp32", 12, 16, True),
+    ]
+)

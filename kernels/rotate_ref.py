@@ -1,0 +1,49 @@
+"""Heads of queries or keys, rotated by the angles of their rows (RoFormer, arXiv 2104.09864): the oracle."""
+
+import torch
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+
+
+def rotate(
+    heads: Float[Tensor, "batch heads rows head_dim"],
+    cos: Float32[Tensor, "tables 1 length half"],
+    sin: Float32[Tensor, "tables 1 length half"],
+    columns: Int[Tensor, "batch rows"] | None = None,
+) -> Float[Tensor, "batch heads rows head_dim"]:
+    """Element i of each head with element i + half of it, rotated in float32 by an angle of the row's, and rounded to
+    the dtype of `heads`.
+
+    Args:
+        cos, sin: of the angles of every column; one table for all sequences, or one for each, those of `heads` first.
+        columns: column of each row; None: the rows are all columns, in order.
+
+    Raises:
+        ValueError: shapes that do not go together.
+    """
+    check_rotation(heads, cos, sin, columns)
+    if columns is not None:
+        sequences = torch.arange(len(heads), device=heads.device) if len(cos) > 1 else columns.new_zeros(1)
+        cos, sin = (table[sequences[:, None], :, columns].transpose(1, 2) for table in (cos, sin))
+    left, right = heads.float().chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(heads.dtype)
+
+
+def check_rotation(
+    heads: Float[Tensor, "batch heads rows head_dim"],
+    cos: Float32[Tensor, "tables 1 length half"],
+    sin: Float32[Tensor, "tables 1 length half"],
+    columns: Int[Tensor, "batch rows"] | None,
+) -> None:
+    """Raise `ValueError` unless every row of `heads` has its angles in the tables."""
+    batch, _, rows, head_dim = heads.shape
+    tables, _, length, half = cos.shape
+    if columns is None:
+        there = length == rows and tables in (1, batch)
+    else:
+        there = columns.shape == (batch, rows) and (tables == 1 or tables >= batch)
+    if not there or head_dim != 2 * half or sin.shape != cos.shape:
+        of_rows = "" if columns is None else f" at columns {tuple(columns.shape)}"
+        raise ValueError(
+            f"angles {tuple(cos.shape)} and {tuple(sin.shape)}{of_rows} do not fit heads {tuple(heads.shape)}"
+        )

@@ -1,0 +1,105 @@
+"""Root-mean-square norm against float64 arithmetic, by the reference and by the Triton kernel."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiered.kernels import rms_norm_ref
+
+# The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
+IMPLEMENTATIONS = ["reference", "triton"]
+# Batch, rows, width.
+SHAPES = {
+    "plain": (2, 5, 24),
+    "one row": (1, 1, 128),
+    "one element": (3, 2, 1),
+    "a width that is no power of two": (1, 3, 3584),
+    "the largest width": (1, 2, 8192),
+    "no rows": (2, 0, 24),
+}
+# Of an entry, twice rounded; the interpreter cuts bfloat16 instead of rounding it.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-6}
+EPS = 1e-5
+
+
+def norm(implementation: str) -> Callable[..., Tensor]:
+    if implementation == "reference":
+        return rms_norm_ref.rms_norm
+    pytest.importorskip("triton")
+    from tiered.kernels import rms_norm
+
+    return rms_norm.rms_norm
+
+
+def device_of(implementation: str) -> str:
+    return "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(shape, generator=generator) * 3, torch.rand(shape[-1], generator=generator) + 0.5
+    return hidden.to(device, dtype), weight.to(device, dtype)
+
+
+def true(hidden: Tensor, weight: Tensor, zero_centred: bool) -> Tensor:
+    x = hidden.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * (weight.double() + zero_centred)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("zero_centred", [False, True])
+def test_it_is_the_norm(implementation: str, shape: str, dtype: torch.dtype, zero_centred: bool):
+    hidden, weight = inputs(SHAPES[shape], dtype, device_of(implementation))
+    normed = norm(implementation)(hidden, weight, EPS, zero_centred=zero_centred)
+    assert normed.dtype == dtype
+    torch.testing.assert_close(normed.double(), true(hidden, weight, zero_centred), rtol=TOLERANCE[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_it_is_rounded_before_the_weight(implementation: str):
+    """In float16, where each of the two roundings shows."""
+    hidden, weight = inputs((2, 3, 256), torch.float16, device_of(implementation))
+    x = hidden.float()
+    once = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    expected, other = once.half() * weight, (once * weight.float()).half()
+    normed = norm(implementation)(hidden, weight, EPS)
+    assert (normed != expected).double().mean() < 0.01 < (normed != other).double().mean()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_parts_of_rows_and_strides(implementation: str):
+    """A part of each sequence's rows, and a layout with rows innermost, are normed as a copy is: each row alone."""
+    hidden, weight = inputs((3, 7, 40), torch.float32, device_of(implementation))
+    expected = norm(implementation)(hidden, weight, EPS)
+    assert torch.equal(norm(implementation)(hidden[:, 2:5], weight, EPS), expected[:, 2:5])
+    turned = hidden.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.testing.assert_close(norm(implementation)(turned, weight, EPS), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [(torch.nan, torch.nan), (torch.inf, torch.nan), (3e38, 0.0)],
+    ids=["nan", "inf", "too large"],
+)
+def test_a_row_that_is_no_number_stays_one(implementation: str, entry: float, expected: float):
+    """And no other row hears of it; what float32 cannot square has an infinite norm."""
+    hidden, weight = inputs((1, 3, 16), torch.float32, device_of(implementation))
+    clean = norm(implementation)(hidden, weight, EPS)
+    hidden[0, 1, 4] = entry
+    normed = norm(implementation)(hidden, weight, EPS)
+    assert torch.equal(normed[0, ::2], clean[0, ::2])
+    torch.testing.assert_close(normed[0, 1, 4].item(), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("change", [lambda weight: weight[1:], lambda weight: weight.double()], ids=["width", "dtype"])
+def test_a_weight_that_does_not_fit_is_refused(implementation: str, change: Callable[[Tensor], Tensor]):
+    hidden, weight = inputs((1, 2, 16), torch.float32, device_of(implementation))
+    with pytest.raises(ValueError, match="does not fit hidden"):
+        norm(implementation)(hidden, change(weight), EPS)
