@@ -51,7 +51,8 @@ def _assign(units: UnitRows, directions: Tensor, sums: Tensor | None) -> tuple[T
     cosine = torch.empty(groups, n, dtype=torch.float32, device=directions.device)
     first = first_alike(directions, units.rounding)
     for here, span, tile in units.tiles(columns=directions.shape[1]):
-        cosine[here, span], best = (tile @ directions[here].mT).max(-1)
+        # In this order of factors the product is faster on the CPU, where few directions meet many rows.
+        cosine[here, span], best = (directions[here] @ tile.mT).max(1)
         nearest[here, span] = first[here].gather(1, best)
         if sums is not None:
             add_by_cluster(sums[here], tile, nearest[here, span])

@@ -68,7 +68,7 @@ def means_and_medoids(
     cosine = torch.empty_like(member)
     # What stands where there is no row changes that row's cosine alone, which no cluster asks for.
     for here, span, tile in tiles(rows, member, gaps=False, columns=clusters):
-        along = (tile @ directions[here].mT).gather(2, cluster[here, span, None]).squeeze(2)
+        along = (directions[here] @ tile.mT).gather(1, cluster[here, None, span]).squeeze(1)
         # A zero row has no direction: cosine 0, as 0 / ZERO_NORM is.
         cosine[here, span] = along / torch.linalg.vector_norm(tile, dim=-1).clamp_min(ZERO_NORM)
     return means, nearest_members(cosine, assignment, clusters, rounding(rows.dtype))

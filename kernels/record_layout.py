@@ -19,7 +19,7 @@ PROJECTION_BYTES = 2
 
 # Elements that are coded at once by the CPU, 1 MiB in float32: so many that the time of an operation is that of its
 # elements, so few that the caches hold them from one to the next.
-_CHUNK_ELEMENTS = 1 << 18
+CHUNK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,6 @@ def part_bytes(rows: Sequence[int], width: int, delta: bool) -> list[tuple[int, 
 
 def chunks(rows: int, width: int) -> Iterator[slice]:
     """`rows` rows of `width` columns, as many at a time as are coded at once."""
-    step = max(1, _CHUNK_ELEMENTS // width)
+    step = max(1, CHUNK_ELEMENTS // width)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
