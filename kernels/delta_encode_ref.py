@@ -8,7 +8,7 @@ rounded to four bits, so the error is about 9.5 % of the residual's norm and not
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Float32, Int64, UInt8
+from jaxtyping import BFloat16, Float, Float32, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.nvfp4_encode_ref import encode_chunk
@@ -53,8 +53,7 @@ def delta_encode(
     kept, projections = None, torch.empty(0, dtype=torch.bfloat16, device=rows.device)
     if centroids is not None and centroid_of_record is not None:
         kept = centroids.index_select(0, centroid_of_record)
-        projections = _projections(rows, kept, record) if base == "projection" else torch.ones_like(record)
-        projections = projections.bfloat16()
+        projections = _projections(rows, kept, record) if base == "projection" else torch.ones_like(record).bfloat16()
 
     def residual(part: slice) -> Float32[Tensor, "rows width"]:
         values = rows[part].float()
@@ -82,13 +81,12 @@ def check_rows(rows: Tensor, table: RecordTable, base: str) -> None:
 
 def _projections(
     rows: Float[Tensor, "n width"], centroids: Float[Tensor, "records width"], record: Int64[Tensor, " n"]
-) -> Float32[Tensor, " n"]:
-    """<row, c> / <c, c> with the centroid of the row's record, 0 where its BF16 would be no number.
+) -> BFloat16[Tensor, " n"]:
+    """<row, c> / <c, c> with the centroid of the row's record, 0 where that is no number in BF16.
 
     In float64, where the products are exact: whatever the order of the sum, BF16 gets the same number on every device.
     """
     wide = centroids.double()
     products = [rows[part].double().mul_(wide.index_select(0, record[part])).sum(1) for part in chunks(*rows.shape)]
     squares = wide.square_().sum(1).index_select(0, record)
-    projections = (torch.cat(products) / squares).float()
-    return projections.where(projections.bfloat16().isfinite(), 0.0)
+    return (torch.cat(products) / squares).float().bfloat16().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -158,9 +158,11 @@ def pack(packed: Packed, table: RecordTable, out: UInt8[Tensor, " bytes"]) -> No
 
 
 def unpack(table: RecordTable, buffer: UInt8[Tensor, " bytes"]) -> Packed:
-    """Copies of the parts of the records of `table`, at least one."""
+    """The parts of the records of `table`, at least one: views of a single record, copies of several."""
     pieces = (record.split(sizes) for record, sizes in zip(table.records(buffer), table.part_bytes, strict=True))
-    codes, scale, projections, block_scales = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    codes, scale, projections, block_scales = (
+        torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces, strict=True)
+    )
     return Packed(
         codes.view(table.total, -1),
         scale.view(torch.float32),
