@@ -86,7 +86,8 @@ def _projections(
 
     In float64, where the products are exact: whatever the order of the sum, BF16 gets the same number on every device.
     """
-    wide = centroids.double()
-    products = [rows[part].double().mul_(wide.index_select(0, record[part])).sum(1) for part in chunks(*rows.shape)]
-    squares = wide.square_().sum(1).index_select(0, record)
+    squares = centroids.double().square_().sum(1).index_select(0, record)
+    products = [
+        rows[part].double().mul_(centroids.index_select(0, record[part])).sum(1) for part in chunks(*rows.shape)
+    ]
     return (torch.cat(products) / squares).float().bfloat16().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

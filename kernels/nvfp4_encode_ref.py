@@ -48,14 +48,14 @@ def encode_chunk(
 ) -> tuple[UInt8[Tensor, "n code_bytes"], UInt8[Tensor, "n groups"]]:
     """A few finite rows, at least one."""
     n, width = values.shape
-    padded = pad(values, (0, -width % GROUP)) if width % GROUP else values.contiguous()
+    values = pad(values, (0, -width % GROUP)) if width % GROUP else values.contiguous()
     # The maximum of each group: several times as fast on the CPU as a reduction over so few columns.
-    amax = max_pool1d(padded.abs().view(1, -1), GROUP).view(n, -1)
+    amax = max_pool1d(values.abs().view(1, -1), GROUP).view(n, -1)
     row_scale = scale[:, None]
     block_scales = block_scale(amax, row_scale).to(torch.float8_e4m3fn)
     # Two divisions and a product, in this order, are torchao's.
     factor = 1 / row_scale / block_scales.float()
-    scaled = (padded.view(n, -1, GROUP) * factor[..., None]).clamp_(-E2M1_MAX, E2M1_MAX)
+    scaled = (values.view(n, -1, GROUP) * factor[..., None]).clamp_(-E2M1_MAX, E2M1_MAX)
     return _pack(_e2m1(scaled).flatten(1)), block_scales.view(torch.uint8)
 
 
