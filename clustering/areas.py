@@ -13,8 +13,9 @@ from torch import Tensor
 from tiered.clustering.allocation import allocate_clusters, auto_clusters, pieces
 from tiered.clustering.cluster_index import ClusterIndex
 from tiered.clustering.faiss_backend import Backend
-from tiered.clustering.spherical import spherical_kmeans
+from tiered.clustering.spherical import check_options, kmeans, refuse_values
 from tiered.clustering.summaries import means_and_medoids
+from tiered.clustering.unit_rows import UnitRows, finite_norms
 from tiered.kernels.host_values import on_device
 
 Span = tuple[int, int]
@@ -35,9 +36,8 @@ def cluster_areas(
     """An index for every group (a layer of a sequence), with clusters over the prefix and over the suffix apart.
 
     Clusters are numbered through: those of the prefix, then those of the suffix. Groups with the same shares are
-    clustered at once. The host reads from the device once for the numbers of valid rows (where `valid` is given), once
-    for the sizes of all clusters, and once for each area and each share of it: with one sequence, or several without
-    padding, three times in all, or four.
+    clustered at once. The host reads from the device twice: before the work, whether all rows are finite and how many
+    are valid, and after it the sizes of all clusters.
 
     Args:
         hidden: rows of the canvas; what lies outside the areas, or is invalid, may hold anything.
@@ -54,8 +54,9 @@ def cluster_areas(
         TypeError, ImportError: see `spherical_kmeans`.
     """
     groups, length, _ = hidden.shape
+    check_options(hidden.dtype, iterations, backend)
     _check(hidden, areas, clusters, valid, previous)
-    rows = _valid_rows(areas, valid, groups)
+    units, rows = _look(hidden, areas, valid, previous)
     shares = [allocate_clusters(auto_clusters(*counts) if clusters == "auto" else clusters, *counts) for counts in rows]
     assignment = torch.full((groups, length), -1, dtype=torch.int64, device=hidden.device)
     for area, (first, stop) in enumerate(areas):
@@ -68,11 +69,9 @@ def cluster_areas(
             if count == 0:
                 continue
             part = _selector(members)
-            padded = any(rows[group][area] < stop - first for group in members)
-            found = spherical_kmeans(
-                hidden[part, first:stop],
+            found = kmeans(
+                units.part(part, slice(first, stop), whole=all(rows[group][area] == stop - first for group in members)),
                 count,
-                valid=valid[part, first:stop] if valid is not None and padded else None,
                 start=_starts(previous, members, area) if previous is not None and warm else None,
                 iterations=iterations,
                 seed=seed,
@@ -157,15 +156,25 @@ def _check(
             )
 
 
-def _valid_rows(
-    areas: tuple[Span, Span], valid: Bool[Tensor, "groups length"] | None, groups: int
-) -> list[tuple[int, int]]:
-    """Valid rows of each group's prefix and suffix."""
-    if valid is None:
-        (first, end), (suffix, last) = areas
-        return [(end - first, last - suffix)] * groups
-    counts = torch.stack([valid[:, first:stop].sum(1) for first, stop in areas], dim=1)
-    return [(prefix, suffix) for prefix, suffix in counts.tolist()]
+def _look(
+    hidden: Float[Tensor, "groups length width"],
+    areas: tuple[Span, Span],
+    valid: Bool[Tensor, "groups length"] | None,
+    previous: Sequence[ClusterIndex] | None,
+) -> tuple[UnitRows, list[tuple[int, int]]]:
+    """The rows of the areas as directions, and how many of each group's prefix and suffix are valid. Here is the one
+    look at the device before work starts."""
+    clustered = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+    for first, stop in areas:
+        clustered[:, first:stop] = True
+    if valid is not None:
+        clustered &= valid
+    units = UnitRows.of(hidden, clustered)
+    starts = finite_norms(torch.cat([index.centroids for index in previous])) if previous else units.finite
+    counts = torch.stack([clustered[:, first:stop].sum(1) for first, stop in areas], dim=1)
+    finite, start_finite, *rows = torch.cat([torch.stack([units.finite, starts]).long(), counts.flatten()]).tolist()
+    refuse_values(finite, start_finite)
+    return units, list(zip(rows[::2], rows[1::2], strict=True))
 
 
 def _selector(groups: list[int]) -> slice | list[int]:

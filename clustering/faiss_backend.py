@@ -42,7 +42,7 @@ def faiss_lloyd(units: UnitRows, start: Float32[Tensor, "groups clusters width"]
     cosine = torch.zeros(groups, n, dtype=torch.float32)
     directions = start.cpu().clone()
     for group in range(groups):
-        one = units.groups(slice(group, group + 1))
+        one = units.part(slice(group, group + 1))
         columns = torch.arange(n) if one.valid is None else one.valid[0].nonzero()[:, 0].cpu()
         rows = one.take(columns[None].to(start.device))[0].cpu()
         _train(rows, directions[group], iterations)

@@ -32,11 +32,14 @@ def lloyd(units: UnitRows, start: Float32[Tensor, "groups clusters width"], iter
 
     No host synchronisation.
     """
-    directions = start
+    directions, weight = start, units.usable.float()
+    # Distances where all cosines are 0, as those of a row without direction always are.
+    farthest = torch.where(units.usable, 1.0, LAST_RESORT)
     for _ in range(iterations):
         sums = torch.zeros_like(start)
         nearest, cosine = _assign(units, directions, sums)
-        directions = _reseed_empty(units, normalised(sums, directions), nearest, cosine)
+        empty = torch.zeros_like(start[..., 0]).scatter_add_(1, nearest, weight) == 0
+        directions = _reseed(units, normalised(sums, directions), empty, farthest - cosine)
     return Fit(directions, *_assign(units, directions, None))
 
 
@@ -44,29 +47,28 @@ def _assign(units: UnitRows, directions: Tensor, sums: Tensor | None) -> tuple[T
     """The nearest direction of every row and its cosine to it; each row is added to its cluster's sum on the way. Of
     directions that are alike but for rounding the first gets the rows of all."""
     groups, n, _ = units.rows.shape
-    nearest = torch.zeros(groups, n, dtype=torch.int64, device=directions.device)
-    cosine = torch.zeros(groups, n, dtype=torch.float32, device=directions.device)
+    nearest = torch.empty(groups, n, dtype=torch.int64, device=directions.device)
+    cosine = torch.empty(groups, n, dtype=torch.float32, device=directions.device)
     first = first_alike(directions, units.rounding)
     for here, span, tile in units.tiles(columns=directions.shape[1]):
-        cosine[here, span], best = (tile @ directions[here].mT).max(-1)
+        # In this order of factors the product is faster on the CPU, where few directions meet many rows.
+        cosine[here, span], best = (directions[here] @ tile.mT).max(1)
         nearest[here, span] = first[here].gather(1, best)
         if sums is not None:
             add_by_cluster(sums[here], tile, nearest[here, span])
     return nearest, cosine
 
 
-def _reseed_empty(
+def _reseed(
     units: UnitRows,
     directions: Float32[Tensor, "groups clusters width"],
-    nearest: Int[Tensor, "groups n"],
-    cosine: Float32[Tensor, "groups n"],
+    empty: Bool[Tensor, "groups clusters"],
+    distance: Float[Tensor, "groups n"],
 ) -> Float32[Tensor, "groups clusters width"]:
-    """`directions`, where a cluster that no row with a direction is nearest to points at one of the rows that are
-    farthest from theirs; each at a different row. Rows stay where they are: the next pass assigns them."""
-    usable = units.inverse > 0
-    counts = torch.zeros_like(directions[..., 0]).scatter_add_(1, nearest, usable.float())
-    picks = _farthest(torch.where(usable, 1 - cosine, LAST_RESORT), counts == 0, units.rounding)
-    return torch.where((counts == 0)[..., None], normalised(units.take(picks), directions), directions)
+    """`directions`, where an empty cluster, which no row with a direction is nearest to, points at one of the rows that
+    are farthest from theirs; each at a different row. Rows stay where they are: the next pass assigns them."""
+    picks = _farthest(distance, empty, units.rounding)
+    return torch.where(empty[..., None], normalised(units.take(picks), directions), directions)
 
 
 def fill_empty(
@@ -83,7 +85,7 @@ def fill_empty(
     clusters, n = directions.shape[1], assignment.shape[1]
     keepers = nearest_members(cosine, assignment, clusters, units.rounding)
     empty = keepers == n
-    usable = units.inverse > 0
+    usable = units.usable
     rank = torch.where(usable, 1 - cosine, LAST_RESORT).where(assignment >= 0, BARRED)
     picks = _farthest(_put(rank, keepers, torch.full_like(directions[..., 0], BARRED)), empty, units.rounding)
     columns = picks.where(empty, n)

@@ -5,6 +5,7 @@ import math
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int
 from torch import Tensor
+from torch.nn.functional import threshold
 
 from tiered.clustering.tiles import CPU_ELEMENTS, DEVICE_ELEMENTS
 from tiered.clustering.unit_rows import UnitRows, normalised
@@ -36,8 +37,8 @@ def kmeans_start(units: UnitRows, clusters: int, seed: int) -> Float32[Tensor, "
         projection = on_device(torch.randn(width, SKETCH_WIDTH, generator=generator), device)
     elements = CPU_ELEMENTS if device.type == "cpu" else DEVICE_ELEMENTS
     many = max(1, elements // (n * min(width, SKETCH_WIDTH)))
-    parts = [units.groups(slice(first, first + many)) for first in range(0, groups, many)]
-    picks = torch.cat([_picks(_sketch(part, projection), part.inverse > 0, draws, units.rounding) for part in parts])
+    parts = [units.part(slice(first, first + many)) for first in range(0, groups, many)]
+    picks = torch.cat([_picks(_sketch(part, projection), part.usable, draws, units.rounding) for part in parts])
     return normalised(units.take(picks), axes(groups, clusters, width, device))
 
 
@@ -70,14 +71,14 @@ def _picks(
     for draw in draws:
         mass = left.cumsum(1, dtype=torch.float64)
         # Where nothing is left to gain, the last row: then no pick helps.
-        drawn = torch.searchsorted(mass, draw * mass[:, -1:], right=True).clamp_max(n - 1)
+        drawn = torch.searchsorted(mass, draw * mass[:, -1:], right=True).clamp_max_(n - 1)
         points = sketch.gather(1, drawn[..., None].expand(-1, -1, width))
-        products = sketch @ points.mT
-        distances = norms[..., None] + norms.gather(1, drawn)[:, None] - 2 * products
+        distances = torch.baddbmm(norms[:, None] + norms.gather(1, drawn)[..., None], points, sketch.mT, alpha=-2)
         # Squared distances between unit rows are 2 − 2·cosine.
-        left_then = torch.minimum(left[..., None], distances.where(distances > 2 * apart, 0))
-        sums = left_then.sum(1)
-        best = (sums <= (1 + AS_GOOD) * sums.amin(1, keepdim=True)).int().argmax(1, keepdim=True)
-        left = left_then.gather(2, best[:, None].expand(-1, n, -1)).squeeze(2)
+        left_then = torch.minimum(threshold(distances, 2 * apart, 0), left[:, None])
+        sums = left_then.sum(2)
+        as_good = sums <= (1 + AS_GOOD) * sums.amin(1, keepdim=True)
+        best = as_good.view(torch.uint8).argmax(1, keepdim=True)  # the first
+        left = left_then.gather(1, best[..., None].expand(-1, -1, n)).squeeze(1)
         picks.append(drawn.gather(1, best))
     return torch.cat(picks, dim=1)

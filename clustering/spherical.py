@@ -9,7 +9,7 @@ from torch import Tensor
 from tiered.clustering.faiss_backend import BACKENDS, Backend, faiss_lloyd, import_faiss
 from tiered.clustering.lloyd import fill_empty, lloyd
 from tiered.clustering.seeding import axes, kmeans_start
-from tiered.clustering.unit_rows import UnitRows, normalised
+from tiered.clustering.unit_rows import UnitRows, finite_norms, normalised
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -66,35 +66,68 @@ def spherical_kmeans(
             valid row or start that is not finite or whose norm float32 cannot hold.
         ImportError: backend "faiss" without faiss.
     """
-    _check_arguments(rows, clusters, valid, start, iterations, backend)
+    check_options(rows.dtype, iterations, backend)
+    _check_shapes(rows, clusters, valid, start)
     units = UnitRows.of(rows, valid)
-    _check_values(units, clusters, start)
+    facts = [units.finite.long(), (units.finite if start is None else finite_norms(start)).long()]
+    if valid is not None:
+        facts.append(valid.sum(1).min())
+    # The one look at the device before work starts.
+    finite, start_finite, *fewest = torch.stack(facts).tolist()
+    refuse_values(finite, start_finite)
+    if fewest and fewest[0] < clusters:
+        raise ValueError(f"a group of {fewest[0]} valid rows cannot fill clusters = {clusters}")
+    return kmeans(units, clusters, start=start, iterations=iterations, seed=seed, backend=backend)
+
+
+def kmeans(
+    units: UnitRows,
+    clusters: int,
+    *,
+    start: Float[Tensor, "groups clusters width"] | None,
+    iterations: int,
+    seed: int,
+    backend: Backend,
+) -> KMeansResult:
+    """`spherical_kmeans` of rows and arguments that it would not refuse. The host reads nothing, but for faiss."""
+    groups, _, width = units.rows.shape
     if start is None:
         start = kmeans_start(units, clusters, seed)
     else:
-        start = normalised(start.float(), axes(rows.shape[0], clusters, rows.shape[2], rows.device))
+        start = normalised(start.float(), axes(groups, clusters, width, units.rows.device))
     fit = (lloyd if backend == "torch" else faiss_lloyd)(units, start, iterations)
-    assignment = fit.nearest if valid is None else fit.nearest.where(valid, -1)
+    assignment = fit.nearest if units.valid is None else fit.nearest.where(units.valid, -1)
     directions, assignment, cosine = fill_empty(units, fit.directions, assignment, fit.cosine)
     distance = (1 - cosine).clamp_min(0)
-    inertia = (distance if valid is None else distance.where(valid, 0)).sum(1)
+    inertia = (distance if units.valid is None else distance.where(units.valid, 0)).sum(1)
     return KMeansResult(directions, assignment, inertia)
 
 
-def _check_arguments(
-    rows: Tensor,
-    clusters: int,
-    valid: Tensor | None,
-    start: Tensor | None,
-    iterations: int,
-    backend: str,
-) -> None:
-    if rows.dtype not in DTYPES:
-        raise TypeError(f"rows are {rows.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+def check_options(dtype: torch.dtype, iterations: int, backend: str) -> None:
+    """Raise what `spherical_kmeans` raises for these."""
+    if dtype not in DTYPES:
+        raise TypeError(f"rows are {dtype}; allowed: {', '.join(map(str, DTYPES))}")
+    if iterations < 0:
+        raise ValueError(f"iterations = {iterations} must be 0 or more")
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; allowed: 'torch', 'faiss'")
+    if backend == "faiss":
+        import_faiss()
+
+
+def refuse_values(finite: int, start_finite: int) -> None:
+    """Raise what `spherical_kmeans` raises for rows and centroids that are not finite."""
+    if not finite:
+        raise ValueError("a valid row is not finite, or its norm is beyond float32")
+    if not start_finite:
+        raise ValueError("a centroid in start is not finite, or its norm is beyond float32")
+
+
+def _check_shapes(rows: Tensor, clusters: int, valid: Tensor | None, start: Tensor | None) -> None:
     if rows.ndim != 3 or 0 in rows.shape:
         raise ValueError(f"rows have shape {list(rows.shape)}; allowed: [groups, n, width], none of them 0")
-    if clusters < 1 or iterations < 0:
-        raise ValueError(f"clusters = {clusters} must be 1 or more, and iterations = {iterations} 0 or more")
+    if clusters < 1:
+        raise ValueError(f"clusters = {clusters} must be 1 or more")
     groups, n, width = rows.shape
     if n < clusters:
         raise ValueError(f"{n} rows cannot fill clusters = {clusters}")
@@ -102,22 +135,3 @@ def _check_arguments(
         raise ValueError(f"valid is {valid.dtype} {list(valid.shape)}; allowed: torch.bool {[groups, n]}")
     if start is not None and start.shape != (groups, clusters, width):
         raise ValueError(f"start has shape {list(start.shape)}; allowed: {[groups, clusters, width]}")
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}; allowed: 'torch', 'faiss'")
-    if backend == "faiss":
-        import_faiss()
-
-
-def _check_values(units: UnitRows, clusters: int, start: Tensor | None) -> None:
-    norms = units.inverse if start is None else torch.linalg.vector_norm(start.float(), dim=-1)
-    facts = [units.finite.long(), norms.isfinite().all().long()]
-    if units.valid is not None:
-        facts.append(units.valid.sum(1).min())
-    # The one look at the device before work starts.
-    finite, start_finite, *fewest = torch.stack(facts).tolist()
-    if not finite:
-        raise ValueError("a valid row is not finite, or its norm is beyond float32")
-    if not start_finite:
-        raise ValueError("a centroid in start is not finite, or its norm is beyond float32")
-    if fewest and fewest[0] < clusters:
-        raise ValueError(f"a group of {fewest[0]} valid rows cannot fill clusters = {clusters}")

@@ -21,7 +21,7 @@ def add_by_cluster(
 
 def _by_index(sums: Tensor, rows: Tensor, assignment: Tensor) -> None:
     groups, clusters, width = sums.shape
-    offsets = torch.arange(groups, device=sums.device)[:, None] * clusters
+    offsets = torch.arange(0, groups * clusters, clusters, device=sums.device)[:, None]
     # A view of `sums`, or an error: a copy would lose the result.
     sums.view(-1, width).index_add_(0, (assignment + offsets).flatten(), rows.flatten(0, 1))
 
@@ -66,8 +66,9 @@ def means_and_medoids(
     means = sums / counts.clamp_min(1)[..., None]
     directions = normalised(means, torch.zeros_like(means))
     cosine = torch.empty_like(member)
-    for here, span, tile in tiles(rows, member, gaps=True, columns=clusters):
-        along = (tile @ directions[here].mT).gather(2, cluster[here, span, None]).squeeze(2)
+    # What stands where there is no row changes that row's cosine alone, which no cluster asks for.
+    for here, span, tile in tiles(rows, member, gaps=False, columns=clusters):
+        along = (directions[here] @ tile.mT).gather(1, cluster[here, None, span]).squeeze(1)
         # A zero row has no direction: cosine 0, as 0 / ZERO_NORM is.
         cosine[here, span] = along / torch.linalg.vector_norm(tile, dim=-1).clamp_min(ZERO_NORM)
     return means, nearest_members(cosine, assignment, clusters, rounding(rows.dtype))

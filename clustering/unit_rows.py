@@ -58,10 +58,15 @@ class UnitRows:
         """See `rounding`."""
         return rounding(self.rows.dtype)
 
-    def groups(self, part: slice) -> "UnitRows":
-        """Some of the groups, as views."""
-        valid = None if self.valid is None else self.valid[part]
-        return UnitRows(self.rows[part], valid, self.inverse[part], self.finite)
+    @property
+    def usable(self) -> Bool[Tensor, "groups n"]:
+        """True at rows with a direction."""
+        return self.inverse > 0
+
+    def part(self, groups: slice | list[int], columns: slice = slice(None), *, whole: bool = False) -> "UnitRows":
+        """Some columns of some of the groups, as views where `groups` is a slice; `whole`: all of them are valid."""
+        valid = None if whole or self.valid is None else self.valid[groups, columns]
+        return UnitRows(self.rows[groups, columns], valid, self.inverse[groups, columns], self.finite)
 
     def tiles(self, *, columns: int = 1) -> Iterator[tuple[slice, slice, Tensor]]:
         """The unit rows tile by tile; see `tiles`."""
@@ -74,6 +79,11 @@ class UnitRows:
         return picked.mul_(inverse)
 
 
+def finite_norms(vectors: Float[Tensor, "*_ width"]) -> Bool[Tensor, ""]:
+    """Whether all norms are finite in float32; still on the device."""
+    return torch.linalg.vector_norm(vectors.float(), dim=-1).isfinite().all()
+
+
 def normalised(
     vectors: Float32[Tensor, "groups k width"], otherwise: Float32[Tensor, "groups k width"]
 ) -> Float32[Tensor, "groups k width"]:
@@ -84,4 +94,5 @@ def normalised(
 
 def first_alike(directions: Float32[Tensor, "groups clusters width"], apart: float) -> Int[Tensor, "groups clusters"]:
     """The first of the directions that each is no farther from than `apart` (1 − cosine): itself, or an earlier one."""
-    return torch.stack([(one @ one.mT >= 1 - apart).int().argmax(-1) for one in directions])
+    alike = directions @ directions.mT >= 1 - apart
+    return alike.view(torch.uint8).argmax(-1)

@@ -4,8 +4,9 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from tiered.kernels.nvfp4_decode_ref import CHUNK_ROWS, decode_chunk
-from tiered.kernels.record_table import RecordTable, record_views
+from tiered.kernels.nvfp4_decode_ref import decode_chunk
+from tiered.kernels.record_layout import chunks
+from tiered.kernels.record_table import Packed, RecordTable, unpack
 
 
 def delta_decode(
@@ -35,23 +36,21 @@ def delta_decode(
     """
     table.check(buffer, centroids, centroid_of_record)
     check_out(table, out, out_rows)
-    first = 0
-    for k, (offset, count) in enumerate(zip(table.offsets, table.rows, strict=True)):
-        record = record_views(buffer[offset : offset + table.layout(k).nbytes].to(out.device), table.layout(k))
-        centroid = None
-        if centroids is not None and centroid_of_record is not None:
-            centroid = centroids.index_select(0, centroid_of_record[k : k + 1]).float()
-        for start in range(0, count, CHUNK_ROWS):
-            part = slice(start, min(start + CHUNK_ROWS, count))
-            rows = decode_chunk(record.codes[part], record.block_scales[part], record.scale)[:, : table.width]
-            if centroid is not None and record.projections is not None:
-                rows += record.projections[part, None].float() * centroid
-            written = slice(first + part.start, first + part.stop)
-            if out_rows is None:
-                out[written] = rows
-            else:
-                out.index_copy_(0, out_rows[written], rows.to(out.dtype))
-        first += count
+    if table.total == 0:
+        return
+    packed, record = unpack(table, buffer), table.record_of_row
+    packed = Packed(*(part.to(out.device) for part in packed))
+    scale, kept = packed.scale.index_select(0, record), None
+    if centroids is not None and centroid_of_record is not None:
+        kept = centroids.index_select(0, centroid_of_record)
+    for part in chunks(table.total, table.width):
+        rows = decode_chunk(packed.codes[part], packed.block_scales[part], scale[part])[:, : table.width]
+        if kept is not None:
+            rows += kept.index_select(0, record[part]).float().mul_(packed.projections[part, None].float())
+        if out_rows is None:
+            out[part] = rows
+        else:
+            out.index_copy_(0, out_rows[part], rows.to(out.dtype))
 
 
 def check_out(table: RecordTable, out: Tensor, out_rows: Tensor | None) -> None:

@@ -6,9 +6,7 @@ import torch
 from jaxtyping import Float, Float32, Int64, UInt8
 from torch import Tensor
 
-from tiered.kernels.record_layout import CODE_BYTES, GROUP
-
-CHUNK_ROWS = 128  # their temporaries stay in the cache
+from tiered.kernels.record_layout import CODE_BYTES, GROUP, chunks
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -32,8 +30,7 @@ def nvfp4_decode(
             f"not those of rows of width {width}: [n, {groups * CODE_BYTES}], [n, {groups}] and [n] are allowed"
         )
     rows = torch.empty(n, width, dtype=dtype, device=codes.device)
-    for start in range(0, n, CHUNK_ROWS):
-        part = slice(start, start + CHUNK_ROWS)
+    for part in chunks(n, width):
         rows[part] = decode_chunk(codes[part], block_scales[part], scale[part])[:, :width]
     return rows
 

@@ -1,5 +1,7 @@
 """The FP32 scale of an NVFP4 record, and the guard before it: plain torch, for every device."""
 
+import math
+
 import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
@@ -31,7 +33,7 @@ def block_scale(block_amax: Float32[Tensor, "n groups"], scale: Float32[Tensor, 
 def require_finite(values: Float[Tensor, "..."], what: str) -> None:
     """Raise `ValueError` if any value is infinite or NaN. Reads every value once and, on a GPU, waits for the answer:
     there, once a layer at most."""
-    if values.numel() and not torch.stack(torch.aminmax(values)).isfinite().all():
+    if values.numel() and not all(map(math.isfinite, torch.stack(torch.aminmax(values)).tolist())):
         raise ValueError(f"{what} hold values that are infinite or NaN; NVFP4 has neither, finite ones are allowed")
 
 

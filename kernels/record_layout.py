@@ -9,12 +9,17 @@ Codes come first, so they are as well aligned as the record itself; every part i
 the number of rows. A row is padded with zeros to whole groups of 16 columns.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 GROUP = 16  # columns that share one E4M3 scale
 CODE_BYTES = GROUP // 2  # of one group
 RECORD_SCALE_BYTES = 4
 PROJECTION_BYTES = 2
+
+# Elements that are coded at once by the CPU, 1 MiB in float32: so many that the time of an operation is that of its
+# elements, so few that the caches hold them from one to the next.
+CHUNK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +54,17 @@ class Nvfp4Layout:
     def nbytes(self) -> int:
         """Bytes of the record."""
         return self.block_scales + self.rows * self.groups
+
+
+def part_bytes(rows: Sequence[int], width: int, delta: bool) -> list[tuple[int, int, int, int]]:
+    """Bytes of codes, scale, projections and block scales of records of so many rows each."""
+    row = Nvfp4Layout(1, width, delta)
+    codes, projections, block_scales = row.record_scale, row.block_scales - row.projections, row.groups
+    return [(count * codes, RECORD_SCALE_BYTES, count * projections, count * block_scales) for count in rows]
+
+
+def chunks(rows: int, width: int) -> Iterator[slice]:
+    """`rows` rows of `width` columns, as many at a time as are coded at once."""
+    step = max(1, CHUNK_ELEMENTS // width)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))

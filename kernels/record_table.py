@@ -10,7 +10,7 @@ from jaxtyping import BFloat16, Float, Float32, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.host_values import on_device
-from tiered.kernels.record_layout import Nvfp4Layout
+from tiered.kernels.record_layout import Nvfp4Layout, part_bytes
 
 RECORD_ALIGNMENT = 128  # bytes: what one request over PCIe or to device memory carries
 BUFFER_ALIGNMENT = 16  # bytes that one thread of a GPU moves at once
@@ -61,8 +61,7 @@ class RecordTable:
         if any(offset < 0 or offset % RECORD_ALIGNMENT for offset in offsets):
             raise ValueError(f"offsets = {list(offsets)}: multiples of {RECORD_ALIGNMENT} from 0 up are allowed")
         spans = sorted(
-            (offset, offset + Nvfp4Layout(count, width, delta).nbytes)
-            for count, offset in zip(rows, offsets, strict=True)
+            (offset, offset + sum(parts)) for offset, parts in zip(offsets, part_bytes(rows, width, delta), strict=True)
         )
         for (_, end), (begin, _) in pairwise(spans):
             if begin < end:
@@ -82,6 +81,16 @@ class RecordTable:
         """Rows of all records."""
         return len(self.record_of_row)
 
+    @property
+    def part_bytes(self) -> list[tuple[int, int, int, int]]:
+        """Bytes of the parts of each record, in their order."""
+        return part_bytes(self.rows, self.width, self.delta)
+
+    def records(self, buffer: UInt8[Tensor, " bytes"]) -> list[UInt8[Tensor, " _"]]:
+        """The records in `buffer`."""
+        spans = zip(self.offsets, self.part_bytes, strict=True)
+        return [buffer[offset : offset + sum(parts)] for offset, parts in spans]
+
     def layout(self, record: int) -> Nvfp4Layout:
         """The parts of a record."""
         return Nvfp4Layout(self.rows[record], self.width, self.delta)
@@ -93,7 +102,7 @@ class RecordTable:
         centroid_of_record: Int64[Tensor, " records"] | None,
     ) -> None:
         """Raise `ValueError` unless the records fit `buffer` and the centroids fit the records."""
-        end = max((offset + self.layout(k).nbytes for k, offset in enumerate(self.offsets)), default=0)
+        end = max((offset + sum(parts) for offset, parts in zip(self.offsets, self.part_bytes, strict=True)), default=0)
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or buffer.stride() != (1,) or buffer.numel() < end:
             raise ValueError(
                 f"a buffer of {buffer.dtype} {tuple(buffer.shape)}, strides {buffer.stride()}, cannot hold records up "
@@ -128,6 +137,37 @@ def record_views(record: UInt8[Tensor, " bytes"], layout: Nvfp4Layout) -> Record
         record[layout.record_scale : layout.projections].view(torch.float32),
         record[layout.projections : layout.block_scales].view(torch.bfloat16) if layout.delta else None,
         record[layout.block_scales : layout.nbytes].view(layout.rows, -1),
+    )
+
+
+class Packed(NamedTuple):
+    """The parts of all records of a table, each part in one piece: rows as they stand in the table."""
+
+    codes: UInt8[Tensor, "n code_bytes"]
+    scale: Float32[Tensor, " records"]
+    projections: BFloat16[Tensor, " delta_rows"]
+    block_scales: UInt8[Tensor, "n groups"]
+
+
+def pack(packed: Packed, table: RecordTable, out: UInt8[Tensor, " bytes"]) -> None:
+    """Write the records of `table`, at least one, into `out`; its other bytes stay as they are."""
+    whole = (part.flatten().view(torch.uint8) for part in packed)
+    pieces = (part.split(sizes) for part, sizes in zip(whole, zip(*table.part_bytes, strict=True), strict=True))
+    for record, parts in zip(table.records(out), zip(*pieces, strict=True), strict=True):
+        torch.cat(parts, out=record)
+
+
+def unpack(table: RecordTable, buffer: UInt8[Tensor, " bytes"]) -> Packed:
+    """The parts of the records of `table`, at least one: views of a single record, copies of several."""
+    pieces = (record.split(sizes) for record, sizes in zip(table.records(buffer), table.part_bytes, strict=True))
+    codes, scale, projections, block_scales = (
+        torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*pieces, strict=True)
+    )
+    return Packed(
+        codes.view(table.total, -1),
+        scale.view(torch.float32),
+        projections.view(torch.bfloat16),
+        block_scales.view(table.total, -1),
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiered.kernels import record_layout
 from tiered.kernels.record_layout import Nvfp4Layout
 from tiered.kernels.record_table import RecordTable
 from tiered.offload.codec_bytes import codec_bytes
@@ -243,13 +244,18 @@ def test_the_columns_beside_a_view_are_left(codec: Codec, width: int):
     assert (wide[:, :2] == torch.pi).all() and (wide[:, 2 + width :] == torch.pi).all()
 
 
-def test_a_record_longer_than_the_references_chunks():
-    case, reference = Case(20, (300, 2)), Codec("_ref", "cpu")
+@pytest.mark.parametrize("chunk_rows", [1, 7, 300])
+def test_chunks_are_the_whole(chunk_rows: int, monkeypatch: pytest.MonkeyPatch):
+    """The reference goes through all rows of a call, whatever their records, a few at a time."""
+    case, reference = Case(20, (300, 2, 11, 1)), Codec("_ref", "cpu")
+    whole = reference.encode(case.values, case)
+    monkeypatch.setattr(record_layout, "CHUNK_ELEMENTS", chunk_rows * 20)
     buffer = reference.encode(case.values, case)
+    assert torch.equal(buffer, whole)
     decoded = reference.decode(buffer, case)
     assert torch.equal(decoded, torch.from_numpy(naive_decode(case, buffer)))
-    out_rows = torch.randperm(302, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(reference.decode(buffer, case, torch.empty(302, 20), out_rows)[out_rows], decoded)
+    out_rows = torch.randperm(case.total, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(reference.decode(buffer, case, torch.empty(case.total, 20), out_rows)[out_rows], decoded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiered.kernels import record_layout
 from tiered.kernels.nvfp4_decode_ref import nvfp4_decode
 from tiered.kernels.nvfp4_encode_ref import nvfp4_encode
 from tiered.kernels.nvfp4_scale import SCALE_MIN, nvfp4_scale, require_finite
@@ -197,10 +198,11 @@ def test_every_row_has_its_own_scale():
         assert torch.equal(decoded[part], nvfp4_decode(*alone, scale[part], 64, torch.float32))
 
 
-def test_a_view_and_many_chunks():
-    """Rows apart in memory, or columns apart, and more rows than any chunk has."""
+def test_a_view_and_many_chunks(monkeypatch: pytest.MonkeyPatch):
+    """Rows apart in memory, or columns apart, and more rows than a chunk has."""
     values = gaussian(150, 48)
     expected = nvfp4_encode(values, one_scale(values))
+    monkeypatch.setattr(record_layout, "CHUNK_ELEMENTS", 64 * 48)
     for view in [gaussian(150, 99)[:, 20:68].copy_(values), torch.empty(48, 150).copy_(values.T).T]:
         codes, block_scales = nvfp4_encode(view, one_scale(values))
         assert torch.equal(codes, expected[0]) and torch.equal(block_scales, expected[1])
