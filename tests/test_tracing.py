@@ -227,7 +227,7 @@ def test_forwards_layers_and_kinds(recorded: Recorded, model: DiffusionModel):
         for each in spans
         if each.op is Op.DRIFT and each.parent is not None and each.parent.op is Op.LAYER and each.forward in fetching
     }
-    assert measured == set(itertools.product(fetching, range(layers - 1)))
+    assert measured == set(itertools.product(fetching, (0, 1)))  # where a group of layers begins
     clustering = {each.forward for each in spans if each.op is Op.CLUSTERING}
     assert clustering == {number for number, kind in enumerate(recorded.recorder.kinds) if kind == "refresh"}
 
