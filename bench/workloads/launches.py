@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tiered.core.ops import Op
-from tiered.core.spans import Recorder, Span, recording
+from tiered.core.spans import Recorder, Span, active, recording
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from workloads.models import VOCABULARY, random_model
@@ -177,7 +177,10 @@ def counting() -> Iterator[Counting]:
         return call
 
     changed: dict[str, Callable[[Any], Any]] = dict.fromkeys(ASKING, asking)
-    changed["for_device"] = lambda original: lambda reference, device: original(reference, CUDA)
+    # A module that is imported on the way keeps what it finds: afterwards that is to choose as ever.
+    changed["for_device"] = lambda original: (
+        lambda reference, device: original(reference, CUDA if active() is found else device)
+    )
     with ExitStack() as stack:
         stack.enter_context(patch.object(GridExecutor, "__call__", started))
         for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "tiered"]:
