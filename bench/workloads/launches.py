@@ -28,7 +28,7 @@ from tiered.runtime import Runtime
 from workloads.models import VOCABULARY, random_model
 
 LAYERS = 6  # the first and the last count for nothing; of four between them one clusters, and three share its clusters
-WIDTH, CONTEXT = 64, 32
+WIDTH, CONTEXT = 128, 32  # two heads: what joins them counts
 CALL = {"max_new_tokens": 16, "block_length": 8, "steps": 8, "stop_at_eos": False}
 # So few rows have as many clusters as hundreds have, and a step of two tokens is followed by an update.
 OPTIONS: Mapping[str, dict[str, Any]] = {"polestar": {"clusters": 8, "update_threshold": 2}}
