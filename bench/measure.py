@@ -63,7 +63,8 @@ def parser_of(study: ModuleType) -> argparse.ArgumentParser:
     run.add_argument("--show", action="store_true", help="measure nothing: the tables of what is there")
     run.add_argument("--into", type=Path, metavar="PAGE.md", help="put the tables between the marks of this page, too")
     run.add_argument("--out", type=Path, metavar="DIR", help=f"folder of the rows (default: bench/results/{name})")
-    run.add_argument("--threads", type=int, default=1, help="of torch, in each process (default: 1)")
+    if "threads" not in study.AXES:
+        run.add_argument("--threads", type=int, default=1, help="of torch, in each process (default: 1)")
     run.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     run.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     run.add_argument("--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="of a point (default: 3600)")
@@ -78,7 +79,7 @@ def parser_of(study: ModuleType) -> argparse.ArgumentParser:
 def plan(study: ModuleType, args: argparse.Namespace) -> tuple[list[Point], dict[str, Any]]:
     """The points, and what their processes are told beside their settings. Raises `ValueError` with what is wrong."""
     for name, least in (("runs", 1), ("threads", 1), ("seed", 0)):
-        if getattr(args, name) < least:
+        if name not in study.AXES and getattr(args, name) < least:
             raise ValueError(f"--{name} {getattr(args, name)}; a whole number from {least} is allowed")
     if not args.timeout > 0:
         raise ValueError(f"--timeout {args.timeout:g}; seconds above 0 are allowed")
@@ -86,7 +87,7 @@ def plan(study: ModuleType, args: argparse.Namespace) -> tuple[list[Point], dict
     for axis, values in study.AXES.items():
         if (text := getattr(args, axis)) is not None:
             axes[axis] = parse_values(axis, text, values)
-    common = {"device": args.device, "threads": args.threads, "seed": args.seed}
+    common = {name: getattr(args, name) for name in ("device", "threads", "seed") if name not in study.AXES}
     flags = {flag: getattr(args, flag) for flag in args.local}
     local = study.local(axes, **flags) if hasattr(study, "local") else {}
     return points_of(study, axes, common, args.filter), local
@@ -144,14 +145,15 @@ def summary(args: argparse.Namespace, points: Sequence[Point], store: Store) -> 
 
 
 def show(study: ModuleType, args: argparse.Namespace) -> dict[str, Any]:
-    """Print the tables, and put them into a page."""
+    """Print the tables, and put them into a page; for the last line, what was read and the study's figures."""
     rows, about = read_rows(args.out)
     tables = study.tables(rows)
     for mark, text in tables.items():
         print(f"{mark}\n\n{text}\n")
     if len(about["stamps"]) > 1:
         print("rows of several machines, versions or revisions: compare no speeds among them\n")
-    return {"rows": len(rows)} | ({} if args.into is None else {"filled": fill_marks(args.into, tables)})
+    told = {} if args.into is None else {"filled": fill_marks(args.into, tables)}
+    return {"rows": len(rows)} | told | (study.figures(rows) if hasattr(study, "figures") else {})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if counts["missing"]:
             console.print(f"{counts['missing']} measurements are missing; the same command goes on", **PLAIN)
         else:
-            show(study, args)
+            counts = show(study, args) | counts
     except (ValueError, TypeError, OSError) as error:
         parser.error(str(error))
     print(json.dumps(counts))

@@ -15,8 +15,9 @@ from typing import Any
 import measure
 import pytest
 import torch
+from baselines.asked import PeerError
 from baselines.matches import MATCHES, RULES
-from baselines.official import IMPLEMENTATIONS, Official, OfficialError, commit_of, located
+from baselines.official import IMPLEMENTATIONS, Official, commit_of, located
 from baselines.official_worker import Implementations
 from measuring.study import points_of, study_named
 from measuring.worker import RefusedError
@@ -123,7 +124,7 @@ def test_another_token_fails_where_peers_have_to_agree_and_a_peer_that_breaks_en
 
     def breaks(prompt: list[int]) -> matches.Answer:
         asked.append(len(prompt))
-        raise OfficialError("killed")
+        raise PeerError("killed")
 
     questions = matches.Questions("random", [[1] * 100])
     four = [peer("official, x", [1, 2, 3, 4], commits={"x": "abc"}), peer("a", [1, 2, 3, 4]), peer("b", [1, 2, 3, 5])]
@@ -150,15 +151,15 @@ def test_official_code_answers_from_a_process_of_its_own(code: Path, checkpoint:
         assert official.about["official_torch"] == torch.__version__
         answer = official.ask([5, 6], call, {})
         assert answer["tokens"] == [4] * 8 and answer["forwards"] == 8 and answer["seconds"] > 0
-        with pytest.raises(OfficialError, match=r"^ValueError: too short: fastdllm/llada/generate.py$"):
+        with pytest.raises(PeerError, match=r"^ValueError: too short: fastdllm/llada/generate.py$"):
             official.ask([5], call, {})
         assert official.ask([5, 6], call, {})["tokens"] == answer["tokens"]
     assert official._process.returncode is not None
     with pytest.raises(RefusedError, match=r"no folder dkv .*docs/peers.md"):
         Official("dkv_decode", checkpoint, **where)
-    with pytest.raises(OfficialError, match="cannot be started"):
+    with pytest.raises(PeerError, match="cannot be started"):
         Official("fast_dual", checkpoint, **run_by(str(code / "python")))
-    with pytest.raises(OfficialError, match="exit status 1"):
+    with pytest.raises(PeerError, match="exit status 1"):
         Official("fast_dual", checkpoint, **run_by("/bin/false"))
 
 
@@ -181,7 +182,8 @@ def test_polestar_commits_one_token_by_a_threshold_that_only_the_best_passes(
     for name, has in stand_ins.items():
         monkeypatch.setitem(sys.modules, f"polestar_llada.{name}", SimpleNamespace(**has))
     answer = Implementations(checkpoint, checkpoint).polestar()
-    answer(torch.tensor([[1]]), {"length": 8, "block": 4, "threshold": None, "early": None, "options": {}} | request_)
+    call = {"length": 8, "block": 4, "steps": 8, "threshold": None, "early": None, "options": {}}
+    answer(torch.tensor([[1]]), call | request_)
     assert (seen.pop("threshold"), seen.pop("threshold_early")) == threshold
     assert seen == {"steps": 8, "gen_length": 8, "block_length": 4, "mask_id": 8191}
 

@@ -86,3 +86,13 @@ def matches_of(names: Iterable[str], rules: Iterable[str], *, answer: int, block
                 call: dict[str, Any] = {"max_new_tokens": answer, "block_length": block} | RULES[rule]
                 of: dict[str, Any] = {"match": name, "rule": rule, "call": call}
                 yield of | {"peers": match.agree | match.others, "agree": len(match.agree)}
+
+
+def official_of(policy: str) -> tuple[str, Any] | None:
+    """The official implementation of a policy's algorithm, and its options there; None: there is none."""
+    for match in MATCHES.values():
+        peers = match.agree | match.others
+        if policy in peers:
+            found = ((peer.removeprefix("official, "), peers[peer]) for peer in peers if peer.startswith("official, "))
+            return next(found, None)
+    return None

@@ -4,8 +4,6 @@ None of their code is in this repository: CODE_ROOT is a folder of the user's wi
 (docs/peers.md). What is not there is refused.
 """
 
-import json
-import os
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -13,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from measuring.worker import RefusedError
+
+from baselines.asked import Asked
 
 WORKER = Path(__file__).with_name("official_worker.py")
 # By name, the folders of CODE_ROOT that it needs; the names are methods of `official_worker.Implementations`.
@@ -28,12 +28,8 @@ IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
 HOW = "docs/peers.md says how to get it"
 
 
-class OfficialError(Exception):
-    """The official code has failed."""
-
-
-class Official:
-    """A process that answers one prompt at a time and idles in between; ends with the `with`.
+class Official(Asked):
+    """One of them, answering prompts.
 
     Attributes:
         about: columns of its rows: the commits of the checkouts, and the versions of torch and transformers.
@@ -44,58 +40,35 @@ class Official:
 
         Raises:
             RefusedError: the code is not there.
-            OfficialError: it does not load.
+            PeerError: it does not load.
         """
         if code is None or python is None:
             raise RefusedError(f"official code is asked with --official and --official-python alone; {HOW}")
         for folder in IMPLEMENTATIONS[name]:
             if not (Path(code) / folder).is_dir():
                 raise RefusedError(f"no folder {folder} in that of --official; {HOW}")
-        # -I: the venv alone, and no folder of this repository, is on its path. The process is of the family of whoever
-        # measures, and ends with it; or with its stdin.
+        # -I: the venv alone, and no folder of this repository, is on its path. Compiling would be timed, and not all of
+        # it compiles.
         command = [python, "-I", str(WORKER), name, code, str(checkpoint), str(threads)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        try:
-            # Compiling would be timed, and not all of it compiles.
-            self._process = subprocess.Popen(command, env=os.environ | {"TORCHDYNAMO_DISABLE": "1"}, **pipes)
-        except OSError as error:
-            raise OfficialError(f"cannot be started: {error.strerror}") from error
-        try:
-            self.about = {"commits": {folder: commit_of(Path(code) / folder) for folder in IMPLEMENTATIONS[name]}}
-            self.about |= {f"official_{package}": version for package, version in self._answer().items()}
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __enter__(self) -> "Official":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        super().__init__(command, threads=threads, environment={"TORCHDYNAMO_DISABLE": "1"})
+        commits = {folder: commit_of(Path(code) / folder) for folder in IMPLEMENTATIONS[name]}
+        versions = {f"official_{package}": version for package, version in self.about.items()}
+        self.about = {"commits": commits} | versions
 
     def ask(self, prompt: list[int], call: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer `prompt` as `Runtime.generate` would with `call`, one token a step or by threshold: {"tokens",
-        "seconds", "forwards"}. `options` under the implementation's own names. Raises `OfficialError`."""
-        request = {"prompt": prompt, "length": call["max_new_tokens"], "block": call["block_length"]}
-        request |= {"threshold": call.get("confidence_threshold"), "early": call.get("early_threshold")}
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request | {"options": options}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # how it ended is read below
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise OfficialError(f"ended with exit status {self._process.wait()}")
-        answer = json.loads(line)
-        if "failed" in answer:
-            raise OfficialError(answer["failed"])
-        return answer
+        """Answer `prompt` as `Runtime.generate` would with `call`, in its "steps", else one token a step, or by
+        threshold: {"tokens", "seconds", "forwards"}. `options` under the implementation's own names. Raises
+        `PeerError`."""
+        length = call["max_new_tokens"]
+        return self.request(
+            prompt=prompt,
+            length=length,
+            block=call["block_length"],
+            steps=call.get("steps", length),
+            threshold=call.get("confidence_threshold"),
+            early=call.get("early_threshold"),
+            options=options,
+        )
 
 
 def commit_of(folder: Path) -> str | None:

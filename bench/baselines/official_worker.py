@@ -2,10 +2,10 @@
 
     python -I official_worker.py IMPLEMENTATION CODE_ROOT CHECKPOINT THREADS
 
-A request is {"prompt": [ids], "length": 128, "block": 32, "threshold": null, "early": null, "options": {…}}, where
-`options` has the implementation's own names; its answer {"tokens": […], "seconds": 1.5, "forwards": 128}, or {"failed":
-why}. The first line says {"torch": …, "transformers": …}, and comes when the checkpoint is loaded. Only functions that
-the official code offers to its users are called, and the models that it brings are put on the CPU.
+A request is {"prompt": [ids], "length": 128, "block": 32, "steps": 128, "threshold": null, "early": null, "options":
+{…}}, where `options` has the implementation's own names; its answer {"tokens": […], "seconds": 1.5, "forwards": 128},
+or {"failed": why}. The first line says {"torch": …, "transformers": …}, and comes when the checkpoint is loaded. Only
+functions that the official code offers to its users are called, and the models that it brings are put on the CPU.
 """
 
 import importlib
@@ -107,7 +107,7 @@ class Implementations:
     def _common(self, request: Request) -> dict[str, Any]:
         """Arguments that all of them call alike. A threshold is given where there is one: who has none refuses it."""
         own = {"threshold": request["threshold"], "threshold_early": request["early"]}
-        length = {"steps": request["length"], "gen_length": request["length"], "block_length": request["block"]}
+        length = {"steps": request["steps"], "gen_length": request["length"], "block_length": request["block"]}
         given = {name: value for name, value in own.items() if value is not None}
         return length | given | {"mask_id": self._mask} | request["options"]
 
@@ -144,26 +144,31 @@ class Implementations:
         return model
 
 
-def main() -> None:
-    """Answer until stdin ends."""
+def serve(load: Callable[[], dict[str, Any]], answer: Callable[[Request], dict[str, Any]], hidden: str) -> None:
+    """Say what `load` says, then answer until stdin ends. The folder `hidden` stands in no answer."""
     said = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the official code prints
-    name, code, checkpoint, threads = sys.argv[1:]
-    torch.set_num_threads(int(threads))
+    os.dup2(2, 1)  # what is printed on the way
 
     def say(make: Callable[[], dict[str, Any]]) -> None:
         try:
             told = make()
         except Exception as error:
             traceback.print_exc()
-            why = f"{type(error).__name__}: {error}".replace(f"{code}{os.sep}", "")
+            why = f"{type(error).__name__}: {error}".replace(f"{hidden}{os.sep}", "")
             told = {"failed": why.splitlines()[0]}
         said.write(json.dumps(told) + "\n")
 
-    implementations = Implementations(Path(code), Path(checkpoint))
-    say(lambda: implementations.load(name))
+    say(load)
     for line in sys.stdin:
-        say(lambda line=line: implementations.answer(json.loads(line)))
+        say(lambda line=line: answer(json.loads(line)))
+
+
+def main() -> None:
+    """Serve the implementation that the command line names."""
+    name, code, checkpoint, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    implementations = Implementations(Path(code), Path(checkpoint))
+    serve(lambda: implementations.load(name), implementations.answer, code)
 
 
 if __name__ == "__main__":

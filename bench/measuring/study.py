@@ -2,7 +2,8 @@
 
 A study is a module of bench/studies. Its docstring says, in its first line, what it measures. It has
 
-    AXES        by name, the values that are measured; each is a flag of the command line
+    AXES        by name, the values that are measured; each is a flag of the command line. "threads" as an axis is in
+                place of the flag that all other studies have, and a setting of every point
     QUICK       those of `--quick`, where they are others
     OF          columns that tell the rows of one point apart
     TIMED       columns that a clock gives; in all others two runs of a point agree, or `statistics.merged` says so
@@ -15,6 +16,7 @@ A study is a module of bench/studies. Its docstring says, in its first line, wha
 and it may have
 
     local(axes, **flags)        what only this machine knows, such as where a model is, as keywords of `measure`
+    figures(rows)               numbers of all rows by name, for the last line of stdout
     LOCAL       flags whose values `local` gets, by name with their help: paths, None where they are not given. Neither
                 a row nor the recorded command has them
 """

@@ -15,7 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from baselines.official import Official, OfficialError
+from baselines.asked import PeerError
+from baselines.official import Official
 from measuring.worker import RefusedError, refusing
 
 import tiered
@@ -93,7 +94,7 @@ def measure(
                         peer.about, peer.ask = theirs.about, by_official(stack.enter_context(theirs), call, options)
                     else:
                         peer.ask = by_runtime(runtime, kind, options, call)
-                except (RefusedError, OfficialError) as error:
+                except (RefusedError, PeerError) as error:
                     peer.out(error)
         for questions in questions_of(settings, runtime):
             yield from rows_of(peers, questions, agree=settings["agree"])
@@ -108,7 +109,7 @@ def rows_of(peers: list[Peer], questions: Questions, *, agree: int) -> Iterator[
             if peer.ask is not None and not peer.why:
                 try:
                     answers[peer.name] += [peer.ask(prompt)][: number > 0]
-                except (RefusedError, OfficialError) as error:
+                except (RefusedError, PeerError) as error:
                     peer.out(error)
     first = next((answers[peer.name] for peer in peers if not peer.why), [])
     official = next((p for p in peers if not p.why and p.name.startswith("official, ")), None)

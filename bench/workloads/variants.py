@@ -16,6 +16,10 @@ GIVEN: dict[str, dict[str, Any]] = {
     "composed": {"prompt_interval": "2 blocks", "response_interval": "block", "updates": {}},
 }
 WHOLE_WINDOWS: dict[str, dict[str, Any]] = {"elastic_cache": {"window": 32}}
+# A policy by another name, with options that are compared beside its defaults.
+DRIFT: dict[str, tuple[str, dict[str, Any]]] = {
+    "polestar-drift": ("polestar", {"refresh": "drift", "refresh_blocks": 64}),
+}
 # By noise, for answers of 32 tokens: a slow rule and a fast one, as options of `generate`. Under uniform noise there
 # are twice as many steps as tokens, and a block ends as soon as a step has nothing to change.
 RULES: dict[str, dict[str, dict[str, Any]]] = {

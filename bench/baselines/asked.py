@@ -1,0 +1,62 @@
+"""A process that is asked: a request is a line of JSON on its stdin, the answer a line on its stdout."""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+
+class PeerError(Exception):
+    """What was asked has failed, or its process has ended."""
+
+
+class Asked:
+    """A process that answers one request at a time and idles in between; ends with the `with`.
+
+    Attributes:
+        about: what it says of itself when it is ready.
+    """
+
+    def __init__(self, command: Sequence[str], *, threads: int, environment: Mapping[str, str]) -> None:
+        """Waits until it is ready. `threads`: of torch, and of the libraries that ask OpenMP. Raises `PeerError`."""
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        # OpenMP reads its number when torch is loaded. The process is of the family of whoever measures, and ends with
+        # it; or with its stdin.
+        own = {**os.environ, "OMP_NUM_THREADS": str(threads), **environment}
+        try:
+            self._process = subprocess.Popen(command, env=own, **pipes)
+        except OSError as error:
+            raise PeerError(f"cannot be started: {error.strerror}") from error
+        try:
+            self.about = self._answer()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def request(self, **request: Any) -> dict[str, Any]:
+        """The answer to `request`. Raises `PeerError`."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # how it ended is read below
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise PeerError(f"ended with exit status {self._process.wait()}")
+        answer = json.loads(line)
+        if "failed" in answer:
+            raise PeerError(answer["failed"])
+        return answer

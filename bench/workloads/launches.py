@@ -1,0 +1,218 @@
+"""What a layer of the CUDA path launches, and how often the host reads there, counted on the CPU.
+
+A launch is one operation of the CUDA path: each torch operation on tensors of the device that makes more than a view or
+room is one, as many kernels as it may start there; scaled dot-product attention and RMS norm, which have a kernel of
+their own on CUDA, are one; a Triton kernel is one every time that its launcher starts it, which it does here, in
+Triton's interpreter; a tensor of the host that goes to the device is one. What is computed on tensors of the host is
+none, and neither are copies between tiers, which no thread that computes waits for.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tiered.core.ops import Op
+from tiered.core.spans import Recorder, Span, active, recording
+from tiered.policies.registry import make_policy
+from tiered.runtime import Runtime
+from workloads.models import VOCABULARY, random_model
+
+LAYERS = 6  # the first and the last count for nothing; of four between them one clusters, and three share its clusters
+WIDTH, CONTEXT = 128, 32  # two heads: what joins them counts
+CALL = {"max_new_tokens": 16, "block_length": 8, "steps": 8, "stop_at_eos": False}
+# So few rows have as many clusters as hundreds have, and a step of two tokens is followed by an update.
+OPTIONS: Mapping[str, dict[str, Any]] = {"polestar": {"clusters": 8, "update_threshold": 2}}
+
+CUDA = torch.device("cuda")
+# By name, those that make a host wait for the device.
+READS = frozenset({"tolist", "item", "cpu", "numpy", "__array__", "nonzero", "equal", "masked_select", "unique"})
+READS |= {"__bool__", "__int__", "__float__", "__index__"}
+# CUDA has a kernel for them, where torch on the CPU takes several operations, or others.
+WHOLE = frozenset({"scaled_dot_product_attention", "rms_norm"})
+ROOM = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"})
+# Functions that ask a tensor where it is, and ask nothing else of the answer: there it is on CUDA.
+ASKING = frozenset({"add_by_cluster", "checked_forms", "project"})
+_HOST = "_of_the_host"  # an attribute of tensors that would not be on the device
+_IS_CPU, _DEVICE = vars(torch._C.TensorBase)["is_cpu"].__get__, vars(torch._C.TensorBase)["device"].__get__
+Place = tuple[int | None, int | None, Op, str]  # forward, layer (None: between layers), range and operation
+
+
+class Counting(Recorder):
+    """A recorder that counts, too.
+
+    Attributes:
+        launches, reads: how many, by place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches, self.reads = Counter[Place](), Counter[Place]()
+        self._now: Span | None = None
+
+    def enter(self, span: Span) -> None:
+        super().enter(span)
+        self._now = span
+
+    def leave(self, span: Span) -> None:
+        super().leave(span)
+        self._now = span.parent
+
+    def launched(self, name: str) -> None:
+        """An operation, in the range that is open; without one it does not count."""
+        if self._now is not None:
+            self.launches[self._now.forward, self._now.layer, self._now.op, name] += 1
+
+    def read(self, name: str) -> None:
+        """A read by the host, there."""
+        if self._now is not None:
+            self.reads[self._now.forward, self._now.layer, self._now.op, name] += 1
+
+
+class _OnCuda(TorchFunctionMode):
+    """Sees what torch is asked for: tells tensors of the host from those of the device, though all are on the CPU."""
+
+    def __init__(self, counting: Counting) -> None:
+        super().__init__()
+        self.counting, self.quiet, self.asking = counting, 0, 0
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Nothing counts."""
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.asking and func in (_IS_CPU, _DEVICE):
+            return False if func == _IS_CPU else CUDA
+        name = getattr(func, "__name__", "")
+        if self.quiet or name == "__get__":
+            return func(*args, **kwargs)
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        # What is made of nothing is the host's, unless a device is asked for.
+        if all(hasattr(each, _HOST) for each in given) if given else kwargs.get("device") is None:
+            with self.silence():
+                made = func(*args, **kwargs)
+            if name == "to" and any(isinstance(value, torch.device) for value in (*args, *kwargs.values())):
+                self.counting.launched("host to device")
+                return made.detach()  # another tensor, which is the device's
+            return tree_map_only(Tensor, _of_host, made)
+        if name in READS or (name == "__getitem__" and _by_flags(args[1])):
+            self.counting.read(name)
+        if name in WHOLE:
+            self.counting.launched(name)
+            with self.silence():
+                return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        return _of_host(made.detach()) if name == "cpu" else made
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what torch does, unless something silences it."""
+
+    def __init__(self, cuda: _OnCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not self._cuda.quiet and not func.is_view and name not in ROOM and name != "_local_scalar_dense":
+            self._cuda.counting.launched(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _of_host(tensor: Tensor) -> Tensor:
+    setattr(tensor, _HOST, True)
+    return tensor
+
+
+def _by_flags(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in parts)
+
+
+@contextmanager
+def counting() -> Iterator[Counting]:
+    """Count what this thread does, as if its tensors were on CUDA.
+
+    Raises:
+        RuntimeError: Triton was imported without its interpreter (TRITON_INTERPRET=1).
+    """
+    from triton import knobs
+    from triton.runtime.interpreter import GridExecutor
+
+    if not knobs.runtime.interpret:
+        raise RuntimeError("launches are counted in Triton's interpreter; set TRITON_INTERPRET=1")
+    found = Counting()
+    cuda = _OnCuda(found)
+    start: Any = GridExecutor.__call__
+
+    def started(self: Any, *args: Any, **kwargs: Any) -> None:
+        found.launched(self.fn.__name__)
+        with cuda.silence():
+            start(self, *args, **kwargs)
+
+    def asking(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            cuda.asking += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                cuda.asking -= 1
+
+        return call
+
+    changed: dict[str, Callable[[Any], Any]] = dict.fromkeys(ASKING, asking)
+    # A module that is imported on the way keeps what it finds: afterwards that is to choose as ever.
+    changed["for_device"] = lambda original: (
+        lambda reference, device: original(reference, CUDA if active() is found else device)
+    )
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(GridExecutor, "__call__", started))
+        for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "tiered"]:
+            for name, change in changed.items():
+                if callable(original := vars(module).get(name)):
+                    stack.enter_context(patch.object(module, name, change(original)))
+        for context in (recording(found), cuda, _Operations(cuda)):
+            stack.enter_context(context)
+        yield found
+
+
+def count(policy: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """A small call of `policy` under `options`: a row for each kind of forward, {"kind", "forwards", "launches",
+    "reads"}, and one for each range in it, {"kind", "op", "launches", "reads"}. Launches are those of one layer, the
+    mean over all but the first and the last; reads those inside all layers of a forward."""
+    model = random_model(WIDTH, LAYERS, CONTEXT + CALL["max_new_tokens"]).to(torch.bfloat16)
+    runtime = Runtime(model, policy=make_policy(policy, **OPTIONS.get(policy, {}) | options), name="random")
+    prompt = torch.randint(0, VOCABULARY - 2, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
+    with counting() as found:
+        runtime.generate(prompt, **CALL)
+    rows = []
+    for kind in dict.fromkeys(found.kinds):
+        forwards, launches, reads = found.kinds.count(kind), Counter[Op](), Counter[Op]()
+        for (forward, layer, op, _), number in found.launches.items():
+            if forward is not None and layer in range(1, LAYERS - 1) and found.kinds[forward] == kind:
+                launches[op] += number
+        for (forward, layer, op, _), number in found.reads.items():
+            if forward is not None and layer is not None and found.kinds[forward] == kind:
+                reads[op] += number
+        of_kind = {"launches": launches.total() / forwards / (LAYERS - 2), "reads": reads.total() / forwards}
+        rows.append({"kind": kind, "forwards": forwards} | of_kind)
+        for op, number in launches.most_common():
+            of_op = {"launches": number / forwards / (LAYERS - 2), "reads": reads[op] / forwards}
+            rows.append({"kind": kind, "op": op.value} | of_op)
+    return rows

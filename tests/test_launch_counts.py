@@ -1,0 +1,95 @@
+"""Launches of the CUDA path as they are counted on the CPU: what is one, and how many a layer takes at most."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
+from workloads.launches import count, counting
+
+from tiered.clustering import summaries
+from tiered.core.ops import Op
+from tiered.core.rows import Rows
+from tiered.kernels import choice
+from tiered.kernels.host_values import on_device
+from tiered.offload.codecs import CODECS, Codec
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not in its interpreter")
+ROWS = torch.randn(1, 2, 6, 16, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+INDEX = torch.tensor([[4, 1]])
+
+
+def encode(rows: Tensor) -> None:
+    """One record of four rows."""
+    CODECS[Codec.NVFP4].encode(rows[0, 0, :4], [4], torch.empty(256, dtype=torch.uint8), [0], None, None)
+
+
+def by_cluster(rows: Tensor) -> None:
+    summaries.add_by_cluster(torch.zeros(1, 5, 16, device=rows.device), rows[:, 0, :2].float(), INDEX)
+
+
+def host_work(rows: Tensor) -> list[int]:
+    sizes = torch.tensor([2, 3])
+    return [*torch.cat([sizes.cumsum(0), torch.arange(3)]).tolist(), int(sizes.sum())]
+
+
+@pytest.mark.parametrize(
+    ("run", "launches", "reads"),
+    [
+        (lambda rows: rows.view(1, 2, -1).transpose(1, 2)[:, 1:], {}, {}),
+        (lambda rows: torch.empty_like(rows), {}, {}),
+        (lambda rows: (rows.float() + 1).sum(), {"_to_copy": 1, "add": 1, "sum": 1}, {}),
+        (lambda rows: F.scaled_dot_product_attention(rows, rows, rows), {"scaled_dot_product_attention": 1}, {}),
+        (lambda rows: F.rms_norm(rows, (16,)), {"rms_norm": 1}, {}),
+        (host_work, {}, {}),
+        (lambda rows: on_device([1, 2], rows.device) * 2, {"host to device": 1, "mul": 1}, {}),
+        (lambda rows: torch.zeros(2, device=rows.device), {"zeros": 1}, {}),
+        (lambda rows: rows.isfinite().tolist(), {"eq": 1, "abs": 1, "ne": 1, "mul": 1}, {"tolist": 1}),
+        (lambda rows: bool(rows[0, 0, 0, 0]), {}, {"__bool__": 1}),
+        (lambda rows: int(rows.cpu().sum()), {}, {"cpu": 1}),
+        (lambda rows: rows[rows > 0], {"gt": 1, "index": 1}, {"__getitem__": 1}),
+        # In Triton: once for each time that its launcher starts it, and what torch does for it.
+        (lambda rows: Rows.at(INDEX).put(rows.clone(), rows[:, :, :2]), {"clone": 1, "_scatter": 1}, {}),
+        (encode, {"host to device": 1, "zeros": 1, "_measure": 1, "_encode": 1}, {}),
+        # By a product there, whose sums come in one order.
+        (by_cluster, {"zeros": 1, "_to_copy": 1, "new_zeros": 1, "scatter_": 1, "baddbmm_": 1}, {}),
+    ],
+)
+def test_what_is_a_launch_and_what_a_read(
+    run: Callable[[Tensor], Any], launches: dict[str, int], reads: dict[str, int]
+):
+    with counting() as found, found.span(Op.LAYER, 0):
+        run(ROWS)
+    assert {name: number for (*_, name), number in found.launches.items()} == launches
+    assert {name: number for (*_, name), number in found.reads.items()} == reads
+    assert {(layer, op) for counter in (found.launches, found.reads) for _, layer, op, _ in counter} <= {(0, Op.LAYER)}
+
+
+def test_counting_leaves_nothing_changed():
+    before = choice.for_device, summaries.add_by_cluster, GridExecutor.__call__
+    with counting():
+        assert choice.for_device is not before[0] and GridExecutor.__call__ is not before[2]
+    assert (choice.for_device, summaries.add_by_cluster, GridExecutor.__call__) == before
+
+
+# Launches of a layer and reads in all layers of a forward, at most: these numbers only fall. Which clusters drift most,
+# and so what an update mends, hangs on rounding.
+MOST = {
+    "fast_dllm_dual": {"refresh": (41, 0), "step": (41, 0)},
+    "polestar": {"refresh": (430, 7), "step": (41, 0), "update": (470, 5)},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", MOST)
+def test_a_layer_launches_and_reads_no_more_than_this(policy: str):
+    rows = count(policy, {})
+    kinds = {row["kind"]: row for row in rows if "op" not in row}
+    assert kinds.keys() == MOST[policy].keys()
+    for kind, (launches, reads) in MOST[policy].items():
+        assert kinds[kind]["launches"] <= launches and kinds[kind]["reads"] <= reads, kinds[kind]
+        of = [row for row in rows if row["kind"] == kind and "op" in row]
+        assert sum(row["launches"] for row in of) == pytest.approx(kinds[kind]["launches"])
