@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float32
+from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 
@@ -26,6 +26,33 @@ class LogSumExp:
         """Of no columns, in the shape and on the device of `like`."""
         return cls(torch.full_like(like, -torch.inf), torch.zeros_like(like))
 
+    @classmethod
+    def by_part(
+        cls,
+        scores: Float32[Tensor, "batch heads clusters columns"],
+        part: Int[Tensor, "batch columns"],
+        member: Bool[Tensor, "batch columns parts"],
+    ) -> "LogSumExp":
+        """Of each part's columns, with the parts along the last dimension.
+
+        Args:
+            scores: −inf is no column. Overwritten.
+            part: of each column; −1 is no column, and has no score.
+            member: the same as a table (`members`).
+        """
+        parts = member.shape[2]
+        none = scores.new_full((*scores.shape[:3], parts), -torch.inf)
+        if parts == 1:
+            peak = torch.maximum(none, scores.amax(3, keepdim=True)) if scores.shape[3] else none
+            base = finite(peak)
+        else:
+            index = part.clamp_min(0)[:, None, None].expand_as(scores)
+            peak = none.scatter_reduce_(3, index, scores, "amax")
+            base = finite(peak).gather(3, index)
+        weights = scores.sub_(base).exp_()
+        # A product with ones and zeros: a scattered sum would add in another order each time on CUDA.
+        return cls(peak, (weights.flatten(1, 2) @ member.float()).view_as(peak))
+
     @property
     def value(self) -> Float32[Tensor, "*rows"]:
         """The log-sum-exp as one number; −inf where there is no column."""
@@ -40,15 +67,19 @@ class LogSumExp:
         mass = scores.sub_(base[..., None]).exp_().sum(-1)
         return LogSumExp(peak, mass.add_(self.mass * (self.peak - base).exp_()))
 
-    def minus(self, part: "LogSumExp") -> "LogSumExp":
+    def minus(self, part: "LogSumExp", whole: Bool[Tensor, "*rows"] | None = None) -> "LogSumExp":
         """Without the columns of `part`, which must be some of those in the set, at the scores that they were added at.
 
         What remains is off by the rounding of scores times the mass of `part`: about 10⁻⁶ of it at scores of 10. So
         where `part` holds nearly all, the remainder is noise: a set that can be summed without `part` should be. More
         precise arithmetic would not help, since the scores themselves are rounded.
+
+        Args:
+            whole: True where `part` has every column of the set: nothing remains, and no noise.
         """
-        removed = part.mass * (part.peak - finite(self.peak)).exp_()
+        removed = (part.peak - finite(self.peak)).exp_().mul_(part.mass)
         mass = (self.mass - removed).clamp_min_(0)
+        mass = mass if whole is None else mass.masked_fill_(whole, 0)
         return LogSumExp(self.peak.where(mass > 0, -torch.inf), mass)
 
     def union(self, other: "LogSumExp") -> "LogSumExp":
@@ -65,6 +96,11 @@ class LogSumExp:
         """log(exp(score) / Σ exp) of columns of the set; −inf at −inf. Their probabilities are its exponential."""
         log_mass = self.mass.log().where(self.mass > 0, 0.0)
         return (scores - finite(self.peak)[..., None]).sub_(log_mass[..., None])
+
+
+def members(part: Int[Tensor, "batch columns"], parts: int) -> Bool[Tensor, "batch columns parts"]:
+    """Which of `parts` each column belongs to: one, or none at −1. Summed over columns, it is the size of each part."""
+    return part[..., None] == torch.arange(parts, device=part.device)
 
 
 def finite(peak: Float32[Tensor, "*rows"]) -> Float32[Tensor, "*rows"]:

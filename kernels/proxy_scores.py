@@ -1,6 +1,7 @@
 """Attention scores of centroids over some keys: a matrix product, so plain torch serves every device."""
 
-from jaxtyping import Float, Float32
+import torch
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 
@@ -23,6 +24,16 @@ def proxy_scores(
     scores = (grouped @ keys.float().transpose(-1, -2)).mul_(head_dim**-0.5)
     scores = scores.view(batch, heads, clusters, columns)
     return scores if soft_cap is None else capped(scores, soft_cap)
+
+
+def keys_at(
+    keys: Float[Tensor, "batch kv_heads length head_dim"], index: Int[Tensor, "batch columns"] | None
+) -> Float[Tensor, "batch kv_heads columns head_dim"]:
+    """The `keys` at the columns of `index`, in its order; None: all of them."""
+    if index is None:
+        return keys
+    sequences = torch.arange(len(keys), device=keys.device)[:, None]
+    return keys[sequences, :, index].transpose(1, 2)
 
 
 def sink_scores(

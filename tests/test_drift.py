@@ -1,7 +1,7 @@
 """The drift of proxy attention against float64 arithmetic, and the law: incremental = full."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import full_drift
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tiered.core.rows import Rows
 from tiered.kernels import proxy_drift_ref
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.policies.polestar.drift_reference import DriftReference
@@ -145,13 +146,15 @@ def device_of(implementation: str) -> str:
     return "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
 
 
-def drift(implementation: str) -> Callable[..., Tensor]:
-    if implementation == "reference":
-        return proxy_drift_ref.proxy_drift
-    pytest.importorskip("triton")
-    from tiered.kernels import proxy_drift
+def drift(implementation: str) -> Callable[[Tensor, Tensor, DriftReference], Tensor]:
+    """Of queries, and of the keys that stand at the changing columns of a reference."""
+    op = proxy_drift_ref.proxy_drift
+    if implementation == "triton":
+        pytest.importorskip("triton")
+        from tiered.kernels import proxy_drift
 
-    return proxy_drift.proxy_drift
+        op = proxy_drift.proxy_drift
+    return lambda queries, keys, reference: op(queries, keys, None, reference, (0, reference.columns.shape[1]))[0]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -160,10 +163,10 @@ def test_strides_are_honoured(implementation: str):
     case = random_case().to(device_of(implementation))
     reference = case.reference()
     scores = reference.scores.mT.contiguous().mT
-    rest = LogSumExp(reference.rest.peak.mT.contiguous().mT, reference.rest.mass.mT.contiguous().mT)
+    sums = LogSumExp(*(part.transpose(1, 2).contiguous().transpose(1, 2) for part in astuple(reference.sums)))
     queries = case.queries.transpose(1, 2).contiguous().transpose(1, 2)
     keys = case.changed_keys().transpose(1, 3).contiguous().transpose(1, 3)
-    assert_close(drift(implementation)(queries, keys, replace(reference, rest=rest, scores=scores)), case.true())
+    assert_close(drift(implementation)(queries, keys, replace(reference, sums=sums, scores=scores)), case.true())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -262,7 +265,7 @@ def exact_case(
 @settings(max_examples=300)
 def test_the_law_incremental_is_full(seed: int, **shape: Any):
     case = exact_case(seed, **shape)
-    incremental = proxy_drift_ref.proxy_drift(case.queries, case.changed_keys(), case.reference()).double()
+    incremental = drift("reference")(case.queries, case.changed_keys(), case.reference()).double()
     true = case.true()
     allowed = LAW * true.clamp(min=1)
     assert ((incremental - case.full().double()).abs() <= allowed).all()
@@ -309,9 +312,9 @@ def test_the_work_of_a_step_does_not_grow_with_the_length():
     for length in (80, 4000):
         case = random_case(length=length, changing=37)
         reference, keys = case.reference(), case.changed_keys()
-        given = [case.queries, keys, reference.scores, reference.rest.peak, reference.rest.mass]
+        given = [case.queries, keys, reference.scores, reference.sums.peak, reference.sums.mass]
         with FlopCounterMode(display=False) as counter:
-            proxy_drift_ref.proxy_drift(case.queries, keys, reference)
+            drift("reference")(case.queries, keys, reference)
         counts.append((counter.get_total_flops(), [tensor.shape for tensor in given]))
     assert counts[0] == counts[1]
     assert counts[0][0] == 2 * case.queries.numel() * 37
@@ -320,13 +323,13 @@ def test_the_work_of_a_step_does_not_grow_with_the_length():
 @pytest.mark.parametrize(("soft_cap", "sinks"), [(None, None), (1.5, 2)])
 def test_after_an_update_the_current_is_the_last(soft_cap: float | None, sinks: int | None):
     case = random_case(soft_cap=soft_cap, sinks=sinks)
-    reference = case.reference().refreshed(case.queries, case.changed_keys())
+    _, reference = case.reference().measured(case.queries, case.keys, Rows.at(case.changing))
     after = replace(case, last_keys=case.keys, keys=case.keys.clone())
-    assert (proxy_drift_ref.proxy_drift(case.queries, after.changed_keys(), reference) <= 1e-10).all()
+    assert (drift("reference")(case.queries, after.changed_keys(), reference) <= 1e-10).all()
     assert case.valid is not None
     for b, index in enumerate(case.changing):
         after.keys[b, :, index[case.valid[b]]] *= 0.5
-    found = proxy_drift_ref.proxy_drift(case.queries, after.changed_keys(), reference)
+    found = drift("reference")(case.queries, after.changed_keys(), reference)
     assert_close(found, after.true())
     assert (found > 0.01).all()
     direct = after.reference()

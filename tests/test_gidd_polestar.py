@@ -140,10 +140,10 @@ def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: py
     options = {"clusters": 4, "top_m": 1, "update_threshold": 0, "codec": "raw", "cluster_layers": 1}
     first: dict[int, Any] = {}
 
-    def measured(queries: Tensor, keys: Tensor, reference: DriftReference) -> Tensor:
-        from tiered.kernels.proxy_drift_ref import proxy_drift
+    measure = DriftReference.measured
 
-        found = proxy_drift(queries, keys, reference)
+    def measured(reference: DriftReference, queries: Tensor, *given: Any) -> tuple[Tensor, DriftReference]:
+        found, after = measure(reference, queries, *given)
         layer = len(first)
         if layer < 3:
             old_queries, old_keys, forward, _ = before[layer]
@@ -152,9 +152,9 @@ def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: py
             mask = forward.key_mask
             first[layer] = found
             expected.append(full_drift(queries, forward.keys(layer), old_keys, mask, shape.soft_cap, sinks))
-        return found
+        return found, after
 
-    monkeypatch.setattr("tiered.policies.polestar.patching.proxy_drift", measured)
+    monkeypatch.setattr(DriftReference, "measured", measured)
     generate(runtime, "polestar", options, "adaptive")
     assert len(first) == 3
     for layer, drift in first.items():

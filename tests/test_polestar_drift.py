@@ -17,9 +17,10 @@ from tiered.forward.forward import Flow, Forward
 from tiered.kernels.proxy_scores import proxy_scores
 from tiered.output import GenerationOutput
 from tiered.policies.base import Step, StepKind, StepRows
-from tiered.policies.polestar import patching, update
 from tiered.policies.polestar import policy as polestar
+from tiered.policies.polestar import update
 from tiered.policies.polestar.cache import HiddenCache
+from tiered.policies.polestar.drift_reference import DriftReference
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
 from tiered.policies.polestar.patching import write_and_measure
@@ -173,10 +174,13 @@ def test_the_drift_of_updates_is_that_of_all_keys(runtime: Runtime, oracle: Orac
 def test_clusters_that_stand_still_are_chosen_by_number(runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
     """Divergences of log-probabilities that are 2⁻⁸ apart at most are rounding."""
 
-    def still(queries: Tensor, *_: Any) -> Tensor:
-        return 2**-17 * torch.rand(queries.shape[0], queries.shape[2], generator=torch.Generator().manual_seed(0))
+    measured = DriftReference.measured
 
-    monkeypatch.setattr(patching, "proxy_drift", still)
+    def still(*given: Any) -> tuple[Tensor, DriftReference]:
+        drift, reference = measured(*given)
+        return 2**-17 * torch.rand(drift.shape, generator=torch.Generator().manual_seed(0)), reference
+
+    monkeypatch.setattr(DriftReference, "measured", still)
     out = generate(runtime, clusters=6, top_m=2, update_threshold=1)
     # Layers above choose first what this one hands up.
     first = [update for update in out.updates if update.layer == 0]

@@ -21,11 +21,19 @@ SHAPES = {
     "whole tiles": {"head_dim": 32, "length": 64, "clusters": 16, "batch": 1},
     "one centroid, few keys": {"length": 10, "clusters": 1},
     "several tiles of rows": {"clusters": 35, "batch": 1},
-    "keys in two parts": {"length": 1100, "heads": 2, "kv_heads": 1, "clusters": 3, "batch": 1},
+    "keys in two splits": {"length": 1100, "heads": 2, "kv_heads": 1, "clusters": 3, "batch": 1},
     "bfloat16": {"dtype": torch.bfloat16},
     "soft cap": {"soft_cap": 0.7},
-    "soft cap, keys in two parts": {"length": 1100, "heads": 2, "kv_heads": 1, "batch": 1, "soft_cap": 2.0},
+    "soft cap, keys in two splits": {"length": 1100, "heads": 2, "kv_heads": 1, "batch": 1, "soft_cap": 2.0},
     "soft cap, bfloat16": {"dtype": torch.bfloat16, "soft_cap": 2.0, "masked": False},
+}
+PARTS = {
+    "one": (1, {}),
+    "a few": (4, {}),
+    "as many as there may be": (18, {"clusters": 3, "batch": 1}),
+    "keys in two splits": (5, {"length": 1100, "heads": 2, "kv_heads": 1, "clusters": 3, "batch": 1}),
+    "soft cap": (3, {"soft_cap": 0.7}),
+    "bfloat16": (9, {"dtype": torch.bfloat16, "heads": 3, "kv_heads": 1, "batch": 1}),
 }
 
 
@@ -86,11 +94,34 @@ def test_log_sum_exp(implementation: str, shape: str):
     assert_close(attention(implementation)(*given), scores64(*given))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", PARTS)
+def test_log_sum_exp_of_parts(implementation: str, case: str):
+    """Of which the last has no column, some columns have no part, and one part's scores are far below the others'."""
+    parts, shape = PARTS[case]
+    queries, keys, key_mask, soft_cap = inputs(implementation, **shape)
+    assert key_mask is not None
+    part = torch.randint(0, max(1, parts - 1), keys.shape[::2], generator=torch.Generator().manual_seed(1))
+    part = part.to(keys.device).where(key_mask, -1)
+    queries[..., 0] = 24**0.5
+    keys[..., 0] = torch.where(part == 1, -150.0, keys[:, 0, :, 0])[:, None]
+    found = attention(implementation)(queries, keys, None, soft_cap, part, parts)
+    assert found.peak.shape == found.mass.shape == (*queries.shape[:3], parts)
+    for p in range(parts):
+        of_part = LogSumExp(found.peak[..., p], found.mass[..., p])
+        scores = scores64(queries, keys, part == p, soft_cap)
+        torch.testing.assert_close(of_part.value.double(), scores.logsumexp(-1), rtol=2e-7, atol=4e-6)
+        assert parts == 1 or p < parts - 1 or (of_part.mass == 0).all()
+
+
 @pytest.mark.parametrize("keys_at_once", [16, 48, 64])
-def test_chunks_add_up(keys_at_once: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("parts", [None, 3, 20])
+def test_chunks_add_up(keys_at_once: int, parts: int | None, monkeypatch: pytest.MonkeyPatch):
     given = inputs(length=100, soft_cap=3.0)
     monkeypatch.setattr(proxy_attention_ref, "SCORES_AT_ONCE", keys_at_once * 2 * 4 * 5)
-    assert_close(proxy_attention_ref.proxy_attention(*given), scores64(*given))
+    part = None if parts is None else (torch.arange(100) % parts).expand(2, -1)
+    found = proxy_attention_ref.proxy_attention(*given, part, parts or 1)
+    assert_close(found if part is None else found.merged(), scores64(*given))
 
 
 def test_scores_exist_for_a_chunk_of_keys_at_a_time(monkeypatch: pytest.MonkeyPatch):
@@ -105,6 +136,9 @@ def test_scores_exist_for_a_chunk_of_keys_at_a_time(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(proxy_attention_ref, "proxy_scores", watched)
     proxy_attention_ref.proxy_attention(*inputs(length=500))
     assert sizes == [100 * 2 * 4 * 5] * 5
+    sizes.clear()  # as many keys as there are parts, at least
+    proxy_attention_ref.proxy_attention(*inputs(length=500), torch.zeros(2, 500, dtype=torch.int64), 200)
+    assert sizes == [200 * 2 * 4 * 5] * 2 + [100 * 2 * 4 * 5]
 
 
 @pytest.mark.parametrize("soft_cap", [None, 0.4])

@@ -56,7 +56,7 @@ for given, options in (
 
 from tiered.clustering.areas import cluster_areas, same_members
 from tiered.policies.polestar.drift_reference import DriftReference
-from tiered.kernels.proxy_drift_ref import proxy_drift
+from tiered.core.rows import Rows
 from tiered.core.ledger import Ledger
 from tiered.offload.codec_bytes import Codec
 from tiered.policies.polestar.hidden_records import HiddenRecords
@@ -77,7 +77,10 @@ for rows, valid in zip(hidden, mask.bool().expand(len(hidden), -1, -1)):
             tiers.evict([]), tiers.stats(), tiers.check_integrity()
 queries, keys, changing = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 20, 8), torch.tensor([[3, 4], [7, 9]])
 reference = DriftReference.of(queries, keys, changing)
-proxy_drift(queries, keys.gather(2, changing[:, None, :, None].expand(-1, 2, -1, 8)), reference)
+rows = Rows.at(torch.tensor([[0, 1, 2], [2, 3, 4]]), torch.tensor([[True, True, False]] * 2))
+wide = reference.widened(queries, keys, rows, torch.tensor([True, False]))
+_, reference = wide.measured(queries, keys, Rows.at(torch.cat([changing, rows.index], dim=1)), slice(2))
+reference.joined().move(queries[:, :, :1], keys, torch.tensor([[3], [3]]))
 print("checked", tuple(out.sequences.shape))
 """
 

@@ -161,24 +161,38 @@ class AttentionCase(KernelCase):
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyAttention(AttentionCase):
-    """Seen: Σ exp(score) and the largest exp(score), so that an error is one of probabilities."""
+    """`parts`: of the columns that count, one after the other; 0: there are none. Seen: Σ exp(score) and the largest
+    exp(score), so that an error is one of probabilities."""
 
     kernel, products, roundings, of_rows = "proxy_attention", 1, 0, 5  # a row is a number
+    parts: int = 0
+
+    def part(self, given: Attended) -> Tensor:
+        """[batch, length], −1 at pads."""
+        part = (torch.arange(self.length, device=given.keys.device) % self.parts).expand(self.batch, -1)
+        return part if given.key_mask is None else part.where(given.key_mask, -1)
 
     def run(self, given: Attended, room: Sequence[Tensor]) -> Sequence[Tensor]:
-        found = op(self.kernel)(given.queries, given.keys, given.key_mask, given.soft_cap)
+        parts = (self.part(given), self.parts) if self.parts else ()
+        found = op(self.kernel)(given.queries, given.keys, given.key_mask, given.soft_cap, *parts)
         return found.peak, found.mass
 
     def seen(self, given: Attended, results: Sequence[Tensor]) -> Sequence[Tensor]:
-        largest = results[0].double().exp()[..., None]
-        return largest * results[1].double()[..., None], largest
+        largest = results[0].double().exp()
+        both = largest * results[1].double(), largest
+        return both if self.parts else tuple(one[..., None] for one in both)
 
     def truth(self, given: Attended) -> Sequence[Tensor]:
         weights = given.scores64(given.keys).exp()
-        return weights.sum(3, keepdim=True), weights.amax(3, keepdim=True)
+        if not self.parts:
+            return weights.sum(3, keepdim=True), weights.amax(3, keepdim=True)
+        own = self.part(given)[:, None, None]
+        of_parts = [weights.where(own == part, 0.0) for part in range(self.parts)]
+        return torch.stack([one.sum(3) for one in of_parts], 3), torch.stack([one.amax(3) for one in of_parts], 3)
 
     def moved(self, given: Attended) -> int:
-        return given.nbytes() + 2 * 4 * given.queries[..., 0].numel()
+        part = 8 * self.batch * self.length if self.parts else 0
+        return given.nbytes() + part + 2 * 4 * given.queries[..., 0].numel() * max(1, self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +237,8 @@ CHECKED: tuple[KernelCase, ...] = (
     ProxyAttention(shape=DREAM, rows=65, masked=True, strided=True),
     ProxyAttention(shape=GIDD, rows=65, dtype=_FP16, soft_cap=SOFT_CAP),
     ProxyAttention(shape=DREAM, batch=2, rows=9, dtype=_FP32, masked=True, strided=True),
+    ProxyAttention(shape=LLADA, batch=2, rows=9, masked=True, parts=17),
+    ProxyAttention(shape=GIDD, rows=9, dtype=_FP32, soft_cap=SOFT_CAP, parts=9),
     BlockAttention(shape=DREAM, batch=2, rows=32, masked=True, strided=True),
     CappedAttention(shape=GIDD, batch=2, masked=True, partly=True, sinks=1, **_CAPPED),
     CappedAttention(shape=GIDD, dtype=_FP16, strided=True, partly=True, **_CAPPED),
@@ -231,6 +247,7 @@ CHECKED: tuple[KernelCase, ...] = (
 TIMED: tuple[KernelCase, ...] = (
     ProxyAttention(shape=LLADA, rows=TIMED_CLUSTERS, **_TIMED),
     ProxyAttention(shape=LLADA, rows=9, **_TIMED),
+    ProxyAttention(shape=LLADA, rows=9, parts=17, **_TIMED),
     ProxyAttention(shape=DREAM, rows=TIMED_CLUSTERS, **_TIMED),
     CappedAttention(shape=GIDD, partly=True, sinks=1, **_TIMED, **_CAPPED),
     *(

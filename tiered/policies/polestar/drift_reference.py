@@ -1,16 +1,19 @@
 """The attention of centroids at the last update, kept so that the drift since then needs the changed keys alone."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
+from tiered.core.rows import Rows
+from tiered.kernels.choice import for_device
 from tiered.kernels.drift_distribution import DriftDistribution
-from tiered.kernels.log_sum_exp import LogSumExp
-from tiered.kernels.proxy_scores import check_attention, proxy_scores
-from tiered.policies.polestar.kept_attention import KeptAttention, replaced_rows, sources
+from tiered.kernels.log_sum_exp import LogSumExp, members
+from tiered.kernels.proxy_attention_ref import proxy_attention
+from tiered.kernels.proxy_drift_ref import proxy_drift
+from tiered.kernels.proxy_scores import proxy_scores, sink_scores
+from tiered.kernels.proxy_widen_ref import proxy_widen
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,28 +22,22 @@ class DriftReference(DriftDistribution):
     carried from update to update without another look at all keys.
 
     The rest is summed without the changing columns. Their share could be taken off a sum over everything instead, but
-    where they hold nearly all of it the difference is noise. For the same reason the rest lies in parts, one for each
-    cluster: the members of a few whole clusters leave it (`widened`) without a subtraction, and come back (`narrowed`)
+    where they hold nearly all of it the difference is noise. For the same reason the rest lies in parts: one for each
+    cluster's members, part 0 for the columns of no cluster, and where there are sinks a last one for them, which never
+    changes. The members of a few whole clusters leave it (`widened`) without a subtraction, and come back (`measured`)
     to an empty part. So a reference that goes from update to update is as exact as one made anew, whatever the
     attention does and however many updates there are.
 
     An update that gives new keys to the columns F, all that some clusters have, then moves a few centroids:
 
-        reference = reference.widened(queries, keys of F before the update, F, valid)
-        drift = proxy_drift(queries, keys now at (changing, F), reference)
-        reference = reference.refreshed(queries, keys now at (changing, F)).narrowed(slice(changing))
-        reference = reference.replaced(DriftReference.of(queries of the moved, keys now, …), moved, valid)
+        reference = reference.widened(queries, keys, F)
+        ... the keys at the changing columns and at F are written ...
+        drift, reference = reference.measured(queries, keys, changing and F, slice(changing))
+        reference.move(queries of the moved, keys, moved, valid)
 
-    It takes batch · heads · clusters · (changing + 2 · parts + 2) float32; parts are the clusters of columns and one,
-    or two with sinks.
-
-    Attributes:
-        columns: of the canvas, where the changing ones stand; −1 at those that do not count.
-        kept: the rest, cluster by cluster; `rest` is their sum.
+    It takes batch · heads · clusters · (changing + 2 · parts) float32; parts are the clusters of columns and one, or
+    two with sinks.
     """
-
-    columns: Int[Tensor, "batch changing"]
-    kept: KeptAttention
 
     @classmethod
     def of(
@@ -74,37 +71,29 @@ class DriftReference(DriftDistribution):
         Raises:
             ValueError: shapes that do not go together.
         """
-        batch, _, length, head_dim = keys.shape
-        visible = keys.new_ones(batch, length, dtype=torch.bool) if key_mask is None else key_mask
+        batch, _, length, _ = keys.shape
         of_none = changing.new_zeros(batch, length, dtype=torch.int64)
-        part_of = (of_none if cluster_of is None else cluster_of.long() + 1).where(visible, -1)
-        counts = torch.ones_like(changing, dtype=torch.bool) if valid is None else valid
-        changes = torch.zeros_like(visible, dtype=torch.int32).scatter_add_(1, changing.long(), counts.int()) > 0
+        part_of = of_none if cluster_of is None else cluster_of.long() + 1
+        part_of = part_of if key_mask is None else part_of.where(key_mask, -1)
+        part_of = torch.nn.functional.pad(part_of, (0, 1), value=-1)
+        columns = changing.long() if valid is None else changing.long().where(valid, length)
+        part = part_of.scatter(1, columns, -1)[:, :-1]
+        columns = columns.where(part_of.gather(1, columns) >= 0, length)
         parts = 1 if cluster_of is None else clusters + 1
-        kept = KeptAttention.of(queries, keys, visible & ~changes, part_of, parts, soft_cap, sink_keys)
-        index = changing.long()[:, None, :, None].expand(-1, keys.shape[1], -1, head_dim)
-        counts = counts & visible.gather(1, changing.long())
-        scores = proxy_scores(queries, keys.gather(2, index), soft_cap)
-        scores.masked_fill_(~counts[:, None, None], -torch.inf)
-        return cls(kept.sums.merged(), scores, soft_cap, changing.long().where(counts, -1), kept)
-
-    def refreshed(
-        self,
-        queries: Float[Tensor, "batch heads clusters head_dim"],
-        keys: Float[Tensor, "batch kv_heads changing head_dim"],
-    ) -> "DriftReference":
-        """The current distribution as the reference: an update has happened that changed no other keys than `keys`,
-        which stand at the changing columns now, and no query."""
-        return replace(self, scores=self.current_scores(queries, keys))
+        sizes = members(part, parts).sum(1)
+        if sink_keys is not None and sink_keys.shape[1]:
+            sizes = torch.cat([sizes, torch.full_like(sizes[:, :1], sink_keys.shape[1])], dim=1)
+        sums = _sums(queries, keys, part, parts, soft_cap, sink_keys)
+        return cls(_scores(queries, keys, columns, soft_cap), columns, sums, sizes, part_of, soft_cap)
 
     def widened(
         self,
         queries: Float[Tensor, "batch heads clusters head_dim"],
-        keys: Float[Tensor, "batch kv_heads extra head_dim"],
-        columns: Int[Tensor, "batch extra"],
-        valid: Bool[Tensor, "batch extra"] | None = None,
+        keys: Float[Tensor, "batch kv_heads length head_dim"],
+        rows: Rows,
+        updating: Bool[Tensor, " batch"] | None = None,
     ) -> "DriftReference":
-        """The same distribution, with some columns of the rest as changing ones, behind those that are already.
+        """The same distribution, with the columns of `rows` as changing ones, behind those that are already.
 
         Exact where they are all columns that the rest has of some clusters. Where a cluster loses some of its columns
         only, or without clusters, the rest is off by about 10⁻⁶ of what they held of it (`LogSumExp.minus`), and the
@@ -112,117 +101,137 @@ class DriftReference(DriftDistribution):
         times what remains, and means nothing where they held 10⁶ times as much.
 
         Args:
-            queries: as they were when the reference was made.
-            keys: at `columns`, as they were when the reference was made.
-            columns: in the rest so far, and distinct, where valid; anything in range where not. Those that nothing may
-                attend to count as filler.
-            valid: False at filler.
+            queries, keys: as they were when the reference was made.
+            rows: in the rest so far, where valid. Those that nothing may attend to count as filler.
+            updating: False at sequences in which no row counts.
 
         Raises:
             ValueError: shapes that do not go together.
         """
-        check_attention(queries, keys)
-        if queries.shape[:3] != self.scores.shape[:3] or keys.shape[2] != columns.shape[1]:
-            raise ValueError(
-                f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} do not fit a reference with scores "
-                f"{tuple(self.scores.shape)} and columns {tuple(columns.shape)}"
-            )
-        columns = columns.long() if valid is None else columns.long().where(valid, -1)
-        columns = columns.where(self.kept.parts_at(columns) >= 0, -1)
-        scores = proxy_scores(queries, keys, self.soft_cap).masked_fill_((columns < 0)[:, None, None], -torch.inf)
-        kept = self.kept.without(scores, columns)
-        scores, columns = torch.cat([self.scores, scores], dim=3), torch.cat([self.columns, columns], dim=1)
-        return self._with(kept, scores, columns)
+        widen = for_device(proxy_widen, keys.device)
+        columns = rows.positions(len(queries), keys.device)
+        return self._with(*widen(queries, *_keys_of(rows, keys), self, columns, rows.valid, updating))
 
-    def narrowed(self, keep: slice) -> "DriftReference":
-        """The same distribution, with the changing columns outside `keep` back in the rest.
-
-        Raises:
-            ValueError: a slice with a step.
-        """
-        start, stop, step = keep.indices(self.columns.shape[1])
-        if step != 1:
-            raise ValueError(f"keep = {keep}; allowed: a slice without a step")
-        stop = max(start, stop)
-        scores = torch.cat([self.scores[..., :start], self.scores[..., stop:]], dim=3)
-        kept = self.kept.plus(scores, torch.cat([self.columns[:, :start], self.columns[:, stop:]], dim=1))
-        # Copies: the wider tensors need not live on.
-        return self._with(kept, self.scores[..., start:stop].clone(), self.columns[:, start:stop].clone())
-
-    def replaced(
+    def measured(
         self,
-        other: "DriftReference",
-        clusters: Int[Tensor, "batch moved"],
-        valid: Bool[Tensor, "batch moved"] | None = None,
-    ) -> "DriftReference":
-        """With the distributions of `other` in the place of those of `clusters`, whose queries have changed.
+        queries: Float[Tensor, "batch heads clusters head_dim"],
+        keys: Float[Tensor, "batch kv_heads length head_dim"],
+        rows: Rows,
+        keep: slice = slice(None),
+        updating: Bool[Tensor, " batch"] | None = None,
+    ) -> tuple[Float32[Tensor, "batch clusters"], "DriftReference"]:
+        """How far the distribution has moved, of which nothing but the keys at the changing columns did; and the
+        current one as the reference from now on, with the changing columns outside `keep` back in the rest.
 
         Args:
-            other: of `moved` clusters, over the same columns, with the same ones changing and in the same clusters.
-            clusters: of ours, distinct where valid, anything where not.
+            queries: as they were when the reference was made.
+            keys: as they are now.
+            rows: the changing columns, in their order.
+            keep: which of them stay changing.
+            updating: see `proxy_drift`.
+
+        Raises:
+            ValueError: shapes that do not go together; a slice with a step.
+        """
+        first, stop, step = keep.indices(self.columns.shape[1])
+        if step != 1:
+            raise ValueError(f"keep = {keep}; allowed: a slice without a step")
+        measure = for_device(proxy_drift, keys.device)
+        given = queries, *_keys_of(rows, keys), self
+        drift, scores, columns, sums, sizes = measure(*given, (first, max(first, stop)), updating)
+        return drift, self._with(scores, columns, sums, sizes)
+
+    def move(
+        self,
+        queries: Float[Tensor, "batch heads moved head_dim"],
+        keys: Float[Tensor, "batch kv_heads length head_dim"],
+        clusters: Int[Tensor, "batch moved"],
+        valid: Bool[Tensor, "batch moved"] | None = None,
+        sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+    ) -> None:
+        """Let `clusters` have other `queries` from now on, in place: their attention over all `keys` as these are now.
+
+        Args:
+            queries: of the moved centroids.
+            keys: of which those of the rest are as they were when the reference was made.
+            clusters: distinct where valid, anything in range where not.
             valid: False at filler, where sequences have different numbers of moved clusters.
+            sink_keys: as they were when the reference was made.
 
         Raises:
-            ValueError: another number of moved clusters, of heads, of changing columns or of parts.
+            ValueError: shapes that do not go together.
         """
-        if other.scores.shape[2] != clusters.shape[1]:
-            raise ValueError(f"a reference of {other.scores.shape[2]} clusters cannot replace {clusters.shape[1]}")
-        self._check_same_columns(other)
-        source = sources(clusters, valid, self.scores.shape[2])
-        kept = self.kept.replaced(other.kept, source)
-        return self._with(kept, replaced_rows(self.scores, other.scores, source), self.columns)
+        if queries.shape[2] != clusters.shape[1]:
+            raise ValueError(f"queries of {queries.shape[2]} clusters cannot be those of {clusters.shape[1]}")
+        part = self.part_of.scatter(1, self.columns, -1)[:, :-1]
+        parts = self.sizes.shape[1] - (sink_keys is not None and sink_keys.shape[1] > 0)
+        sums = _sums(queries, keys, part, parts, self.soft_cap, sink_keys)
+        scores = _scores(queries, keys, self.columns, self.soft_cap)
+        moved = Rows.at(clusters, valid)
+        for ours, new in (self.scores, scores), (self.sums.peak, sums.peak), (self.sums.mass, sums.mass):
+            moved.put(ours, new)
 
-    def joined(self, other: "DriftReference") -> "DriftReference":
-        """With the distributions of `other` behind ours, for new centroids; columns as for `replaced`.
+    def joined(self) -> "DriftReference":
+        """With one more centroid, a copy of the first until it is moved."""
 
-        Raises:
-            ValueError: another number of heads, of changing columns or of parts.
-        """
-        self._check_same_columns(other)
-        kept = self.kept.joined(other.kept)
-        return self._with(kept, torch.cat([self.scores, other.scores], dim=2), self.columns)
+        def one_more(ours: Tensor) -> Tensor:
+            return torch.cat([ours, ours[:, :, :1]], dim=2)
+
+        sums = LogSumExp(one_more(self.sums.peak), one_more(self.sums.mass))
+        return replace(self, scores=one_more(self.scores), sums=sums)
 
     def of_sequences(self, sequences: list[int]) -> "DriftReference":
         """That of these sequences alone."""
-        return self._picked(self, lambda ours, _: ours[sequences])
-
-    def where(self, sequences: Bool[Tensor, " batch"], other: "DriftReference") -> "DriftReference":
-        """Ours in these sequences, `other` in the rest; both over as many columns."""
-
-        def pick(ours: Tensor, theirs: Tensor) -> Tensor:
-            return torch.where(sequences.view(-1, *[1] * (ours.dim() - 1)), ours, theirs)
-
-        return self._picked(other, pick)
-
-    def _picked(self, other: "DriftReference", pick: Callable[[Tensor, Tensor], Tensor]) -> "DriftReference":
-        """With `pick` of each tensor of ours and of theirs, which all have the batch first."""
-
-        def of(ours: LogSumExp, theirs: LogSumExp) -> LogSumExp:
-            return LogSumExp(pick(ours.peak, theirs.peak), pick(ours.mass, theirs.mass))
-
-        mine, yours = self.kept, other.kept
-        kept = KeptAttention(
-            of(mine.sums, yours.sums), pick(mine.sizes, yours.sizes), pick(mine.part_of, yours.part_of)
-        )
-        scores, columns = pick(self.scores, other.scores), pick(self.columns, other.columns)
-        return replace(self, rest=of(self.rest, other.rest), scores=scores, columns=columns, kept=kept)
+        sums = LogSumExp(self.sums.peak[sequences], self.sums.mass[sequences])
+        state = self.scores[sequences], self.columns[sequences], sums, self.sizes[sequences]
+        return replace(self._with(*state), part_of=self.part_of[sequences])
 
     def _with(
         self,
-        kept: KeptAttention,
         scores: Float32[Tensor, "batch heads clusters changing"],
         columns: Int[Tensor, "batch changing"],
+        sums: LogSumExp,
+        sizes: Int[Tensor, "batch parts"],
     ) -> "DriftReference":
-        """The same attention over columns that are parted otherwise."""
-        return replace(self, rest=kept.sums.merged(), scores=scores, columns=columns, kept=kept)
+        """The same columns in the same parts, with another state."""
+        return replace(self, scores=scores, columns=columns, sums=sums, sizes=sizes)
 
-    def _check_same_columns(self, other: "DriftReference") -> None:
-        ours, theirs = (
-            (*one.scores.shape[:2], one.scores.shape[3], *one.kept.sizes.shape[1:], *one.kept.part_of.shape[1:])
-            for one in (self, other)
-        )
-        if ours != theirs:
-            raise ValueError(
-                "references must have the same batch, heads, changing columns, parts and length; "
-                f"these have {ours} and {theirs}"
-            )
+
+def _sums(
+    queries: Float[Tensor, "batch heads clusters head_dim"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"],
+    part: Int[Tensor, "batch length"],
+    parts: int,
+    soft_cap: float | None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
+) -> LogSumExp:
+    """Of the keys that have a part, and last of `sink_keys`, which every sequence has."""
+    attention = for_device(proxy_attention, keys.device)
+    if parts == 1:
+        one = attention(queries, keys, part >= 0, soft_cap)
+        sums = LogSumExp(one.peak[..., None], one.mass[..., None])
+    else:
+        sums = attention(queries, keys, None, soft_cap, part, parts)
+    if sink_keys is None or not sink_keys.shape[1]:
+        return sums
+    of_sinks = LogSumExp.empty(sums.peak[..., 0]).plus(sink_scores(queries, sink_keys, soft_cap))
+    pairs = (sums.peak, of_sinks.peak), (sums.mass, of_sinks.mass)
+    return LogSumExp(*(torch.cat([columns, last[..., None]], dim=3) for columns, last in pairs))
+
+
+def _scores(
+    queries: Float[Tensor, "batch heads clusters head_dim"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"],
+    columns: Int[Tensor, "batch changing"],
+    soft_cap: float | None,
+) -> Float32[Tensor, "batch heads clusters changing"]:
+    """Of the keys at `columns`; −inf at `length`."""
+    length = keys.shape[2]
+    index = columns.clamp_max(length - 1)[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
+    scores = proxy_scores(queries, keys.gather(2, index), soft_cap)
+    return scores.masked_fill_((columns == length)[:, None, None], -torch.inf)
+
+
+def _keys_of(rows: Rows, keys: Float[Tensor, "batch kv_heads length head_dim"]) -> tuple[Tensor, Tensor | None]:
+    """What the ops are given as keys, and as their index: a span is a view of them."""
+    return (rows.take(keys), None) if rows.index is None else (keys, rows.index)

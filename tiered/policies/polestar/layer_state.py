@@ -11,7 +11,7 @@ from tiered.clustering.cluster_index import ClusterIndex
 from tiered.clustering.summaries import means_and_medoids
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
-from tiered.core.spans import spanned
+from tiered.core.spans import span, spanned
 from tiered.forward.forward import Forward
 from tiered.policies.polestar.drift_reference import DriftReference
 from tiered.policies.polestar.hidden_records import HiddenRecords
@@ -95,8 +95,9 @@ class LayerState:
     ) -> None:
         """The centroids of these clusters have changed, and so have their queries: measure their drift from here."""
         queries = centroid_queries(forward, self.layer, centroids, self.medoids.gather(1, clusters))
-        fresh = _reference(forward, self.layer, queries, self.current, self.part_of, self.parts)
-        self.reference = self.reference.replaced(fresh, clusters, valid)
+        keys, sinks = forward.keys(self.layer), forward.model.sink_keys(self.layer)
+        with span(Op.DRIFT):
+            self.reference.move(queries, keys, clusters, valid, sinks)
         self.queries = self.queries.clone()
         Rows.at(clusters, valid).put(self.queries, queries)
 
@@ -119,11 +120,8 @@ class LayerState:
         number, filler = self.present.sum(1, keepdim=True), torch.zeros_like(medoids)
         self.medoids = torch.cat([self.medoids, filler], dim=1).scatter_(1, number, medoids)
         self.present = torch.cat([self.present, filler.bool()], dim=1).scatter_(1, number, True)
-        nothing = torch.zeros_like(self.queries[:, :, :1])
-        self.queries = torch.cat([self.queries, nothing], dim=2)
-        self.reference = self.reference.joined(
-            _reference(forward, self.layer, nothing, self.current, self.part_of, self.parts)
-        )
+        self.queries = torch.cat([self.queries, self.queries[:, :, :1]], dim=2)
+        self.reference = self.reference.joined()
         self.move(forward, number, torch.ones_like(number, dtype=torch.bool), centroids)
         for sequence in range(batch):
             self.members[sequence] = self.members[sequence].appended(*columns)

@@ -16,9 +16,7 @@ from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.forward.forward import Flow, Forward
-from tiered.kernels.choice import for_device
 from tiered.kernels.host_values import on_device
-from tiered.kernels.proxy_drift_ref import proxy_drift
 from tiered.policies.polestar.fetching import Fetching, Tickets
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.places import Columns, Places
@@ -45,22 +43,14 @@ def write_and_measure(
         stand still. Empty where a sequence does not update.
     """
     layer, known = state.layer, state.current[1] - state.current[0]
-    others = flow.rows[known:]
-    reference = state.reference
+    keys, others, reference = forward.keys(layer), flow.rows[known:], state.reference
     if others.count:
-        valid = updating[:, None].expand(-1, others.count)
-        valid = valid if others.valid is None else valid & others.valid
-        columns = others.positions(len(updating), updating.device)
-        keys = others.take(forward.keys(layer))
-        reference = reference.widened(state.queries, keys, columns, valid)
+        reference = reference.widened(state.queries, keys, others, updating)
     forward.write(layer, flow.rows, flow.hidden)
-    keys = flow.rows.take(forward.keys(layer))
-    drift = for_device(proxy_drift, keys.device)(state.queries, keys, reference)
-    drift = drift.where(drift > rounding(keys.dtype), 0)
     block = slice(last_active - (current[1] - current[0]), last_active)
-    renewed = reference.refreshed(state.queries, keys).narrowed(block)
     # Where a block begins every sequence updates; else the columns are the same, and the others' references stay.
-    state.reference = renewed.where(updating, state.reference)
+    drift, state.reference = reference.measured(state.queries, keys, flow.rows, block, updating)
+    drift = torch.nn.functional.threshold(drift, rounding(keys.dtype), 0.0)
     state.current = current
     counts = [len(members.sizes) for members in state.members]
     both = torch.cat([drift, updating[:, None].to(drift.dtype)], dim=1).tolist()
