@@ -440,7 +440,7 @@ def test_the_card():
     assert [*hidden.splitlines()[1 + delta : 2 + delta], *hidden.splitlines()[-2:]] == [
         "  nvfp4_delta           2.11 GiB       2,264,783,520 B   67.50 KiB per token",
         f"  centroids         {centroids}   639 clusters a layer and sequence",
-        "  staging rings         2.28 MiB           2,392,064 B   8 slots of nvfp4_delta records",
+        "  staging rings         5.78 MiB           6,062,080 B   8 slots of nvfp4_delta records",
     ]
     assert remarks.splitlines()[0] == "any one of these makes it fit:"
     assert f"  - lower the context to {made.largest_context}" in remarks.splitlines()
