@@ -16,7 +16,8 @@ from tiered.offload.fence import Fence, Region
 from tiered.offload.slab_fences import SlabFences
 from tiered.offload.slabs import BookedSlot, SlabBook
 
-MOST_CHUNK_BYTES = 64 << 30  # one registration: CUDA refuses single calls from 512 GiB
+CHUNK_BYTES = 64 << 20  # of one registration; from there on it costs by byte alone
+_CHUNKS = 8  # that an arena of the expected size is made of, where it is small
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +100,9 @@ class Arena:
         allocate_chunk: obtains memory of a size (a `Pinner`'s `allocate`, or `device_chunks`).
         on_grow: told the bytes before they are obtained; raises to refuse.
         on_shrink: told the bytes that were given back, or that were refused after `on_grow`.
-        chunk_bytes: what `place` obtains at a time where `capacity` allows, in whole slabs; one slab by default.
-            Pinning costs by call as well as by byte.
+        expected_bytes: what all records will take at most. Up to there `place` obtains an eighth of it at a time, in
+            whole slabs and `CHUNK_BYTES` at most, where `capacity` allows; else one slab. Pinning costs by call as well
+            as by byte, and neighbours move as one within a chunk only.
     """
 
     def __init__(
@@ -112,21 +114,19 @@ class Arena:
         on_grow: Callable[[int], object] = lambda nbytes: None,
         on_shrink: Callable[[int], object] = lambda nbytes: None,
         *,
-        chunk_bytes: int | None = None,
+        expected_bytes: int = 0,
     ) -> None:
         self.book = SlabBook(slab_bytes)
-        chunk_bytes = slab_bytes if chunk_bytes is None else chunk_bytes
-        if capacity is not None and capacity < 0:
-            raise ValueError(f"capacity = {capacity} bytes must be 0 or more")
-        if not slab_bytes <= chunk_bytes <= MOST_CHUNK_BYTES:
-            raise ValueError(f"chunk_bytes = {chunk_bytes} must be slab_bytes = {slab_bytes} to {MOST_CHUNK_BYTES}")
+        for name, size in (("capacity", capacity), ("expected_bytes", expected_bytes)):
+            if size is not None and size < 0:
+                raise ValueError(f"{name} = {size} bytes must be 0 or more")
         self.region = region
         self.slab_bytes = slab_bytes
         self.capacity = capacity
         self._allocate_chunk = allocate_chunk
         self._on_grow = on_grow
         self._on_shrink = on_shrink
-        self._chunk_slabs = chunk_bytes // slab_bytes
+        self._expected_slabs = expected_bytes // slab_bytes
         self._fences = SlabFences(region)
         self.actual_bytes = 0  # what the chunks take from the system
         self._chunks: list[Chunk] = []
@@ -148,7 +148,7 @@ class Arena:
             allowed = self._allowed_slabs()
             if allowed < 1:
                 raise self._full(self.book.room_for(nbytes), self.book.free_bytes(nbytes))
-            self._grow_by_a_chunk(min(self._chunk_slabs, allowed))
+            self._grow_by_a_chunk(max(1, min(self._chunk_slabs(), allowed)))
             booked = self.book.allocate(nbytes)
             assert booked is not None, "a new slab holds a record of any size"
         chunk, first = self._homes[booked.slab]
@@ -205,6 +205,11 @@ class Arena:
         self.book.release(slot._booked)
         del self._slots[slot.offset]
         slot._bytes = None
+
+    def _chunk_slabs(self) -> int:
+        """Slabs to obtain at a time; 0 or less once there is what was expected."""
+        left = self._expected_slabs - self.book.slabs
+        return min(self._expected_slabs // _CHUNKS, CHUNK_BYTES // self.slab_bytes, left)
 
     def _allowed_slabs(self) -> int:
         """Slabs that `capacity` still has room for."""

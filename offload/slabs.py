@@ -18,6 +18,15 @@ EXACT_UNITS = 64  # up to here every number of units is a size class
 STEPS = 16  # classes between a power of two and the next
 
 
+def size_class(nbytes: int, unit: int = UNIT) -> int:
+    """Bytes of the slot that a record of `nbytes` takes in a slab that has room for it."""
+    units = -(-nbytes // unit)
+    if units > EXACT_UNITS:
+        step = (1 << units.bit_length() - 1) // STEPS
+        units = -(-units // step) * step
+    return units * unit
+
+
 @dataclass(frozen=True, slots=True)
 class BookedSlot:
     """The slot of one record. Two are neighbours when one begins where the other's room ends.
@@ -68,11 +77,7 @@ class SlabBook:
         """
         if not 0 < nbytes <= self.slab_bytes:
             raise ValueError(f"a record of {nbytes} bytes does not fit a slab: 1 to slab_bytes = {self.slab_bytes}")
-        units = -(-nbytes // self.unit)
-        if units > EXACT_UNITS:
-            step = (1 << units.bit_length() - 1) // STEPS
-            units = -(-units // step) * step
-        return min(units * self.unit, self.slab_bytes)
+        return min(size_class(nbytes, self.unit), self.slab_bytes)
 
     def slots_per_slab(self, nbytes: int) -> int:
         """How many records of `nbytes` one slab holds."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from tiered.offload.delay import Delay, Point, hold_up
@@ -68,10 +69,12 @@ class LaneTransport:
     def _move(self, lane: Lane, pieces: Sequence[Copy]) -> int:
         check_copies(pieces)
         start = time.monotonic()
-        with torch.inference_mode():  # a thread has a mode of its own, and either side may be an inference tensor
-            for piece in pieces:
-                hold_up(self._delay, Point.COPY, lane)
-                piece.destination.copy_(piece.source)
+        for piece in pieces:
+            hold_up(self._delay, Point.COPY, lane)
+            # By numpy, which copies in this thread alone and lets the interpreter's lock go. torch would begin a team
+            # of OpenMP threads for each lane: with more threads than cores, every barrier of the caller's team waits
+            # for one that does not run.
+            np.copyto(piece.destination.numpy(), piece.source.numpy())
         nbytes = total_bytes(pieces)
         _sleep_until(start + self._link.speed(lane).seconds(nbytes, len(pieces)))
         return nbytes

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tiered.offload import arena as arena_module
 from tiered.offload.arena import Arena, Slot, device_chunks
 from tiered.offload.chunk import Chunk
 from tiered.offload.errors import ArenaFullError, PinError, TransferError
@@ -47,8 +48,11 @@ class System:
     def shrink(self, nbytes: int) -> None:
         self.booked -= nbytes
 
-    def arena(self, capacity: int | None = 4 * SLAB, *, chunk_bytes: int | None = None) -> Arena:
-        return Arena(Region.HOST_SLOT, SLAB, capacity, self.allocate, self.grow, self.shrink, chunk_bytes=chunk_bytes)
+    def arena(self, capacity: int | None = 4 * SLAB, *, expected: int = 0) -> Arena:
+        """`expected`: slabs."""
+        return Arena(
+            Region.HOST_SLOT, SLAB, capacity, self.allocate, self.grow, self.shrink, expected_bytes=expected * SLAB
+        )
 
     def check(self, arena: Arena, nbytes: int):
         arena.check_integrity()
@@ -72,11 +76,11 @@ class Copying:
 class ArenaMachine(RuleBasedStateMachine):
     """Every record is filled with a byte of its own, which it must still hold when it is released."""
 
-    @initialize(capacity=st.integers(0, 6 * SLAB), chunk=st.integers(1, 3), rounding=st.sampled_from([0, 4096]))
-    def open(self, capacity: int, chunk: int, rounding: int):
+    @initialize(capacity=st.integers(0, 6 * SLAB), expected=st.integers(0, 24), rounding=st.sampled_from([0, 4096]))
+    def open(self, capacity: int, expected: int, rounding: int):
         self.system = System(rounding=rounding)
         self.capacity = capacity
-        self.arena = self.system.arena(capacity, chunk_bytes=chunk * SLAB)
+        self.arena = self.system.arena(capacity, expected=expected)
         self.records: list[tuple[Slot, int]] = []
         self.number = 0
 
@@ -126,7 +130,7 @@ TestArena.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_neighbours_are_one_piece_of_memory():
-    arena = System().arena(chunk_bytes=2 * SLAB)
+    arena = System().arena(expected=16)
     slots = [arena.place(5000) for _ in range(6)]  # two to a slab, two slabs to a chunk
     for earlier, later in pairwise(slots):
         adjacent = earlier.bytes.data_ptr() + earlier.room_bytes == later.bytes.data_ptr()
@@ -178,7 +182,7 @@ def test_rounding_that_does_not_fit_is_given_back(cap: int, capacity: int | None
 
 def test_the_last_chunk_is_what_capacity_leaves():
     system = System()
-    arena = system.arena(3 * SLAB + 4096, chunk_bytes=2 * SLAB)
+    arena = system.arena(3 * SLAB + 4096, expected=16)
     for _ in range(3):
         arena.place(SLAB)
     assert system.calls == [2 * SLAB, SLAB]
@@ -191,7 +195,7 @@ def test_the_last_chunk_is_what_capacity_leaves():
 def test_less_than_a_chunk_is_obtained_where_a_whole_one_is_refused(refuses: str):
     """The capacity is a tier's, of which something else may hold a part: a ring, say."""
     system = System(cap=3 * SLAB) if refuses == "ledger" else System(refuse_above=2 * SLAB)
-    arena = system.arena(None, chunk_bytes=8 * SLAB)
+    arena = system.arena(None, expected=64)
     for _ in range(3):
         arena.place(SLAB)
     system.check(arena, (3 if refuses == "ledger" else 4) * SLAB)
@@ -201,6 +205,17 @@ def test_less_than_a_chunk_is_obtained_where_a_whole_one_is_refused(refuses: str
         system.check(arena, 3 * SLAB)
     arena.close()
     assert system.held == system.booked == 0
+
+
+def test_what_is_expected_comes_in_large_pieces_and_the_rest_by_the_slab(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(arena_module, "CHUNK_BYTES", 3 * SLAB)
+    for expected, calls in ((0, [1] * 6), (20, [2] * 10 + [1] * 3), (35, [3] * 11 + [2] + [1] * 3)):
+        system = System()
+        arena = system.arena(None, expected=expected)
+        for _ in range(sum(calls)):
+            arena.place(SLAB)
+        assert system.calls == [slabs * SLAB for slabs in calls]
+        arena.close()
 
 
 def test_bytes_handed_out_again_carry_what_is_under_way():
@@ -258,16 +273,15 @@ def test_waiting_comes_before_freeing():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((4097, SLAB, None), "slab_bytes = 4097"),
-        ((SLAB, -1, None), "capacity = -1"),
-        ((SLAB, SLAB, SLAB - 1), f"chunk_bytes = {SLAB - 1} must be slab_bytes = {SLAB}"),
-        ((SLAB, SLAB, (64 << 30) + 1), "chunk_bytes = 68719476737"),
+        ((4097, SLAB, 0), "slab_bytes = 4097"),
+        ((SLAB, -1, 0), "capacity = -1"),
+        ((SLAB, SLAB, -1), "expected_bytes = -1"),
     ],
 )
-def test_sizes_that_do_not_work(arguments: tuple[int, int, int | None], message: str):
-    slab_bytes, capacity, chunk_bytes = arguments
+def test_sizes_that_do_not_work(arguments: tuple[int, int, int], message: str):
+    slab_bytes, capacity, expected_bytes = arguments
     with pytest.raises(ValueError, match=message):
-        Arena(Region.HOST_SLOT, slab_bytes, capacity, System().allocate, chunk_bytes=chunk_bytes)
+        Arena(Region.HOST_SLOT, slab_bytes, capacity, System().allocate, expected_bytes=expected_bytes)
 
 
 def test_requests_that_do_not_work():
@@ -325,7 +339,7 @@ def test_a_device_without_memory_names_the_knob(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 def test_records_on_the_device():
     device = torch.device("cuda")
-    arena = Arena(Region.DEVICE_SLOT, SLAB, 2 * SLAB, device_chunks(device), chunk_bytes=2 * SLAB)
+    arena = Arena(Region.DEVICE_SLOT, SLAB, 2 * SLAB, device_chunks(device), expected_bytes=16 * SLAB)
     slots = [arena.place(5000) for _ in range(4)]
     for number, slot in enumerate(slots):
         slot.bytes.fill_(number)

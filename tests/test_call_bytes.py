@@ -1,7 +1,7 @@
 """What a call books is what torch allocates: never less, and not much more."""
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -28,6 +28,7 @@ from tiered.models.gidd import Gidd
 from tiered.models.llada import LLaDA
 from tiered.offload.chunk import Chunk
 from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.lane import Lane
 from tiered.offload.pinning import PageablePinner
 from tiered.offload.slabs import UNIT, SlabBook
 from tiered.output import GenerationOutput
@@ -36,6 +37,7 @@ from tiered.policies.polestar.fetching import Fetching
 from tiered.policies.registry import POLICIES, make_policy
 from tiered.runtime import Runtime
 from tiered.tiers.arena_bytes import arena_bytes
+from tiered.tiers.batches import runs
 
 # How much of what is booked is allocated, at the least.
 TIGHT = 0.9
@@ -399,6 +401,20 @@ def test_what_the_host_has_no_room_for_goes_to_disk(share: float, seed: int, tmp
     assert torch.equal(out.sequences, resident.sequences)
 
 
+def test_a_layer_leaves_in_few_copies():
+    """A staging slot of a store holds many records, where one that they arrive in holds two."""
+    runtime = Runtime(random_model(n_layers=4), policy=make_policy("polestar", clusters=40, codec="raw"))
+    out = runtime.generate(torch.randint(0, 1000, (1, 320)), max_new_tokens=32, steps=1, block_length=32)
+    assert out.passes["refresh"] == out.num_forwards == 1 and out.tiers is not None
+    records = runtime.policy.record_bytes(runtime._call.sizes(1, 352, 32))
+    assert records is not None and records.store_bytes >= 5 * records.slot_bytes
+    assert records.slab_bytes % records.slot_bytes == 0
+    stored = out.tiers.stored[Tier.HOST] // 2  # of each of the two layers between
+    assert stored >= 40
+    for layer in (1, 2):
+        assert out.tiers.layers[layer][Lane.STORE].jobs <= 2
+
+
 def test_a_call_that_fails_leaves_nothing_booked(monkeypatch: pytest.MonkeyPatch):
     runtime = budgeted("default", UNCAPPED)
     monkeypatch.setattr(Fetching, "take", lambda *_: 1 / 0)
@@ -428,23 +444,30 @@ def test_records_of_any_sizes_fit_their_arena(
     edges = [sum(nbytes(rows) <= slab // parts for rows in range(1, most + 1)) + 1 for parts in (1, 2, 3, 5)]
     size = st.one_of(st.integers(1, most), st.sampled_from([min(most, edge) for edge in edges]))
     sizes = data.draw(st.lists(size, min_size=1, max_size=60))
+    store = slab * data.draw(st.integers(1, 4))
     book, places = SlabBook(slab), {}
 
-    def put(number: int) -> None:
-        place = book.allocate(nbytes(sizes[number]))
-        if place is None:
-            book.add_slabs(1)
-            place = book.allocate(nbytes(sizes[number]))
-        assert place is not None
-        if number in places:
-            book.release(places[number])
-        places[number] = place
+    def put(numbers: Sequence[int]) -> None:
+        """The new ones beside those that they replace."""
+        placed = {}
+        for number in numbers:
+            placed[number] = book.allocate(nbytes(sizes[number]))
+            if placed[number] is None:
+                book.add_slabs(1)
+                placed[number] = book.allocate(nbytes(sizes[number]))
+        for number in numbers:
+            if number in places:
+                book.release(places[number])
+        places.update(placed)
 
-    for number in [*range(len(sizes)), *data.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=60))]:
-        put(number)
+    again = data.draw(st.lists(st.lists(st.integers(0, len(sizes) - 1), unique=True, max_size=20), max_size=10))
+    for numbers in [[*range(len(sizes))], *again]:
+        taken = [book.room_for(nbytes(sizes[number])) for number in numbers]
+        for run in runs(taken, store):
+            put(numbers[run])
     bound = arena_bytes(
         codec, rows=sum(sizes), records=len(sizes), most_rows=most, width=width, element_bytes=2,
-        slab_bytes=slab, header=header,
+        slab_bytes=slab, store_bytes=store, header=header,
     )  # fmt: skip
     assert book.capacity_bytes <= bound
 
@@ -459,6 +482,7 @@ def test_small_and_large_records_together_take_more_than_their_mean():
             book.allocate(nbytes)
     assert book.slabs > 300
     of_records: dict[str, Any] = {"rows": sum(sizes), "records": len(sizes), "most_rows": 129, "slab_bytes": slab}
+    of_records["store_bytes"] = slab
     bound = arena_bytes(Codec.NVFP4_DELTA, width=4096, element_bytes=2, **of_records)
     assert book.capacity_bytes <= bound <= 1.2 * book.capacity_bytes
 

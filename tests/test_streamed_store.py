@@ -61,7 +61,7 @@ def bytes_of(shape: ModelShape, workspaces: int = 2) -> StreamBytes:
 def open_for(needed: StreamBytes, ledger: Ledger, delay: Callable[[Point, Lane | None], float] | None = None):
     transport = ThreadTransport() if delay is None else ThreadTransport(delay=delay)
     return open_tiers(
-        ledger, device="cpu", transport=transport, slot_bytes=needed.slot_bytes, fetch_slots=needed.page_slots,
+        ledger, device="cpu", transport=transport, slot_bytes=needed.slot_bytes, fetch_slots=needed.fetch_slots,
         store_slots=needed.store_slots,
     )  # fmt: skip
 

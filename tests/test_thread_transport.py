@@ -6,6 +6,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane, Times, TransferEvent
 
 MOMENT = 0.05
+THREADS_OF_THE_SYSTEM = Path("/proc/self/task")
 
 
 @pytest.fixture(params=[False, True], ids=["inline", "compute_thread"])
@@ -199,6 +201,22 @@ def test_lanes_run_at_the_same_time(transport: ThreadTransport):
     events = [transport.run(lane, lambda: meeting.wait() * 0) for lane in (Lane.LOAD, Lane.SPILL)]
     for event in events:
         event.synchronize()
+
+
+@pytest.mark.skipif(not THREADS_OF_THE_SYSTEM.is_dir(), reason="the system does not list its threads")
+def test_a_lane_copies_in_one_thread():
+    """A parallel operation of torch would leave a team of threads behind in each lane, and they outnumber the cores."""
+    before, transport = torch.get_num_threads(), ThreadTransport()
+    torch.set_num_threads(4)
+    try:
+        source, destination = torch.ones(2, 1 << 20, dtype=torch.uint8)  # by the team of the caller
+        there = len(list(THREADS_OF_THE_SYSTEM.iterdir()))
+        for lane in Lane:
+            transport.copy(lane, [Copy(source, destination)]).synchronize()
+        assert len(list(THREADS_OF_THE_SYSTEM.iterdir())) <= there + len(Lane)
+    finally:
+        transport.close()
+        torch.set_num_threads(before)
 
 
 def test_many_callers(transport: ThreadTransport):

@@ -228,6 +228,32 @@ def test_neighbours_travel_in_one_copy(tiers: TierManager):
     assert (ways[Lane.FETCH].jobs, ways[Lane.FETCH].copies) == (2, 2)
 
 
+@pytest.mark.parametrize("host", [None, 6 * SLOT, 40 * SLOT])
+def test_a_store_slot_holds_many_records(host: int | None, tmp_path: Path):
+    """As many as its bytes, whatever a slot that records arrive in or a slab holds; and where records spill, no more
+    than the host tier has room for at once."""
+    disk = None if host is None else 64 * SLOT
+    ledger = Ledger(MemoryBudget(host=host, disk=disk, disk_path=tmp_path))
+    with open_tiers(
+        ledger, device="cpu", slot_bytes=SLOT, store_bytes=8 * SLOT, slab_bytes=2 * SLOT, fetch_slots=2
+    ) as tiers:
+        store(tiers, *range(100))
+        tiers.synchronize()
+        jobs = {None: -(-100 // 32), 6 * SLOT: -(-100 // 4), 40 * SLOT: -(-100 // 16)}
+        assert tiers.stats().ways[Lane.STORE].jobs == jobs[host]
+        assert torch.equal(tiers.fetch(keys(*range(99, -1, -1))).wait(), rows_of(*range(99, -1, -1)))
+        store(tiers, *range(3, 90, 7), codec="fp8")
+        tiers.check_integrity()
+        with pytest.raises(ValueError, match=f"allowed are the {SLOT} of a staging slot"):
+            tiers.store(keys(1), torch.zeros(SLOT // 4 // WIDTH + 1, WIDTH), [SLOT // 4 // WIDTH + 1], codec="raw")
+
+
+def test_slots_of_a_store_and_slabs_hold_what_arrives():
+    for store_bytes, slab_bytes in ((SLOT - 4096, None), (None, SLOT - 4096)):
+        with pytest.raises(ValueError, match=f"must be slot_bytes = {SLOT} or more"):
+            open_tiers(Ledger(), device="cpu", slot_bytes=SLOT, store_bytes=store_bytes, slab_bytes=slab_bytes)
+
+
 def test_a_slow_link_is_hidden_or_exposed(tmp_path: Path):
     seconds = 0.05
     link = Link(fetch=LinkSpeed(latency=seconds))

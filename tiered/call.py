@@ -128,8 +128,8 @@ class CallSpace:
     @contextmanager
     def _tiers(self, needed: CallBytes) -> Iterator[TierManager | None]:
         """A manager with rings that fit what is `needed`; None for a call whose features are all on the device."""
-        records, streams = needed.records, needed.streams
-        if records is None and streams is None:
+        records = needed.records
+        if records is None and needed.streams is None:
             yield None
             return
         beside: dict[Account, int] = {}
@@ -143,9 +143,11 @@ class CallSpace:
                 dtype=self._dtype,
                 transport=None if self._transport is None else self._transport(),
                 slot_bytes=needed.slot_bytes,
-                fetch_slots=(0 if records is None else records.fetch_slots)
-                + (0 if streams is None else streams.page_slots),
+                store_bytes=needed.store_bytes,
+                slab_bytes=needed.slab_bytes,
+                fetch_slots=needed.fetch_slots,
                 store_slots=needed.store_slots,
+                expected_bytes=needed.arenas,
             ) as tiers,
         ):
             yield tiers

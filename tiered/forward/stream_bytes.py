@@ -9,7 +9,7 @@ from tiered.core.features import Account, Feature
 from tiered.forward.pages import Pages
 from tiered.forward.sizes import CallSizes
 from tiered.models.shape import ModelShape
-from tiered.offload.slabs import UNIT, SlabBook
+from tiered.offload.slabs import UNIT, SlabBook, size_class
 
 FETCH_SLOTS = 4  # of the ring that pages arrive in: decoded, arrived, and two filling
 STORE_SLOTS = 2  # one is filled while the other is copied
@@ -62,14 +62,14 @@ class StreamBytes:
     Attributes:
         streams: what is streamed.
         element_bytes: of an element in the model's dtype.
-        slot_bytes: of a staging slot, of the slabs of the arena too.
-        page_slots, store_slots: of the rings on the device.
+        slot_bytes: of a staging slot, and of the slabs of the arena at the least.
+        fetch_slots, store_slots: of the rings on the device.
     """
 
     streams: tuple[FeatureStream, ...]
     element_bytes: int
     slot_bytes: int
-    page_slots: int = FETCH_SLOTS
+    fetch_slots: int = FETCH_SLOTS
     store_slots: int = STORE_SLOTS
 
     @classmethod
@@ -106,7 +106,7 @@ class StreamBytes:
             return None
         page = max(stream.pages.rows(0) * stream.pages.elements * element for stream in streams)
         layer = max(stream.layer_bytes for stream in streams)
-        slot = -(-max(page, min(SLOT_BYTES, layer // 8), least_slot) // UNIT) * UNIT
+        slot = -(-max(size_class(page), min(SLOT_BYTES, layer // 8), least_slot) // UNIT) * UNIT
         return cls(streams=tuple(streams), element_bytes=element, slot_bytes=slot)
 
     @property
@@ -128,9 +128,14 @@ class StreamBytes:
         return self.index_bytes + self.slot_bytes + 4 * _INT64 * (self.slot_bytes // row)
 
     @property
-    def staging(self) -> int:
-        """Bytes of the rings on the device."""
-        return self.slot_bytes * (self.page_slots + self.store_slots)
+    def store_bytes(self) -> int:
+        """Of a staging slot that records leave from."""
+        return self.slot_bytes
+
+    @property
+    def slab_bytes(self) -> int:
+        """Of a slab of the arena, where nothing else wants larger ones."""
+        return self.slot_bytes
 
     @property
     def records(self) -> dict[Account, int]:
@@ -154,8 +159,10 @@ class StreamBytes:
             for page, count in ((0, each - 1), (each - 1, 1)):
                 nbytes = header + pages.rows(page) * pages.elements * self.element_bytes
                 records[book.room_for(nbytes)] += len(stream.layers) * pages.batch * count
-        slots = {room: book.slots_per_slab(room) for room in records}
-        slabs = sum(-(-(count + min(count, slots[room])) // slots[room]) for room, count in records.items())
+        slabs = sum(
+            -(-(count + min(count, self.slot_bytes // room)) // book.slots_per_slab(room))
+            for room, count in records.items()
+        )
         return slabs * slab_bytes
 
 

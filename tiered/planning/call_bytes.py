@@ -82,23 +82,44 @@ class CallBytes:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a staging slot; 0 where there are no tiers."""
-        return max((part.slot_bytes for part in (self.records, self.streams) if part is not None), default=0)
+        """Of a staging slot that records arrive in; 0 where there are no tiers."""
+        return max((part.slot_bytes for part in self._parts), default=0)
+
+    @property
+    def store_bytes(self) -> int:
+        """Of a staging slot that records leave from."""
+        return max((part.store_bytes for part in self._parts), default=0)
+
+    @property
+    def slab_bytes(self) -> int:
+        """Of what the memory of records is cut from."""
+        return max((part.slab_bytes for part in self._parts), default=0)
+
+    @property
+    def fetch_slots(self) -> int:
+        """Of the ring that records arrive in."""
+        return sum(part.fetch_slots for part in self._parts)
 
     @property
     def store_slots(self) -> int:
         """Of the ring that records leave through."""
-        return max((part.store_slots for part in (self.records, self.streams) if part is not None), default=0)
+        return max((part.store_slots for part in self._parts), default=0)
 
     @property
     def device(self) -> dict[Account, int]:
         """Bytes of the device by account."""
+        device = self.steps if self.records is None else added(self.steps, self.records.device)
+        staging = self.slot_bytes * self.fetch_slots + self.store_bytes * self.store_slots
+        return {**device, Account.STAGING: staging} if self._parts else dict(device)
+
+    @property
+    def arenas(self) -> dict[Tier, int]:
+        """Bytes that all records take of the memory of each tier, at most, if none goes to disk."""
         hidden, streams = self.records, self.streams
-        device = self.steps if hidden is None else added(self.steps, hidden.device)
-        if streams is None:
-            return dict(device)
-        rings = streams.page_slots + self.store_slots - (0 if hidden is None else hidden.store_slots)
-        return added(device, {Account.STAGING: rings * streams.slot_bytes})
+        arenas = {Tier.DEVICE: 0, Tier.HOST: 0 if streams is None else streams.arena(self.slab_bytes)}
+        if hidden is not None:
+            arenas[hidden.tier] += hidden.arena
+        return arenas
 
     def tiers(self, budget: MemoryBudget) -> dict[Tier, dict[Account, int]]:
         """Bytes of every tier by account; `budget` decides what goes to disk (`below_device`)."""
@@ -106,13 +127,23 @@ class CallBytes:
         if streams is None:
             below = {Tier.HOST: {}, Tier.DISK: {}} if hidden is None else hidden.below(budget)
             return {Tier.DEVICE: self.device, **below}
-        records, slot = streams.records, streams.slot_bytes
-        arena, file = streams.arena(slot), streams.arena(slot + UNIT, header=HEADER_BYTES)
+        records, file = streams.records, streams.arena(self.slab_bytes + UNIT, header=HEADER_BYTES)
         if hidden is not None and hidden.tier is Tier.HOST:
             records = added(records, {Account.HIDDEN: hidden.records})
-            arena, file = arena + hidden.arena, file + hidden.file
-        below = below_device(budget, records, arena=arena, file=file, slot_bytes=slot)
+            file += hidden.file
+        below = below_device(
+            budget,
+            records,
+            arena=self.arenas[Tier.HOST],
+            file=file,
+            slot_bytes=self.slot_bytes,
+            slab_bytes=self.slab_bytes,
+        )
         return {Tier.DEVICE: self.device, **below}
+
+    @property
+    def _parts(self) -> list[RecordBytes | StreamBytes]:
+        return [part for part in (self.records, self.streams) if part is not None]
 
     def total(self, tier: Tier) -> int:
         """Bytes of a tier in all, without a disk tier."""

@@ -5,15 +5,14 @@ a share of a slab, up to a whole one where it is just over half as large; and of
 part. Which sizes occur is known only once rows are clustered: this is the bound over all of them.
 """
 
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.slabs import SlabBook
 
-# Records that a store has put beside those that they replace fit one staging slot, which is a slab; in parts of slabs
-# that is two at most.
-_IN_TRANSIT = 2
+SLAB_BYTES = 4 << 20  # of a slab at most, unless a record is larger
 
 
 def arena_bytes(
@@ -25,6 +24,7 @@ def arena_bytes(
     width: int,
     element_bytes: int,
     slab_bytes: int,
+    store_bytes: int,
     header: int = 0,
 ) -> int:
     """Bytes of the slabs that hold up to `records` records of up to `rows` rows in all, and one more staging slot of
@@ -36,6 +36,7 @@ def arena_bytes(
         most_rows: of a record.
         width, element_bytes: of a row.
         slab_bytes: of a slab.
+        store_bytes: of a staging slot that records leave from: those of one stand beside those that they replace.
         header: bytes in front of each record.
     """
     if not records:
@@ -45,8 +46,23 @@ def arena_bytes(
     below = int(mean)
     share = shares[below] + (mean - below) * (shares[min(below + 1, len(shares) - 1)] - shares[below])
     partly = sum(sorted(classes)[-records:])
-    slabs = int(records * share + partly) + 1 + _IN_TRANSIT
+    in_transit = -(-2 * store_bytes // slab_bytes)  # a record takes twice its share of a slab at most
+    slabs = int(records * share + partly) + 1 + in_transit
     return slabs * slab_bytes
+
+
+def best_slab(least_bytes: int, arena: Callable[[int], int]) -> int:
+    """Bytes of the slab that records take the least memory with, at most. Large slabs lose little at their ends, and
+    small ones little where the last of each size class is filled in part: many records want large ones.
+
+    Args:
+        least_bytes: that the largest record fits; a slab is one, two, four or more times that, up to `SLAB_BYTES`.
+        arena: bytes of all slabs by those of one.
+    """
+    slabs = [least_bytes]
+    while 2 * slabs[-1] <= SLAB_BYTES:
+        slabs.append(2 * slabs[-1])
+    return min(slabs, key=arena)
 
 
 @cache

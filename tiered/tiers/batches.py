@@ -122,13 +122,8 @@ def runs(taken: Sequence[int], slot_bytes: int) -> Iterator[slice]:
 
     Args:
         taken: bytes that each record takes in a slot.
-        slot_bytes: bytes of a slot.
-
-    Raises:
-        ValueError: a record is larger than a slot; before the first run.
+        slot_bytes: bytes of a slot, in which each of them fits.
     """
-    if taken and max(taken) > slot_bytes:
-        raise ValueError(f"a record takes {max(taken)} bytes; allowed are the {slot_bytes} of a staging slot")
     start = filled = 0
     for number, room in enumerate(taken):
         if filled + room > slot_bytes:

@@ -50,7 +50,7 @@ class TierManager:
     Attributes:
         device: where rows come from and go to.
         dtype: of the rows.
-        slot_bytes: of a staging slot: no record may be larger.
+        slot_bytes: of a staging slot that records arrive in: no record may be larger.
     """
 
     def __init__(
@@ -63,13 +63,16 @@ class TierManager:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        run_bytes: int,
         traffic: type[Traffic],
         on_close: Callable[[], None],
     ) -> None:
-        """Memory, file and transport are the caller's; `on_close` gives them back."""
+        """Memory, file and transport are the caller's; `on_close` gives them back. `run_bytes`: of records that are
+        stored at once, in one staging slot."""
         self.device = device
         self.dtype = dtype
-        self.slot_bytes = rings.store.slot_bytes
+        self.slot_bytes = rings.fetch.slot_bytes
+        self._run_bytes = run_bytes
         self._ledger = ledger
         self._stats = TierStats()
         self._record = record = reporting(self._stats, ledger)
@@ -139,7 +142,10 @@ class TierManager:
         self.progress()
         first = [0, *accumulate(sizes)]
         # The records of one run share a staging slot, in which they take as much room as in the host tier.
-        for run in runs([self._slots.staged_bytes(form.nbytes) for form in forms], self.slot_bytes):
+        taken = [self._slots.staged_bytes(form.nbytes) for form in forms]
+        if taken and max(taken) > self.slot_bytes:
+            raise ValueError(f"a record takes {max(taken)} bytes; allowed are the {self.slot_bytes} of a staging slot")
+        for run in runs(taken, self._run_bytes):
             part = keys[run], forms[run], bases[run], rows[first[run.start] : first[run.stop]], tier
             try:
                 self._store(*part)

@@ -1,8 +1,9 @@
 """Opening a tier manager: arenas, rings, spill file and transport under one ledger."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -23,7 +24,7 @@ from tiered.offload.spill_file import SpillFile
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Transport
 from tiered.tiers.manager import TierManager
-from tiered.tiers.record_bytes import LOAD_SLOTS
+from tiered.tiers.record_bytes import LOAD_SLOTS, run_bytes
 from tiered.tiers.shipping import Rings
 from tiered.tiers.slots import KNOBS, told_by_tier
 from tiered.tiers.traffic import Traffic
@@ -31,7 +32,6 @@ from tiered.tiers.traffic import Traffic
 SLOT_BYTES = 4 << 20
 FETCH_SLOTS = 3  # one is decoded, one has arrived, one is filling
 STORE_SLOTS = 2
-PINNED_SLABS = 16  # obtained at a time
 
 
 def open_tiers(
@@ -41,26 +41,32 @@ def open_tiers(
     dtype: torch.dtype = torch.float32,
     transport: Transport | None = None,
     slot_bytes: int = SLOT_BYTES,
+    store_bytes: int | None = None,
+    slab_bytes: int | None = None,
     fetch_slots: int = FETCH_SLOTS,
     store_slots: int = STORE_SLOTS,
     load_slots: int = LOAD_SLOTS,
     pinner: str = "auto",
+    expected_bytes: Mapping[Tier, int] = MappingProxyType({}),
     traffic: type[Traffic] = Traffic,
 ) -> TierManager:
     """A tier manager within `ledger`'s budget. Close it in the end, or use it in a `with`.
 
-    Memory of device and host is obtained as records need it, `slot_bytes` at a time and pinned memory 16 times that.
-    The rings on the device, `(fetch_slots + store_slots) · slot_bytes`, are obtained here; with a disk tier, also a
-    ring of `load_slots · slot_bytes` of host memory, and the spill file is made, empty: it grows by `slot_bytes` and a
-    page as records need it.
+    Memory of device and host is obtained as records need it, in whole slabs. The rings on the device, of
+    `fetch_slots · slot_bytes` and `store_slots · store_bytes`, are obtained here; with a disk tier, also a ring of
+    `load_slots · slot_bytes` of host memory, and the spill file is made, empty: it grows by `slab_bytes` and a page as
+    records need it.
 
     Args:
         ledger: books everything. Its budget caps the tiers; without a disk budget there is no disk tier.
         device, dtype: of the rows.
         transport: what carries copies; None: streams on CUDA, threads on the CPU. It is closed with the manager.
-        slot_bytes: bytes of a staging slot, a multiple of 4096; no record may be larger.
+        slot_bytes: bytes of a staging slot that records arrive in, a multiple of 4096; no record may be larger.
+        store_bytes: bytes of a staging slot that records leave from; None: `slot_bytes`, and no less.
+        slab_bytes: bytes of what slots in the tiers are cut from, a multiple of 4096; None: `slot_bytes`, and no less.
         fetch_slots, store_slots, load_slots: staging slots of the rings.
         pinner: how host memory is obtained, see `tiered.offload.pinning`.
+        expected_bytes: what all records will take of device and host at most, see `Arena`.
         traffic: the class that submits jobs.
 
     Raises:
@@ -69,29 +75,35 @@ def open_tiers(
         ValueError: sizes that do not work, or a pinner that is not there.
     """
     device = pick_device(device)
-    device_memory, host_memory = device_chunks(device), pick_pinner(pinner, device).allocate
-    # Pinning costs by call as well as by byte, and neighbours merge into one copy within a chunk only.
-    slabs = PINNED_SLABS if device.type == "cuda" else 1
+    store_bytes, slab_bytes = store_bytes or slot_bytes, slab_bytes or slot_bytes
+    for name, size in (("store_bytes", store_bytes), ("slab_bytes", slab_bytes)):
+        if size < slot_bytes:
+            raise ValueError(f"{name} = {size} must be slot_bytes = {slot_bytes} or more")
+    memory = {Tier.DEVICE: device_chunks(device), Tier.HOST: pick_pinner(pinner, device).allocate}
+    regions = {Tier.DEVICE: Region.DEVICE_SLOT, Tier.HOST: Region.HOST_SLOT}
     with ExitStack() as opened:
-        arenas = {
-            Tier.DEVICE: _arena(ledger, slot_bytes, Region.DEVICE_SLOT, device_memory, Tier.DEVICE),
-            Tier.HOST: _arena(ledger, slot_bytes, Region.HOST_SLOT, host_memory, Tier.HOST, slabs),
-        }
-        for arena in arenas.values():
-            opened.callback(arena.close)
-        spill = _spill_file(ledger, slot_bytes, opened)
-        ring = partial(_ring, ledger, slot_bytes, opened)
+        arenas: dict[Tier, Arena] = {}
+        for tier, region in regions.items():
+            cap, expected = ledger.budget.cap(tier), expected_bytes.get(tier, 0)
+            arenas[tier] = Arena(
+                region, slab_bytes, cap, memory[tier], *_booking(ledger, tier), expected_bytes=expected
+            )
+            opened.callback(arenas[tier].close)
+        spill = _spill_file(ledger, slab_bytes, opened)
+        ring = partial(_ring, ledger, opened, memory)
         rings = Rings(
-            store=ring(Region.STORE_SLOT, store_slots, device_memory, Tier.DEVICE),
-            fetch=ring(Region.FETCH_SLOT, fetch_slots, device_memory, Tier.DEVICE),
-            load=None if spill is None else ring(Region.LOAD_SLOT, load_slots, host_memory, Tier.HOST),
+            store=ring(Region.STORE_SLOT, store_slots, store_bytes, Tier.DEVICE),
+            fetch=ring(Region.FETCH_SLOT, fetch_slots, slot_bytes, Tier.DEVICE),
+            load=None if spill is None else ring(Region.LOAD_SLOT, load_slots, slot_bytes, Tier.HOST),
         )
+        run = run_bytes(ledger.budget, slot_bytes=slot_bytes, store_bytes=store_bytes, slab_bytes=slab_bytes)
         transport = transport or _transport_for(device)
         opened.callback(transport.close)  # the last to come is the first to go: no copy outlives what it works on
         on_close = opened.pop_all().close
         return TierManager(
-            ledger, arenas, spill, rings, transport, device=device, dtype=dtype, traffic=traffic, on_close=on_close
-        )
+            ledger, arenas, spill, rings, transport,
+            device=device, dtype=dtype, run_bytes=run, traffic=traffic, on_close=on_close,
+        )  # fmt: skip
 
 
 def check_disk(budget: MemoryBudget) -> None:
@@ -116,14 +128,6 @@ def _transport_for(device: torch.device) -> Transport:
     return CudaTransport(device, crossover=crossover_for(device))
 
 
-def _arena(
-    ledger: Ledger, slot_bytes: int, region: Region, allocate: Callable[[int], Chunk], tier: Tier, slabs: int = 1
-) -> Arena:
-    """Obtains `slabs` slabs at a time."""
-    cap = ledger.budget.cap(tier)
-    return Arena(region, slot_bytes, cap, allocate, *_booking(ledger, tier), chunk_bytes=slabs * slot_bytes)
-
-
 def _booking(ledger: Ledger, tier: Tier) -> tuple[Callable[[int], None], Callable[[int], None]]:
     """What books and unbooks bytes of `tier` that no record fills yet."""
 
@@ -138,17 +142,17 @@ def _booking(ledger: Ledger, tier: Tier) -> tuple[Callable[[int], None], Callabl
 
 def _ring(
     ledger: Ledger,
-    slot_bytes: int,
     opened: ExitStack,
+    memory: Mapping[Tier, Callable[[int], Chunk]],
     region: Region,
     slots: int,
-    allocate: Callable[[int], Chunk],
+    slot_bytes: int,
     tier: Tier,
 ) -> Ring:
-    hint = "lower slot_bytes, fetch_slots or store_slots, or raise the budget"
+    hint = "lower slot_bytes, store_bytes, fetch_slots or store_slots, or raise the budget"
     opened.enter_context(ledger.holding({Account.STAGING: slots * slot_bytes}, tier, hint=hint))
     try:
-        chunk = allocate(slots * slot_bytes)
+        chunk = memory[tier](slots * slot_bytes)
     except (ArenaFullError, PinError) as error:
         raise TierCapacityError(error.needed, getattr(error, "available", 0), tier, str(error)) from error
     opened.callback(chunk.free)
@@ -157,12 +161,12 @@ def _ring(
     return Ring(slots, chunk.bytes, region, chunk.earlier)
 
 
-def _spill_file(ledger: Ledger, slot_bytes: int, opened: ExitStack) -> SpillFile | None:
+def _spill_file(ledger: Ledger, slab_bytes: int, opened: ExitStack) -> SpillFile | None:
     """The disk tier, if the budget has one; it goes when the manager does."""
     folder = ledger.budget.disk_path
     if not ledger.budget.cap(Tier.DISK) or folder is None:
         return None
-    # A slab has room for a record of a whole staging slot and its header.
-    spill = SpillFile(folder, slot_bytes + UNIT, *_booking(ledger, Tier.DISK))
+    # A slab of the file has room for a record that takes a whole one of the host tier, and its header.
+    spill = SpillFile(folder, slab_bytes + UNIT, *_booking(ledger, Tier.DISK))
     opened.callback(spill.close)
     return spill

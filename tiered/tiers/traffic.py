@@ -1,8 +1,10 @@
 """Jobs between tiers: each waits for what the fences of its bytes say, and is counted when it has ended."""
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain
 
 from tiered.core import events
 from tiered.core.events import CopyEnded, Waited
@@ -39,7 +41,8 @@ class Traffic:
     def __init__(self, transport: Transport, record: Callable[[events.Event], None]) -> None:
         self._transport = transport
         self._record = record
-        self._jobs: list[_Job] = []
+        # By lane, compute among them, whose jobs end in the order of their submission.
+        self._jobs: defaultdict[Lane | None, deque[_Job]] = defaultdict(deque)
 
     def move(
         self,
@@ -84,16 +87,14 @@ class Traffic:
         return before + [Settled(event) for fence in writes for event in fence.before_write()]
 
     def harvest(self) -> None:
-        """Count the jobs that have ended."""
-        ended = [job for job in self._jobs if job.event.done()]
-        if ended:
-            self._jobs = [job for job in self._jobs if job not in ended]
-        for job in ended:
-            self._count(job)
+        """Count the jobs that have ended, each once all before it in its lane have."""
+        for jobs in self._jobs.values():
+            while jobs and jobs[0].event.done():
+                self._count(jobs.popleft())
 
     def synchronize(self) -> None:
         """Block the host until every job so far has ended, and count them."""
-        for job in self._jobs:
+        for job in chain.from_iterable(self._jobs.values()):
             with suppress(TransferError):  # told by `failed`
                 job.event.synchronize()
         self.harvest()
@@ -116,7 +117,7 @@ class Traffic:
             fence.reads(job.event)
         for fence in writes:
             fence.writes(job.event)
-        self._jobs.append(job)
+        self._jobs[job.event.lane].append(job)
         return job.event
 
     def _count(self, job: _Job) -> None:

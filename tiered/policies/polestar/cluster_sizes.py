@@ -6,12 +6,13 @@ from functools import cache
 from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_clusters
 from tiered.forward.sizes import CallSizes
 from tiered.offload.codec_bytes import Codec, codec_bytes
-from tiered.offload.slabs import UNIT
+from tiered.offload.slabs import UNIT, size_class
 from tiered.policies.polestar.options import MOST_PARTS, PolestarOptions
 
-# Rows that a staging slot holds: 128 rows of LLaDA-8B are 295 KiB as nvfp4_delta, enough for a link's full speed.
+# Of the largest record, and as many more as its last page has room for: 128 rows of LLaDA-8B are 295 KiB as
+# nvfp4_delta. Larger ones move no faster, and an update that wants a part of one fetches it all.
 RECORD_ROWS = 128
-MOST_ROWS = 256  # of a record: larger ones move no faster, and an update that wants a part of one fetches it all
+MOST_ROWS = 256  # where a page holds many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class ClusterSizes:
     Attributes:
         call: the call's sizes.
         codec: of the records, of up to `record_rows` rows.
-        slot_bytes: of a staging slot.
+        slot_bytes: of a staging slot that records arrive in.
         clusters: of a layer and sequence, `appended` of them come since the refresh.
         kept: rows in all clusters of a layer and sequence.
         renewed: those of the clusters that an update chooses, at most.
@@ -57,13 +58,17 @@ class ClusterSizes:
         clustered = min(max(wanted, 2), rows)
         appended = min(policy.appended_blocks, max(0, call.context // block - 1)) if clustered else 0
         kept = rows + appended * block
-        slot = codec_bytes(codec, min(max(kept, 1), RECORD_ROWS), shape.width, element_bytes=call.element)
-        slot_bytes = max(-(-slot // UNIT) * UNIT, least_slot)
+        rows_of_record = min(max(kept, 1), RECORD_ROWS)
+        largest, half = (
+            codec_bytes(codec, part, shape.width, element_bytes=call.element)
+            for part in (rows_of_record, -(-rows_of_record // 2))
+        )
         return cls(
             call=call,
             codec=codec,
-            slot_bytes=slot_bytes,
-            record_rows=fitting_rows(codec, shape.width, call.element, slot_bytes),
+            # Two records of the size that most have, in as much room as they take in the arena.
+            slot_bytes=max(size_class(largest), 2 * size_class(half), least_slot),
+            record_rows=fitting_rows(codec, shape.width, call.element, largest),
             clusters=clustered + appended,
             appended=appended,
             kept=kept,
@@ -119,8 +124,16 @@ class ClusterSizes:
         return self.call.sequences * self.call.shape.width * self.call.element
 
 
-@cache
 def fitting_rows(codec: Codec | str, width: int, element_bytes: int, slot_bytes: int) -> int:
-    """Rows of the largest record that fits a staging slot, at most `MOST_ROWS`; 0: none fits."""
+    """Rows of the largest record where a staging slot has `slot_bytes`, rounded up to whole pages; 0: none fits.
+
+    A larger slot holds more records, not larger ones: how clusters are cut decides what rows decode to.
+    """
+    largest = codec_bytes(codec, RECORD_ROWS, width, element_bytes=element_bytes)
+    return _rows_within(Codec(codec), width, element_bytes, -(-min(slot_bytes, largest) // UNIT) * UNIT)
+
+
+@cache
+def _rows_within(codec: Codec, width: int, element_bytes: int, nbytes: int) -> int:
     sizes = (codec_bytes(codec, rows, width, element_bytes=element_bytes) for rows in range(1, MOST_ROWS + 1))
-    return sum(size <= slot_bytes // UNIT * UNIT for size in sizes)
+    return sum(size <= nbytes for size in sizes)

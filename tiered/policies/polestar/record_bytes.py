@@ -9,45 +9,52 @@ from tiered.offload.spill_record import HEADER_BYTES
 from tiered.policies.polestar.cluster_sizes import ClusterSizes
 from tiered.policies.polestar.options import PolestarOptions
 from tiered.policies.polestar.update_bytes import refresh_bytes, update_bytes
-from tiered.tiers.arena_bytes import arena_bytes
+from tiered.tiers.arena_bytes import arena_bytes, best_slab
 from tiered.tiers.record_bytes import RecordBytes
 
 STORE_SLOTS = 2  # one is encoded into while the other is copied
+STORE_BYTES = 2 << 20  # of one, at most: a copy is at full speed, and what it costs beside its bytes is little
 MOST_FETCH_SLOTS = 16
 _FLOAT32, _INT64 = 4, 8
 
 
 def hidden_record_bytes(policy: PolestarOptions, call: CallSizes, least_slot: int = 0) -> RecordBytes:
-    """Of a call under `policy`. A staging slot has `least_slot` bytes at the least, where others use the rings as
+    """Of a call under `policy`. Staging slots and slabs have `least_slot` bytes at the least, where others use them as
     well."""
     sizes, tier = ClusterSizes.of(policy, call, least_slot), Tier(policy.hidden_tier)
     codec, width, sequences = sizes.codec, call.shape.width, call.sequences
-    layers, kept = sequences * sizes.layers, sizes.kept
+    layers, kept, slot = sequences * sizes.layers, sizes.kept, sizes.slot_bytes
 
     def arena(slab_bytes: int, header: int = 0) -> int:
         return arena_bytes(
             codec, rows=layers * kept, records=layers * sizes.records, most_rows=sizes.record_rows, width=width,
-            element_bytes=call.element, slab_bytes=slab_bytes, header=header,
+            element_bytes=call.element, slab_bytes=slab_bytes, store_bytes=store, header=header,
         )  # fmt: skip
 
     records = banks = activations = 0
+    store = slot
     if kept:
         records = codec_bytes(codec, kept, width, element_bytes=call.element, records=sizes.records)
+        if tier is Tier.HOST:  # what a sequence stores of a layer, each record in whole pages
+            store = max(slot, min(STORE_BYTES, (-(-records // UNIT) + sizes.records) * UNIT))
         # What every call books for a refresh without clusters.
         room = call.context * sizes.row + part_bytes(call)
         activations = max(refresh_bytes(sizes) - room, update_bytes(sizes) - room, 0)
     if codec.needs_base and layers:  # new ones of a layer stand beside those they replace
         banks = (layers + 1) * centroid_bytes(sizes.clusters, width, element_bytes=call.element)
+    slab = best_slab(slot, arena)
     fetched = min(MOST_FETCH_SLOTS, sequences * min(policy.top_m, max(1, sizes.clusters)) + 2)
     return RecordBytes(
         tier=tier,
         clusters=sizes.clusters,
         records=layers * records,
-        arena=arena(sizes.slot_bytes),
-        file=arena(sizes.slot_bytes + UNIT, HEADER_BYTES),
+        arena=arena(slab),
+        file=arena(slab + UNIT, HEADER_BYTES),
         references=sequences * sizes.scored * _reference_bytes(sizes),
         banks=banks,
-        slot_bytes=sizes.slot_bytes,
+        slot_bytes=slot,
+        store_bytes=store,
+        slab_bytes=slab,
         fetch_slots=fetched if tier is Tier.HOST else 1,
         store_slots=STORE_SLOTS if tier is Tier.HOST else 1,
         activations=activations,
