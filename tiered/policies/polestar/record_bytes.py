@@ -72,5 +72,4 @@ def _reference_bytes(sizes: ClusterSizes) -> int:
         * max(clusters * (sizes.block + 4), sizes.with_parts * (sizes.block + 2 * sizes.parts + 2))
     )
     columns = _INT64 * (2 * sizes.call.context + sizes.block + sizes.parts)
-    members = (_INT64 * (2 if sizes.appended else 1) + 1) * sizes.kept + (2 * _INT64 + 1) * clusters
-    return queries + attention + columns + members
+    return queries + attention + columns + (_INT64 + 1) * clusters
