@@ -76,4 +76,4 @@ class DriftDistribution:
         total = rest.plus(scores.clone())
         # In two parts, as in LogSumExp: adding them first would round both.
         last = total.log_probability(rest.peak[..., None]).add_(rest.mass.log()[..., None])
-        return torch.cat([total.log_probability(scores), last], dim=-1)
+        return torch.cat([total.log_probability(scores), last.expand(*scores.shape[:-1], 1)], dim=-1)
