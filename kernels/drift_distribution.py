@@ -69,10 +69,11 @@ class DriftDistribution:
         return scores.masked_fill_(~counts[:, None, None], -torch.inf)
 
     def log_probabilities(
-        self, rest: LogSumExp, scores: Float32[Tensor, "batch heads clusters changing"]
-    ) -> Float32[Tensor, "batch heads clusters columns"]:
-        """Log-probabilities of the changing columns at `scores`, and last of the `rest` as one column."""
+        self, scores: Float32[Tensor, "*times batch heads clusters changing"]
+    ) -> Float32[Tensor, "*times batch heads clusters columns"]:
+        """Log-probabilities of the changing columns at `scores`, and last of the rest as one column."""
+        rest = self.rest
         total = rest.plus(scores.clone())
         # In two parts, as in LogSumExp: adding them first would round both.
-        last = total.log_probability(rest.peak[..., None]) + rest.mass.log()[..., None]
-        return torch.cat([total.log_probability(scores), last], dim=-1)
+        last = total.log_probability(rest.peak[..., None]).add_(rest.mass.log()[..., None])
+        return torch.cat([total.log_probability(scores), last.expand(*scores.shape[:-1], 1)], dim=-1)

@@ -84,8 +84,9 @@ class LogSumExp:
 
     def union(self, other: "LogSumExp") -> "LogSumExp":
         """With the columns of `other` added; no column may be in both."""
-        both = [self.peak, other.peak], [self.mass, other.mass]
-        return LogSumExp(*(torch.stack(pair, dim=-1) for pair in both)).merged()
+        peak = torch.maximum(self.peak, other.peak)
+        ours, theirs = ((one.peak - finite(peak)).exp_().mul_(one.mass) for one in (self, other))
+        return LogSumExp(peak, ours.add_(theirs))
 
     def merged(self) -> "LogSumExp":
         """Of all the parts that lie along the last dimension."""
@@ -104,5 +105,5 @@ def members(part: Int[Tensor, "batch columns"], parts: int) -> Bool[Tensor, "bat
 
 
 def finite(peak: Float32[Tensor, "*rows"]) -> Float32[Tensor, "*rows"]:
-    """`peak`, or 0 where it is −inf: −inf − (−inf) is no number."""
-    return peak.where(peak > -torch.inf, 0.0)
+    """`peak`, or the least number where it is −inf: −inf − (−inf) is no number."""
+    return peak.clamp_min(torch.finfo(peak.dtype).min)

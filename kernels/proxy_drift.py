@@ -279,8 +279,8 @@ COMPILATIONS = tuple(
         constexprs={
             "query_element": 1,
             "key_element": 1,
-            "INDEXED": True,
-            "UPDATING": True,
+            "INDEXED": flagged,
+            "UPDATING": flagged,
             "CAPPED": capped,
             "UPCAST": False,
             "BLOCK_ROWS": block,
@@ -292,12 +292,12 @@ COMPILATIONS = tuple(
         # A product in float32 has whole rows of both factors in registers.
         spills=dtype == "fp32",
     )
-    for dtype, block, parts, capped in [
-        ("bf16", 32, 17, False),
-        ("bf16", 32, 9, False),
-        ("bf16", 32, 1, False),
-        ("bf16", 32, 18, True),
-        ("fp32", 16, 18, True),
-        ("fp32", 16, 1, False),
+    for dtype, block, parts, capped, flagged in [
+        ("bf16", 32, 17, False, True),
+        ("bf16", 32, 9, False, False),
+        ("bf16", 32, 1, False, True),
+        ("bf16", 32, 18, True, True),
+        ("fp32", 16, 18, True, True),
+        ("fp32", 16, 1, False, True),
     ]
 )

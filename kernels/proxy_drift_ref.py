@@ -46,10 +46,10 @@ def proxy_drift(
     """
     reference.check(queries, keys, index, reference.columns.shape[1])
     first, stop = keep
-    old, rest = reference.scores, reference.rest
+    old = reference.scores
     counts = reference.columns < reference.part_of.shape[1] - 1
     current = reference.scores_of(queries, keys, index, counts)
-    log_new, log_old = (reference.log_probabilities(rest, scores) for scores in (current, old))
+    log_new, log_old = reference.log_probabilities(torch.stack([current, old]))
     drift = divergence_terms(log_new, log_old).sum(-1).mean(1)
 
     # Copies: the wider tensors need not live on.

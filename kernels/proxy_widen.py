@@ -240,9 +240,9 @@ COMPILATIONS = tuple(
         constexprs={
             "query_element": 1,
             "key_element": 1,
-            "INDEXED": True,
-            "VALID": True,
-            "UPDATING": True,
+            "INDEXED": flagged,
+            "VALID": flagged,
+            "UPDATING": flagged,
             "CAPPED": capped,
             "UPCAST": False,
             "BLOCK_ROWS": block,
@@ -252,12 +252,12 @@ COMPILATIONS = tuple(
         },
         num_warps=WARPS // 2 if block == 16 else WARPS,
     )
-    for dtype, block, parts, capped in [
-        ("bf16", 32, 17, False),
-        ("bf16", 32, 9, False),
-        ("bf16", 32, 1, False),
-        ("bf16", 32, 18, True),
-        ("fp32", 16, 18, True),
-        ("fp32", 16, 1, False),
+    for dtype, block, parts, capped, flagged in [
+        ("bf16", 32, 17, False, True),
+        ("bf16", 32, 9, False, False),
+        ("bf16", 32, 1, False, True),
+        ("bf16", 32, 18, True, True),
+        ("fp32", 16, 18, True, True),
+        ("fp32", 16, 1, False, True),
     ]
 )

@@ -248,7 +248,7 @@ def test_the_rest_goes_from_nothing_to_all():
     world.restart()
     rows = world.members(chosen)
     wide = world.reference.widened(world.queries, world.keys, rows)
-    shares = wide.log_probabilities(wide.rest, wide.scores)[..., -1]
+    shares = wide.log_probabilities(wide.scores)[..., -1]
     assert (shares < -40).all()
     world.raise_(rows, -120.0)
     found, _ = wide.measured(world.queries, world.keys, world.joint(rows))

@@ -43,10 +43,11 @@ def write_and_measure(
         stand still. Empty where a sequence does not update.
     """
     layer, known = state.layer, state.current[1] - state.current[0]
-    keys, others, reference = forward.keys(layer), flow.rows[known:], state.reference
+    others, reference = flow.rows[known:], state.reference
     if others.count:
-        reference = reference.widened(state.queries, keys, others, updating)
+        reference = reference.widened(state.queries, forward.keys(layer), others, updating)
     forward.write(layer, flow.rows, flow.hidden)
+    keys = forward.keys(layer)
     block = slice(last_active - (current[1] - current[0]), last_active)
     # Where a block begins every sequence updates; else the columns are the same, and the others' references stay.
     drift, state.reference = reference.measured(state.queries, keys, flow.rows, block, updating)
