@@ -75,5 +75,7 @@ class DriftDistribution:
         rest = self.rest
         total = rest.plus(scores.clone())
         # In two parts, as in LogSumExp: adding them first would round both.
-        last = total.log_probability(rest.peak[..., None]).add_(rest.mass.log()[..., None])
-        return torch.cat([total.log_probability(scores), last.expand(*scores.shape[:-1], 1)], dim=-1)
+        last = total.log_probability(rest.peak[..., None].expand(*scores.shape[:-1], 1)).add_(
+            rest.mass.log()[..., None]
+        )
+        return torch.cat([total.log_probability(scores), last], dim=-1)

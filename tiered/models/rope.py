@@ -22,7 +22,7 @@ class Rotary:
 
     cos: Float[Tensor, "batch 1 length half"]
     sin: Float[Tensor, "batch 1 length half"]
-    columns: Int[Tensor, "batch rows"] | None = None
+    columns: Int[Tensor, "sequences rows"] | None = None
 
     @classmethod
     def of(cls, positions: Int[Tensor, "batch length"], head_dim: int, theta: float) -> "Rotary":
