@@ -215,6 +215,7 @@ def test_lenders_give_up_as_much_as_a_booking_needs():
     lender, other = Holding(ledger, [10, 20, 30]), Holding(ledger, [15])
     assert (ledger.held(Tier.HOST), ledger.idle(Tier.HOST), ledger.idle(Tier.DEVICE)) == (75, 75, 0)
     ledger.restart_peaks()
+    assert ledger.report().tiers[Tier.HOST].peak == 0  # of calls, which use nothing of it
     ledger.require(90, Tier.HOST)  # would have room, and nothing is given up for it
     assert ledger.held(Tier.HOST) == 75 and ledger.report().tiers[Tier.HOST].required == 90
     ledger.allocate({Account.STAGING: 25}, Tier.HOST)

@@ -55,7 +55,7 @@ class Ledger:
         self._lenders[tier].add(lender)
 
     def idle(self, tier: Tier) -> int:
-        """Bytes of `held` that lenders would give up."""
+        """Bytes of `held`, booked as `SPARE`, that lenders would give up."""
         return sum(lender.idle_bytes for lender in self._lenders[tier])
 
     def accounts(self, tier: Tier) -> dict[Account, int]:
@@ -77,7 +77,7 @@ class Ledger:
             if not any(lender.give_up() for lender in self._lenders[tier]):
                 raise lacking
         self._current[tier].update(amounts)
-        self._note_peak(tier)
+        self.note_peak(tier)
 
     def require(self, needed: int, tier: Tier, *, hint: str = "") -> None:
         """Look whether `tier` has room for `needed` bytes more, or would have if lenders gave up what is idle; they are
@@ -115,7 +115,7 @@ class Ledger:
         self.release({source: amount}, tier)
         self._current[tier][destination] += amount
         if destination is not Account.SPARE:  # what a record leaves behind makes the arena no fuller
-            self._note_peak(tier)
+            self.note_peak(tier)
 
     @contextmanager
     def holding(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE, *, hint: str = "") -> Iterator[None]:
@@ -135,7 +135,7 @@ class Ledger:
 
     def restart_peaks(self) -> None:
         """Forget earlier peaks and transfers: what is held now is where the next report begins."""
-        self._at_peak = {tier: accounts.copy() for tier, accounts in self._current.items()}
+        self._at_peak = {tier: self._used(tier) for tier in Tier}
         self._required = Counter({tier: self.held(tier) - self.idle(tier) for tier in Tier})
         self._moved.clear()
 
@@ -167,15 +167,23 @@ class Ledger:
             return None
         return TierCapacityError(needed, cap - used, tier, hint or "raise `memory`", total)
 
-    def _note_peak(self, tier: Tier) -> None:
+    def note_peak(self, tier: Tier) -> None:
+        """See whether `tier` holds more than ever; for a lender, who puts idle bytes to use without booking any."""
         # Of equal heights the last one counts: an arena is as high when it is obtained as when records fill it.
-        if self.held(tier) >= self._at_peak[tier].total():
-            self._at_peak[tier] = self._current[tier].copy()
+        used = self._used(tier)
+        if used.total() >= self._at_peak[tier].total():
+            self._at_peak[tier] = used
+
+    def _used(self, tier: Tier) -> Counter[Account]:
+        """What `tier` holds by account, without what is idle."""
+        used = self._current[tier].copy()
+        used[Account.SPARE] -= self.idle(tier)
+        return used
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` with the numbers where the books contradict themselves."""
         for tier in Tier:
             negative = {account: size for account, size in self._current[tier].items() if size < 0}
             peak, now, cap = self._at_peak[tier].total(), self.held(tier), self.budget.cap(tier)
-            if negative or now > peak or (cap is not None and peak > cap):
+            if negative or now - self.idle(tier) > peak or (cap is not None and max(now, peak) > cap):
                 raise RuntimeError(f"{tier} tier: holds {now}, peak {peak}, cap {cap}, negative accounts {negative}")

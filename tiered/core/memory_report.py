@@ -14,12 +14,11 @@ class TierReport:
 
     Attributes:
         current: held now.
-        peak: held at the most, in all; host memory that calls before have left for others is held too.
+        peak: held at the most, in all, without what nobody used (`Ledger.idle`).
         at_peak: the same by account.
-        required: the least cap under which the same call runs. It is the peak without what is left over, and more where
-            a policy keeps hidden states: which clusters there are is known only once rows are clustered, and before
-            that a call asks for what they may take at most, as `tiered.plan` does. Of the disk it is an estimate where
-            records spill.
+        required: the least cap under which the same call runs. It is the peak, and more where a policy keeps hidden
+            states: which clusters there are is known only once rows are clustered, and before that a call asks for what
+            they may take at most, as `tiered.plan` does. Of the disk it is an estimate where records spill.
         cap: of the budget; None: uncapped.
     """
 

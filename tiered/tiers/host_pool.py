@@ -63,6 +63,7 @@ class HostPool:
     """
 
     def __init__(self, ledger: Ledger, device: torch.device, pinner: str = "auto") -> None:
+        self._ledger = ledger
         self._obtain = booked(ledger, Tier.HOST, pick_pinner(pinner, device).allocate)
         self._idle: list[Chunk] = []  # smallest first
         self._closed = False
@@ -91,6 +92,7 @@ class HostPool:
             if fitting:
                 chunk = sizes[min(fitting, key=lambda size: (size > nbytes, abs(size - nbytes)))]
                 self._idle.remove(chunk)
+                self._ledger.note_peak(Tier.HOST)
             else:
                 chunk = self._obtained(nbytes)
         return chunk.lent(partial(self._back, chunk))
