@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from tiered.offload.chunk import Chunk
 from tiered.offload.cuda_event import end_of_stream
-from tiered.offload.errors import ArenaFullError, TransferError
-from tiered.offload.fence import Fence, Region
+from tiered.offload.errors import ArenaFullError
+from tiered.offload.fence import Fence, Region, settle
 from tiered.offload.slab_fences import SlabFences
 from tiered.offload.slabs import BookedSlot, SlabBook
 
@@ -97,9 +96,8 @@ class Arena:
         region: what kind of bytes these are, for the fences.
         slab_bytes: a multiple of 4096; the largest record.
         capacity: the most bytes that all chunks may take from the system; None: no limit.
-        allocate_chunk: obtains memory of a size (a `Pinner`'s `allocate`, or `device_chunks`).
-        on_grow: told the bytes before they are obtained; raises to refuse.
-        on_shrink: told the bytes that were given back, or that were refused after `on_grow`.
+        allocate_chunk: obtains memory of a size (a `Pinner`'s `allocate`, or `device_chunks`), or of another one in
+            whole slabs.
         expected_bytes: what all records will take at most. Up to there `place` obtains an eighth of it at a time, in
             whole slabs and `CHUNK_BYTES` at most, where `capacity` allows; else one slab. Pinning costs by call as well
             as by byte, and neighbours move as one within a chunk only.
@@ -111,8 +109,6 @@ class Arena:
         slab_bytes: int,
         capacity: int | None,
         allocate_chunk: Callable[[int], Chunk],
-        on_grow: Callable[[int], object] = lambda nbytes: None,
-        on_shrink: Callable[[int], object] = lambda nbytes: None,
         *,
         expected_bytes: int = 0,
     ) -> None:
@@ -124,8 +120,6 @@ class Arena:
         self.slab_bytes = slab_bytes
         self.capacity = capacity
         self._allocate_chunk = allocate_chunk
-        self._on_grow = on_grow
-        self._on_shrink = on_shrink
         self._expected_slabs = expected_bytes // slab_bytes
         self._fences = SlabFences(region)
         self.actual_bytes = 0  # what the chunks take from the system
@@ -139,7 +133,7 @@ class Arena:
 
         Raises:
             ArenaFullError: no slot of its class is free, and `capacity` allows no other slab.
-            PinError: the system refused a chunk.
+            PinError: the system refused a chunk; or whatever else `allocate_chunk` raises.
             ValueError: closed, or `nbytes` is not 1 to `slab_bytes`.
         """
         self._check_open()
@@ -186,10 +180,7 @@ class Arena:
         if self._closed:
             return
         self._closed = True
-        for fence in self._fences.unfinished():
-            for event in fence.before_write():
-                with suppress(TransferError):  # that it ended is enough
-                    event.synchronize()
+        settle(self._fences.unfinished())
         for slot in self._slots.values():
             slot._bytes = None
         self._slots.clear()
@@ -197,7 +188,6 @@ class Arena:
             chunk = self._chunks.pop()
             chunk.free()
             self.actual_bytes -= chunk.actual_bytes
-            self._on_shrink(chunk.actual_bytes)
         self._homes.clear()
 
     def _release(self, slot: Slot) -> None:
@@ -216,8 +206,8 @@ class Arena:
         return sys.maxsize if self.capacity is None else (self.capacity - self.actual_bytes) // self.slab_bytes
 
     def _grow_by_a_chunk(self, slabs: int) -> None:
-        """Up to `slabs` more: half as many, and half of that, where so many are refused. `capacity` is not all that may
-        refuse: `on_grow` knows what else the budget has to hold."""
+        """About `slabs` more: half as many, and half of that, where so many are refused. `capacity` is not all that may
+        refuse: a budget knows what else it has to hold."""
         while True:
             try:
                 return self._grow(slabs)
@@ -227,21 +217,12 @@ class Arena:
             slabs //= 2
 
     def _grow(self, slabs: int) -> None:
-        """One more chunk, booked before it is there; all or nothing."""
-        asked = slabs * self.slab_bytes
-        self._on_grow(asked)
-        chunk: Chunk | None = None
-        try:
-            chunk = self._allocate_chunk(asked)
-            if self.capacity is not None and self.actual_bytes + chunk.actual_bytes > self.capacity:
-                raise self._full(chunk.actual_bytes, self.capacity - self.actual_bytes)
-            if rounding := chunk.actual_bytes - asked:
-                self._on_grow(rounding)
-        except BaseException:
-            if chunk is not None:
-                chunk.free()
-            self._on_shrink(asked)
-            raise
+        """One more chunk."""
+        chunk = self._allocate_chunk(slabs * self.slab_bytes)
+        if self.capacity is not None and self.actual_bytes + chunk.actual_bytes > self.capacity:
+            chunk.free()
+            raise self._full(chunk.actual_bytes, self.capacity - self.actual_bytes)
+        slabs = chunk.bytes.numel() // self.slab_bytes
         self.actual_bytes += chunk.actual_bytes
         self._chunks.append(chunk)
         for slab in range(len(self._homes), len(self._homes) + slabs):

@@ -51,6 +51,12 @@ class Chunk:
             raise ValueError("the chunk is freed")
         return self._bytes
 
+    def lent(self, back: Callable[[], object]) -> "Chunk":
+        """The same memory for a holder whose `free` calls `back`, which sees to this chunk."""
+        lent = Chunk(self.bytes, pinned=self.pinned, actual_bytes=self.actual_bytes, after=back)
+        lent.earlier = self.earlier
+        return lent
+
     def free(self) -> None:
         """Give the memory back. A view that is still held keeps it mapped, but not pinned. May be called again."""
         if self._bytes is None:

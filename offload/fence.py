@@ -4,8 +4,11 @@ Before a region is read, its last write must have ended; before it is written, i
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
+
+from tiered.offload.errors import TransferError
 
 
 @runtime_checkable
@@ -74,3 +77,11 @@ class Fence:
     def idle(self) -> bool:
         """Whether nothing is under way."""
         return all(event.done() for event in self.before_write())
+
+
+def settle(fences: Iterable[Fence]) -> None:
+    """Block the host until nothing is under way on the bytes of `fences`, however it ends."""
+    for fence in fences:
+        for event in fence.before_write():
+            with suppress(TransferError):
+                event.synchronize()

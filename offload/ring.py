@@ -10,7 +10,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from tiered.offload.fence import Event, Fence, Region
+from tiered.offload.fence import Event, Fence, Region, settle
 from tiered.offload.transport import Settled
 
 
@@ -90,6 +90,10 @@ class Ring:
     def idle(self) -> bool:
         """Whether no copy and no reader is under way in any slot."""
         return all(fence.idle() for fence in self._fences)
+
+    def settle(self) -> None:
+        """Block the host until no copy and no reader is under way in any slot; then its memory may go."""
+        settle(self._fences)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError where the ring contradicts itself."""

@@ -58,6 +58,8 @@ def test_a_row_says_what_the_runtime_does():
     rows = list(measure(point("polestar, named", *asked, options=OPTIONS, batch=2), paths=PATHS))
     for row, (task, size, count) in zip(rows, asked, strict=True):
         expected = asked_directly(task, size, count, batch=2)
+        # Host memory comes in the pieces that the tasks before have left.
+        assert 0.8 * row["host_bytes"] <= expected.pop("host_bytes") <= row["host_bytes"]
         assert {name: row[name] for name in expected} == expected
         assert (row["task"], row["size"], row["examples"], row["bytes"]) == (task, size, count, "booked")
         assert row["host_bytes"] > 0 and row["copy_ms"] > 0 and 0 <= row["hidden_ms"] <= row["copy_ms"]

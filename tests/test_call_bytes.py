@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
-from tiered.core.features import Tier
+from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.rows import Rows
 from tiered.decoding.attention_shift import AttentionShift
@@ -169,7 +169,7 @@ def generated(runtime: Runtime, ids: torch.Tensor, tight: float = TIGHT, **optio
         out = runtime.generate(ids, **options)
     booked = out.memory.peak_device_bytes
     assert tight * booked <= allocated.peak <= booked
-    assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
+    assert {account for tier in Tier for account in runtime.ledger.accounts(tier)} <= {Account.SPARE}
     return out
 
 
@@ -365,7 +365,7 @@ def test_a_call_runs_to_its_end_in_what_it_needs(options: str, seed: int):
     runtime = budgeted(options, MemoryBudget(device=needed[Tier.DEVICE], host=needed[Tier.HOST]), seed)
     out = runtime.generate(ids, max_new_tokens=96, steps=12, block_length=32, stop_at_eos=False)
     assert out.passes["update"]
-    assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
+    assert {account for tier in Tier for account in runtime.ledger.accounts(tier)} <= {Account.SPARE}
     runtime.ledger.check_integrity()
 
 
@@ -380,7 +380,7 @@ def test_a_byte_less_is_refused_before_any_work(options: str, tier: Tier, monkey
     with pytest.raises(TierCapacityError, match="window_blocks") as caught:
         runtime.generate(ids, max_new_tokens=64, steps=8, block_length=32)
     assert caught.value.tier is tier and caught.value.needed == caught.value.available + 1
-    assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
+    assert {account for tier in Tier for account in runtime.ledger.accounts(tier)} <= {Account.SPARE}
 
 
 @pytest.mark.parametrize(("share", "seed"), and_long([(0.0, 0), (0.4, 1)], product([0.0, 0.2, 0.4], range(3))))
@@ -418,7 +418,7 @@ def test_a_call_that_fails_leaves_nothing_booked(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Fetching, "take", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         runtime.generate(torch.randint(0, 1000, (1, 150)), max_new_tokens=32, steps=2, block_length=32)
-    assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
+    assert {account for tier in Tier for account in runtime.ledger.accounts(tier)} <= {Account.SPARE}
 
 
 @given(

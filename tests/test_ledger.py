@@ -189,3 +189,43 @@ def test_a_peak_above_the_cap_is_found():
     ledger.budget = MemoryBudget(device=9)
     with pytest.raises(RuntimeError, match="peak 10, cap 9"):
         ledger.check_integrity()
+
+
+class Holding:
+    """Has booked bytes in pieces that nobody uses."""
+
+    def __init__(self, ledger: Ledger, pieces: list[int]) -> None:
+        self.ledger, self.pieces = ledger, pieces
+        ledger.allocate({Account.SPARE: sum(pieces)}, Tier.HOST)
+        ledger.add_lender(self, Tier.HOST)
+
+    @property
+    def idle_bytes(self) -> int:
+        return sum(self.pieces)
+
+    def give_up(self) -> bool:
+        if self.pieces:
+            self.ledger.release({Account.SPARE: self.pieces.pop(0)}, Tier.HOST)
+            return True
+        return False
+
+
+def test_lenders_give_up_as_much_as_a_booking_needs():
+    ledger = Ledger(MemoryBudget(host=100, device=10))
+    lender, other = Holding(ledger, [10, 20, 30]), Holding(ledger, [15])
+    assert (ledger.held(Tier.HOST), ledger.idle(Tier.HOST), ledger.idle(Tier.DEVICE)) == (75, 75, 0)
+    ledger.restart_peaks()
+    assert ledger.report().tiers[Tier.HOST].peak == 0  # of calls, which use nothing of it
+    ledger.require(90, Tier.HOST)  # would have room, and nothing is given up for it
+    assert ledger.held(Tier.HOST) == 75 and ledger.report().tiers[Tier.HOST].required == 90
+    ledger.allocate({Account.STAGING: 25}, Tier.HOST)
+    assert ledger.idle(Tier.HOST) == 75
+    with pytest.raises(TierCapacityError) as caught:
+        ledger.allocate({Account.STAGING: 76}, Tier.HOST)
+    assert (caught.value.needed, caught.value.available) == (76, 75) and ledger.idle(Tier.HOST) == 75
+    ledger.allocate({Account.STAGING: 50}, Tier.HOST)
+    assert ledger.held(Tier.HOST) <= 100 and ledger.held(Tier.HOST, Account.SPARE) == ledger.idle(Tier.HOST) <= 25
+    ledger.check_integrity()
+    assert ledger.report().tiers[Tier.HOST].required == 90
+    del lender, other
+    assert ledger.idle(Tier.HOST) == 0  # whoever has gone lends nothing

@@ -209,3 +209,25 @@ def test_integrity_sees():
     with pytest.raises(RuntimeError, match="slot 0 of a ring of 2 is held as slot 1"):
         ring.check_integrity()
     assert all(slot.bytes.numel() == SLOT_BYTES for slot in slots)
+
+
+class Ending(Switch):
+    """Ends when someone waits for it."""
+
+    def synchronize(self) -> None:
+        self.over = True
+        super().synchronize()
+
+
+def test_memory_may_go_once_nothing_is_under_way_in_any_slot():
+    ring, events = ring_of(3), [Ending() for _ in range(4)]
+    events[1].failed = True
+    held, released = acquired(ring), acquired(ring)
+    held.fence.writes(events[0])
+    held.fence.reads(events[1])
+    released.fence.writes(events[2])
+    released.release()
+    others = acquired(ring), acquired(ring)  # the latter takes over what is under way
+    others[1].fence.reads(events[3])
+    ring.settle()
+    assert ring.idle() and all(event.over for event in events)

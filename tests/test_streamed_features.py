@@ -85,6 +85,7 @@ def run(
     runtime = Runtime(model, policy=policy, ledger=ledger, transport=lambda: ThreadTransport(delay=delay))
     out = runtime.generate(**prompts(), **{"stop_at_eos": False, "output_history": True, **SIZES, **options})
     ledger.check_integrity()
+    runtime.close()
     assert all(ledger.held(tier) == 0 for tier in Tier)
     return out
 

@@ -22,7 +22,7 @@ from tiered.offload.pinning import PageablePinner
 from tiered.offload.spill_file import SpillFile
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane
-from tiered.tiers import opening
+from tiered.tiers import host_pool, opening
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
 from tiered.tiers.record_book import RecordKey
@@ -211,7 +211,7 @@ class RefusingPinner(PageablePinner):
 
 
 def test_a_refused_pin_leaves_what_is_there_usable(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(opening, "pick_pinner", lambda name, device: RefusingPinner(device))
+    monkeypatch.setattr(host_pool, "pick_pinner", lambda name, device: RefusingPinner(device))
     monkeypatch.setattr(RefusingPinner, "allowed", 2)
     ledger = Ledger(MemoryBudget(host="1MiB"))
     with open_tiers(ledger, device="cpu", slot_bytes=SLOT) as tiers:

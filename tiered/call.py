@@ -28,6 +28,7 @@ from tiered.planning.call_bytes import CallBytes
 from tiered.planning.checks import check_positions
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
+from tiered.tiers.host_pool import HostPool
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
 
@@ -46,6 +47,7 @@ class CallSpace:
         self._device, self._dtype = weights.device, weights.dtype
         self._dtype_name = str(self._dtype).removeprefix("torch.")
         self._gpu = gpu_of(self._device)
+        self._pool = HostPool(ledger, self._device)
 
     @property
     def model(self) -> DiffusionModel:
@@ -60,8 +62,9 @@ class CallSpace:
         return self._loaded is None
 
     def close(self) -> None:
-        """Let the model go, and take its weights off the books."""
+        """Let the model and the host memory that calls share go, and take both off the books."""
         self._loaded = None
+        self._pool.close()
         self._ledger.release({Account.WEIGHTS: self._ledger.held(Tier.DEVICE, Account.WEIGHTS)})
 
     def sizes(self, batch: int, context: int, block_length: int, **more: Any) -> CallSizes:
@@ -112,7 +115,7 @@ class CallSpace:
                 sizes.shape, sequences=sizes.sequences, length=sizes.context, dtype=sizes.dtype
             )
         ledger = self._ledger
-        held = {tier: ledger.held(tier) for tier in Tier}
+        held = {tier: ledger.held(tier) - ledger.idle(tier) for tier in Tier}
         held[Tier.DEVICE] += sum(inspected.values())
         needed = CallBytes.of(policy, sizes, ledger.budget, held)
         hint = PLAIN_HINT if needed.records is None else HINT
@@ -147,6 +150,7 @@ class CallSpace:
                 slab_bytes=needed.slab_bytes,
                 fetch_slots=needed.fetch_slots,
                 store_slots=needed.store_slots,
+                pool=self._pool,
                 expected_bytes=needed.arenas,
             ) as tiers,
         ):

@@ -32,7 +32,8 @@ from tiered.policies.registry import make_policy
 
 
 class Runtime:
-    """A model that is loaded, a policy, and the books of what both hold. Calls leave no trace in it.
+    """A model that is loaded, a policy, and the books of what both hold. Calls leave no trace in it but the host memory
+    that they had pinned, which stays in the books and serves the next ones.
 
     As a context manager it closes itself: `with tiered.from_pretrained(…) as runtime:`.
     """
@@ -74,11 +75,12 @@ class Runtime:
         return self._call.model
 
     def close(self) -> None:
-        """Let the model go, and take its weights off the books. Nothing else outlives a call.
+        """Let the model go, and the host memory that calls share, and take both off the books. Nothing else outlives a
+        call.
 
-        Its memory is free once no other reference is left, and on CUDA stays with torch's allocator for the next model.
-        From then on calls of this runtime, and of others made from it by `with_policy`, raise `ValueError`. A second
-        time does nothing.
+        The model's memory is free once no other reference is left, and on CUDA stays with torch's allocator for the
+        next model. From then on calls of this runtime, and of others made from it by `with_policy`, raise `ValueError`.
+        A second time does nothing.
         """
         self._call.close()
 

@@ -98,6 +98,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterabl
         runtime = with_books(runtime.with_policy(variant.policy, **given), settings["room"], prompt, **call)
         # A short call pays for thread pools and the math library's workspaces.
         runtime.generate(prompts(settings, min(256, positions - answer)), **call)
+        runtime = afresh(runtime, runtime.ledger.budget)
         before, timeline = resident_peak(restart=True), MemoryTimeline(runtime.ledger)
         out = runtime.generate(prompt, inspector=timeline, **call)
         after, booked = resident_peak(), _without_weights(runtime, out) + out.memory.peak_host_bytes
@@ -115,8 +116,13 @@ def with_books(runtime: tiered.Runtime, room: float | None, prompt: Inputs, **ca
     if room is not None:
         taken = _without_weights(runtime, runtime.generate(prompt, **call))
         budget = tiered.MemoryBudget(device=weights + int(room * taken), host="4GiB")
+    return afresh(runtime, budget)
+
+
+def afresh(runtime: tiered.Runtime, budget: tiered.MemoryBudget | None) -> tiered.Runtime:
+    """The same under `budget`, with no host memory of earlier calls."""
     ledger = Ledger(budget)
-    ledger.allocate({Account.WEIGHTS: weights})
+    ledger.allocate({Account.WEIGHTS: weight_bytes(runtime.model.shape, "float32")})
     return tiered.Runtime(runtime.model, policy=runtime.policy, ledger=ledger, tokenizer=runtime.tokenizer)
 
 
@@ -138,6 +144,7 @@ def features(tiers: Mapping[Tier, Mapping[Account, int]], shape: ModelShape, pos
 
 def checks(runtime: tiered.Runtime, prompt: Inputs, **call: Any) -> list[dict[str, Any]]:
     """What a call holds by the ledger, beside what torch allocates while it runs."""
+    runtime = afresh(runtime, runtime.ledger.budget)
     with Allocations() as allocations:
         kept = MemoryTimeline(runtime.ledger, allocations)
         out = runtime.generate(prompt, inspector=kept, **call)

@@ -7,6 +7,8 @@ never exceeded: the booking fails before the allocation happens.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakSet
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
@@ -20,6 +22,19 @@ def added(*parts: Mapping[Account, int]) -> dict[Account, int]:
     return {account: sum(part.get(account, 0) for part in parts) for account in accounts}
 
 
+class Lender(Protocol):
+    """Who has booked bytes that nobody uses at present."""
+
+    @property
+    def idle_bytes(self) -> int:
+        """How many."""
+        ...
+
+    def give_up(self) -> bool:
+        """Release some of them; False where there are none."""
+        ...
+
+
 class Ledger:
     """Current and peak bytes by tier and account, under the caps of `budget`."""
 
@@ -27,12 +42,21 @@ class Ledger:
         self.budget = budget or MemoryBudget()
         self._current: dict[Tier, Counter[Account]] = {tier: Counter() for tier in Tier}
         self._at_peak: dict[Tier, Counter[Account]] = {tier: Counter() for tier in Tier}
+        self._lenders: dict[Tier, WeakSet[Lender]] = {tier: WeakSet() for tier in Tier}
         self._required: Counter[Tier] = Counter()
         self._moved: Counter[tuple[Tier, Tier]] = Counter()
 
     def held(self, tier: Tier, account: Account | None = None) -> int:
         """Bytes that `tier` holds now, in all or under one account."""
         return self._current[tier].total() if account is None else self._current[tier][account]
+
+    def add_lender(self, lender: Lender, tier: Tier) -> None:
+        """`lender`, of whom no reference is kept, gives up what nobody uses where a booking in `tier` finds no room."""
+        self._lenders[tier].add(lender)
+
+    def idle(self, tier: Tier) -> int:
+        """Bytes of `held`, booked as `SPARE`, that lenders would give up."""
+        return sum(lender.idle_bytes for lender in self._lenders[tier])
 
     def accounts(self, tier: Tier) -> dict[Account, int]:
         """Bytes that `tier` holds now, by account; those that hold none are left out."""
@@ -47,21 +71,26 @@ class Ledger:
         """
         if any(amount < 0 for amount in amounts.values()):
             raise ValueError(f"amounts of bytes cannot be negative: {dict(amounts)}")
-        self.require(sum(amounts.values()), tier, hint=hint)
+        needed = sum(amounts.values())
+        self.require(needed, tier, hint=hint)
+        while (lacking := self._lacking(needed, self.held(tier), tier, hint)) is not None:
+            if not any(lender.give_up() for lender in self._lenders[tier]):
+                raise lacking
         self._current[tier].update(amounts)
-        self._note_peak(tier)
+        self.note_peak(tier)
 
     def require(self, needed: int, tier: Tier, *, hint: str = "") -> None:
-        """Look whether `tier` has room for `needed` bytes more, which are booked later, perhaps not all of them. The
-        next `report` has it among what the call required (`TierReport.required`).
+        """Look whether `tier` has room for `needed` bytes more, or would have if lenders gave up what is idle; they are
+        booked later, perhaps not all of them. The next `report` has it among what the call required
+        (`TierReport.required`).
 
         Raises:
             TierCapacityError: the tier's cap does not leave that much room.
         """
-        cap, total = self.budget.cap(tier), self.held(tier) + needed
-        if cap is not None and total > cap:
-            raise TierCapacityError(needed, cap - self.held(tier), tier, hint or "raise `memory`", total)
-        self._required[tier] = max(self._required[tier], total)
+        used = self.held(tier) - self.idle(tier)
+        if (lacking := self._lacking(needed, used, tier, hint)) is not None:
+            raise lacking
+        self._required[tier] = max(self._required[tier], used + needed)
 
     def release(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE) -> None:
         """Take `amounts` (bytes by account) off the books again.
@@ -86,7 +115,7 @@ class Ledger:
         self.release({source: amount}, tier)
         self._current[tier][destination] += amount
         if destination is not Account.SPARE:  # what a record leaves behind makes the arena no fuller
-            self._note_peak(tier)
+            self.note_peak(tier)
 
     @contextmanager
     def holding(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE, *, hint: str = "") -> Iterator[None]:
@@ -106,8 +135,8 @@ class Ledger:
 
     def restart_peaks(self) -> None:
         """Forget earlier peaks and transfers: what is held now is where the next report begins."""
-        self._at_peak = {tier: accounts.copy() for tier, accounts in self._current.items()}
-        self._required = Counter({tier: self.held(tier) for tier in Tier})
+        self._at_peak = {tier: self._used(tier) for tier in Tier}
+        self._required = Counter({tier: self.held(tier) - self.idle(tier) for tier in Tier})
         self._moved.clear()
 
     def report(self, *, allocator_peak: int | None = None) -> MemoryReport:
@@ -131,15 +160,30 @@ class Ledger:
             disk_path=None if self.budget.disk_path is None else str(self.budget.disk_path),
         )
 
-    def _note_peak(self, tier: Tier) -> None:
+    def _lacking(self, needed: int, used: int, tier: Tier, hint: str) -> TierCapacityError | None:
+        """The error that `needed` bytes beside `used` ones are; None where there is room."""
+        cap, total = self.budget.cap(tier), used + needed
+        if cap is None or total <= cap:
+            return None
+        return TierCapacityError(needed, cap - used, tier, hint or "raise `memory`", total)
+
+    def note_peak(self, tier: Tier) -> None:
+        """See whether `tier` holds more than ever; for a lender, who puts idle bytes to use without booking any."""
         # Of equal heights the last one counts: an arena is as high when it is obtained as when records fill it.
-        if self.held(tier) >= self._at_peak[tier].total():
-            self._at_peak[tier] = self._current[tier].copy()
+        used = self._used(tier)
+        if used.total() >= self._at_peak[tier].total():
+            self._at_peak[tier] = used
+
+    def _used(self, tier: Tier) -> Counter[Account]:
+        """What `tier` holds by account, without what is idle."""
+        used = self._current[tier].copy()
+        used[Account.SPARE] -= self.idle(tier)
+        return used
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` with the numbers where the books contradict themselves."""
         for tier in Tier:
             negative = {account: size for account, size in self._current[tier].items() if size < 0}
             peak, now, cap = self._at_peak[tier].total(), self.held(tier), self.budget.cap(tier)
-            if negative or now > peak or (cap is not None and peak > cap):
+            if negative or now - self.idle(tier) > peak or (cap is not None and max(now, peak) > cap):
                 raise RuntimeError(f"{tier} tier: holds {now}, peak {peak}, cap {cap}, negative accounts {negative}")

@@ -14,7 +14,7 @@ class TierReport:
 
     Attributes:
         current: held now.
-        peak: held at the most, in all.
+        peak: held at the most, in all, without what nobody used (`Ledger.idle`).
         at_peak: the same by account.
         required: the least cap under which the same call runs. It is the peak, and more where a policy keeps hidden
             states: which clusters there are is known only once rows are clustered, and before that a call asks for what

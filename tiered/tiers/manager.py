@@ -12,6 +12,7 @@ caller uses a manager; copies run on the transport's streams and threads.
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from itertools import accumulate
 
@@ -234,11 +235,11 @@ class TierManager:
         if self._closed:
             return
         self._closed = True
-        self._fetches.close()
-        self._traffic.synchronize()
-        for entry in list(self._book.entries()):
-            self._slots.leave(entry)
-        self._on_close()
+        with ExitStack() as closing:  # the last one first, and every one whatever becomes of another
+            closing.callback(self._on_close)
+            closing.callback(self._leave_all)
+            closing.callback(self._traffic.synchronize)
+            closing.callback(self._fetches.close)
 
     def __enter__(self) -> "TierManager":
         return self
@@ -275,6 +276,10 @@ class TierManager:
         for entry in entries:
             self._slots.leave(self._book.commit(entry))
         self._record(Stored(tier=tier, records=len(entries), nbytes=nbytes_of(entries)))
+
+    def _leave_all(self) -> None:
+        for entry in list(self._book.entries()):
+            self._slots.leave(entry)
 
     def _find(self, key: RecordKey) -> Entry:
         if key not in self._book:

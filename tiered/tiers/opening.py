@@ -16,13 +16,13 @@ from tiered.offload.chunk import Chunk
 from tiered.offload.device import pick_device
 from tiered.offload.errors import ArenaFullError, PinError
 from tiered.offload.fence import Region
-from tiered.offload.pinning import pick_pinner
 from tiered.offload.record_file import RecordFile
 from tiered.offload.ring import Ring
 from tiered.offload.slabs import UNIT
 from tiered.offload.spill_file import SpillFile
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Transport
+from tiered.tiers.host_pool import HostPool, booked
 from tiered.tiers.manager import TierManager
 from tiered.tiers.record_bytes import LOAD_SLOTS, run_bytes
 from tiered.tiers.shipping import Rings
@@ -46,7 +46,7 @@ def open_tiers(
     fetch_slots: int = FETCH_SLOTS,
     store_slots: int = STORE_SLOTS,
     load_slots: int = LOAD_SLOTS,
-    pinner: str = "auto",
+    pool: HostPool | None = None,
     expected_bytes: Mapping[Tier, int] = MappingProxyType({}),
     traffic: type[Traffic] = Traffic,
 ) -> TierManager:
@@ -65,36 +65,37 @@ def open_tiers(
         store_bytes: bytes of a staging slot that records leave from; None: `slot_bytes`, and no less.
         slab_bytes: bytes of what slots in the tiers are cut from, a multiple of 4096; None: `slot_bytes`, and no less.
         fetch_slots, store_slots, load_slots: staging slots of the rings.
-        pinner: how host memory is obtained, see `tiered.offload.pinning`.
+        pool: where host memory comes from and goes back to, of the same ledger; None: one of this manager's own.
         expected_bytes: what all records will take of device and host at most, see `Arena`.
         traffic: the class that submits jobs.
 
     Raises:
         OSError: no file can be made in `disk_path` any more.
         TierCapacityError: the rings do not fit the budget.
-        ValueError: sizes that do not work, or a pinner that is not there.
+        ValueError: sizes that do not work.
     """
     device = pick_device(device)
     store_bytes, slab_bytes = store_bytes or slot_bytes, slab_bytes or slot_bytes
     for name, size in (("store_bytes", store_bytes), ("slab_bytes", slab_bytes)):
         if size < slot_bytes:
             raise ValueError(f"{name} = {size} must be slot_bytes = {slot_bytes} or more")
-    memory = {Tier.DEVICE: device_chunks(device), Tier.HOST: pick_pinner(pinner, device).allocate}
-    regions = {Tier.DEVICE: Region.DEVICE_SLOT, Tier.HOST: Region.HOST_SLOT}
     with ExitStack() as opened:
-        arenas: dict[Tier, Arena] = {}
-        for tier, region in regions.items():
-            cap, expected = ledger.budget.cap(tier), expected_bytes.get(tier, 0)
-            arenas[tier] = Arena(
-                region, slab_bytes, cap, memory[tier], *_booking(ledger, tier), expected_bytes=expected
-            )
-            opened.callback(arenas[tier].close)
+        if pool is None:
+            pool = HostPool(ledger, device)
+            opened.callback(pool.close)
+        memory = device_chunks(device)
+        arena = partial(_arena, ledger, opened, slab_bytes, expected_bytes)
+        arenas = {
+            Tier.DEVICE: arena(Region.DEVICE_SLOT, Tier.DEVICE, booked(ledger, Tier.DEVICE, memory)),
+            Tier.HOST: arena(Region.HOST_SLOT, Tier.HOST, partial(pool.take, unit=slab_bytes)),
+        }
         spill = _spill_file(ledger, slab_bytes, opened)
-        ring = partial(_ring, ledger, opened, memory)
+        hint = "lower slot_bytes, store_bytes, fetch_slots or store_slots, or raise the budget"
+        ring, on_device = partial(_ring, ledger, opened), booked(ledger, Tier.DEVICE, memory, hint)
         rings = Rings(
-            store=ring(Region.STORE_SLOT, store_slots, store_bytes, Tier.DEVICE),
-            fetch=ring(Region.FETCH_SLOT, fetch_slots, slot_bytes, Tier.DEVICE),
-            load=None if spill is None else ring(Region.LOAD_SLOT, load_slots, slot_bytes, Tier.HOST),
+            store=ring(Region.STORE_SLOT, store_slots, store_bytes, Tier.DEVICE, on_device),
+            fetch=ring(Region.FETCH_SLOT, fetch_slots, slot_bytes, Tier.DEVICE, on_device),
+            load=None if spill is None else ring(Region.LOAD_SLOT, load_slots, slot_bytes, Tier.HOST, pool.take),
         )
         run = run_bytes(ledger.budget, slot_bytes=slot_bytes, store_bytes=store_bytes, slab_bytes=slab_bytes)
         transport = transport or _transport_for(device)
@@ -128,37 +129,40 @@ def _transport_for(device: torch.device) -> Transport:
     return CudaTransport(device, crossover=crossover_for(device))
 
 
-def _booking(ledger: Ledger, tier: Tier) -> tuple[Callable[[int], None], Callable[[int], None]]:
-    """What books and unbooks bytes of `tier` that no record fills yet."""
-
-    def grow(nbytes: int) -> None:
-        ledger.allocate({Account.SPARE: nbytes}, tier, hint=KNOBS[tier])
-
-    def shrink(nbytes: int) -> None:
-        ledger.release({Account.SPARE: nbytes}, tier)
-
-    return grow, shrink
+def _arena(
+    ledger: Ledger,
+    opened: ExitStack,
+    slab_bytes: int,
+    expected_bytes: Mapping[Tier, int],
+    region: Region,
+    tier: Tier,
+    allocate: Callable[[int], Chunk],
+) -> Arena:
+    cap, expected = ledger.budget.cap(tier), expected_bytes.get(tier, 0)
+    arena = Arena(region, slab_bytes, cap, allocate, expected_bytes=expected)
+    opened.callback(arena.close)
+    return arena
 
 
 def _ring(
     ledger: Ledger,
     opened: ExitStack,
-    memory: Mapping[Tier, Callable[[int], Chunk]],
     region: Region,
     slots: int,
     slot_bytes: int,
     tier: Tier,
+    allocate: Callable[[int], Chunk],
 ) -> Ring:
-    hint = "lower slot_bytes, store_bytes, fetch_slots or store_slots, or raise the budget"
-    opened.enter_context(ledger.holding({Account.STAGING: slots * slot_bytes}, tier, hint=hint))
     try:
-        chunk = memory[tier](slots * slot_bytes)
+        chunk = allocate(slots * slot_bytes)
     except (ArenaFullError, PinError) as error:
         raise TierCapacityError(error.needed, getattr(error, "available", 0), tier, str(error)) from error
     opened.callback(chunk.free)
-    rounding = chunk.actual_bytes - slots * slot_bytes
-    opened.enter_context(ledger.holding({Account.STAGING: rounding}, tier, hint=hint))
-    return Ring(slots, chunk.bytes, region, chunk.earlier)
+    ledger.rebook(Account.SPARE, Account.STAGING, chunk.actual_bytes, tier)
+    opened.callback(ledger.rebook, Account.STAGING, Account.SPARE, chunk.actual_bytes, tier)
+    ring = Ring(slots, chunk.bytes, region, chunk.earlier)
+    opened.callback(ring.settle)
+    return ring
 
 
 def _spill_file(ledger: Ledger, slab_bytes: int, opened: ExitStack) -> SpillFile | None:
@@ -166,7 +170,14 @@ def _spill_file(ledger: Ledger, slab_bytes: int, opened: ExitStack) -> SpillFile
     folder = ledger.budget.disk_path
     if not ledger.budget.cap(Tier.DISK) or folder is None:
         return None
+
+    def grow(nbytes: int) -> None:
+        ledger.allocate({Account.SPARE: nbytes}, Tier.DISK, hint=KNOBS[Tier.DISK])
+
+    def shrink(nbytes: int) -> None:
+        ledger.release({Account.SPARE: nbytes}, Tier.DISK)
+
     # A slab of the file has room for a record that takes a whole one of the host tier, and its header.
-    spill = SpillFile(folder, slab_bytes + UNIT, *_booking(ledger, Tier.DISK))
+    spill = SpillFile(folder, slab_bytes + UNIT, grow, shrink)
     opened.callback(spill.close)
     return spill

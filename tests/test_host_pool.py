@@ -1,0 +1,318 @@
+"""Host memory that one call after another uses: what it holds, what it gives up, and what comes back from a call."""
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Account, Feature, Tier
+from tiered.core.ledger import Ledger
+from tiered.models.llada import LLaDA
+from tiered.offload.chunk import Chunk
+from tiered.offload.errors import PinError, TransferError
+from tiered.offload.pinning import PageablePinner
+from tiered.offload.thread_transport import ThreadTransport
+from tiered.offload.transport import TransferEvent
+from tiered.planning.workload import UNCAPPED, Workload
+from tiered.policies.polestar.fetching import Fetching
+from tiered.policies.registry import make_policy
+from tiered.runtime import Runtime
+from tiered.tiers.host_pool import HostPool, booked
+from tiered.tiers.opening import open_tiers
+from tiered.tiers.record_book import RecordKey
+
+CPU, KIB, SLOT = torch.device("cpu"), 1024, 16384
+
+
+class System:
+    """Host memory that can refuse, and rounds up."""
+
+    def __init__(self, ledger: Ledger, *, most: int = 1 << 40, rounding: int = 0) -> None:
+        self.ledger, self.most, self.rounding = ledger, most, rounding
+        self.calls: list[int] = []
+        self.held = 0
+
+    def allocate(self, nbytes: int) -> Chunk:
+        assert self.held + nbytes <= self.ledger.held(Tier.HOST), "memory is booked before it is there"
+        self.calls.append(nbytes)
+        actual = nbytes + self.rounding
+        if self.held + actual > self.most:
+            raise PinError(nbytes, "no")
+        self.held += actual
+
+        def gone() -> None:
+            self.held -= actual
+
+        return Chunk(torch.empty(nbytes, dtype=torch.uint8), pinned=True, actual_bytes=actual, after=gone)
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all host memory that is obtained."""
+    calls: list[int] = []
+    allocate = PageablePinner.allocate
+
+    def counted(pinner: PageablePinner, nbytes: int) -> Chunk:
+        calls.append(nbytes)
+        return allocate(pinner, nbytes)
+
+    monkeypatch.setattr(PageablePinner, "allocate", counted)
+    return calls
+
+
+def pool_over(system: System, monkeypatch: pytest.MonkeyPatch) -> HostPool:
+    monkeypatch.setattr(PageablePinner, "allocate", lambda _, nbytes: system.allocate(nbytes))
+    return HostPool(system.ledger, CPU)
+
+
+@pytest.mark.parametrize(
+    ("cap", "most", "rounding", "refusal", "calls"),
+    [
+        (None, 1 << 40, 0, None, 1),
+        (5 * KIB, 1 << 40, KIB, None, 1),
+        (4 * KIB - 1, 1 << 40, 0, TierCapacityError, 0),
+        (5 * KIB - 1, 1 << 40, KIB, TierCapacityError, 1),
+        (None, 4 * KIB - 1, 0, PinError, 1),
+    ],
+)
+def test_memory_is_in_the_books_as_long_as_it_is_there(
+    cap: int | None, most: int, rounding: int, refusal: type[Exception] | None, calls: int
+):
+    ledger = Ledger(MemoryBudget(host=cap))
+    system = System(ledger, most=most, rounding=rounding)
+    obtain = booked(ledger, Tier.HOST, system.allocate)
+    if refusal is None:
+        chunk = obtain(4 * KIB)
+        assert ledger.accounts(Tier.HOST) == {Account.SPARE: chunk.actual_bytes} == {Account.SPARE: system.held}
+        chunk.free()
+        chunk.free()
+    else:
+        with pytest.raises(refusal):
+            obtain(4 * KIB)
+    assert len(system.calls) == calls and system.held == ledger.held(Tier.HOST) == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "unit", "given"),
+    [
+        (4, None, 4),  # exactly that
+        (5, None, None),
+        (4, 2, 4),
+        (7, 2, 6),  # the largest up to what was asked for
+        (3, 2, 4),  # or else the next
+        (100, 5, None),  # no bytes are left at the end of a slab
+        (1, 3, 6),
+    ],
+)
+def test_what_was_given_back_is_given_again(
+    asked: int, unit: int | None, given: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    system = System(Ledger())
+    pool = pool_over(system, monkeypatch)
+    for chunk in [pool.take(size * KIB) for size in (8, 4, 6)]:
+        chunk.free()
+    before = len(system.calls)
+    chunk = pool.take(asked * KIB, None if unit is None else unit * KIB)
+    assert chunk.bytes.numel() == (given or asked) * KIB
+    assert len(system.calls) - before == (given is None)
+    assert system.ledger.idle(Tier.HOST) == (18 - (given or 0)) * KIB
+    other = pool.take(asked * KIB, None if unit is None else unit * KIB)
+    assert other.bytes.data_ptr() != chunk.bytes.data_ptr()  # one holder at a time
+    pool.close()
+    assert system.held == system.ledger.held(Tier.HOST) == chunk.actual_bytes + other.actual_bytes
+    chunk.free()
+    other.free()
+    assert system.held == system.ledger.held(Tier.HOST) == 0
+    with pytest.raises(ValueError, match="closed"):
+        pool.take(KIB)
+
+
+@pytest.mark.parametrize("refuses", ["budget", "system"])
+def test_what_no_call_holds_is_given_up_where_room_is_needed(refuses: str, monkeypatch: pytest.MonkeyPatch):
+    ledger = Ledger(MemoryBudget(host=20 * KIB if refuses == "budget" else None))
+    system = System(ledger, most=20 * KIB)
+    pool = pool_over(system, monkeypatch)
+    taken = [pool.take(size * KIB) for size in (6, 4, 8)]
+    with pytest.raises((TierCapacityError, PinError)):
+        pool.take(3 * KIB)
+    taken[0].free()
+    taken[1].free()
+    held = pool.take(3 * KIB)  # in place of the smaller one
+    assert (system.held, system.ledger.idle(Tier.HOST)) == (17 * KIB, 6 * KIB)
+    taken[2].free()
+    pool.take(17 * KIB)
+    assert (system.held, system.ledger.idle(Tier.HOST)) == (20 * KIB, 0)
+    ledger.check_integrity()
+    held.free()
+    assert ledger.held(Tier.HOST) == system.held == 20 * KIB
+
+
+# ---- calls ----
+
+CALL: dict[str, Any] = {"max_new_tokens": 32, "steps": 4, "block_length": 16, "stop_at_eos": False}
+
+
+@pytest.fixture(scope="module")
+def model() -> LLaDA:
+    torch.manual_seed(0)
+    config = {
+        "d_model": 96, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "mlp_hidden_size": 128, "vocab_size": 512,
+        "embedding_size": 512, "max_sequence_length": 2048, "mask_token_id": 511, "eos_token_id": 510,
+        "pad_token_id": 509, "model_type": "llada",
+    }  # fmt: skip
+    made = LLaDA.from_config(config)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    return made
+
+
+def ids(length: int) -> torch.Tensor:
+    return torch.randint(0, 500, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def runtime_of(model: LLaDA, budget: MemoryBudget = UNCAPPED, **options: Any) -> Runtime:
+    return Runtime(model, policy=make_policy("polestar", **options), ledger=Ledger(budget))
+
+
+def planned(runtime: Runtime, context: int, budget: MemoryBudget = UNCAPPED) -> Mapping[Tier, int]:
+    """Bytes beside the weights, which these ledgers do not have."""
+    sizes = runtime._call.sizes(1, context, CALL["block_length"])
+    accounts = Workload(runtime.policy, sizes).needed(budget).tiers(budget)
+    return {tier: sum(amounts.values()) for tier, amounts in accounts.items()}
+
+
+@pytest.mark.parametrize("where", ["host", "disk", "streamed"])
+def test_a_second_call_obtains_nothing(model: LLaDA, where: str, pinned: list[int], tmp_path: Path):
+    policy: dict[str, Any] = {"clusters": 24, "codec": "raw", "top_m": 2, "update_threshold": 0}
+    whole = planned(runtime_of(model, **policy), 332)
+    budget = {
+        "host": MemoryBudget(host=whole[Tier.HOST]),
+        "disk": MemoryBudget(host=int(whole[Tier.HOST] * 0.8), disk="8MiB", disk_path=tmp_path),
+        "streamed": MemoryBudget(device=whole[Tier.DEVICE] - 40 * KIB),
+    }[where]
+    with runtime_of(model, budget, **policy) as runtime:
+        first = runtime.generate(ids(300), **CALL)
+        obtained = len(pinned)
+        assert obtained and runtime.ledger.accounts(Tier.HOST) == {Account.SPARE: runtime.ledger.idle(Tier.HOST)}
+        other = runtime.with_policy(runtime.policy)
+        for again in (runtime, other):
+            assert torch.equal(again.generate(ids(300), **CALL).sequences, first.sequences)
+        assert len(pinned) == obtained
+        assert runtime.ledger.held(Tier.HOST) == sum(pinned)
+        runtime.ledger.check_integrity()
+    assert not any(runtime.ledger.held(tier) for tier in Tier)
+
+
+def test_a_call_that_fits_runs_whatever_ran_before(model: LLaDA, pinned: list[int]):
+    """Memory in pieces of other sizes is used, or given up for what is needed; the cap holds at every time."""
+    policies: list[dict[str, Any]] = [
+        {"clusters": 24, "codec": "raw"},
+        {"clusters": 3, "codec": "fp8"},
+        {"clusters": "auto"},
+    ]
+    lengths = (100, 700, 60, 1500, 300)
+    alone: dict[tuple[int, int], torch.Tensor] = {}
+    most = 0
+    for number, policy in enumerate(policies):
+        for length in lengths:
+            runtime = runtime_of(model, **policy)
+            most = max(most, planned(runtime, length + 32)[Tier.HOST])
+            alone[number, length] = runtime.generate(ids(length), **CALL).sequences
+    budget = MemoryBudget(host=most)
+    with runtime_of(model, budget) as runtime:
+        for number, policy in enumerate(policies):
+            for length in lengths:
+                out = runtime.with_policy("polestar", **policy).generate(ids(length), **CALL)
+                assert torch.equal(out.sequences, alone[number, length])
+                assert out.memory.tiers[Tier.HOST].peak <= most
+                runtime.ledger.check_integrity()
+
+
+def test_a_call_that_fails_gives_its_memory_back(model: LLaDA, pinned: list[int], monkeypatch: pytest.MonkeyPatch):
+    runtime = runtime_of(model, update_threshold=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Fetching, "take", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            runtime.generate(ids(300), **CALL)
+    assert runtime.ledger.held(Tier.HOST) == runtime.ledger.idle(Tier.HOST) == sum(pinned) > 0
+    out = runtime.generate(ids(300), **CALL)
+    obtained = len(pinned)
+    assert torch.equal(runtime_of(model, update_threshold=0).generate(ids(300), **CALL).sequences, out.sequences)
+    assert obtained == len(pinned) - obtained  # as many as a call that came first
+
+
+class Stubborn(ThreadTransport):
+    """Takes its time, and cannot be closed."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.events: list[TransferEvent] = []
+        super().__init__(delay=lambda point, lane: 0.0 if lane is None else self._held_up())
+
+    def copy(self, *args: Any, **options: Any) -> TransferEvent:
+        self.events.append(super().copy(*args, **options))
+        return self.events[-1]
+
+    def close(self) -> None:
+        raise TransferError("it will not be closed")
+
+    def _held_up(self) -> float:
+        if threading.current_thread() is not threading.main_thread():
+            self.go.wait(20)
+        return 0.0
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_memory_comes_back_once_nothing_writes_it(interrupted: bool, monkeypatch: pytest.MonkeyPatch):
+    """The next holder's first write waits for nothing: so whoever gives memory back does, though the transport should
+    fail, or someone lose patience."""
+    ledger, transport, done = Ledger(), Stubborn(), list[bool]()
+    pool, back = HostPool(ledger, CPU), HostPool._back
+    tiers = open_tiers(ledger, device="cpu", slot_bytes=SLOT, transport=transport, pool=pool)
+
+    def noted(self: HostPool, chunk: Chunk) -> None:
+        done.extend(event.done() for event in transport.events)
+        back(self, chunk)
+
+    def impatient() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HostPool, "_back", noted)
+    tiers.store([RecordKey(Feature.HIDDEN, 0, 0, 0)], torch.ones(4, 8), [4], codec="raw")
+    if interrupted:
+        monkeypatch.setattr(tiers._traffic, "synchronize", impatient)
+    threading.Timer(0.2, transport.go.set).start()
+    with pytest.raises((TransferError, KeyboardInterrupt)):
+        tiers.close()
+    assert done == [True]
+    assert ledger.accounts(Tier.HOST) == {Account.SPARE: pool.idle_bytes} and not ledger.held(Tier.DEVICE)
+    ThreadTransport.close(transport)
+    pool.close()
+    assert not ledger.held(Tier.HOST)
+
+
+def test_calls_at_a_time_hold_memory_of_their_own():
+    ledger = Ledger()
+    pool = HostPool(ledger, CPU)
+    key, make = RecordKey(Feature.HIDDEN, 0, 0, 0), _opener(ledger, pool)
+    with make() as early:
+        early.store([key], torch.full((4, 8), 1.0), [4], codec="raw")
+        with make() as late:
+            late.store([key], torch.full((4, 8), 2.0), [4], codec="raw")
+            late.synchronize()
+            assert early.fetch([key]).wait().unique().tolist() == [1]
+            assert late.fetch([key]).wait().unique().tolist() == [2]
+    assert ledger.held(Tier.HOST) == pool.idle_bytes == 2 * SLOT
+    with make() as again:
+        again.store([key], torch.full((4, 8), 3.0), [4], codec="raw")
+        assert ledger.held(Tier.HOST) == 2 * SLOT
+    pool.close()
+
+
+def _opener(ledger: Ledger, pool: HostPool) -> Callable[[], Any]:
+    return lambda: open_tiers(ledger, device="cpu", slot_bytes=SLOT, pool=pool)

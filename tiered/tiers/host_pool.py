@@ -1,0 +1,128 @@
+"""Memory under the books, and host memory that outlives a call."""
+
+from bisect import insort
+from collections.abc import Callable
+from functools import partial
+from threading import RLock
+
+import torch
+
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
+from tiered.offload.chunk import Chunk
+from tiered.offload.errors import PinError
+from tiered.offload.pinning import pick_pinner
+from tiered.tiers.slots import KNOBS
+
+
+def booked(
+    ledger: Ledger, tier: Tier, allocate: Callable[[int], Chunk], hint: str | None = None
+) -> Callable[[int], Chunk]:
+    """`allocate`, whose chunks are in the books as `SPARE` of `tier` from before they are there until they are freed.
+
+    What it makes raises TierCapacityError with `hint` where the budget has no room for a chunk, and what `allocate`
+    raises; then nothing is booked.
+    """
+
+    def obtain(nbytes: int) -> Chunk:
+        book = partial(ledger.allocate, tier=tier, hint=KNOBS[tier] if hint is None else hint)
+        book({Account.SPARE: nbytes})
+        chunk = None
+        try:
+            chunk = allocate(nbytes)
+            book({Account.SPARE: chunk.actual_bytes - nbytes})
+        except BaseException:
+            if chunk is not None:
+                chunk.free()
+            ledger.release({Account.SPARE: nbytes}, tier)
+            raise
+
+        def back() -> None:
+            chunk.free()
+            ledger.release({Account.SPARE: chunk.actual_bytes}, tier)
+
+        return chunk.lent(back)
+
+    return obtain
+
+
+class HostPool:
+    """Host memory that one call after another uses: pinning takes longer than the copies of a call.
+
+    A chunk is in the books, as `SPARE` until records fill it, whether a call holds it or not; no two calls hold it at a
+    time. Whoever gives one back has waited for all that was under way in it. Where the budget or the system has no room
+    for something else, chunks that no call holds are given up, smallest first. For several threads.
+
+    Args:
+        ledger: of all that is obtained.
+        device: whose copy engines are to reach the memory.
+        pinner: how it is obtained, see `tiered.offload.pinning`.
+
+    Raises:
+        ValueError: a pinner that is not there.
+    """
+
+    def __init__(self, ledger: Ledger, device: torch.device, pinner: str = "auto") -> None:
+        self._ledger = ledger
+        self._obtain = booked(ledger, Tier.HOST, pick_pinner(pinner, device).allocate)
+        self._idle: list[Chunk] = []  # smallest first
+        self._closed = False
+        self._lock = RLock()  # a chunk that is booked may have another given up
+        ledger.add_lender(self, Tier.HOST)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that no call holds."""
+        return sum(chunk.actual_bytes for chunk in self._idle)
+
+    def take(self, nbytes: int, unit: int | None = None) -> Chunk:
+        """A chunk of `nbytes` with undefined content, which `free` brings back; with `unit`, one of any multiple of it
+        if there is one, the largest up to `nbytes` or else the next.
+
+        Raises:
+            PinError: the system refused.
+            TierCapacityError: the budget has no room for it.
+            ValueError: closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise ValueError("this pool is closed")
+            sizes = {chunk.bytes.numel(): chunk for chunk in self._idle}
+            fitting = [size for size in sizes if size == nbytes or (unit is not None and size % unit == 0)]
+            if fitting:
+                chunk = sizes[min(fitting, key=lambda size: (size > nbytes, abs(size - nbytes)))]
+                self._idle.remove(chunk)
+                self._ledger.note_peak(Tier.HOST)
+            else:
+                chunk = self._obtained(nbytes)
+        return chunk.lent(partial(self._back, chunk))
+
+    def give_up(self) -> bool:
+        """Give the smallest chunk that no call holds back to the system; False where there is none."""
+        with self._lock:
+            if self._idle:
+                self._idle.pop(0).free()
+                return True
+            return False
+
+    def close(self) -> None:
+        """Give everything up; what calls hold, once they give it back. May be called again."""
+        with self._lock:
+            self._closed = True
+            while self.give_up():
+                pass
+
+    def _obtained(self, nbytes: int) -> Chunk:
+        while True:
+            try:
+                return self._obtain(nbytes)
+            except PinError:
+                if not self.give_up():
+                    raise
+
+    def _back(self, chunk: Chunk) -> None:
+        with self._lock:
+            if self._closed:
+                chunk.free()
+            else:
+                insort(self._idle, chunk, key=lambda chunk: chunk.actual_bytes)
