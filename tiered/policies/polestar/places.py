@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from tiered.policies.polestar.fetching import Cluster
 from tiered.policies.polestar.members import Members
 
-Columns = Int[np.ndarray, "batch rows"]
+Columns = Int[np.ndarray, "batch _"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
