@@ -89,7 +89,7 @@ load = partial(tiered.from_pretrained, GOLDEN, dtype="float32", policy="polestar
         ({"device": "1MiB", "host": "1MiB"}, ["device", "device"]),  # the weights, and then the call
         ({"host": 5000}, ["host"]),
         ({"device": "3MiB", "host": 0}, ["device", "host"]),
-        ({"host": "220KiB", "disk": 1}, ["disk"]),
+        ({"host": "180KiB", "disk": 1}, ["disk"]),
         ({"host": "1KiB", "disk": "64KiB"}, ["host"]),
     ],
 )

@@ -71,8 +71,8 @@ def breaks(
     """The errors of a call with each damage. Before them, and once they are mended, it gives the same tokens; in the
     books nothing stays."""
     options = SIZES | options
-    whole, held = weight.clone(), [runtime.ledger.accounts(tier) for tier in Tier]
-    healthy, errors = runtime.generate(IDS, **options).sequences, []
+    whole, healthy, errors = weight.clone(), runtime.generate(IDS, **options).sequences, []
+    held = [runtime.ledger.accounts(tier) for tier in Tier]  # host memory stays for the next call
     for damage in damages:
         try:
             damage(weight)

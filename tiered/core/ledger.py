@@ -7,7 +7,7 @@ never exceeded: the booking fails before the allocation happens.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 from tiered.core.budget import MemoryBudget
@@ -22,6 +22,7 @@ def added(*parts: Mapping[Account, int]) -> dict[Account, int]:
     return {account: sum(part.get(account, 0) for part in parts) for account in accounts}
 
 
+@runtime_checkable
 class Lender(Protocol):
     """Who has booked bytes that nobody uses at present."""
 
@@ -45,6 +46,12 @@ class Ledger:
         self._lenders: dict[Tier, WeakSet[Lender]] = {tier: WeakSet() for tier in Tier}
         self._required: Counter[Tier] = Counter()
         self._moved: Counter[tuple[Tier, Tier]] = Counter()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_lenders": None}  # they lend memory of this process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"_lenders": {tier: WeakSet() for tier in Tier}})
 
     def held(self, tier: Tier, account: Account | None = None) -> int:
         """Bytes that `tier` holds now, in all or under one account."""

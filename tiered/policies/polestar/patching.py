@@ -62,7 +62,7 @@ def write_and_measure(
 def gather_rows(
     forward: Forward,
     state: LayerState,
-    known: Sequence[Float[Tensor, "batch known width"]],
+    known: Sequence[Float[Tensor, "batch _ width"]],
     places: Places,
     fetching: Fetching,
     asked: Tickets,
@@ -96,7 +96,7 @@ def patch(
     forward: Forward,
     tiers: TierManager,
     state: LayerState,
-    known: Sequence[Float[Tensor, "batch known width"]],
+    known: Sequence[Float[Tensor, "batch _ width"]],
     columns: Sequence[Columns],
     touched: Sequence[Sequence[int]],
     fetching: Fetching,

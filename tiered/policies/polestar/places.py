@@ -28,8 +28,8 @@ class Places:
     columns: Columns
     slot: Columns
     rows: dict[Cluster, slice]
-    to: Sequence[Int[np.ndarray, " known"]]
-    source: Sequence[Int[np.ndarray, " known"]]
+    to: Sequence[Int[np.ndarray, " _"]]
+    source: Sequence[Int[np.ndarray, " _"]]
     blank: Int[np.ndarray, " blank"]
     before: int
 
@@ -64,7 +64,7 @@ class Places:
                 rows[b, cluster] = slice(b * wide + here.start, b * wide + here.stop)
                 start = here.stop
         own, numbers = columns[:, before:], np.arange(batch * wide).reshape(batch, wide)[:, before:]
-        to, source, missing = list[Int[np.ndarray, " known"]](), list[Int[np.ndarray, " known"]](), own >= 0
+        to, source, missing = list[Int[np.ndarray, " _"]](), list[Int[np.ndarray, " _"]](), own >= 0
         for there in known:
             # Where each column of the canvas stands; the last entry is that of −1.
             place = np.full((batch, len(members[0].cluster_of) + 1), -1, dtype=np.int64)
