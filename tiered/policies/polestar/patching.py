@@ -30,7 +30,7 @@ def write_and_measure(
     """Write keys and values of all rows of `flow`, and measure what that and the steps before it did to the attention
     of the centroids; from now on drift is measured from here, in the sequences that update.
 
-    The one read by the host in a layer: which clusters are fetched is decided there.
+    The one read by the host in a group of layers: which clusters are fetched is decided there.
 
     Args:
         forward, state, flow: of the layer. The rows of `flow` begin with the columns that `state` tracks.
