@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,17 @@ def settings_of(**axes: Any) -> list[dict[str, Any]]:
     return [dict(point.settings) for point in points_of(study, study.AXES | axes, COMMON)]
 
 
-def test_a_point_is_a_size_and_a_number_of_threads_with_all_policies_in_turn():
+def test_a_point_is_a_policy_at_a_size_and_a_number_of_threads():
     launches, *seconds = settings_of()
     assert launches["part"] == "launches" and len(launches["policies"]) == 7
-    assert [(point["size"], point["threads"]) for point in seconds] == [
-        (size, threads) for size in ("2048:4:32", "8192:8:8") for threads in (1, 2)
+    policies = {name: of for point in seconds for name, of in point["policies"].items()}
+    assert policies == launches["policies"]
+    assert [(point["size"], point["threads"], *point["policies"]) for point in seconds] == [
+        *product(("2048:4:32", "8192:8:8"), (1, 2), launches["policies"])
     ]
     assert seconds[-1]["prompt"] == 8192 and seconds[-1]["blocks"] == seconds[-1]["steps"] == 8
-    assert list(seconds[0]["policies"])[:2] == ["fast_dllm_dual", "polestar"] == study.QUICK["policy"]
-    assert seconds[0]["policies"]["polestar-drift"] == ("polestar", {"refresh": "drift", "refresh_blocks": 64})
+    assert list(policies)[:2] == ["fast_dllm_dual", "polestar"] == study.QUICK["policy"]
+    assert policies["polestar-drift"] == ("polestar", {"refresh": "drift", "refresh_blocks": 64})
     for axis, bad in (("size", "2048"), ("size", "8:0:1"), ("policy", "polestarr"), ("part", "second"), ("threads", 0)):
         with pytest.raises(ValueError, match=str(bad)):
             settings_of(**{axis: [bad]})
@@ -44,7 +47,18 @@ def test_threads_are_an_axis_and_other_checkouts_stand_in_no_row_and_no_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     other = tmp_path / "other"
-    given = ["--threads", "1,3", "--size", "64:1:8", "--part", "seconds", "--before", str(other)]
+    given = [
+        "--threads",
+        "1,3",
+        "--size",
+        "64:1:8",
+        "--part",
+        "seconds",
+        "--policy",
+        "polestar",
+        "--before",
+        str(other),
+    ]
     (other / "tiered").mkdir(parents=True)
     (other / "tiered" / "__init__.py").touch()
     args = measure.parser_of(study).parse_args(given)
@@ -74,11 +88,12 @@ def test_official_code_stands_beside_the_policies_of_its_algorithm():
 
 @pytest.mark.slow
 def test_a_round_has_every_call_beside_that_of_another_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    point = points_of(study, study.AXES | TINY | {"part": ["seconds"]}, COMMON)[0]
-    rows = [{"status": "ok"} | row for row in study.measure(point.settings, **NOWHERE | {"before": str(BENCH.parent)})]
+    points, made = points_of(study, study.AXES | TINY | {"part": ["seconds"]}, COMMON), []
     with locked(tmp_path):
-        store = Store(tmp_path, [point])
-        made = store.add(Job(point), rows, 1.0, {})
+        store = Store(tmp_path, points)
+        for point in points:
+            rows = study.measure(point.settings, **NOWHERE | {"before": str(BENCH.parent)})
+            made += store.add(Job(point), [{"status": "ok"} | row for row in rows], 1.0, {})
         store.merge("")
     json.dumps(made, allow_nan=False)
     dual, polestar = (row for row in made if "kind" not in row)

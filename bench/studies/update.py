@@ -1,10 +1,10 @@
 """What an update costs beside the rows that it recomputes, where its time goes, and what it launches.
 
 A random model in float32. A size is PROMPT:BLOCKS:STEPS: tokens of the prompt, blocks of 32 tokens, and steps of each.
-In a round of a size and a number of threads the policies take turns, each behind the same of --before, an earlier
-checkout of this repository, and behind the official code of --official, which all run in processes of their own: with
---runs 3, figures are medians of three rounds. The row floor is the time of a full pass times the rows that a call
-recomputes over its positions. A layer's launches on CUDA are counted on the CPU: see bench/workloads/launches.py.
+In a round every policy has its turn, behind the same of --before, an earlier checkout of this repository, and behind
+the official code of --official, which all run in processes of their own: with --runs 3, figures are medians of three
+rounds. The row floor is the time of a full pass times the rows that a call recomputes over its positions. A layer's
+launches on CUDA are counted on the CPU: see bench/workloads/launches.py.
 
 The last line of stdout says, beside the counts,
 
@@ -82,7 +82,7 @@ def local(axes: Axes, *, before: str | None, **flags: str | None) -> dict[str, A
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
-    """The launches of all policies, then their seconds: numbers of threads in turn within a size."""
+    """The launches of all policies, then the seconds of each: they take turns within a size and a number of threads."""
     policies = {name: DRIFT.get(name, (name, {})) for name in axes["policy"]}
     for policy, options in policies.values():
         make_policy(policy, **options)
@@ -96,7 +96,8 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
             if threads < 1:
                 raise ValueError(f"threads = {threads}; 1 or more are allowed")
             model = {"width": width, "layers": layers, "threads": threads}
-            yield {"part": part} | size_of(size) | model | {"policies": policies}
+            for name, of in policies.items():
+                yield {"part": part} | size_of(size) | model | {"policies": {name: of}}
 
 
 def size_of(text: str) -> dict[str, Any]:
