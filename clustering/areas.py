@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.clustering.allocation import allocate_clusters, auto_clusters, pieces
+from tiered.clustering.allocation import Piece, allocate_clusters, auto_clusters, pieces
 from tiered.clustering.cluster_index import ClusterIndex
 from tiered.clustering.faiss_backend import Backend
 from tiered.clustering.spherical import check_options, kmeans, refuse_values
@@ -82,13 +82,23 @@ def cluster_areas(
 
 
 @torch.no_grad()
-def same_members(hidden: Float[Tensor, "groups length width"], indices: Sequence[ClusterIndex]) -> list[ClusterIndex]:
-    """The clusters of `indices`, one for each group, over other rows: same members, centroids and medoids of `hidden`.
+def cut_clusters(
+    hidden: Float[Tensor, "groups length width"], indices: Sequence[ClusterIndex], most_rows: int
+) -> list[ClusterIndex]:
+    """`indices`, one for each group, with clusters of more than `most_rows` members cut into clusters of their own.
 
-    Layers that share one clustering take their indices so. No host synchronisation.
+    So what a few clusters hold is bounded, and with it the work and memory of an update, whatever the rows are like:
+    masked suffixes are all alike, and k-means may put them all in one. The host sends the new sizes to the device, and
+    reads nothing.
+
+    Raises:
+        ValueError: `most_rows` below 1.
     """
-    assignment = torch.stack([index.cluster_of(hidden.shape[1]) for index in indices])
-    most = max(1, *(index.clusters for index in indices))
+    if all(size <= most_rows for index in indices for size in index.sizes):
+        return list(indices)
+    cut = [_resized(index, pieces(index.sizes, most_rows)) for index in indices]
+    assignment = torch.stack([index.cluster_of(hidden.shape[1]) for index in cut])
+    most = max(1, *(index.clusters for index in cut))
     centroids, medoids = means_and_medoids(hidden, assignment, most)
     return [
         replace(
@@ -96,28 +106,12 @@ def same_members(hidden: Float[Tensor, "groups length width"], indices: Sequence
             centroids=centroids[group, : index.clusters].to(hidden.dtype, copy=True),
             medoids=medoids[group, : index.clusters].clone(),
         )
-        for group, index in enumerate(indices)
+        for group, index in enumerate(cut)
     ]
 
 
-def cut_clusters(
-    hidden: Float[Tensor, "groups length width"], indices: Sequence[ClusterIndex], most_rows: int
-) -> list[ClusterIndex]:
-    """`indices` with every cluster of more than `most_rows` members cut into pieces, which are clusters of their own.
-
-    So what a few clusters hold is bounded, and with it the work and memory of an update, whatever the rows are like:
-    masked suffixes are all alike, and k-means may put them all in one. The host sends the new sizes to the device.
-
-    Raises:
-        ValueError: `most_rows` below 1.
-    """
-    if all(size <= most_rows for index in indices for size in index.sizes):
-        return list(indices)
-    return same_members(hidden, [_cut(index, most_rows) for index in indices])
-
-
-def _cut(index: ClusterIndex, most_rows: int) -> ClusterIndex:
-    parts = pieces(index.sizes, most_rows)
+def _resized(index: ClusterIndex, parts: Sequence[Piece]) -> ClusterIndex:
+    """With `parts` as clusters, whose centroids and medoids are still those of the clusters that they were part of."""
     ends = list(accumulate(index.shares, initial=0))
     sizes = tuple(part.stop - part.start for part in parts)
     cluster = on_device([part.cluster for part in parts], index.rows.device)

@@ -206,8 +206,8 @@ class Arena:
         return sys.maxsize if self.capacity is None else (self.capacity - self.actual_bytes) // self.slab_bytes
 
     def _grow_by_a_chunk(self, slabs: int) -> None:
-        """About `slabs` more: half as many, and half of that, where so many are refused. `capacity` is not all that may
-        refuse: a budget knows what else it has to hold."""
+        """About `slabs` more: half as many, and half of that, where so many are refused, whoever refuses: `capacity`, a
+        budget that holds other things too, the pinning of pages, the system. What refuses one slab is the caller's."""
         while True:
             try:
                 return self._grow(slabs)

@@ -389,7 +389,7 @@ def test_every_case_of_the_budget_passes(budget: ModuleType, setting: Any) -> No
     rows = {case: budget.measure(setting, case) for case in cases}
     assert {case for case, row in rows.items() if row["ok"] is not True} == set()
     resident, host = rows["polestar_resident, host 0"], rows["polestar_raw, host 64GiB"]
-    assert resident["longest_context"] <= host["longest_context"]
+    assert resident["longest_context"] <= host["longest_context"]  # how much less, is seen at a real size: test_plan.py
     assert resident["memory"]["booked_host_bytes"] == 0 < host["memory"]["booked_host_bytes"]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered.clustering.areas import cluster_areas, same_members
+from tiered.clustering.areas import cluster_areas, cut_clusters
 from tiered.clustering.spherical import spherical_kmeans
 from tiered.kernels.host_values import on_device
 
@@ -60,10 +60,11 @@ def test_regions(groups: int, clusters: int, reads: list[str]):
     assert reads == ["tolist"] * 2
 
 
-def test_layers_that_share_clusters(reads: list[str]):
-    indices = cluster_areas(random(2, 100, 8), AREAS, 6)
+def test_clusters_that_are_cut(reads: list[str]):
+    hidden = random(2, 100, 8)
+    indices = cluster_areas(hidden, AREAS, 6)
     reads.clear()
-    same_members(random(2, 100, 8) + 1, indices)
+    cut_clusters(hidden, indices, 5)
     assert reads == []
 
 

@@ -1,15 +1,11 @@
-"""Who belongs to which cluster: the host's books against plain Python, and clusters that layers share."""
+"""Who belongs to which cluster: the host's books against plain Python."""
 
 from itertools import pairwise
 
 import numpy as np
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tiered.clustering.areas import cluster_areas, same_members
 from tiered.policies.polestar.members import Members
 
 Clusters = list[list[int]]
@@ -73,46 +69,3 @@ def test_a_cluster_whose_members_have_all_left():
     members = books(6, [[1, 2], [4]]).without(0, 3)
     assert members.live(0).tolist() == [] and members.sizes == (2, 1)
     assert members.covered(0, np.zeros(6, dtype=bool)) and members.touched(np.ones(6, dtype=bool)) == [1]
-
-
-# --- clusters that layers share
-
-
-def rows(groups: int, length: int, seed: int) -> Tensor:
-    return torch.randn(groups, length, 6, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize(
-    ("clusters", "pads", "dtype"),
-    [(5, (0, 0), None), (4, (3, 0), None), ("auto", (0, 9), None), (4, (0, 2), "float16")],
-)
-def test_the_same_members_over_other_rows(clusters: int, pads: tuple[int, int], dtype: str | None):
-    valid = torch.arange(40)[None] >= torch.tensor(pads)[:, None]
-    leaders = cluster_areas(rows(2, 40, 0), ((0, 20), (28, 40)), clusters, valid=valid)
-    as_type = torch.float32 if dtype is None else getattr(torch, dtype)
-    hidden = rows(2, 40, 1).to(as_type).masked_fill(~valid[..., None], torch.nan)
-    hidden[:, 20:28] = torch.nan
-    for group, (leader, index) in enumerate(zip(leaders, same_members(hidden, leaders), strict=True)):
-        index.check()
-        assert torch.equal(index.rows, leader.rows) and (index.sizes, index.shares) == (leader.sizes, leader.shares)
-        assert index.centroids.dtype == as_type
-        for cluster, columns in enumerate(leader.rows.split(leader.sizes)):
-            members = hidden[group, columns].double()
-            mean = members.mean(0)
-            torch.testing.assert_close(
-                index.centroids[cluster].double(), mean, rtol=0, atol=1e-5 if dtype is None else 1e-3
-            )
-            nearest = torch.cosine_similarity(members, mean[None]).argmax()
-            assert index.medoids[cluster] == columns[nearest]
-        assert not torch.equal(index.centroids[0].float(), leader.centroids[0])
-
-
-def test_groups_with_different_numbers_of_clusters():
-    hidden, regions = rows(2, 20, 0), ((0, 8), (12, 20))
-    leaders = [cluster_areas(hidden[g : g + 1], regions, count)[0] for g, count in enumerate((2, 6))]
-    assert [index.clusters for index in same_members(rows(2, 20, 1), leaders)] == [2, 6]
-
-
-def test_nothing_to_cluster_is_shared_too():
-    leaders = cluster_areas(rows(2, 8, 0), ((0, 0), (8, 8)), "auto")
-    assert [index.clusters for index in same_members(rows(2, 8, 1), leaders)] == [0, 0]

@@ -54,7 +54,7 @@ for given, options in (
     polestar = runtime.with_policy("polestar", **{"clusters": 3, "top_m": 1, "update_threshold": 0, **given})
     assert polestar.generate(ids, attention_mask=mask, max_new_tokens=4, block_length=2, **options).updates
 
-from tiered.clustering.areas import cluster_areas, same_members
+from tiered.clustering.areas import cluster_areas, cut_clusters
 from tiered.policies.polestar.drift_reference import DriftReference
 from tiered.core.rows import Rows
 from tiered.core.ledger import Ledger
@@ -65,7 +65,7 @@ from tiered.tiers.opening import open_tiers
 hidden = runtime.hidden_states(ids, mask)
 for rows, valid in zip(hidden, mask.bool().expand(len(hidden), -1, -1)):
     indices = cluster_areas(rows, ((0, 6), (9, 14)), 3, valid=valid)
-    same_members(rows + 1, indices)
+    cut_clusters(rows, indices, 2)
     for codec in Codec:
         with open_tiers(Ledger(), device="cpu", dtype=rows.dtype) as tiers:
             records = HiddenRecords.store(tiers, rows[0], indices[0], layer=0, codec=codec)

@@ -121,7 +121,7 @@ def test_a_round_has_every_call_beside_that_of_another_checkout(tmp_path: Path, 
     assert said["rows"] == len(made) and said["two_threads_over_one"] is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_launches_are_counted_of_both_checkouts():
     (point,) = settings_of(part=["launches"], policy=["fast_dllm_dual"])
     rows = list(study.measure(point, **NOWHERE | {"before": str(BENCH.parent)}))

@@ -40,7 +40,7 @@ def write_and_measure(
 
     Returns:
         KL of every cluster, by sequence, 0 where it is no more than rounding: noise must not choose among clusters that
-        stand still. Empty where a sequence does not update.
+        stand still. Without a meaning where a sequence does not update.
     """
     layer, known = state.layer, state.current[1] - state.current[0]
     others, reference = flow.rows[known:], state.reference
@@ -53,9 +53,7 @@ def write_and_measure(
     drift, state.reference = reference.measured(state.queries, keys, flow.rows, block, updating)
     drift = torch.nn.functional.threshold(drift, rounding(keys.dtype), 0.0)
     state.current = current
-    counts = [len(members.sizes) for members in state.members]
-    both = torch.cat([drift, updating[:, None].to(drift.dtype)], dim=1).tolist()
-    return [row[:count] if row[-1] else [] for row, count in zip(both, counts, strict=True)]
+    return [row[: len(members.sizes)] for row, members in zip(drift.tolist(), state.members, strict=True)]
 
 
 @spanned(Op.GATHER)

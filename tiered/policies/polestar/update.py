@@ -148,7 +148,8 @@ class Update:
         finished = (state.current[0], min(state.current[1], self._current[0]))
         if self._active != self._current:  # the current block leaves the clusters that it was in
             state.retire(self._current)
-        drift = write_and_measure(forward, state, flow, self._current, self._count, self._here)
+        measured = write_and_measure(forward, state, flow, self._current, self._count, self._here)
+        drift = [of if updates else [] for of, updates in zip(measured, self._updating, strict=True)]
         with span(Op.FETCH):
             pairs = [*zip(state.members, self._fresh, strict=True)]
             chosen = [self._chosen(of, *pair) for of, pair in zip(drift, pairs, strict=True)]
