@@ -153,7 +153,7 @@ def show(study: ModuleType, args: argparse.Namespace) -> dict[str, Any]:
     if len(about["stamps"]) > 1:
         print("rows of several machines, versions or revisions: compare no speeds among them\n")
     told = {} if args.into is None else {"filled": fill_marks(args.into, tables)}
-    return {"rows": len(rows)} | told | (study.figures(rows) if hasattr(study, "figures") else {})
+    return {"rows": len(rows)} | told | (study.last_line(rows) if hasattr(study, "last_line") else {})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import measure
 import pytest
 from measuring.pages import between_marks
 from measuring.store import read_rows
@@ -39,6 +40,7 @@ def test_pages_show_what_was_measured(name: str):
         if study == name:
             shown = between_marks((ROOT / page).read_text(encoding="utf-8"), mark)
             assert shown == tables[mark].strip(), f"python bench/measure.py {name} --show --into {page}"
+    assert measure.main([name, "--show"]) == 0
 
 
 @pytest.mark.parametrize("name", STUDIES)

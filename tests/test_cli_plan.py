@@ -34,6 +34,14 @@ def test_plan_prints_the_card(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == f"{plan('llada-8b', context=4096, batch=8, memory='24GiB')}\n"
 
 
+def test_the_readme_shows_a_plan():
+    command, _, shown = (ROOT / "README.md").read_text(encoding="utf-8").partition("tiered plan ")[2].partition("```\n")
+    assert command.split() == ["llada-8b", "--context", "4096", "--batch", "8", "--memory", "24GiB"]
+    card = str(plan("llada-8b", context=4096, batch=8, memory="24GiB", device="cpu")).splitlines()
+    lines = [line for line in shown.partition("```")[0].splitlines() if line.strip() != "…"]
+    assert len(lines) > 8 and all(line in card for line in lines)
+
+
 def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]):
     sizes = "--context 640 --batch 3 --block-length 64 --memory 64GiB --host-memory 1GiB"
     switches = "--policy fast_dllm_prefix --policy-option refresh_interval=5 --dtype float16 --cfg --sampled --json"

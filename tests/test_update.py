@@ -194,7 +194,7 @@ def test_the_tables_have_what_was_before_what_is_missing_and_the_operations(call
 
 
 def test_the_last_line_takes_ratios_within_a_round(call: Callable[..., dict[str, Any]]):
-    missing = study.figures([])
+    missing = study.last_line([])
     assert set(missing.values()) == {None} and len(missing) == 6
     rows = [launched("polestar", "update", 420.0), launched("polestar", "step", 40.0)]
     # A slow second round moves no ratio.
@@ -204,7 +204,7 @@ def test_the_last_line_takes_ratios_within_a_round(call: Callable[..., dict[str,
         rows += [
             call(name, s * slow, run=run, size="8192:8:8") for name, s in (("polestar-drift", 3.0), ("dkv_pd", 2.0))
         ]
-    assert study.figures(rows) == {
+    assert study.last_line(rows) == {
         "polestar_over_dual_time": 2.5,
         "polestar_over_dual_rows": round(8 / 14, 3),
         "polestar_drift_over_dkv_pd_time": 1.5,

@@ -16,7 +16,7 @@ A study is a module of bench/studies. Its docstring says, in its first line, wha
 and it may have
 
     local(axes, **flags)        what only this machine knows, such as where a model is, as keywords of `measure`
-    figures(rows)               numbers of all rows by name, for the last line of stdout
+    last_line(rows)             numbers of all rows by name, for the last line of stdout
     LOCAL       flags whose values `local` gets, by name with their help: paths, None where they are not given. Neither
                 a row nor the recorded command has them
 """

@@ -33,7 +33,7 @@ from workloads.variants import DRIFT
 from tiered.core.checks import unknown_name
 from tiered.policies.registry import make_policy
 
-__all__ = ["AXES", "LOCAL", "OF", "QUICK", "TIMED", "figures", "local", "measure", "points", "tables"]
+__all__ = ["AXES", "LOCAL", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
 
 POLICIES = ["fast_dllm_dual", "polestar", "polestar-drift", "polestar-window", "dllm_cache", "dkv_pd", "dkv_decode"]
 AXES: Axes = {
@@ -140,7 +140,7 @@ def kinds(rows: Sequence[dict[str, Any]], part: str, figure: str, *, digits: int
         yield head | {"of_which": ", ".join(told)}
 
 
-def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+def last_line(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """What the last line says of the figures that have goals."""
     good = [row for row in rows if row["status"] == "ok"]
     sizes = list(dict.fromkeys(row["size"] for row in good if "size" in row)) or [""]
