@@ -300,6 +300,8 @@ def test_rounds_come_to_medians_ratios_and_a_floor():
     }
     with pytest.raises(ValueError, match="disagree: correct 2 after 3"):
         merged([*rows, row("a", 3, 1.0, correct=2)], of=("task",), timed=("speed",))
+    beside = merged([row("a", 0, 1.0), row("a", 1, 2.0, theirs="x"), row("a", 2, 3.0)], timed=("speed",))
+    assert [(each["theirs"], each["speed"], each["run"]) for each in beside] == [("x", 2.0, 0)]
     refused = {"point": "c", "run": 0, "status": "refused", "why": "no"}
     assert merged([refused], timed=("speed",)) == [refused]
 

@@ -19,7 +19,8 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 def merged(rows: Iterable[Row], *, of: Sequence[str] = (), timed: Sequence[str]) -> list[Row]:
     """The runs of each point as one row: of the columns `timed` the median, with NAME_low and NAME_high beside it, and
-    "runs". Rows of a point are told apart by the columns `of`; one that is not "ok" stays as it is.
+    "runs"; what only some runs have, such as a baseline's, is theirs. Rows of a point are told apart by the columns
+    `of`; one that is not "ok" stays as it is.
 
     Raises:
         ValueError: two runs that differ in anything else, though nothing is left to chance; names row and column.
@@ -33,21 +34,18 @@ def merged(rows: Iterable[Row], *, of: Sequence[str] = (), timed: Sequence[str])
         if not good:
             out.append(own[-1])
             continue
-        first = good[0]
-        skipped = {*_OF_A_RUN, *timed}
+        whole, skipped = good[0], {*_OF_A_RUN, *timed}
         for row in good[1:]:
-            differ = [
-                name for name in first.keys() | row.keys() if name not in skipped and first.get(name) != row.get(name)
-            ]
-            if differ:
-                told = ", ".join(f"{name} {row.get(name)} after {first.get(name)}" for name in sorted(differ))
-                raise ValueError(f"runs of {first['point']} disagree: {told}; measure all of them anew")
+            if differ := [name for name in (whole.keys() & row.keys()) - skipped if whole[name] != row[name]]:
+                told = ", ".join(f"{name} {row[name]} after {whole[name]}" for name in sorted(differ))
+                raise ValueError(f"runs of {whole['point']} disagree: {told}; measure all of them anew")
+            whole = row | whole
         figures: Row = {"runs": len(good)}
         for name in timed:
             if values := [row[name] for row in good if name in row]:
                 low, figures[name], high = spread(values)
                 figures |= {f"{name}_low": low, f"{name}_high": high}
-        out.append(first | figures)
+        out.append(whole | figures)
     return out
 
 
