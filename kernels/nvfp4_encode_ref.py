@@ -9,7 +9,7 @@ from jaxtyping import Float, Float32, UInt8
 from torch import Tensor
 from torch.nn.functional import max_pool1d, pad
 
-from tiered.kernels.nvfp4_scale import E2M1_MAX, block_scale, require_finite
+from tiered.kernels.nvfp4_scale import E2M1_MAX, E4M3_MIN, block_scale, require_finite
 from tiered.kernels.record_layout import CODE_BYTES, GROUP, chunks
 
 _ONE = 0x3F800000  # bits of 1.0
@@ -44,15 +44,15 @@ def nvfp4_encode(
 
 
 def encode_chunk(
-    values: Float32[Tensor, "n width"], scale: Float32[Tensor, " n"]
+    values: Float32[Tensor, "n width"], scale: Float32[Tensor, " n"], *, least: float = E4M3_MIN
 ) -> tuple[UInt8[Tensor, "n code_bytes"], UInt8[Tensor, "n groups"]]:
-    """A few finite rows, at least one."""
+    """A few finite rows, at least one. `least`: the smallest block scale."""
     n, width = values.shape
     values = pad(values, (0, -width % GROUP)) if width % GROUP else values.contiguous()
     # The maximum of each group: several times as fast on the CPU as a reduction over so few columns.
     amax = max_pool1d(values.abs().view(1, -1), GROUP).view(n, -1)
     row_scale = scale[:, None]
-    block_scales = block_scale(amax, row_scale).to(torch.float8_e4m3fn)
+    block_scales = block_scale(amax, row_scale, least).to(torch.float8_e4m3fn)
     # Two divisions and a product, in this order, are torchao's.
     factor = 1 / row_scale / block_scales.float()
     scaled = (values.view(n, -1, GROUP) * factor[..., None]).clamp_(-E2M1_MAX, E2M1_MAX)

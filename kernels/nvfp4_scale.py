@@ -9,6 +9,7 @@ from torch import Tensor
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9  # the smallest positive number: a block of zeros has this scale
+E4M3_NORMAL = 2.0**-6  # the smallest of full precision
 
 # The least FP32 scale for which neither 1 / scale / E4M3_MIN overflows nor the smallest decoded value, half of
 # scale * E4M3_MIN, is subnormal, so that devices that flush subnormals agree with those that do not.
@@ -25,9 +26,11 @@ def nvfp4_scale(amax: Float32[Tensor, "*records"]) -> Float32[Tensor, "*records"
     return scale.masked_fill(amax == 0, 1.0)
 
 
-def block_scale(block_amax: Float32[Tensor, "n groups"], scale: Float32[Tensor, "n 1"]) -> Float32[Tensor, "n groups"]:
-    """What the E4M3 scale of a block is rounded from, within the range of E4M3."""
-    return (block_amax / _divisor(E2M1_MAX, block_amax) / scale).clamp(E4M3_MIN, E4M3_MAX)
+def block_scale(
+    block_amax: Float32[Tensor, "n groups"], scale: Float32[Tensor, "n 1"], least: float = E4M3_MIN
+) -> Float32[Tensor, "n groups"]:
+    """What the E4M3 scale of a block is rounded from, within the range of E4M3, from `least` on."""
+    return (block_amax / _divisor(E2M1_MAX, block_amax) / scale).clamp(least, E4M3_MAX)
 
 
 def require_finite(values: Float[Tensor, "..."], what: str) -> None:

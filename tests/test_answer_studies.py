@@ -43,7 +43,7 @@ def test_pages_show_what_was_measured(name: str):
     assert measure.main([name, "--show"]) == 0
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", [*STUDIES, "stretch", "kv"])
 def test_quick_is_little_and_of_the_study(name: str):
     study = study_named(name)
     assert set(study.QUICK) <= set(study.AXES)
@@ -55,6 +55,26 @@ def test_tables_of_points_that_failed_are_empty(name: str):
     row = {"run": 0, "stamp": "s", "status": "failed", "why": "exit status 9"}
     rows = [row | settings | {"point": str(number)} for number, settings in enumerate(points(name))]
     assert "|" in study_named(name).tables(rows)[next(mark for study, mark in PAGES if study == name)]
+
+
+@pytest.mark.parametrize("name", ["stretch", "kv"])
+def test_rotations_and_codecs_are_asked_and_told(name: str):
+    study, rows = study_named(name), []
+    for number, settings in enumerate(points(name, **study.QUICK)):
+        for row in study.measure(settings, **study.local({"model": ["embedded"]})):
+            rows.append({"run": 0, "stamp": "s", "status": "ok", "point": str(number)} | settings | row)
+    tables = study.tables(rows)
+    assert all(table.count("\n") >= 2 for table in tables.values())
+    if name == "kv":
+        far = {row["kv"]: row["kl"] for row in rows if row["part"] == "logits"}
+        assert far["raw"] == 0 < far["fp8"] < 1e-2
+    else:
+        assert "`ntk:2:2048`" in tables["stretch"] and "100" in tables["stretch"]
+
+
+def test_a_scaling_is_written_as_kind_factor_and_trained_positions():
+    with pytest.raises(ValueError, match="scaling = 'yarn:2'; default, or KIND:FACTOR:TRAINED"):
+        points("stretch", scaling=["yarn:2"])
 
 
 def test_an_axis_that_a_policy_has_not_is_no_axis_of_it():

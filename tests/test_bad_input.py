@@ -298,7 +298,7 @@ def test_the_checkpoint_is_good_before_the_damage(write_checkpoint: Callable[...
             ]
         ],
         ({"trust_remote_code": True}, ValueError, ["trust_remote_code", "no code that comes with a checkpoint"]),
-        ({"policy": "none", "xyz": 1}, ValueError, ["'xyz'; allowed: device, dtype, memory, policy"]),
+        ({"policy": "none", "xyz": 1}, ValueError, ["'xyz'; allowed: device, dtype, kv, memory, policy, rope_scaling"]),
         ({"policy": NoCache(), "memroy": 1}, ValueError, ["did you mean 'memory'?"]),
         ({"policy": NoCache(), "refresh_interval": 1}, ValueError, ["refresh_interval", "NoCache()"]),
         *[

@@ -228,7 +228,7 @@ class Oracle:
     def rotated(self, flat: Tensor) -> Tensor:
         width = self.model.shape.head_dim
         heads = flat.unflatten(1, (-1, width)).transpose(0, 1)
-        frequencies = self.model.config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        frequencies = self.model.config.rotation.theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
         angles = torch.arange(len(flat), dtype=torch.float64)[:, None] * frequencies
         left, right = heads.chunk(2, -1)
         return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], -1)

@@ -87,10 +87,10 @@ def test_a_bad_config_is_named(changes: dict[str, Any], message: str):
 def test_what_a_config_leaves_out():
     config = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rms_norm_eps")}
     read = read_dream_config(config)
-    assert (read.rope_theta, read.norm_eps, read.head_tied) == (10000.0, 1e-6, False)
+    assert (read.rotation.theta, read.norm_eps, read.head_tied) == (10000.0, 1e-6, False)
 
 
 def test_the_released_config():
     read = read_dream_config(read_preset("dream-7b"))
-    assert (read.rope_theta, read.norm_eps, read.head_tied) == (1e6, 1e-6, False)
+    assert (read.rotation.theta, read.norm_eps, read.head_tied) == (1e6, 1e-6, False)
     assert (read.mask_token_id, read.eos_token_id, read.pad_token_id) == (151666, 151643, 151643)

@@ -13,6 +13,7 @@ import torch
 import tiered
 import tiered.runtime
 from tiered.core.features import Account, Tier
+from tiered.core.rates import Rates
 from tiered.forward.library_bytes import LARGEST_GPU
 from tiered.offload.lane import Lane
 from tiered.policies.base import StepKind
@@ -270,7 +271,7 @@ def test_floors_are_those_of_a_hand_count(part: Callable[[str], ModuleType], set
     assert found[StepKind.UPDATE].flops == pytest.approx(flops(1024, keys, through), rel=1e-12)
     assert found[StepKind.UPDATE].nbytes == READ + kv + 31 * 1000
     assert (found[StepKind.UPDATE].rows, found[StepKind.UPDATE].renewed_rows) == (32 + 115, 115)
-    rates = importlib.import_module("cost_card").Rates(flops_per_second=7e14, bytes_per_second=3e12)
+    rates = Rates(flops_per_second=7e14, bytes_per_second=3e12)
     step = found[StepKind.STEP].figures(rates)
     assert step["floor_ms"] == step["bytes_floor_ms"] == pytest.approx((READ + kv) / 3e9)
     assert 5 < step["floor_ms"] < 5.5

@@ -31,6 +31,7 @@ BOOKS = [
     "tiered/models/shape.py",
     "tiered/models/config_fields.py",
     "tiered/models/layout.py",
+    "tiered/models/rotation.py",
     "tiered/forward/page_book.py",
     "tiered/forward/pages.py",
     "tiered/planning/streamed_layers.py",

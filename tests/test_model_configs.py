@@ -172,7 +172,6 @@ def test_defaults_and_variants(config: Mapping[str, Any], changes: dict[str, Any
     assert {name: getattr(shape, name) for name in expected} == expected
 
 
-YARN = {"type": "yarn", "factor": 4.0}
 # Set, and still as good as absent: null, off, or what the forward does anyway.
 INERT: Mapping[str, Any] = {
     "rope_scaling": {"rope_type": "default"},
@@ -199,7 +198,7 @@ def test_what_is_off_changes_nothing(model_type: str):
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_newer_files_have_the_base_inside_rope_parameters(model_type: str):
     parameters = {"rope_type": "default", "rope_theta": 5e5}
-    assert read(CONFIGS[model_type], rope_parameters=parameters).rope_theta == 5e5
+    assert read(CONFIGS[model_type], rope_parameters=parameters).rotation.theta == 5e5
 
 
 def test_a_width_is_no_window_while_windows_are_off():
@@ -265,9 +264,20 @@ def test_switches_take_tensors_away(config: Mapping[str, Any], changes: dict[str
         (DREAM, {"intermediate_size": 2**24 + 1}, "intermediate_size = 16777217"),
         (GIDD, {"max_position_embeddings": 10**9}, "max_position_embeddings = 1000000000"),
         # Switches of other models.
-        *in_every_family({"rope_scaling": YARN}, "rope_scaling = .*'yarn'.* 'default'}"),
         *in_every_family({"rope_scaling": "yarn"}, "rope_scaling = 'yarn'"),
-        *in_every_family({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "rope_parameters = .*factor"),
+        *in_every_family({"rope_scaling": {"type": "longrope"}}, "rope_scaling: unknown rope_type 'longrope'"),
+        *in_every_family({"rope_scaling": {"type": "yarn"}}, "rope_scaling = .* lacks a factor"),
+        *in_every_family({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor = 0.5; a number from 1"),
+        *in_every_family({"rope_scaling": {"type": "ntk", "factor": NAN}}, "factor = nan"),
+        *in_every_family(
+            {"rope_scaling": {"type": "ntk", "factor": 2**20}}, "128 positions times .* more than 16777216"
+        ),
+        *in_every_family({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1}}, r"has \['mscale'\]; .*'yarn'"),
+        *in_every_family({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 1.0}}, "beta_fast = 1.0 must be"),
+        *in_every_family(
+            {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"rope_parameters = .*'factor'\]"
+        ),
+        (GIDD, {"rope_scaling": {"type": "yarn", "factor": 2}}, "learned keys of GIDD .*'linear' or 'ntk'"),
         *in_every_family({"quantization_config": {"quant_method": "awq"}}, "quantization_config = .*awq"),
         *in_every_family({"use_sliding_window": True}, r"use_sliding_window = True \(allowed: False\)"),
         *in_every_family({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),

@@ -9,6 +9,7 @@ from torch import Tensor
 from tiered.core.rows import Rows
 from tiered.kernels import rotate_ref
 from tiered.models.rope import Rotary
+from tiered.models.rotation import Rotation
 
 # The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
@@ -46,7 +47,7 @@ def inputs(shape: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Rotary]
     generator = torch.Generator().manual_seed(0)
     projected = torch.randn(batch, rows, heads, head_dim, generator=generator).to(device, dtype)
     positions = torch.randint(0, 4000, (max(1, tables), LENGTH), generator=generator).to(device)
-    rotary = Rotary.of(positions, head_dim, 10_000.0)
+    rotary = Rotary.of(positions, head_dim, Rotation())
     if tables:
         columns = torch.stack([torch.randperm(LENGTH, generator=generator)[:rows] for _ in range(batch)])
         rotary = rotary.at(Rows.at(columns.to(device)))
@@ -89,7 +90,7 @@ def test_the_kernel_has_the_references_bits(shape: str, dtype: torch.dtype):
 def test_a_span_is_its_columns(implementation: str, shared: bool):
     """A view of the tables, or columns by number, in a table for all sequences or one for each."""
     device = device_of(implementation)
-    rotary = Rotary.of(torch.randint(0, 900, (1 if shared else 2, LENGTH), device=device), 8, 10_000.0)
+    rotary = Rotary.of(torch.randint(0, 900, (1 if shared else 2, LENGTH), device=device), 8, Rotation())
     heads = torch.randn(2, 3, 12, 8, device=device)
     columns = torch.arange(20, 32, device=device).expand(2, -1)
     span, scattered = (

@@ -17,6 +17,7 @@ from tiered.core.ledger import Ledger
 from tiered.forward import stream_bytes
 from tiered.forward.sizes import CallSizes
 from tiered.models.llada import LLaDA
+from tiered.offload.codec_bytes import Codec
 from tiered.offload.delay import Point
 from tiered.offload.errors import TransferError
 from tiered.offload.thread_transport import ThreadTransport
@@ -40,6 +41,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "four a step": {"steps": 8},
     "guided": {"cfg_scale": 0.7, "steps": 4},
     "threshold": {"confidence_threshold": 0.02},
+    "fp8": {"kv": Codec.FP8, "steps": 8},
+    "nvfp4": {"kv": Codec.NVFP4_ROW, "steps": 8},
 }
 
 
@@ -81,8 +84,8 @@ def run(
     if policy.needs_order():
         options = {"steps": 8, **options, "remasking": "random", "seed": 3}
         options.pop("confidence_threshold", None)
-    ledger = Ledger(budget)
-    runtime = Runtime(model, policy=policy, ledger=ledger, transport=lambda: ThreadTransport(delay=delay))
+    ledger, kv = Ledger(budget), options.pop("kv", Codec.RAW)
+    runtime = Runtime(model, policy=policy, ledger=ledger, transport=lambda: ThreadTransport(delay=delay), kv=kv)
     out = runtime.generate(**prompts(), **{"stop_at_eos": False, "output_history": True, **SIZES, **options})
     ledger.check_integrity()
     runtime.close()
@@ -96,19 +99,17 @@ def unlimited(model: LLaDA) -> Callable[[str, str], GenerationOutput]:
     return cache(lambda name, call: run(model, policy_of(name), **CALLS[call]))
 
 
-def bytes_of(model: LLaDA, policy: Policy, budget: MemoryBudget, guidance: bool = False) -> CallBytes:
+def bytes_of(model: LLaDA, policy: Policy, budget: MemoryBudget, call: str = "four a step") -> CallBytes:
     sizes = CallSizes(
-        shape=model.shape, batch=2, context=PROMPT + ANSWER, block_length=BLOCK,
-        dtype="float32", answer=ANSWER, guidance=guidance,
+        shape=model.shape, batch=2, context=PROMPT + ANSWER, block_length=BLOCK, dtype="float32", answer=ANSWER,
+        kv=CALLS[call].get("kv", Codec.RAW), guidance="cfg_scale" in CALLS[call],
     )  # fmt: skip
     return CallBytes.of(policy, sizes, budget)
 
 
-def least_and_resident(model: LLaDA, policy: Policy, guidance: bool = False) -> tuple[int, int]:
+def least_and_resident(model: LLaDA, policy: Policy, call: str = "four a step") -> tuple[int, int]:
     """Bytes of the device with everything streamed, and with as little as the policy allows."""
-    return tuple(
-        bytes_of(model, policy, MemoryBudget(device=device), guidance).total(Tier.DEVICE) for device in (0, None)
-    )  # pyright: ignore[reportReturnType]
+    return tuple(bytes_of(model, policy, MemoryBudget(device=device), call).total(Tier.DEVICE) for device in (0, None))  # pyright: ignore[reportReturnType]
 
 
 def same(one: GenerationOutput, other: GenerationOutput) -> bool:
@@ -131,11 +132,11 @@ Unlimited = Callable[[str, str], GenerationOutput]
 def test_a_smaller_device_changes_no_bit(model: LLaDA, unlimited: Unlimited, name: str, call: str):
     """Nor does a host tier that has just what is needed."""
     policy, options = policy_of(name), CALLS[call]
-    least, resident = least_and_resident(model, policy, "cfg_scale" in options)
+    least, resident = least_and_resident(model, policy, call)
     moved = []
-    for share in (0.0, 1.0) if call == "four a step" else (0.0,):
+    for share in (0.0, 1.0) if "steps" in options and "cfg_scale" not in options else (0.0,):
         device = int(least + share * (resident - 1 - least))
-        needed = bytes_of(model, policy, MemoryBudget(device=device), "cfg_scale" in options)
+        needed = bytes_of(model, policy, MemoryBudget(device=device), call)
         assert needed.streams is not None
         host = needed.total(Tier.HOST)
         out = run(model, policy, MemoryBudget(device=device, host=host), **options)
@@ -187,7 +188,7 @@ def test_a_sequence_that_has_ended_leaves(
     monkeypatch.setattr(model, "eos_token_id", alone[0])
     whole = run(model, policy, **options, stop_at_eos=True)
     assert len(set(whole.forwards)) == 2
-    least, _ = least_and_resident(model, policy, call == "guided")
+    least, _ = least_and_resident(model, policy, call)
     out = run(model, policy, MemoryBudget(device=least), **options, stop_at_eos=True)
     assert same(out, whole)
 

@@ -21,6 +21,7 @@ from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.forward.traced_model import traced
 from tiered.inputs import Prompts
 from tiered.models.base import DiffusionModel
+from tiered.offload.codec_bytes import Codec
 from tiered.offload.device import computing_on
 from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
@@ -39,10 +40,17 @@ HINT = "raise `memory`, lower `clusters`, narrow `window_blocks`, shorten the pr
 class CallSpace:
     """Makes what calls of one model run in, within one ledger."""
 
-    def __init__(self, model: DiffusionModel, ledger: Ledger, transport: Callable[[], Transport] | None = None) -> None:
-        """`transport` makes what carries copies between the tiers of a call; None: by device."""
+    def __init__(
+        self,
+        model: DiffusionModel,
+        ledger: Ledger,
+        transport: Callable[[], Transport] | None = None,
+        kv: Codec = Codec.RAW,
+    ) -> None:
+        """`transport` makes what carries copies between the tiers of a call; None: by device. `kv`: codec of keys and
+        values."""
         self._loaded: DiffusionModel | None = model
-        self._ledger, self._transport = ledger, transport
+        self._ledger, self._transport, self._kv = ledger, transport, kv
         weights = next(model.parameters())
         self._device, self._dtype = weights.device, weights.dtype
         self._dtype_name = str(self._dtype).removeprefix("torch.")
@@ -75,6 +83,7 @@ class CallSpace:
             context=context,
             block_length=block_length,
             dtype=self._dtype_name,
+            kv=self._kv,
             gpu=self._gpu,
             **more,
         )
@@ -168,7 +177,7 @@ class CallSpace:
     ) -> FeatureStore:
         """Where a policy's features are; with `streams`, some of them in `tiers`."""
         features = policy.features(self.model.shape)
-        sizes = {"batch": batch, "length": length, "answer_start": answer_start}
+        sizes: dict[str, Any] = {"batch": batch, "length": length, "answer_start": answer_start, "kv": self._kv}
         if streams is not None and tiers is not None:
             return StreamedFeatureStore(self.model.shape, features, streams, tiers, **sizes)
         return FeatureStore(self.model.shape, features, **sizes, dtype=self._dtype, device=self._device)

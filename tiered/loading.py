@@ -1,5 +1,6 @@
 """Loading a checkpoint: config, budget, weights, tokenizer."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account
 from tiered.core.ledger import Ledger
 from tiered.forward.forward_bytes import weight_bytes
+from tiered.forward.sizes import kv_codec
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import load_weights
 from tiered.models.config_source import read_config
 from tiered.models.families import family_of
 from tiered.models.locate import checkpoint_directory
+from tiered.models.rotation import stretched
 from tiered.models.shape import BYTES_PER_ELEMENT
 from tiered.models.tokenizer import load_tokenizer
 from tiered.offload.device import pick_device
@@ -31,6 +34,9 @@ def from_pretrained(
     memory: MemoryBudget | int | str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
+    kv: str = "raw",
+    rope_theta: float | None = None,
+    rope_scaling: Mapping[str, Any] | str | None = None,
     **policy_options: Any,
 ) -> Runtime:
     """Load a checkpoint.
@@ -42,6 +48,12 @@ def from_pretrained(
         memory: hard cap on what the runtime holds: a size of the device tier, or a `MemoryBudget`; None: no cap.
         dtype: of weights, features and activations: "float32", "bfloat16", "float16"; "auto": the checkpoint's.
         device: "cpu", "cuda", "cuda:N"; "auto": CUDA where there is any.
+        kv: how keys and values are kept: "raw", in `dtype`; "fp8", a byte an element, or "nvfp4", half of one and a
+            little: so much less is moved of what is streamed. Answers depend on it, and on no budget.
+        rope_theta: another base of the rotation, for contexts past the trained one, or of a checkpoint that was trained
+            further; None: the config's.
+        rope_scaling: in place of the config's, as config.json has it ("linear", "ntk", "yarn"), or as "yarn:4";
+            "default": none; None: the config's. `generate` then takes so many times the trained positions.
 
     Raises:
         TierCapacityError: the weights alone exceed the device budget, or the disk has less free than the disk budget;
@@ -51,13 +63,13 @@ def from_pretrained(
         ValueError, TypeError, FileNotFoundError: anything wrong with the checkpoint or an argument, named.
     """
     check_arguments(from_pretrained, policy, policy_options)
-    chosen = make_policy(policy, **policy_options)
+    chosen, codec = make_policy(policy, **policy_options), kv_codec(kv)
     budget = MemoryBudget.of(memory)
     check_disk(budget)
     ledger = Ledger(budget)
     target = pick_device(device)
     directory = checkpoint_directory(path_or_name)
-    config = read_config(directory)
+    config = stretched(read_config(directory), rope_theta, rope_scaling)
     family = family_of(config)
     shape = family.shape(config)
     dtype_name = shape.dtype if dtype == "auto" else str(dtype).removeprefix("torch.")
@@ -71,4 +83,4 @@ def from_pretrained(
         hint="raise `memory`, or load the weights in a smaller dtype",
     )
     load_weights(model, directory, dtype=getattr(torch, dtype_name), device=target)
-    return Runtime(model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name))
+    return Runtime(model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name), kv=codec)

@@ -1,5 +1,6 @@
 """The runtime: a loaded model, a policy and a budget; `generate` and `logits`."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
@@ -21,11 +22,12 @@ from tiered.forward.forward import Flow
 from tiered.inputs import Inputs, Prompts, read_inputs
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import TOKENIZER_SOURCES
+from tiered.offload.codec_bytes import Codec
 from tiered.offload.device import allocator_peak, restart_allocator_peak
 from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
 from tiered.output import GenerationOutput
-from tiered.planning.checks import check_positions
+from tiered.planning.checks import beyond_training, check_positions
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
 from tiered.policies.registry import make_policy
@@ -47,15 +49,17 @@ class Runtime:
         tokenizer: PreTrainedTokenizerBase | None = None,
         name: str = "model",
         transport: Callable[[], Transport] | None = None,
+        kv: Codec = Codec.RAW,
     ) -> None:
         """`ledger` has the weights booked already; None makes one without caps, which does not count them.
-        `transport` makes, for each call, what carries copies between the tiers; None: streams on CUDA, threads else."""
+        `transport` makes, for each call, what carries copies between the tiers; None: streams on CUDA, threads else.
+        `kv`: codec of keys and values."""
         self.policy = policy
         self.ledger = ledger or Ledger()
         self.tokenizer = tokenizer
         self.name = name
         self.transport = transport
-        self._call = CallSpace(model, self.ledger, transport)
+        self._call = CallSpace(model, self.ledger, transport, kv)
         weights = next(model.parameters())
         self.device, self.dtype = weights.device, weights.dtype
 
@@ -144,6 +148,8 @@ class Runtime:
         check_streamer(streamer)
         prompts = self._read(inputs, attention_mask, raw=raw)
         sizes = self._call.sizes_of(chosen, len(prompts.ids), prompts.longest)
+        if (beyond := beyond_training(sizes.shape, sizes.context)) is not None:
+            warnings.warn(beyond, stacklevel=3)  # the caller's line, behind `no_grad`
         if prior is not None:
             check_prior(prior, (sizes.batch, chosen.columns), chosen, vocab_size=self.model.shape.vocab_size)
         self.ledger.restart_peaks()

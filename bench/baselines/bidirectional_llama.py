@@ -48,7 +48,7 @@ def llama_of(model: object) -> LlamaForCausalLM:
             num_key_value_heads=shape.kv_heads,
             max_position_embeddings=shape.max_context,
             rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            rope_parameters={"rope_type": "default", "rope_theta": config.rotation.theta},
             tie_word_embeddings=config.head_tied,
             pad_token_id=None,
             bos_token_id=None,

@@ -13,7 +13,7 @@ import torch
 from gpu_parts.policy_calls import BLOCK, CallMemory, Kinds, Measured, PolicyCall, patient, planned, policy_of
 from gpu_parts.random_llada import random_ids, random_llada, random_runtime
 from gpu_parts.setting import Setting, checked, skipped
-from gpu_parts.step_figures import card_of, copies, measured_rates, times
+from gpu_parts.step_figures import copies, measured_rates, times, work_of
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
@@ -107,7 +107,7 @@ def expected_seconds(setting: Setting, policy: Policy, budget: MemoryBudget, pos
     """Of a run: the arithmetic of its refresh, and host memory to pin and to stream."""
     plan = planned(setting, policy, replace(CALL, positions=positions), budget)
     streamed = 0 if plan.streams is None else plan.streams.moved
-    flops = card_of(random_llada(setting).shape, positions, positions).flops
+    flops = work_of(random_llada(setting).shape, positions, positions).flops
     return (
         flops / (_REACHED * measured_rates(setting).flops_per_second)
         + plan.tiers[Tier.HOST].total / _PINNED_A_SECOND

@@ -11,12 +11,13 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from cost_card import CostCard, Rates, cost_card
 from measuring.statistics import spread
 
 from gpu_parts.moved_bytes import copy_bandwidth
 from gpu_parts.policy_calls import BLOCK, Measured, PolicyCall
 from gpu_parts.setting import Setting
+from tiered.core.rates import Rates
+from tiered.forward.forward_work import ForwardWork, forward_work
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.offload.device_timer import device_times
 from tiered.offload.lane import Lane
@@ -77,13 +78,13 @@ def floors(
     found = {}
     for kind in dict.fromkeys(kinds):
         rows = median(count for count, of in zip(out.rows_per_forward, kinds, strict=True) if of is kind)
-        card = card_of(shape, positions, round(rows))
-        found[kind] = Floor(rows=rows, nbytes=card.read_bytes, flops=card.flops)
+        work = work_of(shape, positions, round(rows))
+        found[kind] = Floor(rows=rows, nbytes=work.read_bytes, flops=work.flops)
         if kind is StepKind.UPDATE and by_forward:
-            renewed, plain = mean(map(mean, by_forward.values())), card_of(shape, positions, BLOCK)
+            renewed, plain = mean(map(mean, by_forward.values())), work_of(shape, positions, BLOCK)
             # What one more row takes: keys and values in all layers, the rest in all but the last. But the rows that a
             # layer renews have their keys and values from the layer below: so not in the first.
-            row = card_of(shape, positions, BLOCK + 1).flops - plain.flops - 4 * shape.width * shape.kv_width
+            row = work_of(shape, positions, BLOCK + 1).flops - plain.flops - 4 * shape.width * shape.kv_width
             found[kind] = Floor(
                 rows=BLOCK + renewed,
                 renewed_rows=renewed,
@@ -93,10 +94,10 @@ def floors(
     return found
 
 
-def card_of(shape: ModelShape, positions: int, rows: int) -> CostCard:
+def work_of(shape: ModelShape, positions: int, rows: int) -> ForwardWork:
     """Of a forward over one sequence."""
     dtype_bytes = BYTES_PER_ELEMENT[shape.dtype]
-    return cost_card(shape, batch=1, context=positions, rows=rows, dtype_bytes=dtype_bytes, output_rows=BLOCK)
+    return forward_work(shape, batch=1, context=positions, rows=rows, dtype_bytes=dtype_bytes, output_rows=BLOCK)
 
 
 def by_kind(shape: ModelShape, call: PolicyCall, first: Measured, last: Measured, rates: Rates) -> dict[str, Any]:

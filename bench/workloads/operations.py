@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cost_card import cost_card, machine_rates
 from measuring.worker import refusing
 
 from tiered.core.spans import Recorder, recording
+from tiered.forward.forward_work import forward_work
 from tiered.models.shape import BYTES_PER_ELEMENT
 from tiered.observe.trace.op_times import op_times
 from tiered.offload.device import synchronize
+from tiered.planning.machine_rates import machine_rates
 from tiered.runtime import Runtime
 from workloads.subjects import loaded, prompts, variant_named
 
@@ -47,7 +48,7 @@ def card(runtime: Runtime, settings: Mapping[str, Any], positions: int) -> dict[
     found = {"gflop_per_second": rates.flops_per_second / 1e9, "gb_per_second": rates.bytes_per_second / 1e9}
     sizes = {"batch": settings["batch"], "context": positions, "dtype_bytes": BYTES_PER_ELEMENT[settings["dtype"]]}
     for name, rows in (("step", settings["block"]), ("refresh", positions)):
-        own = cost_card(runtime.model.shape, rows=rows, output_rows=settings["block"], **sizes)
+        own = forward_work(runtime.model.shape, rows=rows, output_rows=settings["block"], **sizes)
         found |= {f"{name}_gflop": own.flops / 1e9, f"{name}_floor_ms": 1e3 * own.floor(rates)}
         found["read_bytes"] = own.read_bytes
     return found

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiered.cli.memory_options import add_memory_options, memory_budget
+from tiered.cli.model_options import add_model_options, model_options
 from tiered.cli.policy_options import add_policy_options, policy_options
 from tiered.core.checks import nearest
 
@@ -45,8 +46,7 @@ def add_call(parser: CommandParser) -> None:
     )
     add_policy_options(parser)
     add_memory_options(parser)
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
+    add_model_options(parser)
     parser.add_argument("--no-stop-at-eos", action="store_true", help="denoise every block, as the official scripts do")
 
     def late(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +77,7 @@ def load_runtime(args: argparse.Namespace) -> "Runtime":
         args.model,
         policy=args.policy,
         memory=memory_budget(args),
-        dtype=args.dtype,
-        device=args.device,
+        **model_options(args),
         **policy_options(args),
     )
 

@@ -3,12 +3,15 @@
 import argparse
 
 from tiered.cli.memory_options import add_memory_options, memory_budget
+from tiered.cli.model_options import add_model_options, model_options
 from tiered.cli.policy_options import add_policy_options, policy_options
 from tiered.cli.printing import add_json, print_result
+from tiered.core.rates import DEVICES
 from tiered.models.locate import EMBEDDED_MODELS
 from tiered.models.presets import PRESETS
 
-DESCRIPTION = """Count the bytes of a call from the model's config.json alone: nothing is loaded or downloaded.
+DESCRIPTION = f"""Count the bytes of a call from the model's config.json alone: nothing is loaded or downloaded. Where
+--device names a GPU ({", ".join(DEVICES)}) or a file of `tiered rates --out`, also the time that it takes.
 The exit status is 0 whether it fits or not."""
 
 
@@ -26,12 +29,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--block-length", type=int, help="positions of a block (default: 32, or the answer's where that is shorter)"
     )
     parser.add_argument("--max-new-tokens", type=int, help="positions of the answer (default: any number of them)")
-    parser.add_argument(
-        "--dtype", default="auto", help="float32, bfloat16, float16 or auto (default: the checkpoint's)"
-    )
-    parser.add_argument(
-        "--device", default="auto", help="cpu, cuda or cuda:N, whose libraries take room (default: what is here)"
-    )
+    add_model_options(parser)
     parser.add_argument("--cfg", action="store_true", help="classifier-free guidance, which doubles the sequences")
     parser.add_argument(
         "--sampled",
@@ -55,10 +53,9 @@ def run(args: argparse.Namespace) -> int:
         memory=memory_budget(args),
         block_length=args.block_length,
         max_new_tokens=args.max_new_tokens,
-        dtype=args.dtype,
         cfg=args.cfg,
         sampled=args.sampled,
-        device=args.device,
+        **model_options(args),
         **policy_options(args),
     )
     print_result(args, made, made.as_dict())

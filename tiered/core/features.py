@@ -23,6 +23,8 @@ class Feature(StrEnum):
 
 # Kept behind the prompt alone: a prompt's rows are recomputed through all layers or not at all, and need no branches.
 ANSWER_ONLY = frozenset({Feature.ATTN_OUT, Feature.FFN_OUT})
+# What attention reads.
+KEY_VALUE = frozenset({Feature.KEY, Feature.VALUE})
 
 
 class Account(StrEnum):

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ class TieredLM(LM):
         disk_path: str | Path | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
+        kv: str = "raw",
+        rope_theta: float | None = None,
+        rope_scaling: Mapping[str, Any] | str | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         add_bos_token: bool = False,
@@ -51,8 +55,9 @@ class TieredLM(LM):
         """Load the model; every option is checked here, before any task is.
 
         Args:
-            pretrained, policy, memory, dtype, device: as in `tiered.from_pretrained`; `pretrained` may be a `Runtime`.
-                On a machine without CUDA, "cuda:0", which the harness asks for by default, is "auto".
+            pretrained, policy, memory, dtype, device, kv, rope_theta, rope_scaling: as in `tiered.from_pretrained`;
+                `pretrained` may be a `Runtime`. On a machine without CUDA, "cuda:0", which the harness asks for by
+                default, is "auto".
             host_memory, disk_memory, disk_path: the other tiers of `memory`, where that is a size.
             batch_size: sequences of a call. "auto": `max_batch_size` (64), and half as many whenever memory is short.
             add_bos_token: put the beginning-of-sequence token in front of prompts that do not begin with it.
@@ -69,10 +74,13 @@ class TieredLM(LM):
         self.batch_size, self._auto_batch = parse_batch_size(batch_size, max_batch_size)
         check_switch("add_bos_token", add_bos_token)
         device, caps = _present(device), (memory, host_memory, disk_memory)
+        loading = {"dtype": dtype, "device": device, "kv": kv, "rope_theta": rope_theta, "rope_scaling": rope_scaling}
         if isinstance(pretrained, Runtime):
-            if any(size is not None for size in caps) or (dtype, device) != ("auto", "auto"):
+            if any(size is not None for size in caps) or any(
+                value not in (None, "auto", "raw") for value in loading.values()
+            ):
                 raise ValueError(
-                    "the runtime is loaded already: its memory, dtype and device are those it was loaded with"
+                    "the runtime is loaded already: its memory, dtype, device and rotation are those it was loaded with"
                 )
             self.runtime = pretrained
             if policy is not None or policy_options:
@@ -81,7 +89,7 @@ class TieredLM(LM):
             if not isinstance(memory, MemoryBudget):
                 memory = MemoryBudget(device=memory, host=host_memory, disk=disk_memory, disk_path=disk_path)
             self.runtime = from_pretrained(
-                pretrained, policy=policy or DEFAULT_POLICY, memory=memory, dtype=dtype, device=device, **policy_options
+                pretrained, policy=policy or DEFAULT_POLICY, memory=memory, **loading, **policy_options
             )
         if self.runtime.tokenizer is None:
             raise ValueError(f"{self.runtime.name!r} has no tokenizer ({TOKENIZER_SOURCES}, beside the weights)")

@@ -6,11 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tiered.core.features import ANSWER_ONLY, Feature
+from tiered.core.features import ANSWER_ONLY, KEY_VALUE, Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.models.shape import ModelShape
+from tiered.offload.codec_bytes import Codec
+from tiered.offload.codecs import CODECS, RowScaledCodec
 
 
 class FeatureStore:
@@ -30,9 +32,11 @@ class FeatureStore:
         answer_start: int = 0,
         dtype: torch.dtype,
         device: torch.device,
+        kv: Codec = Codec.RAW,
     ) -> None:
         """`features`: layers for which each feature is kept, 1 or all (see `Policy.features`); those that are
-        `ANSWER_ONLY` are kept from column `answer_start` on."""
+        `ANSWER_ONLY` are kept from column `answer_start` on. `kv`: what is written of keys and values is what comes
+        back from this codec, wherever it is kept."""
         self._first = {feature: answer_start if feature in ANSWER_ONLY else 0 for feature in features}
         self._tensors: dict[Feature, Tensor] = {
             feature: torch.empty(
@@ -41,7 +45,7 @@ class FeatureStore:
             )
             for feature, layers in features.items()
         }  # fmt: skip
-        self._sequences = batch
+        self._sequences, self._kv = batch, kv
 
     @property
     def streamed_from(self) -> int | None:
@@ -64,7 +68,14 @@ class FeatureStore:
     ) -> None:
         """Store `values` at `rows`, which count columns of the canvas for every feature."""
         first = self._first[feature]
-        (rows.moved(-first) if first else rows).put(self.view(feature, layer), values)
+        (rows.moved(-first) if first else rows).put(self.view(feature, layer), self.rounded(feature, values))
+
+    def rounded(
+        self, feature: Feature, values: Float[Tensor, "batch heads rows elements"]
+    ) -> Float[Tensor, "batch heads rows elements"]:
+        """`values` as they are kept."""
+        codec = CODECS[self._kv]
+        return codec.rounded(values) if isinstance(codec, RowScaledCodec) and feature in KEY_VALUE else values
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending); the others' room is not given back before the call ends."""

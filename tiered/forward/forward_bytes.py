@@ -10,6 +10,7 @@ from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, atte
 from tiered.forward.sizes import CallSizes
 from tiered.kernels import capped_attention_ref
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+from tiered.offload.codec_bytes import workspace_bytes
 
 # Rows of all sequences together that pass a layer at a time. Each weight that is read serves so many rows: an H100
 # needs about 300 in bfloat16 before arithmetic, not memory, sets the pace, and a CPU no more than 256. Larger parts
@@ -91,11 +92,13 @@ def part_bytes(sizes: CallSizes) -> int:
     attention = rows * element * (2 * shape.width + 3 * query_width)
     # Normed rows; gate, up projection and their product.
     feed_forward = rows * element * (shape.width + (shape.mlp_matrices + 1) * shape.mlp_width)
+    # Normed rows, keys and values, and what codes either.
+    coded = rows * element * (shape.width + 2 * shape.kv_width) + workspace_bytes(sizes.kv, rows, shape.kv_width)
     capped = 0
     if shape.soft_cap is not None:
         # Normed rows, queries and what is made of them, while scores of a chunk are there.
         capped = rows * element * (shape.width + 2 * query_width) + _capped_bytes(sizes, rows // sizes.sequences)
-    return max(rotation, attention, feed_forward, capped)
+    return max(rotation, attention, feed_forward, coded, capped)
 
 
 def _rows_at_once(sizes: CallSizes) -> int:

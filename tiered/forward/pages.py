@@ -7,6 +7,7 @@ head and column. Sets of pages are integers, as in `tiered.forward.page_book`.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.slabs import SlabBook
 
 
@@ -17,6 +18,7 @@ class Pages:
     Attributes:
         batch, heads, columns, elements: of a workspace.
         page_rows: columns of a page.
+        codec: of the records.
     """
 
     batch: int
@@ -24,6 +26,7 @@ class Pages:
     columns: int
     elements: int
     page_rows: int
+    codec: Codec = Codec.RAW
 
     @property
     def each(self) -> int:
@@ -56,14 +59,17 @@ class Pages:
         """Columns of a page."""
         return min(self.page_rows, self.columns - page % self.each * self.page_rows)
 
+    def bytes(self, page: int, element_bytes: int) -> int:
+        """Of a page's record."""
+        return codec_bytes(self.codec, self.rows(page), self.elements, element_bytes=element_bytes)
+
     def in_slot(self, slot_bytes: int, element_bytes: int) -> int:
         """Records of pages that fit a staging slot, each in as much room as it takes in host memory.
 
         Raises:
             ValueError: not one.
         """
-        nbytes = self.heads * self.width(0) * self.elements * element_bytes
-        return SlabBook(slot_bytes).slots_per_slab(nbytes)
+        return SlabBook(slot_bytes).slots_per_slab(self.bytes(0, element_bytes))
 
     def kept(self, pages: int, sequences: Sequence[int]) -> int:
         """`pages` by their numbers once these sequences alone are there."""

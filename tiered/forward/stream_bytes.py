@@ -8,7 +8,7 @@ from typing import Any
 from tiered.core.features import Account, Feature
 from tiered.forward.pages import Pages
 from tiered.forward.sizes import CallSizes
-from tiered.models.shape import ModelShape
+from tiered.offload.codec_bytes import workspace_bytes
 from tiered.offload.slabs import UNIT, SlabBook, size_class
 
 FETCH_SLOTS = 4  # of the ring that pages arrive in: decoded, arrived, and two filling
@@ -29,7 +29,8 @@ class FeatureStream:
         of_layers: layers for which it is kept in all.
         workspaces: on the device that these pass through.
         pages: of one layer.
-        layer_bytes: of one layer of all sequences.
+        layer_bytes: of one layer of all sequences, on the device.
+        record_bytes: of its records.
     """
 
     feature: Feature
@@ -38,6 +39,7 @@ class FeatureStream:
     workspaces: int
     pages: Pages
     layer_bytes: int
+    record_bytes: int
 
     @property
     def account(self) -> Account:
@@ -47,7 +49,7 @@ class FeatureStream:
     @property
     def records(self) -> int:
         """Bytes below the device."""
-        return len(self.layers) * self.layer_bytes
+        return len(self.layers) * self.record_bytes
 
     @property
     def saved(self) -> int:
@@ -91,7 +93,8 @@ class StreamBytes:
             if not count:
                 continue
             columns = sizes.columns(feature)
-            pages = _pages(sizes.shape, feature, sizes.sequences, columns)
+            pages = _pages(sizes, feature, columns)
+            of_sequence = (pages.each - 1) * pages.bytes(0, element) + pages.bytes(pages.each - 1, element)
             streams.append(
                 FeatureStream(
                     feature=feature,
@@ -100,12 +103,13 @@ class StreamBytes:
                     workspaces=min(workspaces, count),
                     pages=pages,
                     layer_bytes=sizes.sequences * columns * pages.heads * pages.elements * element,
+                    record_bytes=sizes.sequences * of_sequence,
                 )
             )
         if not streams:
             return None
-        page = max(stream.pages.rows(0) * stream.pages.elements * element for stream in streams)
-        layer = max(stream.layer_bytes for stream in streams)
+        page = max(stream.pages.bytes(0, element) for stream in streams)
+        layer = max(stream.record_bytes for stream in streams)
         slot = -(-max(size_class(page), min(SLOT_BYTES, layer // 8), least_slot) // UNIT) * UNIT
         return cls(streams=tuple(streams), element_bytes=element, slot_bytes=slot)
 
@@ -123,9 +127,13 @@ class StreamBytes:
     @property
     def activations(self) -> int:
         """Bytes on the device beside features and rings: the indices, the rows of a staging slot on their way to it,
-        and what making their indices takes."""
-        row = min(stream.pages.elements for stream in self.streams) * self.element_bytes
-        return self.index_bytes + self.slot_bytes + 4 * _INT64 * (self.slot_bytes // row)
+        what making their indices takes, and what encoding a page does."""
+        leaving = 0
+        for pages in (stream.pages for stream in self.streams):
+            rows = pages.rows(0) * pages.in_slot(self.slot_bytes, self.element_bytes)
+            coding = workspace_bytes(pages.codec, pages.rows(0), pages.elements)
+            leaving = max(leaving, rows * (pages.elements * self.element_bytes + 4 * _INT64) + coding)
+        return self.index_bytes + leaving
 
     @property
     def store_bytes(self) -> int:
@@ -157,7 +165,7 @@ class StreamBytes:
         for stream in self.streams:
             pages, each = stream.pages, stream.pages.each
             for page, count in ((0, each - 1), (each - 1, 1)):
-                nbytes = header + pages.rows(page) * pages.elements * self.element_bytes
+                nbytes = header + pages.bytes(page, self.element_bytes)
                 records[book.room_for(nbytes)] += len(stream.layers) * pages.batch * count
         slabs = sum(
             -(-(count + min(count, self.slot_bytes // room)) // book.slots_per_slab(room))
@@ -166,10 +174,11 @@ class StreamBytes:
         return slabs * slab_bytes
 
 
-def _pages(shape: ModelShape, feature: Feature, batch: int, columns: int) -> Pages:
+def _pages(sizes: CallSizes, feature: Feature, columns: int) -> Pages:
+    shape, batch = sizes.shape, sizes.sequences
     rows = FEWEST_PAGE_ROWS
     while rows < min(MOST_PAGE_ROWS, columns / _PAGES):
         rows *= 2
     if feature in (Feature.KEY, Feature.VALUE):
-        return Pages(batch, shape.kv_heads, columns, shape.head_dim, rows)
+        return Pages(batch, shape.kv_heads, columns, shape.head_dim, rows, sizes.kv)
     return Pages(batch, 1, columns, shape.width, rows)

@@ -13,6 +13,7 @@ from tiered.forward.page_indices import PageIndices
 from tiered.forward.paged_feature import PagedFeature
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.models.shape import ModelShape
+from tiered.offload.codec_bytes import Codec
 from tiered.tiers.manager import TierManager
 
 
@@ -30,6 +31,7 @@ class StreamedFeatureStore(FeatureStore):
         batch: int,
         length: int,
         answer_start: int = 0,
+        kv: Codec = Codec.RAW,
     ) -> None:
         """`needed`: which layers are streamed, and through what; `tiers`: where they are. Else as `FeatureStore`."""
         streamed = {stream.feature: stream for stream in needed.streams}
@@ -47,6 +49,7 @@ class StreamedFeatureStore(FeatureStore):
             answer_start=answer_start,
             dtype=tiers.dtype,
             device=tiers.device,
+            kv=kv,
         )
         self._place = {
             feature: {layer: place for place, layer in enumerate(layers)}
@@ -100,7 +103,7 @@ class StreamedFeatureStore(FeatureStore):
         start, stop = (max(0, column - first) for column in self._columns.of(rows))
         whole = rows.start is not None and rows.valid is None
         target = paged.to_write(layer, self._sequences, (start, stop), whole=whole)
-        (rows.moved(-first) if first else rows).put(target, values)
+        (rows.moved(-first) if first else rows).put(target, self.rounded(feature, values))
 
     def keep(self, sequences: list[int]) -> None:
         """See `FeatureStore.keep`. Errors as `view`."""

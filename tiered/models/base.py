@@ -109,7 +109,7 @@ class DiffusionModel(nn.Module):
 
     def rotary(self, positions: Int[Tensor, "batch length"]) -> Rotary:
         """RoPE angles of `positions`."""
-        return Rotary.of(positions, self.shape.head_dim, self.config.rope_theta)
+        return Rotary.of(positions, self.shape.head_dim, self.config.rotation)
 
     def embed(self, ids: Int[Tensor, "batch rows"]) -> Float[Tensor, "batch rows width"]:
         """Input of the first layer."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from tiered.models.shape import BYTES_PER_ELEMENT, MOST_SIZE
 
@@ -140,22 +139,3 @@ def special_tokens(
             "two tokens are needed, since no answer ends with a mask"
         )
     return ids
-
-
-def rope_theta(config: Mapping[str, object]) -> float:
-    """The base of the rotation: `rope_theta`, which newer files have inside `rope_parameters`; 10000 where absent.
-
-    Raises:
-        ValueError: no positive number, or a rotation that is scaled.
-    """
-    found = dict(config)
-    for key in ("rope_scaling", "rope_parameters"):
-        given: Any = config.get(key) or {}
-        plain = isinstance(given, Mapping) and given.keys() <= {"type", "rope_type", "rope_theta"}
-        if not plain or any(given.get(name, "default") != "default" for name in ("type", "rope_type")):
-            raise ValueError(
-                f"config.json: {key} = {given!r}, but the forward rotates without scaling; null or "
-                "{'rope_type': 'default'}, with a rope_theta or without, is allowed"
-            )
-        found |= {name: value for name, value in given.items() if name == "rope_theta"}
-    return positive_number(found, "rope_theta", 10000.0)

@@ -13,10 +13,10 @@ from tiered.models.config_fields import (
     positive,
     positive_number,
     require,
-    rope_theta,
     special_tokens,
     switch,
 )
+from tiered.models.rotation import Rotation, rotation_of
 from tiered.models.shape import MOST_LAYERS, ModelShape
 
 # What transformers' Llama and Qwen2 write, and with them most families.
@@ -67,14 +67,15 @@ class ModelConfig:
     """What every forward needs beside the sizes.
 
     Attributes:
-        rope_theta, norm_eps: of the rotation and the norms.
+        rotation: of queries and keys, by their positions.
+        norm_eps: of the norms.
         head_tied: whether the language-model head is the embedding.
         biases: the projections of a block that have a bias.
         parameter_names: our own name of each weight, by its official one.
     """
 
     shape: ModelShape
-    rope_theta: float
+    rotation: Rotation
     norm_eps: float
     head_tied: bool
     biases: frozenset[str]
@@ -125,8 +126,8 @@ class Layout:
 
         Raises:
             ValueError: a size is absent or impossible, a switch asks for what the forward does not have, a number is
-                out of float32's range, a rotation scaled, a token outside the vocabulary, or the mask is the end of an
-                answer.
+                out of float32's range, a rotation scaled in a way that the family cannot use, a token outside the
+                vocabulary, or the mask is the end of an answer.
         """
         require(config, self.allowed, self.family)
         keys, given, biases = self.keys, defaults or {}, frozenset(biases)
@@ -146,6 +147,13 @@ class Layout:
             raise ValueError(
                 f"config.json: {keys['heads']} = {heads} must be a multiple of {keys['kv_heads']} = {size['kv_heads']}"
             )
+        rotation = rotation_of(config, head_dim=size["head_dim"], positions=size["max_context"])
+        if rotation.kind == "yarn" and facts.get("sink_tokens"):
+            raise ValueError(
+                f"rope_scaling: 'yarn' scales attention by way of the rotation, which the learned keys of {self.family}"
+                " have no part in; 'linear' or 'ntk' is allowed"
+            )
+        size["max_context"] = max(size["max_context"], rotation.reach)
         head_tied = switch(config, keys["head_tied"])
         block: dict[str, tuple[str, ...]] = {}
         for name, dims in _IN_BLOCK.items():
@@ -157,13 +165,14 @@ class Layout:
             family=self.family.lower(),
             **size,
             mlp_matrices=mlp_matrices,
+            trained_context=rotation.trained,
             dtype=checkpoint_dtype(config),
             weight_shapes=shapes,
             **facts,
         )
         return {
             "shape": shape,
-            "rope_theta": rope_theta(config),
+            "rotation": rotation,
             "norm_eps": positive_number(config, "rms_norm_eps", self.norm_eps),
             "head_tied": head_tied,
             "biases": biases,

@@ -1,14 +1,16 @@
 """Rotary position embedding in the rotate-half form (RoFormer, arXiv 2104.09864), computed in float32."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from tiered.core.rows import Rows
 from tiered.kernels.choice import for_device
 from tiered.kernels.rotate_ref import rotate
+from tiered.models.rotation import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,13 @@ class Rotary:
     columns: Int[Tensor, "sequences rows"] | None = None
 
     @classmethod
-    def of(cls, positions: Int[Tensor, "batch length"], head_dim: int, theta: float) -> "Rotary":
-        """Angles for `positions` of heads with `head_dim` elements and RoPE base `theta`."""
-        exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-        angles = positions[:, None, :, None].float() * (1.0 / theta**exponents)
-        return cls(angles.cos(), angles.sin())
+    def of(cls, positions: Int[Tensor, "batch length"], head_dim: int, rotation: Rotation) -> "Rotary":
+        """Angles for `positions` of heads with `head_dim` elements."""
+        frequencies, scale = frequencies_and_scale(rotation, head_dim, positions.device)
+        angles = positions[:, None, :, None].float() * frequencies
+        if scale == 1:
+            return cls(angles.cos(), angles.sin())
+        return cls(angles.cos() * scale, angles.sin() * scale)
 
     def at(self, rows: Rows) -> "Rotary":
         """The angles of `rows` alone, of ours of all columns."""
@@ -42,3 +46,30 @@ class Rotary:
         """Queries or keys, one row for each of our columns, rotated; in their own dtype."""
         # float32 whatever the model's dtype: at 32k positions bfloat16 angles are off by whole radians.
         return for_device(rotate, heads.device)(heads, self.cos, self.sin, self.columns)
+
+
+def frequencies_and_scale(
+    rotation: Rotation, head_dim: int, device: torch.device
+) -> tuple[Float32[Tensor, " half"], float]:
+    """The angle of each pair of elements from one position to the next, and what cosines and sines are times."""
+    theta, factor = rotation.theta, rotation.factor
+    if rotation.kind == "ntk":
+        theta *= factor ** (head_dim / (head_dim - 2))
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / theta**exponents
+    if rotation.kind == "linear":
+        return frequencies / factor, 1.0
+    if rotation.kind != "yarn":
+        return frequencies, 1.0
+
+    def pair(turns: float) -> float:
+        """The pair, not a whole number, that turns so often within the trained positions."""
+        return head_dim * math.log(rotation.trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair(rotation.beta_fast)), 0)
+    last = min(math.ceil(pair(rotation.beta_slow)), head_dim - 1)
+    pairs = torch.arange(head_dim // 2, device=device, dtype=torch.float32)
+    # Pairs that are no farther apart than this are one.
+    slowed = ((pairs - first) / max(last - first, 1e-3)).clamp(0, 1)
+    scale = rotation.attention_factor
+    return frequencies * (1 - slowed + slowed / factor), 0.1 * math.log(factor) + 1 if scale is None else scale

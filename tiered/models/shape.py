@@ -23,7 +23,8 @@ class ModelShape:
         mlp_width: elements of the MLP's inner layer.
         mlp_matrices: matrices that read the MLP's input (2 with a gate, 1 without).
         vocab_size: rows of the embedding, which is also the width of the logits.
-        max_context: positions that the model was made for.
+        max_context: positions that the model was made for, or its rotation is stretched to.
+        trained_context: positions that it was trained on.
         dtype: dtype of the checkpoint, a key of `BYTES_PER_ELEMENT`.
         noise: noise process the model was trained on, "mask" or "uniform".
         noise_masked: whether final tokens attend to final tokens alone (GIDD), else every row attends to every row.
@@ -43,6 +44,7 @@ class ModelShape:
     mlp_matrices: int
     vocab_size: int
     max_context: int
+    trained_context: int
     dtype: str
     noise: str = "mask"
     noise_masked: bool = False

@@ -1,24 +1,28 @@
 """What a plan answers: its figures, as plain types, and as a card to read."""
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tiered.core.byte_size import format_bytes, format_count
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
+from tiered.core.rates import Rates
 from tiered.forward.forward_bytes import kv_bytes_per_token
 from tiered.forward.sizes import CallSizes
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.models.shape import ModelShape
+from tiered.offload.codec_bytes import Codec
 from tiered.planning.advice import Advice
+from tiered.planning.times import CallTime
 from tiered.planning.workload import HiddenBytes
 
 COLUMNS = 100
 # What `as_dict` has of the model's shape.
 _TOLD = ("parameters", "layers", "width", "heads", "kv_heads", "head_dim", "vocab_size", "max_context", "noise")
 _LABEL, _SIZE, _EXACT = 20, 12, 20
+_SHOWN = 4  # tokens a forward, of the call that the card tells of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,8 @@ class Plan:
             None: all are on the device.
         hidden: what hidden states would take if the policy kept them, part of no tier's total; None: it does.
         advice: what would make it fit; empty where it does.
+        rates: of the machine that `times` are of; None: no machine was named.
+        times: of calls that commit more and more tokens a forward.
         warnings: what is allowed and still worth knowing.
     """
 
@@ -70,6 +76,8 @@ class Plan:
     streams: StreamBytes | None
     hidden: HiddenBytes | None
     advice: tuple[Advice, ...]
+    rates: Rates | None = None
+    times: tuple[CallTime, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -113,6 +121,7 @@ class Plan:
             "block_length": sizes.block_length,
             "max_new_tokens": sizes.answer,
             "dtype": sizes.dtype,
+            "kv": sizes.kv.value,
             "policy": self.policy,
             "policy_options": dict(self.policy_options),
             "fits": self.fits,
@@ -127,6 +136,8 @@ class Plan:
             "largest_context": self.largest_context,
             "streamed": None if self.streams is None else self.streams.as_dict(),
             "if_hidden_states_were_kept": None if self.hidden is None else self.hidden.as_dict(),
+            "rates": None if self.rates is None else self.rates.as_dict(),
+            "times": [time.as_dict() for time in self.times],
             "warnings": list(self.warnings),
             "advice": [advice.as_dict() for advice in self.advice],
         }
@@ -138,7 +149,10 @@ class Plan:
 def plan_card(plan: Plan) -> str:
     """`plan` as plain text, at most 100 columns wide."""
     tiers = map(list, _tiers(plan))
-    sections = (_header(plan), *tiers, _streamed(plan), _contexts(plan), _hidden(plan), _remarks(plan))
+    sections = (
+        *(_header(plan), *tiers, _streamed(plan), _contexts(plan), _hidden(plan)),
+        *(_times(plan.rates, plan.times), _remarks(plan)),
+    )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
 
 
@@ -152,9 +166,9 @@ def _header(plan: Plan) -> Iterator[str]:
     options = "".join(f", {name}={value}" for name, value in plan.policy_options.items() if value is not None)
     guidance = " x 2 (guidance)" if sizes.guidance else ""
     sampled = ", sampled" if sizes.sampled else ""
-    yield (
-        f"context {sizes.context}, batch {sizes.batch}{guidance}, block {sizes.block_length}{sampled}, {sizes.dtype}"
-    )
+    coded = f", keys and values {sizes.kv}" if sizes.kv is not Codec.RAW else ""
+    call = f"context {sizes.context}, batch {sizes.batch}{guidance}, block {sizes.block_length}"
+    yield f"{call}{sampled}, {sizes.dtype}{coded}"
     yield from textwrap.wrap(f"policy {plan.policy}{options}", COLUMNS)
 
 
@@ -203,6 +217,21 @@ def _hidden(plan: Plan) -> Iterator[str]:
         yield _row(codec.value, size, f"{format_bytes(size // tokens)} per token")
     yield _row("centroids", hidden.centroids, f"{hidden.clusters} clusters a layer and sequence")
     yield _row("staging rings", hidden.staging, f"{hidden.slots} slots of nvfp4_delta records")
+
+
+def _times(rates: Rates | None, times: Sequence[CallTime]) -> Iterator[str]:
+    if rates is None:
+        return
+    shown = min(times, key=lambda time: abs(time.tokens_per_forward - _SHOWN))
+    kind = "measured rates" if rates.measured else "ESTIMATE, from datasheet rates"
+    yield f"time of {shown.answer} tokens, {shown.tokens_per_forward} a forward: {kind} ({rates.source})"
+    for forward, time in shown.kinds.items():
+        seconds = f"{1e3 * time.seconds:,.1f} ms"
+        rows = f"{time.count:>6} x {time.rows:,.0f} rows"
+        yield f"  {forward.value:{_LABEL - 2}}{seconds:>{_SIZE}}{rows}, set by {time.bound}"
+    yield f"  {'a block':{_LABEL - 2}}{1e3 * shown.seconds / shown.blocks:>{_SIZE - 3},.1f} ms"
+    paces = ", ".join(f"{time.tokens_per_second:.3g} at {time.tokens_per_forward}" for time in times)
+    yield f"  tokens/s by tokens a forward: {paces}"
 
 
 def _remarks(plan: Plan) -> Iterator[str]:

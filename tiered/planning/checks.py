@@ -1,13 +1,27 @@
 """Whether a call of some sizes runs at all: what `generate` and a plan refuse alike."""
 
-from tiered.models.shape import ModelShape
+from tiered.models.shape import MOST_SIZE, ModelShape
 from tiered.policies.base import Policy
 
 
 def check_positions(shape: ModelShape, positions: int, what: str) -> None:
     """Raise `ValueError` where the model was not made for so many `positions`, which come from `what`."""
     if positions > shape.max_context:
-        raise ValueError(f"{what} {positions} positions; the model was made for {shape.max_context} (config.json)")
+        hint = f"; rope_scaling = 'ntk:{-(-positions // shape.trained_context)}' would stretch it, without training"
+        raise ValueError(
+            f"{what} {positions} positions; the model was made for {shape.max_context} (config.json)"
+            f"{hint if positions <= MOST_SIZE else ''}"
+        )
+
+
+def beyond_training(shape: ModelShape, positions: int) -> str | None:
+    """What to tell of so many `positions` that the model was not trained on all of them; None: it was."""
+    if positions <= shape.trained_context:
+        return None
+    return (
+        f"{positions} positions, of which the model was trained on {shape.trained_context}: what it makes of the others"
+        " is up to its rotation (rope_theta, rope_scaling)"
+    )
 
 
 def check_policy(

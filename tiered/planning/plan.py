@@ -1,21 +1,24 @@
 """The bytes of a call before anything is loaded: what fits, how far the context goes, and what to change."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.checks import check_multiple, check_switch, plain_number, unknown_name
 from tiered.core.features import Tier
-from tiered.forward.library_bytes import gpu_of
-from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, CallSizes
+from tiered.core.rates import Rates, rates_of
+from tiered.forward.library_bytes import LARGEST_GPU, gpu_of
+from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, CallSizes, Gpu, kv_codec
 from tiered.models.config_source import read_config
 from tiered.models.families import Family, family_of
+from tiered.models.rotation import stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.planning.advice import advise
 from tiered.planning.card import Plan, TierPlan
-from tiered.planning.checks import check_policy, check_positions
+from tiered.planning.checks import beyond_training, check_policy, check_positions
+from tiered.planning.times import TOKENS_PER_FORWARD, call_time
 from tiered.planning.workload import LARGEST_SIZE, HiddenBytes, Workload
 from tiered.policies import DEFAULT_POLICY
 from tiered.policies.base import Policy
@@ -35,6 +38,9 @@ def plan(
     cfg: bool = False,
     sampled: bool = False,
     device: str = "auto",
+    kv: str = "raw",
+    rope_theta: float | None = None,
+    rope_scaling: Mapping[str, Any] | str | None = None,
     **policy_options: Any,
 ) -> Plan:
     """Count the bytes of a call from the model's config.json alone; nothing is loaded or downloaded. What `generate`
@@ -42,8 +48,8 @@ def plan(
 
     Args:
         path_or_config: a name, path or config that `tiered.models.config_source.read_config` takes.
-        context: positions of the canvas, prompt and answer together, up to what the model was made for. A longer one
-            is planned from a config that allows it.
+        context: positions of the canvas, prompt and answer together, up to what the model was made for, or its
+            rotation is stretched to.
         batch: sequences.
         policy: name of a policy, with its options as further keywords, or a policy.
         memory: cap of the device tier (`"24GiB"`), or a `MemoryBudget`.
@@ -54,7 +60,9 @@ def plan(
         sampled: whether proposing tokens takes room beside the logits: at a temperature above 0, where `top_p` or
             `top_k` cut, with `confidence="entropy"`, and under a rule that draws what it rewrites.
         device: as for `from_pretrained`: libraries take room on CUDA devices. "cuda" on a machine without one counts
-            the most that any card takes.
+            the most that any card takes. Or what to tell the time of: a GPU by name (`tiered.core.rates.DEVICES`), as
+            its maker describes it, or a file that `tiered rates --out` wrote.
+        kv, rope_theta, rope_scaling: as for `from_pretrained`.
 
     Raises:
         TypeError, ValueError: an argument out of range or at odds with another, with the model or with the policy; no
@@ -63,12 +71,13 @@ def plan(
     check_arguments(plan, policy, policy_options)
     check_switch("cfg", cfg)
     check_switch("sampled", sampled)
-    config = read_config(path_or_config)
+    config = stretched(read_config(path_or_config), rope_theta, rope_scaling)
     family = family_of(config)
     shape = family.shape(config)
     chosen = make_policy(policy, **policy_options)
     budget = MemoryBudget.of(memory)
     name = _name(path_or_config, config, family)
+    rates, gpu = _machine(device)
     answer = None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens)
     sizes = CallSizes(
         shape=shape,
@@ -76,10 +85,11 @@ def plan(
         context=_size("context", context),
         block_length=_block(block_length, context if answer is None else answer),
         dtype=_dtype(dtype, shape),
+        kv=kv_codec(kv),
         answer=answer,
         guidance=cfg,
         sampled=sampled,
-        gpu=gpu_of(device),
+        gpu=gpu,
     )
     _check(chosen, sizes, name)
     workload = Workload(chosen, sizes)
@@ -95,6 +105,15 @@ def plan(
         streams=needed.streams,
         hidden=HiddenBytes.of(sizes) if needed.records is None else None,
         advice=tuple(advise(workload, budget)),
+        rates=rates,
+        times=()
+        if rates is None
+        else tuple(
+            call_time(chosen, sizes, needed, rates, tokens_per_forward=tokens)
+            for tokens in TOKENS_PER_FORWARD
+            if tokens <= sizes.block_length
+        ),
+        warnings=tuple(filter(None, [beyond_training(shape, sizes.context)])),
     )
 
 
@@ -102,6 +121,15 @@ def _name(path_or_config: str | Path | Mapping[str, Any], config: Mapping[str, A
     if isinstance(path_or_config, Mapping):
         return str(config.get("_name_or_path") or f"a {family.name} config")
     return str(path_or_config)
+
+
+def _machine(device: str) -> tuple[Rates | None, Gpu | None]:
+    """How fast it is, where that is known; and what a call computes on."""
+    name = str(device)
+    if name in ("auto", "cpu") or name.partition(":")[0] == "cuda":
+        return None, gpu_of(device)
+    rates = rates_of(device)
+    return rates, replace(LARGEST_GPU, multiprocessors=rates.multiprocessors) if rates.multiprocessors else None
 
 
 def _largest_context(workload: Workload, budget: MemoryBudget) -> int | None:

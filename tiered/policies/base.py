@@ -192,3 +192,12 @@ class Policy(ABC):
     @abstractmethod
     def start(self) -> PolicyState:
         """Fresh state for one call."""
+
+    def rehearsal(self) -> PolicyState:
+        """Fresh state for a call without a model: no program of what it asks for ever runs."""
+        return self.start()
+
+    def layer_rows(self, asked: StepRows, sizes: CallSizes) -> float:
+        """Rows of a sequence that go through a layer in such a forward, on average over layers; what is to be expected,
+        where the model decides."""
+        return asked.rows.count

@@ -82,6 +82,10 @@ class DLLMCache(Policy):
     def start(self) -> PolicyState:
         return Clocks(self)
 
+    def layer_rows(self, asked: StepRows, sizes: CallSizes) -> float:
+        assert isinstance(asked.program, BranchStep), "of this policy's own state"
+        return asked.program.expected_rows(asked.rows.count, sizes.shape.layers)
+
 
 class Clocks(PolicyState):
     """Counts the forwards that have an unconditional half; the loop counts the others."""

@@ -109,6 +109,11 @@ class BranchStep:
         self._start, self._stop = answer
         self._block = max(0, block - self._start)
 
+    def expected_rows(self, span: int, layers: int) -> float:
+        """Rows of the first sequence that a layer recomputes, of the `span` that the step goes over, on average."""
+        left_out = self._stop - self._start - self._work.rows[0]
+        return span - left_out * max(0, layers - self._whole_layers) / layers
+
     def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
         if layer == 0:
             self._begin(flow)

@@ -17,6 +17,7 @@ from tiered.forward.sizes import CallSizes
 from tiered.kernels.host_values import on_device
 from tiered.policies.base import PolicyState, Step, StepKind, StepRows
 from tiered.policies.polestar.cache import HiddenCache, Refresh
+from tiered.policies.polestar.cluster_sizes import ClusterSizes
 from tiered.policies.polestar.options import PolestarOptions
 from tiered.policies.polestar.record_bytes import hidden_record_bytes
 from tiered.policies.polestar.update import Update
@@ -42,6 +43,19 @@ class Polestar(PolestarOptions):
 
     def start(self) -> PolicyState:
         return _Drifting(self)
+
+    def rehearsal(self) -> PolicyState:
+        return _Rehearsed(self)
+
+    def layer_rows(self, asked: StepRows, sizes: CallSizes) -> float:
+        if asked.kind is not StepKind.UPDATE:
+            return asked.rows.count
+        # What is chosen where a group begins goes up to the next, and through all layers but the last.
+        assert isinstance(asked.program, Update), "of this policy's own state"
+        kept, layers, response = ClusterSizes.of(self, sizes, 0), sizes.shape.layers, asked.program.renewed_from
+        always = 0 if response is None else sizes.context - response - asked.rows.count
+        renewed = min(kept.kept, always + self.top_m * kept.kept / max(kept.clusters, 1))
+        return asked.rows.count + renewed * (layers - 1) / layers
 
 
 class _Drifting(PolicyState):
@@ -98,14 +112,18 @@ class _Drifting(PolicyState):
     def updates(self) -> Sequence[GroupUpdate]:
         return () if self._cache is None else self._cache.log
 
+    @property
+    def _clustered(self) -> bool:
+        """Whether there are clusters to renew."""
+        return self._cache is not None and bool(self._cache.states)
+
     def _refreshes(self, step: Step) -> bool:
-        policy, cache = self._policy, self._cache
+        policy = self._policy
         if step.remasked:
             return True
         if policy.refresh_interval is not None:
             return step.number % policy.refresh_interval == 0
-        drifting = cache is not None and bool(cache.states)
-        return step.number == 0 and not (drifting and not self._begins_with_refresh(step.block))
+        return step.number == 0 and (not self._clustered or self._begins_with_refresh(step.block))
 
     def _begins_with_refresh(self, block: int) -> bool:
         """Whether a block does, where there are clusters."""
@@ -115,7 +133,7 @@ class _Drifting(PolicyState):
         """Sequences with more commits than the thresholds allow, which still have something to commit; and whether
         another update may follow on theirs before a refresh forgets what they store: where the block has as much left
         as it takes, or the next one begins with an update."""
-        if self._cache is None or not self._cache.states:
+        if not self._clustered:
             return [False], False
         assert self._last is not None and self._since is not None, "the first step of a call is a refresh"
         policy, canvas = self._policy, step.canvas
@@ -140,3 +158,11 @@ class _Drifting(PolicyState):
             before, behind = ((step.stop - step.start) * blocks for blocks in self._policy.window_blocks)
         areas = ((max(0, first - before), first), (last, min(length, last + behind)))
         return Refresh(self._cache, areas, (first, last), step.canvas.pads.tolist())
+
+
+class _Rehearsed(_Drifting):
+    """Takes for done what programs would do: a refresh has made clusters."""
+
+    @property
+    def _clustered(self) -> bool:
+        return self._cache is not None

@@ -84,7 +84,7 @@ class Update:
             kept: whether another update may read what this one would store; else it stores nothing.
         """
         self._cache, self._number = cache, number
-        self._renewed_from, self._kept = renewed_from, kept
+        self.renewed_from, self._kept = renewed_from, kept
         self._taking_part, self._updating = [*taking_part] * cache.copies, [*updating] * cache.copies
         self._active, self._current = active, current
         self._count = active[1] - active[0]
@@ -167,9 +167,9 @@ class Update:
 
     def _chosen(self, drift: Sequence[float], members: Members, fresh: Bool[np.ndarray, " length"]) -> list[int]:
         """The clusters to renew in a layer."""
-        if self._renewed_from is None or not drift:
+        if self.renewed_from is None or not drift:
             return self._most_drifted(drift, members, fresh)
-        always = members.touched(np.arange(self._length) >= self._renewed_from)
+        always = members.touched(np.arange(self._length) >= self.renewed_from)
         return always + self._most_drifted(drift, members, fresh, besides=always)
 
     def _most_drifted(

@@ -1,0 +1,46 @@
+"""What a codec of keys and values does to the logits of a canvas, beside the same model with raw ones."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tiered
+from tiered.embedded import tasks
+from tiered.forward.sizes import kv_codec
+from tiered.runtime import Runtime
+
+
+def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """A row for each task: KL of the distributions of an answer's masks, and how many have another most likely token.
+
+    `settings` has "model", "kv", "answer" (masks behind a prompt) and "tasks" (name, size, how many).
+    """
+    raw = tiered.from_pretrained(paths[settings["model"]], policy="none", device=settings["device"])
+    coded = Runtime(raw.model, policy=raw.policy, tokenizer=raw.tokenizer, kv=kv_codec(settings["kv"]))
+    for task, size, count in settings["tasks"]:
+        found = []
+        for number in range(count):
+            prompt = tasks.sample(task, "test", settings["seed"] + number, size=size).prompt
+            found.append(_apart(raw, coded, canvas(raw, prompt, settings["answer"]), settings["answer"]))
+        kl, others = (torch.cat(parts) for parts in zip(*found, strict=True))
+        of = {"task": task, "size": size, "examples": count}
+        yield of | {"kl": kl.mean().item(), "kl_p99": kl.quantile(0.99).item(), "other_token": others.mean().item()}
+
+
+def canvas(runtime: Runtime, prompt: str, answer: int) -> Tensor:
+    """Ids of a chat's prompt, and masks."""
+    assert runtime.tokenizer is not None, "embedded models have one"
+    chat = [{"role": "user", "content": prompt}]
+    ids: Any = runtime.tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    return F.pad(ids, (0, answer), value=runtime.model.mask_token_id)
+
+
+def _apart(raw: Runtime, coded: Runtime, ids: Tensor, answer: int) -> tuple[Tensor, Tensor]:
+    ours, theirs = (runtime.logits(ids)[0, -answer:].double().log_softmax(-1) for runtime in (coded, raw))
+    kl = (theirs.exp() * (theirs - ours)).sum(-1)
+    return kl, (ours.argmax(-1) != theirs.argmax(-1)).double()

@@ -1,0 +1,26 @@
+"""`--dtype`, `--device`, `--kv` and how positions are rotated, the same in every command that takes a model."""
+
+import argparse
+from typing import Any
+
+NAMES = ("dtype", "device", "kv", "rope_theta", "rope_scaling")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Enter them."""
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (what is here)")
+    parser.add_argument(
+        "--kv", default="raw", help="how keys and values are kept: raw, fp8 or nvfp4 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rope-scaling",
+        metavar="KIND:FACTOR",
+        help="how the model's rotation is stretched past the positions that it was trained on: linear:F, ntk:F, yarn:F",
+    )
+    parser.add_argument("--rope-theta", type=float, metavar="BASE", help="another base of the rotation")
+
+
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What they give, as arguments of `from_pretrained` and of `plan`."""
+    return {name: getattr(args, name) for name in NAMES}

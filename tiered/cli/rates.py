@@ -1,0 +1,49 @@
+"""`tiered rates`: how fast this machine is, for `tiered plan --device FILE`."""
+
+import argparse
+import json
+from pathlib import Path
+
+from tiered.cli.printing import add_json, print_result
+
+DESCRIPTION = """Measure what this machine reaches in matrix products, in its memory and over the link to the host, and
+how long the smallest layer takes; `tiered plan --device FILE` tells the time of calls from that."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Enter the command."""
+    parser = subparsers.add_parser("rates", help="how fast this machine is", description=DESCRIPTION)
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (what is here)")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: bfloat16 on CUDA)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there, as JSON")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the figures."""
+    import torch
+
+    from tiered.core.checks import unknown_name
+    from tiered.core.provenance import provenance
+    from tiered.core.whole_file import write_then_rename
+    from tiered.models.shape import BYTES_PER_ELEMENT
+    from tiered.offload.device import pick_device
+    from tiered.planning.machine_rates import machine_rates
+
+    if args.out is not None and not args.out.parent.is_dir():
+        raise FileNotFoundError(f"--out {args.out}: there is no directory {args.out.parent}")
+    device = pick_device(args.device)
+    dtype = args.dtype if args.dtype != "auto" else "float32" if device.type == "cpu" else "bfloat16"
+    if dtype not in BYTES_PER_ELEMENT:
+        raise unknown_name("dtype", dtype, ["auto", *BYTES_PER_ELEMENT])
+    rates = machine_rates(device, getattr(torch, dtype))
+    record = {"rates": rates.as_dict(), **provenance()}
+    if args.out is not None:
+        write_then_rename(args.out, lambda part: part.write_text(json.dumps(record, indent=1) + "\n"))
+    text = (
+        f"{rates.source}: {rates.flops_per_second / 1e9:,.1f} GFLOP/s, {rates.bytes_per_second / 1e9:,.1f} GB/s, "
+        f"{rates.link_bytes_per_second / 1e9:,.1f} GB/s from the host, a layer {1e6 * rates.layer_seconds:,.0f} us"
+    )
+    print_result(args, text, record)
+    return 0

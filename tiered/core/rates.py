@@ -1,0 +1,105 @@
+"""Books: how fast a machine computes, reads and copies: measured on itself, or as its maker says."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tiered.core.checks import check_number, unknown_name
+
+# Of what a datasheet says: an H200 reached 790 of 989 TFLOP/s in a product of large matrices, and 4.3 of 4.8 TB/s in a
+# copy of its memory.
+PRODUCTS_REACH, MEMORY_REACHES = 0.8, 0.9
+# FlashAttention-2 on an A100, forwards and backwards: 0.5 to 0.73 (arXiv 2307.08691).
+ATTENTION_REACHES = 0.5
+# Bytes a second and direction over 16 lanes: what is reached of 31.5 and 63 · 10⁹ (vllm #42212, ktransformers).
+PCIE_4, PCIE_5 = 25e9, 50e9
+# Of a layer that the host launches kernel by kernel: 20 launches of 6 µs.
+LAUNCHED_LAYER = 1.2e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a machine reaches.
+
+    Attributes:
+        flops_per_second: multiplications and additions of matrix products, in the dtype that models have there.
+        attention_flops_per_second: the same of attention over many keys.
+        half_rows, attention_half_rows: rows that reach half of either, where reading alone does not say it.
+        bytes_per_second: read from its memory.
+        link_bytes_per_second: copied from the host to the device.
+        layer_seconds: the least that a layer takes, however few its rows.
+        source: where the figures are from.
+        measured: on the machine itself; else they make an estimate.
+        multiprocessors: of a GPU; 0: a CPU.
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+    attention_flops_per_second: float = float("inf")
+    half_rows: float = 0.0
+    attention_half_rows: float = 0.0
+    link_bytes_per_second: float = float("inf")
+    layer_seconds: float = 0.0
+    source: str = ""
+    measured: bool = False
+    multiprocessors: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON."""
+        return asdict(self)
+
+
+def _gpu(source: str, *, tflops: float, gbytes: float, link: float, multiprocessors: int) -> Rates:
+    return Rates(
+        flops_per_second=PRODUCTS_REACH * 1e12 * tflops,
+        bytes_per_second=MEMORY_REACHES * 1e9 * gbytes,
+        attention_flops_per_second=ATTENTION_REACHES * 1e12 * tflops,
+        link_bytes_per_second=link,
+        layer_seconds=LAUNCHED_LAYER,
+        source=source,
+        multiprocessors=multiprocessors,
+    )
+
+
+# Products in bfloat16 with sums in float32, without sparsity.
+DEVICES: Mapping[str, Rates] = MappingProxyType(
+    {
+        "rtx3090": _gpu("GA102 whitepaper", tflops=71, gbytes=936, link=PCIE_4, multiprocessors=82),
+        "rtx4090": _gpu("Ada whitepaper", tflops=165.2, gbytes=1008, link=PCIE_4, multiprocessors=128),
+        "rtx5090": _gpu("RTX Blackwell whitepaper", tflops=209.5, gbytes=1792, link=PCIE_5, multiprocessors=170),
+        "l4": _gpu("L4 datasheet", tflops=121, gbytes=300, link=PCIE_4, multiprocessors=58),
+        "l40s": _gpu("L40S datasheet", tflops=362, gbytes=864, link=PCIE_4, multiprocessors=142),
+        "a100": _gpu("A100 80GB SXM datasheet", tflops=312, gbytes=2039, link=PCIE_4, multiprocessors=108),
+        "h100": _gpu("H100 SXM datasheet", tflops=989, gbytes=3350, link=PCIE_5, multiprocessors=132),
+        "h200": _gpu("H200 SXM datasheet", tflops=989, gbytes=4800, link=PCIE_5, multiprocessors=132),
+    }
+)
+
+
+def rates_of(device: str | Path) -> Rates:
+    """Those of a GPU by name, or of the file that `tiered rates --out` wrote.
+
+    Raises:
+        ValueError: neither a name nor such a file.
+    """
+    name = str(device).lower().replace(" ", "").replace("-", "").removeprefix("nvidia").removeprefix("geforce")
+    if name in DEVICES:
+        return DEVICES[name]
+    path = Path(device)
+    if not path.is_file():
+        raise ValueError(
+            f"{unknown_name('device', str(device), ['auto', 'cpu', 'cuda', *DEVICES])}; or a file of rates"
+        )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["rates"]
+        given = {each.name: found[each.name] for each in fields(Rates) if each.name in found}
+        for figure in ("flops_per_second", "bytes_per_second", "link_bytes_per_second"):
+            check_number(figure, given[figure], least=1.0)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"device = {str(device)!r} holds no rates, which `tiered rates --out` writes: {error}"
+        ) from error
+    return Rates(**given)

@@ -1,0 +1,76 @@
+"""Books: the work of one forward: bytes that it has to read, and operations, as its sizes dictate."""
+
+from dataclasses import dataclass
+
+from tiered.core.rates import Rates
+from tiered.models.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardWork:
+    """What one forward takes.
+
+    Attributes:
+        weight_bytes: read once: all weights, without an embedding that is only looked up in.
+        kv_bytes: keys and values of every position, read once.
+        flops: multiplications and additions of its matrix products, attention among them; where final tokens see each
+            other alone (`ModelShape.noise_masked`), a little more than it takes.
+        attention_flops: those of attention.
+    """
+
+    weight_bytes: int
+    kv_bytes: int
+    flops: float
+    attention_flops: float = 0.0
+
+    @property
+    def read_bytes(self) -> int:
+        """In all."""
+        return self.weight_bytes + self.kv_bytes
+
+    def floor(self, rates: Rates) -> float:
+        """Seconds that it takes at least: its arithmetic or its reading, whichever is longer."""
+        return max(self.flops / rates.flops_per_second, self.read_bytes / rates.bytes_per_second)
+
+
+def forward_work(
+    shape: ModelShape, *, batch: int, context: int, rows: float, dtype_bytes: int, output_rows: int | None = None
+) -> ForwardWork:
+    """That of one forward.
+
+    Args:
+        shape: of the model.
+        batch: sequences.
+        context: positions of each, all of which every row attends to.
+        rows: that the forward recomputes of each sequence, on average over layers.
+        dtype_bytes: of an element of weights and cache.
+        output_rows: rows whose logits are needed; the last layer computes keys and values of the others alone. None:
+            all of `rows`.
+
+    Raises:
+        ValueError: more rows than the context has, or more output rows than rows.
+    """
+    outputs = rows if output_rows is None else output_rows
+    if not 0 < outputs <= rows <= context:
+        raise ValueError(f"rows = {rows}, output_rows = {outputs}; 0 < output_rows <= rows <= {context} is allowed")
+    width, heads_width = shape.width, shape.heads * shape.head_dim
+    keys_values = 4 * width * shape.kv_width
+    projections, attention = 4 * width * heads_width, 4 * (context + shape.sink_tokens) * heads_width
+    mlp = 2 * (shape.mlp_matrices + 1) * width * shape.mlp_width
+    passing = (shape.layers - 1) * rows + outputs  # rows that go through attention and MLP, over all layers
+    per_sequence = (
+        shape.layers * rows * keys_values
+        + passing * (projections + attention + mlp)
+        + outputs * 2 * width * shape.vocab_size
+    )
+    weights = shape.parameters * dtype_bytes
+    kept = 2 * shape.layers * batch * context * shape.kv_width * dtype_bytes
+    table = (shape.vocab_size, width)
+    untied = list(shape.weight_shapes.values()).count(table) > 1
+    looked_up = shape.vocab_size * width * dtype_bytes if untied else 0
+    return ForwardWork(
+        weight_bytes=weights - looked_up,
+        kv_bytes=kept,
+        flops=batch * per_sequence,
+        attention_flops=batch * passing * attention,
+    )

@@ -1,0 +1,161 @@
+"""Books: how heads are rotated by position, and how far beyond the trained positions: `rope_theta`, `rope_scaling`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from tiered.core.checks import plain_number, unknown_name
+from tiered.models.shape import MOST_SIZE
+
+# What each kind of scaling may be told beside its kind, and beside the base, which any of them may bring.
+KINDS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "default": frozenset({"trained_rope_theta"}),
+        "linear": frozenset({"factor", "original_max_position_embeddings"}),
+        "ntk": frozenset({"factor", "original_max_position_embeddings"}),
+        "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}),
+    }
+)
+THETA = 10000.0  # where config.json has none
+_KEYS = ("rope_scaling", "rope_parameters")
+# float32's range, which angles are computed in.
+_LEAST, _MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """The rotation of RoFormer (arXiv 2104.09864), as it is, or stretched.
+
+    Attributes:
+        theta: its base.
+        kind: "default"; "linear": positions divided by the factor (arXiv 2306.15595); "ntk": a base raised to where the
+            slowest element turns by the factor less, and the fastest as ever (arXiv 2309.00071, section 3.1); "yarn":
+            elements that turn seldom within the trained positions slowed down, the others as ever (there, section 3.2).
+        factor: how many times the trained positions it is for.
+        trained: positions that the model was trained on.
+        beta_fast, beta_slow: under "yarn", turns within the trained positions from which on an element is as ever, and
+            below which it is slowed down by all of the factor.
+        attention_factor: under "yarn", of queries and of keys; None: 0.1 · ln(factor) + 1.
+    """
+
+    theta: float = THETA
+    kind: str = "default"
+    factor: float = 1.0
+    trained: int = MOST_SIZE
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    @property
+    def reach(self) -> int:
+        """Positions that it is for."""
+        return int(self.trained * self.factor)
+
+
+def rotation_of(config: Mapping[str, object], *, head_dim: int, positions: int) -> Rotation:
+    """The rotation that config.json asks for: `rope_theta`, `THETA` where absent, and `rope_scaling`, which newer files
+    call `rope_parameters` and have the base in.
+
+    Args:
+        positions: that the model was made for; trained on, where the scaling does not say another number.
+
+    Raises:
+        ValueError: a scaling that is not known, or has what it does not know, or a number out of range.
+    """
+    found: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
+    name = "rope_scaling"
+    for key in _KEYS:
+        given: Any = config.get(key) or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{key} = {given!r}; null, or a mapping with a rope_type is allowed: {', '.join(KINDS)}")
+        name = key if given else name
+        found |= {of: value for of, value in given.items() if value is not None}
+    kinds = {of: found.pop(of) for of in ("type", "rope_type") if of in found}
+    kind = str(kinds.get("rope_type", kinds.get("type", "default")))
+    if kind not in KINDS:
+        raise ValueError(f"{name}: {unknown_name('rope_type', kind, KINDS)}")
+    known = KINDS[kind] | {"rope_theta"}
+    if unknown := found.keys() - known:
+        allowed = ", ".join(sorted(known))
+        raise ValueError(f"{name} = {config.get(name)!r} has {sorted(unknown)}; beside {kind!r} are allowed: {allowed}")
+    theta = _number(found, "rope_theta", THETA)
+    trained = _number(found, "original_max_position_embeddings", float(positions), least=1.0, most=float(MOST_SIZE))
+    factor = 1.0
+    if kind != "default":
+        if "factor" not in found:
+            raise ValueError(f"{name} = {config.get(name)!r} lacks a factor, how many times the trained positions")
+        factor = _number(found, "factor", 1.0, least=1.0)
+    elif (before := _number(found, "trained_rope_theta", theta)) < theta:
+        factor = (theta / before) ** ((head_dim - 2) / head_dim)
+    if trained * factor > MOST_SIZE:
+        raise ValueError(
+            f"{trained:.0f} positions times {factor:g} are more than {MOST_SIZE}, the most that is allowed"
+        )
+    of_yarn = {of: _number(found, of, 1.0) for of in ("beta_fast", "beta_slow", "attention_factor") if of in found}
+    if kind == "ntk" and head_dim < 4:
+        raise ValueError(
+            f"{name}: heads of {head_dim} elements turn at one speed, which 'ntk' leaves; 'linear' is allowed"
+        )
+    rotation = Rotation(theta=theta, kind=kind, factor=factor, trained=int(trained), **of_yarn)
+    if rotation.beta_fast <= rotation.beta_slow:
+        raise ValueError(f"{name}: beta_fast = {rotation.beta_fast} must be above beta_slow = {rotation.beta_slow}")
+    return rotation
+
+
+def stretched(
+    config: Mapping[str, Any],
+    rope_theta: float | None = None,
+    rope_scaling: Mapping[str, Any] | str | None = None,
+) -> dict[str, Any]:
+    """`config` with another rotation; None: with its own.
+
+    Args:
+        rope_theta: another base. Alone it is for as many more positions as NTK scaling up to it would be.
+        rope_scaling: in place of the config's, as config.json has it, or as "KIND:FACTOR"; "default": none.
+
+    Raises:
+        TypeError, ValueError: neither of these.
+    """
+    if rope_theta is None and rope_scaling is None:
+        return dict(config)
+    given = [config.get(key) or {} for key in _KEYS]
+    if not all(isinstance(each, Mapping) for each in given):
+        return dict(config)  # which nobody can read
+    before: dict[str, Any] = {"rope_theta": config.get("rope_theta"), **given[0], **given[1]}
+    theta = before.pop("rope_theta", None)
+    if rope_scaling is not None:
+        parameters = _parsed(rope_scaling)
+        theta = parameters.pop("rope_theta", theta)
+    elif {before.get(key, "default") for key in ("type", "rope_type")} == {"default"}:
+        parameters = {"trained_rope_theta": THETA if theta is None else theta}
+    else:
+        parameters = before
+    theta = theta if rope_theta is None else plain_number(rope_theta)
+    return {**config, "rope_theta": theta, "rope_scaling": parameters, "rope_parameters": None}
+
+
+def _parsed(scaling: Mapping[str, Any] | str) -> dict[str, Any]:
+    if isinstance(scaling, Mapping):
+        return dict(scaling)
+    if not isinstance(scaling, str):
+        raise TypeError(f"rope_scaling = {scaling!r}; a mapping, or text as 'yarn:4', is allowed")
+    kind, colon, factor = scaling.partition(":")
+    if not colon:
+        return {"rope_type": kind}
+    try:
+        return {"rope_type": kind, "factor": float(factor)}
+    except ValueError as error:
+        raise ValueError(f"rope_scaling = {scaling!r}; KIND:FACTOR is allowed, as 'yarn:4'") from error
+
+
+def _number(found: Mapping[str, Any], key: str, default: float, *, least: float = _LEAST, most: float = _MOST) -> float:
+    """`found[key]` from `least` to `most`; `default` where it is absent or null."""
+    value = found.get(key)
+    if value is None:
+        return default
+    # Written so that NaN fails too, and an int that no float can hold.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        allowed = f"a number from {least:g} to {most:g}" if least >= 1 else "a positive number that float32 can hold"
+        raise ValueError(f"{key} = {value!r}; {allowed} is allowed")
+    return float(value)
