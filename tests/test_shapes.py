@@ -17,6 +17,7 @@ install_import_hook("tiered", "beartype.beartype")
 import tiered
 from tiered.policies.registry import POLICIES
 
+torch.manual_seed(0)
 ids = torch.randint(0, 480, (3, 14))
 mask = torch.ones_like(ids)
 mask[0, :5] = mask[1, 9:] = 0
@@ -80,6 +81,7 @@ reference = DriftReference.of(queries, keys, changing)
 rows = Rows.at(torch.tensor([[0, 1, 2], [2, 3, 4]]), torch.tensor([[True, True, False]] * 2))
 wide = reference.widened(queries, keys, rows, torch.tensor([True, False]))
 _, reference = wide.measured(queries, keys, Rows.at(torch.cat([changing, rows.index], dim=1)), slice(2))
+reference.of_sequences([1])
 reference.joined().move(queries[:, :, :1], keys, torch.tensor([[3], [3]]))
 print("checked", tuple(out.sequences.shape))
 """

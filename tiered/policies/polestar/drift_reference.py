@@ -183,8 +183,10 @@ class DriftReference(DriftDistribution):
     def of_sequences(self, sequences: list[int]) -> "DriftReference":
         """That of these sequences alone."""
         sums = LogSumExp(self.sums.peak[sequences], self.sums.mass[sequences])
-        state = self.scores[sequences], self.columns[sequences], sums, self.sizes[sequences]
-        return replace(self._with(*state), part_of=self.part_of[sequences])
+        scores, columns, sizes, part_of = (
+            of_all[sequences] for of_all in (self.scores, self.columns, self.sizes, self.part_of)
+        )
+        return DriftReference(scores, columns, sums, sizes, part_of, self.soft_cap)
 
     def _with(
         self,
