@@ -41,9 +41,13 @@ def decode_chunk(
     """A few rows, in whole groups."""
     pairs = _pairs(codes.device).index_select(0, codes.flatten().int())
     rows = pairs.view(torch.float32).view(*block_scales.shape, GROUP)
-    scales = _e4m3(codes.device).index_select(0, block_scales.flatten().int()).view(block_scales.shape)
-    rows.mul_((scale[:, None] * scales)[..., None])
+    rows.mul_((scale[:, None] * e4m3_values(block_scales))[..., None])
     return rows.flatten(1)
+
+
+def e4m3_values(codes: UInt8[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
+    """What E4M3 codes stand for."""
+    return _e4m3(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 @functools.cache

@@ -1,16 +1,13 @@
 """Books: the bytes that rows take in each codec. Integers only.
 
     raw           the elements in the model's dtype
-    fp8           1 byte an element (E4M3); one scale a row, a power of two (E8M0)
-    nvfp4_row     4 bits an element (E2M1); one E4M3 scale per 16 elements; one scale a row, a power of two (E8M0)
+    fp8           1 byte an element (E4M3); one scale a row, in whole words of 4 bytes
     nvfp4         4 bits an element (E2M1); one E4M3 scale per 16 elements; one FP32 scale a record
     nvfp4_delta   as nvfp4, of the row's residual against its centroid; one BF16 projection on the centroid a row
 
-fp8 and nvfp4_row scale by row so that a row can be written and read alone, and by powers of two so that decoding is
-exact in every dtype and encoding again gives the same bytes: rows go through them as often as pages are rewritten. The
-FP32 scale of nvfp4 is the record's, so that a record can be rewritten alone.
+The FP32 scale of nvfp4 is the record's, so that a record can be rewritten alone.
 
-A row of LLaDA-8B (4096 elements) takes 8192 B raw, 4097 B in fp8 and 2304 B in nvfp4. A record of 64 such rows takes
+A row of LLaDA-8B (4096 elements) takes 8192 B raw, 4100 B in fp8 and 2304 B in nvfp4. A record of 64 such rows takes
 147460 B in nvfp4 (4 B over the 64 · 2304 of codes and block scales) and 147588 B in nvfp4_delta (132 B over, 0.09 %).
 The centroids that nvfp4_delta decodes against are not in the record; `centroid_bytes` counts them.
 
@@ -22,8 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tiered.kernels.record_layout import CODE_BYTES, GROUP, PROJECTION_BYTES, RECORD_SCALE_BYTES
-
-ROW_SCALE_BYTES = 1  # E8M0, one a row
+from tiered.kernels.row_code import RowCode
 
 
 class Codec(StrEnum):
@@ -31,7 +27,6 @@ class Codec(StrEnum):
 
     RAW = "raw"
     FP8 = "fp8"
-    NVFP4_ROW = "nvfp4_row"
     NVFP4 = "nvfp4"
     NVFP4_DELTA = "nvfp4_delta"
 
@@ -66,8 +61,7 @@ def _nvfp4_row(width: int) -> int:
 # scaled, an int64 and the bytes of the codes.
 _FORMS = {
     Codec.RAW: _Form(lambda width, element_bytes: width * element_bytes),
-    Codec.FP8: _Form(lambda width, _: width + ROW_SCALE_BYTES, working=3 * 4 + 1),
-    Codec.NVFP4_ROW: _Form(lambda width, _: _nvfp4_row(width) + ROW_SCALE_BYTES, working=8 + 2 * 4 + 2),
+    Codec.FP8: _Form(lambda width, _: RowCode.FP8.row_bytes(width), working=RowCode.FP8.working),
     Codec.NVFP4: _Form(lambda width, _: _nvfp4_row(width), RECORD_SCALE_BYTES, working=8 + 2 * 4 + 2),
     Codec.NVFP4_DELTA: _Form(
         lambda width, _: _nvfp4_row(width) + PROJECTION_BYTES,

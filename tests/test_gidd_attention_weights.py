@@ -85,9 +85,9 @@ def test_the_drift_of_rows(masked: Runtime, monkeypatch: pytest.MonkeyPatch):
 def test_weights_of_tracked_tokens_and_of_the_window(masked: Runtime, tracked: int, monkeypatch: pytest.MonkeyPatch):
     final = open_ = 0
 
-    def watched(forward: Forward, layer: int, queries: Tensor, columns: Tensor) -> Tensor:
+    def watched(forward: Forward, layer: int, queries: Tensor, columns: Tensor, keys: Tensor) -> Tensor:
         nonlocal final, open_
-        found = weights_of(forward, layer, queries, columns)
+        found = weights_of(forward, layer, queries, columns, keys)
         assert isinstance(forward.clean, int) and forward.clean >= 15 and forward.key_mask is not None
         column = torch.arange(forward.length)
         visible = (column < forward.clean) | (columns >= forward.clean)[..., None]

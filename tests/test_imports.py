@@ -45,6 +45,7 @@ BOOKS = [
     "tiered/observe/analysis/reports.py",
     "tiered/core/ops.py",
     "tiered/core/spans.py",
+    "kernels/row_code.py",
     "offload/codec_bytes.py",
     "offload/lane.py",
     "offload/slabs.py",

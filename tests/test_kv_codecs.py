@@ -10,25 +10,21 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Feature, Tier
 from tiered.decoding.observers import Inspector
 from tiered.embedded import tasks
-from tiered.forward.sizes import kv_codec
-from tiered.offload.codec_bytes import Codec
-from tiered.offload.codecs import CODECS
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.row_code import RowCode
 from tiered.policies.registry import make_policy
 
-LONG: dict[str, Any] = {"context": 4096, "policy": "fast_dllm_dual", "memory": "16GiB"}
+LONG: dict[str, Any] = {"context": 4096, "policy": "fast_dllm_dual"}
 CALL: dict[str, Any] = {"max_new_tokens": 32, "block_length": 16, "confidence_threshold": 0.9}
 
 
-def test_what_is_streamed_takes_a_byte_an_element_and_one_a_row():
-    raw, fp8, nvfp4 = plans = [tiered.plan("llada-8b", kv=kv, **LONG) for kv in ("raw", "fp8", "nvfp4")]
-    by_element = {
-        plan.sizes.kv: stream.record_bytes / (stream.layer_bytes / 2)
-        for plan in plans
-        for stream in ([] if plan.streams is None else plan.streams.streams)
-    }
-    assert by_element == {Codec.RAW: 2.0, Codec.FP8: 1 + 1 / 128, Codec.NVFP4_ROW: 0.5 + 1 / 16 + 1 / 128}
-    assert nvfp4.tiers[Tier.HOST].accounts[Account.KEY] < 0.6 * fp8.tiers[Tier.HOST].accounts[Account.KEY]
-    assert fp8.tiers[Tier.HOST].accounts[Account.KEY] < 0.51 * raw.tiers[Tier.HOST].accounts[Account.KEY]
+def test_coded_rows_take_what_their_codes_do_wherever_they_are():
+    names, elements = ("raw", "fp8", "nvfp4"), 4096 * 32 * 4096
+    free = [tiered.plan("llada-8b", kv=kv, **LONG) for kv in names]
+    by_element = {plan.sizes.kv: plan.tiers[Tier.DEVICE].accounts[Account.KEY] / elements for plan in free}
+    assert by_element == {None: 2.0, RowCode.FP8: 1 + 4 / 128, RowCode.NVFP4: 0.5 + 1 / 16 + 4 / 128}
+    raw, fp8, nvfp4 = (tiered.plan("llada-8b", kv=kv, memory="16.5GiB", **LONG) for kv in names)
+    assert raw.streams is not None and fp8.streams is None and nvfp4.streams is None
     assert "keys and values fp8" in str(fp8) and fp8.as_dict()["kv"] == "fp8" and raw.as_dict()["kv"] == "raw"
 
 
@@ -37,7 +33,7 @@ def test_what_is_streamed_takes_a_byte_an_element_and_one_a_row():
 def test_what_a_layer_holds_comes_back_from_the_codec(policy: str, kv: str):
     """Every row that was written, of keys and of values."""
     runtime = tiered.from_pretrained("embedded", policy=policy, device="cpu", kv=kv)
-    rounded, seen = CODECS[kv_codec(kv)].rounded, []  # pyright: ignore[reportAttributeAccessIssue]
+    seen = []
 
     class Looks(Inspector):
         def device_bytes(self, *_: Any, **__: Any) -> dict[Account, int]:
@@ -46,7 +42,8 @@ def test_what_a_layer_holds_comes_back_from_the_codec(policy: str, kv: str):
         def after_forward(self, step: Any, kind: Any, ids: Any, forward: Any, active: Any) -> None:
             for feature in (Feature.KEY, Feature.VALUE):
                 kept = forward.store.view(feature, runtime.model.shape.layers - 1)
-                seen.append(bool(((kept == rounded(kept)) | kept.isnan()).all()))  # NaN: not written yet
+                again = CodedRows.of(kept.nan_to_num(), RowCode(kv)).values()
+                seen.append(bool(((kept == again) | kept.isnan()).all()))  # NaN: not written yet
 
     runtime.generate("copy: ab cd", inspector=Looks(), **CALL)
     assert seen and all(seen)

@@ -16,8 +16,8 @@ from tiered.core.features import Feature, Tier
 from tiered.core.ledger import Ledger
 from tiered.forward import stream_bytes
 from tiered.forward.sizes import CallSizes
+from tiered.kernels.row_code import RowCode
 from tiered.models.llada import LLaDA
-from tiered.offload.codec_bytes import Codec
 from tiered.offload.delay import Point
 from tiered.offload.errors import TransferError
 from tiered.offload.thread_transport import ThreadTransport
@@ -41,8 +41,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "four a step": {"steps": 8},
     "guided": {"cfg_scale": 0.7, "steps": 4},
     "threshold": {"confidence_threshold": 0.02},
-    "fp8": {"kv": Codec.FP8, "steps": 8},
-    "nvfp4": {"kv": Codec.NVFP4_ROW, "steps": 8},
+    "fp8": {"kv": RowCode.FP8, "steps": 8},
+    "nvfp4": {"kv": RowCode.NVFP4, "steps": 8},
 }
 
 
@@ -84,7 +84,7 @@ def run(
     if policy.needs_order():
         options = {"steps": 8, **options, "remasking": "random", "seed": 3}
         options.pop("confidence_threshold", None)
-    ledger, kv = Ledger(budget), options.pop("kv", Codec.RAW)
+    ledger, kv = Ledger(budget), options.pop("kv", None)
     runtime = Runtime(model, policy=policy, ledger=ledger, transport=lambda: ThreadTransport(delay=delay), kv=kv)
     out = runtime.generate(**prompts(), **{"stop_at_eos": False, "output_history": True, **SIZES, **options})
     ledger.check_integrity()
@@ -102,7 +102,7 @@ def unlimited(model: LLaDA) -> Callable[[str, str], GenerationOutput]:
 def bytes_of(model: LLaDA, policy: Policy, budget: MemoryBudget, call: str = "four a step") -> CallBytes:
     sizes = CallSizes(
         shape=model.shape, batch=2, context=PROMPT + ANSWER, block_length=BLOCK, dtype="float32", answer=ANSWER,
-        kv=CALLS[call].get("kv", Codec.RAW), guidance="cfg_scale" in CALLS[call],
+        kv=CALLS[call].get("kv", None), guidance="cfg_scale" in CALLS[call],
     )  # fmt: skip
     return CallBytes.of(policy, sizes, budget)
 
@@ -133,7 +133,7 @@ def test_a_smaller_device_changes_no_bit(model: LLaDA, unlimited: Unlimited, nam
     """Nor does a host tier that has just what is needed."""
     policy, options = policy_of(name), CALLS[call]
     least, resident = least_and_resident(model, policy, call)
-    moved = []
+    moved, streamed = [], []
     for share in (0.0, 1.0) if "steps" in options and "cfg_scale" not in options else (0.0,):
         device = int(least + share * (resident - 1 - least))
         needed = bytes_of(model, policy, MemoryBudget(device=device), call)
@@ -143,7 +143,8 @@ def test_a_smaller_device_changes_no_bit(model: LLaDA, unlimited: Unlimited, nam
         assert same(out, unlimited(name, call)), share
         assert out.memory.peak_device_bytes <= device and out.memory.tiers[Tier.HOST].peak <= host
         moved.append(out.memory.moved.get("host->device", 0))
-    assert moved[-1] == min(moved)  # of the largest device, the least has to come back
+        streamed.append(sum(len(stream.layers) for stream in needed.streams.streams))
+    assert moved[-1] == min(moved) or len(set(streamed)) == 1  # of fewer layers less has to come back
     assert moved[0] or "confidence_threshold" in options  # where one forward may commit a block, nothing is reread
 
 

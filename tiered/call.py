@@ -20,8 +20,8 @@ from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.forward.traced_model import traced
 from tiered.inputs import Prompts
+from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
-from tiered.offload.codec_bytes import Codec
 from tiered.offload.device import computing_on
 from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
@@ -45,9 +45,9 @@ class CallSpace:
         model: DiffusionModel,
         ledger: Ledger,
         transport: Callable[[], Transport] | None = None,
-        kv: Codec = Codec.RAW,
+        kv: RowCode | None = None,
     ) -> None:
-        """`transport` makes what carries copies between the tiers of a call; None: by device. `kv`: codec of keys and
+        """`transport` makes what carries copies between the tiers of a call; None: by device. `kv`: code of keys and
         values."""
         self._loaded: DiffusionModel | None = model
         self._ledger, self._transport, self._kv = ledger, transport, kv

@@ -10,7 +10,7 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account
 from tiered.core.ledger import Ledger
 from tiered.forward.forward_bytes import weight_bytes
-from tiered.forward.sizes import kv_codec
+from tiered.forward.sizes import kv_code
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import load_weights
 from tiered.models.config_source import read_config
@@ -63,7 +63,7 @@ def from_pretrained(
         ValueError, TypeError, FileNotFoundError: anything wrong with the checkpoint or an argument, named.
     """
     check_arguments(from_pretrained, policy, policy_options)
-    chosen, codec = make_policy(policy, **policy_options), kv_codec(kv)
+    chosen = make_policy(policy, **policy_options)
     budget = MemoryBudget.of(memory)
     check_disk(budget)
     ledger = Ledger(budget)
@@ -72,6 +72,7 @@ def from_pretrained(
     config = stretched(read_config(directory), rope_theta, rope_scaling)
     family = family_of(config)
     shape = family.shape(config)
+    code = kv_code(kv, shape)
     dtype_name = shape.dtype if dtype == "auto" else str(dtype).removeprefix("torch.")
     if dtype_name not in BYTES_PER_ELEMENT:
         raise ValueError(f"dtype = {dtype!r}; allowed: 'auto', {', '.join(map(repr, BYTES_PER_ELEMENT))}")
@@ -83,4 +84,4 @@ def from_pretrained(
         hint="raise `memory`, or load the weights in a smaller dtype",
     )
     load_weights(model, directory, dtype=getattr(torch, dtype_name), device=target)
-    return Runtime(model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name), kv=codec)
+    return Runtime(model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name), kv=code)

@@ -20,9 +20,9 @@ from tiered.decoding.observers import Inspector, Streamer, check_streamer
 from tiered.denoising import denoise
 from tiered.forward.forward import Flow
 from tiered.inputs import Inputs, Prompts, read_inputs
+from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import TOKENIZER_SOURCES
-from tiered.offload.codec_bytes import Codec
 from tiered.offload.device import allocator_peak, restart_allocator_peak
 from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
@@ -49,11 +49,11 @@ class Runtime:
         tokenizer: PreTrainedTokenizerBase | None = None,
         name: str = "model",
         transport: Callable[[], Transport] | None = None,
-        kv: Codec = Codec.RAW,
+        kv: RowCode | None = None,
     ) -> None:
         """`ledger` has the weights booked already; None makes one without caps, which does not count them.
         `transport` makes, for each call, what carries copies between the tiers; None: streams on CUDA, threads else.
-        `kv`: codec of keys and values."""
+        `kv`: code of keys and values."""
         self.policy = policy
         self.ledger = ledger or Ledger()
         self.tokenizer = tokenizer

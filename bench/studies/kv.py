@@ -17,14 +17,15 @@ from workloads.answers import OF, TIMED, tasks_of
 from workloads.models import paths, weights
 
 from tiered.embedded.tasks import LONG_TASKS, TASKS
-from tiered.forward.sizes import KV_CODECS
+from tiered.forward.sizes import RAW
+from tiered.kernels.row_code import RowCode
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
 
 ANSWER, LONG_ANSWER = 32, 128
 AXES: Axes = {
     "model": ["embedded"],
-    "kv": [*KV_CODECS],
+    "kv": [RAW, *RowCode],
     "policy": ["none", "fast_dllm_dual", "polestar"],
     "examples": [*(f"{name}:100" for name in TASKS), "lookup@1008:60", "lookup@2016:60"],
     "long": [f"{name}:40" for name in LONG_TASKS],

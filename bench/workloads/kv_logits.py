@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tiered
 from tiered.embedded import tasks
-from tiered.forward.sizes import kv_codec
+from tiered.forward.sizes import kv_code
 from tiered.runtime import Runtime
 
 
@@ -19,7 +19,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
     `settings` has "model", "kv", "answer" (masks behind a prompt) and "tasks" (name, size, how many).
     """
     raw = tiered.from_pretrained(paths[settings["model"]], policy="none", device=settings["device"])
-    coded = Runtime(raw.model, policy=raw.policy, tokenizer=raw.tokenizer, kv=kv_codec(settings["kv"]))
+    coded = Runtime(raw.model, policy=raw.policy, tokenizer=raw.tokenizer, kv=kv_code(settings["kv"], raw.model.shape))
     for task, size, count in settings["tasks"]:
         found = []
         for number in range(count):

@@ -10,9 +10,10 @@ from tiered.core.features import ANSWER_ONLY, KEY_VALUE, Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
+from tiered.forward.sizes import stored_row
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.row_code import RowCode
 from tiered.models.shape import ModelShape
-from tiered.offload.codec_bytes import Codec
-from tiered.offload.codecs import CODECS, RowScaledCodec
 
 
 class FeatureStore:
@@ -32,20 +33,18 @@ class FeatureStore:
         answer_start: int = 0,
         dtype: torch.dtype,
         device: torch.device,
-        kv: Codec = Codec.RAW,
+        kv: RowCode | None = None,
     ) -> None:
         """`features`: layers for which each feature is kept, 1 or all (see `Policy.features`); those that are
-        `ANSWER_ONLY` are kept from column `answer_start` on. `kv`: what is written of keys and values is what comes
-        back from this codec, wherever it is kept."""
+        `ANSWER_ONLY` are kept from column `answer_start` on. `kv`: code that keys and values are in; None: as they
+        are."""
         self._first = {feature: answer_start if feature in ANSWER_ONLY else 0 for feature in features}
-        self._tensors: dict[Feature, Tensor] = {
-            feature: torch.empty(
-                layers, batch, *_heads_elements(shape, feature, length - self._first[feature]),
-                dtype=dtype, device=device,
-            )
-            for feature, layers in features.items()
-        }  # fmt: skip
-        self._sequences, self._kv = batch, kv
+        self._tensors: dict[Feature, Tensor] = {}
+        for feature, layers in features.items():
+            heads, elements = stored_row(shape, feature, kv, dtype.itemsize)
+            columns = length - self._first[feature]
+            self._tensors[feature] = torch.empty(layers, batch, heads, columns, elements, dtype=dtype, device=device)
+        self._sequences, self._kv, self._head_dim = batch, kv, shape.head_dim
 
     @property
     def streamed_from(self) -> int | None:
@@ -56,26 +55,32 @@ class FeatureStore:
         """Let views and writes be of the first `sequences` alone, until the next `narrow`."""
         self._sequences = sequences
 
+    def stored(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length elements"] | CodedRows:
+        """Everything that is stored of `feature` for `layer`, as it is: a view, valid until `keep` or until another
+        layer of the feature is read or written."""
+        return self._coded(feature, self._kept(feature, layer))
+
     def view(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length elements"]:
-        """Everything that is stored of `feature` for `layer`: a view, valid until `keep` or until another layer of the
-        feature is viewed or written."""
-        stored = self._tensors[feature]
-        return stored[layer if len(stored) > 1 else 0, : self._sequences]
+        """The same as values; of what is coded a copy."""
+        stored = self.stored(feature, layer)
+        return stored.values() if isinstance(stored, CodedRows) else stored
+
+    def rows(self, feature: Feature, layer: int, rows: Rows) -> Float[Tensor, "batch heads rows elements"]:
+        """What is stored at `rows`, as values."""
+        taken = self._coded(feature, rows.take(self._kept(feature, layer)))
+        return taken.values() if isinstance(taken, CodedRows) else taken
 
     @spanned(Op.WRITE)
     def write(
         self, feature: Feature, layer: int, rows: Rows, values: Float[Tensor, "batch heads rows elements"]
     ) -> None:
         """Store `values` at `rows`, which count columns of the canvas for every feature."""
-        first = self._first[feature]
-        (rows.moved(-first) if first else rows).put(self.view(feature, layer), self.rounded(feature, values))
-
-    def rounded(
-        self, feature: Feature, values: Float[Tensor, "batch heads rows elements"]
-    ) -> Float[Tensor, "batch heads rows elements"]:
-        """`values` as they are kept."""
-        codec = CODECS[self._kv]
-        return codec.rounded(values) if isinstance(codec, RowScaledCodec) and feature in KEY_VALUE else values
+        first, target = self._first[feature], self._target(feature, layer, rows)
+        moved = rows.moved(-first) if first else rows
+        if self._kv is None or feature not in KEY_VALUE:
+            moved.put(target, values)
+        else:  # as words: numbers that are none keep their bits
+            moved.put(target.view(torch.int32), CodedRows.of(values, self._kv).bytes.view(torch.int32))
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending); the others' room is not given back before the call ends."""
@@ -87,8 +92,18 @@ class FeatureStore:
             self._tensors[feature] = stored[:, : len(sequences)]
         self._sequences = len(sequences)
 
+    def _kept(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length stored"]:
+        """What is stored, in elements of the model's dtype."""
+        stored = self._tensors[feature]
+        return stored[layer if len(stored) > 1 else 0, : self._sequences]
 
-def _heads_elements(shape: ModelShape, feature: Feature, length: int) -> tuple[int, int, int]:
-    if feature in (Feature.KEY, Feature.VALUE):
-        return shape.kv_heads, length, shape.head_dim
-    return 1, length, shape.width
+    def _target(self, feature: Feature, layer: int, rows: Rows) -> Float[Tensor, "batch heads length stored"]:
+        """The same, for a caller who writes `rows` alone."""
+        return self._kept(feature, layer)
+
+    def _coded(
+        self, feature: Feature, stored: Float[Tensor, "batch heads columns stored"]
+    ) -> Float[Tensor, "batch heads columns elements"] | CodedRows:
+        if self._kv is None or feature not in KEY_VALUE:
+            return stored
+        return CodedRows(stored.view(torch.uint8), self._kv, self._head_dim, stored.dtype)

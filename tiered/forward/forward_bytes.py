@@ -10,7 +10,6 @@ from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, atte
 from tiered.forward.sizes import CallSizes
 from tiered.kernels import capped_attention_ref
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.offload.codec_bytes import workspace_bytes
 
 # Rows of all sequences together that pass a layer at a time. Each weight that is read serves so many rows: an H100
 # needs about 300 in bfloat16 before arithmetic, not memory, sets the pace, and a CPU no more than 256. Larger parts
@@ -49,7 +48,7 @@ def forward_bytes(
     """
     shape, sequences, element = sizes.shape, sizes.sequences, sizes.element
     kept = {
-        Account(feature): layers * sequences * sizes.columns(feature) * _row(shape, feature) * element
+        Account(feature): layers * sequences * sizes.columns(feature) * sizes.row_bytes(feature)
         for feature, layers in features.items()
     }
     logit_rows = sizes.block_length if logit_rows is None else logit_rows
@@ -93,7 +92,11 @@ def part_bytes(sizes: CallSizes) -> int:
     # Normed rows; gate, up projection and their product.
     feed_forward = rows * element * (shape.width + (shape.mlp_matrices + 1) * shape.mlp_width)
     # Normed rows, keys and values, and what codes either.
-    coded = rows * element * (shape.width + 2 * shape.kv_width) + workspace_bytes(sizes.kv, rows, shape.kv_width)
+    coded = 0
+    if sizes.kv is not None:
+        coded = rows * (element * (shape.width + 2 * shape.kv_width) + shape.kv_width * sizes.kv.working)
+        coded += rows * sizes.row_bytes(Feature.KEY)
+        attention += 2 * sizes.decoded_bytes
     capped = 0
     if shape.soft_cap is not None:
         # Normed rows, queries and what is made of them, while scores of a chunk are there.
@@ -104,11 +107,6 @@ def part_bytes(sizes: CallSizes) -> int:
 def _rows_at_once(sizes: CallSizes) -> int:
     """Rows of all sequences in the largest part of a refresh."""
     return min(sizes.context, part_rows(sizes.sequences)) * sizes.sequences
-
-
-def _row(shape: ModelShape, feature: Feature) -> int:
-    """Elements of one row of `feature`."""
-    return shape.kv_width if feature in (Feature.KEY, Feature.VALUE) else shape.width
 
 
 def _capped_bytes(sizes: CallSizes, rows: int) -> int:

@@ -55,9 +55,7 @@ class PagedFeature:
         self._indices = indices
         self._book = PageBook(layers, workspaces)
         shape = (pages.batch, pages.heads, pages.columns, pages.elements)
-        # Codecs take numbers alone, and pages are stored with rows that nothing was written to yet.
-        make = torch.empty if pages.codec is Codec.RAW else torch.zeros
-        self._spaces = [make(shape, dtype=tiers.dtype, device=tiers.device) for _ in range(workspaces)]
+        self._spaces = [torch.empty(shape, dtype=tiers.dtype, device=tiers.device) for _ in range(workspaces)]
         self._flat = [space.view(-1, pages.elements) for space in self._spaces]
         self._names = list(range(pages.batch))  # what the sequences are called in the tiers
 
@@ -157,7 +155,7 @@ class PagedFeature:
         for group in self._groups(departure.dirty):
             rows = self._flat[departure.workspace].index_select(0, self._index(group))
             keys, sizes = self._keys(departure.layer, group), [self._pages.rows(page) for page in group]
-            self._tiers.store(keys, rows, sizes, codec=self._pages.codec, tier=Tier.HOST)
+            self._tiers.store(keys, rows, sizes, codec=Codec.RAW, tier=Tier.HOST)
 
     def _groups(self, pages: int) -> Iterator[list[int]]:
         """`pages`, as many at a time as a staging slot holds."""

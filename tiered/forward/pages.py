@@ -7,7 +7,6 @@ head and column. Sets of pages are integers, as in `tiered.forward.page_book`.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.slabs import SlabBook
 
 
@@ -16,9 +15,8 @@ class Pages:
     """Numbers of pages: sequence after sequence.
 
     Attributes:
-        batch, heads, columns, elements: of a workspace.
+        batch, heads, columns, elements: of a workspace; elements of the model's dtype, also where they hold codes.
         page_rows: columns of a page.
-        codec: of the records.
     """
 
     batch: int
@@ -26,7 +24,6 @@ class Pages:
     columns: int
     elements: int
     page_rows: int
-    codec: Codec = Codec.RAW
 
     @property
     def each(self) -> int:
@@ -61,7 +58,7 @@ class Pages:
 
     def bytes(self, page: int, element_bytes: int) -> int:
         """Of a page's record."""
-        return codec_bytes(self.codec, self.rows(page), self.elements, element_bytes=element_bytes)
+        return self.rows(page) * self.elements * element_bytes
 
     def in_slot(self, slot_bytes: int, element_bytes: int) -> int:
         """Records of pages that fit a staging slot, each in as much room as it takes in host memory.

@@ -1,27 +1,39 @@
 """Books: the sizes of one call, from which all its bytes follow."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tiered.core.checks import unknown_name
-from tiered.core.features import ANSWER_ONLY, Feature
+from tiered.core.features import ANSWER_ONLY, KEY_VALUE, Feature
+from tiered.kernels.record_layout import GROUP
+from tiered.kernels.row_code import RowCode
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.offload.codec_bytes import Codec
 
 DEFAULT_BLOCK_LENGTH = 32
-KV_CODECS: Mapping[str, Codec] = {"raw": Codec.RAW, "fp8": Codec.FP8, "nvfp4": Codec.NVFP4_ROW}
+RAW = "raw"
 
 
-def kv_codec(name: str) -> Codec:
-    """The codec of keys and values that `name` stands for. Pages of them are read, changed and written again, so it has
-    to be one that a row goes through any number of times as through the first.
+def kv_code(name: str, shape: ModelShape) -> RowCode | None:
+    """The code of keys and values that `name` stands for; None: as they are.
 
     Raises:
-        ValueError: no such codec.
+        ValueError: no such code, or one that heads cannot be in.
     """
-    if name not in KV_CODECS:
-        raise unknown_name("kv", name, KV_CODECS)
-    return KV_CODECS[name]
+    if name not in (RAW, *RowCode):
+        raise unknown_name("kv", name, [RAW, *(code.value for code in RowCode)])
+    if name == RowCode.NVFP4 and shape.head_dim % GROUP:
+        raise ValueError(
+            f"kv = {name!r} scales {GROUP} elements together, of which heads of {shape.head_dim} are no "
+            f"multiple; allowed: 'raw', 'fp8'"
+        )
+    return None if name == RAW else RowCode(name)
+
+
+def stored_row(shape: ModelShape, feature: Feature, kv: RowCode | None, element_bytes: int) -> tuple[int, int]:
+    """Heads of a row of `feature` as it is stored, and how many elements of the model's dtype each takes."""
+    if feature not in KEY_VALUE:
+        return 1, shape.width
+    elements = shape.head_dim if kv is None else kv.row_bytes(shape.head_dim) // element_bytes
+    return shape.kv_heads, elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +59,7 @@ class CallSizes:
         context: positions of the canvas, prompt and answer together.
         block_length: positions of a block.
         dtype: of weights and activations, a key of `BYTES_PER_ELEMENT`.
-        kv: codec of keys and values.
+        kv: code that keys and values are in; None: as they are.
         answer: positions behind the prompt, for features that are kept of them alone; None: any number of them.
         guidance: classifier-free guidance, with which twice as many sequences go through a forward.
         sampled: whether proposing takes more than the logits: tokens are drawn at a temperature above 0, the
@@ -61,7 +73,7 @@ class CallSizes:
     context: int
     block_length: int
     dtype: str
-    kv: Codec = Codec.RAW
+    kv: RowCode | None = None
     answer: int | None = None
     guidance: bool = False
     sampled: bool = False
@@ -81,3 +93,13 @@ class CallSizes:
     def columns(self, feature: Feature) -> int:
         """Columns of a sequence for which `feature` is kept."""
         return self.answer if self.answer and feature in ANSWER_ONLY else self.context
+
+    def row_bytes(self, feature: Feature) -> int:
+        """Of a row of `feature` as it is stored."""
+        heads, elements = stored_row(self.shape, feature, self.kv, self.element)
+        return heads * elements * self.element
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Of all keys of a layer, where they have to be decoded to be read otherwise than by attention."""
+        return 0 if self.kv is None else self.sequences * self.context * self.shape.kv_width * self.element

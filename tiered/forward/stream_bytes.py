@@ -7,8 +7,7 @@ from typing import Any
 
 from tiered.core.features import Account, Feature
 from tiered.forward.pages import Pages
-from tiered.forward.sizes import CallSizes
-from tiered.offload.codec_bytes import workspace_bytes
+from tiered.forward.sizes import CallSizes, stored_row
 from tiered.offload.slabs import UNIT, SlabBook, size_class
 
 FETCH_SLOTS = 4  # of the ring that pages arrive in: decoded, arrived, and two filling
@@ -127,12 +126,11 @@ class StreamBytes:
     @property
     def activations(self) -> int:
         """Bytes on the device beside features and rings: the indices, the rows of a staging slot on their way to it,
-        what making their indices takes, and what encoding a page does."""
+        and what making their indices takes."""
         leaving = 0
         for pages in (stream.pages for stream in self.streams):
             rows = pages.rows(0) * pages.in_slot(self.slot_bytes, self.element_bytes)
-            coding = workspace_bytes(pages.codec, pages.rows(0), pages.elements)
-            leaving = max(leaving, rows * (pages.elements * self.element_bytes + 4 * _INT64) + coding)
+            leaving = max(leaving, rows * (pages.elements * self.element_bytes + 4 * _INT64))
         return self.index_bytes + leaving
 
     @property
@@ -175,10 +173,8 @@ class StreamBytes:
 
 
 def _pages(sizes: CallSizes, feature: Feature, columns: int) -> Pages:
-    shape, batch = sizes.shape, sizes.sequences
     rows = FEWEST_PAGE_ROWS
     while rows < min(MOST_PAGE_ROWS, columns / _PAGES):
         rows *= 2
-    if feature in (Feature.KEY, Feature.VALUE):
-        return Pages(batch, shape.kv_heads, columns, shape.head_dim, rows, sizes.kv)
-    return Pages(batch, 1, columns, shape.width, rows)
+    heads, elements = stored_row(sizes.shape, feature, sizes.kv, sizes.element)
+    return Pages(sizes.sequences, heads, columns, elements, rows)

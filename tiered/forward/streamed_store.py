@@ -12,14 +12,15 @@ from tiered.forward.feature_store import FeatureStore
 from tiered.forward.page_indices import PageIndices
 from tiered.forward.paged_feature import PagedFeature
 from tiered.forward.stream_bytes import StreamBytes
+from tiered.kernels.row_code import RowCode
 from tiered.models.shape import ModelShape
-from tiered.offload.codec_bytes import Codec
 from tiered.tiers.manager import TierManager
 
 
 class StreamedFeatureStore(FeatureStore):
-    """The same as a `FeatureStore`, to the bit, and with the same verbs; but a view of a streamed layer is valid only
-    until another layer of its feature is viewed or written."""
+    """The same as a `FeatureStore`, to the bit, and with the same verbs; but what is read of a streamed layer is valid
+    only until another layer of its feature is read or written, and reading and writing raise `RecordLostError` or
+    `TransferError` where a copy between the tiers failed."""
 
     def __init__(
         self,
@@ -31,7 +32,7 @@ class StreamedFeatureStore(FeatureStore):
         batch: int,
         length: int,
         answer_start: int = 0,
-        kv: Codec = Codec.RAW,
+        kv: RowCode | None = None,
     ) -> None:
         """`needed`: which layers are streamed, and through what; `tiers`: where they are. Else as `FeatureStore`."""
         streamed = {stream.feature: stream for stream in needed.streams}
@@ -76,40 +77,30 @@ class StreamedFeatureStore(FeatureStore):
         """See `FeatureStore.streamed_from`."""
         return min(self._first[feature] for feature in self._paged)
 
-    def view(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length elements"]:
-        """See `FeatureStore.view`.
+    def keep(self, sequences: list[int]) -> None:
+        """See `FeatureStore.keep`."""
+        for paged in self._paged.values():
+            paged.keep(sequences)
+        super().keep(sequences)
 
-        Raises:
-            RecordLostError, TransferError: a copy between the tiers failed.
-        """
+    def _kept(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length stored"]:
         self._tiers.progress()
         paged = self._paged.get(feature)
         if paged is None:
-            return super().view(feature, layer)
+            return super()._kept(feature, layer)
         if layer in paged:
             return paged.view(layer, self._sequences)
-        return super().view(feature, self._place[feature][layer])
+        return super()._kept(feature, self._place[feature][layer])
 
-    def write(
-        self, feature: Feature, layer: int, rows: Rows, values: Float[Tensor, "batch heads rows elements"]
-    ) -> None:
-        """See `FeatureStore.write`. Errors as `view`."""
+    def _target(self, feature: Feature, layer: int, rows: Rows) -> Float[Tensor, "batch heads length stored"]:
         paged = self._paged.get(feature)
         if paged is None or layer not in paged:
-            super().write(feature, layer, rows, values)
-            return
+            return self._kept(feature, layer)
         self._tiers.progress()
         first = self._first[feature]
         start, stop = (max(0, column - first) for column in self._columns.of(rows))
         whole = rows.start is not None and rows.valid is None
-        target = paged.to_write(layer, self._sequences, (start, stop), whole=whole)
-        (rows.moved(-first) if first else rows).put(target, self.rounded(feature, values))
-
-    def keep(self, sequences: list[int]) -> None:
-        """See `FeatureStore.keep`. Errors as `view`."""
-        for paged in self._paged.values():
-            paged.keep(sequences)
-        super().keep(sequences)
+        return paged.to_write(layer, self._sequences, (start, stop), whole=whole)
 
 
 class TouchedColumns:

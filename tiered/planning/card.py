@@ -7,13 +7,11 @@ from typing import Any
 
 from tiered.core.byte_size import format_bytes, format_count
 from tiered.core.errors import TierCapacityError
-from tiered.core.features import Account, Tier
+from tiered.core.features import KEY_VALUE, Account, Tier
 from tiered.core.rates import Rates
-from tiered.forward.forward_bytes import kv_bytes_per_token
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import RAW, CallSizes
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.models.shape import ModelShape
-from tiered.offload.codec_bytes import Codec
 from tiered.planning.advice import Advice
 from tiered.planning.times import CallTime
 from tiered.planning.workload import HiddenBytes
@@ -98,7 +96,7 @@ class Plan:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return kv_bytes_per_token(self.shape, self.sizes.dtype)
+        return self.shape.layers * sum(self.sizes.row_bytes(feature) for feature in KEY_VALUE)
 
     def require_fit(self) -> None:
         """Raise `TierCapacityError`, with the advice as its hint, for the first tier that is too small."""
@@ -121,7 +119,7 @@ class Plan:
             "block_length": sizes.block_length,
             "max_new_tokens": sizes.answer,
             "dtype": sizes.dtype,
-            "kv": sizes.kv.value,
+            "kv": sizes.kv or RAW,
             "policy": self.policy,
             "policy_options": dict(self.policy_options),
             "fits": self.fits,
@@ -166,7 +164,7 @@ def _header(plan: Plan) -> Iterator[str]:
     options = "".join(f", {name}={value}" for name, value in plan.policy_options.items() if value is not None)
     guidance = " x 2 (guidance)" if sizes.guidance else ""
     sampled = ", sampled" if sizes.sampled else ""
-    coded = f", keys and values {sizes.kv}" if sizes.kv is not Codec.RAW else ""
+    coded = f", keys and values {sizes.kv}" if sizes.kv else ""
     call = f"context {sizes.context}, batch {sizes.batch}{guidance}, block {sizes.block_length}"
     yield f"{call}{sampled}, {sizes.dtype}{coded}"
     yield from textwrap.wrap(f"policy {plan.policy}{options}", COLUMNS)

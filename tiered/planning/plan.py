@@ -10,7 +10,7 @@ from tiered.core.checks import check_multiple, check_switch, plain_number, unkno
 from tiered.core.features import Tier
 from tiered.core.rates import Rates, rates_of
 from tiered.forward.library_bytes import LARGEST_GPU, gpu_of
-from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, CallSizes, Gpu, kv_codec
+from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, CallSizes, Gpu, kv_code
 from tiered.models.config_source import read_config
 from tiered.models.families import Family, family_of
 from tiered.models.rotation import stretched
@@ -85,7 +85,7 @@ def plan(
         context=_size("context", context),
         block_length=_block(block_length, context if answer is None else answer),
         dtype=_dtype(dtype, shape),
-        kv=kv_codec(kv),
+        kv=kv_code(kv, shape),
         answer=answer,
         guidance=cfg,
         sampled=sampled,

@@ -175,10 +175,16 @@ class Policy(ABC):
         differences = sizes.batch if sizes.guidance and self.skips_guidance() else 0
         kept = {Account.LOGITS: differences * logit_rows * sizes.shape.vocab_size * _FLOAT32}
         plain = forward_bytes(sizes, self.features(sizes.shape), logit_rows)
-        return added(plain, self.state_bytes(sizes), kept, library_bytes(sizes))
+        decoded = sizes.decoded_bytes if self.reads_keys() or sizes.compared else 0
+        of_state = added(self.state_bytes(sizes), {Account.ACTIVATIONS: decoded})
+        return added(plain, of_state, kept, library_bytes(sizes))
 
     def needs_order(self) -> bool:
         """Whether plans need `Step.upcoming`, so that only rules go with the policy that decide without logits."""
+        return False
+
+    def reads_keys(self) -> bool:
+        """Whether anything but attention reads a layer's keys (`Forward.keys`), which may have to be decoded for it."""
         return False
 
     def skips_guidance(self) -> bool:

@@ -64,6 +64,9 @@ class Composed(Policy):
     def record_bytes(self, sizes: CallSizes, least_slot: int = 0) -> RecordBytes | None:
         return None if self.updates is None else self._drifting().record_bytes(sizes, least_slot)
 
+    def reads_keys(self) -> bool:
+        return self.updates is not None and self._drifting().reads_keys()
+
     def needs_order(self) -> bool:
         return self.rows == "upcoming"
 

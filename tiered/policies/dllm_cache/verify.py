@@ -89,10 +89,10 @@ class Verifier:
         if self.verify is Verify.KEY:
             # Rotated as the cached ones are, by the same angles: that changes neither cosine nor distance.
             keys = model.keys(layer, normed, forward.rotary.at(rows))
-            return distances(keys, rows.take(store.view(Feature.KEY, layer)), self.similarity)
+            return distances(keys, store.rows(Feature.KEY, layer, rows), self.similarity)
         values = model.values(layer, normed)
         del normed
-        moved = distances(values, rows.take(store.view(Feature.VALUE, layer)), self.similarity)
+        moved = distances(values, store.rows(Feature.VALUE, layer, rows), self.similarity)
         if self.renew:
             store.write(Feature.VALUE, layer, rows, values)
         return moved

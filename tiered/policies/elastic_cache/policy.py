@@ -61,6 +61,9 @@ class ElasticCache(Policy):
     def state_bytes(self, sizes: CallSizes) -> Mapping[Account, int]:
         return {Account.ACTIVATIONS: elastic_bytes(sizes, window=self.window, tracked=self.tracked)}
 
+    def reads_keys(self) -> bool:
+        return True
+
     def logit_rows(self, block_length: int, context: int) -> int:
         return min(self.window, block_length)
 

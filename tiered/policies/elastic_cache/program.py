@@ -56,7 +56,8 @@ class ElasticStep:
         rows, hidden, widening = flow.rows, flow.hidden, self._widening
         complete, past = widening.settled and self._step.all_active, None
         if not widening.settled:  # the store still holds the keys of the step before
-            past = weights_of(forward, layer, self._tracked.queries(layer), self._tracked.columns(layer))
+            tracked = self._tracked
+            past = weights_of(forward, layer, tracked.queries(layer), tracked.columns(layer), forward.keys(layer))
         normed = forward.write(layer, rows, hidden)
         queries = None if normed is None else forward.queries(layer, rows, normed)
         del normed

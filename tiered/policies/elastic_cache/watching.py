@@ -68,13 +68,17 @@ def readable(forward: Forward, batch: int) -> Bool[Tensor, "batch length"] | Non
 
 @spanned(Op.WATCH)
 def weights_of(
-    forward: Forward, layer: int, queries: Float[Tensor, "batch heads n head_dim"], columns: Int[Tensor, "batch n"]
+    forward: Forward,
+    layer: int,
+    queries: Float[Tensor, "batch heads n head_dim"],
+    columns: Int[Tensor, "batch n"],
+    keys: Float[Tensor, "sequences kv_heads length head_dim"],
 ) -> Float[Tensor, "batch heads n length"]:
-    """Attention weights of the rows at `columns`, with these queries, over the keys that the layer's store holds now;
-    without meaning where there is no column."""
+    """Attention weights of the rows at `columns`, with these queries, over all `keys` of the layer; without meaning
+    where there is no column."""
     return attention_weights(
         queries,
-        forward.keys(layer)[: len(queries)],
+        keys[: len(queries)],
         readable(forward, len(queries)),
         soft_cap=forward.model.shape.soft_cap,
         sink_keys=forward.model.sink_keys(layer),
@@ -107,19 +111,18 @@ def watch(
         chunk: what of the window is summed up at a time.
     """
     forward, layer = asked.forward, asked.layer
-    columns = tracked.columns(layer)
+    columns, keys = tracked.columns(layer), forward.keys(layer)
     moved = torch.zeros_like(widening.full)
     if past is not None:
         known = columns != NONE
-        alike = similarity(past, weights_of(forward, layer, asked.at(columns), columns)).where(known, 0.0)
+        alike = similarity(past, weights_of(forward, layer, asked.at(columns), columns, keys)).where(known, 0.0)
         # Where nothing is tracked the mean is NaN, which is below no threshold.
         moved = step.active & ~widening.full & (alike.sum(dim=1) / known.sum(dim=1) < threshold)
-    keys = forward.keys(layer)[: len(columns)]
     # The window is masked, so nothing is hidden from it.
     mass = attention_received(
         asked.at(step.window.columns),
         step.window.there,
-        keys,
+        keys[: len(columns)],
         readable(forward, len(columns)),
         chunk,
         soft_cap=forward.model.shape.soft_cap,

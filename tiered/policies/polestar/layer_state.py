@@ -66,7 +66,7 @@ class LayerState:
         centroids = torch.stack([_padded(index.centroids, most) for index in indices])
         present = torch.stack([_padded(torch.ones_like(index.medoids), most) for index in indices]).bool()
         queries = centroid_queries(forward, layer, centroids, medoids)
-        length = forward.keys(layer).shape[2]
+        length = forward.length
         parts = most if most <= MOST_PARTS else 0
         part_of = torch.stack([index.cluster_of(length) for index in indices]) if parts else None
         reference = _reference(forward, layer, queries, current, part_of, parts)

@@ -47,7 +47,7 @@ def write_and_measure(
     if others.count:
         reference = reference.widened(state.queries, forward.keys(layer), others, updating)
     forward.write(layer, flow.rows, flow.hidden)
-    keys = forward.keys(layer)
+    keys = forward.keys(layer)  # again: what is decoded is a copy
     block = slice(last_active - (current[1] - current[0]), last_active)
     # Where a block begins every sequence updates; else the columns are the same, and the others' references stay.
     drift, state.reference = reference.measured(state.queries, keys, flow.rows, block, updating)

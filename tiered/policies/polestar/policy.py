@@ -41,6 +41,9 @@ class Polestar(PolestarOptions):
     def record_bytes(self, sizes: CallSizes, least_slot: int = 0) -> RecordBytes | None:
         return hidden_record_bytes(self, sizes, least_slot) if self.top_m else None
 
+    def reads_keys(self) -> bool:
+        return self.top_m > 0
+
     def start(self) -> PolicyState:
         return _Drifting(self)
 
