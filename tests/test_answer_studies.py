@@ -21,7 +21,7 @@ PAGES = {
     ("accuracy", "accuracy"): "docs/embedded-model.md",
     ("accuracy", "early"): "docs/polestar.md",
     ("token_drift", "drift"): "docs/polestar.md",
-    **{("tiers", mark): "docs/tiers.md" for mark in ("codecs", "layers", "pieces")},
+    **{("tiers", mark): "docs/tiers.md" for mark in ("codecs", "layers", "kv_scales", "pieces")},
 }
 
 
@@ -226,5 +226,8 @@ def test_parts_of_the_tiers():
     assert not any(errors["raw"]) and all(
         0 < a < b for a, b in zip(errors["nvfp4_delta"], errors["nvfp4"], strict=True)
     )
+    coded = {(each["of"], each["codec"], each["layer"]): each["error"] for each in study.measure({"part": "kv"})}
+    assert len(coded) == 2 * 2 * 2 * 5
+    assert all(0.02 < error < 0.03 or not codec.startswith("fp8") for (_, codec, _), error in coded.items())
     with pytest.raises(ValueError, match="codecs"):
         points("tiers", part=["codes"])

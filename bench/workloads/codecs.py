@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from itertools import accumulate, product
 
 import torch
 from jaxtyping import Float
@@ -17,6 +17,8 @@ from tiered.clustering.spherical import spherical_kmeans
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.embedded import tasks
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.row_code import RowCode
 from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes
 from tiered.offload.codecs import CODECS, Nvfp4Codec, RowCodec
 from tiered.offload.slabs import UNIT
@@ -41,6 +43,27 @@ def hidden_states() -> tuple[Float[Tensor, "layers length width"], Areas]:
     prompt = runtime.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     ids = torch.tensor([[*prompt, *[runtime.model.mask_token_id] * (2 * BLOCK)]])
     return runtime.hidden_states(ids)[:, 0], ((0, len(prompt)), (len(prompt) + BLOCK, ids.shape[1]))
+
+
+@torch.no_grad()
+def keys_values() -> Iterator[Row]:
+    """Keys and values of every layer in their codes: scaled by token and head, as they are kept; and by channel of a
+    head, over all tokens, which would have to be known before they come."""
+    runtime, (hidden, _) = tiered.from_pretrained("embedded", policy="none", device="cpu"), hidden_states()
+    model = runtime.model
+    rotary = model.rotary(torch.arange(hidden.shape[1])[None])
+    for layer, rows in enumerate(hidden):
+        made = model.keys_values(layer, model.attention_norm(layer, rows[None]), rotary)
+        for (name, values), code in product(zip(("keys", "values"), made, strict=True), RowCode):
+            channel = values.abs().amax(dim=2, keepdim=True).log2().ceil().exp2()
+            for by, scale in {"token": torch.ones_like(channel), "channel": channel}.items():
+                off = CodedRows.of(values / scale, code).values() * scale - values
+                yield {
+                    "codec": f"{code}, by {by}",
+                    "of": name,
+                    "layer": layer,
+                    "error": (off.norm() / values.norm()).item(),
+                }
 
 
 @torch.no_grad()
