@@ -197,10 +197,10 @@ def _block_attention(
 
 @triton.jit(do_not_specialize=["sums", "rows", "splits"])
 def _merge_splits(
-    parts, peaks, masses, mixed, peak, mass, sums, heads, rows, splits,
+    totals, peaks, masses, mixed, peak, mass, sums, heads, rows, splits,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """parts [splits, sums, HEAD_DIM], where `sums` = batch · heads · rows → mixed [batch, rows, heads, HEAD_DIM]."""
+    """totals [splits, sums, HEAD_DIM], where `sums` = batch · heads · rows → mixed [batch, rows, heads, HEAD_DIM]."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < sums
     element = tl.arange(0, BLOCK_ELEMENTS)
@@ -214,7 +214,7 @@ def _merge_splits(
         grown = tl.maximum(whole, of_split)
         base = tl.where(grown == -float("inf"), 0.0, grown)
         faded, weight = tl.exp(whole - base), tl.load(masses + at, there, other=0.0) * tl.exp(of_split - base)
-        part = tl.load(parts + at[:, None] * HEAD_DIM + element[None, :], own, other=0.0)
+        part = tl.load(totals + at[:, None] * HEAD_DIM + element[None, :], own, other=0.0)
         whole, count = grown, count * faded + weight
         total = total * faded[:, None] + weight[:, None] * part
     total /= tl.where(count > 0, count, 1.0)[:, None]
@@ -380,7 +380,7 @@ COMPILATIONS = (
     ),
     Compilation(
         kernel=_merge_splits,
-        types={"parts peaks masses peak mass": "*fp32", "mixed": "*bf16", "sums heads rows splits": "i32"},
+        types={"totals peaks masses peak mass": "*fp32", "mixed": "*bf16", "sums heads rows splits": "i32"},
         constexprs={"HEAD_DIM": 128, "BLOCK": MERGED, "BLOCK_ELEMENTS": 128},
     ),
 )

@@ -44,19 +44,20 @@ LLADA, DREAM, GIDD = HeadShape("llada", 32, 32), HeadShape("dream", 28, 4), Head
 
 @dataclass(frozen=True, kw_only=True)
 class Attended:
-    """Inputs, by the names of the kernels."""
+    """Inputs, by the names of the kernels. `coded`: of keys and values, which are then what these decode to."""
 
     queries: Tensor
-    keys: Tensor | CodedRows
+    keys: Tensor
     key_mask: Tensor | None = None
     soft_cap: float | None = None
     sink_keys: Tensor | None = None
-    values: Tensor | CodedRows | None = None
+    values: Tensor | None = None
     sink_values: Tensor | None = None
     first: Tensor | None = None
     visible: Tensor | None = None
+    coded: tuple[CodedRows, CodedRows] | None = None
 
-    def scores64(self, keys: Tensor | CodedRows) -> Tensor:
+    def scores64(self, keys: Tensor) -> Tensor:
         """[batch, heads, rows, sinks and columns], the sinks first; −inf where masked."""
         scores = self.queries.double() @ self._doubles(keys).mT
         column = torch.arange(keys.shape[2], device=scores.device)
@@ -81,24 +82,22 @@ class Attended:
             values = torch.cat([self.sink_values.double().expand(len(values), -1, -1, -1), values], dim=2)
         return self.scores64(self.keys).softmax(3).nan_to_num(0.0) @ values
 
-    def _doubles(self, rows: Tensor | CodedRows) -> Tensor:
-        values = rows.values() if isinstance(rows, CodedRows) else rows
-        return values.double().repeat_interleave(self.queries.shape[1] // values.shape[1], dim=1)
+    def _doubles(self, rows: Tensor) -> Tensor:
+        return rows.double().repeat_interleave(self.queries.shape[1] // rows.shape[1], dim=1)
 
     def nbytes(self) -> int:
         """Of queries, of the columns that count, and of what stands beside them, once each."""
-        both = [stored(self.keys)] if self.values is None else [stored(self.keys), stored(self.values)]
+        both = [self.keys] if self.values is None else [self.keys, self.values]
+        if self.coded is not None:
+            both = [rows.bytes for rows in self.coded]
         columns = size(*both)
-        if self.key_mask is not None or self.first is not None:
-            count = int(self.key_mask.sum() if self.key_mask is not None else (both[0].shape[2] - self.first).sum())
-            columns = count * sum(size(tensor[0, :, 0]) for tensor in both)
+        column = sum(size(tensor[0, :, 0]) for tensor in both)
+        if self.key_mask is not None:
+            columns = int(self.key_mask.sum()) * column
+        elif self.first is not None:
+            columns -= int(self.first.sum()) * column
         beside = (self.key_mask, self.sink_keys, self.sink_values, self.first, self.visible)
         return columns + size(self.queries, *beside)
-
-
-def stored(rows: Tensor | CodedRows) -> Tensor:
-    """What of them lies in memory."""
-    return rows.bytes if isinstance(rows, CodedRows) else rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +108,6 @@ class AttentionCase(KernelCase):
         products: matrix products of queries and columns; without the second there are no values.
         rows: of each head: centroids, or rows of a block.
         masked: pads on the right of the first sequence and on the left of the next; keys there are `at_pads`.
-        padded: pads on the left of every other sequence, told by its first column.
-        code: that keys and values are in; None: they are as they are.
         strided: keys are one layer of a store, and some of its columns; queries as a projection leaves them.
         sinks: of each head; None: the kernel is given none.
     """
@@ -123,36 +120,27 @@ class AttentionCase(KernelCase):
     rows: int
     length: int = CHECKED_KEYS
     masked: bool = False
-    padded: bool = False
     strided: bool = False
-    code: RowCode | None = None
     soft_cap: float | None = None
     sinks: int | None = None
 
     def tiny(self) -> Self:
-        return replace(self, shape=self.shape.tiny(24 if self.code is None else 32), rows=5, length=37)
+        return replace(self, shape=self.shape.tiny(), rows=5, length=37)
 
     def draw(self, generator: torch.Generator) -> Attended:
         heads, kv_heads, head_dim = self.shape[1:]
         layers, beside = (2, _BESIDE) if self.strided else (1, 0)
 
-        def cached() -> Tensor | CodedRows:
+        def cached() -> Tensor:
             sizes = layers, self.batch, kv_heads, self.length + beside, head_dim
-            rows = normal(generator, *sizes, dtype=self.dtype)
-            if self.code is None:
-                return rows[-1][:, :, beside:]
-            coded = CodedRows.of(rows, self.code)
-            return replace(coded, bytes=coded.bytes[-1][:, :, beside:])
+            return normal(generator, *sizes, dtype=self.dtype)[-1][:, :, beside:]
 
         def of_sinks() -> Tensor | None:
             return None if self.sinks is None else normal(generator, heads, self.sinks, head_dim, dtype=self.dtype)
 
         keys, key_mask = cached(), self.mask(generator.device) if self.masked else None
-        first = None
         if key_mask is not None:
-            stored(keys).transpose(1, 2)[~key_mask] = self.at_pads if self.code is None else 255
-        if self.padded:
-            first = torch.arange(self.batch, device=generator.device) % 2 * self.pads
+            keys.transpose(1, 2)[~key_mask] = self.at_pads
         rows = (self.rows, heads) if self.strided else (heads, self.rows)
         queries = normal(generator, self.batch, *rows, head_dim, dtype=self.dtype)
         given = Attended(
@@ -161,7 +149,6 @@ class AttentionCase(KernelCase):
             key_mask=key_mask,
             soft_cap=self.soft_cap,
             sink_keys=of_sinks(),
-            first=first,
         )
         return given if self.products == 1 else replace(given, values=cached(), sink_values=of_sinks())
 
@@ -225,21 +212,50 @@ class ProxyAttention(AttentionCase):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockAttention(AttentionCase):
-    """`partly`: a row sees the first columns only; the first row of each sequence all of them, the last none. Seen: the
-    rows, and Σ exp(score) of each."""
+    """Seen: the rows, and Σ exp(score) of each.
+
+    Attributes:
+        partly: a row sees the first columns only; the first row of each sequence all of them, the last none.
+        padded: pads on the left of every other sequence, told by its first column.
+        code: that keys and values are in, some columns of a store; None: they are as they are.
+    """
 
     kernel = "block_attention"
     partly: bool = False
+    padded: bool = False
+    code: RowCode | None = None
+
+    def tiny(self) -> Self:
+        return replace(super().tiny(), shape=self.shape.tiny(24 if self.code is None else 32))
 
     def draw(self, generator: torch.Generator) -> Attended:
-        most = torch.randint(self.length, (self.batch, self.rows), generator=generator, device=generator.device)
-        most[:, 0], most[:, -1] = self.length, 0
-        return replace(super().draw(generator), visible=most if self.partly else None)
+        given, device = super().draw(generator), generator.device
+        if self.partly:
+            most = torch.randint(self.length, (self.batch, self.rows), generator=generator, device=device)
+            most[:, 0], most[:, -1] = self.length, 0
+            given = replace(given, visible=most)
+        if self.padded:
+            given = replace(given, first=torch.arange(self.batch, device=device) % 2 * self.pads)
+        if self.code is None:
+            return given
+        assert given.values is not None
+        keys, values = self.coded(given.keys, self.code), self.coded(given.values, self.code)
+        if given.key_mask is not None:
+            keys.bytes.transpose(1, 2)[~given.key_mask] = 255
+        return replace(given, keys=keys.values(), values=values.values(), coded=(keys, values))
+
+    def coded(self, rows: Tensor, code: RowCode) -> CodedRows:
+        """`rows` as some columns of a store; anything for what is no number."""
+        coded = CodedRows.of(rows.nan_to_num(), code)
+        store = coded.bytes.new_full((*coded.shape[:2], _BESIDE + self.length, coded.bytes.shape[3]), 255)
+        store[:, :, _BESIDE:] = coded.bytes
+        return replace(coded, bytes=store[:, :, _BESIDE:])
 
     def run(self, given: Attended, room: Sequence[Tensor]) -> Sequence[Tensor]:
         beside = ("soft_cap", "sink_keys", "sink_values", "key_mask", "first", "visible")
         options = {name: getattr(given, name) for name in beside}
-        mixed, whole = op(self.kernel)(given.queries, given.keys, given.values, **options)
+        keys, values = given.coded or (given.keys, given.values)
+        mixed, whole = op(self.kernel)(given.queries, keys, values, **options)
         return mixed, whole.peak, whole.mass
 
     def seen(self, given: Attended, results: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -261,7 +277,7 @@ class TorchAttention(AttentionCase):
 
     def run(self, given: Attended, room: Sequence[Tensor]) -> Sequence[Tensor]:
         mask = None if given.key_mask is None else given.key_mask[:, None, None]
-        assert isinstance(given.keys, Tensor) and isinstance(given.values, Tensor)
+        assert given.values is not None
         batch, _, _, head_dim = given.queries.shape
         # As `attend` does it: the heads that share a key head are more rows of that head.
         folded = given.queries.reshape(batch, given.keys.shape[1], -1, head_dim)
