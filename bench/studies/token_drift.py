@@ -99,5 +99,5 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
         columns[f"{name}: moved"] = (where(task=name), size("moved_bytes"))
         columns[f"{name}: repairs"] = (where(task=name), lambda own: str(own[0]["repairs"]))
     far = {"coding": "{noise:.2e}", "a step": "{step:.2e}", "a step, coded": "{coded_step:.2e}"}
-    lines = rows_table("{kv}: {of}", far | {"drowned": "{drowned:.1%}"}, [row | {"of": task(row)} for row in floor])
+    lines = rows_table("{kv}: {of}", far | {"chosen alike": "{chosen:.1%}"}, [row | {"of": task(row)} for row in floor])
     return {"drift": pivot(caches, policy, columns), "drift_floor": lines}

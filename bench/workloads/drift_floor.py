@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tiered.models.base import DiffusionModel
 from tiered.offload.codecs import CODECS
 from tiered.policies.polestar.drift_reference import DriftReference
 from tiered.policies.polestar.layer_state import centroid_queries
+from tiered.policies.polestar.policy import Polestar
 
 
 @torch.no_grad()
@@ -31,8 +33,9 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
         step          from a state to that behind the next commits, of raw keys
         coded_step    the same of coded keys
 
-    and "drowned", the share of clusters that coding moves further than the step does. `settings` has "model", "kv",
-    "call" (options of `generate`) and "tasks" (name, size, how many)."""
+    and "chosen", the share of the clusters that drift most, as many as Polestar renews, which do so by either of the
+    last two. `settings` has "model", "kv", "call" (options of `generate`) and "tasks" (name, size, how many).
+    """
     runtime = tiered.from_pretrained(paths[settings["model"]], policy="none", device=settings["device"])
     rounded = CODECS[kv_codec(settings["kv"])].rounded  # pyright: ignore[reportAttributeAccessIssue]
     for task, size, count in settings["tasks"]:
@@ -43,9 +46,17 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
             states, answer = out.history or [], settings["call"]["max_new_tokens"]
             for ids, after in pairwise(states):
                 found += drifts(runtime.model, runtime.hidden_states(ids)[:, 0], ids, after, answer, rounded)
-        noise, step, coded = torch.cat(found, dim=1).double()
-        means = {"noise": noise, "step": step, "coded_step": coded, "drowned": (noise > step).double()}
-        yield {"task": task, "size": size, "examples": count} | {name: of.mean().item() for name, of in means.items()}
+        means = dict(
+            zip(("noise", "step", "coded_step"), torch.cat(found, dim=1).double().mean(1).tolist(), strict=True)
+        )
+        chosen = fmean(alike(step, coded) for _, step, coded in found)
+        yield {"task": task, "size": size, "examples": count} | means | {"chosen": chosen}
+
+
+def alike(ours: Tensor, theirs: Tensor) -> float:
+    """The share of the clusters that drift most by `ours` which do so by `theirs`."""
+    most = min(Polestar().top_m, len(ours))
+    return torch.isin(ours.topk(most).indices, theirs.topk(most).indices).double().mean().item()
 
 
 def drifts(
