@@ -6,21 +6,18 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from jaxtyping import Float, Float32
 from measuring.table import Row
 from torch import Tensor
 
 import tiered
 from tiered.clustering.areas import cluster_areas
-from tiered.core.features import Feature
 from tiered.core.rows import Rows
 from tiered.embedded import tasks
-from tiered.forward.feature_store import FeatureStore
-from tiered.forward.forward import Forward
 from tiered.forward.sizes import kv_codec
 from tiered.models.base import DiffusionModel
 from tiered.offload.codecs import CODECS
 from tiered.policies.polestar.drift_reference import DriftReference
-from tiered.policies.polestar.layer_state import centroid_queries
 from tiered.policies.polestar.policy import Polestar
 
 
@@ -43,9 +40,9 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
         for seed in range(settings["seed"], settings["seed"] + count):
             chat = [[{"role": "user", "content": tasks.sample(task, "test", seed, size=size).prompt}]]
             out = runtime.generate(chat, output_history=True, **settings["call"])
-            states, answer = out.history or [], settings["call"]["max_new_tokens"]
-            for ids, after in pairwise(states):
-                found += drifts(runtime.model, runtime.hidden_states(ids)[:, 0], ids, after, answer, rounded)
+            states = [runtime.hidden_states(ids)[:, 0] for ids in out.history or ()]
+            for now, then in pairwise(states):
+                found += drifts(runtime.model, now, then, settings["call"]["max_new_tokens"], rounded)
         means = dict(
             zip(("noise", "step", "coded_step"), torch.cat(found, dim=1).double().mean(1).tolist(), strict=True)
         )
@@ -60,29 +57,26 @@ def alike(ours: Tensor, theirs: Tensor) -> float:
 
 
 def drifts(
-    model: DiffusionModel, hidden: Tensor, ids: Tensor, after: Tensor, answer: int, rounded: Callable[[Tensor], Tensor]
-) -> Iterator[Tensor]:
-    """For each layer the noise, the step and the coded step of every cluster of the prompt, [3, clusters]."""
-    now, then = passed(model, ids), passed(model, after)
-    length = ids.shape[1]
-    indices = cluster_areas(hidden, ((0, length - answer), (length, length)))
-    columns = Rows.span(0, length)
-    for layer, index in enumerate(indices):
-        queries = centroid_queries(now, layer, index.centroids[None], index.medoids[None])
-        keys, moved = now.keys(layer), then.keys(layer)
+    model: DiffusionModel,
+    now: Float[Tensor, "layers length width"],
+    then: Float[Tensor, "layers length width"],
+    answer: int,
+    rounded: Callable[[Tensor], Tensor],
+) -> Iterator[Float32[Tensor, "3 clusters"]]:
+    """For each layer the noise, the step and the coded step of every cluster of the prompt; `now` and `then` are the
+    layers' input rows in two states."""
+    length = now.shape[1]
+    columns, rotary = Rows.span(0, length), model.rotary(torch.arange(length)[None])
+    for layer, index in enumerate(cluster_areas(now, ((0, length - answer), (length, length)))):
+        at = rotary.at(Rows.at(index.medoids[None]))
+        queries = model.queries(layer, model.attention_norm(layer, index.centroids[None]), at)
+        keys, moved = (
+            model.keys_values(layer, model.attention_norm(layer, hidden[layer][None]), rotary)[0]
+            for hidden in (now, then)
+        )
 
         def apart(old: Tensor, new: Tensor, queries: Tensor = queries) -> Tensor:
             reference = DriftReference.of(queries, old, torch.arange(length)[None])
             return reference.measured(queries, new, columns)[0]
 
         yield torch.cat([apart(keys, rounded(keys)), apart(keys, moved), apart(rounded(keys), rounded(moved))])
-
-
-def passed(model: DiffusionModel, ids: Tensor) -> Forward:
-    """A full pass over `ids`, which keeps the keys of every layer."""
-    kept: dict[Feature, int] = dict.fromkeys((Feature.KEY, Feature.VALUE), model.shape.layers)
-    dtype = next(model.parameters()).dtype
-    store = FeatureStore(model.shape, kept, batch=1, length=ids.shape[1], dtype=dtype, device=ids.device)
-    forward = Forward(model, store, torch.arange(ids.shape[1], device=ids.device)[None])
-    forward.logits(ids, Rows.span(0, ids.shape[1]), slice(0, 1))
-    return forward
