@@ -104,8 +104,9 @@ def test_drops_are_of_the_same_prompts_and_codecs_move_logits():
     assert last["polestar_drift_over_full"][0] == 0 and last["polestar_auto_over_full"] is None
     lines = study.tables(rows)
     assert "| `polestar`, fp8 | 25.00 (" in lines["kv"] and "| `polestar` | 100 (51–100) | -25.00 (" in lines["drops"]  # noqa: RUF001
-    with pytest.raises(ValueError, match="'longer'"):
-        points("drops", part=["longer"])
+    for axes, why in (({"part": ["longer"]}, "'longer'"), ({"policy": ["polestar-drft"]}, "'polestar-drft'")):
+        with pytest.raises(ValueError, match=why):
+            points("drops", **axes)
 
 
 def test_coding_keys_moves_attention_less_the_more_bits_there_are():
@@ -137,8 +138,12 @@ def test_contexts_say_what_was_planned_and_what_is_held():
     made = points("contexts")
     assert [each["budget"] for each in made[:18]] == [None] * 18 and {each["context"] for each in made[18:]} == {8192}
     assert 0 < study.expected(made[-1] | {"context": 256, "width": 64, "layers": 2}) < 60
-    with pytest.raises(ValueError, match="size = '8k'; PROMPT:BLOCKS:STEPS is allowed"):
-        points("contexts", size=["8k"])
+    for axes, why in (
+        ({"size": ["8k"]}, "'8k'; PROMPT:BLOCKS:STEPS is allowed"),
+        ({"policy": ["nne"]}, "did you mean"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            points("contexts", **axes)
 
 
 def test_a_scaling_is_written_as_kind_factor_and_trained_positions():

@@ -4,8 +4,8 @@ A random model in float32 on one thread. A size is PROMPT:BLOCKS:STEPS: tokens o
 steps of each. At every size the policies take turns, without a budget and with raw keys and values; then, at the first
 size, those of --coded with each of --kv where the device has room for --budget of what the dual cache's keys and values
 take raw. Beside the seconds stand those that the plan has for the call, by rates that the process has measured on this
-machine just before; --dry-run adds them up. About an hour on one idle core, of which the last size is half. Three
-rounds of the first size, and one of the others:
+machine just before; --dry-run adds them up. More than an hour on one idle core, of which the last size is half.
+Three rounds of the first size, and one of the others:
 
     python bench/measure.py contexts --size 8192:8:8 --runs 3 && python bench/measure.py contexts --keep
 
@@ -84,6 +84,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
         calls += [(first, *of) for of in product(axes["coded"], axes["kv"], axes["budget"])]
         for size, name, kv, budget in calls:
             base, options = SELDOM.get(name, (name, {}))
+            make_policy(base)  # names one that there is not
             of = {"policy": name, "base": base, "options": options, "kv": kv, "budget": budget}
             yield size | {"width": width, "layers": layers, "block": BLOCK} | of
 

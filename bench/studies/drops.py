@@ -33,6 +33,7 @@ from workloads.variants import KV, ONE_BLOCK, SELDOM
 
 from tiered.core.checks import unknown_name
 from tiered.embedded.tasks import TASKS
+from tiered.policies.registry import make_policy
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
 
@@ -76,6 +77,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
             continue
         for name in axes["policy"]:
             base, options = SELDOM.get(name, (name, {}))
+            make_policy(base)  # names one that there is not
             call = {"max_new_tokens": ANSWER[part], "block_length": ANSWER[part] if base in ONE_BLOCK else BLOCK}
             asked = of | {"policy": name, "base": base, "call": call | {"confidence_threshold": 0.9}}
             for kv in axes["kv"] if name in axes["coded"] else ["raw"]:
