@@ -29,7 +29,7 @@ from measuring.interrupts import stop_wish
 from measuring.pages import fill_marks
 from measuring.point import Job, Point, words
 from measuring.process import WORKER
-from measuring.progress import PLAIN, Expected, duration, reporting
+from measuring.progress import PLAIN, Expected, Guess, duration, reporting
 from measuring.runner import run_group
 from measuring.store import Store, locked, read_rows
 from measuring.study import names, parse_values, points_of, study_named
@@ -94,14 +94,19 @@ def plan(study: ModuleType, args: argparse.Namespace) -> tuple[list[Point], dict
 
 
 def measure(
-    args: argparse.Namespace, points: Sequence[Point], local: dict[str, Any], store: Store, console: Console
+    args: argparse.Namespace,
+    points: Sequence[Point],
+    local: dict[str, Any],
+    store: Store,
+    console: Console,
+    guess: Guess | None,
 ) -> int:
-    """Measure what is missing and write the table; the signal that ended it early, or 0."""
+    """Measure what is missing and write the table; the signal that ended it early, or 0. `guess`: see `Expected`."""
     known = store.unfinished if not (args.keep or args.retry) else store.finished | store.unfinished
     jobs = [Job(point, run) for run in range(args.runs) for point in points]
     left = [job for job in jobs if job.name not in known or (args.retry and worst(known[job.name]) == "failed")]
     made_by = {name: value for name, value in provenance().items() if name not in ("command", "threads")}
-    expected, shared = Expected(store.finished | store.unfinished), _shared(points)
+    expected, shared = Expected(store.finished | store.unfinished, guess), _shared(points)
     command = WORKER if args.worker is None else shlex.split(args.worker)
     with stop_wish() as wish, reporting(len(left), console) as reporter, tempfile.TemporaryFile(buffering=0) as log:
         for job in list(left):
@@ -182,14 +187,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         points, local = plan(study, args)
         if args.dry_run:
-            print(json.dumps(dry_run(args, points, console)))
+            print(json.dumps(dry_run(args, points, console, getattr(study, "expected", None))))
             return 0
         with locked(args.out):
             store = Store(args.out, points)
             for name, why in store.skipped.items():
                 console.print(f"not used: {name}: {why}", **PLAIN)
             try:
-                stopped = measure(args, points, local, store, console)
+                stopped = measure(args, points, local, store, console, getattr(study, "expected", None))
             except OSError as error:
                 kept = "what is finished is kept; the same command goes on from there"
                 console.print(f"measure.py: error: {error.filename or args.out}: {error.strerror}; {kept}", **PLAIN)
@@ -205,12 +210,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 128 + stopped if stopped else int(counts["failed"] > 0)
 
 
-def dry_run(args: argparse.Namespace, points: Sequence[Point], console: Console) -> dict[str, Any]:
-    """The points, and the time that they will take as far as anything was measured."""
+def dry_run(args: argparse.Namespace, points: Sequence[Point], console: Console, guess: Guess | None) -> dict[str, Any]:
+    """The points, and the time that they will take as far as anything was measured, or is guessed."""
     store, shared = Store(args.out, points), _shared(points)
     for point in points:
         console.print(words(point.settings, without=shared) or point.key, **PLAIN)
-    seconds = Expected(store.finished | store.unfinished).seconds([Job(point) for point in points] * args.runs)
+    seconds = Expected(store.finished | store.unfinished, guess).seconds([Job(point) for point in points] * args.runs)
     console.print("nothing was measured yet" if seconds is None else f"about {duration(seconds)}", **PLAIN)
     return {"points": len(points), "runs": args.runs, "shared": shared, "seconds": seconds}
 

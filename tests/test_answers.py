@@ -31,18 +31,19 @@ def asked_directly(runtime: tiered.Runtime, task: str, size: int | None, count: 
     runtime.generate(warm_up, **CALL)  # host memory stays
     examples.sort(key=lambda example: len(example.prompt))
     outs: list[GenerationOutput] = []
-    correct = 0
+    right: list[bool] = []
     for start in range(0, count, batch):
         own = examples[start : start + batch]
         outs.append(runtime.generate([[{"role": "user", "content": example.prompt}] for example in own], **CALL))
         assert outs[-1].text is not None
-        correct += sum(text == example.answer for text, example in zip(outs[-1].text, own, strict=True))
+        right += [text == example.answer for text, example in zip(outs[-1].text, own, strict=True)]
     rows = [number for out in outs for number in out.rows_per_forward]
     columns = [out.sequences.shape[1] for out in outs for _ in out.rows_per_forward]
     ways = [way for out in outs if out.tiers is not None for way in out.tiers.ways.values()]
     assert sum(way.busy_ns for way in ways) > 0
     return {
-        "correct": correct,
+        "correct": sum(right),
+        "right": "".join(str(int(each)) for each in right),
         "nfe": sum(number for out in outs for number in out.forwards) / count,
         "rows_per_forward": pytest.approx(sum(rows) / len(rows)),
         "cache_ratio": pytest.approx(1 - sum(rows) / sum(columns)),

@@ -17,7 +17,7 @@ from measuring.pages import between_marks, fill_marks
 from measuring.point import Job, Point
 from measuring.process import WORKER
 from measuring.runner import Ended, run_group
-from measuring.statistics import interval, merged, noise_floor, paired
+from measuring.statistics import drop, interval, merged, noise_floor, paired
 from measuring.store import locked, read_rows
 from measuring.study import names
 from measuring.table import read_table, write_table
@@ -310,6 +310,26 @@ def test_right_answers_have_an_interval():
     # Wilson's, from tables of the score interval.
     assert interval(52, 60) == pytest.approx((0.7583, 0.9308), abs=1e-4)
     assert interval(0, 10)[0] == 0 and interval(10, 10)[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("both", "first", "second", "neither", "low", "high"),
+    [
+        (20, 12, 2, 16, 0.0562, 0.3292),  # Newcombe 1998, table II, method 10
+        (280, 0, 0, 120, -0.0062, 0.0062),  # nothing differs
+        (0, 5, 0, 0, 0.3855, 1.0),
+    ],
+)
+def test_paired_answers_have_an_interval_of_their_difference(
+    both: int, first: int, second: int, neither: int, low: float, high: float
+):
+    base = [True] * both + [True] * first + [False] * (second + neither)
+    ours = [True] * both + [False] * first + [True] * second + [False] * neither
+    share = (first - second) / len(base)
+    assert drop(base, ours) == pytest.approx((share, low, high), abs=1e-4)
+    assert drop(ours, base) == pytest.approx((-share, -high, -low), abs=1e-4)
+    with pytest.raises(ValueError, match="cannot be paired"):
+        drop(base, ours[1:])
 
 
 def test_a_page_is_filled_between_its_marks(tmp_path: Path):

@@ -1,6 +1,6 @@
 """How far a run is, on stderr: a bar on a terminal, a line for every measurement elsewhere; and the time left."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,13 +13,20 @@ from measuring.runner import Ended
 
 # How text that is not ours is printed: as it is, on one line.
 PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
+# Seconds of a point with such settings, of which nothing was measured.
+Guess = Callable[[Mapping[str, Any]], float]
 
 
 class Expected:
-    """Seconds that a job will take: as its point has taken before, else as all have on average."""
+    """Seconds that a job will take: as its point has taken before, else what `guess` says of its settings; without one,
+    as all have on average."""
 
-    def __init__(self, known: Mapping[tuple[str, int], Iterable[Mapping[str, Any]]]) -> None:
-        self._seconds: dict[str, float] = {}
+    def __init__(
+        self,
+        known: Mapping[tuple[str, int], Iterable[Mapping[str, Any]]],
+        guess: Guess | None = None,
+    ) -> None:
+        self._guess, self._seconds = guess, dict[str, float]()
         for (key, _), rows in known.items():
             if (first := next(iter(rows), None)) is not None and first["status"] != "failed":
                 self._seconds[key] = first["took_s"]
@@ -30,11 +37,15 @@ class Expected:
             self._seconds[ended.job.point.key] = ended.seconds
 
     def seconds(self, jobs: Iterable[Job]) -> float | None:
-        """Of all `jobs`; None as long as nothing was measured."""
-        if not self._seconds:
-            return None
-        mean = sum(self._seconds.values()) / len(self._seconds)
-        return sum(self._seconds.get(job.point.key, mean) for job in jobs)
+        """Of all `jobs`; None as long as nothing was measured, and without a guess."""
+        guess = self._guess
+        if guess is None:
+            if not self._seconds:
+                return None
+            mean = sum(self._seconds.values()) / len(self._seconds)
+            guess = lambda _: mean  # noqa: E731
+        keys = ((job.point.key, job.point.settings) for job in jobs)
+        return sum(self._seconds[key] if key in self._seconds else guess(settings) for key, settings in keys)
 
 
 class Reporter:

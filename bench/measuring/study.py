@@ -17,6 +17,7 @@ and it may have
 
     local(axes, **flags)        what only this machine knows, such as where a model is, as keywords of `measure`
     last_line(rows)             numbers of all rows by name, for the last line of stdout
+    expected(settings)          seconds that a point will take, where none of its runs was measured
     LOCAL       flags whose values `local` gets, by name with their help: paths, None where they are not given. Neither
                 a row nor the recorded command has them
 """

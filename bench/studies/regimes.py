@@ -18,7 +18,7 @@ from measuring.statistics import merged, noise_floor, paired
 from measuring.study import Axes
 from measuring.winners import Contest, border, contests, over_least, winners
 from workloads.calls import BLOCK, TIMED, measure
-from workloads.variants import DRIFT
+from workloads.variants import SELDOM
 
 from tiered.policies.registry import make_policy
 
@@ -26,7 +26,7 @@ __all__ = ["AXES", "OF", "QUICK", "TIMED", "measure", "points", "tables"]
 
 OF = ()
 AGAIN = "none-again"
-SETS = {AGAIN: ("none", {}), **DRIFT}
+SETS = {AGAIN: ("none", {}), **SELDOM}
 # From the simplest on: what follows has to be better than all in front of it.
 POLICIES = ["none", AGAIN, "fast_dllm_prefix", "fast_dllm_dual", "dkv_decode", "dkv_pd", "dllm_cache"]
 POLICIES += ["elastic_cache", "polestar", "polestar-drift"]

@@ -1,7 +1,8 @@
 """How far cached keys and values of the prompt are from an uncached pass, by codec and by clustering.
 
 The mean cosine distance over steps and layers; beside it what calls moved between tiers, and how many clusters updates
-renewed.
+renewed. Part `floor`: how far coding keys (--kv) moves the attention of centroids, whose KL Polestar's drift is, beside
+how far a step does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,12 +10,15 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from measuring.pages import rows_table
 from measuring.statistics import merged
 from measuring.study import Axes
 from measuring.table import Row
-from workloads.answer_tables import Column, pivot, policy, size, where
+from workloads import drift_floor
+from workloads.answer_tables import Column, pivot, policy, size, task, where
 from workloads.answers import OF, answerer, tasks_of
 from workloads.models import paths, weights
+from workloads.variants import KV
 
 from tiered.core.checks import unknown_name
 from tiered.embedded import tasks
@@ -34,8 +38,14 @@ SETS: dict[str, dict[str, Any]] = {
     "polestar, clusters by layer": {"cluster_layers": 1},
     "polestar-paper, raw": {"codec": "raw"},
 }
-AXES: Axes = {"model": ["embedded"], "policy": [*SETS], "examples": ["lookup@992:2", "sort:2"]}
-QUICK: Axes = {"policy": ["fast_dllm_dual", "polestar"], "examples": ["sort:1"]}
+AXES: Axes = {
+    "model": ["embedded"],
+    "part": ["caches", "floor"],
+    "policy": [*SETS],
+    "kv": [*KV[1:]],
+    "examples": ["lookup@992:2", "sort:2"],
+}
+QUICK: Axes = {"policy": ["fast_dllm_dual", "polestar"], "kv": ["fp8"], "examples": ["sort:1"]}
 CALL = {"max_new_tokens": 32, "block_length": 32, "steps": 16, "stop_at_eos": False}
 
 
@@ -45,15 +55,25 @@ def local(axes: Axes) -> dict[str, Any]:
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
-    """Policies in turn for each question."""
-    for model, examples, name in product(axes["model"], axes["examples"], axes["policy"]):
-        if name not in SETS:
-            raise unknown_name("policy", name, SETS)
-        yield weights(model) | {"policy": name, "options": SETS[name], "call": CALL, "tasks": tasks_of([examples])}
+    """Policies in turn for each question, and codecs."""
+    for model, examples, part in product(axes["model"], axes["examples"], axes["part"]):
+        of = weights(model) | {"call": CALL, "tasks": tasks_of([examples])}
+        if part == "floor":
+            yield from (of | {"kv": kv} for kv in axes["kv"])
+            continue
+        if part != "caches":
+            raise unknown_name("part", part, AXES["part"])
+        for name in axes["policy"]:
+            if name not in SETS:
+                raise unknown_name("policy", name, SETS)
+            yield of | {"policy": name, "options": SETS[name]}
 
 
 def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[Row]:
-    """A row for each task."""
+    """A row for each task; of the floor, see `workloads.drift_floor`."""
+    if "kv" in settings:
+        yield from drift_floor.measure(settings, paths=paths)
+        return
     runtime, prompt = answerer(settings, paths), list(Area).index(Area.PROMPT)
     for name, tokens, count in settings["tasks"]:
         found, moved, repairs = [], 0, 0
@@ -70,11 +90,14 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
 
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
-    """A line for each policy."""
+    """`drift`: a line for each policy; `drift_floor`: for each codec and question."""
     seen = [row for row in merged(rows, of=OF, timed=TIMED) if row["status"] == "ok"]
     columns: dict[str, Column] = {}
-    for name in dict.fromkeys(row["task"] for row in seen):
+    caches, floor = ([row for row in seen if name in row] for name in ("policy", "kv"))
+    for name in dict.fromkeys(row["task"] for row in caches):
         columns[f"{name}: values, 10⁻³"] = (where(task=name), lambda own: f"{1e3 * own[0]['values']:.2f}")
         columns[f"{name}: moved"] = (where(task=name), size("moved_bytes"))
         columns[f"{name}: repairs"] = (where(task=name), lambda own: str(own[0]["repairs"]))
-    return {"drift": pivot(seen, policy, columns)}
+    far = {"coding": "{noise:.2e}", "a step": "{step:.2e}", "a step, coded": "{coded_step:.2e}"}
+    lines = rows_table("{kv}: {of}", far | {"chosen alike": "{chosen:.1%}"}, [row | {"of": task(row)} for row in floor])
+    return {"drift": pivot(caches, policy, columns), "drift_floor": lines}

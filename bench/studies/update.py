@@ -27,8 +27,9 @@ from baselines.official import located
 from measuring.pages import rows_table
 from measuring.statistics import merged
 from measuring.study import Axes
+from workloads.calls import size_of
 from workloads.update import OF, TIMED, measure
-from workloads.variants import DRIFT
+from workloads.variants import SELDOM
 
 from tiered.core.checks import unknown_name
 from tiered.policies.registry import make_policy
@@ -83,7 +84,7 @@ def local(axes: Axes, *, before: str | None, **flags: str | None) -> dict[str, A
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
     """The launches of all policies, then the seconds of each: they take turns within a size and a number of threads."""
-    policies = {name: DRIFT.get(name, (name, {})) for name in axes["policy"]}
+    policies = {name: SELDOM.get(name, (name, {})) for name in axes["policy"]}
     for policy, options in policies.values():
         make_policy(policy, **options)
     for part in axes["part"]:
@@ -97,15 +98,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
                 raise ValueError(f"threads = {threads}; 1 or more are allowed")
             model = {"width": width, "layers": layers, "threads": threads}
             for name, of in policies.items():
-                yield {"part": part} | size_of(size) | model | {"policies": {name: of}}
-
-
-def size_of(text: str) -> dict[str, Any]:
-    """Settings of a size. Raises `ValueError`."""
-    parts = text.split(":")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"size = {text!r}; PROMPT:BLOCKS:STEPS is allowed, as 2048:4:32")
-    return {"size": text} | dict(zip(("prompt", "blocks", "steps"), map(int, parts), strict=True))
+                yield {"part": part} | size_of(size, "prompt") | model | {"policies": {name: of}}
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:

@@ -24,8 +24,9 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
     """A row for each of `settings["tasks"]`, which are [task, tokens of a lookup's prompt or None, examples].
 
     Beside them `settings` has "model", "policy" (words behind a comma tell measurements of one policy apart, or name a
-    cache of transformers), its "options", "call" (options of `generate`), and it may have "batch" (sequences of a call)
-    and "budget" (bytes of the device tier). `paths`: of the models.
+    cache of transformers), its "options", "call" (options of `generate`), and it may have "base" (the policy, where
+    "policy" is another name), "batch" (sequences of a call) and "budget" (bytes of the device tier). `paths`: of the
+    models.
     """
     with refusing():
         runtime = answerer(settings, paths)
@@ -40,7 +41,8 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
 
 def answerer(settings: Mapping[str, Any], paths: Mapping[str, str]) -> Any:
     """What answers: a runtime, or a baseline, which has a `generate` as it has."""
-    policy, options = settings["policy"].partition(",")[0], {"device": settings["device"]} | settings["options"]
+    policy = settings.get("base", settings["policy"]).partition(",")[0]
+    options = {"device": settings["device"]} | settings["options"]
     path, budget = paths[settings["model"]], settings.get("budget")
     if policy != "transformers":
         return tiered.from_pretrained(path, policy=policy, memory=budget, **options)
@@ -50,8 +52,9 @@ def answerer(settings: Mapping[str, Any], paths: Mapping[str, str]) -> Any:
 
 
 def task_figures(runtime: Any, settings: Mapping[str, Any], task: str, size: int | None, count: int) -> dict[str, Any]:
-    """Of the first `count` examples from the seed on, after a warm-up. "bytes": "counted" where they are weights and
-    cached tensors alone, without activations, and not what a ledger has booked."""
+    """Of the first `count` examples from the seed on, after a warm-up. "right": of each, the shortest prompt first, 1
+    or 0, by which policies that were asked the same are paired; "bytes": "counted" where they are weights and cached
+    tensors alone, without activations, and not what a ledger has booked."""
     seed, watch = settings["seed"], Tally()
     examples = [tasks.sample(task, "test", seed + number, size=size) for number in range(count)]
     options = {"seed": seed, "batch": settings.get("batch")} | settings["call"]
@@ -61,6 +64,7 @@ def task_figures(runtime: Any, settings: Mapping[str, Any], task: str, size: int
     scores = score_examples(runtime, examples, watch=watch, **options)
     return {
         "correct": scores.correct,
+        "right": "".join(str(int(right)) for right in scores.right),
         "nfe": statistics.fmean(scores.forwards),
         "tokens_per_forward": statistics.fmean(scores.tokens_per_forward),
         "seconds": time.perf_counter() - began,

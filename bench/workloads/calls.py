@@ -11,8 +11,8 @@ from tiered.core.features import Account
 from tiered.core.ledger import Ledger
 from tiered.forward.forward_bytes import kv_bytes_per_token, weight_bytes
 from tiered.forward.library_bytes import gpu_of
-from tiered.forward.sizes import CallSizes
-from tiered.models.llada import LLaDA
+from tiered.forward.sizes import CallSizes, kv_code
+from tiered.models.shape import ModelShape
 from tiered.offload.device import pick_device
 from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
@@ -35,9 +35,14 @@ def measure(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     `settings` has "base", a policy's name, with its "options"; "width" and "layers" of the model; "context", tokens of
     the prompt; "blocks" of `BLOCK` tokens, with so many "steps" each; "block", the `block_length` that they are
     answered in, `BLOCK` or all of them; "budget", the share of the dual cache's keys and values that the device has
-    room for beside all else that the dual cache takes (None: no cap); and "link", 10⁶ bytes a second in either
-    direction between device and host (None: what the memory gives).
+    room for beside all else that the dual cache takes (None: no cap); and it may have "link", 10⁶ bytes a second in
+    either direction between device and host (None: what the memory gives), and "kv", the codec of keys and values.
     """
+    yield figures(answered(settings)[1])
+
+
+def answered(settings: Mapping[str, Any]) -> tuple[Runtime, GenerationOutput]:
+    """What answered the call of `settings`, as `measure` takes them, and its output."""
     context, blocks = settings["context"], settings["blocks"]
     generator = torch.Generator().manual_seed(settings["seed"])
     prompt = torch.randint(0, VOCABULARY - 2, (1, context), generator=generator)
@@ -51,15 +56,15 @@ def measure(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             steps=blocks * settings["steps"],
             stop_at_eos=False,
         )
-    yield figures(out)
+    return runtime, out
 
 
 def caller(settings: Mapping[str, Any]) -> Runtime:
     """A random model under the policy, the budget and the link of `settings`."""
-    device, share, link = pick_device(settings["device"]), settings["budget"], settings["link"]
+    device, link = pick_device(settings["device"]), settings.get("link")
     positions = settings["context"] + settings["blocks"] * BLOCK
     model = random_model(settings["width"], settings["layers"], positions).to(device)
-    ledger = Ledger(MemoryBudget(device=None if share is None else budget_bytes(model, positions, share, device)))
+    ledger = Ledger(budget_of(settings, model.shape))
     ledger.allocate({Account.WEIGHTS: weight_bytes(model.shape, model.shape.dtype)})
     speed = LinkSpeed() if link is None else LinkSpeed(bandwidth=1e6 * link)
     return Runtime(
@@ -67,18 +72,35 @@ def caller(settings: Mapping[str, Any]) -> Runtime:
         policy=make_policy(settings["base"], **settings["options"]),
         ledger=ledger,
         transport=None if link is None else lambda: ThreadTransport(link=Link(fetch=speed, store=speed)),
+        kv=sizes_of(settings, model.shape).kv,
     )
 
 
-def budget_bytes(model: LLaDA, positions: int, share: float, device: torch.device) -> int:
-    """What the dual cache takes of the device, weights included, for a call of so many positions, with `share` of its
-    keys and values."""
-    shape, dtype = model.shape, model.shape.dtype
-    sizes = CallSizes(
-        shape=shape, batch=1, context=positions, block_length=BLOCK, dtype=dtype, gpu=gpu_of(device)
+def sizes_of(settings: Mapping[str, Any], shape: ModelShape) -> CallSizes:
+    """Of the call of `settings`."""
+    answer = settings["blocks"] * BLOCK
+    return CallSizes(
+        shape=shape, batch=1, context=settings["context"] + answer, block_length=settings["block"], answer=answer,
+        dtype=shape.dtype, kv=kv_code(settings.get("kv", "raw"), shape), gpu=gpu_of(pick_device(settings["device"])),
     )  # fmt: skip
-    dual = Workload(FastDLLMDual(), sizes)
-    return dual.total() - round((1 - share) * positions * kv_bytes_per_token(shape, dtype))
+
+
+def budget_of(settings: Mapping[str, Any], shape: ModelShape) -> MemoryBudget:
+    """What the dual cache takes of the device, weights included, with a share of its keys and values, which are raw."""
+    if (share := settings["budget"]) is None:
+        return MemoryBudget()
+    sizes = sizes_of({**settings, "block": BLOCK, "kv": "raw"}, shape)
+    spared = round((1 - share) * sizes.context * kv_bytes_per_token(shape, sizes.dtype))
+    return MemoryBudget(device=Workload(FastDLLMDual(), sizes).total() - spared)
+
+
+def size_of(text: str, first: str) -> dict[str, Any]:
+    """Settings of a call's size, PROMPT:BLOCKS:STEPS; `first`: what the tokens of the prompt are called. Raises
+    `ValueError`."""
+    parts = text.split(":")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"size = {text!r}; PROMPT:BLOCKS:STEPS is allowed, as 2048:4:32")
+    return {"size": text} | dict(zip((first, "blocks", "steps"), map(int, parts), strict=True))
 
 
 def figures(out: GenerationOutput) -> dict[str, Any]:

@@ -14,18 +14,22 @@ BATCH_ROWS = 2048
 
 @dataclass(slots=True)
 class Scores:
-    """How many examples there were, how many answers were exactly right, and of each its forwards and its TPF
+    """Of each example, the shortest prompt first: whether its answer was exactly right, its forwards and its TPF
     (end-of-sequence and padding not counted)."""
 
-    examples: int
-    correct: int = 0
+    right: list[bool] = field(default_factory=list)
     forwards: list[int] = field(default_factory=list, repr=False)
     tokens_per_forward: list[float] = field(default_factory=list, repr=False)
 
     @property
+    def correct(self) -> int:
+        """Right answers."""
+        return sum(self.right)
+
+    @property
     def exact_match(self) -> float:
         """Share of right answers."""
-        return self.correct / self.examples
+        return self.correct / len(self.right)
 
 
 def score_examples(
@@ -50,13 +54,13 @@ def score_examples(
     """
     if batch is not None:
         check_integer("batch", batch, least=1)
-    scores = Scores(len(examples))
+    scores = Scores()
     for own in _batches(examples, max_new_tokens, batch):
         chats = [[{"role": "user", "content": example.prompt}] for example in own]
         # Of the example's own, wherever batches end: `generate` gives the i-th sequence of a call its seed + i.
         out = runtime.generate(chats, max_new_tokens=max_new_tokens, seed=seed + len(scores.forwards), **options)
         assert out.text is not None, "the runtime has no tokenizer"
-        scores.correct += sum(score(example, text) for example, text in zip(own, out.text, strict=True))
+        scores.right += [score(example, text) for example, text in zip(own, out.text, strict=True)]
         scores.forwards += out.forwards
         scores.tokens_per_forward += out.tokens_per_forward.tolist()
         watch(out)

@@ -16,10 +16,14 @@ GIVEN: dict[str, dict[str, Any]] = {
     "composed": {"prompt_interval": "2 blocks", "response_interval": "block", "updates": {}},
 }
 WHOLE_WINDOWS: dict[str, dict[str, Any]] = {"elastic_cache": {"window": 32}}
-# A policy by another name, with options that are compared beside its defaults.
-DRIFT: dict[str, tuple[str, dict[str, Any]]] = {
+# Policies by another name, with which fewer blocks begin with a full pass than by default.
+SELDOM: dict[str, tuple[str, dict[str, Any]]] = {
+    "fast_dllm_dual-seldom": ("fast_dllm_dual", {"refresh_blocks": 64}),
     "polestar-drift": ("polestar", {"refresh": "drift", "refresh_blocks": 64}),
+    "polestar-auto": ("polestar", {"refresh": "auto"}),
 }
+# What keys and values are kept in: as they are, and in codes.
+KV = ("raw", "fp8", "nvfp4")
 # By noise, for answers of 32 tokens: a slow rule and a fast one, as options of `generate`. Under uniform noise there
 # are twice as many steps as tokens, and a block ends as soon as a step has nothing to change.
 RULES: dict[str, dict[str, dict[str, Any]]] = {

@@ -1,0 +1,88 @@
+"""How far coding keys moves the attention of centroids, beside how far a step of decoding does: drift's noise floor."""
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float32
+from measuring.table import Row
+from torch import Tensor
+
+import tiered
+from tiered.clustering.areas import cluster_areas
+from tiered.core.rows import Rows
+from tiered.embedded import tasks
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.row_code import RowCode
+from tiered.models.base import DiffusionModel
+from tiered.policies.polestar.drift_reference import DriftReference
+from tiered.policies.polestar.policy import Polestar
+
+
+@torch.no_grad()
+def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[Row]:
+    """A row for each task: means over the clusters, layers and steps of calls without a cache, of the drift (KL, mean
+    over heads) of a cluster's attention
+
+        noise         by coding the keys of one state
+        step          from a state to that behind the next commits, of raw keys
+        coded_step    the same of coded keys
+
+    and "chosen", the share of the clusters that drift most, as many as Polestar renews, which do so by either of the
+    last two. `settings` has "model", "kv", "call" (options of `generate`) and "tasks" (name, size, how many).
+    """
+    runtime = tiered.from_pretrained(paths[settings["model"]], policy="none", device=settings["device"])
+    code = RowCode(settings["kv"])
+
+    def rounded(
+        keys: Float[Tensor, "batch kv_heads length head_dim"],
+    ) -> Float[Tensor, "batch kv_heads length head_dim"]:
+        return CodedRows.of(keys, code).values()
+
+    for task, size, count in settings["tasks"]:
+        found = []
+        for seed in range(settings["seed"], settings["seed"] + count):
+            chat = [[{"role": "user", "content": tasks.sample(task, "test", seed, size=size).prompt}]]
+            out = runtime.generate(chat, output_history=True, **settings["call"])
+            states = [runtime.hidden_states(ids)[:, 0] for ids in out.history or ()]
+            for now, then in pairwise(states):
+                found += drifts(runtime.model, now, then, settings["call"]["max_new_tokens"], rounded)
+        means = dict(
+            zip(("noise", "step", "coded_step"), torch.cat(found, dim=1).double().mean(1).tolist(), strict=True)
+        )
+        chosen = fmean(alike(step, coded) for _, step, coded in found)
+        yield {"task": task, "size": size, "examples": count} | means | {"chosen": chosen}
+
+
+def alike(ours: Tensor, theirs: Tensor) -> float:
+    """The share of the clusters that drift most by `ours` which do so by `theirs`."""
+    most = min(Polestar().top_m, len(ours))
+    return torch.isin(ours.topk(most).indices, theirs.topk(most).indices).double().mean().item()
+
+
+def drifts(
+    model: DiffusionModel,
+    now: Float[Tensor, "layers length width"],
+    then: Float[Tensor, "layers length width"],
+    answer: int,
+    rounded: Callable[[Tensor], Tensor],
+) -> Iterator[Float32[Tensor, "3 clusters"]]:
+    """For each layer the noise, the step and the coded step of every cluster of the prompt; `now` and `then` are the
+    layers' input rows in two states."""
+    length = now.shape[1]
+    columns, rotary = Rows.span(0, length), model.rotary(torch.arange(length)[None])
+    for layer, index in enumerate(cluster_areas(now, ((0, length - answer), (length, length)))):
+        at = rotary.at(Rows.at(index.medoids[None]))
+        queries = model.queries(layer, model.attention_norm(layer, index.centroids[None]), at)
+        keys, moved = (
+            model.keys_values(layer, model.attention_norm(layer, hidden[layer][None]), rotary)[0]
+            for hidden in (now, then)
+        )
+
+        def apart(old: Tensor, new: Tensor, queries: Tensor = queries) -> Tensor:
+            reference = DriftReference.of(queries, old, torch.arange(length)[None])
+            return reference.measured(queries, new, columns)[0]
+
+        yield torch.cat([apart(keys, rounded(keys)), apart(keys, moved), apart(rounded(keys), rounded(moved))])
