@@ -28,6 +28,7 @@ class Compilation:
         kernel: the `@triton.jit` function.
         types: Triton type (`"*u8"`, `"i32"`, `"fp32"`) by the names of the arguments that have it, spaces between.
         constexprs: value by name of each constexpr argument, which may be one of those in `types`.
+        multiples: names of arguments that are multiples of 16, spaces between: addresses and strides of whole vectors.
         num_warps: warps a program.
         spills: whether it may use more than the registers of a thread, which memory then stands in for.
         fp_fusion: whether `a * b + c` may become one fused instruction, which rounds once instead of twice.
@@ -36,6 +37,7 @@ class Compilation:
     kernel: Any
     types: Mapping[str, str]
     constexprs: Mapping[str, Any] = field(default_factory=dict)
+    multiples: str = ""
     num_warps: int = 4
     spills: bool = False
     fp_fusion: bool = True
@@ -45,3 +47,8 @@ class Compilation:
         """Triton type by argument name."""
         types = {name: type_ for names, type_ in self.types.items() for name in names.split()}
         return types | dict.fromkeys(self.constexprs, "constexpr")
+
+    @property
+    def attributes(self) -> dict[tuple[int, ...], list[list[Any]]]:
+        """What Triton is told of arguments, by their place."""
+        return {(self.kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in self.multiples.split()}

@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
+from tiered.kernels.coded_rows import CodedRows
+
 
 def proxy_scores(
     queries: Float[Tensor, "batch heads clusters head_dim"],
@@ -62,7 +64,7 @@ def capped(scores: Float[Tensor, "*pairs"], soft_cap: float) -> Float[Tensor, "*
 
 def check_attention(
     queries: Float[Tensor, "batch heads clusters head_dim"],
-    keys: Float[Tensor, "batch kv_heads columns head_dim"],
+    keys: Float[Tensor, "batch kv_heads columns head_dim"] | CodedRows,
 ) -> None:
     """Raise `ValueError` unless batch and head_dim agree and the heads divide evenly over the key heads."""
     if queries.shape[0] != keys.shape[0] or queries.shape[3] != keys.shape[3] or queries.shape[1] % keys.shape[1]:

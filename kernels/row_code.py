@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from tiered.kernels.record_layout import CODE_BYTES, GROUP
 
-_WORD = 4
+WORD = 4
 
 
 class RowCode(StrEnum):
@@ -24,7 +24,7 @@ class RowCode(StrEnum):
     def row_bytes(self, elements: int) -> int:
         """Of a row of `elements`, in whole words."""
         codes = elements if self is RowCode.FP8 else (CODE_BYTES + 1) * -(-elements // GROUP)
-        return -(-(codes + 1) // _WORD) * _WORD
+        return -(-(codes + 1) // WORD) * WORD
 
     @property
     def working(self) -> int:

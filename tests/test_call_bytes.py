@@ -23,7 +23,8 @@ from tiered.core.rows import Rows
 from tiered.decoding.attention_shift import AttentionShift
 from tiered.forward.attention_bytes import attention_chunk
 from tiered.forward.sizes import CallSizes
-from tiered.kernels import capped_attention_ref
+from tiered.kernels import block_attention_ref
+from tiered.kernels.row_code import RowCode
 from tiered.models.gidd import Gidd
 from tiered.models.llada import LLaDA
 from tiered.offload.chunk import Chunk
@@ -563,12 +564,38 @@ def random_gidd(*, masks: bool, dtype: torch.dtype = torch.float32, heads: int =
 def test_a_call_with_capped_scores_allocates_what_it_books(
     policy: str, model: str, call: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(capped_attention_ref, "PAIRS_AT_ONCE", at_once)
+    monkeypatch.setattr(block_attention_ref, "PAIRS_AT_ONCE", at_once)
     monkeypatch.setitem(CALLS, call, CAPPED_CALLS[call])
     ids, options = call_of(call)
     options |= {"steps": CAPPED_CALLS[call].get("steps")}
     made = make_policy(policy, **CAPPED[policy])
     runtime = Runtime(random_gidd(masks="masks" in call, **CAPPED_MODELS[model]), policy=made)
+    generated(runtime, ids, 0.75, **options)
+
+
+# ---- keys and values in codes ----
+
+
+# Tiles of columns, and of heads, that are decoded at a time: all there are, or a few.
+@pytest.mark.usefixtures("host_memory_apart")
+@pytest.mark.parametrize("kv", RowCode)
+@pytest.mark.parametrize(
+    ("policy", "model", "call", "tile"),
+    [
+        ("none", "multi-head", "short", (1 << 20, 1024)),
+        ("fast_dllm_dual", "multi-head", "long", (1 << 20, 1024)),
+        ("fast_dllm_dual", "grouped", "padded batch", (1 << 16, 100)),
+        ("fast_dllm_dual", "bfloat16", "short", (1 << 14, 64)),
+        ("dkv_decode", "grouped", "guided", (1 << 20, 64)),
+    ],
+)
+def test_a_call_with_coded_keys_allocates_what_it_books(
+    policy: str, model: str, call: str, tile: tuple[int, int], kv: RowCode, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in zip(("PAIRS_AT_ONCE", "CODED_AT_ONCE"), tile, strict=True):
+        monkeypatch.setattr(block_attention_ref, name, value)
+    ids, options = call_of(call)
+    runtime = Runtime(random_model(**MODELS[model]), policy=make_policy(policy), kv=kv)
     generated(runtime, ids, 0.75, **options)
 
 

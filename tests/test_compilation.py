@@ -52,7 +52,7 @@ for path in map(Path, paths):
             special = [of.name for of in wanted.kernel.params if of.name in COUNTS and not of.do_not_specialize]
             if special:
                 raise ValueError(f"specialised by {special}, which do_not_specialize has to name")
-            source = ASTSource(fn=wanted.kernel, signature=wanted.signature, constexprs=dict(wanted.constexprs))
+            source = ASTSource(wanted.kernel, wanted.signature, dict(wanted.constexprs), wanted.attributes)
             options = {"num_warps": wanted.num_warps, "enable_fp_fusion": wanted.fp_fusion}
             if not wanted.spills:
                 options["ptx_options"] = "--warn-on-spills --warning-as-error"

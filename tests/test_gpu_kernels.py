@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tiered.kernels.log_sum_exp import LogSumExp
+from tiered.kernels.row_code import RowCode
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -274,10 +275,12 @@ def test_bytes_are_those_that_must_move():
     assert moved(attention.ProxyAttention(**sizes)) == queries + 2 * 90 * column + 2 * sums
     masked = attention.ProxyAttention(**sizes, masked=True, strided=True)
     assert moved(masked) == queries + visible * column + 2 * 90 + 2 * sums
-    capped = attention.CappedAttention(**sizes, masked=True, partly=True, soft_cap=1.0, sinks=2)
+    capped = attention.BlockAttention(**sizes, masked=True, partly=True, soft_cap=1.0, sinks=2)
     sinks = 2 * 28 * 2 * 128 * 2
-    assert moved(capped) == 2 * queries + 2 * visible * column + 2 * 90 + sinks + 2 * 6 * 8
-    assert moved(attention.BlockAttention(**sizes, masked=True)) == 2 * queries + 2 * visible * column + 2 * 90
+    assert moved(capped) == 2 * queries + 2 * visible * column + 2 * 90 + sinks + 2 * 6 * 8 + 2 * sums
+    coded = attention.BlockAttention(**sizes, padded=True, code=RowCode.FP8)
+    assert moved(coded) == 2 * queries + 2 * (180 - 11) * 4 * 132 + 2 * 8 + 2 * sums
+    assert moved(attention.TorchAttention(**sizes, masked=True)) == 2 * queries + 2 * visible * column + 2 * 90
     of_drift = sizes | {"changing": 7}
     # Scores and sums go in and, of the 3 columns that are kept, out; so do columns, and the size of the one part.
     kept = (7 + 3) * sums + 2 * 2 * sums + 2 * 8 * (7 + 3) + 2 * 2 * 8
@@ -311,8 +314,8 @@ def test_arithmetic_is_that_of_the_products():
     product = 2 * 28 * 6 * 90 * 128
     for case, flops in [
         (attention.ProxyAttention(**sizes), product),
-        (attention.CappedAttention(**sizes, soft_cap=1.0), 2 * product),
-        (attention.BlockAttention(**sizes), 2 * product),
+        (attention.BlockAttention(**sizes, soft_cap=1.0), 2 * product),
+        (attention.TorchAttention(**sizes), 2 * product),
         (drift.ProxyDrift(**sizes, changing=9), product // 10),
     ]:
         assert case.arithmetic(case.draw(generator)) == flops
@@ -405,7 +408,11 @@ class TestFloors:
     def test_every_kernel_has_its_figures(self):
         floors = part("floors")
         first = {case.split()[0]: case for case in reversed(floors.cases(setting()))}
-        assert set(first) == {case.kernel for case in part("kernel_case").found("TIMED")} > {"attend", "linear"}
+        assert (
+            set(first)
+            == {case.kernel for case in part("kernel_case").found("TIMED")}
+            > {"scaled_dot_product_attention", "linear"}
+        )
         for case in first.values():
             row = floors.measure(setting(), case)
             assert row["kernel"] == case.split()[0] and json.dumps(row, allow_nan=False)

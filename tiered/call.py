@@ -219,8 +219,8 @@ class CallSpace:
         streams: StreamBytes | None = None,
     ) -> Forward:
         """The forward of one call; with guidance `sequences` is twice the canvas's."""
-        positions, key_mask = canvas.positions(), canvas.key_mask()
+        positions, key_mask, first = canvas.positions(), canvas.key_mask(), canvas.pads if canvas.padded else None
         if key_mask is not None and sequences > canvas.batch:
-            positions, key_mask = positions.repeat(2, 1), key_mask.repeat(2, 1)
+            positions, key_mask, first = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
         store = self.store(policy, sequences, canvas.length, canvas.prompt_length, streams=streams, tiers=tiers)
-        return Forward(traced(self.model), store, positions, key_mask, tiers)
+        return Forward(traced(self.model), store, positions, key_mask, tiers, first)

@@ -1,14 +1,16 @@
-"""Cases of attention: of centroids over all keys, of a block's rows with a cap, of a block's rows as torch does it."""
+"""Cases of attention: of centroids over all keys, of a block's rows, and of these as torch does it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_parts.kernel_case import KernelCase, normal, op, size
-from tiered.models.attention import attend
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.row_code import RowCode
 
 # Of a sum of exponentials of scores that are float32 sums of some hundred products, each exact.
 _SUMS = 1e-5
@@ -32,9 +34,9 @@ class HeadShape(NamedTuple):
     def __str__(self) -> str:
         return self.model
 
-    def tiny(self) -> "HeadShape":
+    def tiny(self, head_dim: int = 24) -> "HeadShape":
         """Two key heads, with two heads each where heads share them."""
-        return HeadShape(self.model, 2 if self.heads == self.kv_heads else 4, 2, 24)
+        return HeadShape(self.model, 2 if self.heads == self.kv_heads else 4, 2, head_dim)
 
 
 LLADA, DREAM, GIDD = HeadShape("llada", 32, 32), HeadShape("dream", 28, 4), HeadShape("gidd", 24, 24)
@@ -42,7 +44,7 @@ LLADA, DREAM, GIDD = HeadShape("llada", 32, 32), HeadShape("dream", 28, 4), Head
 
 @dataclass(frozen=True, kw_only=True)
 class Attended:
-    """Inputs, by the names of the kernels. `visible`: the columns from the first on that each row sees."""
+    """Inputs, by the names of the kernels. `coded`: of keys and values, which are then what these decode to."""
 
     queries: Tensor
     keys: Tensor
@@ -51,18 +53,23 @@ class Attended:
     sink_keys: Tensor | None = None
     values: Tensor | None = None
     sink_values: Tensor | None = None
+    first: Tensor | None = None
     visible: Tensor | None = None
+    coded: tuple[CodedRows, CodedRows] | None = None
 
     def scores64(self, keys: Tensor) -> Tensor:
         """[batch, heads, rows, sinks and columns], the sinks first; −inf where masked."""
-        group = self.queries.shape[1] // keys.shape[1]
-        queries, keys = self.queries.double(), keys.double().repeat_interleave(group, dim=1)
-        scores = queries @ keys.mT
+        scores = self.queries.double() @ self._doubles(keys).mT
+        column = torch.arange(keys.shape[2], device=scores.device)
+        if self.first is not None:
+            scores = scores.masked_fill(column < self.first[:, None, None, None], -torch.inf)
+        if self.visible is not None:
+            scores = scores.masked_fill(column >= self.visible[:, None, :, None], -torch.inf)
         if self.key_mask is not None:
             scores = scores.masked_fill(~self.key_mask[:, None, None], -torch.inf)
         if self.sink_keys is not None:
-            scores = torch.cat([queries @ self.sink_keys.double().mT, scores], dim=3)
-        scores = scores / queries.shape[3] ** 0.5
+            scores = torch.cat([self.queries.double() @ self.sink_keys.double().mT, scores], dim=3)
+        scores = scores / self.queries.shape[3] ** 0.5
         if self.soft_cap is None:
             return scores
         return (self.soft_cap * (scores / self.soft_cap).tanh()).where(scores > -torch.inf, -torch.inf)
@@ -70,23 +77,27 @@ class Attended:
     def mixed64(self) -> Tensor:
         """[batch, heads, rows, head_dim]: zeros where a row sees nothing."""
         assert self.values is not None, "nothing to mix"
-        scores = self.scores64(self.keys)
-        if self.visible is not None:
-            columns = torch.arange(self.keys.shape[2], device=scores.device)
-            scores[..., -len(columns) :].masked_fill_(columns >= self.visible[:, None, :, None], -torch.inf)
-        group = self.queries.shape[1] // self.keys.shape[1]
-        values = self.values.double().repeat_interleave(group, dim=1)
+        values = self._doubles(self.values)
         if self.sink_values is not None:
             values = torch.cat([self.sink_values.double().expand(len(values), -1, -1, -1), values], dim=2)
-        return scores.softmax(3).nan_to_num(0.0) @ values
+        return self.scores64(self.keys).softmax(3).nan_to_num(0.0) @ values
+
+    def _doubles(self, rows: Tensor) -> Tensor:
+        return rows.double().repeat_interleave(self.queries.shape[1] // rows.shape[1], dim=1)
 
     def nbytes(self) -> int:
         """Of queries, of the columns that count, and of what stands beside them, once each."""
         both = [self.keys] if self.values is None else [self.keys, self.values]
+        if self.coded is not None:
+            both = [rows.bytes for rows in self.coded]
         columns = size(*both)
+        column = sum(size(tensor[0, :, 0]) for tensor in both)
         if self.key_mask is not None:
-            columns = int(self.key_mask.sum()) * sum(size(tensor[0, :, 0]) for tensor in both)
-        return columns + size(self.queries, self.key_mask, self.sink_keys, self.sink_values, self.visible)
+            columns = int(self.key_mask.sum()) * column
+        elif self.first is not None:
+            columns -= int(self.first.sum()) * column
+        beside = (self.key_mask, self.sink_keys, self.sink_values, self.first, self.visible)
+        return columns + size(self.queries, *beside)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +154,15 @@ class AttentionCase(KernelCase):
 
     def mask(self, device: torch.device) -> Tensor:
         """[batch, length], a number of pads in each sequence."""
-        pads = min(self.length // 9 + 1, _PADS)
         key_mask = torch.ones(self.batch, self.length, dtype=torch.bool, device=device)
-        key_mask[::2, self.length - pads :] = False
-        key_mask[1::2, :pads] = False
+        key_mask[::2, self.length - self.pads :] = False
+        key_mask[1::2, : self.pads] = False
         return key_mask
+
+    @property
+    def pads(self) -> int:
+        """Of a sequence that has some."""
+        return min(self.length // 9 + 1, _PADS)
 
     def truth(self, given: Any) -> Sequence[Tensor]:
         return (given.mixed64(),)
@@ -196,37 +211,77 @@ class ProxyAttention(AttentionCase):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CappedAttention(AttentionCase):
-    """`partly`: a row sees the first columns only; the first row of each sequence all of them, the last none."""
+class BlockAttention(AttentionCase):
+    """Seen: the rows, and Σ exp(score) of each.
 
-    kernel = "capped_attention"
-    sinks: int | None = 0  # it is always given some
+    Attributes:
+        partly: a row sees the first columns only; the first row of each sequence all of them, the last none.
+        padded: pads on the left of every other sequence, told by its first column.
+        code: that keys and values are in, some columns of a store; None: they are as they are.
+    """
+
+    kernel = "block_attention"
     partly: bool = False
+    padded: bool = False
+    code: RowCode | None = None
+
+    def tiny(self) -> Self:
+        return replace(super().tiny(), shape=self.shape.tiny(24 if self.code is None else 32))
 
     def draw(self, generator: torch.Generator) -> Attended:
-        most = torch.randint(self.length, (self.batch, self.rows), generator=generator, device=generator.device)
-        most[:, 0], most[:, -1] = self.length, 0
-        return replace(super().draw(generator), visible=most if self.partly else None)
+        given, device = super().draw(generator), generator.device
+        if self.partly:
+            most = torch.randint(self.length, (self.batch, self.rows), generator=generator, device=device)
+            most[:, 0], most[:, -1] = self.length, 0
+            given = replace(given, visible=most)
+        if self.padded:
+            given = replace(given, first=torch.arange(self.batch, device=device) % 2 * self.pads)
+        if self.code is None:
+            return given
+        assert given.values is not None
+        keys, values = self.coded(given.keys, self.code), self.coded(given.values, self.code)
+        if given.key_mask is not None:
+            keys.bytes.transpose(1, 2)[~given.key_mask] = 255
+        return replace(given, keys=keys.values(), values=values.values(), coded=(keys, values))
+
+    def coded(self, rows: Tensor, code: RowCode) -> CodedRows:
+        """`rows` as some columns of a store; anything for what is no number."""
+        coded = CodedRows.of(rows.nan_to_num(), code)
+        store = coded.bytes.new_full((*coded.shape[:2], _BESIDE + self.length, coded.bytes.shape[3]), 255)
+        store[:, :, _BESIDE:] = coded.bytes
+        return replace(coded, bytes=store[:, :, _BESIDE:])
 
     def run(self, given: Attended, room: Sequence[Tensor]) -> Sequence[Tensor]:
-        beside = ("soft_cap", "sink_keys", "sink_values", "key_mask", "visible")
+        beside = ("soft_cap", "sink_keys", "sink_values", "key_mask", "first", "visible")
         options = {name: getattr(given, name) for name in beside}
-        return (op(self.kernel)(given.queries, given.keys, given.values, **options),)
+        keys, values = given.coded or (given.keys, given.values)
+        mixed, whole = op(self.kernel)(given.queries, keys, values, **options)
+        return mixed, whole.peak, whole.mass
+
+    def seen(self, given: Attended, results: Sequence[Tensor]) -> Sequence[Tensor]:
+        mixed, peak, mass = results
+        return mixed, (peak.double().exp() * mass.double())[..., None]
+
+    def truth(self, given: Attended) -> Sequence[Tensor]:
+        return given.mixed64(), given.scores64(given.keys).exp().sum(3, keepdim=True)
+
+    def moved(self, given: Attended) -> int:
+        return super().moved(given) + 2 * 4 * given.queries[..., 0].numel()
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockAttention(AttentionCase):
-    """As a model without a cap does it: by torch."""
+class TorchAttention(AttentionCase):
+    """The same by torch, where it can."""
 
-    kernel, triton, at_pads = "attend", False, 0.0  # torch multiplies values there by 0
+    kernel, triton, at_pads = "scaled_dot_product_attention", False, 0.0  # torch multiplies values there by 0
 
     def run(self, given: Attended, room: Sequence[Tensor]) -> Sequence[Tensor]:
         mask = None if given.key_mask is None else given.key_mask[:, None, None]
         assert given.values is not None
-        return (attend(given.queries, given.keys, given.values, mask),)
-
-    def truth(self, given: Attended) -> Sequence[Tensor]:
-        return (given.mixed64().transpose(1, 2).flatten(2),)
+        batch, _, _, head_dim = given.queries.shape
+        # As `attend` does it: the heads that share a key head are more rows of that head.
+        folded = given.queries.reshape(batch, given.keys.shape[1], -1, head_dim)
+        return (F.scaled_dot_product_attention(folded, given.keys, given.values, mask).view(given.queries.shape),)
 
 
 _FP16, _FP32 = torch.float16, torch.float32
@@ -239,20 +294,33 @@ CHECKED: tuple[KernelCase, ...] = (
     ProxyAttention(shape=DREAM, batch=2, rows=9, dtype=_FP32, masked=True, strided=True),
     ProxyAttention(shape=LLADA, batch=2, rows=9, masked=True, parts=17),
     ProxyAttention(shape=GIDD, rows=9, dtype=_FP32, soft_cap=SOFT_CAP, parts=9),
-    BlockAttention(shape=DREAM, batch=2, rows=32, masked=True, strided=True),
-    CappedAttention(shape=GIDD, batch=2, masked=True, partly=True, sinks=1, **_CAPPED),
-    CappedAttention(shape=GIDD, dtype=_FP16, strided=True, partly=True, **_CAPPED),
-    CappedAttention(shape=DREAM, dtype=_FP32, masked=True, strided=True, sinks=2, **_CAPPED),
+    TorchAttention(shape=DREAM, batch=2, rows=32, masked=True, strided=True),
+    BlockAttention(shape=GIDD, batch=2, masked=True, partly=True, sinks=1, **_CAPPED),
+    BlockAttention(shape=GIDD, dtype=_FP16, strided=True, partly=True, **_CAPPED),
+    BlockAttention(shape=DREAM, dtype=_FP32, masked=True, strided=True, sinks=2, **_CAPPED),
+    BlockAttention(shape=LLADA, batch=2, rows=32, padded=True),
+    BlockAttention(shape=DREAM, rows=256, strided=True),
+    *(BlockAttention(shape=LLADA, batch=2, rows=32, padded=True, code=code) for code in RowCode),
+    *(BlockAttention(shape=DREAM, rows=256, dtype=_FP16, strided=True, code=code) for code in RowCode),
+    *(
+        BlockAttention(shape=GIDD, dtype=_FP32, masked=True, partly=True, sinks=1, code=code, **_CAPPED)
+        for code in RowCode
+    ),
 )
 TIMED: tuple[KernelCase, ...] = (
     ProxyAttention(shape=LLADA, rows=TIMED_CLUSTERS, **_TIMED),
     ProxyAttention(shape=LLADA, rows=9, **_TIMED),
     ProxyAttention(shape=LLADA, rows=9, parts=17, **_TIMED),
     ProxyAttention(shape=DREAM, rows=TIMED_CLUSTERS, **_TIMED),
-    CappedAttention(shape=GIDD, partly=True, sinks=1, **_TIMED, **_CAPPED),
+    BlockAttention(shape=GIDD, partly=True, sinks=1, **_TIMED, **_CAPPED),
     *(
-        BlockAttention(shape=LLADA, rows=32, length=length, masked=masked)
-        for length in (1024, 4096, 16384, 32768)
+        BlockAttention(shape=LLADA, rows=rows, length=length, code=code)
+        for rows, length in ((32, 1024), (32, 4096), (32, 32768), (512, 32768))
+        for code in (None, *RowCode)
+    ),
+    *(
+        TorchAttention(shape=LLADA, rows=rows, length=length, masked=masked)
+        for rows, length in ((32, 1024), (32, 4096), (32, 16384), (32, 32768), (512, 32768))
         for masked in (False, True)
     ),
 )

@@ -1,4 +1,4 @@
-"""Attention of the GIDD family that keeps its gradients: the arithmetic of `tiered.kernels.capped_attention`.
+"""Attention of the GIDD family that keeps its gradients: the arithmetic of `tiered.kernels.block_attention`.
 
 The runtime's own works in place, a head at a time, and keeps no graph. Scores here are whole: contexts of training are
 short. One function with a backward of its own, since what autograd would keep and pass over costs more than the rest

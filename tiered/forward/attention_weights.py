@@ -23,7 +23,7 @@ def masked_scores(
     exact: bool = True,
 ) -> tuple[Float32[Tensor, "batch heads rows length"], Float32[Tensor, "batch heads rows sinks"] | None]:
     """q·k / √head_dim of keys and of sinks, −inf at keys that are masked; the last but one as in
-    `capped_attention_ref.py`.
+    `block_attention_ref.py`.
 
     `exact`: products in float32. Else in the dtype of the arguments: a float32 copy of all keys takes longer than the
     attention itself.

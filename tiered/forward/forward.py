@@ -85,9 +85,11 @@ class Forward:
         positions: Int[Tensor, "batch length"],
         key_mask: Bool[Tensor, "batch length"] | None = None,
         tiers: "TierManager | None" = None,
+        first: Int[Tensor, " batch"] | None = None,
     ) -> None:
         """`positions`: RoPE position of every column (one row where all sequences share them); `key_mask`: False at
-        columns that no row may attend to; `tiers`: where a policy that keeps hidden states has them."""
+        columns that no row may attend to; `tiers`: where a policy that keeps hidden states has them; `first`: where
+        `key_mask` is False in front of these columns alone."""
         self.model = model
         self.store = store
         self.length = positions.shape[1]
@@ -96,7 +98,7 @@ class Forward:
         self.clean: int | Int[Tensor, " batch"] = 0
         self.rows_computed = 0.0
         self._rotary = model.rotary(positions)
-        self._key_mask = None if key_mask is None else key_mask[:, None, None, :]
+        self._key_mask, self._first = None if key_mask is None else key_mask[:, None, None, :], first
         self._sequences: int | None = None  # that the step under way goes over, the first ones; None: all
         self.attention_probe: AttentionProbe | None = None
         self.rows_probe: RowsProbe | None = None
@@ -106,6 +108,7 @@ class Forward:
         self._sequences = None
         self.store.keep(sequences)
         self._key_mask = None if self._key_mask is None else self._key_mask[sequences]
+        self._first = None if self._first is None else self._first[sequences]
         if len(self._rotary.cos) > 1:
             self._rotary = Rotary(self._rotary.cos[sequences], self._rotary.sin[sequences])
 
@@ -227,18 +230,22 @@ class Forward:
     ) -> Float[Tensor, "batch rows heads_width"]:
         """What the `queries` of `rows` find in the layer's store, heads concatenated. With a noise mask final rows find
         final ones alone."""
-        keys, values, mask = self.keys(layer), self.store.view(Feature.VALUE, layer), self._mask
+        keys, values = self.store.stored(Feature.KEY, layer), self.store.stored(Feature.VALUE, layer)
+        mask = self._mask
+        first = None if self._first is None else self._first[: self._sequences]
         clean = self.clean if self.model.shape.noise_masked else 0
         if isinstance(clean, Tensor) or rows.start is None:
-            return self.model.attend(layer, queries, keys, values, mask, self._visible(rows, clean, len(queries)))
-        # A span falls into rows in front of the border and behind it, which need no mask of their own.
+            visible = self._visible(rows, clean, len(queries))
+            return self.model.attend(layer, queries, keys, values, mask, visible, first)
+        # A span falls into rows in front of the border and behind it, which need no limits of their own.
         cut = min(max(clean - rows.start, 0), rows.count)
         parts = []
         if cut:
-            front = None if mask is None else mask[..., :clean]
-            parts.append(self.model.attend(layer, queries[:, :, :cut], keys[:, :, :clean], values[:, :, :clean], front))
+            final, front = slice(0, clean), None if mask is None else mask[..., :clean]
+            of_front = queries[:, :, :cut], keys[:, :, final], values[:, :, final]
+            parts.append(self.model.attend(layer, *of_front, front, None, first))
         if cut < rows.count:
-            parts.append(self.model.attend(layer, queries[:, :, cut:], keys, values, mask))
+            parts.append(self.model.attend(layer, queries[:, :, cut:], keys, values, mask, None, first))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _visible(self, rows: Rows, clean: int | Int[Tensor, " batch"], batch: int) -> Int[Tensor, "batch rows"] | None:

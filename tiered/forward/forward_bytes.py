@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from tiered.core.features import Account, Feature
 from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, attention_rows_bytes
 from tiered.forward.sizes import CallSizes
-from tiered.kernels import capped_attention_ref
+from tiered.kernels import block_attention_ref
+from tiered.kernels.attention_splits import partial_bytes
+from tiered.kernels.record_layout import CHUNK_ELEMENTS
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 # Rows of all sequences together that pass a layer at a time. Each weight that is read serves so many rows: an H100
@@ -18,7 +20,9 @@ PART_ROWS = 512
 
 _FLOAT32 = 4
 _FLOAT64 = 8
+_DECODED = 9  # of an element: its code, which looks up a float32 as an int32
 _TOKEN_ID = 8
+_INDEX = 8
 
 
 def part_rows(batch: int) -> int:
@@ -96,12 +100,10 @@ def part_bytes(sizes: CallSizes) -> int:
     if sizes.kv is not None:
         coded = rows * (element * (shape.width + 2 * shape.kv_width) + shape.kv_width * sizes.kv.working)
         coded += rows * sizes.row_bytes(Feature.KEY)
-        attention += 2 * sizes.decoded_bytes
-    capped = 0
-    if shape.soft_cap is not None:
-        # Normed rows, queries and what is made of them, while scores of a chunk are there.
-        capped = rows * element * (shape.width + 2 * query_width) + _capped_bytes(sizes, rows // sizes.sequences)
-    return max(rotation, attention, feed_forward, coded, capped)
+    # Normed rows, queries and what is made of them, and the log-sum-exp of each, while a chunk or parts are there.
+    by_block = rows * (element * (shape.width + 2 * query_width) + 2 * _FLOAT32 * shape.heads)
+    by_block += _attention_bytes(sizes, rows // sizes.sequences)
+    return max(rotation, attention, feed_forward, coded, by_block)
 
 
 def _rows_at_once(sizes: CallSizes) -> int:
@@ -109,23 +111,32 @@ def _rows_at_once(sizes: CallSizes) -> int:
     return min(sizes.context, part_rows(sizes.sequences)) * sizes.sequences
 
 
-def _capped_bytes(sizes: CallSizes, rows: int) -> int:
-    """Temporaries of a chunk of `tiered.kernels.capped_attention_ref`, of up to `rows` rows of each sequence. (The
-    kernel for CUDA takes none.)"""
+def _attention_bytes(sizes: CallSizes, rows: int) -> int:
+    """Temporaries of `block_attention`, of up to `rows` rows of each sequence: what the kernel leaves for its merge,
+    and a chunk of the reference, which runs where there is no kernel."""
     shape, context = sizes.shape, sizes.context
-    sharing, copied = shape.heads // shape.kv_heads, sizes.dtype != "float32"
-    pairs_at_once = capped_attention_ref.PAIRS_AT_ONCE
     most = 0
+    if sizes.gpu is not None:
+        of_heads = shape.heads, shape.kv_heads, rows, context, shape.head_dim
+        most = partial_bytes(sizes.sequences, *of_heads, element_bytes=sizes.element)
+    if shape.soft_cap is None and sizes.kv is None:
+        return most
+    sharing, copied = shape.heads // shape.kv_heads, sizes.kv is not None or sizes.dtype != "float32"
+    columns = context if sizes.kv is None else min(context, block_attention_ref.CODED_AT_ONCE)
     for power in range((rows - 1).bit_length() + 1):
         counted = max(1 << power, -(-shape.head_dim // sharing) if copied else 1)
-        groups = min(sizes.sequences * shape.kv_heads, max(1, pairs_at_once // (sharing * counted * context)))
+        pairs = sharing * counted * columns
+        groups = min(sizes.sequences * shape.kv_heads, max(1, block_attention_ref.PAIRS_AT_ONCE // pairs))
         if groups > shape.kv_heads:
             groups -= groups % shape.kv_heads
-        # Queries, and what comes of keys and of sinks, are as large as each other; some sums of each stand beside them.
+        # Queries, and what comes of keys, in all and of a part, are as large as each other; some sums stand beside.
         some = min(1 << power, rows)
-        queries = groups * sharing * some * shape.head_dim
-        keys = groups * context * shape.head_dim if copied else 0
-        held = groups * sharing * some * (context + 4) + queries + max(keys + queries, 3 * queries)
-        hidden = -(-groups // shape.kv_heads) * some * context if shape.noise_masked else 0
-        most = max(most, _FLOAT32 * held + hidden)
+        keys = groups * columns * shape.head_dim if copied else 0
+        held = _FLOAT32 * (groups * sharing * some * (columns + 3 * shape.head_dim + 5 + shape.sink_tokens) + keys)
+        if sizes.kv is not None:
+            # The bytes of these keys, one after the other, and as many as are decoded at once on their way.
+            held += groups * columns * sizes.kv.row_bytes(shape.head_dim) + _DECODED * min(CHUNK_ELEMENTS, keys)
+        # How many columns each row sees, and which of these it does not.
+        hidden = -(-groups // shape.kv_heads) * some * (_INDEX + columns) if shape.noise_masked else 0
+        most = max(most, held + hidden)
     return most

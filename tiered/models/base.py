@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tiered.kernels.choice import for_device
+from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.kernels.silu_mul_ref import silu_mul
 from tiered.models.attention import attend
@@ -149,10 +150,11 @@ class DiffusionModel(nn.Module):
         self,
         layer: int,
         queries: Float[Tensor, "batch heads rows head_dim"],
-        keys: Float[Tensor, "batch kv_heads length head_dim"],
-        values: Float[Tensor, "batch kv_heads length head_dim"],
+        keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+        values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
         key_mask: Bool[Tensor, "batch 1 1 length"] | None,
         visible: Int[Tensor, "batch rows"] | None = None,
+        first: Int[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch rows heads_width"]:
         """Attention of the rows over the keys of the layer. Families with a soft cap, sink tokens or final tokens that
         see no others override it.
@@ -161,9 +163,10 @@ class DiffusionModel(nn.Module):
             key_mask: False at keys that no row may read.
             visible: keys, from the first on, that each row may read; None: all. Never given to a family whose shape
                 does not say `noise_masked`.
+            first: where `key_mask` is False in front of these keys alone.
         """
         assert visible is None, "every row of the family sees every key"
-        return attend(queries, keys, values, key_mask)
+        return attend(queries, keys, values, key_mask, None, first)
 
     def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:
         """Keys, not rotated, that every row of `layer` attends to beside those of the canvas; None: there are none."""

@@ -13,9 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from tiered.kernels.capped_attention_ref import capped_attention
 from tiered.kernels.choice import for_device
+from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.rms_norm_ref import rms_norm
+from tiered.models.attention import attend
 from tiered.models.base import DenseBlock, DiffusionModel
 from tiered.models.config_fields import finite_number, positive_number, switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
@@ -169,24 +170,17 @@ class Gidd(DiffusionModel):
         self,
         layer: int,
         queries: Float[Tensor, "batch heads rows head_dim"],
-        keys: Float[Tensor, "batch kv_heads length head_dim"],
-        values: Float[Tensor, "batch kv_heads length head_dim"],
+        keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+        values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
         key_mask: Bool[Tensor, "batch 1 1 length"] | None,
         visible: Int[Tensor, "batch rows"] | None = None,
+        first: Int[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch rows heads_width"]:
         sink_keys, sink_values = self.sinks(layer)
-        assert self.shape.soft_cap is not None, "the config reader takes no other models"
-        mixed = for_device(capped_attention, queries.device)(
-            queries,
-            keys,
-            values,
-            soft_cap=self.shape.soft_cap,
-            sink_keys=sink_keys,
-            sink_values=sink_values,
-            key_mask=None if key_mask is None else key_mask[:, 0, 0],
-            visible=visible,
-        )
-        return mixed.transpose(1, 2).flatten(2)
+        return attend(
+            queries, keys, values, key_mask, visible, first,
+            soft_cap=self.shape.soft_cap, sink_keys=sink_keys, sink_values=sink_values,
+        )  # fmt: skip
 
     def attention_out(
         self, layer: int, mixed: Float[Tensor, "batch rows heads_width"]

@@ -1,0 +1,386 @@
+"""Attention of a block's rows in Triton: columns are split between programs, and a second kernel merges the splits."""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tiered.kernels.attention_splits import splits, tile_of
+from tiered.kernels.block_attention_ref import checked_code
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.launch import Compilation, launch
+from tiered.kernels.log_sum_exp import LogSumExp
+from tiered.kernels.proxy_attention import elements_block, soft_capped
+from tiered.kernels.row_bits import fp8_values, nvfp4_values, row_scales
+from tiered.kernels.row_code import WORD, RowCode
+
+_CODES = {None: 0, RowCode.FP8: 1, RowCode.NVFP4: 2}
+_RAW, _FP8, _NVFP4 = (tl.constexpr(number) for number in _CODES.values())
+MERGED = 8  # rows of a tile of the second kernel
+
+
+@triton.jit
+def _rows_at(
+    start, column, column_stride, element_stride, seen,
+    CODE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Rows of keys or values [BLOCK_KEYS, BLOCK_ELEMENTS], twice; in NVFP4 their even elements, and the odd ones."""
+    at = column.to(tl.int64) * column_stride
+    element = tl.arange(0, BLOCK_ELEMENTS)
+    if CODE == _RAW:
+        own = seen[:, None] & (element < HEAD_DIM)[None, :]
+        even = tl.load(start + at[:, None] + (element * element_stride)[None, :], own, other=0.0)
+        odd = even
+    else:
+        # In whole words: the compiler must know it, to load four codes at once.
+        row = tl.multiple_of(start, [4]) + at * 4
+        if CODE == _FP8:
+            codes = tl.load(row[:, None] + element[None, :], seen[:, None] & (element < HEAD_DIM)[None, :], other=0)
+            scale = row_scales(tl.load(row + HEAD_DIM, seen, other=1))
+            even = fp8_values(codes) * scale[:, None]
+            odd = even
+        else:
+            group = tl.arange(0, BLOCK_ELEMENTS // 8)
+            own = seen[:, None] & (group < HEAD_DIM // 16)[None, :]
+            byte = (group * 8)[:, None] + tl.arange(0, 8)[None, :]
+            codes = tl.load(row[:, None, None] + byte[None, :, :], own[:, :, None], other=0)
+            block_scales = tl.load(row[:, None] + (HEAD_DIM // 2 + group)[None, :], own, other=0)
+            scale = row_scales(tl.load(row + HEAD_DIM // 16 * 9, seen, other=1))
+            even, odd = nvfp4_values(codes, block_scales, scale, BLOCK_KEYS, BLOCK_ELEMENTS // 8)
+    return even, odd
+
+
+# What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
+@triton.jit(do_not_specialize=["rows", "length", "span", "sinks", "mask_batch", "visible_batch", "visible_row"])
+def _block_attention(
+    queries,
+    keys,
+    values,
+    sink_keys,
+    sink_values,
+    key_mask,
+    first,
+    visible,
+    mixed,
+    peaks,
+    masses,
+    query_batch,
+    query_head,
+    query_row,
+    query_element,
+    key_batch,
+    key_head,
+    key_column,
+    key_element,
+    value_batch,
+    value_head,
+    value_column,
+    value_element,
+    mask_batch,
+    mask_column,
+    visible_batch,
+    visible_row,
+    mixed_split,
+    mixed_batch,
+    mixed_head,
+    mixed_row,
+    kv_heads,
+    group,
+    rows,
+    length,
+    span,
+    sinks,
+    scale,
+    soft_cap,
+    CODE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTLY: tl.constexpr,
+    UPCAST: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_ELEMENTS: tl.constexpr,
+):
+    # The rows of all heads that share a key head are one matrix: a tile of keys and values is read once for all.
+    folded = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    split = tl.program_id(1).to(tl.int64)
+    batch = (tl.program_id(2) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(2) % kv_heads).to(tl.int64)
+    there = folded < group * rows
+    head = kv_head * group + folded // rows
+    row = folded % rows
+    # Elements of even columns and of odd ones are apart in NVFP4, as they come of its bytes; else there is one part.
+    parts: tl.constexpr = 2 if CODE == _NVFP4 else 1
+    element = tl.arange(0, BLOCK_ELEMENTS) * parts
+    filled = element < HEAD_DIM
+    own = there[:, None] & filled[None, :]
+    query_at = (batch * query_batch + head * query_head + row * query_row)[:, None] + (element * query_element)[None, :]
+    query = tl.load(queries + query_at, own, other=0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_ELEMENTS], tl.float32)
+    if CODE == _NVFP4:
+        odd_query = tl.load(queries + query_at + query_element, own, other=0.0)
+        if UPCAST:
+            odd_query = odd_query.to(tl.float32)
+        odd_total = tl.zeros([BLOCK_ROWS, BLOCK_ELEMENTS], tl.float32)
+    peak = tl.full([BLOCK_ROWS], -float("inf"), tl.float32)
+    mass = tl.zeros([BLOCK_ROWS], tl.float32)
+    for sink in range(tl.where(split == 0, sinks, 0)):
+        sink_at = ((head * sinks + sink) * HEAD_DIM)[:, None] + element[None, :]
+        products = query.to(tl.float32) * tl.load(sink_keys + sink_at, own, other=0.0).to(tl.float32)
+        if CODE == _NVFP4:
+            products += odd_query.to(tl.float32) * tl.load(sink_keys + sink_at + 1, own, other=0.0).to(tl.float32)
+        score = tl.sum(products, 1) * scale
+        if CAPPED:
+            score = soft_capped(score, soft_cap)
+        grown = tl.maximum(peak, score)
+        faded, weight = tl.exp(peak - grown), tl.exp(score - grown)
+        peak, mass = grown, mass * faded + weight
+        value = tl.load(sink_values + sink_at, own, other=0.0).to(tl.float32)
+        total = total * faded[:, None] + weight[:, None] * value
+        if CODE == _NVFP4:
+            value = tl.load(sink_values + sink_at + 1, own, other=0.0).to(tl.float32)
+            odd_total = odd_total * faded[:, None] + weight[:, None] * value
+    start = tl.program_id(1) * span
+    stop = tl.minimum(start + span, length)
+    if PADDED:
+        start = tl.maximum(start, tl.load(first + batch).to(tl.int32))
+    limit = tl.zeros([BLOCK_ROWS], tl.int32)
+    if PARTLY:
+        limit = tl.load(visible + batch * visible_batch + row * visible_row, there, other=0).to(tl.int32)
+        stop = tl.minimum(stop, tl.max(limit, 0))
+    key_start = keys + batch * key_batch + kv_head * key_head
+    value_start = values + batch * value_batch + kv_head * value_head
+    for tile in range(start, stop, BLOCK_KEYS):
+        column = tile + tl.arange(0, BLOCK_KEYS)
+        seen = column < stop
+        if MASKED:
+            seen &= tl.load(key_mask + batch * mask_batch + column * mask_column, seen, other=0) != 0
+        key, odd_key = _rows_at(
+            key_start, column, key_column, key_element, seen, CODE, HEAD_DIM, BLOCK_KEYS, BLOCK_ELEMENTS
+        )
+        scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+        if CODE == _NVFP4:
+            scores = tl.dot(odd_query, tl.trans(odd_key.to(query.dtype)), scores, input_precision="ieee")
+        scores *= scale
+        if CAPPED:
+            scores = soft_capped(scores, soft_cap)
+        shown = there[:, None] & seen[None, :]
+        if PARTLY:
+            shown &= column[None, :] < limit[:, None]
+        scores = tl.where(shown, scores, -float("inf"))
+        grown = tl.maximum(peak, tl.max(scores, 1))
+        base = tl.where(grown == -float("inf"), 0.0, grown)
+        faded, weights = tl.exp(peak - base), tl.exp(scores - base[:, None])
+        peak, mass = grown, mass * faded + tl.sum(weights, 1)
+        value, odd_value = _rows_at(
+            value_start, column, value_column, value_element, seen, CODE, HEAD_DIM, BLOCK_KEYS, BLOCK_ELEMENTS
+        )
+        weights = weights.to(query.dtype)
+        total = tl.dot(weights, value.to(query.dtype), total * faded[:, None], input_precision="ieee")
+        if CODE == _NVFP4:
+            odd_total = tl.dot(weights, odd_value.to(query.dtype), odd_total * faded[:, None], input_precision="ieee")
+    whole = tl.where(mass > 0, mass, 1.0)[:, None]
+    mixed_at = split * mixed_split + batch * mixed_batch + head * mixed_head + row * mixed_row
+    target = mixed + mixed_at[:, None] + element[None, :]
+    tl.store(target, (total / whole).to(mixed.dtype.element_ty), own)
+    if CODE == _NVFP4:
+        tl.store(target + 1, (odd_total / whole).to(mixed.dtype.element_ty), own)
+    sum_at = ((split * (tl.num_programs(2) // kv_heads) + batch) * kv_heads * group + head) * rows + row
+    tl.store(peaks + sum_at, peak, there)
+    tl.store(masses + sum_at, mass, there)
+
+
+@triton.jit(do_not_specialize=["sums", "rows", "splits"])
+def _merge_splits(
+    totals, peaks, masses, mixed, peak, mass, sums, heads, rows, splits,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """totals [splits, sums, HEAD_DIM], where `sums` = batch · heads · rows → mixed [batch, rows, heads, HEAD_DIM]."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < sums
+    element = tl.arange(0, BLOCK_ELEMENTS)
+    own = there[:, None] & (element < HEAD_DIM)[None, :]
+    whole = tl.full([BLOCK], -float("inf"), tl.float32)
+    count = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK, BLOCK_ELEMENTS], tl.float32)
+    for split in range(splits):
+        at = split * sums + place
+        of_split = tl.load(peaks + at, there, other=-float("inf"))
+        grown = tl.maximum(whole, of_split)
+        base = tl.where(grown == -float("inf"), 0.0, grown)
+        faded, weight = tl.exp(whole - base), tl.load(masses + at, there, other=0.0) * tl.exp(of_split - base)
+        part = tl.load(totals + at[:, None] * HEAD_DIM + element[None, :], own, other=0.0)
+        whole, count = grown, count * faded + weight
+        total = total * faded[:, None] + weight[:, None] * part
+    total /= tl.where(count > 0, count, 1.0)[:, None]
+    batch = place // (heads * rows)
+    mixed_at = ((batch * rows + place % rows) * heads + place // rows % heads) * HEAD_DIM
+    tl.store(mixed + mixed_at[:, None] + element[None, :], total.to(mixed.dtype.element_ty), own)
+    tl.store(peak + place, whole, there)
+    tl.store(mass + place, count, there)
+
+
+def block_attention(
+    queries: Float[Tensor, "batch heads rows head_dim"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+    *,
+    soft_cap: float | None = None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+    sink_values: Float[Tensor, "heads sinks head_dim"] | None = None,
+    key_mask: Bool[Tensor, "batch length"] | None = None,
+    first: Int[Tensor, " batch"] | None = None,
+    visible: Int[Tensor, "batch #rows"] | None = None,
+) -> tuple[Float[Tensor, "batch heads rows head_dim"], LogSumExp]:
+    """As in block_attention_ref.py. Products of 16-bit tensors take weights of 16 bits."""
+    code = checked_code(queries, keys, values)
+    batch, heads, rows, head_dim = queries.shape
+    kv_heads, length = keys.shape[1:3]
+    group = heads // kv_heads
+    mixed = queries.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
+    whole = LogSumExp(*torch.empty(2, batch, heads, rows, dtype=torch.float32, device=queries.device))
+    if mixed.numel() == 0:
+        return mixed, whole
+    (key_memory, *key_strides), (value_memory, *value_strides) = _memory(keys), _memory(values)
+    tile = tile_of(group * rows, element_bytes=queries.element_size(), coded=code is not None)
+    tiles = -(-group * rows // tile.rows)
+    count = splits(tiles * batch * kv_heads, length)
+    parts, sums = mixed[None], whole
+    if count > 1:
+        parts = torch.empty(count, *mixed.shape, dtype=torch.float32, device=queries.device)
+        sums = LogSumExp(*parts.new_empty(2, count, batch, heads, rows))
+    # Where nothing is hidden the kernel reads no mask, and without sinks none; any pointer does.
+    mask = queries if key_mask is None else key_mask.view(torch.uint8)
+    limits = queries if visible is None else visible.expand(batch, rows)
+    launch(
+        _block_attention,
+        (tiles, count, batch * kv_heads),
+        queries,
+        key_memory,
+        value_memory,
+        queries if sink_keys is None else sink_keys.contiguous(),
+        queries if sink_values is None else sink_values.contiguous(),
+        mask,
+        queries if first is None else first.contiguous(),
+        limits,
+        parts,
+        sums.peak,
+        sums.mass,
+        *queries.stride(),
+        *key_strides,
+        *value_strides,
+        *mask.stride()[:2],
+        *limits.stride()[:2],
+        *parts.stride()[:4],
+        kv_heads,
+        group,
+        rows,
+        length,
+        -(-length // (count * tile.columns)) * tile.columns,
+        0 if sink_keys is None else sink_keys.shape[1],
+        head_dim**-0.5,
+        soft_cap or 0.0,
+        CODE=_CODES[code],
+        CAPPED=soft_cap is not None,
+        MASKED=key_mask is not None,
+        PADDED=first is not None,
+        PARTLY=visible is not None,
+        UPCAST=not queries.is_cuda or (code is None and queries.dtype != key_memory.dtype),
+        HEAD_DIM=head_dim,
+        BLOCK_ROWS=tile.rows,
+        BLOCK_KEYS=tile.columns,
+        BLOCK_ELEMENTS=elements(head_dim, code),
+        num_warps=tile.warps,
+        on=queries,
+    )
+    if count > 1:
+        launch(
+            _merge_splits,
+            (-(-batch * heads * rows // MERGED),),
+            parts,
+            *(sums.peak, sums.mass),
+            mixed,
+            *(whole.peak, whole.mass),
+            batch * heads * rows,
+            heads,
+            rows,
+            count,
+            HEAD_DIM=head_dim,
+            BLOCK=MERGED,
+            BLOCK_ELEMENTS=elements_block(head_dim),
+            on=queries,
+        )
+    return mixed, whole
+
+
+def _memory(rows: Tensor | CodedRows) -> tuple[Tensor, int, int, int, int]:
+    """Where they are, and their strides; of rows in codes bytes, and words from one column to the next."""
+    if isinstance(rows, Tensor):
+        return rows, *rows.stride()
+    batch, head, column, byte = rows.bytes.stride()
+    if byte != 1 or any(number % WORD for number in (rows.bytes.data_ptr(), batch, head, column)):
+        raise ValueError(f"rows in {rows.code} must begin at whole words of {WORD} bytes, and have no gaps")
+    return rows.bytes, batch, head, column // WORD, byte
+
+
+def elements(head_dim: int, code: RowCode | None) -> int:
+    """Elements of a tile: of NVFP4 those of even columns, or of odd ones."""
+    return elements_block(head_dim // (2 if code is RowCode.NVFP4 else 1))
+
+
+_OF_QUERIES, _OF_MIXED = "query_batch query_head query_row", "mixed_split mixed_batch mixed_head mixed_row"
+_OF_STORES = "key_batch key_head key_column value_batch value_head value_column"
+_SIZES = "mask_batch mask_column visible_batch visible_row kv_heads group rows length span sinks"
+COMPILATIONS = (
+    *(
+        Compilation(
+            kernel=_block_attention,
+            types={
+                "queries sink_keys sink_values": f"*{dtype}",
+                "keys values": "*u8" if code else f"*{dtype}",
+                "key_mask": "*u8",
+                "first visible": "*i64",
+                "mixed": "*fp32" if split else f"*{dtype}",
+                "peaks masses": "*fp32",
+                f"{_OF_QUERIES} {_OF_STORES} {_OF_MIXED} {_SIZES}": "i32",
+                "scale soft_cap": "fp32",
+            },
+            constexprs={
+                "query_element": 1,
+                "key_element": 1,
+                "value_element": 1,
+                "CODE": _CODES[code],
+                "CAPPED": capped,
+                "MASKED": capped,
+                "PADDED": not capped,
+                "PARTLY": capped,
+                "UPCAST": False,
+                "HEAD_DIM": 128,
+                "BLOCK_ROWS": tile.rows,
+                "BLOCK_KEYS": tile.columns,
+                "BLOCK_ELEMENTS": elements(128, code),
+            },
+            multiples=f"queries keys values mixed {_OF_QUERIES} {_OF_MIXED}" + ("" if code else f" {_OF_STORES}"),
+            num_warps=tile.warps,
+        )
+        for dtype, element_bytes, folded, capped, split in (
+            ("bf16", 2, 32, True, True),
+            ("bf16", 2, 32, False, True),
+            ("bf16", 2, 512, False, False),
+            ("bf16", 2, 512, True, False),
+            ("fp32", 4, 32, True, False),
+        )
+        for code in _CODES
+        for tile in (tile_of(folded, element_bytes=element_bytes, coded=code is not None),)
+    ),
+    Compilation(
+        kernel=_merge_splits,
+        types={"totals peaks masses peak mass": "*fp32", "mixed": "*bf16", "sums heads rows splits": "i32"},
+        constexprs={"HEAD_DIM": 128, "BLOCK": MERGED, "BLOCK_ELEMENTS": 128},
+    ),
+)

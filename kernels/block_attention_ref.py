@@ -1,0 +1,189 @@
+"""Attention of some rows over keys and values, in codes or as they are, and its log-sum-exp: the oracle, in torch."""
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int
+from torch import Tensor
+
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.log_sum_exp import LogSumExp, finite
+from tiered.kernels.proxy_scores import capped, check_attention
+from tiered.kernels.row_code import RowCode
+
+# 4 MiB of float32: scores exist for so many pairs of a row and a key at a time, or for one head of one sequence.
+PAIRS_AT_ONCE = 1 << 20
+CODED_AT_ONCE = 1024  # columns of rows in codes, which have values for so long as they are read
+
+
+def block_attention(
+    queries: Float[Tensor, "batch heads rows head_dim"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+    *,
+    soft_cap: float | None = None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+    sink_values: Float[Tensor, "heads sinks head_dim"] | None = None,
+    key_mask: Bool[Tensor, "batch length"] | None = None,
+    first: Int[Tensor, " batch"] | None = None,
+    visible: Int[Tensor, "batch #rows"] | None = None,
+) -> tuple[Float[Tensor, "batch heads rows head_dim"], LogSumExp]:
+    """softmax(scores) · v over the sinks and the columns that a row may see, where a score is q·k / √head_dim; in
+    float32. Beside it, by batch, head and row, the log-sum-exp of these scores, sinks included: rows over other columns
+    can be merged with these.
+
+    Args:
+        queries, keys, values: as stored, rotated. Head h reads key head h // (heads / kv_heads). Keys and values are
+            both as they are, or both in one code; of coded ones a part has values at a time.
+        soft_cap: c where scores s count as c · tanh(s / c); None: as they are.
+        sink_keys, sink_values: learned tokens that every row attends to, as they are; None: there are none.
+        key_mask: False at columns that nothing may attend to.
+        first: the first column of each sequence that its rows may attend to; None: 0.
+        visible: where the columns that each row may attend to end; None: with the last.
+
+    Returns:
+        Rows, one after the other with all their heads in memory, so that joining heads copies nothing; those that may
+        attend to nothing at all, sinks included, are zeros. And `LogSumExp` [batch, heads, rows].
+
+    Raises:
+        ValueError: shapes that do not go together, or keys and values in different codes.
+    """
+    code = checked_code(queries, keys, values)
+    batch, heads, rows, head_dim = queries.shape
+    kv_heads, length = keys.shape[1:3]
+    sharing = heads // kv_heads
+    columns = length if code is None else min(length, CODED_AT_ONCE)
+    mixed = queries.new_empty(batch, rows, heads, head_dim).transpose(1, 2)
+    whole = LogSumExp(*torch.empty(2, batch, heads, rows, device=queries.device))
+    # Rows count as the next power of two, so that few sizes of a part are to be booked. Keys of other dtypes are copied
+    # for a chunk: as many elements as there are pairs at the most.
+    least = 1 if code is None and keys.dtype == torch.float32 else -(-head_dim // sharing)
+    pairs = sharing * max(1 << max(0, rows - 1).bit_length(), least) * max(1, columns)
+    sequences = max(1, PAIRS_AT_ONCE // (kv_heads * pairs))
+    groups = kv_heads if sequences > 1 else max(1, PAIRS_AT_ONCE // pairs)
+    for start in range(0, batch, sequences):
+        some = slice(start, start + sequences)
+        masks = tuple(None if mask is None else mask[some] for mask in (key_mask, first, visible))
+        for group in range(0, kv_heads, groups):
+            of_keys = slice(group, group + groups)
+            of_heads = slice(group * sharing, (group + groups) * sharing)
+            mixed[some, of_heads], whole.peak[some, of_heads], whole.mass[some, of_heads] = _mixed(
+                queries[some, of_heads], keys[some, of_keys], values[some, of_keys],
+                None if sink_keys is None else sink_keys[of_heads],
+                None if sink_values is None else sink_values[of_heads],
+                soft_cap, columns, *masks,
+            )  # fmt: skip
+    return mixed, whole
+
+
+def checked_code(
+    queries: Float[Tensor, "batch heads rows head_dim"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+) -> RowCode | None:
+    """The code of keys and values; None: they are as they are.
+
+    Raises:
+        ValueError: as `block_attention`.
+    """
+    check_attention(queries, keys)
+    code, of_values = (rows.code if isinstance(rows, CodedRows) else None for rows in (keys, values))
+    if code != of_values or keys.shape != values.shape:
+        raise ValueError(
+            f"keys {tuple(keys.shape)} in {code or 'no code'} do not fit values {tuple(values.shape)} in "
+            f"{of_values or 'no code'}: both must have one shape and be in one code, or in none"
+        )
+    return code
+
+
+def _mixed(
+    queries: Float[Tensor, "batch heads rows head_dim"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
+    sink_values: Float[Tensor, "heads sinks head_dim"] | None,
+    soft_cap: float | None,
+    columns: int,
+    key_mask: Bool[Tensor, "batch length"] | None,
+    first: Int[Tensor, " batch"] | None,
+    visible: Int[Tensor, "batch #rows"] | None,
+) -> tuple[
+    Float[Tensor, "batch heads rows head_dim"], Float32[Tensor, "batch heads rows"], Float32[Tensor, "batch heads rows"]
+]:
+    """`columns` of the keys at a time; last, the sinks. What stands in rows, and the peak and the mass of each."""
+    batch, heads, rows, head_dim = queries.shape
+    kv_heads, length = keys.shape[1:3]
+    scaled = queries.float() * head_dim**-0.5
+    # The heads that share keys are rows of one product: no key is repeated.
+    folded = scaled.reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
+    total, mass = torch.zeros_like(scaled), torch.zeros_like(scaled[..., :1])
+    peak, sinks = torch.full_like(mass, -torch.inf), None
+    if sink_keys is not None and sink_keys.shape[1]:
+        sinks = _capped(scaled @ sink_keys.float().mT, soft_cap)
+        peak = sinks.amax(-1, keepdim=True)
+    for start in range(0, length, max(1, columns)):
+        part = slice(start, start + columns)
+        hidden = _hidden(range(length)[part], queries.device, key_mask, first, visible)
+        peak = _add_part(folded, keys[:, :, part], values[:, :, part], soft_cap, hidden, peak, mass, total)
+    if sinks is not None and sink_values is not None:
+        sinks.sub_(peak).exp_()
+        mass.add_(sinks.sum(-1, keepdim=True))
+        total.add_(sinks @ sink_values.float())
+    return total.div_(mass.masked_fill(mass == 0, 1.0)).to(queries.dtype), peak[..., 0], mass[..., 0]
+
+
+def _add_part(
+    folded: Float32[Tensor, "batch kv_heads folded head_dim"],
+    keys: Float[Tensor, "batch kv_heads columns head_dim"] | CodedRows,
+    values: Float[Tensor, "batch kv_heads columns head_dim"] | CodedRows,
+    soft_cap: float | None,
+    hidden: Bool[Tensor, "batch 1 #rows columns"] | None,
+    peak: Float32[Tensor, "batch heads rows 1"],
+    mass: Float32[Tensor, "batch heads rows 1"],
+    total: Float32[Tensor, "batch heads rows head_dim"],
+) -> Float32[Tensor, "batch heads rows 1"]:
+    """Add columns to `mass` and `total`, which are relative to `peak`; returns the peak that they are then relative
+    to."""
+    scores = _capped(folded @ _floats(keys).mT, soft_cap).view(*mass.shape[:3], -1)
+    if hidden is not None:
+        scores.masked_fill_(hidden, -torch.inf)
+    grown = torch.maximum(peak, scores.amax(-1, keepdim=True))
+    base = finite(grown)
+    faded = (peak - base).exp_()
+    scores.sub_(base).exp_()
+    mass.mul_(faded).add_(scores.sum(-1, keepdim=True))
+    of_values = scores.view(*folded.shape[:3], -1) @ _floats(values)
+    total.mul_(faded).add_(of_values.view_as(total))
+    return grown
+
+
+def _floats(
+    rows: Float[Tensor, "batch heads columns elements"] | CodedRows,
+) -> Float32[Tensor, "batch heads columns elements"]:
+    return rows.float() if isinstance(rows, Tensor) else replace(rows, dtype=torch.float32).values()
+
+
+def _capped(scores: Float32[Tensor, "*pairs"], soft_cap: float | None) -> Float32[Tensor, "*pairs"]:
+    return scores if soft_cap is None else capped(scores, soft_cap)
+
+
+def _hidden(
+    columns: range,
+    device: torch.device,
+    key_mask: Bool[Tensor, "batch length"] | None,
+    first: Int[Tensor, " batch"] | None,
+    visible: Int[Tensor, "batch #rows"] | None,
+) -> Bool[Tensor, "batch 1 #rows columns"] | None:
+    """True at those of `columns` that a row may not see; None where all see all."""
+    hidden = None
+    if visible is not None or first is not None:
+        column = torch.arange(columns.start, columns.stop, device=device)
+        if visible is not None:
+            hidden = column >= visible[:, None, :, None]
+        if first is not None:
+            before = column < first[:, None, None, None]
+            hidden = before if hidden is None else hidden.logical_or_(before)
+    if key_mask is not None:
+        masked = ~key_mask[:, None, None, columns.start : columns.stop]
+        hidden = masked if hidden is None else hidden.logical_or_(masked)
+    return hidden

@@ -1,0 +1,367 @@
+"""Attention of a block's rows against float64 arithmetic, by the reference and by the Triton kernel."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from allocations import Allocations
+from torch import Tensor
+
+from tiered.kernels import attention_splits, block_attention_ref
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.log_sum_exp import LogSumExp
+from tiered.kernels.row_code import RowCode
+from tiered.models.attention import attend
+
+# The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
+IMPLEMENTATIONS = ["reference", "triton"]
+CODES = [None, *RowCode]
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {"masked": False, "padded": False, "partly": False},
+    "a mask": {"padded": False, "partly": False},
+    "pads in front": {"masked": False, "partly": False, "sinks": None, "soft_cap": None},
+    "final rows see final columns": {"masked": False, "padded": False},
+    "all at once": {},
+    "all at once, fp8": {"code": RowCode.FP8},
+    "all at once, nvfp4": {"code": RowCode.NVFP4},
+    "no cap, no sinks, fp8": {"code": RowCode.FP8, "soft_cap": None, "sinks": None, "head_dim": 24},
+    "no cap, no sinks, nvfp4": {"code": RowCode.NVFP4, "soft_cap": None, "sinks": None, "head_dim": 48},
+    "a head for each key head": {"kv_heads": 4},
+    "one key head": {"heads": 3, "kv_heads": 1, "batch": 1, "code": RowCode.NVFP4},
+    "no sinks": {"sinks": 0},
+    "two sinks, no cap": {"sinks": 2, "soft_cap": None, "code": RowCode.FP8},
+    "whole tiles": {"length": 64, "rows": 16, "batch": 1, "padded": False},
+    "several tiles of rows": {"rows": 37, "batch": 1, "length": 40},
+    "one row, one column": {"rows": 1, "length": 1, "masked": False, "padded": False, "partly": False, "sinks": None},
+    "one row, one column, fp8": {"rows": 1, "length": 1, "masked": False, "padded": False, "code": RowCode.FP8},
+    "sinks and no column": {"length": 0, "masked": False, "padded": False, "partly": False},
+    "tiny scores": {"scale": 1e-3},
+    "scores far beyond the cap": {"scale": 300.0},
+    "a small cap": {"soft_cap": 0.5},
+    "large scores": {"scale": 20.0, "soft_cap": None, "sinks": None, "code": RowCode.NVFP4},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "bfloat16, fp8": {"dtype": torch.bfloat16, "code": RowCode.FP8},
+    "float16, nvfp4": {"dtype": torch.float16, "code": RowCode.NVFP4, "soft_cap": None, "sinks": None},
+}
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@dataclass
+class Case:
+    """What goes in."""
+
+    queries: Tensor
+    keys: Tensor | CodedRows
+    values: Tensor | CodedRows
+    soft_cap: float | None = None
+    sink_keys: Tensor | None = None
+    sink_values: Tensor | None = None
+    key_mask: Tensor | None = None
+    first: Tensor | None = None
+    visible: Tensor | None = None
+
+    def to(self, device: str) -> "Case":
+        def moved(value: Any) -> Any:
+            if isinstance(value, CodedRows):
+                return replace(value, bytes=value.bytes.to(device))
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        return Case(**{field.name: moved(getattr(self, field.name)) for field in fields(self)})
+
+    def by(self, implementation: str) -> tuple[Tensor, LogSumExp]:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return attention(implementation)(given.pop("queries"), given.pop("keys"), given.pop("values"), **given)
+
+    def hidden(self) -> Tensor:
+        """[batch, rows, length]: columns that a row does not see."""
+        column = torch.arange(self.keys.shape[2], device=self.queries.device)
+        hidden = torch.zeros(
+            len(self.queries), self.queries.shape[2], len(column), dtype=torch.bool, device=column.device
+        )
+        for mask in (
+            None if self.key_mask is None else ~self.key_mask[:, None],
+            None if self.first is None else column < self.first[:, None, None],
+            None if self.visible is None else column >= self.visible[..., None],
+        ):
+            hidden = hidden if mask is None else hidden | mask
+        return hidden
+
+    def true(self) -> tuple[Tensor, Tensor]:
+        """In float64: what stands in rows, zeros where a row sees nothing, and the log-sum-exp of its scores."""
+        heads, group = self.queries.shape[1], self.queries.shape[1] // self.keys.shape[1]
+        stored = (each.values() if isinstance(each, CodedRows) else each for each in (self.keys, self.values))
+        keys, values = (each.double().repeat_interleave(group, 1) for each in stored)
+        hidden = self.hidden()[:, None].expand(-1, heads, -1, -1)
+        values = values.where(~hidden.all(2)[..., None], 0)  # what no row sees may be anything
+        if self.sink_keys is not None and self.sink_values is not None:
+            sinks = (each.double().expand(len(keys), -1, -1, -1) for each in (self.sink_keys, self.sink_values))
+            keys, values = (torch.cat(both, 2) for both in zip(sinks, (keys, values), strict=True))
+            hidden = F.pad(hidden, (self.sink_keys.shape[1], 0))
+        scores = self.queries.double() @ keys.mT / self.queries.shape[3] ** 0.5
+        if self.soft_cap is not None:
+            scores = self.soft_cap * (scores / self.soft_cap).tanh()
+        scores = scores.masked_fill(hidden, -torch.inf)
+        return scores.softmax(3).nan_to_num(0.0) @ values, scores.logsumexp(3)
+
+
+def attention(implementation: str) -> Callable[..., tuple[Tensor, LogSumExp]]:
+    if implementation == "reference":
+        return block_attention_ref.block_attention
+    pytest.importorskip("triton")
+    from tiered.kernels import block_attention
+
+    return block_attention.block_attention
+
+
+def device_of(implementation: str) -> str:
+    return "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
+
+
+def random_case(
+    *,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    rows: int = 5,
+    length: int = 70,
+    head_dim: int = 32,
+    sinks: int | None = 1,
+    masked: bool = True,
+    padded: bool = True,
+    partly: bool = True,
+    soft_cap: float | None = 5.0,
+    scale: float = 2.0,
+    dtype: torch.dtype = torch.float32,
+    code: RowCode | None = None,
+) -> Case:
+    """A mask with holes, pads on the left of every other sequence; of each row's columns, the first to some."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    def stored() -> Tensor | CodedRows:
+        values = normal(batch, kv_heads, length, head_dim)
+        return values if code is None else CodedRows.of(values, code)
+
+    key_mask = torch.rand(batch, length, generator=generator) < 0.8
+    first = torch.tensor([(0, min(40, length - 1))[b % 2] for b in range(batch)])
+    return Case(
+        queries=normal(batch, heads, rows, head_dim) * scale,
+        keys=stored(),
+        values=stored(),
+        soft_cap=soft_cap,
+        sink_keys=None if sinks is None else normal(heads, sinks, head_dim),
+        sink_values=None if sinks is None else normal(heads, sinks, head_dim),
+        key_mask=key_mask if masked else None,
+        first=first if padded else None,
+        visible=torch.randint(0, length + 1, (batch, rows), generator=generator) if partly else None,
+    )
+
+
+def assert_close(found: tuple[Tensor, LogSumExp], case: Case, true: tuple[Tensor, Tensor] | None = None) -> None:
+    (mixed, whole), (of_rows, of_scores) = found, case.true() if true is None else true
+    assert mixed.dtype == case.queries.dtype and mixed.shape == case.queries.shape
+    torch.testing.assert_close(mixed.double(), of_rows, rtol=0, atol=TOLERANCE[mixed.dtype])
+    assert whole.peak.dtype == whole.mass.dtype == torch.float32
+    torch.testing.assert_close(whole.value.double(), of_scores, rtol=2e-6, atol=2e-5)
+    assert torch.equal(whole.mass == 0, of_scores == -torch.inf)
+
+
+@pytest.fixture
+def several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_splits, "LEAST_COLUMNS", 20)
+    monkeypatch.setattr(block_attention_ref, "CODED_AT_ONCE", 20)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention(implementation: str, shape: str):
+    case = random_case(**SHAPES[shape]).to(device_of(implementation))
+    assert_close(case.by(implementation), case)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.usefixtures("several_parts")
+def test_columns_in_parts_are_merged(implementation: str, code: RowCode | None):
+    """By programs of their own, and of codes one after the other; some parts hold nothing that a row sees."""
+    cases: list[dict[str, Any]] = [{"soft_cap": None, "sinks": None, "rows": 37, "batch": 1}, {"dtype": torch.float16}]
+    for sizes in cases:
+        case = random_case(code=code, **sizes).to(device_of(implementation))
+        assert_close(case.by(implementation), case)
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.usefixtures("several_parts")
+def test_the_same_bits_every_time(code: RowCode | None):
+    case = random_case(code=code, soft_cap=None).to(device_of("triton"))
+    (mixed, whole), (again, whole_again) = case.by("triton"), case.by("triton")
+    assert torch.equal(mixed, again)
+    assert torch.equal(whole.peak, whole_again.peak) and torch.equal(whole.mass, whole_again.mass)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("sinks", "code"), [(None, None), (1, RowCode.FP8)])
+@pytest.mark.usefixtures("several_parts")
+def test_rows_that_see_nothing(implementation: str, sinks: int | None, code: RowCode | None):
+    case = random_case(sinks=sinks, code=code, masked=False).to(device_of(implementation))
+    assert case.first is not None and case.visible is not None
+    case.first[0] = 70  # a sequence, and rows of the next: its first 40 columns are pads
+    case.visible[1] = torch.tensor([0, 70, 45, 40, 3], device=case.visible.device)
+    mixed, whole = found = case.by(implementation)
+    assert_close(found, case)
+    nothing = case.hidden().all(2)
+    assert nothing.sum() == 5 + 3
+    sink = mixed.new_zeros(4, 1, 32) if case.sink_values is None else case.sink_values
+    by_row = nothing[:, None, :, None].expand_as(mixed)
+    assert torch.equal(mixed[by_row], sink.expand(2, 4, 5, 32)[by_row])
+    assert bool((whole.mass[by_row[..., 0]] == (0 if sinks is None else 1)).all())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("code", CODES)
+def test_strides_are_honoured(implementation: str, code: RowCode | None):
+    """Queries as a projection leaves them, keys and values as some columns of a store of many layers have them."""
+    case = random_case(length=40, masked=False, code=code).to(device_of(implementation))
+
+    def in_a_store(rows: Tensor | CodedRows) -> Any:
+        plain = rows.bytes if isinstance(rows, CodedRows) else rows
+        store = plain.new_full((3, 2, 2, 2, 50, plain.shape[3]), 255 if isinstance(rows, CodedRows) else torch.nan)
+        view = store[1, :2, :, 1, 3:43].copy_(plain)
+        return replace(rows, bytes=view) if isinstance(rows, CodedRows) else view
+
+    assert case.visible is not None and case.sink_keys is not None
+    view = replace(
+        case,
+        queries=case.queries.transpose(1, 2).contiguous().transpose(1, 2),
+        keys=in_a_store(case.keys),
+        values=in_a_store(case.values),
+        sink_keys=case.sink_keys.mT.contiguous().mT,
+        visible=torch.stack([case.visible, case.visible * 0], dim=2)[..., 0].to(torch.int32),
+    )
+    assert_close(view.by(implementation), view, case.true())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("by_mask", [True, False])
+def test_a_hidden_key_may_hold_anything(implementation: str, by_mask: bool):
+    case = random_case(masked=by_mask, padded=not by_mask, partly=False).to(device_of(implementation))
+    expected = case.true()
+    assert isinstance(case.keys, Tensor)
+    case.keys.transpose(1, 2)[case.hidden()[:, 0]] = torch.nan
+    assert_close(case.by(implementation), case, expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
+def test_without_cap_and_sinks_it_is_torchs_attention(implementation: str, heads: int, kv_heads: int):
+    """And joining heads copies nothing."""
+    sizes: dict[str, Any] = {"sinks": None, "partly": False, "soft_cap": None, "scale": 1.0, "masked": False}
+    case = random_case(heads=heads, kv_heads=kv_heads, **sizes).to(device_of(implementation))
+    expected = attend(case.queries, case.keys, case.values, ~case.hidden()[:, None, :1])
+    mixed, _ = case.by(implementation)
+    joined = mixed.transpose(1, 2).flatten(2)
+    torch.testing.assert_close(joined, expected, rtol=0, atol=2e-6)
+    assert joined.data_ptr() == mixed.data_ptr()
+
+
+@pytest.mark.parametrize("code", RowCode)
+def test_the_codes_are_read_as_they_decode(code: RowCode):
+    """One column for each row, with all codes there are in each place: what a row finds is that column, bit for bit."""
+    rows = torch.cat([torch.linspace(-6, 6, 96), torch.logspace(-9, 3, 96)]).view(12, 16)
+    rows = torch.cat([rows, rows.flip(0) * 2.0**-20], dim=1)[None, None]
+    coded = CodedRows.of(rows, code)
+    columns = replace(coded, bytes=coded.bytes.view(12, 1, 1, -1))
+    case = Case(torch.zeros(12, 1, 1, 32), columns, columns)
+    mixed, _ = case.to(device_of("triton")).by("triton")
+    assert torch.equal(mixed.cpu().view(12, 32), coded.values()[0, 0])
+
+
+@pytest.mark.parametrize("at_once", [1, 1120, 2240, 4480])  # five rows count as eight
+def test_chunks_of_sequences_and_heads_change_nothing(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    case = random_case(batch=3)
+    whole, sizes, mixed = case.by("reference"), [], block_attention_ref._mixed
+
+    def watched(queries: Tensor, *rest: Any) -> Any:
+        sizes.append(queries.shape[:2])
+        return mixed(queries, *rest)
+
+    monkeypatch.setattr(block_attention_ref, "PAIRS_AT_ONCE", at_once)
+    monkeypatch.setattr(block_attention_ref, "_mixed", watched)
+    torch.testing.assert_close(case.by("reference")[0], whole[0], rtol=0, atol=1e-6)
+    assert sizes == {1: [(1, 2)] * 6, 1120: [(1, 2)] * 6, 2240: [(1, 4)] * 3, 4480: [(2, 4), (1, 4)]}[at_once]
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_no_more_keys_are_copied_than_there_are_pairs(code: RowCode | None, monkeypatch: pytest.MonkeyPatch):
+    case, sizes, part = random_case(batch=3, rows=1, dtype=torch.bfloat16, code=code), [], block_attention_ref._add_part
+
+    def watched(queries: Tensor, keys: Any, *rest: Any) -> Tensor:
+        sizes.append(keys.shape[1:])
+        return part(queries, keys, *rest)
+
+    columns = 70 if code is None else 35
+    monkeypatch.setattr(block_attention_ref, "CODED_AT_ONCE", 35)
+    monkeypatch.setattr(block_attention_ref, "PAIRS_AT_ONCE", 2 * 32 * columns)
+    monkeypatch.setattr(block_attention_ref, "_add_part", watched)
+    assert_close(case.by("reference"), case)
+    assert sizes == [(2, columns, 32)] * (3 * 70 // columns)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_inputs_that_do_not_go_together(implementation: str):
+    case = random_case()
+    with pytest.raises(ValueError, match="do not fit keys"):
+        replace(case, keys=case.keys[:1]).by(implementation)
+    with pytest.raises(ValueError, match="in one code"):
+        replace(case, keys=random_case(code=RowCode.FP8).keys).by(implementation)
+
+
+@pytest.mark.parametrize("soft_cap", [0.3, 30.0, 1e6])
+def test_the_cap_of_the_kernel(soft_cap: float):
+    """One key and a sink with the score 0: their weights tell the capped score, of any size."""
+    size = torch.tensor([1e-4, 0.01, 0.2499, 0.2501, 0.6, 1.0, 4.0, 100.0]) * min(soft_cap, 30.0)
+    scores = torch.cat([-size, size])
+    case = Case(
+        queries=torch.zeros(1, 1, 16, 16), keys=torch.ones(1, 1, 1, 16), values=torch.ones(1, 1, 1, 16),
+        soft_cap=soft_cap, sink_keys=torch.zeros(1, 1, 16), sink_values=-torch.ones(1, 1, 16),
+    ).to(device_of("triton"))  # fmt: skip
+    case.queries[0, 0, :, 0] = scores * 4
+    expected = (soft_cap * (scores.double() / soft_cap).tanh() / 2).tanh().to(case.queries.device)
+    torch.testing.assert_close(case.by("triton")[0][0, 0, :, 0].double(), expected, rtol=1e-6, atol=3e-7)
+
+
+# Programs cover the device where rows are few, and no part is shorter than what pays for its program.
+@pytest.mark.parametrize(
+    ("tiles", "length", "expected"),
+    [(32, 32768, 8), (4, 131072, 66), (4, 1024, 4), (264, 131072, 1), (133, 131072, 1), (1, 255, 1), (1000, 9, 1)],
+)
+def test_splits_are_a_function_of_sizes(tiles: int, length: int, expected: int):
+    assert attention_splits.splits(tiles, length) == expected
+
+
+@pytest.mark.usefixtures("several_parts")
+def test_the_kernel_allocates_what_its_parts_are_booked_with():
+    case = random_case(masked=False)
+    with Allocations() as allocated:
+        case.by("triton")
+    booked = attention_splits.partial_bytes(2, 4, 2, 5, 70, 32, element_bytes=4)
+    assert allocated.peak - 2 * 4 * 5 * (32 + 2) * 4 == booked  # all parts that there may be: 3 of each row
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("heads", "kv_heads", "rows"), [(24, 24, 32), (32, 32, 512), (28, 4, 32)])
+def test_at_the_size_of_a_model(dtype: torch.dtype, heads: int, kv_heads: int, rows: int, code: RowCode | None):
+    size: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "rows": rows, "length": 5000, "head_dim": 128}
+    case = random_case(dtype=dtype, soft_cap=30.0, code=code, **size).to("cuda")
+    names = (
+        ("queries", "sink_keys", "sink_values") if code else ("queries", "keys", "values", "sink_keys", "sink_values")
+    )
+    expected = replace(case, **{name: getattr(case, name).float() for name in names}).by("reference")
+    assert_close(case.by("triton"), case, (expected[0].double(), expected[1].value.double()))
