@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from workloads.models import random_model
-from workloads.variants import all_variants
+from workloads.variants import Variant, all_variants
 
 import tiered
 from tiered.cli.main import main
@@ -25,6 +25,10 @@ GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = {"llada": "llada/llada_tiny_gqa", "dream": "dream/dream_tiny"}
 PROMPT, BLOCKS, BLOCK = 41, 3, 8
 VARIANTS = {variant.name: variant for variant in all_variants() if not variant.one_block}
+VARIANTS |= {
+    f"{policy}, seldom": Variant(name=f"{policy}, seldom", policy=policy, given={"refresh_blocks": 2})
+    for policy in ("fast_dllm_prefix", "fast_dllm_dual")
+}
 # What they recompute hangs on the model: how large the clusters are that drift most, which tokens it is sure of. A row
 # of Dream is open as long as one of two tokens is.
 EXPECTED = {"polestar", "polestar-paper", "polestar-window", "composed", "dkv_greedy"}
