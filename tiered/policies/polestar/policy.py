@@ -18,6 +18,7 @@ from tiered.core.features import Tier
 from tiered.forward.sizes import CallSizes
 from tiered.kernels.host_values import on_device
 from tiered.offload.codec_bytes import codec_bytes
+from tiered.offload.slabs import UNIT
 from tiered.policies.base import PLAIN_LAUNCHES, Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.polestar.cache import HiddenCache, Refresh
 from tiered.policies.polestar.cluster_sizes import ClusterSizes
@@ -74,15 +75,15 @@ class Polestar(PolestarOptions):
         kept, rows = ClusterSizes.of(self, sizes, 0), math.ceil(self._renewed(asked, sizes))
         if not rows:
             return 0.0
-        of_layer = codec_bytes(
-            kept.codec, rows, sizes.shape.width, element_bytes=sizes.element, records=min(rows, self.top_m)
-        )
-        return sizes.sequences * kept.layers * of_layer
+        records = min(rows, self.top_m)
+        record = codec_bytes(kept.codec, -(-rows // records), sizes.shape.width, element_bytes=sizes.element)
+        return sizes.sequences * kept.layers * records * -(-record // UNIT) * UNIT
 
     def launches(self, kind: StepKind) -> int:
         if not self.top_m or kind is StepKind.STEP:
             return PLAIN_LAUNCHES
-        return 200 if kind is StepKind.REFRESH else 36 if self.refresh == "full" else 44
+        full, drift = (200, 238) if kind is StepKind.REFRESH else (36, 44)
+        return full if self.refresh == "full" else drift
 
     def _renewed(self, asked: StepRows, sizes: CallSizes) -> float:
         """Rows of a layer and sequence that an update is expected to renew beside those of the step."""
