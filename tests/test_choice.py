@@ -105,6 +105,8 @@ class TestCandidates:
     def test_what_was_not_decided_does_not_start(self):
         with pytest.raises(TypeError, match="policy 'auto' is decided before a call"):
             Auto().start()
+        with pytest.raises(ValueError, match="option 'top_m': policy 'auto' has none; name the policy"):
+            make_policy("auto", top_m=2)
 
 
 class TestChoice:

@@ -83,7 +83,7 @@ def choose(
     return Choice(
         fitting[found],
         f"{seconds[found] / seconds[other]:.2g} of the time of {fitting[other]} where a forward commits "
-        f"{tokens_per_forward}: an estimate by the rates of {rates.source}",
+        f"{tokens_per_forward}: an estimate ({rates.source})",
     )
 
 

@@ -80,7 +80,7 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
     for option, value in options.items():
         name = option if option in allowed else POLICY_ALIASES.get(option, option)
         if kind is Auto:
-            raise ValueError(f"{option} = {value!r}: policy 'auto' has no options; name the policy that this is one of")
+            raise ValueError(f"option {option!r}: policy 'auto' has none; name the policy that it is one of")
         if name not in allowed:
             raise unknown_name(f"option of policy {policy!r}", option, allowed)
         if name in given and given[name] != value:
