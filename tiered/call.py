@@ -15,7 +15,7 @@ from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import compared_at_a_time
 from tiered.forward.library_bytes import gpu_of
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import AUTO, KV, CallSizes
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.forward.traced_model import traced
@@ -46,12 +46,13 @@ class CallSpace:
         model: DiffusionModel,
         ledger: Ledger,
         transport: Callable[[], Transport] | None = None,
-        kv: RowCode | None = None,
+        kv: KV = None,
     ) -> None:
         """`transport` makes what carries copies between the tiers of a call; None: by device. `kv`: code of keys and
         values."""
         self._loaded: DiffusionModel | None = model
-        self._ledger, self._transport, self._kv = ledger, transport, kv
+        self._ledger, self._transport = ledger, transport
+        self._kv, self._kv_open = kv if isinstance(kv, RowCode) else None, kv == AUTO
         weights = next(model.parameters())
         self._device, self._dtype = weights.device, weights.dtype
         self._dtype_name = str(self._dtype).removeprefix("torch.")
@@ -117,6 +118,7 @@ class CallSpace:
             tokens_per_forward=chosen.tokens_per_forward,
             rewrites=chosen.rule().rewrites,
             prompt=shortest,
+            kv_open=self._kv_open,
         )
 
     @contextmanager
@@ -185,12 +187,13 @@ class CallSpace:
         length: int,
         answer_start: int = 0,
         *,
+        kv: RowCode | None = None,
         streams: StreamBytes | None = None,
         tiers: TierManager | None = None,
     ) -> FeatureStore:
         """Where a policy's features are; with `streams`, some of them in `tiers`."""
         features = policy.features(self.model.shape)
-        sizes: dict[str, Any] = {"batch": batch, "length": length, "answer_start": answer_start, "kv": self._kv}
+        sizes: dict[str, Any] = {"batch": batch, "length": length, "answer_start": answer_start, "kv": kv}
         if streams is not None and tiers is not None:
             return StreamedFeatureStore(self.model.shape, features, streams, tiers, **sizes)
         return FeatureStore(self.model.shape, features, **sizes, dtype=self._dtype, device=self._device)
@@ -218,7 +221,7 @@ class CallSpace:
         positions = prompts.mask.long().cumsum(dim=1).sub_(1).clamp_(min=0) if padded else None
         return Forward(
             self.model,
-            self.store(NoCache(), batch, length),
+            self.store(NoCache(), batch, length, kv=self._kv),
             torch.arange(length, device=self._device)[None] if positions is None else positions,
             prompts.mask if padded else None,
         )
@@ -227,13 +230,15 @@ class CallSpace:
         self,
         canvas: Canvas,
         policy: Policy,
-        sequences: int,
+        sizes: CallSizes,
         tiers: TierManager | None,
         streams: StreamBytes | None = None,
     ) -> Forward:
-        """The forward of one call; with guidance `sequences` is twice the canvas's."""
+        """The forward of a call of `sizes`."""
+        sequences = sizes.sequences
         positions, key_mask, first = canvas.positions(), canvas.key_mask(), canvas.pads if canvas.padded else None
         if key_mask is not None and sequences > canvas.batch:
             positions, key_mask, first = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
-        store = self.store(policy, sequences, canvas.length, canvas.prompt_length, streams=streams, tiers=tiers)
+        of_call = sequences, canvas.length, canvas.prompt_length
+        store = self.store(policy, *of_call, kv=sizes.kv, streams=streams, tiers=tiers)
         return Forward(traced(self.model), store, positions, key_mask, tiers, first)

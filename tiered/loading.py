@@ -50,7 +50,8 @@ def from_pretrained(
         dtype: of weights, features and activations: "float32", "bfloat16", "float16"; "auto": the checkpoint's.
         device: "cpu", "cuda", "cuda:N"; "auto": CUDA where there is any.
         kv: how keys and values are kept: "raw", in `dtype`; "fp8", a byte an element, or "nvfp4", half of one and a
-            little: so much less is moved of what is streamed. Answers depend on it, and on no budget.
+            little: answers depend on it, and on no budget. "auto": raw, but fp8 in calls whose raw ones do not fit the
+            budget, or would slow steps down by having to be streamed; such a call warns.
         rope_theta: another base of the rotation, for contexts past the trained one, or of a checkpoint that was trained
             further; None: the config's.
         rope_scaling: in place of the config's, as config.json has it ("linear", "ntk", "yarn"), or as "yarn:4";

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ from tiered.core.rows import Rows
 from tiered.decoding.observers import Inspector, Streamer, check_streamer
 from tiered.denoising import denoise
 from tiered.forward.forward import Flow
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import KV, CallSizes
 from tiered.inputs import Inputs, Prompts, read_inputs
-from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import TOKENIZER_SOURCES
 from tiered.offload.device import allocator_peak, restart_allocator_peak
@@ -51,7 +51,7 @@ class Runtime:
         tokenizer: PreTrainedTokenizerBase | None = None,
         name: str = "model",
         transport: Callable[[], Transport] | None = None,
-        kv: RowCode | None = None,
+        kv: KV = None,
     ) -> None:
         """`ledger` has the weights booked already; None makes one without caps, which does not count them.
         `transport` makes, for each call, what carries copies between the tiers; None: streams on CUDA, threads else.
@@ -149,6 +149,8 @@ class Runtime:
         sizes, choice = self._chosen(chosen, prompts)
         if (beyond := beyond_training(sizes.shape, sizes.context)) is not None:
             warnings.warn(beyond, stacklevel=3)  # the caller's line, behind `no_grad`
+        if choice.kv_why:
+            warnings.warn(choice.kv_why, stacklevel=3)
         if prior is not None:
             check_prior(prior, (sizes.batch, chosen.columns), chosen, vocab_size=self.model.shape.vocab_size)
         self.ledger.restart_peaks()
@@ -159,7 +161,7 @@ class Runtime:
                 prompts,
                 chosen,
                 choice.policy,
-                lambda canvas: self._call.forward(canvas, choice.policy, sizes.sequences, tiers, streams),
+                lambda canvas: self._call.forward(canvas, choice.policy, sizes, tiers, streams),
                 prior=prior,
                 shift=self._call.attention_shift(sizes),
                 streamer=streamer,
@@ -270,7 +272,8 @@ class Runtime:
     def _chosen(self, chosen: GenerationOptions, prompts: Prompts) -> tuple[CallSizes, Choice]:
         """The sizes of a call, and what it runs under."""
         sizes = self._call.sizes_of(chosen, len(prompts.ids), prompts.longest)
-        return sizes, self._call.choose(self.policy, chosen, sizes, prompts.shortest)
+        choice = self._call.choose(self.policy, chosen, sizes, prompts.shortest)
+        return replace(sizes, kv=choice.kv), choice
 
     def _read_ids(
         self, input_ids: Tensor, attention_mask: Tensor | None, noise_mask: Tensor | None

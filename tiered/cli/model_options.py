@@ -11,7 +11,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (what is here)")
     parser.add_argument(
-        "--kv", default="raw", help="how keys and values are kept: raw, fp8 or nvfp4 (default: %(default)s)"
+        "--kv", default="raw", help="how keys and values are kept: raw, fp8, nvfp4 or auto (default: %(default)s)"
     )
     parser.add_argument(
         "--rope-scaling",

@@ -1,20 +1,29 @@
-"""Which policy a call runs under, where that is left open: decided before it begins, and the same every time."""
+"""Which policy a call runs under, and which code its keys and values are in, where that is left open: decided before it
+begins, and the same every time."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tiered.core.budget import MemoryBudget
+from tiered.core.byte_size import format_bytes
+from tiered.core.features import KEY_VALUE
 from tiered.core.rates import Rates, nominal_rates
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import RAW, CallSizes
+from tiered.kernels.row_code import RowCode
 from tiered.planning.checks import check_policy
 from tiered.planning.rehearsal import prompt_of
-from tiered.planning.times import call_time
+from tiered.planning.times import CallTime, call_time
 from tiered.planning.workload import Workload
 from tiered.policies.base import Policy
 from tiered.policies.schedule import LEAST_STALE_PROMPT
 
 # Candidates whose times are so close are equal: a rehearsal is no closer to a call.
 TIE = 1.1
+# A step that streams raw keys and values may take so many times as long as one over a code before the code is chosen.
+PATIENCE = 1.25
+# The one that may be chosen: its answers were measured to hold (docs/tiers.md, `drops`). Others are for who names them.
+CHOSEN_CODE = RowCode.FP8
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -24,20 +33,26 @@ class Choice:
     Attributes:
         policy: it leaves nothing open.
         why: where something was; "": it was asked for as it is.
+        kv: code of keys and values; None: they are raw.
+        kv_why: where that was open, and raw ones do not fit the device.
     """
 
     policy: Policy
     why: str = ""
+    kv: RowCode | None = None
+    kv_why: str = ""
 
     def __str__(self) -> str:
-        return f"{self.policy}: {self.why}" if self.why else str(self.policy)
+        parts = [f"{self.policy}: {self.why}" if self.why else str(self.policy)]
+        return "; ".join([*parts, self.kv_why] if self.kv_why else parts)
 
     def __repr__(self) -> str:
         return f"<Choice {self}>"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON."""
-        return {"policy": self.policy.name, "policy_options": asdict(self.policy), "why": self.why}
+        policy = {"policy": self.policy.name, "policy_options": asdict(self.policy), "why": self.why}
+        return policy | {"kv": self.kv or RAW, "kv_why": self.kv_why}
 
 
 def choose(
@@ -46,6 +61,7 @@ def choose(
     budget: MemoryBudget,
     *,
     tokens_per_forward: int,
+    kv_open: bool = False,
     rewrites: bool = False,
     prompt: int | None = None,
     rates: Rates | None = None,
@@ -56,6 +72,8 @@ def choose(
 
     Args:
         tokens_per_forward: that are committed in each, of a sequence.
+        kv_open: the code of keys and values is not that of `sizes`: they are raw, unless a step would be slowed down by
+            streaming them, or they do not fit at all; then in `CHOSEN_CODE`, if that fits.
         rewrites: whether any token of a block may change in a step.
         prompt: tokens of the shortest prompt; None: all are as long as the canvas has room for.
         rates: of the machine; None: nominal ones, by its name.
@@ -63,28 +81,56 @@ def choose(
     longest = prompt_of(sizes)
     prompt = longest if prompt is None else prompt
     candidates = policy.candidates(sizes, prompt)
-    if candidates == (policy,):
-        return Choice(policy)
-    fitting = [each for each in candidates if goes(each, sizes, rewrites) and not Workload(each, sizes).over(budget)]
-    if len(fitting) < 2:
-        return Choice((fitting or candidates)[0], _why_alone(prompt, candidates, fitting))
+    if candidates == (policy,) and not kv_open:
+        return Choice(policy, kv=sizes.kv)
     rates = nominal_rates(None if sizes.gpu is None else sizes.gpu.name) if rates is None else rates
-    # Prompts of about one length have one rehearsal.
-    block = sizes.block_length
-    about = replace(sizes, context=sizes.context + -longest % block)
-    seconds = [
-        call_time(
-            each, about, Workload(each, sizes).needed(budget), rates, tokens_per_forward=tokens_per_forward
-        ).seconds
-        for each in fitting
-    ]
+
+    def time(of: Workload) -> CallTime:
+        # Prompts of about one length have one rehearsal.
+        about = replace(of.sizes, context=of.sizes.context + -longest % of.sizes.block_length)
+        return call_time(of.policy, about, of.needed(budget), rates, tokens_per_forward=tokens_per_forward)
+
+    def chosen(of: Workload, why: str) -> Choice:
+        return Choice(of.policy, why, of.sizes.kv, reasons[of])
+
+    reasons = {Workload(each, sizes): "" for each in candidates}
+    if kv_open:
+        reasons = dict(_coded(of, budget, time) for of in reasons)
+    if candidates == (policy,):
+        return chosen(next(iter(reasons)), "")
+    fitting = [of for of in reasons if goes(of.policy, sizes, rewrites) and not of.over(budget)]
+    if len(fitting) < 2:
+        return chosen((fitting or [*reasons])[0], _why_alone(prompt, candidates, fitting))
+    seconds = [time(of).seconds for of in fitting]
     found = next(number for number, time in enumerate(seconds) if time <= TIE * min(seconds))
     other = 0 if found else min(range(1, len(fitting)), key=seconds.__getitem__)
-    return Choice(
+    return chosen(
         fitting[found],
-        f"{seconds[found] / seconds[other]:.2g} of the time of {fitting[other]} where a forward commits "
+        f"{seconds[found] / seconds[other]:.2g} of the time of {fitting[other].policy} where a forward commits "
         f"{tokens_per_forward}: an estimate ({rates.source})",
     )
+
+
+def _coded(raw: Workload, budget: MemoryBudget, time: Callable[[Workload], CallTime]) -> tuple[Workload, str]:
+    """The call with the keys and values that it is to have, and what raw ones would cost where they do not fit."""
+    streams, over = raw.needed(budget).streams, raw.over(budget)
+    moved = 0 if streams is None else sum(one.records for one in streams.streams if one.feature in KEY_VALUE)
+    coded = raw.resized(kv=CHOSEN_CODE)
+    if not (moved or over) or coded.over(budget) or coded.total() >= raw.total():
+        return raw, ""
+    changed = f"keys and values {CHOSEN_CODE}, which changes answers"
+    if over:
+        return coded, f"{changed}: raw ones do not fit"
+    longer = _step(time(raw)) / _step(time(coded))
+    cost = f"{format_bytes(moved)} to the device in each step, which takes {longer:.2g} times as long as with fp8"
+    if longer <= PATIENCE:
+        return raw, f"raw keys and values: {cost} (an estimate)"
+    return coded, f"{changed}: raw ones would bring {cost} (an estimate)"
+
+
+def _step(time: CallTime) -> float:
+    """Seconds of the shortest kind of forward."""
+    return min(kind.seconds for kind in time.kinds.values())
 
 
 def goes(policy: Policy, sizes: CallSizes, rewrites: bool) -> bool:
@@ -99,7 +145,7 @@ def goes(policy: Policy, sizes: CallSizes, rewrites: bool) -> bool:
     return True
 
 
-def _why_alone(prompt: int, candidates: tuple[Policy, ...], fitting: list[Policy]) -> str:
+def _why_alone(prompt: int, candidates: tuple[Policy, ...], fitting: list[Workload]) -> str:
     if len(candidates) == 1:
         return f"caches lose answers to prompts below {LEAST_STALE_PROMPT} tokens, as this one of {prompt}"
     return "nothing else fits the budget" if fitting else "nothing fits the budget"

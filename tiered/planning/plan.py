@@ -10,7 +10,7 @@ from tiered.core.checks import check_multiple, check_switch, plain_number, unkno
 from tiered.core.features import Tier
 from tiered.core.rates import Rates, rates_of
 from tiered.forward.library_bytes import LARGEST_GPU, gpu_of
-from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, CallSizes, Gpu, kv_code
+from tiered.forward.sizes import AUTO, DEFAULT_BLOCK_LENGTH, CallSizes, Gpu, kv_code
 from tiered.models.config_source import read_config
 from tiered.models.families import Family, family_of
 from tiered.models.rotation import stretched
@@ -85,13 +85,14 @@ def plan(
     name = _name(path_or_config, config, family)
     rates, gpu = _machine(device)
     answer = None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens)
+    code = kv_code(kv, shape)
     sizes = CallSizes(
         shape=shape,
         batch=_size("batch", batch),
         context=_size("context", context),
         block_length=_block(block_length, context if answer is None else answer),
         dtype=_dtype(dtype, shape),
-        kv=kv_code(kv, shape),
+        kv=None if code == AUTO else code,
         answer=answer,
         guidance=cfg,
         sampled=sampled,
@@ -100,8 +101,10 @@ def plan(
     _check(chosen, sizes, name)
     tokens = min(_size("tokens_per_forward", tokens_per_forward), sizes.block_length)
     rewrites = shape.noise != "mask"
-    choice = choose(chosen, sizes, budget, tokens_per_forward=tokens, rewrites=rewrites, rates=rates)
-    chosen = choice.policy
+    choice = choose(
+        chosen, sizes, budget, tokens_per_forward=tokens, kv_open=code == AUTO, rewrites=rewrites, rates=rates
+    )
+    chosen, sizes = choice.policy, replace(sizes, kv=choice.kv)
     workload = Workload(chosen, sizes)
     accounts, needed = workload.accounts(budget), workload.needed(budget)
     return Plan(
@@ -128,7 +131,7 @@ def plan(
             for tokens in sorted({*TOKENS_PER_FORWARD, tokens})
             if tokens <= sizes.block_length
         ),
-        warnings=tuple(filter(None, [beyond_training(shape, sizes.context)])),
+        warnings=tuple(filter(None, [beyond_training(shape, sizes.context), choice.kv_why])),
     )
 
 
