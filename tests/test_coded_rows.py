@@ -51,8 +51,9 @@ def test_rows_go_through_any_number_of_times(code: RowCode, dtype: torch.dtype, 
     assert torch.equal(again.bytes, once.bytes) or (dtype is torch.float16 and scale < 1)  # small codes: once more
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [WIDTH, 128])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(WIDTH, torch.float32), (128, torch.float32), (WIDTH, torch.bfloat16), (128, torch.float16)]
+)
 @pytest.mark.parametrize("code", RowCode)
 def test_the_kernel_makes_the_same_bytes(code: RowCode, width: int, dtype: torch.dtype):
     """On a GPU where there is one, else in Triton's interpreter, of rows of every size that lie apart."""
