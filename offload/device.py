@@ -80,6 +80,11 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def device_name(device: torch.device) -> str:
+    """What its driver calls the CUDA `device`."""
+    return torch.cuda.get_device_name(device)
+
+
 def synchronize(device: torch.device) -> None:
     """Block the host until `device` has done all that it was given; a CPU has."""
     if device.type == "cuda":

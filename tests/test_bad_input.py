@@ -289,7 +289,11 @@ def test_the_checkpoint_is_good_before_the_damage(write_checkpoint: Callable[...
             ["'refresh_intervall'", "policy 'fast_dllm_dual'", "did you mean 'refresh_interval'?"],
         ),
         *[
-            ({name: 1}, ValueError, [f"argument of from_pretrained {name!r}", f"did you mean {meant!r}?", "clusters"])
+            (
+                {"policy": "polestar", name: 1},
+                ValueError,
+                [f"argument of from_pretrained {name!r}", f"did you mean {meant!r}?", "clusters"],
+            )
             for name, meant in [
                 ("memroy", "memory"),
                 ("polcy", "policy"),

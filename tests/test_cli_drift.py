@@ -42,7 +42,7 @@ def test_several_prompts_without_a_cache(capsys: pytest.CaptureFixture[str]):
     ("arguments", "message"),
     [
         ([PROMPT, "--out", "no/such/folder/file.json"], "no/such/folder"),
-        ([PROMPT, "--policy-option", "refresh_interval=0"], "refresh_interval = 0"),
+        ([PROMPT, "--policy", "polestar", "--policy-option", "refresh_interval=0"], "refresh_interval = 0"),
         ([PROMPT, "--memory", "1MiB"], "the device tier needs"),
         ([PROMPT, "--prompt-file", "y"], "not both"),
     ],

@@ -36,8 +36,9 @@ def test_plan_prints_the_card(capsys: pytest.CaptureFixture[str]):
 
 def test_the_readme_shows_a_plan():
     command, _, shown = (ROOT / "README.md").read_text(encoding="utf-8").partition("tiered plan ")[2].partition("```\n")
-    assert command.split() == ["llada-8b", "--context", "4096", "--batch", "8", "--memory", "24GiB"]
-    card = str(plan("llada-8b", context=4096, batch=8, memory="24GiB", device="cpu")).splitlines()
+    told = ["--context", "4096", "--batch", "8", "--memory", "24GiB", "--policy", "polestar"]
+    assert command.split() == ["llada-8b", *told]
+    card = str(plan("llada-8b", context=4096, batch=8, memory="24GiB", policy="polestar", device="cpu")).splitlines()
     lines = [line for line in shown.partition("```")[0].splitlines() if line.strip() != "…"]
     assert len(lines) > 8 and all(line in card for line in lines)
 
@@ -49,7 +50,7 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]):
     told = json.loads(capsys.readouterr().out)
     expected = {"context": 640, "batch": 3, "block_length": 64, "dtype": "float16", "cfg": True, "sampled": True}
     expected |= {"policy": "fast_dllm_prefix", "fits": True}
-    expected["policy_options"] = {"refresh_interval": 5, "parity": False}
+    expected["policy_options"] = {"refresh_interval": 5, "refresh_blocks": 1, "parity": False}
     assert {name: told[name] for name in expected} == expected
     assert [told["tiers"][tier]["cap"] for tier in Tier] == [64 * 2**30, 2**30, None]
 
@@ -72,7 +73,10 @@ def test_what_does_not_fit_is_no_error(capsys: pytest.CaptureFixture[str]):
         (["llada-8b", "--context", "64", "--policy", "lru"], "unknown policy 'lru'"),
         (["llada-8b", "--context", "64", "--policy-option", "window"], "'window'; NAME=VALUE is allowed"),
         (["llada-8b", "--context", "64", "--policy-option", "window=x"], "'window'"),
-        (["llada-8b", "--context", "64", "--policy-option", "refresh_interval=often"], "'often'"),
+        (
+            ["llada-8b", "--context", "64", "--policy", "polestar", "--policy-option", "refresh_interval=often"],
+            "'often'",
+        ),
         (["acme/absent", "--context", "64"], "hf download acme/absent"),
     ],
 )

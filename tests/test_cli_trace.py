@@ -14,7 +14,7 @@ SHORT = ["--max-new-tokens", "16", "--block-length", "8", "--steps", "8", "--no-
 
 
 def test_a_trace_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    call = ["trace", PROMPT, *SHORT, "--policy-option", "update_threshold=0"]
+    call = ["trace", PROMPT, *SHORT, "--policy", "polestar", "--policy-option", "update_threshold=0"]
     assert main([*call, "--out", str(tmp_path / "trace.json.gz")]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
     events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]

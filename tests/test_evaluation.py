@@ -20,6 +20,7 @@ from tiered.evaluation import TieredLM
 from tiered.evaluation.answering import Job, answer_in_batches, parse_batch_size
 from tiered.evaluation.arguments import RequestSettings
 from tiered.evaluation.text import answer_text, cut_text
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 GREEDY = {"until": [], "do_sample": False, "max_gen_toks": 32}
@@ -75,6 +76,15 @@ def test_answers_are_those_of_generate_in_the_order_of_the_requests(
     lm = TieredLM(other, confidence_threshold=0.5, batch_size=batch_size)
     expected = [direct(other, prompt) for prompt in PROMPTS]
     assert ask(lm, chats(lm)) == expected and len(set(expected)) == len(PROMPTS)
+
+
+def test_a_prompt_is_answered_under_the_policy_that_it_would_have_alone(runtime: Runtime):
+    other = runtime.with_policy("auto")
+    lm = TieredLM(other, confidence_threshold=0.5, batch_size=12)
+    prompts = [*PROMPTS[:3], *(sample("lookup", "test", seed, size=300).prompt for seed in range(2))]
+    assert ask(lm, [chat(lm, prompt) for prompt in prompts]) == [direct(other, prompt) for prompt in prompts]
+    (plain, three), (_, two) = lm._answering.totals.policies.items()
+    assert (plain, three, two) == ("none", 3, 2)
 
 
 def test_requests_with_different_options_in_one_call(runtime: Runtime):
@@ -412,8 +422,9 @@ def test_progress(lm: TieredLM, disable: bool, monkeypatch: pytest.MonkeyPatch):
     assert ("2/2" in stream.getvalue()) == (not disable)
 
 
-def job(index: int, length: int, **options: Any) -> Job:
-    return Job(index=index, ids=[0] * length, settings=RequestSettings(max_gen_toks=1, until=(), options=options))
+def job(index: int, length: int, policy: str = "none", **options: Any) -> Job:
+    settings = RequestSettings(max_gen_toks=1, until=(), options=options)
+    return Job(index=index, ids=[0] * length, settings=settings, policy=make_policy(policy))
 
 
 def answer_at_most(fitting: int, calls: list[tuple[list[int], int]]):
@@ -427,11 +438,11 @@ def answer_at_most(fitting: int, calls: list[tuple[list[int], int]]):
 
 
 def test_batches_are_of_one_kind_longest_first():
-    jobs = [job(0, 3, steps=1), job(1, 9), job(2, 5, steps=1), job(3, 9), job(4, 1), job(5, 20)]
+    jobs = [job(0, 3, steps=1), job(1, 9), job(2, 5, steps=1), job(3, 9), job(4, 1), job(5, 20), job(6, 2, "dkv_pd")]
     calls: list[tuple[list[int], int]] = []
     done = [(done.index, ids) for done, ids in answer_in_batches(jobs, 3, answer_at_most(3, calls), auto=False)]
-    assert calls == [([2, 0], 0), ([5, 1, 3], 2), ([4], 5)]
-    assert done == [(i, [i]) for i in (2, 0, 5, 1, 3, 4)]
+    assert calls == [([2, 0], 0), ([5, 1, 3], 2), ([4], 5), ([6], 6)]
+    assert done == [(i, [i]) for i in (2, 0, 5, 1, 3, 4, 6)]
 
 
 def test_fewer_at_once_where_memory_is_short():

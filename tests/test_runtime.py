@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {"max_new_tokens": 32, "block_length": 8, "confidence_th
 
 @pytest.fixture(scope="module")
 def embedded() -> Runtime:
-    return tiered.from_pretrained("embedded")
+    return tiered.from_pretrained("embedded", policy="polestar")
 
 
 @pytest.fixture(scope="module")

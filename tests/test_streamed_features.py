@@ -36,7 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "polestar": {"clusters": 5, "top_m": 2, "update_threshold": 0},
     "elastic_cache": {"window": 12},
 }
-STREAMABLE = [name for name in POLICIES if name != "none"]  # which keeps nothing from layer to layer
+# But for `none`, which keeps nothing from layer to layer, and `auto`, which is one of the others.
+STREAMABLE = [name for name in POLICIES if name not in ("auto", "none")]
 CALLS: dict[str, dict[str, Any]] = {
     "four a step": {"steps": 8},
     "guided": {"cfg_scale": 0.7, "steps": 4},

@@ -38,7 +38,9 @@ def test_policies_stand_next_to_each_other_in_the_same_call():
 def test_a_row_is_what_the_runtime_says():
     (row,) = rows_of({"context": [96], "batch": [1], "policy": ["polestar"], "confidence": [None]})
     chat = [{"role": "user", "content": tasks.sample("lookup", "test", 0, size=96).prompt}]
-    out = tiered.from_pretrained("embedded", device="cpu").generate(chat, max_new_tokens=32, block_length=8)
+    out = tiered.from_pretrained("embedded", policy="polestar", device="cpu").generate(
+        chat, max_new_tokens=32, block_length=8
+    )
     assert row["nfe"] == sum(out.forwards) and row["tokens_per_forward"] == pytest.approx(out.tokens_per_forward.item())
     assert (row["device_bytes"], row["host_bytes"]) == (out.memory.peak_device_bytes, out.memory.peak_host_bytes)
 

@@ -7,24 +7,31 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from measuring.store import read_rows
 from workloads.models import random_model
-from workloads.variants import all_variants
+from workloads.variants import Variant, all_variants
 
 import tiered
 from tiered.cli.main import main
 from tiered.core.rates import DEVICES, Rates, rates_of
 from tiered.forward.sizes import CallSizes
-from tiered.planning.rehearsal import Rehearsed, answer_of, rehearse
+from tiered.planning.rehearsal import MOST_BLOCKS, Rehearsed, answer_of, rehearse
 from tiered.planning.times import call_time, forward_seconds
 from tiered.planning.workload import Workload
 from tiered.policies.base import StepKind
+from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
+ROOT = Path(__file__).resolve().parents[1]
 GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = {"llada": "llada/llada_tiny_gqa", "dream": "dream/dream_tiny"}
 PROMPT, BLOCKS, BLOCK = 41, 3, 8
 VARIANTS = {variant.name: variant for variant in all_variants() if not variant.one_block}
+VARIANTS |= {
+    f"{policy}, seldom": Variant(name=f"{policy}, seldom", policy=policy, given={"refresh_blocks": 2})
+    for policy in ("fast_dllm_prefix", "fast_dllm_dual")
+}
 # What they recompute hangs on the model: how large the clusters are that drift most, which tokens it is sure of. A row
 # of Dream is open as long as one of two tokens is.
 EXPECTED = {"polestar", "polestar-paper", "polestar-window", "composed", "dkv_greedy"}
@@ -64,6 +71,50 @@ def test_forwards_are_those_of_a_call(runtimes: dict[str, Runtime], family: str,
         assert sum(rows) == pytest.approx(sum(out.rows_per_forward), rel=0.5)
     else:
         assert rows == pytest.approx(list(out.rows_per_forward))
+
+
+@pytest.mark.parametrize("options", [{}, {"refresh": "drift"}, {"top_m": 2, "clusters": 8}, {"hidden_tier": "device"}])
+def test_what_updates_fetch_is_what_they_choose(options: dict[str, Any]):
+    # And what these clusters touch, and wrong guesses: of random weights as much again, or twice.
+    policy = make_policy("polestar", **options)
+    runtime = Runtime(random_model(128, 6, 600), policy=policy, name="random")
+    ids = torch.randint(0, 100, (1, 512), generator=torch.Generator().manual_seed(0))
+    out = runtime.generate(ids, max_new_tokens=64, block_length=16, steps=16, stop_at_eos=False)
+    sizes = CallSizes(
+        shape=runtime.model.shape, batch=1, context=576, block_length=16, dtype="float32", answer=64
+    )  # fmt: skip
+    fetched = sum(each.fetched for each in rehearse(policy, sizes, tokens_per_forward=4))
+    assert fetched <= out.memory.moved.get("host->device", 0) <= 4 * fetched
+    assert (fetched > 0) is (policy.hidden_tier == "host")  # type: ignore[attr-defined]
+
+
+def test_launches_are_those_that_were_counted():
+    rows, _ = read_rows(ROOT / "bench" / "results" / "update")
+    counted = [row for row in rows if row.get("part") == "launches" and row.get("kind") and "op" not in row]
+    named = {"polestar-drift": Polestar(refresh="drift")}
+    found = {
+        (row["policy"], row["kind"]): (named.get(row["policy"]) or make_policy(row["policy"])).launches(
+            StepKind(row["kind"])
+        )
+        for row in counted
+        if row["policy"] != "polestar-window"  # whose refreshes cut more clusters, and clusters alone
+    }
+    assert len(found) > 8
+    for row in counted:
+        if (of := (row["policy"], row["kind"])) in found:
+            assert found[of] == pytest.approx(row["launches"], abs=1), of
+
+
+@pytest.mark.parametrize(("policy", "refreshes"), [("dkv_pd", 1), ("fast_dllm_dual", 40)])
+def test_of_many_blocks_the_first_is_one_of_its_kind(policy: str, refreshes: int):
+    assert MOST_BLOCKS < 40
+    sizes = CallSizes(
+        shape=random_model(64, 2, 640).shape, batch=1, context=640, block_length=8, dtype="float32", answer=320
+    )  # fmt: skip
+    made = make_policy(policy)
+    found = call_time(made, sizes, Workload(made, sizes).needed(), TestSeconds.RATES, tokens_per_forward=4)
+    assert found.kinds[StepKind.REFRESH].count == refreshes
+    assert sum(kind.count for kind in found.kinds.values()) == 40 * 2
 
 
 def test_an_answer_that_nobody_measured_has_eight_blocks():

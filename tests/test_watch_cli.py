@@ -130,7 +130,7 @@ def test_frames_fit_a_small_terminal(terminal: Terminal, monkeypatch: pytest.Mon
 
 
 def test_at_most_twelve_frames_a_second_and_the_last_is_shown(terminal: Terminal):
-    assert terminal.main([*CALL, "--watch"]) == 0
+    assert terminal.main([*CALL, "--policy", "polestar", "--watch"]) == 0
     told = terminal.close()
     drawn = told.count("\x1b[?2026h")
     seconds = float(re.findall(r"00:(\d\d\.\d)", left_behind(told))[-1])

@@ -27,6 +27,7 @@ from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
 from tiered.planning.call_bytes import CallBytes
 from tiered.planning.checks import check_positions
+from tiered.planning.choice import Choice, choose
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
 from tiered.tiers.host_pool import HostPool
@@ -104,6 +105,18 @@ class CallSpace:
             guidance=chosen.cfg_scale > 0,
             sampled=chosen.sampling().needs_room or (rule.rewrites and rule.draws),
             compared=rule.needs_shift,
+        )
+
+    def choose(self, policy: Policy, chosen: GenerationOptions, sizes: CallSizes, shortest: int) -> Choice:
+        """What a call of `sizes`, whose shortest prompt has so many tokens, runs under. Neither what else is booked at
+        the time nor who looks on plays a part in it."""
+        return choose(
+            policy,
+            sizes,
+            self._ledger.budget,
+            tokens_per_forward=chosen.tokens_per_forward,
+            rewrites=chosen.rule().rewrites,
+            prompt=shortest,
         )
 
     @contextmanager

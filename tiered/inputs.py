@@ -29,6 +29,11 @@ class Prompts:
         """Tokens of the longest."""
         return int(self.mask.sum(dim=1).max())
 
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest."""
+        return int(self.mask.sum(dim=1).min())
+
     def packed(self) -> tuple[Int[Tensor, "batch longest"], Int[Tensor, " batch"]]:
         """The same prompts padded on the left to the longest one, and the number of pads of each."""
         lengths = self.mask.sum(dim=1)

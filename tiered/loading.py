@@ -44,7 +44,8 @@ def from_pretrained(
     Args:
         path_or_name: a directory in Hugging Face's layout, the id of a model in the local hub cache, "embedded" or
             "embedded-uniform".
-        policy: caching policy, by name (with `policy_options`) or as an object.
+        policy: caching policy, by name (with `policy_options`) or as an object; "auto": chosen before each call
+            (`Runtime.choose`).
         memory: hard cap on what the runtime holds: a size of the device tier, or a `MemoryBudget`; None: no cap.
         dtype: of weights, features and activations: "float32", "bfloat16", "float16"; "auto": the checkpoint's.
         device: "cpu", "cuda", "cuda:N"; "auto": CUDA where there is any.

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tiered.core.memory_report import MemoryReport
 from tiered.decoding.publishing import Denoised
+from tiered.planning.choice import Choice
 from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.stats import TierStats
 
@@ -56,6 +57,7 @@ class GenerationOutput:
     """The result of `Runtime.generate`. Names follow transformers' `DiffusionGemmaGenerationOutput` where it has them.
 
     Attributes:
+        choice: the policy that the call ran under; and why, where that was left open.
         sequences: the prompts as they were passed, padding included, and the answers behind them. From the first
             end-of-sequence token on an answer holds padding, unless `stop_at_eos` was off.
         text: answers up to their end, without special tokens; None without a tokenizer.
@@ -73,6 +75,7 @@ class GenerationOutput:
         history: with `output_history`, `sequences` before the first forward and after each one that changed something.
     """
 
+    choice: Choice
     sequences: Int[Tensor, "batch length"]
     text: list[str] | None
     num_forwards: int
@@ -89,6 +92,7 @@ class GenerationOutput:
     def as_dict(self) -> dict[str, Any]:
         """The figures in plain types, for JSON; without ids and history."""
         return {
+            "choice": self.choice.as_dict(),
             "text": self.text,
             "num_forwards": self.num_forwards,
             "tokens_per_forward": self.tokens_per_forward.tolist(),
@@ -105,6 +109,7 @@ class GenerationOutput:
         prompts: Int[Tensor, "batch prompt"],
         denoised: Denoised,
         *,
+        choice: Choice,
         eos_token_id: int,
         tokenizer: PreTrainedTokenizerBase | None,
         memory: MemoryReport,
@@ -123,6 +128,7 @@ class GenerationOutput:
             kept = [answer[mask].tolist() for answer, mask in zip(answers.cpu(), before_end.cpu(), strict=True)]
             text = tokenizer.batch_decode(kept, skip_special_tokens=True)
         return cls(
+            choice=choice,
             sequences=behind_prompts(answers),
             text=text,
             num_forwards=len(denoised.step_seconds),

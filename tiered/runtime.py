@@ -19,6 +19,7 @@ from tiered.core.rows import Rows
 from tiered.decoding.observers import Inspector, Streamer, check_streamer
 from tiered.denoising import denoise
 from tiered.forward.forward import Flow
+from tiered.forward.sizes import CallSizes
 from tiered.inputs import Inputs, Prompts, read_inputs
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
@@ -28,6 +29,7 @@ from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
 from tiered.output import GenerationOutput
 from tiered.planning.checks import beyond_training, check_positions
+from tiered.planning.choice import Choice
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
 from tiered.policies.registry import make_policy
@@ -140,27 +142,24 @@ class Runtime:
                 that were fixed before.
             TypeError, ValueError: anything wrong with an argument, named.
         """
-        chosen = GenerationOptions.of(
-            generation_config, options, mask_token_id=self.model.mask_token_id, noise=self.model.shape.noise
-        )
-        check_call(chosen, self.model, self.policy, name=self.name)
+        chosen = self._options(generation_config, options)
         check_inspector(inspector)
         check_streamer(streamer)
         prompts = self._read(inputs, attention_mask, raw=raw)
-        sizes = self._call.sizes_of(chosen, len(prompts.ids), prompts.longest)
+        sizes, choice = self._chosen(chosen, prompts)
         if (beyond := beyond_training(sizes.shape, sizes.context)) is not None:
             warnings.warn(beyond, stacklevel=3)  # the caller's line, behind `no_grad`
         if prior is not None:
             check_prior(prior, (sizes.batch, chosen.columns), chosen, vocab_size=self.model.shape.vocab_size)
         self.ledger.restart_peaks()
         restart_allocator_peak(self.device)
-        with self._call.booked(self.policy, sizes, inspector) as (tiers, streams):
+        with self._call.booked(choice.policy, sizes, inspector) as (tiers, streams):
             denoised = denoise(
                 self.model,
                 prompts,
                 chosen,
-                self.policy,
-                lambda canvas: self._call.forward(canvas, self.policy, sizes.sequences, tiers, streams),
+                choice.policy,
+                lambda canvas: self._call.forward(canvas, choice.policy, sizes.sequences, tiers, streams),
                 prior=prior,
                 shift=self._call.attention_shift(sizes),
                 streamer=streamer,
@@ -175,11 +174,31 @@ class Runtime:
         return GenerationOutput.of(
             prompts.ids,
             denoised,
+            choice=choice,
             eos_token_id=self.model.eos_token_id,
             tokenizer=self.tokenizer,
             memory=self.ledger.report(allocator_peak=allocator_peak(self.device)),
             tiers=moved,
         )
+
+    def choose(
+        self,
+        inputs: Inputs,
+        *,
+        generation_config: GenerationOptions | Mapping[str, Any] | None = None,
+        attention_mask: Tensor | None = None,
+        raw: bool = False,
+        **options: Any,
+    ) -> Choice:
+        """The policy that `generate` with these arguments runs under, and why: the runtime's own, unless that leaves
+        something open (`policy="auto"`, `refresh="auto"`, `refresh_blocks="auto"`). The same arguments under the same
+        budget on the same kind of machine have the same choice.
+
+        Raises:
+            TypeError, ValueError: as `generate`.
+        """
+        chosen = self._options(generation_config, options)
+        return self._chosen(chosen, self._read(inputs, attention_mask, raw=raw))[1]
 
     @torch.no_grad()
     def logits(
@@ -237,6 +256,21 @@ class Runtime:
                 if layer < shape.layers - 1:  # what comes out of the last layer is no layer's input
                     flow = forward.dense(layer, flow)
             return states
+
+    def _options(
+        self, generation_config: GenerationOptions | Mapping[str, Any] | None, options: Mapping[str, Any]
+    ) -> GenerationOptions:
+        """Those of a call, which go with the model and the policy."""
+        chosen = GenerationOptions.of(
+            generation_config, options, mask_token_id=self.model.mask_token_id, noise=self.model.shape.noise
+        )
+        check_call(chosen, self.model, self.policy, name=self.name)
+        return chosen
+
+    def _chosen(self, chosen: GenerationOptions, prompts: Prompts) -> tuple[CallSizes, Choice]:
+        """The sizes of a call, and what it runs under."""
+        sizes = self._call.sizes_of(chosen, len(prompts.ids), prompts.longest)
+        return sizes, self._call.choose(self.policy, chosen, sizes, prompts.shortest)
 
     def _read_ids(
         self, input_ids: Tensor, attention_mask: Tensor | None, noise_mask: Tensor | None

@@ -18,6 +18,7 @@ from tiered.core.features import Tier
 from tiered.core.memory_report import MemoryReport, TierReport
 from tiered.inputs import Inputs, read_inputs
 from tiered.output import GenerationOutput, Timings
+from tiered.planning.choice import Choice
 from tiered.runtime import Runtime
 
 Options = Mapping[str, Any] | None
@@ -86,6 +87,7 @@ class ByTransformers:
         counts, reader = tokens.sum(dim=1), runtime.tokenizer
         said = [answer[kept].tolist() for answer, kept in zip(done.answers, tokens, strict=True)]
         return GenerationOutput(
+            choice=Choice(runtime.policy),
             sequences=torch.cat([prompts.ids, done.answers], dim=1),
             text=None if reader is None else reader.batch_decode(said, skip_special_tokens=True),
             num_forwards=len(done.seconds),

@@ -98,7 +98,7 @@ def measure(settings: Mapping[str, Any]) -> Iterator[Row]:
     held = sum(tiers[tier].at_peak.get(account, 0) for tier in Tier for account in (Account.KEY, Account.VALUE))
     elements = out.sequences.shape[1] * kv_bytes_per_token(shape, shape.dtype) / runtime.dtype.itemsize
     row = figures(out) | {"kv_held": held / elements}
-    row["planned_seconds"] = planned(settings, runtime.policy, shape, rates)
+    row["planned_seconds"] = planned(settings, out.choice.policy, shape, rates)
     yield row | {"plan_over_measured": row["planned_seconds"] / row["seconds"]}
 
 

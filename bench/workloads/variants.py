@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tiered
+from tiered.policies.auto import Auto
 from tiered.policies.base import Policy
 from tiered.policies.registry import POLICIES, PRESETS, make_policy
 
@@ -66,7 +67,8 @@ class Variant:
 
 
 def all_variants(*, slides: bool = True) -> list[Variant]:
-    """Every policy and preset, and `none` in each call that one of them is made for.
+    """Every policy and preset, and `none` in each call that one of them is made for; `auto`, which is one of the
+    others, by that one's name.
 
     `slides`: False where noise makes tokens: no window slides over masks, and one that would has the whole block.
     """
@@ -74,6 +76,8 @@ def all_variants(*, slides: bool = True) -> list[Variant]:
     variants: list[Variant] = []
     references: dict[str, Variant] = {}
     for name in (*POLICIES, *PRESETS):
+        if name == Auto.name:
+            continue
         policy = make_policy(name, **given.get(name, {}))
         one_block, random_order = policy.name in ONE_BLOCK, policy.needs_order()
         way = Variant(name=name, policy=name, given=given.get(name, {}), one_block=one_block, random_order=random_order)

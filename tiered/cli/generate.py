@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{out.num_forwards} forwards, {out.tokens_per_forward.mean():.2f} tokens per forward, "
         f"{out.timings.tokens_per_second:.1f} tokens/s, "
-        f"peak {', '.join(f'{format_bytes(peak)} {tier}' for tier, peak in peaks if peak)}",
+        f"peak {', '.join(f'{format_bytes(peak)} {tier}' for tier, peak in peaks if peak)}, policy {out.choice}",
         file=sys.stderr,
     )
     return 0

@@ -37,6 +37,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="a temperature above 0, top-p or top-k where they cut, confidence by entropy, or a rule that draws what "
         "it rewrites: all take room beside the logits",
     )
+    parser.add_argument(
+        "--tokens-per-forward",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tokens of a sequence that a forward is expected to commit (default: %(default)s)",
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -55,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens,
         cfg=args.cfg,
         sampled=args.sampled,
+        tokens_per_forward=args.tokens_per_forward,
         **model_options(args),
         **policy_options(args),
     )

@@ -1,8 +1,10 @@
 """Books: how fast a machine computes, reads and copies: measured on itself, or as its maker says."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +32,7 @@ class Rates:
         half_rows, attention_half_rows: rows that reach half of either, where reading alone does not say it.
         bytes_per_second: read from its memory.
         link_bytes_per_second: copied from the host to the device.
-        layer_seconds: the least that a layer takes, however few its rows.
+        layer_seconds: the least that a layer takes without a program, however few its rows.
         source: where the figures are from.
         measured: on the machine itself; else they make an estimate.
         multiprocessors: of a GPU; 0: a CPU.
@@ -67,16 +69,37 @@ def _gpu(source: str, *, tflops: float, gbytes: float, link: float, multiprocess
 # Products in bfloat16 with sums in float32, without sparsity.
 DEVICES: Mapping[str, Rates] = MappingProxyType(
     {
-        "rtx3090": _gpu("GA102 whitepaper", tflops=71, gbytes=936, link=PCIE_4, multiprocessors=82),
-        "rtx4090": _gpu("Ada whitepaper", tflops=165.2, gbytes=1008, link=PCIE_4, multiprocessors=128),
-        "rtx5090": _gpu("RTX Blackwell whitepaper", tflops=209.5, gbytes=1792, link=PCIE_5, multiprocessors=170),
-        "l4": _gpu("L4 datasheet", tflops=121, gbytes=300, link=PCIE_4, multiprocessors=58),
-        "l40s": _gpu("L40S datasheet", tflops=362, gbytes=864, link=PCIE_4, multiprocessors=142),
-        "a100": _gpu("A100 80GB SXM datasheet", tflops=312, gbytes=2039, link=PCIE_4, multiprocessors=108),
-        "h100": _gpu("H100 SXM datasheet", tflops=989, gbytes=3350, link=PCIE_5, multiprocessors=132),
-        "h200": _gpu("H200 SXM datasheet", tflops=989, gbytes=4800, link=PCIE_5, multiprocessors=132),
+        "rtx3090": _gpu("GA102 whitepaper", tflops=71.0, gbytes=936.0, link=PCIE_4, multiprocessors=82),
+        "rtx4090": _gpu("Ada whitepaper", tflops=165.2, gbytes=1008.0, link=PCIE_4, multiprocessors=128),
+        "rtx5090": _gpu("RTX Blackwell whitepaper", tflops=209.5, gbytes=1792.0, link=PCIE_5, multiprocessors=170),
+        "l4": _gpu("L4 datasheet", tflops=121.0, gbytes=300.0, link=PCIE_4, multiprocessors=58),
+        "l40s": _gpu("L40S datasheet", tflops=362.0, gbytes=864.0, link=PCIE_4, multiprocessors=142),
+        "a100": _gpu("A100 80GB SXM datasheet", tflops=312.0, gbytes=2039.0, link=PCIE_4, multiprocessors=108),
+        "h100": _gpu("H100 SXM datasheet", tflops=989.0, gbytes=3350.0, link=PCIE_5, multiprocessors=132),
+        "h200": _gpu("H200 SXM datasheet", tflops=989.0, gbytes=4800.0, link=PCIE_5, multiprocessors=132),
     }
 )
+# What a choice before a call goes by: it is never measured then, so that it is the same every time.
+NOMINAL_GPU = "rtx4090"  # where a GPU is none of `DEVICES`
+NOMINAL_CPU = Rates(  # `tiered rates --device cpu --dtype float32`, OMP_NUM_THREADS=1, torch 2.13
+    flops_per_second=1.0e11,
+    attention_flops_per_second=8.6e10,
+    half_rows=8.0,
+    attention_half_rows=2.0,
+    bytes_per_second=4.0e10,
+    link_bytes_per_second=1.9e10,
+    layer_seconds=2.0e-4,
+    source="one core of an AMD EPYC",
+)
+
+
+def nominal_rates(gpu: str | None) -> Rates:
+    """Those of a GPU by the name that its driver has, of `NOMINAL_GPU` where that is not known; None: of a CPU."""
+    if gpu is None:
+        return NOMINAL_CPU
+    words = re.split(r"[\s-]+", gpu.lower())
+    names = (*words, *map("".join, pairwise(words)))  # "rtx", "4090" is one name
+    return DEVICES[next((name for name in names if name in DEVICES), NOMINAL_GPU)]
 
 
 def rates_of(device: str | Path) -> Rates:

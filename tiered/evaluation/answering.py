@@ -17,6 +17,7 @@ from tiered.core.errors import TierCapacityError
 from tiered.evaluation.arguments import Defaults, RequestSettings
 from tiered.evaluation.text import encode, fit
 from tiered.output import GenerationOutput
+from tiered.policies.base import Policy
 from tiered.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -27,11 +28,13 @@ _SEEDS = 2**62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request: its place in the list, its prompt's ids, and how it is answered."""
+    """One request: its place in the list, its prompt's ids, and how it is answered: under the policy that it would be
+    alone, so that what it is batched with changes nothing."""
 
     index: int
     ids: list[int]
     settings: RequestSettings
+    policy: Policy
 
 
 @dataclass(slots=True)
@@ -43,6 +46,7 @@ class CallTotals:
         forwards: of all sequences, each counted as often as it took part.
         tokens: of all answers, before they are cut; end-of-sequence and padding not counted.
         seconds: from first forwards to last commits.
+        policies: sequences by the policy that they were answered under.
         peak_bytes: the largest peak of each tier, from the ledger.
     """
 
@@ -51,6 +55,7 @@ class CallTotals:
     forwards: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    policies: dict[str, int] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
 
     def add(self, out: GenerationOutput) -> None:
@@ -60,6 +65,8 @@ class CallTotals:
         self.forwards += sum(out.forwards)
         self.tokens += out.timings.tokens
         self.seconds += out.timings.total
+        policy = str(out.choice.policy)
+        self.policies[policy] = self.policies.get(policy, 0) + len(out.forwards)
         for tier, report in out.memory.tiers.items():
             self.peak_bytes[str(tier)] = max(self.peak_bytes.get(str(tier), 0), report.peak)
 
@@ -113,10 +120,14 @@ class Answering:
                 )
             settings.append(own)
         prompts = fit([self.encode(context) for context, _ in requests], [longest - own.columns for own in settings])
-        return [Job(index=i, ids=ids, settings=own) for i, (ids, own) in enumerate(zip(prompts, settings, strict=True))]
+        return [
+            Job(index=i, ids=ids, settings=own, policy=self._runtime.choose(torch.tensor([ids]), **own.options).policy)
+            for i, (ids, own) in enumerate(zip(prompts, settings, strict=True))
+        ]
 
     def answer(self, batch: list[Job], number: int) -> Int[Tensor, "batch columns"]:
-        """Ids behind the prompts of jobs with equal options, the first of which is the `number`-th to be answered."""
+        """Ids behind the prompts of jobs with equal options and policies, the first of which is the `number`-th to be
+        answered."""
         rows = [torch.tensor(job.ids) for job in batch]
         pad = self._runtime.model.pad_token_id
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
@@ -124,7 +135,7 @@ class Answering:
         mask = torch.arange(longest) >= longest - torch.tensor([len(row) for row in rows])[:, None]
         options = dict(batch[0].settings.options)
         options["seed"] = (self.seed(options) + number) % _SEEDS
-        out = self._runtime.generate(ids, attention_mask=mask, **options)
+        out = self._runtime.with_policy(batch[0].policy).generate(ids, attention_mask=mask, **options)
         self.totals.add(out)
         return out.sequences[:, longest:]
 
@@ -161,8 +172,8 @@ def answer_in_batches(
 ) -> Iterator[tuple[Job, list[int]]]:
     """Every job with the ids of its canvas, in the order in which they are done.
 
-    Jobs of one `RequestSettings.key` go together, longest prompts first: the call that takes most memory comes first,
-    and little is padded.
+    Jobs of one `RequestSettings.key` and policy go together, longest prompts first: the call that takes most memory
+    comes first, and little is padded.
 
     Args:
         jobs: in the order of the requests.
@@ -170,9 +181,9 @@ def answer_in_batches(
         answer: ids behind the prompts of a batch, whose first job is the n-th to be done (from 0).
         auto: where memory is short, go on with half as many.
     """
-    groups: dict[str, list[Job]] = {}
+    groups: dict[tuple[str, Policy], list[Job]] = {}
     for job in jobs:
-        groups.setdefault(job.settings.key, []).append(job)
+        groups.setdefault((job.settings.key, job.policy), []).append(job)
     done = 0
     for group in groups.values():
         group.sort(key=lambda job: -len(job.ids))

@@ -13,7 +13,7 @@ import torch
 from tiered.core.features import Account
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.sizes import CallSizes, Gpu
-from tiered.offload.device import cublas_workspace_bytes, multiprocessors, pick_device
+from tiered.offload.device import cublas_workspace_bytes, device_name, multiprocessors, pick_device
 
 _FLOAT32 = 4
 _PROGRAM_ROWS, _PROGRAM_KEYS = 64, 64  # of flash attention; it takes up to 256 keys at a time
@@ -36,7 +36,11 @@ def gpu_of(device: str | torch.device) -> Gpu | None:
     picked = pick_device(device)
     if picked.type == "cpu":
         return None
-    return Gpu(workspace_bytes=cublas_workspace_bytes(picked), multiprocessors=multiprocessors(picked))
+    return Gpu(
+        workspace_bytes=cublas_workspace_bytes(picked),
+        multiprocessors=multiprocessors(picked),
+        name=device_name(picked),
+    )
 
 
 def library_bytes(sizes: CallSizes) -> Mapping[Account, int]:

@@ -43,10 +43,12 @@ class Gpu:
     Attributes:
         workspace_bytes: of cuBLAS.
         multiprocessors: how many it has.
+        name: as its driver has it; "": of no GPU in particular.
     """
 
     workspace_bytes: int
     multiprocessors: int
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

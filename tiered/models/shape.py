@@ -1,7 +1,7 @@
 """Books: a model's sizes, as planning, caching and weight checking need them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 
@@ -51,7 +51,7 @@ class ModelShape:
     prediction_shift: int = 0
     soft_cap: float | None = None
     sink_tokens: int = 0
-    weight_shapes: Mapping[str, tuple[int, ...]]
+    weight_shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
 
     @property
     def parameters(self) -> int:

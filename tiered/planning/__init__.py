@@ -1,1 +1,1 @@
-"""Bytes before loading: what a model, a policy and a context will take in each tier."""
+"""Bytes and time before loading: what a model, a policy and a context will take; and which policy a call runs under."""

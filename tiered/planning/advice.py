@@ -1,4 +1,5 @@
-"""What to lower or raise when a call does not fit its tiers, each with a number that does fit."""
+"""What to lower or raise when a call does not fit its tiers, each with a number that does fit; and what to change where
+one would be faster."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -7,8 +8,15 @@ from typing import Any
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.byte_size import format_bytes
-from tiered.core.features import Tier
+from tiered.core.features import Feature, Tier
+from tiered.core.rates import Rates
+from tiered.kernels.row_code import RowCode
+from tiered.planning.choice import TIE, goes
+from tiered.planning.rehearsal import prompt_of
+from tiered.planning.times import call_time
 from tiered.planning.workload import Workload
+from tiered.policies.auto import Auto
+from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
 
@@ -22,7 +30,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One way to make a plan fit.
+    """One way to make a plan fit, or one that fits faster.
 
     Attributes:
         text: what to do, for people.
@@ -43,6 +51,47 @@ def advise(workload: Workload, budget: MemoryBudget) -> list[Advice]:
     """The changes that bring `workload` within `budget`, cheapest in quality and speed first; empty where it fits
     already."""
     return list(_changes(workload, budget)) if workload.over(budget) else []
+
+
+def faster(
+    workload: Workload, budget: MemoryBudget, rates: Rates, *, tokens_per_forward: int, rewrites: bool
+) -> list[Advice]:
+    """The one change with which a call that fits is the fastest, if it takes a tenth less time; else none."""
+    if workload.over(budget):
+        return []
+
+    def seconds(of: Workload) -> float:
+        needed = of.needed(budget)
+        return call_time(of.policy, of.sizes, needed, rates, tokens_per_forward=tokens_per_forward).seconds
+
+    now = seconds(workload)
+    ratios = [
+        (seconds(changed) / now, text, change)
+        for changed, text, change in _other_ways(workload)
+        if goes(changed.policy, changed.sizes, rewrites) and not changed.over(budget)
+    ]
+    ratio, text, change = min(ratios, key=lambda way: way[0], default=(1.0, "", {}))
+    return [Advice(f"{text}: {ratio:.2g} of the time", change)] if ratio * TIE <= 1 else []
+
+
+def _other_ways(workload: Workload) -> Iterator[tuple[Workload, str, dict[str, Any]]]:
+    """Calls that differ in one thing, with what to do for them."""
+    policy, sizes = workload.policy, workload.sizes
+    if sizes.kv is None and workload.policy.features(sizes.shape)[Feature.KEY] == sizes.shape.layers:
+        for code in RowCode:
+            changed = workload.resized(kv=code)
+            yield changed, f"keep keys and values as {code}, which changes answers", {"kv": code.value}
+    if isinstance(policy, Polestar | FastDLLMPrefix | FastDLLMDual):
+        option = "refresh" if isinstance(policy, Polestar) else "refresh_blocks"
+        # Beside `refresh_interval`, refreshes are what was asked for.
+        opened = policy if policy.refresh_interval is not None else replace(policy, **{option: "auto"})
+        for other in opened.candidates(sizes, prompt_of(sizes)):
+            value = getattr(other, option)
+            if value != getattr(policy, option):
+                yield Workload(other, sizes), f"begin blocks with {option} {value}", {option: value}
+    for other in Auto().candidates(sizes, prompt_of(sizes)):
+        if type(other) is not type(policy):
+            yield Workload(other, sizes), f"use policy {other.name}", {"policy": other.name}
 
 
 def _changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:

@@ -1,7 +1,7 @@
 """What a plan answers: its figures, as plain types, and as a card to read."""
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ COLUMNS = 100
 # What `as_dict` has of the model's shape.
 _TOLD = ("parameters", "layers", "width", "heads", "kv_heads", "head_dim", "vocab_size", "max_context", "noise")
 _LABEL, _SIZE, _EXACT = 20, 12, 20
-_SHOWN = 4  # tokens a forward, of the call that the card tells of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +50,7 @@ class Plan:
         sizes: of the model and the call.
         policy: name of the policy.
         policy_options: its options.
+        why: why it is this one, where that was left open; else "".
         tiers: bytes and cap of every tier: what the runtime books. Of a policy that keeps hidden states, what it books
             at most, since the sizes of clusters are not known before; with a disk tier, the share of the disk is close.
         largest_context: positions that fit every cap with all else equal, in whole blocks, up to what the model was
@@ -58,8 +58,9 @@ class Plan:
         streams: the features of which some layers are streamed from the tiers below, so that the device's cap holds;
             None: all are on the device.
         hidden: what hidden states would take if the policy kept them, part of no tier's total; None: it does.
-        advice: what would make it fit; empty where it does.
+        advice: what would make it fit; where it does, at most one change that would be faster.
         rates: of the machine that `times` are of; None: no machine was named.
+        tokens_per_forward: that the call is expected to commit in each.
         times: of calls that commit more and more tokens a forward.
         warnings: what is allowed and still worth knowing.
     """
@@ -74,7 +75,9 @@ class Plan:
     streams: StreamBytes | None
     hidden: HiddenBytes | None
     advice: tuple[Advice, ...]
+    why: str = ""
     rates: Rates | None = None
+    tokens_per_forward: int = 1
     times: tuple[CallTime, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -122,6 +125,8 @@ class Plan:
             "kv": sizes.kv or RAW,
             "policy": self.policy,
             "policy_options": dict(self.policy_options),
+            "why": self.why,
+            "tokens_per_forward": self.tokens_per_forward,
             "fits": self.fits,
             "tiers": {
                 name.value: {
@@ -149,7 +154,7 @@ def plan_card(plan: Plan) -> str:
     tiers = map(list, _tiers(plan))
     sections = (
         *(_header(plan), *tiers, _streamed(plan), _contexts(plan), _hidden(plan)),
-        *(_times(plan.rates, plan.times), _remarks(plan)),
+        *(_times(plan), _remarks(plan)),
     )
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
 
@@ -168,6 +173,8 @@ def _header(plan: Plan) -> Iterator[str]:
     call = f"context {sizes.context}, batch {sizes.batch}{guidance}, block {sizes.block_length}"
     yield f"{call}{sampled}, {sizes.dtype}{coded}"
     yield from textwrap.wrap(f"policy {plan.policy}{options}", COLUMNS)
+    if plan.why:
+        yield from textwrap.wrap(f"  chosen: {plan.why}", COLUMNS, subsequent_indent="  ")
 
 
 def _tiers(plan: Plan) -> Iterator[Iterator[str]]:
@@ -217,10 +224,11 @@ def _hidden(plan: Plan) -> Iterator[str]:
     yield _row("staging rings", hidden.staging, f"{hidden.slots} slots of nvfp4_delta records")
 
 
-def _times(rates: Rates | None, times: Sequence[CallTime]) -> Iterator[str]:
+def _times(plan: Plan) -> Iterator[str]:
+    rates, times = plan.rates, plan.times
     if rates is None:
         return
-    shown = min(times, key=lambda time: abs(time.tokens_per_forward - _SHOWN))
+    shown = next(time for time in times if time.tokens_per_forward == plan.tokens_per_forward)
     kind = "measured rates" if rates.measured else "ESTIMATE, from datasheet rates"
     yield f"time of {shown.answer} tokens, {shown.tokens_per_forward} a forward: {kind} ({rates.source})"
     for forward, time in shown.kinds.items():
@@ -236,7 +244,7 @@ def _remarks(plan: Plan) -> Iterator[str]:
     for warning in plan.warnings:
         yield from textwrap.wrap(f"warning: {warning}", COLUMNS, subsequent_indent="  ")
     if plan.advice:
-        yield "any one of these makes it fit:"
+        yield "faster, by this estimate:" if plan.fits else "any one of these makes it fit:"
         for advice in plan.advice:
             yield from textwrap.wrap(f"  - {advice.text}", COLUMNS, subsequent_indent="    ")
 

@@ -15,9 +15,10 @@ from tiered.models.config_source import read_config
 from tiered.models.families import Family, family_of
 from tiered.models.rotation import stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.planning.advice import advise
+from tiered.planning.advice import advise, faster
 from tiered.planning.card import Plan, TierPlan
 from tiered.planning.checks import beyond_training, check_policy, check_positions
+from tiered.planning.choice import choose
 from tiered.planning.times import TOKENS_PER_FORWARD, call_time
 from tiered.planning.workload import LARGEST_SIZE, HiddenBytes, Workload
 from tiered.policies import DEFAULT_POLICY
@@ -39,6 +40,7 @@ def plan(
     sampled: bool = False,
     device: str = "auto",
     kv: str = "raw",
+    tokens_per_forward: int = 1,
     rope_theta: float | None = None,
     rope_scaling: Mapping[str, Any] | str | None = None,
     **policy_options: Any,
@@ -51,7 +53,9 @@ def plan(
         context: positions of the canvas, prompt and answer together, up to what the model was made for, or its
             rotation is stretched to.
         batch: sequences.
-        policy: name of a policy, with its options as further keywords, or a policy.
+        policy: name of a policy, with its options as further keywords, or a policy. What it leaves open is chosen as
+            `generate` chooses it: by the rates of `device`, or by nominal ones where it names no machine, for a call
+            whose prompts are all as long as the canvas has room for.
         memory: cap of the device tier (`"24GiB"`), or a `MemoryBudget`.
         block_length: positions of a block; None: 32, or the answer's where that is shorter.
         max_new_tokens: positions of the answer, for policies that keep some features of it alone; None: any number.
@@ -62,6 +66,8 @@ def plan(
         device: as for `from_pretrained`: libraries take room on CUDA devices. "cuda" on a machine without one counts
             the most that any card takes. Or what to tell the time of: a GPU by name (`tiered.core.rates.DEVICES`), as
             its maker describes it, or a file that `tiered rates --out` wrote.
+        tokens_per_forward: that the call is expected to commit in each, of a sequence; by default one, as `generate`
+            does.
         kv, rope_theta, rope_scaling: as for `from_pretrained`.
 
     Raises:
@@ -92,6 +98,10 @@ def plan(
         gpu=gpu,
     )
     _check(chosen, sizes, name)
+    tokens = min(_size("tokens_per_forward", tokens_per_forward), sizes.block_length)
+    rewrites = shape.noise != "mask"
+    choice = choose(chosen, sizes, budget, tokens_per_forward=tokens, rewrites=rewrites, rates=rates)
+    chosen = choice.policy
     workload = Workload(chosen, sizes)
     accounts, needed = workload.accounts(budget), workload.needed(budget)
     return Plan(
@@ -100,17 +110,22 @@ def plan(
         sizes=sizes,
         policy=chosen.name,
         policy_options=asdict(chosen),
+        why=choice.why,
         tiers={tier: TierPlan(accounts=accounts[tier], cap=budget.cap(tier)) for tier in Tier},
         largest_context=_largest_context(workload, budget),
         streams=needed.streams,
         hidden=HiddenBytes.of(sizes) if needed.records is None else None,
-        advice=tuple(advise(workload, budget)),
+        advice=(
+            *advise(workload, budget),
+            *(() if rates is None else faster(workload, budget, rates, tokens_per_forward=tokens, rewrites=rewrites)),
+        ),
         rates=rates,
+        tokens_per_forward=tokens,
         times=()
         if rates is None
         else tuple(
             call_time(chosen, sizes, needed, rates, tokens_per_forward=tokens)
-            for tokens in TOKENS_PER_FORWARD
+            for tokens in sorted({*TOKENS_PER_FORWARD, tokens})
             if tokens <= sizes.block_length
         ),
         warnings=tuple(filter(None, [beyond_training(shape, sizes.context)])),

@@ -22,11 +22,13 @@ class Rehearsed:
         block: number of the block it is in.
         kind: what it is for.
         rows: of a sequence, on average over layers.
+        fetched: bytes, beside layers that are streamed.
     """
 
     block: int
     kind: StepKind
     rows: float
+    fetched: float = 0.0
 
 
 def rehearse(policy: Policy, sizes: CallSizes, *, tokens_per_forward: int) -> Iterator[Rehearsed]:
@@ -38,7 +40,7 @@ def rehearse(policy: Policy, sizes: CallSizes, *, tokens_per_forward: int) -> It
     shape, block = sizes.shape, sizes.block_length
     answer = answer_of(sizes)
     canvas = Canvas(
-        torch.zeros(1, sizes.context - answer, dtype=torch.int64),
+        torch.zeros(1, prompt_of(sizes), dtype=torch.int64),
         torch.zeros(1, dtype=torch.int64),
         max_new_tokens=answer,
         block_length=block,
@@ -58,11 +60,16 @@ def rehearse(policy: Policy, sizes: CallSizes, *, tokens_per_forward: int) -> It
             ranks = (pending.cumsum(1) * chosen) if policy.needs_order() else None
             step = replace(step, forwards=(forwards,), upcoming=ranks)
             asked = state.rows(step)
-            yield Rehearsed(number, asked.kind, policy.layer_rows(asked, sizes))
+            yield Rehearsed(number, asked.kind, policy.layer_rows(asked, sizes), policy.fetched_bytes(asked, sizes))
             clock = torch.tensor([forwards])
             canvas.commit(start, chosen, torch.zeros_like(canvas.tokens[:, start:stop]), clock)
             state.observe(step, chosen)
             step, forwards = replace(step, number=step.number + 1, remasked=False), forwards + 1
+
+
+def prompt_of(sizes: CallSizes) -> int:
+    """Tokens of the longest prompt."""
+    return sizes.context - answer_of(sizes)
 
 
 def answer_of(sizes: CallSizes) -> int:

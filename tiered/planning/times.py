@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from tiered.core.features import Feature
@@ -11,9 +12,12 @@ from tiered.forward.forward_work import ForwardWork, forward_work
 from tiered.forward.sizes import CallSizes
 from tiered.planning.call_bytes import CallBytes
 from tiered.planning.rehearsal import answer_of, rehearse
-from tiered.policies.base import Policy, StepKind
+from tiered.policies.base import PLAIN_LAUNCHES, Policy, StepKind
 
 TOKENS_PER_FORWARD = (1, 2, 4, 8)
+# Of a CPU: one layer of one feature that is streamed takes as long, beside its bytes, as so many layers with next to no
+# work: 2.3 ms (docs/benchmarks.md, regimes at budget 0.5 and 1 over those without).
+STREAMED_LAYER = 11
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,26 +83,55 @@ def call_time(
     policy: Policy, sizes: CallSizes, needed: CallBytes, rates: Rates, *, tokens_per_forward: int
 ) -> CallTime:
     """How long a call of `sizes` takes that holds what is `needed`, of which every forward moves what is streamed."""
-    forwards = list(rehearse(policy, sizes, tokens_per_forward=tokens_per_forward))
-    moved = 0 if needed.streams is None else needed.streams.moved
-    answer = answer_of(sizes)
-    blocks, gone_through = answer // sizes.block_length, 1 + forwards[-1].block
+    streams = () if needed.streams is None else needed.streams.streams
+    streamed = sum(len(stream.layers) for stream in streams)
     kinds = {}
-    for kind in StepKind:
-        own = [forward.rows for forward in forwards if forward.kind is kind]
-        if own:
-            rows = sum(own) / len(own)
-            count = round(len(own) * blocks / gone_through)
-            seconds, bound = forward_seconds(policy, sizes, rows, moved, rates)
-            kinds[kind] = ForwardTime(rows=rows, count=count, seconds=seconds, bound=bound)
+    for kind, count, rows, fetched in _kinds(policy, sizes, tokens_per_forward):
+        moved = fetched + sum(stream.records for stream in streams)
+        seconds, bound = forward_seconds(policy, sizes, rows, moved, rates, kind=kind, streamed=streamed)
+        kinds[kind] = ForwardTime(rows=rows, count=count, seconds=seconds, bound=bound)
+    answer = answer_of(sizes)
     return CallTime(
-        tokens_per_forward=tokens_per_forward, answer=answer, blocks=blocks, sequences=sizes.batch, kinds=kinds
-    )
+        tokens_per_forward=tokens_per_forward, answer=answer, blocks=answer // sizes.block_length,
+        sequences=sizes.batch, kinds=kinds,
+    )  # fmt: skip
 
 
-def forward_seconds(policy: Policy, sizes: CallSizes, rows: float, moved: int, rates: Rates) -> tuple[float, str]:
+@lru_cache(maxsize=256)
+def _kinds(policy: Policy, sizes: CallSizes, tokens_per_forward: int) -> tuple[tuple[StepKind, int, float, float], ...]:
+    """Of each kind of forward: how many a call has; rows, and bytes that it fetches, on average."""
+    forwards = list(rehearse(policy, sizes, tokens_per_forward=tokens_per_forward))
+    blocks, later = answer_of(sizes) // sizes.block_length, forwards[-1].block
+    kinds = []
+    for kind in StepKind:
+        own = [forward for forward in forwards if forward.kind is kind]
+        if own:
+            first = sum(forward.block == 0 for forward in own)
+            count = first + round((len(own) - first) * (blocks - 1) / max(later, 1))
+            rows, fetched = (
+                sum(values) / len(own) for values in zip(*((one.rows, one.fetched) for one in own), strict=True)
+            )
+            kinds.append((kind, count, rows, fetched))
+    return tuple(kinds)
+
+
+def forward_seconds(
+    policy: Policy,
+    sizes: CallSizes,
+    rows: float,
+    moved: float,
+    rates: Rates,
+    *,
+    kind: StepKind = StepKind.STEP,
+    streamed: int = 0,
+) -> tuple[float, str]:
     """Of a forward over `rows` of each sequence while `moved` bytes come to the device, and what sets its pace. Copies
-    go on beside the rest, and so does reading beside arithmetic."""
+    go on beside the rest, and so does reading beside arithmetic.
+
+    Args:
+        kind: of the forward.
+        streamed: layers that are streamed, of each feature.
+    """
     work = work_of(policy, sizes, rows)
     # A layer goes over its rows in parts, each of which reads all of it.
     parts = max(1.0, rows / part_rows(sizes.sequences))
@@ -109,15 +142,18 @@ def forward_seconds(policy: Policy, sizes: CallSizes, rows: float, moved: int, r
         "weights": parts * work.weight_bytes / rates.bytes_per_second,
         "keys and values": parts * work.kv_bytes / rates.bytes_per_second,
     }
+    launched = sizes.shape.layers * policy.launches(kind) / PLAIN_LAUNCHES
     paces = {
         max(reading, key=lambda name: reading[name]): sum(reading.values()),
         "products": products * (1 + rates.half_rows / at_once) + attention * (1 + rates.attention_half_rows / at_once),
         "link": moved / rates.link_bytes_per_second,
-        "launches": sizes.shape.layers * rates.layer_seconds,
+        "launches": launched * rates.layer_seconds,
     }
     bound = max(paces, key=lambda name: paces[name])
-    # A CPU that launches is the one that computes.
-    alone = 0.0 if rates.multiprocessors or bound == "launches" else paces["launches"]
+    if rates.multiprocessors:
+        return paces[bound], bound
+    # A CPU that launches is the one that computes, and the one that copies.
+    alone = (launched * (bound != "launches") + STREAMED_LAYER * streamed) * rates.layer_seconds
     return paces[bound] + alone, bound
 
 
@@ -134,4 +170,5 @@ def work_of(policy: Policy, sizes: CallSizes, rows: float) -> ForwardWork:
         output_rows=min(policy.logit_rows(sizes.block_length, sizes.context), int(rows)),
     )
     kept = policy.features(shape)[Feature.KEY] == shape.layers
-    return work if kept else replace(work, kv_bytes=0)
+    stored = sizes.row_bytes(Feature.KEY) / (shape.kv_width * sizes.element)
+    return replace(work, kv_bytes=round(work.kv_bytes * stored) if kept else 0)

@@ -26,6 +26,7 @@ from tiered.models.shape import ModelShape
 from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.record_bytes import RecordBytes
 
+PLAIN_LAUNCHES = 18  # of a layer without a program
 _FLOAT32 = 4
 
 
@@ -195,6 +196,11 @@ class Policy(ABC):
         """Rows of a sequence whose logits a step gets, at most."""
         return block_length
 
+    def candidates(self, sizes: CallSizes, prompt: int) -> "tuple[Policy, ...]":
+        """What a call of `sizes`, whose shortest prompt has `prompt` tokens, may run under, the plainest first:
+        policies that leave nothing open. Itself alone, unless an option is left to be chosen before the call."""
+        return (self,)
+
     @abstractmethod
     def start(self) -> PolicyState:
         """Fresh state for one call."""
@@ -207,3 +213,12 @@ class Policy(ABC):
         """Rows of a sequence that go through a layer in such a forward, on average over layers; what is to be expected,
         where the model decides."""
         return asked.rows.count
+
+    def fetched_bytes(self, asked: StepRows, sizes: CallSizes) -> float:
+        """Bytes that such a forward fetches to the device beside layers that are streamed, as `layer_rows`."""
+        return 0.0
+
+    def launches(self, kind: StepKind) -> int:
+        """Operations that a layer launches on CUDA in such a forward, on average over layers (`bench/measure.py update
+        --part launches`)."""
+        return PLAIN_LAUNCHES

@@ -7,6 +7,7 @@ from typing import Any
 
 from tiered.core.aliases import POLICY_ALIASES
 from tiered.core.checks import nearest, plain_number, unknown_name
+from tiered.policies.auto import Auto
 from tiered.policies.base import Policy
 from tiered.policies.composed import Composed
 from tiered.policies.dkv_cache import DKVPD, DKVDecode, DKVGreedy, DKVPrefill
@@ -21,6 +22,7 @@ from tiered.policies.uniform_cache import UniformCache
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy
     for policy in (
+        Auto,
         NoCache,
         FastDLLMPrefix,
         FastDLLMDual,
@@ -77,6 +79,8 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
     given: dict[str, Any] = {}
     for option, value in options.items():
         name = option if option in allowed else POLICY_ALIASES.get(option, option)
+        if kind is Auto:
+            raise ValueError(f"option {option!r}: policy 'auto' has none; name the policy that it is one of")
         if name not in allowed:
             raise unknown_name(f"option of policy {policy!r}", option, allowed)
         if name in given and given[name] != value:

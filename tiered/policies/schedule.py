@@ -9,6 +9,12 @@ from tiered.policies.base import Step
 # of every third; None: after a call's first forward never again.
 Interval = int | str | None
 
+# Tokens of a prompt from which on what caches leave stale was measured to cost no answers. Lookups in 256 tokens and
+# more lose none under any cache; lists, which end at about 40 tokens, are sorted right in 98 of 100 cases without a
+# cache and in 42 to 65 with one (docs/benchmarks.md, docs/embedded-model.md).
+LEAST_STALE_PROMPT = 256
+SELDOM = 4  # blocks from one refresh to the next, where a block need not begin with one
+
 
 def check_interval(name: str, interval: object) -> None:
     """Raise `TypeError` or `ValueError` unless `interval` is None or an int of at least 1."""

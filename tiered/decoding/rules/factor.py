@@ -25,6 +25,7 @@ class Factor(CommitRule):
 
     name: ClassVar[str] = "factor"
     confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
+    by_steps: ClassVar[bool] = False
     factor: float
 
     def __post_init__(self) -> None:

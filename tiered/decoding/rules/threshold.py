@@ -24,6 +24,7 @@ class Threshold(CommitRule):
 
     name: ClassVar[str] = "threshold"
     confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
+    by_steps: ClassVar[bool] = False
     confidence_threshold: float
     parity: bool = False
 

@@ -45,6 +45,8 @@ def measure_token_drift(runtime: Runtime, inputs: Inputs, **generate_options: An
         TypeError, ValueError: anything wrong with an argument of `generate`, named.
     """
     inspector, shape = StalenessInspector(), runtime.model.shape
+    asked = {name: value for name, value in generate_options.items() if name not in ("prior", "streamer")}
+    runtime = runtime.with_policy(runtime.choose(inputs, **asked).policy)
     kept = runtime.policy.features(shape)
     if any(kept[feature] < shape.layers for feature in COMPARED):
         runtime = runtime.with_policy(_AllLayers(policy=runtime.policy))

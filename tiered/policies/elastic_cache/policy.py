@@ -67,6 +67,9 @@ class ElasticCache(Policy):
     def logit_rows(self, block_length: int, context: int) -> int:
         return min(self.window, block_length)
 
+    def launches(self, kind: StepKind) -> int:
+        return 62 if kind is StepKind.REFRESH else 119
+
     def start(self) -> PolicyState:
         return _Elastic(self)
 

@@ -8,14 +8,14 @@ from tiered.core.checks import check_integer, check_number, check_switch, unknow
 from tiered.core.features import Tier
 from tiered.offload.codec_bytes import Codec
 from tiered.policies.base import Policy
-from tiered.policies.schedule import check_interval
+from tiered.policies.schedule import SELDOM, check_interval
 
 Late = Literal["wait", "skip", "deadline"]
 LATE: tuple[Late, ...] = ("wait", "skip", "deadline")
 # With so few clusters a reference keeps the attention on each of them apart, which makes the drift exact however much
 # of it the renewed ones hold; it takes clusters² numbers, too many where there are hundreds.
 MOST_PARTS = 16
-REFRESHES = ("full", "drift")
+REFRESHES = ("full", "drift", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,8 @@ class PolestarOptions(Policy):
         late: a chosen cluster that has not arrived when its rows are needed is waited for ("wait", the only one whose
             answers do not depend on time), left out ("skip"), or waited for `deadline_ms` first ("deadline").
         refresh: what begins a block: "full", every row; or "drift", an update over the finished block and the new one,
-            with a refresh at every `refresh_blocks`-th block. The latter is beyond the paper.
+            with a refresh at every `refresh_blocks`-th block. The latter is beyond the paper. "auto": "drift" where a
+            call is faster by it and its prompts are long enough to hold their answers.
         renew_response: with `refresh` = "drift", whether the update that begins a block also goes over every cluster
             with rows behind the prompt.
         refresh_interval: forwards from one refresh to the next within a block; None: only the block's first.
@@ -56,8 +57,8 @@ class PolestarOptions(Policy):
     prefetch_layers: int = 1
     late: Late = "wait"
     deadline_ms: float = 1.0
-    refresh: Literal["full", "drift"] = "full"
-    refresh_blocks: int = 4
+    refresh: Literal["full", "drift", "auto"] = "full"
+    refresh_blocks: int = SELDOM
     renew_response: bool = False
     refresh_interval: int | None = None
     seed: int = 0
@@ -96,8 +97,10 @@ class PolestarOptions(Policy):
         check_switch("renew_response", self.renew_response)
         if self.renew_response and self.refresh != "drift":
             raise ValueError("renew_response = True goes with refresh = 'drift': a refresh renews all rows")
-        if self.refresh == "drift" and self.refresh_interval is not None:
-            raise ValueError("refresh = 'drift' saves refreshes, refresh_interval adds some; give one of them")
+        if self.refresh != "full" and self.refresh_interval is not None:
+            raise ValueError(
+                f"refresh = {self.refresh!r} saves refreshes, refresh_interval adds some; give one of them"
+            )
 
     @property
     def appended_blocks(self) -> int:

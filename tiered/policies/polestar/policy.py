@@ -4,24 +4,29 @@ Semantics follow the paper, whole context and per layer, with the stored hidden 
 the authors' code are presets. Departures, and why, are in docs/polestar.md.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Int8
 from torch import Tensor
 
+from tiered.core.features import Tier
 from tiered.forward.sizes import CallSizes
 from tiered.kernels.host_values import on_device
-from tiered.policies.base import PolicyState, Step, StepKind, StepRows
+from tiered.offload.codec_bytes import codec_bytes
+from tiered.offload.slabs import UNIT
+from tiered.policies.base import PLAIN_LAUNCHES, Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.polestar.cache import HiddenCache, Refresh
 from tiered.policies.polestar.cluster_sizes import ClusterSizes
 from tiered.policies.polestar.options import PolestarOptions
 from tiered.policies.polestar.record_bytes import hidden_record_bytes
 from tiered.policies.polestar.update import Update
 from tiered.policies.polestar.update_log import GroupUpdate
+from tiered.policies.schedule import LEAST_STALE_PROMPT
 from tiered.tiers.record_bytes import RecordBytes
 
 
@@ -38,6 +43,14 @@ class Polestar(PolestarOptions):
 
     name: ClassVar[str] = "polestar"
 
+    def candidates(self, sizes: CallSizes, prompt: int) -> tuple[Policy, ...]:
+        if self.refresh != "auto":
+            return (self,)
+        refreshes: list[Literal["full", "drift"]] = ["full"]
+        if prompt >= LEAST_STALE_PROMPT:
+            refreshes.append("drift")
+        return tuple(replace(self, refresh=refresh) for refresh in refreshes)
+
     def record_bytes(self, sizes: CallSizes, least_slot: int = 0) -> RecordBytes | None:
         return hidden_record_bytes(self, sizes, least_slot) if self.top_m else None
 
@@ -45,6 +58,7 @@ class Polestar(PolestarOptions):
         return self.top_m > 0
 
     def start(self) -> PolicyState:
+        assert self.refresh != "auto", "decided before a call"
         return _Drifting(self)
 
     def rehearsal(self) -> PolicyState:
@@ -54,11 +68,32 @@ class Polestar(PolestarOptions):
         if asked.kind is not StepKind.UPDATE:
             return asked.rows.count
         # What is chosen where a group begins goes up to the next, and through all layers but the last.
+        layers = sizes.shape.layers
+        return asked.rows.count + self._renewed(asked, sizes) * (layers - 1) / layers
+
+    def fetched_bytes(self, asked: StepRows, sizes: CallSizes) -> float:
+        if asked.kind is not StepKind.UPDATE or self.hidden_tier != Tier.HOST:
+            return 0.0
+        # Those that come from the group below are fetched no more; how many these are is the model's.
+        kept, rows = ClusterSizes.of(self, sizes, 0), math.ceil(self._renewed(asked, sizes))
+        if not rows:
+            return 0.0
+        records = min(rows, self.top_m)
+        record = codec_bytes(kept.codec, -(-rows // records), sizes.shape.width, element_bytes=sizes.element)
+        return sizes.sequences * kept.layers * records * -(-record // UNIT) * UNIT
+
+    def launches(self, kind: StepKind) -> int:
+        if not self.top_m or kind is StepKind.STEP:
+            return PLAIN_LAUNCHES
+        full, drift = (200, 238) if kind is StepKind.REFRESH else (36, 44)
+        return full if self.refresh == "full" else drift
+
+    def _renewed(self, asked: StepRows, sizes: CallSizes) -> float:
+        """Rows of a layer and sequence that an update is expected to renew beside those of the step."""
         assert isinstance(asked.program, Update), "of this policy's own state"
-        kept, layers, response = ClusterSizes.of(self, sizes, 0), sizes.shape.layers, asked.program.renewed_from
+        kept, response = ClusterSizes.of(self, sizes, 0), asked.program.renewed_from
         always = 0 if response is None else sizes.context - response - asked.rows.count
-        renewed = min(kept.kept, always + self.top_m * kept.kept / max(kept.clusters, 1))
-        return asked.rows.count + renewed * (layers - 1) / layers
+        return min(kept.kept, always + self.top_m * kept.kept / max(kept.clusters, 1))
 
 
 class _Drifting(PolicyState):

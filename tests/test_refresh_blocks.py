@@ -1,0 +1,108 @@
+"""Fast-dLLM's caches where blocks begin without a refresh: which rows they begin with, in every family and batch."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiered
+from tiered.output import GenerationOutput
+from tiered.policies.registry import make_policy
+from tiered.runtime import Runtime
+
+GOLDENS = Path(__file__).parent / "goldens"
+FAMILIES = {"llada": "llada/llada_tiny_gqa", "dream": "dream/dream_tiny", "gidd": "gidd/gidd_tiny_unif"}
+POLICIES = ("fast_dllm_prefix", "fast_dllm_dual")
+PROMPT, BLOCK, BLOCKS = 20, 8, 4
+
+
+@cache
+def runtime(family: str) -> Runtime:
+    return tiered.from_pretrained(GOLDENS / FAMILIES[family], dtype="float32", policy="none")
+
+
+def answered(family: str, policy: str, prompts: slice = slice(0, 1), **given: Any) -> GenerationOutput:
+    """Four blocks behind prompts of 20, 13 and 17 tokens."""
+    ids = torch.randint(2, 480, (3, PROMPT), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = mask[2, :3] = 0
+    options = {"refresh_blocks": 2} | {name: given.pop(name) for name in ("refresh_blocks", "parity") if name in given}
+    call = {"max_new_tokens": BLOCK * BLOCKS, "block_length": BLOCK, "stop_at_eos": False} | given
+    own = runtime(family).with_policy(policy, **options)
+    return own.generate(ids[prompts], attention_mask=mask[prompts], **call)
+
+
+@pytest.mark.parametrize("refresh_blocks", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("family", "shift"), [("llada", 0), ("dream", 1)])
+def test_a_block_between_begins_with_the_finished_one(family: str, shift: int, policy: str, refresh_blocks: int):
+    out = answered(family, policy, refresh_blocks=refresh_blocks, steps=2 * BLOCKS)
+    whole, expected = PROMPT + BLOCKS * BLOCK, []
+    for block in range(BLOCKS):
+        behind = (BLOCKS - block) * BLOCK if policy == "fast_dllm_prefix" else BLOCK
+        expected += [whole if block % refresh_blocks == 0 else BLOCK + shift + behind, shift + behind]
+    assert list(out.rows_per_forward) == expected
+    refreshes = -(-BLOCKS // refresh_blocks)
+    assert (out.passes["refresh"], out.passes.get("update", 0)) == (refreshes, BLOCKS - refreshes)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_under_a_noise_mask_every_block_begins_with_a_refresh(policy: str):
+    assert answered("gidd", policy, block_steps=4).passes["refresh"] == BLOCKS
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llada", {"confidence_threshold": 0.6}),
+        ("llada", {"confidence_threshold": 0.6, "cfg_scale": 0.5}),
+        ("dream", {"confidence_threshold": 0.6}),
+        ("dream", {"parity": True}),
+        ("gidd", {"block_steps": 5, "seed": 3}),
+    ],
+)
+def test_a_batch_answers_as_its_prompts_alone(family: str, policy: str, options: dict[str, Any]):
+    together = answered(family, policy, slice(0, 3), **options).sequences
+    for number in range(3):
+        seed = {"seed": options["seed"] + number} if "seed" in options else {}
+        alone = answered(family, policy, slice(number, number + 1), **options | seed).sequences
+        assert torch.equal(together[number], alone[0])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_parity_a_block_between_gives_its_first_token_alone(policy: str):
+    out = answered("dream", policy, parity=True, steps=2 * BLOCKS, output_history=True)
+    assert out.history is not None and out.passes["update"] == BLOCKS // 2
+    begins = [index for index, rows in enumerate(out.rows_per_forward) if rows > BLOCK * BLOCKS]
+    second = begins[0] + (len(out.rows_per_forward) - begins[0]) // BLOCKS
+    changed = (out.history[second + 1] != out.history[second])[0].nonzero().flatten().tolist()
+    assert changed == [PROMPT + BLOCK]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_budget_changes_no_token(policy: str):
+    ids = torch.randint(2, 480, (2, 200), generator=torch.Generator().manual_seed(4))
+    call = {"max_new_tokens": BLOCK * BLOCKS, "block_length": BLOCK, "steps": 2 * BLOCKS, "stop_at_eos": False}
+    given: dict[str, Any] = {"dtype": "float32", "policy": policy, "refresh_blocks": 2}
+    free = tiered.from_pretrained(GOLDENS / FAMILIES["llada"], **given).generate(ids, **call)
+    least = free.memory.peak_device_bytes * 19 // 20
+    tight = tiered.from_pretrained(GOLDENS / FAMILIES["llada"], **given, memory=least).generate(ids, **call)
+    assert sum(tight.memory.moved.values()) > 0 and torch.equal(tight.sequences, free.sequences)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
+        ({"refresh_blocks": 0}, ValueError, "refresh_blocks = 0"),
+        ({"refresh_blocks": True}, TypeError, "refresh_blocks = True"),
+        ({"refresh_blocks": "often"}, TypeError, "refresh_blocks = 'often'"),
+        ({"refresh_blocks": 2, "refresh_interval": 4}, ValueError, "one of them"),
+        ({"refresh_blocks": "auto", "refresh_interval": 4}, ValueError, "one of them"),
+    ],
+)
+def test_a_bad_option_is_named(options: dict[str, Any], error: type[Exception], named: str):
+    with pytest.raises(error, match=named):
+        make_policy("fast_dllm_dual", **options)

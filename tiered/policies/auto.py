@@ -1,0 +1,61 @@
+"""No policy of its own: the fastest of those whose answers were measured to hold, chosen before each call."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from tiered.forward.sizes import CallSizes
+from tiered.policies.base import Policy, PolicyState
+from tiered.policies.dkv_cache import DKVPD
+from tiered.policies.dllm_cache.policy import DLLMCache
+from tiered.policies.elastic_cache.policy import ElasticCache
+from tiered.policies.fast_dllm import FastDLLMDual
+from tiered.policies.none import NoCache
+from tiered.policies.polestar.policy import Polestar
+from tiered.policies.schedule import LEAST_STALE_PROMPT
+
+
+class Held(NamedTuple):
+    """A policy, and from which prompt on its answers hold.
+
+    Attributes:
+        policy: what a call may run under.
+        least_prompt: tokens of a prompt from which on the policy was measured to answer within 1 point of `none`; None:
+            not measured, and so never chosen.
+        one_block: whether it is made for answers of one block.
+    """
+
+    policy: Policy
+    least_prompt: int | None
+    one_block: bool = False
+
+
+# The plainest first. Right answers: docs/benchmarks.md (compare: lookups in 1024 positions) and docs/embedded-model.md
+# (accuracy: lookups in 512 to 2048).
+HELD: tuple[Held, ...] = (
+    Held(NoCache(), 0),
+    Held(FastDLLMDual(), LEAST_STALE_PROMPT),
+    Held(DKVPD(), LEAST_STALE_PROMPT),
+    Held(DLLMCache(), LEAST_STALE_PROMPT),
+    Held(ElasticCache(), LEAST_STALE_PROMPT, one_block=True),
+    Held(Polestar(), LEAST_STALE_PROMPT),
+    Held(Polestar(refresh="drift"), None),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auto(Policy):
+    """What `tiered.planning.choice` finds the fastest before a call: by the rates of the machine, of the policies that
+    fit the budget and whose answers to such prompts were measured to be those of `none`."""
+
+    name: ClassVar[str] = "auto"
+
+    def candidates(self, sizes: CallSizes, prompt: int) -> tuple[Policy, ...]:
+        one_block = sizes.answer == sizes.block_length
+        return tuple(
+            held.policy
+            for held in HELD
+            if held.least_prompt is not None and prompt >= held.least_prompt and (one_block or not held.one_block)
+        )
+
+    def start(self) -> PolicyState:
+        raise TypeError("policy 'auto' is decided before a call (tiered.planning.choice), which runs under another one")
