@@ -63,7 +63,8 @@ def block_attention(
     groups = kv_heads if sequences > 1 else max(1, PAIRS_AT_ONCE // pairs)
     for start in range(0, batch, sequences):
         some = slice(start, start + sequences)
-        masks = tuple(None if mask is None else mask[some] for mask in (key_mask, first, visible))
+        masks = (None if mask is None else mask[some] for mask in (key_mask, first, visible))
+        hidden = _hidden(length, queries.device, *masks)
         for group in range(0, kv_heads, groups):
             of_keys = slice(group, group + groups)
             of_heads = slice(group * sharing, (group + groups) * sharing)
@@ -71,7 +72,7 @@ def block_attention(
                 queries[some, of_heads], keys[some, of_keys], values[some, of_keys],
                 None if sink_keys is None else sink_keys[of_heads],
                 None if sink_values is None else sink_values[of_heads],
-                soft_cap, columns, *masks,
+                soft_cap, columns, hidden,
             )  # fmt: skip
     return mixed, whole
 
@@ -104,9 +105,7 @@ def _mixed(
     sink_values: Float[Tensor, "heads sinks head_dim"] | None,
     soft_cap: float | None,
     columns: int,
-    key_mask: Bool[Tensor, "batch length"] | None,
-    first: Int[Tensor, " batch"] | None,
-    visible: Int[Tensor, "batch #rows"] | None,
+    hidden: Bool[Tensor, "batch 1 #rows length"] | None,
 ) -> tuple[
     Float[Tensor, "batch heads rows head_dim"], Float32[Tensor, "batch heads rows"], Float32[Tensor, "batch heads rows"]
 ]:
@@ -123,8 +122,8 @@ def _mixed(
         peak = sinks.amax(-1, keepdim=True)
     for start in range(0, length, max(1, columns)):
         part = slice(start, start + columns)
-        hidden = _hidden(range(length)[part], queries.device, key_mask, first, visible)
-        peak = _add_part(folded, keys[:, :, part], values[:, :, part], soft_cap, hidden, peak, mass, total)
+        unseen = None if hidden is None else hidden[..., part]
+        peak = _add_part(folded, keys[:, :, part], values[:, :, part], soft_cap, unseen, peak, mass, total)
     if sinks is not None and sink_values is not None:
         sinks.sub_(peak).exp_()
         mass.add_(sinks.sum(-1, keepdim=True))
@@ -168,22 +167,22 @@ def _capped(scores: Float32[Tensor, "*pairs"], soft_cap: float | None) -> Float3
 
 
 def _hidden(
-    columns: range,
+    length: int,
     device: torch.device,
     key_mask: Bool[Tensor, "batch length"] | None,
     first: Int[Tensor, " batch"] | None,
     visible: Int[Tensor, "batch #rows"] | None,
-) -> Bool[Tensor, "batch 1 #rows columns"] | None:
-    """True at those of `columns` that a row may not see; None where all see all."""
+) -> Bool[Tensor, "batch 1 #rows length"] | None:
+    """True at the columns that a row may not see; None where all see all."""
     hidden = None
     if visible is not None or first is not None:
-        column = torch.arange(columns.start, columns.stop, device=device)
+        column = torch.arange(length, device=device)
         if visible is not None:
             hidden = column >= visible[:, None, :, None]
         if first is not None:
             before = column < first[:, None, None, None]
             hidden = before if hidden is None else hidden.logical_or_(before)
     if key_mask is not None:
-        masked = ~key_mask[:, None, None, columns.start : columns.stop]
+        masked = ~key_mask[:, None, None]
         hidden = masked if hidden is None else hidden.logical_or_(masked)
     return hidden

@@ -6,8 +6,10 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from tiered.kernels.choice import for_device
+from tiered.kernels.decode_rows_ref import decode_rows
+from tiered.kernels.encode_rows_ref import encode_rows
 from tiered.kernels.row_code import RowCode
-from tiered.kernels.row_codes_ref import decode_rows, encode_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class CodedRows:
     @classmethod
     def of(cls, rows: Float[Tensor, "*rows elements"], code: RowCode) -> "CodedRows":
         """`rows` in `code`."""
-        return cls(encode_rows(rows, code, code.row_bytes(rows.shape[-1])), code, rows.shape[-1], rows.dtype)
+        encode = for_device(encode_rows, rows.device)
+        return cls(encode(rows, code, code.row_bytes(rows.shape[-1])), code, rows.shape[-1], rows.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -9,11 +9,13 @@ from torch import Tensor
 from tiered.kernels.delta_encode_ref import Base, check_rows
 from tiered.kernels.launch import Compilation
 from tiered.kernels.nvfp4_bits import bf16_bits, bf16_values, encode_groups, magnitude_bits, record_rows, record_scale
+from tiered.kernels.nvfp4_scale import E4M3_MIN
 from tiered.kernels.record_layout import GROUP
 from tiered.kernels.record_table import RecordTable
 
 BLOCK_ROWS = 4
 BLOCK_GROUPS = 64
+_LEAST = tl.constexpr(E4M3_MIN)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -107,7 +109,7 @@ def _encode(
         projection = tl.load((out + projection_at).to(tl.pointer_type(tl.uint16)), real, other=0)
         residual -= bf16_values(projection)[:, None, None] * centroid
     scale = record_scale(tl.load(amax + record, real, other=0))
-    codes, block_scales = encode_groups(residual, scale, BLOCK_ROWS, BLOCK_GROUPS)
+    codes, block_scales = encode_groups(residual, scale, _LEAST, BLOCK_ROWS, BLOCK_GROUPS)
     byte = group[:, None] * 8 + tl.arange(0, 8)[None, :]
     tl.store(out + codes_at[:, None, None] + byte[None, :, :], codes, inside[:, :, None])
     tl.store(out + block_scales_at[:, None] + group[None, :], block_scales, inside)

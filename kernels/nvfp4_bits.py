@@ -35,12 +35,12 @@ def record_scale(amax_bits):
 
 
 @triton.jit
-def encode_groups(values, scale, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+def encode_groups(values, scale, least, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     """values [ROWS, GROUPS, 16] with the FP32 scale [ROWS] of each row → codes [ROWS, GROUPS, 8], two a byte, and
-    block scales [ROWS, GROUPS], as uint8."""
+    block scales [ROWS, GROUPS], `least` and more, as uint8."""
     amax = tl.max(magnitude_bits(values), axis=2).to(tl.float32, bitcast=True)
     wanted = tl.div_rn(tl.div_rn(amax, _E2M1_MAX), scale[:, None])
-    block_scales = _e4m3(tl.minimum(tl.maximum(wanted, _E4M3_MIN), _E4M3_MAX))
+    block_scales = e4m3_codes(tl.minimum(tl.maximum(wanted, least), _E4M3_MAX))
     factor = tl.div_rn(tl.div_rn(1.0, scale)[:, None], e4m3_values(block_scales))
     scaled = tl.minimum(tl.maximum(values * factor[:, :, None], -_E2M1_MAX), _E2M1_MAX)
     low, high = tl.split(tl.reshape(_e2m1(scaled), (ROWS, GROUPS, 8, 2)))
@@ -79,8 +79,8 @@ def bf16_values(bits):
 
 
 @triton.jit
-def _e4m3(values):
-    """float32 from 2^-9 to 448 to the nearest E4M3, ties to even, as int32."""
+def e4m3_codes(values):
+    """float32 from 0 to 448 to the nearest E4M3, ties to even, as int32."""
     bits = values.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     # Below 2^-6 the codes count steps of 2^-9: adding 2^23 rounds to whole steps.

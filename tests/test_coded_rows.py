@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.encode_rows_ref import encode_rows
 from tiered.kernels.row_code import RowCode
 
 WIDTH = 40
@@ -29,16 +31,44 @@ def test_a_slice_is_that_of_the_values(code: RowCode):
     assert torch.equal(part.values(), rows.values()[:, 1:2, 2:5])
 
 
+def random_rows(count: int, width: int, scale: float) -> Tensor:
+    """Rows of many sizes, with zeros, blocks next to nothing beside others, and the largest codes there are."""
+    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+    rows *= torch.logspace(-3, 0, count)[:, None] * scale
+    rows[:, :16] *= torch.logspace(-7, 0, count)[:, None]
+    rows[3], rows[5, 1:], rows[7] = 0, 0, 448 * rows[7].sign()
+    return rows.clamp(-6e4, 6e4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1e-20, 3e-4, 1.0, 2e4])
 @pytest.mark.parametrize("code", RowCode)
 def test_rows_go_through_any_number_of_times(code: RowCode, dtype: torch.dtype, scale: float):
     """Scales are powers of two: what comes back is exact in every dtype, and makes the same bytes again."""
-    generator, count = torch.Generator().manual_seed(0), 512
-    rows = torch.randn(count, WIDTH, generator=generator) * torch.logspace(-3, 0, count)[:, None] * scale
-    rows[:, :16] *= torch.logspace(-7, 0, count)[:, None]  # blocks next to nothing beside others
-    rows[3], rows[5, 1:], rows[7] = 0, 0, 448 * rows[7].sign()
-    once = CodedRows.of(rows.clamp(-6e4, 6e4).to(dtype), code)
+    once = CodedRows.of(random_rows(512, WIDTH, scale).to(dtype), code)
     again = CodedRows.of(once.values(), code)
     assert torch.equal(again.values(), once.values())
     assert torch.equal(again.bytes, once.bytes) or (dtype is torch.float16 and scale < 1)  # small codes: once more
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(WIDTH, torch.float32), (128, torch.float32), (WIDTH, torch.bfloat16), (128, torch.float16)]
+)
+@pytest.mark.parametrize("code", RowCode)
+def test_the_kernel_makes_the_same_bytes(code: RowCode, width: int, dtype: torch.dtype):
+    """On a GPU where there is one, else in Triton's interpreter, of rows of every size that lie apart."""
+    pytest.importorskip("triton")
+    from tiered.kernels import encode_rows as kernel
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    steps = torch.arange(1, 257)[:, None] / torch.tensor([8.0, 96.0]).repeat(width // 2)  # ties among them
+    # The interpreter widens no bfloat16 below the normal numbers as it should.
+    scales = (1e-20, 3e-4, 1.0, 2e4) if dtype is torch.bfloat16 else (1e-42, 1e-38, 1e-20, 3e-4, 1.0, 2e4)
+    rows = (
+        torch.stack([*(random_rows(256, width, scale) for scale in scales), steps, -steps.flip(1)])
+        .to(device, dtype)
+        .transpose(0, 1)
+    )
+    found = kernel.encode_rows(rows, code, code.row_bytes(width))
+    assert torch.equal(found, encode_rows(rows, code, code.row_bytes(width)))
+    assert not kernel.encode_rows(rows[:0], code, code.row_bytes(width)).numel()

@@ -136,7 +136,7 @@ def _attention_bytes(sizes: CallSizes, rows: int) -> int:
         if sizes.kv is not None:
             # The bytes of these keys, one after the other, and as many as are decoded at once on their way.
             held += groups * columns * sizes.kv.row_bytes(shape.head_dim) + _DECODED * min(CHUNK_ELEMENTS, keys)
-        # How many columns each row sees, and which of these it does not.
-        hidden = -(-groups // shape.kv_heads) * some * (_INDEX + columns) if shape.noise_masked else 0
+        # How many columns each row sees, and which it does not.
+        hidden = -(-groups // shape.kv_heads) * some * (_INDEX + context) if shape.noise_masked else 0
         most = max(most, held + hidden)
     return most

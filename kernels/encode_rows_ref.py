@@ -1,17 +1,14 @@
-"""Rows to the codes of row_code.py and back: the oracle, in plain torch, and what runs on the CPU."""
+"""Rows to the codes of row_code.py: the oracle, in plain torch, and what runs on the CPU."""
 
 import torch
 from jaxtyping import Float, Float32, Int32, UInt8
 from torch import Tensor
 
-from tiered.kernels.nvfp4_decode_ref import decode_chunk, e4m3_values
 from tiered.kernels.nvfp4_encode_ref import encode_chunk
 from tiered.kernels.nvfp4_scale import E2M1_MAX, E4M3_MAX, E4M3_NORMAL
-from tiered.kernels.record_layout import CODE_BYTES, GROUP, chunks
 
-_BIAS, _LEAST = 127, -126  # of the exponents of scales, which are float32's: the least is that of its normal numbers
-_LEAST_OF_TWO = -116  # of the scale of a row whose groups have scales too
-_MANTISSA_BITS = 23
+BIAS, LEAST = 127, -126  # of the exponents of scales, which are float32's: the least is that of its normal numbers
+LEAST_OF_TWO = -116  # of the scale of a row whose groups have scales too
 
 
 def encode_rows(values: Float[Tensor, "*rows elements"], code: str, row_bytes: int) -> UInt8[Tensor, "*rows row_bytes"]:
@@ -26,41 +23,15 @@ def encode_rows(values: Float[Tensor, "*rows elements"], code: str, row_bytes: i
     out = torch.zeros(len(rows), row_bytes, dtype=torch.uint8, device=rows.device)
     codes, exponents = (_fp8 if code == "fp8" else _nvfp4)(rows)
     out[:, : codes.shape[1]] = codes
-    out[:, codes.shape[1]] = (exponents.squeeze(1) + _BIAS).to(torch.uint8)
+    out[:, codes.shape[1]] = (exponents.squeeze(1) + BIAS).to(torch.uint8)
     return out.view(*values.shape[:-1], row_bytes)
-
-
-def decode_rows(
-    coded: UInt8[Tensor, "*rows row_bytes"], code: str, elements: int, dtype: torch.dtype
-) -> Float[Tensor, "*rows elements"]:
-    """What `encode_rows` made of rows of `elements`. The product of a code and its scales is exact."""
-    rows = coded.flatten(0, -2)
-    values = torch.empty(len(rows), elements, dtype=dtype, device=coded.device)
-    for part in chunks(len(rows), elements):
-        values[part] = (_fp8_values if code == "fp8" else _nvfp4_values)(rows[part], elements)
-    return values.view(*coded.shape[:-1], elements)
-
-
-def _fp8_values(rows: UInt8[Tensor, "n row_bytes"], elements: int) -> Float32[Tensor, "n elements"]:
-    return e4m3_values(rows[:, :elements]).mul_(_scale(rows[:, elements]))
-
-
-def _nvfp4_values(rows: UInt8[Tensor, "n row_bytes"], elements: int) -> Float32[Tensor, "n elements"]:
-    groups = -(-elements // GROUP)
-    scales = groups * CODE_BYTES
-    codes, block_scales, exponents = rows[:, :scales], rows[:, scales : scales + groups], rows[:, scales + groups]
-    return decode_chunk(codes, block_scales, _scale(exponents)[:, 0])[:, :elements]
-
-
-def _scale(exponents: UInt8[Tensor, " n"]) -> Float32[Tensor, "n 1"]:
-    return (exponents.int() << _MANTISSA_BITS).view(torch.float32)[:, None]
 
 
 def _fp8(values: Float32[Tensor, "n width"]) -> tuple[UInt8[Tensor, "n width"], Int32[Tensor, "n 1"]]:
     """E4M3. The largest of a row is rounded first, so that a scale is the same for rounded rows: it is the least that
     brings it to 448 or below, which is 14/16 of 2⁹."""
     sixteenths, exponent = _rounded_most(values)
-    exponents = (exponent - 9 + (sixteenths > 14).int()).clamp_min(_LEAST)
+    exponents = (exponent - 9 + (sixteenths > 14).int()).clamp_min(LEAST)
     # What is above the largest number would be rounded to it, or to none: that differs by version.
     scaled = torch.ldexp(values, -exponents).clamp_(-E4M3_MAX, E4M3_MAX)
     return scaled.to(torch.float8_e4m3fn).view(torch.uint8), exponents
@@ -71,7 +42,7 @@ def _nvfp4(values: Float32[Tensor, "n width"]) -> tuple[UInt8[Tensor, "n code_by
     first, then block scales."""
     sixteenths, exponent = _rounded_most(values / torch.full((), E2M1_MAX, device=values.device))
     # Below, 1 over the product of both scales would overflow.
-    exponents = (exponent - 8 + (sixteenths == 16).int()).clamp_min(_LEAST_OF_TWO)
+    exponents = (exponent - 8 + (sixteenths == 16).int()).clamp_min(LEAST_OF_TWO)
     scale = torch.ldexp(torch.ones_like(values[:, :1]), exponents)
     return torch.cat(encode_chunk(values, scale.squeeze(1), least=E4M3_NORMAL), dim=1), exponents
 
