@@ -1,5 +1,6 @@
 """Coded keys and values: what is kept is the same wherever it is, less moves, and answers hang on the codec alone."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -61,6 +62,42 @@ def test_answers_hang_on_no_budget(policy: str):
     again = tight.generate(examples, **call)
     assert torch.equal(out.sequences, again.sequences)
     assert again.memory.moved["host->device"] > out.memory.moved.get("host->device", 0)
+
+
+def test_what_is_left_open_is_raw_where_there_is_room():
+    free = tiered.from_pretrained("embedded", policy="fast_dllm_dual", device="cpu", kv="auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = free.generate("copy: ab cd", **CALL)
+    assert out.choice.kv is None and not out.choice.kv_why
+
+
+def test_what_is_left_open_is_coded_where_raw_ones_do_not_fit():
+    prompt = tasks.sample("lookup", "test", 0, size=1500).prompt
+    loaded: dict[str, Any] = {"policy": "fast_dllm_dual", "device": "cpu"}
+    raw, coded = (tiered.from_pretrained("embedded", kv=kv, **loaded).generate(prompt, **CALL) for kv in ("raw", "fp8"))
+    most, least = (out.memory.tiers[Tier.DEVICE].required for out in (raw, coded))
+    memory = MemoryBudget(device=(least + most) // 2, host=0)
+    tight = tiered.from_pretrained("embedded", kv="auto", memory=memory, **loaded)
+    with pytest.warns(UserWarning, match="keys and values fp8, which changes answers: raw ones do not fit"):
+        out = tight.generate(prompt, **CALL)
+    assert out.choice.kv is RowCode.FP8 and out.choice.as_dict()["kv"] == "fp8"
+    assert torch.equal(out.sequences, coded.sequences)
+
+
+@pytest.mark.parametrize(
+    ("context", "memory", "code", "why"),
+    [
+        (4096, "24GiB", None, ""),
+        (32768, "24GiB", RowCode.FP8, "raw ones would bring 8.50 GiB to the device in each step"),
+        (8192, "19GiB", None, "raw keys and values: "),
+    ],
+)
+def test_a_plan_says_what_raw_ones_would_cost(context: int, memory: str, code: RowCode | None, why: str):
+    """Of a small share of them, which comes while the rest is read, and of most."""
+    asked: dict[str, Any] = {"policy": "fast_dllm_dual", "rope_scaling": "ntk:8", "device": "rtx4090", "kv": "auto"}
+    plan = tiered.plan("llada-8b", context=context, memory=memory, **asked)
+    assert plan.sizes.kv is code and why in "; ".join(plan.warnings)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from tiered.core.features import Account
 from tiered.core.ledger import Ledger
 from tiered.forward.forward_bytes import kv_bytes_per_token, weight_bytes
 from tiered.forward.library_bytes import gpu_of
-from tiered.forward.sizes import CallSizes, kv_code
+from tiered.forward.sizes import RAW, CallSizes
+from tiered.kernels.row_code import RowCode
 from tiered.models.shape import ModelShape
 from tiered.offload.device import pick_device
 from tiered.offload.link import Link, LinkSpeed
@@ -78,10 +79,10 @@ def caller(settings: Mapping[str, Any]) -> Runtime:
 
 def sizes_of(settings: Mapping[str, Any], shape: ModelShape) -> CallSizes:
     """Of the call of `settings`."""
-    answer = settings["blocks"] * BLOCK
+    answer, kv = settings["blocks"] * BLOCK, settings.get("kv", RAW)
     return CallSizes(
         shape=shape, batch=1, context=settings["context"] + answer, block_length=settings["block"], answer=answer,
-        dtype=shape.dtype, kv=kv_code(settings.get("kv", "raw"), shape), gpu=gpu_of(pick_device(settings["device"])),
+        dtype=shape.dtype, kv=None if kv == RAW else RowCode(kv), gpu=gpu_of(pick_device(settings["device"])),
     )  # fmt: skip
 
 
