@@ -189,15 +189,16 @@ class TestAlike:
         assert runtime.policy == make_policy(DEFAULT_POLICY) == Auto()
         out = runtime.generate(ids, stop_at_eos=False, **call)
         assert out.choice == runtime.choose(ids, **call) and out.choice.why
-        named = runtime.with_policy(out.choice.policy).generate(ids, stop_at_eos=False, **call)
-        assert torch.equal(named.sequences, out.sequences) and named.choice == Choice(out.choice.policy)
+        again = runtime.with_policy(out.choice.policy).generate(ids, stop_at_eos=False, **call)
+        assert torch.equal(again.sequences, out.sequences) and again.choice == Choice(out.choice.policy)
         assert json.loads(json.dumps(out.as_dict()))["choice"]["policy"] == out.choice.policy.name
 
         tokens, block = GenerationOptions(**call).tokens_per_forward, options.get("block_length", 32)
         flags = f"--context {prompt + 64} --max-new-tokens 64 --block-length {block} --tokens-per-forward {tokens}"
         assert main(["plan", "embedded", *flags.split(), "--device", "cpu", "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
-        assert {name: told[name] for name in ("policy", "policy_options", "why")} == out.choice.as_dict()
+        named = ("policy", "policy_options", "why", "kv")
+        assert {name: told[name] for name in named} | {"kv_why": ""} == out.choice.as_dict()
 
     @pytest.mark.parametrize(
         "options", [{"trailing_noise": 37}, {"correction_steps": 2}, {"tokens_per_step": 3}, {"block_length": 64}]
