@@ -57,16 +57,14 @@ def _nvfp4_row(width: int) -> int:
     return -(-width // GROUP) * (CODE_BYTES + 1)  # the codes of a group and its scale
 
 
-# At work are, in fp8: the values in float32, scaled and clamped, and their codes; in nvfp4: the values in float32,
-# scaled, an int64 and the bytes of the codes.
 _FORMS = {
     Codec.RAW: _Form(lambda width, element_bytes: width * element_bytes),
     Codec.FP8: _Form(lambda width, _: RowCode.FP8.row_bytes(width), working=RowCode.FP8.working),
-    Codec.NVFP4: _Form(lambda width, _: _nvfp4_row(width), RECORD_SCALE_BYTES, working=8 + 2 * 4 + 2),
+    Codec.NVFP4: _Form(lambda width, _: _nvfp4_row(width), RECORD_SCALE_BYTES, working=RowCode.NVFP4.working),
     Codec.NVFP4_DELTA: _Form(
         lambda width, _: _nvfp4_row(width) + PROJECTION_BYTES,
         RECORD_SCALE_BYTES,
-        working=8 + 2 * 4 + 2,
+        working=RowCode.NVFP4.working,
         needs_base=True,
     ),
 }

@@ -22,7 +22,8 @@ from tiered.policies.schedule import LEAST_STALE_PROMPT
 TIE = 1.1
 # A step that streams raw keys and values may take so many times as long as one over a code before the code is chosen.
 PATIENCE = 1.25
-# The one that may be chosen: its answers were measured to hold (docs/tiers.md, `drops`). Others are for who names them.
+# The one that may be chosen, which rounds least; `bench/measure.py drops` counts the answers that it costs. Others are
+# for who names them.
 CHOSEN_CODE = RowCode.FP8
 
 
@@ -102,7 +103,7 @@ def choose(
     if len(fitting) < 2:
         return chosen((fitting or [*reasons])[0], _why_alone(prompt, candidates, fitting))
     seconds = [time(of).seconds for of in fitting]
-    found = next(number for number, time in enumerate(seconds) if time <= TIE * min(seconds))
+    found = next(number for number, each in enumerate(seconds) if each <= TIE * min(seconds))
     other = 0 if found else min(range(1, len(fitting)), key=seconds.__getitem__)
     return chosen(
         fitting[found],
@@ -122,7 +123,7 @@ def _coded(raw: Workload, budget: MemoryBudget, time: Callable[[Workload], CallT
     if over:
         return coded, f"{changed}: raw ones do not fit"
     longer = _step(time(raw)) / _step(time(coded))
-    cost = f"{format_bytes(moved)} to the device in each step, which takes {longer:.2g} times as long as with fp8"
+    cost = f"{format_bytes(moved)} to the device in each step, {longer:.2g} times as long as with {CHOSEN_CODE}"
     if longer <= PATIENCE:
         return raw, f"raw keys and values: {cost} (an estimate)"
     return coded, f"{changed}: raw ones would bring {cost} (an estimate)"

@@ -177,8 +177,7 @@ class Policy(ABC):
         kept = {Account.LOGITS: differences * logit_rows * sizes.shape.vocab_size * _FLOAT32}
         plain = forward_bytes(sizes, self.features(sizes.shape), logit_rows)
         decoded = sizes.decoded_bytes if self.reads_keys() or sizes.compared else 0
-        of_state = added(self.state_bytes(sizes), {Account.ACTIVATIONS: decoded})
-        return added(plain, of_state, kept, library_bytes(sizes))
+        return added(plain, self.state_bytes(sizes), {Account.ACTIVATIONS: decoded}, kept, library_bytes(sizes))
 
     def needs_order(self) -> bool:
         """Whether plans need `Step.upcoming`, so that only rules go with the policy that decide without logits."""
