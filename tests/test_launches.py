@@ -120,6 +120,7 @@ def test_a_layer_of_a_plain_step(family: str, rows: Rows, random_model: Callable
     for (_, layer, *_), number in found.launches.items():
         layers[layer] += number
     assert [layers[0], layers[1]] == [LAUNCHES[family]] * 2, found.launches
+    assert not any(layer is not None for _, layer, *_ in found.reads)
 
 
 @pytest.mark.parametrize("rows", OVER.values(), ids=OVER)
@@ -143,19 +144,15 @@ def test_kernels_answer_as_their_references(family: str, rows: Rows, random_mode
 
 # Launches of a layer and reads in all layers of a forward, at most: these numbers only fall. Which clusters drift most,
 # and so what an update mends, hangs on rounding.
-MOST = {
-    "fast_dllm_dual": {"refresh": (17, 0), "step": (17, 0)},
-    "polestar": {"refresh": (199, 6), "step": (17, 0), "update": (37, 2)},
-}
+MOST = {"refresh": (199, 6), "step": (17, 0), "update": (37, 2)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", MOST)
-def test_a_layer_launches_and_reads_no_more_than_this(policy: str):
-    rows = count(policy, {})
+def test_a_layer_of_polestar_launches_and_reads_no_more_than_this():
+    rows = count("polestar", {})
     kinds = {row["kind"]: row for row in rows if "op" not in row}
-    assert kinds.keys() == MOST[policy].keys()
-    for kind, (launches, reads) in MOST[policy].items():
+    assert kinds.keys() == MOST.keys()
+    for kind, (launches, reads) in MOST.items():
         assert kinds[kind]["launches"] <= launches and kinds[kind]["reads"] <= reads, kinds[kind]
         of = [row for row in rows if row["kind"] == kind and "op" in row]
         assert sum(row["launches"] for row in of) == pytest.approx(kinds[kind]["launches"])

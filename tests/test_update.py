@@ -86,7 +86,7 @@ def test_official_code_stands_beside_the_policies_of_its_algorithm():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_round_has_every_call_beside_that_of_another_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     points, made = points_of(study, study.AXES | TINY | {"part": ["seconds"]}, COMMON), []
     with locked(tmp_path):
@@ -139,6 +139,10 @@ def test_what_another_checkout_cannot_do_ends_with_its_reason(tmp_path: Path):
     (tmp_path / "tiered" / "__init__.py").write_text("raise ImportError('too old')")
     with pytest.raises(PeerError, match="exit status 1"):
         Checkout(tmp_path)
+
+
+@pytest.mark.long
+def test_another_checkout_goes_on_behind_what_it_cannot_do(tmp_path: Path):
     save_random(tmp_path, 64, 1, 16)
     with Checkout(BENCH.parent, tmp_path) as checkout:
         with pytest.raises(PeerError, match="polestarr"):

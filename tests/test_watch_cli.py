@@ -122,7 +122,7 @@ def test_frames_fit_a_small_terminal(terminal: Terminal, monkeypatch: pytest.Mon
     assert terminal.main([*CALL, "--watch", "--slow", "0.02"]) == 0
     told = terminal.close()
     drawn = re.findall(r"\x1b\[\?2026h(.*?)\x1b\[\?2026l", told, re.DOTALL)
-    assert drawn
+    assert "embedded · none" in drawn[0], "the policy that was chosen, not `auto`"
     for frame in drawn:
         lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", frame).split("\n")
         assert len(lines) <= 8 and max(map(len, lines)) <= 30

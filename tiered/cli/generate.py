@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
     options = generation_options(args)
     runtime = load_runtime(args)
-    with shown(args, runtime, options) as observers:
+    with shown(args, runtime, prompts, options) as observers:
         out = runtime.generate(prompts, raw=args.raw, **observers, **options)
     assert out.text is not None  # text went in, so there is a tokenizer
     print_result(args, "\n".join(out.text), {**as_asked(args, prompts, options), **out.as_dict()})

@@ -35,13 +35,16 @@ def check_watch_options(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def shown(args: argparse.Namespace, runtime: "Runtime", options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def shown(
+    args: argparse.Namespace, runtime: "Runtime", prompts: list[str], options: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     """The arguments of `Runtime.generate` that let a call be seen while the block lasts."""
     if args.watch:
         from tiered.observe.watch.views import watching
 
         stop = options.get("stop_at_eos", True)
-        with watching(runtime, stop_at_eos=stop, slow=args.slow or 0.0, svg=args.watch_svg) as watcher:
+        policy = runtime.choose(prompts, raw=args.raw, **options).policy.name
+        with watching(runtime, policy, stop_at_eos=stop, slow=args.slow or 0.0, svg=args.watch_svg) as watcher:
             yield {"streamer": watcher, "inspector": watcher}
     else:
         from tiered.cli.progress import progress_bar

@@ -22,12 +22,14 @@ class Rehearsed:
         block: number of the block it is in.
         kind: what it is for.
         rows: of a sequence, on average over layers.
+        compared: rows beside these that are compared with what is stored, and left.
         fetched: bytes, beside layers that are streamed.
     """
 
     block: int
     kind: StepKind
     rows: float
+    compared: float = 0.0
     fetched: float = 0.0
 
 
@@ -60,7 +62,10 @@ def rehearse(policy: Policy, sizes: CallSizes, *, tokens_per_forward: int) -> It
             ranks = (pending.cumsum(1) * chosen) if policy.needs_order() else None
             step = replace(step, forwards=(forwards,), upcoming=ranks)
             asked = state.rows(step)
-            yield Rehearsed(number, asked.kind, policy.layer_rows(asked, sizes), policy.fetched_bytes(asked, sizes))
+            yield Rehearsed(
+                number, asked.kind, policy.layer_rows(asked, sizes), policy.compared_rows(asked, sizes),
+                policy.fetched_bytes(asked, sizes),
+            )  # fmt: skip
             clock = torch.tensor([forwards])
             canvas.commit(start, chosen, torch.zeros_like(canvas.tokens[:, start:stop]), clock)
             state.observe(step, chosen)

@@ -18,6 +18,9 @@ TOKENS_PER_FORWARD = (1, 2, 4, 8)
 # Of a CPU: one layer of one feature that is streamed takes as long, beside its bytes, as so many layers with next to no
 # work: 2.3 ms (docs/benchmarks.md, regimes at budget 0.5 and 1 over those without).
 STREAMED_LAYER = 11
+# A row that is compared and left takes so much of the time of one that is recomputed: its value is projected, and what
+# branches made of it is read and added (docs/benchmarks.md, regimes: dLLM-Cache with 16 blocks beside 4).
+COMPARED_ROW = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +89,10 @@ def call_time(
     streams = () if needed.streams is None else needed.streams.streams
     streamed = sum(len(stream.layers) for stream in streams)
     kinds = {}
-    for kind, count, rows, fetched in _kinds(policy, sizes, tokens_per_forward):
+    for kind, count, rows, compared, fetched in _kinds(policy, sizes, tokens_per_forward):
         moved = fetched + sum(stream.records for stream in streams)
-        seconds, bound = forward_seconds(policy, sizes, rows, moved, rates, kind=kind, streamed=streamed)
+        like = rows + COMPARED_ROW * compared
+        seconds, bound = forward_seconds(policy, sizes, like, moved, rates, kind=kind, streamed=streamed)
         kinds[kind] = ForwardTime(rows=rows, count=count, seconds=seconds, bound=bound)
     answer = answer_of(sizes)
     return CallTime(
@@ -98,8 +102,11 @@ def call_time(
 
 
 @lru_cache(maxsize=256)
-def _kinds(policy: Policy, sizes: CallSizes, tokens_per_forward: int) -> tuple[tuple[StepKind, int, float, float], ...]:
-    """Of each kind of forward: how many a call has; rows, and bytes that it fetches, on average."""
+def _kinds(
+    policy: Policy, sizes: CallSizes, tokens_per_forward: int
+) -> tuple[tuple[StepKind, int, float, float, float], ...]:
+    """Of each kind of forward: how many a call has; on average, its rows, those that it compares, and bytes that it
+    fetches."""
     forwards = list(rehearse(policy, sizes, tokens_per_forward=tokens_per_forward))
     blocks, later = answer_of(sizes) // sizes.block_length, forwards[-1].block
     kinds = []
@@ -108,10 +115,9 @@ def _kinds(policy: Policy, sizes: CallSizes, tokens_per_forward: int) -> tuple[t
         if own:
             first = sum(forward.block == 0 for forward in own)
             count = first + round((len(own) - first) * (blocks - 1) / max(later, 1))
-            rows, fetched = (
-                sum(values) / len(own) for values in zip(*((one.rows, one.fetched) for one in own), strict=True)
-            )
-            kinds.append((kind, count, rows, fetched))
+            figures = ((one.rows, one.compared, one.fetched) for one in own)
+            rows, compared, fetched = (sum(values) / len(own) for values in zip(*figures, strict=True))
+            kinds.append((kind, count, rows, compared, fetched))
     return tuple(kinds)
 
 

@@ -213,6 +213,10 @@ class Policy(ABC):
         where the model decides."""
         return asked.rows.count
 
+    def compared_rows(self, asked: StepRows, sizes: CallSizes) -> float:
+        """Rows of a sequence that a layer compares with what is stored of them, and then leaves, as `layer_rows`."""
+        return 0.0
+
     def fetched_bytes(self, asked: StepRows, sizes: CallSizes) -> float:
         """Bytes that such a forward fetches to the device beside layers that are streamed, as `layer_rows`."""
         return 0.0

@@ -37,12 +37,13 @@ _WAYS = {"to_device": Lane.FETCH, "to_host": Lane.STORE, "to_disk": Lane.SPILL, 
 
 @contextmanager
 def watching(
-    runtime: Runtime, *, stop_at_eos: bool = True, slow: float = 0.0, svg: Path | None = None
+    runtime: Runtime, policy: str, *, stop_at_eos: bool = True, slow: float = 0.0, svg: Path | None = None
 ) -> Iterator[Watcher]:
     """The inspector and streamer of one call, which is seen on stderr while the block lasts: live on a terminal, else
     a line for every forward.
 
     Args:
+        policy: that the call runs under.
         stop_at_eos: as in the call.
         slow: seconds that every frame stays at least.
         svg: file for a picture of the most telling frame. Where it cannot be written a note says so: the answers are
@@ -51,7 +52,7 @@ def watching(
     model, pen = runtime.model, Pen.of(sys.stderr.encoding or "")
     assert runtime.tokenizer is not None, "text goes in"
     writer = TokenWriter(Words(runtime.tokenizer), pen, model.mask_token_id, model.eos_token_id)
-    painter = Painter(f"{runtime.name} · {runtime.policy.name}", writer, pen)
+    painter = Painter(f"{runtime.name} · {policy}", writer, pen)
     terminal = sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
     view = LiveView(painter, slow=slow) if terminal else PlainView(writer, slow=slow)
     still = Still(painter)

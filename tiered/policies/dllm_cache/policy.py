@@ -89,6 +89,9 @@ class DLLMCache(Policy):
         assert isinstance(asked.program, BranchStep), "of this policy's own state"
         return asked.program.expected_rows(asked.rows.count, sizes.shape.layers)
 
+    def compared_rows(self, asked: StepRows, sizes: CallSizes) -> float:
+        return asked.rows.count - self.layer_rows(asked, sizes)
+
 
 class Clocks(PolicyState):
     """Counts the forwards that have an unconditional half; the loop counts the others."""
