@@ -57,7 +57,10 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
 def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Who wins each regime, and the seconds of all over the fastest; then the context from which on each beats all in
     front of it: in seconds, in rows, in bytes of the device."""
-    found = contests(merged(rows, timed=TIMED), ("context", "blocks", *SIDES))
+    call = ("context", "blocks", *SIDES)
+    found, planned = contests(merged(rows, timed=TIMED), call), [*contests(points(AXES), call)]
+    # In the order of the points, however often some were measured again.
+    found = dict(sorted(found.items(), key=lambda each: planned.index(each[0]) if each[0] in planned else len(planned)))
     twice = [own for own in found.values() if {AGAIN, "none"} <= own.keys()]
     pairs = dict.fromkeys((own[AGAIN]["point"], own["none"]["point"]) for own in twice)
     floor = noise_floor([ratio for pair in pairs for ratio in paired(rows, *pair, "seconds")]) or NO_FLOOR
