@@ -91,7 +91,7 @@ def _other_ways(workload: Workload) -> Iterator[tuple[Workload, str, dict[str, A
                 yield Workload(other, sizes), f"begin blocks with {option} {value}", {option: value}
     for other in Auto().candidates(sizes, prompt_of(sizes)):
         if type(other) is not type(policy):
-            yield Workload(other, sizes), f"use policy {other.name}", {"policy": other.name}
+            yield Workload(other, sizes), f"use policy {other}", {"policy": other.name, **other.changed}
 
 
 def _changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:

@@ -11,7 +11,7 @@ from tiered.policies.elastic_cache.policy import ElasticCache
 from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.none import NoCache
 from tiered.policies.polestar.policy import Polestar
-from tiered.policies.schedule import LEAST_STALE_PROMPT
+from tiered.policies.schedule import LEAST_STALE_PROMPT, SELDOM
 
 
 class Held(NamedTuple):
@@ -19,26 +19,27 @@ class Held(NamedTuple):
 
     Attributes:
         policy: what a call may run under.
-        least_prompt: tokens of a prompt from which on the policy was measured to answer within 1 point of `none`; None:
-            not measured, and so never chosen.
+        least_prompt: tokens of a prompt from which on the policy was measured to answer within 1 point of `none`.
         one_block: whether it is made for answers of one block.
     """
 
     policy: Policy
-    least_prompt: int | None
+    least_prompt: int
     one_block: bool = False
 
 
-# The plainest first. Right answers: docs/benchmarks.md (compare: lookups in 1024 positions) and docs/embedded-model.md
-# (accuracy: lookups in 512 to 2048).
+SELDOM_FROM = 960  # tokens of the shortest prompts behind which blocks without a refresh were measured
+# The plainest first. Right answers: docs/policies.md (drops: several blocks behind 1000 and 2000 tokens),
+# docs/benchmarks.md (compare: lookups in 1024 positions) and docs/embedded-model.md (accuracy: lookups in 512 to 2048).
 HELD: tuple[Held, ...] = (
     Held(NoCache(), 0),
     Held(FastDLLMDual(), LEAST_STALE_PROMPT),
+    Held(FastDLLMDual(refresh_blocks=SELDOM), SELDOM_FROM),
     Held(DKVPD(), LEAST_STALE_PROMPT),
     Held(DLLMCache(), LEAST_STALE_PROMPT),
     Held(ElasticCache(), LEAST_STALE_PROMPT, one_block=True),
     Held(Polestar(), LEAST_STALE_PROMPT),
-    Held(Polestar(refresh="drift"), None),
+    Held(Polestar(refresh="drift"), SELDOM_FROM),
 )
 
 
@@ -51,11 +52,7 @@ class Auto(Policy):
 
     def candidates(self, sizes: CallSizes, prompt: int) -> tuple[Policy, ...]:
         one_block = sizes.answer == sizes.block_length
-        return tuple(
-            held.policy
-            for held in HELD
-            if held.least_prompt is not None and prompt >= held.least_prompt and (one_block or not held.one_block)
-        )
+        return tuple(held.policy for held in HELD if prompt >= held.least_prompt and (one_block or not held.one_block))
 
     def start(self) -> PolicyState:
         raise TypeError("policy 'auto' is decided before a call (tiered.planning.choice), which runs under another one")

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Bool, Int, Int8
@@ -142,13 +142,14 @@ class Policy(ABC):
 
     def __str__(self) -> str:
         """Its name, with the options that are not at their defaults."""
+        told = [f"{name}={value if isinstance(value, Policy) else repr(value)}" for name, value in self.changed.items()]
+        return f"{self.name}({', '.join(told)})" if told else self.name
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The options that are not at their defaults."""
         options = [(field, getattr(self, field.name)) for field in fields(self)]
-        changed = [
-            f"{field.name}={value if isinstance(value, Policy) else repr(value)}"
-            for field, value in options
-            if value != field.default
-        ]
-        return f"{self.name}({', '.join(changed)})" if changed else self.name
+        return {field.name: value for field, value in options if value != field.default}
 
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
         """What is kept on the device, by the number of layers: `shape.layers`, or 1 for a workspace that each layer
