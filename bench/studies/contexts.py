@@ -134,7 +134,7 @@ def _rates(device: str, threads: int) -> Rates:
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
     """`contexts`: a line for each call without a budget; `contexts_kv`: for each codec under one."""
-    seen = merged(rows, of=OF, timed=TIMED)
+    seen = sorted(merged(rows, of=OF, timed=TIMED), key=by_size)
     for row in seen:
         for name in ("device", "host", "moved"):
             if f"{name}_bytes" in row:
@@ -147,6 +147,11 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
+def by_size(row: Row) -> tuple[int, int]:
+    """The shortest prompt first, and the fewest blocks."""
+    return row["context"], row["blocks"]
+
+
 def over_dual(rows: Sequence[Row], ours: Row) -> float | None:
     """The time of a call over that of the dual cache at the same size, without a budget: the median over rounds."""
     same = {name: ours[name] for name in ("size", "width", "layers")} | {"policy": DUAL}
@@ -157,7 +162,7 @@ def over_dual(rows: Sequence[Row], ours: Row) -> float | None:
 
 def last_line(rows: Sequence[Row]) -> dict[str, Any]:
     """What the last line says of the figures that have goals."""
-    seen = merged(rows, of=OF, timed=TIMED)
+    seen = sorted(merged(rows, of=OF, timed=TIMED), key=by_size)
     free = [row for row in seen if "budget" not in row]
     over = {row["policy"]: over_dual(rows, row) for row in free if row["size"] == free[-1]["size"]}
     held = {row["kv"]: row.get("kv_held") for row in reversed(seen) if "budget" in row}
