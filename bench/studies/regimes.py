@@ -46,6 +46,8 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
     arms += [middle | {name: value} for name in SIDES for value in axes[name][1:]]
     arms += [middle | last | {"link": link} for link in axes["link"][1:2]]
     for arm, context, layers, name in product(arms, axes["context"], axes["layers"], axes["policy"]):
+        if name == FOURTH and arm["blocks"] == 1:
+            continue  # the first block always does
         base, options = SETS.get(name, (name, {}))
         moves = arm["budget"] is not None or hasattr(make_policy(base, **options), "hidden_tier")
         if (arm["link"] is None or moves) and (name != AGAIN or arm == first | {"blocks": arm["blocks"]}):
