@@ -38,6 +38,10 @@ class DiskSlot:
         self.offset = booked.offset
         self.fence = fence
 
+    def read(self, name: str | bytes, version: int, into: UInt8[Tensor, " nbytes"]) -> int:
+        """See `SpillFile.read`."""
+        return self._file.read(self, name, version, into)
+
     def release(self) -> None:
         """Give the slot back. What is under way on its bytes may go on: the next user waits for it.
 

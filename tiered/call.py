@@ -18,10 +18,12 @@ from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import AUTO, KV, CallSizes
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_store import StreamedFeatureStore
+from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.traced_model import traced
 from tiered.inputs import Prompts
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
+from tiered.models.weight_form import RAW_WEIGHTS, weight_bytes
 from tiered.offload.device import computing_on
 from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
@@ -47,17 +49,26 @@ class CallSpace:
         ledger: Ledger,
         transport: Callable[[], Transport] | None = None,
         kv: KV = None,
+        weights: StreamedWeights | None = None,
     ) -> None:
         """`transport` makes what carries copies between the tiers of a call; None: by device. `kv`: code of keys and
-        values."""
+        values. `weights`: of the model, where they may lie below the device; None: if `ledger` has them booked, they
+        are on it and may be taken down, else they are somebody else's business."""
         self._loaded: DiffusionModel | None = model
         self._ledger, self._transport = ledger, transport
         self._kv, self._kv_open = kv if isinstance(kv, RowCode) else None, kv == AUTO
-        weights = next(model.parameters())
-        self._device, self._dtype = weights.device, weights.dtype
+        of = next(model.parameters())
+        self._device, self._dtype = of.device, of.dtype
         self._dtype_name = str(self._dtype).removeprefix("torch.")
         self._gpu = gpu_of(self._device)
-        self._pool = HostPool(ledger, self._device)
+        self._calls = 0  # under way
+        self._pool = HostPool(ledger, self._device) if weights is None else weights.pool
+        if weights is None and ledger.held(Tier.DEVICE, Account.WEIGHTS) >= weight_bytes(
+            model.shape, self._dtype_name
+        ):
+            of_model = {"dtype": self._dtype, "device": self._device}
+            weights = StreamedWeights(model, ledger, self._pool, **of_model, transport=transport)
+        self._weights = weights
 
     @property
     def model(self) -> DiffusionModel:
@@ -74,6 +85,8 @@ class CallSpace:
     def close(self) -> None:
         """Let the model and the host memory that calls share go, and take both off the books."""
         self._loaded = None
+        if self._weights is not None:
+            self._weights.close()
         self._pool.close()
         self._ledger.release({Account.WEIGHTS: self._ledger.held(Tier.DEVICE, Account.WEIGHTS)})
 
@@ -85,6 +98,7 @@ class CallSpace:
             context=context,
             block_length=block_length,
             dtype=self._dtype_name,
+            weights=RAW_WEIGHTS if self._weights is None else self._weights.form,
             kv=self._kv,
             gpu=self._gpu,
             **more,
@@ -139,18 +153,28 @@ class CallSpace:
                 sizes.shape, sequences=sizes.sequences, length=sizes.context, dtype=sizes.dtype
             )
         ledger = self._ledger
-        held = {tier: ledger.held(tier) - ledger.idle(tier) for tier in Tier}
+        # The layers that another call uses stay where they are.
+        weights = None if self._calls else self._weights
+        own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
+        held = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}
         held[Tier.DEVICE] += sum(inspected.values())
-        needed = CallBytes.of(policy, sizes, ledger.budget, held)
+        needed = CallBytes.of(policy, sizes, ledger.budget, held, None if weights is None else weights.now.streaming(0))
         hint = PLAIN_HINT if needed.records is None else HINT
         if inspected:
             hint += ", or generate without the inspector"
         # A call that cannot end does not begin: all that it will book as records come, and its inspector, must fit.
         for tier, amounts in needed.tiers(ledger.budget).items():
             beside = sum(inspected.values()) if tier is Tier.DEVICE else 0
-            ledger.require(sum(amounts.values()) + beside, tier, hint=hint)
-        with ledger.holding(added(needed.steps, inspected)), computing_on(self._device), self._tiers(needed) as tiers:
-            yield tiers, needed.streams
+            ledger.require(sum(amounts.values()) + beside - own[tier], tier, hint=hint)
+        if weights is not None and needed.weights is not None:
+            weights.settle(needed.weights)
+            weights.restart()
+        self._calls += 1
+        try:
+            with ledger.holding(added(needed.steps, inspected)), computing_on(self._device), self._tiers(needed) as of:
+                yield of, needed.streams
+        finally:
+            self._calls -= 1
 
     @contextmanager
     def _tiers(self, needed: CallBytes) -> Iterator[TierManager | None]:
@@ -198,6 +222,11 @@ class CallSpace:
             return StreamedFeatureStore(self.model.shape, features, streams, tiers, **sizes)
         return FeatureStore(self.model.shape, features, **sizes, dtype=self._dtype, device=self._device)
 
+    @property
+    def weights(self) -> StreamedWeights | None:
+        """Those of the model, where they may lie below the device."""
+        return self._weights
+
     def attention_shift(self, sizes: CallSizes) -> AttentionShift | None:
         """What measures the shift of the sequences asked for, the first of those that go through a forward; None where
         none is measured."""
@@ -224,6 +253,7 @@ class CallSpace:
             self.store(NoCache(), batch, length, kv=self._kv),
             torch.arange(length, device=self._device)[None] if positions is None else positions,
             prompts.mask if padded else None,
+            weights=self._weights,
         )
 
     def forward(
@@ -241,4 +271,4 @@ class CallSpace:
             positions, key_mask, first = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
         of_call = sequences, canvas.length, canvas.prompt_length
         store = self.store(policy, *of_call, kv=sizes.kv, streams=streams, tiers=tiers)
-        return Forward(traced(self.model), store, positions, key_mask, tiers, first)
+        return Forward(traced(self.model), store, positions, key_mask, tiers, first, self._weights)

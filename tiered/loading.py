@@ -9,7 +9,7 @@ import torch
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account
 from tiered.core.ledger import Ledger
-from tiered.forward.forward_bytes import weight_bytes
+from tiered.models.weight_form import weight_bytes
 from tiered.forward.sizes import kv_code
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import load_weights

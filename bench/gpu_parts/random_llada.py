@@ -10,7 +10,7 @@ from gpu_parts.setting import Setting
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account
 from tiered.core.ledger import Ledger
-from tiered.forward.forward_bytes import weight_bytes
+from tiered.models.weight_form import weight_bytes
 from tiered.models.llada import LLaDA
 from tiered.models.presets import read_preset
 from tiered.policies.base import Policy

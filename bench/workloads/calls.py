@@ -9,7 +9,8 @@ from measuring.worker import refusing
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account
 from tiered.core.ledger import Ledger
-from tiered.forward.forward_bytes import kv_bytes_per_token, weight_bytes
+from tiered.forward.forward_bytes import kv_bytes_per_token
+from tiered.models.weight_form import weight_bytes
 from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import RAW, CallSizes
 from tiered.kernels.row_code import RowCode

@@ -16,7 +16,7 @@ import tiered
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.forward.forward import Forward
-from tiered.forward.forward_bytes import weight_bytes
+from tiered.models.weight_form import weight_bytes
 from tiered.inputs import Inputs
 from tiered.models.presets import preset_names, read_preset
 from tiered.models.shape import ModelShape

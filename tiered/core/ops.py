@@ -27,6 +27,7 @@ class Op(StrEnum):
     WAIT = "wait"  # compute stands still for a copy
     DECODE = "decode"
     PAGES = "pages"  # of a streamed feature: which have to come and go
+    WEIGHTS = "weights"  # of a streamed layer: they are bound, and those of the next one asked for
     # Policies.
     POLICY = "policy"  # the rows of a step, and what the policy learns from its commit
     DRIFT = "drift"  # attention of centroids, or of a block's rows, beside what it was

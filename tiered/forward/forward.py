@@ -19,6 +19,7 @@ from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward_bytes import part_rows
+from tiered.forward.streamed_weights import StreamedWeights
 from tiered.models.base import DiffusionModel
 from tiered.models.rope import Rotary
 
@@ -86,10 +87,12 @@ class Forward:
         key_mask: Bool[Tensor, "batch length"] | None = None,
         tiers: "TierManager | None" = None,
         first: Int[Tensor, " batch"] | None = None,
+        weights: StreamedWeights | None = None,
     ) -> None:
         """`positions`: RoPE position of every column (one row where all sequences share them); `key_mask`: False at
         columns that no row may attend to; `tiers`: where a policy that keeps hidden states has them; `first`: where
-        `key_mask` is False in front of these columns alone."""
+        `key_mask` is False in front of these columns alone; `weights`: what brings those of each layer, where some are
+        not on the device."""
         self.model = model
         self.store = store
         self.length = positions.shape[1]
@@ -97,6 +100,7 @@ class Forward:
         self.ids: Int[Tensor, "batch length"] | None = None
         self.clean: int | Int[Tensor, " batch"] = 0
         self.rows_computed = 0.0
+        self._weights = weights
         self._rotary = model.rotary(positions)
         self._key_mask, self._first = None if key_mask is None else key_mask[:, None, None, :], first
         self._sequences: int | None = None  # that the step under way goes over, the first ones; None: all
@@ -130,6 +134,7 @@ class Forward:
         layers, computed = self.model.shape.layers, 0
         for layer in range(layers):
             entered = flow.rows.count
+            self.enter(layer)
             with span(Op.LAYER, layer):
                 flow = program(self, layer, flow) if program else self.dense(layer, flow)
             computed += entered if flow.computed is None else flow.computed
@@ -139,6 +144,15 @@ class Forward:
         # token like any other. Such a row is NaN from here on; to all others this adds 0.
         hidden.add_(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32).mul_(0))
         return self.model.logits(hidden)
+
+    def enter(self, layer: int) -> None:
+        """Let the weights of `layer` be there, which is used from now on, and no other until the next is entered.
+
+        Raises:
+            RecordLostError, TransferError: a copy between the tiers failed.
+        """
+        if self._weights is not None:
+            self._weights.enter(layer)
 
     def dense(self, layer: int, flow: Flow) -> Flow:
         """A plain layer: write keys and values of all rows, then attention and MLP of all rows (in the last layer, of

@@ -30,11 +30,6 @@ def part_rows(batch: int) -> int:
     return max(1, PART_ROWS // batch)
 
 
-def weight_bytes(shape: ModelShape, dtype: str) -> int:
-    """Bytes of all weights in `dtype`."""
-    return shape.parameters * BYTES_PER_ELEMENT[dtype]
-
-
 def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
     """Bytes of one token's keys and values in all layers."""
     return 2 * shape.layers * shape.kv_width * BYTES_PER_ELEMENT[dtype]

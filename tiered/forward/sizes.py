@@ -8,6 +8,7 @@ from tiered.core.features import ANSWER_ONLY, KEY_VALUE, Feature
 from tiered.kernels.record_layout import GROUP
 from tiered.kernels.row_code import RowCode
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+from tiered.models.weight_form import RAW_WEIGHTS, WeightForm
 
 DEFAULT_BLOCK_LENGTH = 32
 RAW, AUTO = "raw", "auto"
@@ -63,6 +64,7 @@ class CallSizes:
         context: positions of the canvas, prompt and answer together.
         block_length: positions of a block.
         dtype: of weights and activations, a key of `BYTES_PER_ELEMENT`.
+        weights: how these are kept.
         kv: code that keys and values are in; None: as they are.
         answer: positions behind the prompt, for features that are kept of them alone; None: any number of them.
         guidance: classifier-free guidance, with which twice as many sequences go through a forward.
@@ -77,6 +79,7 @@ class CallSizes:
     context: int
     block_length: int
     dtype: str
+    weights: WeightForm = RAW_WEIGHTS
     kv: RowCode | None = None
     answer: int | None = None
     guidance: bool = False

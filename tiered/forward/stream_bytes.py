@@ -97,7 +97,7 @@ class StreamBytes:
             streams.append(
                 FeatureStream(
                     feature=feature,
-                    layers=tuple((2 * number + 1) * of_layers // (2 * count) for number in range(count)),
+                    layers=spread(count, of_layers),
                     of_layers=of_layers,
                     workspaces=min(workspaces, count),
                     pages=pages,
@@ -170,6 +170,11 @@ class StreamBytes:
             for room, count in records.items()
         )
         return slabs * slab_bytes
+
+
+def spread(count: int, layers: int) -> tuple[int, ...]:
+    """So many of the layers, spread evenly over the stack, ascending."""
+    return tuple((2 * number + 1) * layers // (2 * count) for number in range(count))
 
 
 def _pages(sizes: CallSizes, feature: Feature, columns: int) -> Pages:

@@ -160,13 +160,14 @@ class Layout:
             if name != "ff_proj" or mlp_matrices == 2:
                 block |= {f"{name}.weight": dims} | ({f"{name}.bias": dims[:1]} if name in biases else {})
         block |= more or {}
-        names, shapes = self._weights(size, block, head_tied)
+        names, shapes, matrices = self._weights(size, block, head_tied)
         shape = ModelShape(
             family=self.family.lower(),
             **size,
             mlp_matrices=mlp_matrices,
             trained_context=rotation.trained,
             dtype=checkpoint_dtype(config),
+            matrices=matrices,
             weight_shapes=shapes,
             **facts,
         )
@@ -182,14 +183,20 @@ class Layout:
 
     def _weights(
         self, size: Mapping[str, int], block: Mapping[str, tuple[str, ...]], head_tied: bool
-    ) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-        """Our own name, and the shape, of every weight by its official name."""
+    ) -> tuple[dict[str, str], dict[str, tuple[int, ...]], dict[str, tuple[int, int]]]:
+        """Our own name, and the shape, of every weight by its official name; and the matrices of a layer."""
         dims_of = {"wte.weight": ("vocab_size", "width")}
         dims_of |= {f"blocks.{layer}.{name}": dims for layer in range(size["layers"]) for name, dims in block.items()}
         dims_of |= {"ln_f.weight": ("width",)} | ({} if head_tied else {"ff_out.weight": ("vocab_size", "width")})
         size = {**size, "kv_width": size["kv_heads"] * size["head_dim"]}
         own = {self._official(name): name for name in dims_of}
-        return own, {official: tuple(size[dim] for dim in dims_of[name]) for official, name in own.items()}
+        matrices = {
+            name.removesuffix(".weight"): (size[dims[0]], size[dims[1]])
+            for name, dims in block.items()
+            if name.endswith(".weight") and len(dims) == 2
+        }
+        shapes = {official: tuple(size[dim] for dim in dims_of[name]) for official, name in own.items()}
+        return own, shapes, matrices
 
     def _official(self, name: str) -> str:
         first, *rest = name.split(".")

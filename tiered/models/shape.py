@@ -31,6 +31,7 @@ class ModelShape:
         prediction_shift: 1 where row p predicts position p + 1 (Dream), else 0.
         soft_cap: c where attention scores s become c · tanh(s / c); None where they stay as they are.
         sink_tokens: learned keys and values of each layer that every row attends to beside those of the canvas.
+        matrices: of a layer, by our own names, as [out, inner]: what may be kept in codes, and be streamed.
         weight_shapes: every tensor of the checkpoint, by its official name, with its shape.
     """
 
@@ -51,6 +52,7 @@ class ModelShape:
     prediction_shift: int = 0
     soft_cap: float | None = None
     sink_tokens: int = 0
+    matrices: Mapping[str, tuple[int, int]] = field(hash=False)
     weight_shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
 
     @property

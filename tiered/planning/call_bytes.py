@@ -1,7 +1,8 @@
 """Books: everything that one call takes of every tier, and which features are streamed so that it fits."""
 
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from tiered.core.budget import MemoryBudget
@@ -9,6 +10,7 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import added
 from tiered.forward.sizes import CallSizes
 from tiered.forward.stream_bytes import StreamBytes
+from tiered.forward.weight_bytes import FEWEST, WeightBytes
 from tiered.offload.slabs import UNIT
 from tiered.offload.spill_record import HEADER_BYTES
 from tiered.planning.streamed_layers import StreamedLayers, fewest_streamed
@@ -18,25 +20,79 @@ from tiered.tiers.record_bytes import RecordBytes, below_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBytes:
-    """Bytes of one call beside the weights. The runtime books what stands here, and the plan prints it.
+    """Bytes of one call. The runtime books what stands here, and the plan prints it.
 
     Attributes:
         steps: on the device by account, as long as the call lasts: features, logits, and what steps take.
         records: hidden states that the policy keeps as records in the tiers; None: none.
         streams: features of which some layers are streamed; None: none.
+        weights: which of their layers are; None: they are somebody else's, who has them in the books.
     """
 
     steps: Mapping[Account, int]
     records: RecordBytes | None
     streams: StreamBytes | None
+    weights: WeightBytes | None = None
 
     @classmethod
     def of(
-        cls, policy: Policy, sizes: CallSizes, budget: MemoryBudget, held: Mapping[Tier, int] | None = None
+        cls,
+        policy: Policy,
+        sizes: CallSizes,
+        budget: MemoryBudget,
+        held: Mapping[Tier, int] | None = None,
+        weights: WeightBytes | None = None,
     ) -> "CallBytes":
-        """What a call of `sizes` takes beside `held` bytes of each tier, with as few layers streamed as `budget` needs.
+        """What a call of `sizes` takes beside `held` bytes of each tier, with as few layers streamed as `budget` needs:
+        of features, where that is enough; else of `weights`, if they may be; else of both. What has to come up is the
+        same, and features that are streamed go down as well, but of them a few layers often do, which are smaller.
         Where it does not fit at all: with what takes the least of the device that the tiers below have room for.
         """
+        features = cls._of_features(policy, sizes, budget, held, weights)
+        if weights is None or features._fits(budget, held):
+            return features
+        everything, most = replace(budget, device=1), weights.of_layers
+        least = cls._of_features(policy, sizes, everything, held, weights)
+        for call in (cls._of_features(policy, sizes, replace(budget, device=None), held, weights), least):
+            found = bisect_left(
+                range(most + 1), True, lo=min(FEWEST, most),
+                key=lambda count, call=call: call._streaming(count, budget, held)._fits(budget, held, Tier.DEVICE),
+            )  # fmt: skip
+            if found <= most and (fitting := call._streaming(found, budget, held))._fits(budget, held):
+                return fitting
+        return least._streaming(most, budget, held) if most >= FEWEST else features
+
+    def _streaming(self, count: int, budget: MemoryBudget, held: Mapping[Tier, int] | None) -> "CallBytes":
+        """The same with so many layers of weights streamed, as many of them from the host as that has room for."""
+        assert self.weights is not None, "weights are streamed that are the call's"
+        weights, cap, disk = self.weights.streaming(count), budget.cap(Tier.HOST), bool(budget.cap(Tier.DISK))
+        if cap is not None and (weights.in_files or disk):
+            free = cap - (held or {}).get(Tier.HOST, 0) - sum(self.tiers(budget)[Tier.HOST].values())
+            if sum(weights.lower(disk)[Tier.HOST].values()) > free:
+                rings = sum(weights.streaming(count, count).lower(disk)[Tier.HOST].values())
+                here = max(0, free - rings) // weights.slot_bytes
+                # What is coded goes to the disk by way of the host.
+                weights = weights.streaming(count, count - max(here, 0 if weights.in_files else 1))
+        return replace(self, weights=weights)
+
+    def _fits(self, budget: MemoryBudget, held: Mapping[Tier, int] | None, *only: Tier) -> bool:
+        """Whether all of it has room beside `held`; or what of it is in `only` these tiers."""
+        amounts = self.tiers(budget)
+        return all(
+            (cap := budget.cap(tier)) is None or (held or {}).get(tier, 0) + sum(amounts[tier].values()) <= cap
+            for tier in only or Tier
+        )
+
+    @classmethod
+    def _of_features(
+        cls,
+        policy: Policy,
+        sizes: CallSizes,
+        budget: MemoryBudget,
+        held: Mapping[Tier, int] | None,
+        weights: WeightBytes | None,
+    ) -> "CallBytes":
+        """With all `weights` on the device."""
         held, layers = held or {}, sizes.shape.layers
         whole = policy.device_bytes(sizes)
         kept = [feature for feature, count in policy.features(sizes.shape).items() if count == layers > 1]
@@ -52,11 +108,11 @@ class CallBytes:
                 least_slot=0 if alone is None else alone.slot_bytes,
             )
             if streams is None:
-                return cls(steps=whole, records=alone, streams=None)
+                return cls(steps=whole, records=alone, streams=None, weights=weights)
             steps = added(whole, {Account.ACTIVATIONS: streams.activations})
             for stream in streams.streams:
                 steps[stream.account] -= stream.saved
-            return cls(steps=steps, records=records(streams.slot_bytes), streams=streams)
+            return cls(steps=steps, records=records(streams.slot_bytes), streams=streams, weights=weights)
 
         def room(tier: Tier, amounts: Mapping[Account, int]) -> bool:
             cap = budget.cap(tier)
@@ -110,7 +166,8 @@ class CallBytes:
         """Bytes of the device by account."""
         device = self.steps if self.records is None else added(self.steps, self.records.device)
         staging = self.slot_bytes * self.fetch_slots + self.store_bytes * self.store_slots
-        return {**device, Account.STAGING: staging} if self._parts else dict(device)
+        device = {**device, Account.STAGING: staging} if self._parts else dict(device)
+        return device if self.weights is None else added(self.weights.device, device)
 
     @property
     def arenas(self) -> dict[Tier, int]:
@@ -123,6 +180,10 @@ class CallBytes:
 
     def tiers(self, budget: MemoryBudget) -> dict[Tier, dict[Account, int]]:
         """Bytes of every tier by account; `budget` decides what goes to disk (`below_device`)."""
+        if self.weights is not None and self.weights.layers:
+            lower = self.weights.lower(bool(budget.cap(Tier.DISK)))
+            rest = replace(self, weights=replace(self.weights, layers=(), below=0)).tiers(budget)
+            return {tier: self.device if tier is Tier.DEVICE else added(lower[tier], rest[tier]) for tier in Tier}
         hidden, streams = self.records, self.streams
         if streams is None:
             below = {Tier.HOST: {}, Tier.DISK: {}} if hidden is None else hidden.below(budget)

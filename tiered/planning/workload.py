@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
-from tiered.core.ledger import added
-from tiered.forward.forward_bytes import weight_bytes
 from tiered.forward.sizes import CallSizes
+from tiered.forward.weight_bytes import WeightBytes
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy
@@ -32,14 +31,15 @@ class Workload:
         return Workload(self.policy, replace(self.sizes, **sizes))
 
     def needed(self, budget: MemoryBudget = UNCAPPED) -> CallBytes:
-        """What the call takes beside the weights, with as few features streamed as `budget` needs."""
-        return CallBytes.of(self.policy, self.sizes, budget, {Tier.DEVICE: self._weights})
+        """What the call takes, with as few layers streamed as `budget` needs."""
+        sizes = self.sizes
+        return CallBytes.of(
+            self.policy, sizes, budget, weights=WeightBytes.of(sizes.shape, sizes.dtype, sizes.weights)
+        )
 
     def accounts(self, budget: MemoryBudget = UNCAPPED) -> dict[Tier, dict[Account, int]]:
-        """Bytes of every tier by account, weights included. `budget` decides which features are streamed, and what
-        goes to disk."""
-        call = self.needed(budget).tiers(budget)
-        return {**call, Tier.DEVICE: added({Account.WEIGHTS: self._weights}, call[Tier.DEVICE])}
+        """Bytes of every tier by account. `budget` decides which layers are streamed, and what goes to disk."""
+        return self.needed(budget).tiers(budget)
 
     def total(self, tier: Tier = Tier.DEVICE, budget: MemoryBudget = UNCAPPED) -> int:
         """Bytes of `tier` in all."""
@@ -60,10 +60,6 @@ class Workload:
         """
         values = range(multiple, LARGEST_SIZE, multiple)
         return multiple * bisect_left(values, True, key=lambda value: bool(self.resized(**{size: value}).over(budget)))
-
-    @property
-    def _weights(self) -> int:
-        return weight_bytes(self.sizes.shape, self.sizes.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,11 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
+from dataclasses import fields
 from itertools import accumulate
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from tiered.core.errors import TierCapacityError
@@ -29,11 +30,13 @@ from tiered.core.spans import spanned
 from tiered.offload.arena import Arena
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.errors import TransferError
+from tiered.offload.fence import Fence, settle
+from tiered.offload.file_record import FileRecord
 from tiered.offload.spill_file import SpillFile
-from tiered.offload.transport import Transport
+from tiered.offload.transport import Lane, Transport
 from tiered.tiers.arguments import check_rows, checked_forms
 from tiered.tiers.banks import Base, CentroidBank, banks_of
-from tiered.tiers.batches import Destination, runs
+from tiered.tiers.batches import Destination, memory_slot, runs
 from tiered.tiers.record_book import Entry, RecordBook, RecordForm, RecordKey, nbytes_of
 from tiered.tiers.shipping import Rings, Shipping
 from tiered.tiers.slots import Slots
@@ -67,9 +70,10 @@ class TierManager:
         run_bytes: int,
         traffic: type[Traffic],
         on_close: Callable[[], None],
+        promote: bool = True,
     ) -> None:
         """Memory, file and transport are the caller's; `on_close` gives them back. `run_bytes`: of records that are
-        stored at once, in one staging slot."""
+        stored at once, in one staging slot. `promote`: see `open_tiers`."""
         self.device = device
         self.dtype = dtype
         self.slot_bytes = rings.fetch.slot_bytes
@@ -80,8 +84,9 @@ class TierManager:
         self._book = book = RecordBook()
         self._traffic = jobs = traffic(transport, record)
         self._slots = slots = Slots(ledger, arenas, spill, book, jobs, record)
-        self._shipping = shipping = Shipping(jobs, slots, rings, ledger, device=device, dtype=dtype)
+        self._shipping = shipping = Shipping(jobs, slots, rings, ledger, device=device, dtype=dtype, promote=promote)
         self._fetches = Fetches(book, slots, jobs, shipping, record, self._check_open)
+        self._reserved: dict[RecordKey, Entry] = {}
         self._on_close = on_close
         self._versions = 0
         self._process = os.getpid()
@@ -155,12 +160,49 @@ class TierManager:
                     raise
                 self._store(*part)
 
+    def reserve(self, key: RecordKey, nbytes: int) -> UInt8[Tensor, " nbytes"]:
+        """Room in the host tier for a record that the caller writes, a piece at a time, until `commit`.
+
+        Raises:
+            TierCapacityError: no record that may leave makes enough room.
+            ValueError: closed.
+        """
+        self._check_open()
+        self.progress()
+        entry = self._entry(key, nbytes)
+        self._slots.enter(entry, Tier.HOST)
+        self._reserved[key] = entry
+        slot = memory_slot(entry, Tier.HOST)
+        settle([slot.fence])  # whoever had these bytes before
+        return slot.bytes
+
+    def commit(self, key: RecordKey) -> None:
+        """What `reserve` gave room for is there, and may be fetched. What was stored under `key` is replaced."""
+        entry = self._reserved.pop(key)
+        self._slots.leave(self._book.commit(entry))
+        self._record(Stored(tier=Tier.HOST, records=1, nbytes=entry.form.nbytes))
+
+    def adopt(self, key: RecordKey, pieces: FileRecord) -> None:
+        """A record whose bytes stand in files that are not the tiers'. They are read when it is fetched, and never
+        written; nothing is booked for them."""
+        self._check_open()
+        entry = self._entry(key, pieces.nbytes)
+        self._slots.adopt(entry, pieces)
+        self._slots.leave(self._book.commit(entry))
+
+    def used(self, fence: Fence) -> None:
+        """What compute was given so far reads the bytes that `fence` guards, into which records were fetched: no later
+        copy overwrites them before it has ended."""
+        self._traffic.compute(Lane.FETCH, lambda: None, reads=[fence])
+
     @spanned(Op.FETCH)
     def fetch(
         self,
         keys: Sequence[RecordKey],
         out: Float[Tensor, "any width"] | None = None,
         rows: Int[Tensor, " rows"] | None = None,
+        *,
+        fence: Fence | None = None,
     ) -> Ticket:
         """Begin to bring records to the device. Copies set out at once, as far as there are staging slots.
 
@@ -169,6 +211,8 @@ class TierManager:
             out, rows: where the answer goes, as for `Ticket.wait`, and is written as soon as it has arrived and others
                 need its staging slots: until `wait` or `close` nothing else may touch these places. None: `wait` or
                 `Ticket.into` says it.
+            fence: guards `out`, contiguous bytes in which raw records are used as they are: copies go there at once and
+                take no staging slot, `wait` only lets compute wait for them, and `used` ends their use.
 
         Raises:
             KeyError: nothing is stored under a key.
@@ -177,7 +221,22 @@ class TierManager:
         """
         self._check_open()
         self.progress()
-        return self._fetches.begin(keys, [self._find(key) for key in keys], Destination(out, rows))
+        entries = [self._find(key) for key in keys]
+        if fence is not None and any(entry.form.codec is not Codec.RAW for entry in entries):
+            raise ValueError("a fence is for raw records: others are decoded from a staging slot")
+        return self._fetches.begin(keys, entries, Destination(out, rows, fence))
+
+    def load(self, keys: Iterable[RecordKey]) -> None:
+        """Bring records that are on disk alone to the host tier, where they stay.
+
+        Raises:
+            KeyError, RecordLostError: as `fetch`.
+            TierCapacityError: the host tier has no room for them.
+        """
+        self._check_open()
+        for entry in map(self._find, keys):
+            if entry.slots.keys() == {Tier.DISK}:
+                self._slots.load(entry)
 
     def evict(self, keys: Iterable[RecordKey]) -> int:
         """Move records one tier down, from the highest tier that holds them. Returns how many moved: those that a
@@ -223,6 +282,12 @@ class TierManager:
         stats.pinned_requested, stats.pinned_actual = host.held_bytes, host.actual_bytes
         stats.pinned = host.pinned
         return stats
+
+    def restart_stats(self) -> None:
+        """Forget what happened so far."""
+        self.progress()
+        for name, value in ((each.name, getattr(TierStats(), each.name)) for each in fields(TierStats)):
+            setattr(self._stats, name, value)
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` where books, tickets, slots and ledger contradict each other."""
@@ -278,8 +343,13 @@ class TierManager:
         self._record(Stored(tier=tier, records=len(entries), nbytes=nbytes_of(entries)))
 
     def _leave_all(self) -> None:
-        for entry in list(self._book.entries()):
+        for entry in [*self._book.entries(), *self._reserved.values()]:
             self._slots.leave(entry)
+
+    def _entry(self, key: RecordKey, nbytes: int) -> Entry:
+        """A new one of bytes as they are."""
+        self._versions += 1
+        return Entry(key, RecordForm(Codec.RAW, 1, nbytes, 1), self._versions)
 
     def _find(self, key: RecordKey) -> Entry:
         if key not in self._book:

@@ -46,6 +46,8 @@ def open_tiers(
     fetch_slots: int = FETCH_SLOTS,
     store_slots: int = STORE_SLOTS,
     load_slots: int = LOAD_SLOTS,
+    load_bytes: int | None = None,
+    promote: bool = True,
     pool: HostPool | None = None,
     expected_bytes: Mapping[Tier, int] = MappingProxyType({}),
     traffic: type[Traffic] = Traffic,
@@ -54,7 +56,7 @@ def open_tiers(
 
     Memory of device and host is obtained as records need it, in whole slabs. The rings on the device, of
     `fetch_slots · slot_bytes` and `store_slots · store_bytes`, are obtained here; with a disk tier, also a ring of
-    `load_slots · slot_bytes` of host memory, and the spill file is made, empty: it grows by `slab_bytes` and a page as
+    `load_slots · load_bytes` of host memory, and the spill file is made, empty: it grows by `slab_bytes` and a page as
     records need it.
 
     Args:
@@ -65,6 +67,10 @@ def open_tiers(
         store_bytes: bytes of a staging slot that records leave from; None: `slot_bytes`, and no less.
         slab_bytes: bytes of what slots in the tiers are cut from, a multiple of 4096; None: `slot_bytes`, and no less.
         fetch_slots, store_slots, load_slots: staging slots of the rings.
+        load_bytes: bytes of a slot that records from files pass; given, there is such a ring without a disk tier too,
+            for records that stand in other files. None: `slot_bytes`.
+        promote: what comes from disk stays in the host tier, where others leave for it. Not for records that are used
+            in turn, of which the next one always is the one that left.
         pool: where host memory comes from and goes back to, of the same ledger; None: one of this manager's own.
         expected_bytes: what all records will take of device and host at most, see `Arena`.
         traffic: the class that submits jobs.
@@ -91,11 +97,13 @@ def open_tiers(
         }
         spill = _spill_file(ledger, slab_bytes, opened)
         hint = "lower slot_bytes, store_bytes, fetch_slots or store_slots, or raise the budget"
-        ring, on_device = partial(_ring, ledger, opened), booked(ledger, Tier.DEVICE, memory, hint)
+        ring, on_device = partial(open_ring, ledger, opened), booked(ledger, Tier.DEVICE, memory, hint)
         rings = Rings(
             store=ring(Region.STORE_SLOT, store_slots, store_bytes, Tier.DEVICE, on_device),
             fetch=ring(Region.FETCH_SLOT, fetch_slots, slot_bytes, Tier.DEVICE, on_device),
-            load=None if spill is None else ring(Region.LOAD_SLOT, load_slots, slot_bytes, Tier.HOST, pool.take),
+            load=ring(Region.LOAD_SLOT, load_slots, load_bytes or slot_bytes, Tier.HOST, pool.take)
+            if spill is not None or load_bytes
+            else None,
         )
         run = run_bytes(ledger.budget, slot_bytes=slot_bytes, store_bytes=store_bytes, slab_bytes=slab_bytes)
         transport = transport or _transport_for(device)
@@ -103,7 +111,7 @@ def open_tiers(
         on_close = opened.pop_all().close
         return TierManager(
             ledger, arenas, spill, rings, transport,
-            device=device, dtype=dtype, run_bytes=run, traffic=traffic, on_close=on_close,
+            device=device, dtype=dtype, run_bytes=run, traffic=traffic, on_close=on_close, promote=promote,
         )  # fmt: skip
 
 
@@ -144,7 +152,7 @@ def _arena(
     return arena
 
 
-def _ring(
+def open_ring(
     ledger: Ledger,
     opened: ExitStack,
     region: Region,
@@ -153,6 +161,11 @@ def _ring(
     tier: Tier,
     allocate: Callable[[int], Chunk],
 ) -> Ring:
+    """A ring of `slots` over memory from `allocate`, booked as staging until `opened` is closed.
+
+    Raises:
+        TierCapacityError: no room for it.
+    """
     try:
         chunk = allocate(slots * slot_bytes)
     except (ArenaFullError, PinError) as error:

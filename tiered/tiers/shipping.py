@@ -70,10 +70,13 @@ class Shipping:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        promote: bool = True,
     ) -> None:
-        """`device`, `dtype`: of the rows."""
+        """`device`, `dtype`: of the rows. `promote`: what comes from disk stays in the host tier."""
         self.device = device
         self.dtype = dtype
+        self.load_bytes = 0 if rings.load is None else rings.load.slot_bytes
+        self._promote = promote
         self.slot_bytes = rings.fetch.slot_bytes
         self._traffic = traffic
         self._slots = slots
@@ -133,7 +136,10 @@ class Shipping:
             staging.release()
 
     def send_up(self, batch: Batch) -> None:
-        """Copy the batch's records to a staging slot, of which one is free; from disk by way of host memory."""
+        """Copy the batch's records to a staging slot, of which one is free, or to where they are used; from disk by way
+        of host memory."""
+        if batch.to.fence is not None:
+            return self._send_in_place(batch, batch.to.fence)
         staging = self._rings.fetch.acquire()
         assert staging is not None, "a batch sets out when a slot is free"
         try:
@@ -153,6 +159,27 @@ class Shipping:
             raise
         batch.slot, batch.buffer, batch.offsets, batch.fences = staging, staging.bytes, offsets, [staging.fence]
 
+    def _send_in_place(self, batch: Batch, guard: Fence) -> None:
+        """Copy the batch's records to the bytes that `guard` guards."""
+        out = batch.to.out
+        assert out is not None, "what is used where it arrives has a place"
+        flat = out.view(-1)
+        # A fence of its own: whether these bytes arrived is no other batch's business.
+        fence = Fence(guard.region)
+        fence.inherit([guard])
+        with self._in_host_memory(batch) as (spans, passing):
+            pieces = []
+            for entry, first, span in zip(batch.entries, batch.rows, spans, strict=True):
+                start, nbytes = first * out.shape[1], entry.form.nbytes
+                pieces.append(Copy(span.buffer[span.start : span.start + nbytes], flat[start : start + nbytes]))
+            batch.arrival = self._traffic.move(
+                Lane.FETCH, pieces, reads=[span.fence for span in spans], writes=[fence], layer=_layer_of(batch.entries)
+            )
+            if passing is not None:
+                passing.fence.reads(batch.arrival)
+        guard.inherit([fence])
+        batch.buffer, batch.fences = flat, [fence]
+
     @contextmanager
     def _in_host_memory(self, batch: Batch) -> Iterator[tuple[list[_Span], RingSlot | None]]:
         """Where the batch's records lie in host memory. Those on disk are brought to the host tier; where it has no
@@ -161,7 +188,7 @@ class Shipping:
         passing, filled = None, 0
         try:
             for entry in batch.entries:
-                if Tier.HOST not in entry.slots:
+                if Tier.HOST not in entry.slots and self._promote:
                     with suppress(TierCapacityError):
                         self._slots.load(entry)
                 if Tier.HOST in entry.slots:
@@ -183,9 +210,11 @@ class Shipping:
                 passing.release()
 
     def decode(self, batch: Batch) -> TransferEvent:
-        """Decode a batch to its destination; it may not be decoded again, its staging slot is given back."""
+        """Decode a batch to its destination, where that has not arrived as it is; it may not be decoded again, its
+        staging slot is given back."""
         try:
-            work, layer = _decode(batch, self.dtype), _layer_of(batch.entries)
+            work = _decode(batch, self.dtype) if batch.to.fence is None else _nothing
+            layer = _layer_of(batch.entries)
             return self._traffic.compute(Lane.FETCH, work, reads=batch.fences, layer=layer)
         finally:
             self.give_back(batch)
@@ -220,6 +249,10 @@ class Shipping:
     def _never_arrived(self, entries: Sequence[tuple[Entry, Slot]]) -> None:
         for entry, slot in entries:
             self._slots.copy_failed(entry, Tier.HOST, slot)
+
+
+def _nothing() -> None:
+    """What compute has to do for records that are used where they arrived: wait."""
 
 
 def _layer_of(entries: Sequence[Entry]) -> int | None:

@@ -15,6 +15,7 @@ from tiered.core.ledger import Ledger
 from tiered.offload.arena import Arena, ArenaStats, Slot
 from tiered.offload.errors import ArenaFullError, PinError
 from tiered.offload.fence import Fence
+from tiered.offload.file_record import FileRecord
 from tiered.offload.spill_file import DiskSlot, SpillFile
 from tiered.offload.transport import Copy, Lane
 from tiered.tiers.record_book import Entry, RecordBook
@@ -66,6 +67,10 @@ class Slots:
     def host_memory(self) -> ArenaStats:
         """What the host tier holds."""
         return self._arenas[Tier.HOST].stats()
+
+    def adopt(self, entry: Entry, pieces: FileRecord) -> None:
+        """Give a new entry bytes that stand in files which are not the tiers': they take no room of the disk tier."""
+        self._book.put(entry, Tier.DISK, pieces)
 
     def enter(self, entry: Entry, tier: Tier) -> None:
         """Give a new entry a slot in `tier`; other records move down for it where they have to.
@@ -125,8 +130,8 @@ class Slots:
         """Read `entry` from disk into host memory that `fence` guards. `failed` says what that means to the books:
         that the disk does not have it, unless told otherwise."""
         source = entry.slots[Tier.DISK]
-        assert self._spill is not None and isinstance(source, DiskSlot), "a record on disk is in the file"
-        work = partial(self._spill.read, source, str(entry.key), entry.version, into)
+        assert not isinstance(source, Slot), "a record on disk is in a file"
+        work = partial(source.read, str(entry.key), entry.version, into)
         failed = failed or partial(self.copy_failed, entry, Tier.DISK, source)
         self._traffic.move(Lane.LOAD, work, reads=[source.fence], writes=[fence], failed=failed, layer=entry.key.layer)
 
@@ -137,7 +142,7 @@ class Slots:
                 self._vacate(entry, tier)
             entry.let_go_of_base()
 
-    def copy_failed(self, entry: Entry, tier: Tier, slot: Slot | DiskSlot) -> None:
+    def copy_failed(self, entry: Entry, tier: Tier, slot: Slot | DiskSlot | FileRecord) -> None:
         """The bytes in `slot` are not those of `entry`. It may have left it since, or have them elsewhere."""
         if entry.slots.get(tier) is slot:
             self._vacate(entry, tier)
@@ -153,8 +158,8 @@ class Slots:
         self._book.check_integrity()
         held: Counter[Tier] = Counter()
         for entry in self._book.entries():
-            for tier in entry.slots:
-                held[tier] += entry.form.nbytes
+            for tier, slot in entry.slots.items():
+                held[tier] += 0 if isinstance(slot, FileRecord) else entry.form.nbytes
         for tier, storage in self._storages.items():
             storage.check_integrity()
             if self._taken[tier] != held[tier]:
@@ -193,7 +198,10 @@ class Slots:
         return slot
 
     def _vacate(self, entry: Entry, tier: Tier) -> None:
-        entry.slots.pop(tier).release()
+        slot = entry.slots.pop(tier)
+        if isinstance(slot, FileRecord):
+            return
+        slot.release()
         self._ledger.rebook(Account(entry.key.feature), Account.SPARE, entry.form.nbytes, tier)
         self._taken[tier] -= entry.form.nbytes
 

@@ -159,7 +159,8 @@ class Fetches:
         first = [0, *accumulate(entry.form.rows for entry in entries)]
         shape = first[-1], widths.pop()
         to.check(shape)
-        batches = cut(entries, first, to, self._slots.staged_bytes, self._shipping.slot_bytes)
+        shipping = self._shipping
+        batches = cut(entries, first, to, self._slots.staged_bytes, shipping.slot_bytes, shipping.load_bytes)
         for entry in entries:
             self._book.begin_reading(entry)
             if entry.base is not None:
@@ -169,6 +170,10 @@ class Fetches:
         for batch in batches:
             self._record(Asked(tier=batch.tier, records=len(batch.entries), nbytes=nbytes_of(batch.entries)))
         self._waiting.extend(batch for batch in batches if batch.tier is not Tier.DEVICE)
+        if to.fence is not None:  # they wait for no staging slot
+            for batch in batches:
+                with suppress(RecordLostError, TransferError):  # told by `land`
+                    self._send(batch)
         self.send_waiting()
         return ticket
 
@@ -195,7 +200,8 @@ class Fetches:
             self.send_waiting()
         if batch.landed is None:
             if batch.buffer is None:
-                self._free_a_slot()
+                if batch.to.fence is None:
+                    self._free_a_slot()
                 self._send(batch)
             while batch in self._air and (earlier := self._first()) is not batch:
                 assert earlier is not None, "the batch itself has a destination"
@@ -263,7 +269,8 @@ class Fetches:
         for entry in batch.entries:
             entry.check_there()
         self._shipping.send_up(batch)
-        self._air.append(batch)
+        if batch.to.fence is None:
+            self._air.append(batch)
         self._end_reading(batch)
 
     def _first(self) -> Batch | None:

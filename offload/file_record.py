@@ -1,0 +1,82 @@
+"""A record whose bytes stand in files that are not ours, such as a checkpoint's: read when needed, never written."""
+
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxtyping import UInt8
+from torch import Tensor
+
+from tiered.offload.errors import CorruptRecordError, TransferError
+from tiered.offload.fence import Fence, Region
+
+
+class ReadFile:
+    """A file that is open for reading, as it was when it was opened. Another file under its name makes no difference.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("rb", buffering=0)
+        self._then = self._state()
+        weakref.finalize(self, self._file.close)
+
+    def read(self, offset: int, into: UInt8[Tensor, " nbytes"]) -> None:
+        """Fill `into` from `offset` on; blocks. On any thread.
+
+        Raises:
+            CorruptRecordError: the file was written to since it was opened, or ends too early.
+            TransferError: the system could not read.
+        """
+        buffer, done = memoryview(into.numpy()), 0
+        try:
+            while done < len(buffer) and (count := os.preadv(self._file.fileno(), [buffer[done:]], offset + done)):
+                done += count
+            changed = self._state() != self._then  # after the read, which a change may have come into
+        except OSError as error:
+            raise TransferError(f"reading {self.path}: {error}") from error
+        if changed or done < len(buffer):
+            raise CorruptRecordError(f"{self.path} has changed since it was loaded: load it again")
+
+    def _state(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a file that are bytes of a record: `nbytes` from `offset` on, from `start` of the record on."""
+
+    file: ReadFile
+    offset: int
+    nbytes: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileRecord:
+    """A record of `nbytes` that is put together of `pieces`; what is in none of them is undefined.
+
+    Attributes:
+        fence: what is under way on it: reads alone.
+    """
+
+    nbytes: int
+    pieces: Sequence[Piece]
+    fence: Fence = field(default_factory=lambda: Fence(Region.DISK_SLOT))
+
+    @property
+    def offset(self) -> int:
+        """First byte in the first file."""
+        return self.pieces[0].offset
+
+    def read(self, name: str | bytes, version: int, into: UInt8[Tensor, " nbytes"]) -> int:
+        """Put the record together in `into`; blocks. Returns the bytes read. Errors as `ReadFile.read`."""
+        for piece in self.pieces:
+            piece.file.read(piece.offset, into[piece.start : piece.start + piece.nbytes])
+        return sum(piece.nbytes for piece in self.pieces)

@@ -1,0 +1,315 @@
+"""The weights of a model that the device has no room for: the matrices of some layers pass through a ring of two slots.
+
+One layer is used right where it has arrived, while the next one comes. Which layers those are is settled before each
+call; what is settled on the device again comes back.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
+from tiered.core.ops import Op
+from tiered.core.spans import spanned
+from tiered.forward.weight_bytes import RING_SLOTS, WeightBytes
+from tiered.kernels.coded_weight import CodedWeight
+from tiered.models.base import DiffusionModel
+from tiered.models.checkpoint import assign
+from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, places
+from tiered.offload.arena import device_chunks
+from tiered.offload.fence import Fence, Region
+from tiered.offload.file_record import FileRecord
+from tiered.offload.ring import Ring, RingSlot
+from tiered.offload.slabs import UNIT
+from tiered.offload.transport import Transport
+from tiered.tiers.host_pool import HostPool, booked
+from tiered.tiers.manager import TierManager
+from tiered.tiers.opening import open_ring, open_tiers
+from tiered.tiers.record_book import RecordKey
+from tiered.tiers.stats import TierStats
+from tiered.tiers.ticket import Ticket
+
+
+class _Here(NamedTuple):
+    """A layer in a slot of the ring, or on its way there: it is used once `ticket` was waited for."""
+
+    slot: RingSlot
+    ticket: Ticket
+
+
+class StreamedWeights:
+    """The weights of `model` between the tiers. All of them are in the books of `ledger`, as `now` has them.
+
+    `enter` goes before every use of a layer. A layer that is elsewhere has no matrices in the model: using it all the
+    same is an error, never another layer's weights.
+
+    Attributes:
+        form: how the weights are kept.
+        now: which layers are streamed.
+        files: by layer, where the checkpoint's files hold the very bytes of its record.
+        pool: where host memory comes from.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        ledger: Ledger,
+        pool: HostPool,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: WeightForm = RAW_WEIGHTS,
+        now: WeightBytes | None = None,
+        files: Mapping[int, FileRecord] | None = None,
+        transport: Callable[[], Transport] | None = None,
+    ) -> None:
+        """`now`: None: all layers are on the device, and in the books; else they are about to come, by `place`, and are
+        booked here. `transport` makes what carries copies; None: by device.
+
+        Raises:
+            TierCapacityError: a tier has no room for them.
+        """
+        name = str(dtype).removeprefix("torch.")
+        self.form, self.files = form, files or {}
+        self.now = WeightBytes.of(model.shape, name, form, in_files=bool(files)) if now is None else now
+        self._model, self._ledger, self.pool, self._transport = model, ledger, pool, transport
+        self._dtype, self._device = dtype, device
+        self._places, self._record = places(model.shape, name, form)
+        self._tiers: TierManager | None = None
+        self._ring: Ring | None = None
+        self._of_tiers, self._of_ring = ExitStack(), ExitStack()
+        self._here: dict[int, _Here] = {}  # the layer that has rested longest first
+        self._using: int | None = None
+        self._coming: dict[int, tuple[UInt8[Tensor, " record"], set[str]]] = {}  # records that `place` fills
+        if now is not None:
+            hint = "raise `memory`, or keep the weights in fewer bits: weights = 'fp8', 'int4', …"
+            ledger.allocate({Account.WEIGHTS: now.device[Account.WEIGHTS]}, hint=hint)
+            if now.layers:
+                self._open_ring()
+
+    def held(self) -> dict[Tier, int]:
+        """Bytes of each tier."""
+        lower = self.now.lower(self._has_disk)
+        return {Tier.DEVICE: sum(self.now.device.values())} | {tier: sum(lower[tier].values()) for tier in lower}
+
+    def place(self, own: str, weight: Tensor | CodedWeight) -> None:
+        """Put a weight where it belongs: into the model, or the record of its layer. `own`: our name of it."""
+        root, _, rest = own.partition(".")
+        layer, _, name = rest.removesuffix(".weight").partition(".")
+        if root != "blocks" or name not in self._places or int(layer) not in self.now.layers:
+            assign(self._model, own, weight)
+            return
+        number = int(layer)
+        assign(self._model, own, None)
+        if number in self.files and self._is_below(number):
+            self._manager.adopt(self._key(number), self.files[number])
+            return
+        if number not in self._coming:
+            self._coming[number] = self._manager.reserve(self._key(number), self._record), set(self._places)
+        record, missing = self._coming[number]
+        self._copy(weight, record, name)
+        missing.discard(name)
+        if not missing:
+            del self._coming[number]
+            self._manager.commit(self._key(number))
+            if self._is_below(number):
+                self._manager.evict([self._key(number)])
+
+    def settle(self, then: WeightBytes) -> None:
+        """Let those layers be streamed, and those lie below the host, that `then` says.
+
+        Raises:
+            TierCapacityError: a tier has no room for what comes to it.
+            RecordLostError, TransferError: a layer that is to come back does not.
+        """
+        if then == self.now:
+            return
+        self._rest()
+        before, self.now = self.now, then
+        for layer in (layer for layer in then.layers if layer not in before.layers):
+            self._leave(layer)
+        if not then.layers:
+            self._of_ring.close()
+            self._ring = None
+        for layer in (layer for layer in before.layers if layer not in then.layers):
+            self._return(layer)
+        for layer in then.layers:
+            self._sink_or_rise(layer)
+        if then.layers and self._ring is None:
+            self._open_ring()
+        if not then.layers:
+            self._of_tiers.close()
+            self._tiers = None
+
+    @spanned(Op.WEIGHTS)
+    def enter(self, layer: int) -> None:
+        """`layer` is about to be used, and the one before it no more: let compute wait for its matrices where they are
+        streamed, and the next streamed layer set out.
+
+        Raises:
+            RecordLostError, TransferError: the layer's bytes are gone, or their copy failed.
+        """
+        if not self.now.layers:
+            return
+        if self._using is not None and self._using != layer:
+            self._give_back(self._using)
+        if layer in self.now.layers and self._using != layer:
+            if layer not in self._here:
+                self._send(layer)
+            try:
+                self._here[layer].ticket.wait()
+            except BaseException:
+                self._give_back(layer)
+                raise
+            self._bind(layer, self._here[layer].slot.bytes)
+            self._using = layer
+        after = next((each for each in self.now.layers if each > layer), self.now.layers[0])
+        if after not in self._here and len(self._here) < RING_SLOTS:
+            self._send(after)
+
+    def stats(self) -> TierStats | None:
+        """What moved since `restart`; None: nothing is streamed."""
+        return None if self._tiers is None else self._tiers.stats()
+
+    def restart(self) -> None:
+        """Count what moves anew."""
+        if self._tiers is not None:
+            self._tiers.restart_stats()
+
+    def synchronize(self) -> None:
+        """Block the host until every copy so far has ended."""
+        if self._tiers is not None:
+            self._tiers.synchronize()
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` where the books of the streamed layers contradict themselves."""
+        if self._tiers is not None:
+            self._tiers.check_integrity()
+            if sorted(key.layer for key in self._keys()) != list(self.now.layers):
+                raise RuntimeError(f"layers {self.now.layers} are streamed, there are records of {self._keys()}")
+
+    def close(self) -> None:
+        """Give everything back that lies below the device, and the ring. May be called again."""
+        self._rest()
+        self._of_ring.close()
+        self._of_tiers.close()
+        self._tiers = self._ring = None
+        self._model = None  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def _has_disk(self) -> bool:
+        return bool(self._ledger.budget.cap(Tier.DISK))
+
+    @property
+    def _manager(self) -> TierManager:
+        """Of the records of all layers, as long as there are any."""
+        if self._tiers is None:
+            slot = self.now.slot_bytes
+            self._tiers = self._of_tiers.enter_context(
+                open_tiers(
+                    self._ledger, device=self._device, dtype=torch.uint8,
+                    transport=None if self._transport is None else self._transport(), pool=self.pool,
+                    slot_bytes=UNIT, slab_bytes=slot, fetch_slots=1, store_slots=1,
+                    load_bytes=slot if self._has_disk or self.files else None, promote=False,
+                    expected_bytes={Tier.HOST: (len(self.now.layers) - self.now.below) * slot},
+                )
+            )  # fmt: skip
+        return self._tiers
+
+    def _open_ring(self) -> None:
+        chunks = booked(self._ledger, Tier.DEVICE, device_chunks(self._device))
+        slot, stack = self.now.slot_bytes, self._of_ring
+        self._ring = open_ring(self._ledger, stack, Region.FETCH_SLOT, RING_SLOTS, slot, Tier.DEVICE, chunks)
+
+    def _send(self, layer: int) -> None:
+        """Let a layer set out for a slot, which another gives up where none is free."""
+        assert self._ring is not None, "what is streamed has a ring"
+        slot = self._ring.acquire()
+        if slot is None:
+            self._give_back(next(iter(self._here)))
+            slot = self._ring.acquire()
+            assert slot is not None, "it was given back"
+        to = slot.bytes[: self._record].view(1, -1)
+        self._here[layer] = _Here(slot, self._manager.fetch([self._key(layer)], to, fence=slot.fence))
+
+    def _give_back(self, layer: int) -> None:
+        """The slot of `layer` may take another, once compute is done with it."""
+        slot, ticket = self._here.pop(layer)
+        ticket.close()
+        if self._using == layer:
+            self._using = None
+            self._unbind(layer)
+            self._manager.used(slot.fence)
+        slot.release()
+
+    def _rest(self) -> None:
+        """Empty the ring."""
+        for layer in list(self._here):
+            self._give_back(layer)
+
+    def _leave(self, layer: int) -> None:
+        """Take a layer from the device down."""
+        key = self._key(layer)
+        if layer in self.files and self._is_below(layer):
+            self._manager.adopt(key, self.files[layer])
+        else:
+            record = self._manager.reserve(key, self._record)
+            for name in self._places:
+                self._copy(getattr(self._model.blocks[layer], name).weight, record, name)
+            self._manager.commit(key)
+        self._unbind(layer)
+        self._ledger.release({Account.WEIGHTS: self.now.layer})
+
+    def _return(self, layer: int) -> None:
+        """Bring a layer back to stay."""
+        self._ledger.allocate({Account.WEIGHTS: self.now.layer})
+        room, fence = torch.empty(self._record, dtype=torch.uint8, device=self._device), Fence(Region.DEVICE_SLOT)
+        self._manager.fetch([self._key(layer)], room.view(1, -1), fence=fence).wait()
+        self._bind(layer, room)
+        self._manager.forget([self._key(layer)])
+
+    def _sink_or_rise(self, layer: int) -> None:
+        """Let the record of a streamed layer lie where the host's room says."""
+        key, tiers = self._key(layer), self._manager
+        if self._is_below(layer) and layer in self.files:
+            tiers.adopt(key, self.files[layer])
+        elif self._is_below(layer):
+            tiers.evict([key])
+        else:
+            tiers.load([key])
+
+    def _is_below(self, layer: int) -> bool:
+        return layer in self.now.layers[: self.now.below]
+
+    def _bind(self, layer: int, record: UInt8[Tensor, " record"]) -> None:
+        """Let the matrices of `layer` be what stands in `record`."""
+        code = self.form.code
+        for name, (start, nbytes) in self._places.items():
+            out, inner = self._model.shape.matrices[name]
+            stored = record[start : start + nbytes]
+            if code is None:
+                weight = stored.view(self._dtype).view(out, inner)
+            else:
+                weight = CodedWeight(stored.view(out, -1), code, inner, self._dtype)
+            assign(self._model, f"blocks.{layer}.{name}.weight", weight)
+
+    def _unbind(self, layer: int) -> None:
+        for name in self._places:
+            assign(self._model, f"blocks.{layer}.{name}.weight", None)
+
+    def _copy(self, weight: Tensor | CodedWeight, record: UInt8[Tensor, " record"], name: str) -> None:
+        start, nbytes = self._places[name]
+        stored = weight.bytes if isinstance(weight, CodedWeight) else weight.detach().view(torch.uint8)
+        record[start : start + nbytes].copy_(stored.flatten())
+
+    def _keys(self) -> Iterator[RecordKey]:
+        return (self._key(layer) for layer in self.now.layers if self._key(layer) in self._manager)
+
+    @staticmethod
+    def _key(layer: int) -> RecordKey:
+        return RecordKey(Account.WEIGHTS, layer, 0, 0)

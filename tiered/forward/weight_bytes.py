@@ -1,0 +1,88 @@
+"""Books: what the weights take of each tier where some layers of them are streamed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tiered.core.features import Account, Tier
+from tiered.forward.stream_bytes import spread
+from tiered.models.shape import ModelShape
+from tiered.models.weight_form import WeightForm, layer_bytes, places, weight_bytes
+from tiered.offload.slabs import UNIT
+from tiered.offload.spill_record import HEADER_BYTES
+from tiered.tiers.record_bytes import LOAD_SLOTS
+
+RING_SLOTS = 2  # one layer is used while the next one comes
+FEWEST = RING_SLOTS + 1  # so many layers as the ring has slots save nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBytes:
+    """Which layers of the weights are streamed, and bytes. Only their matrices are: norms, biases and sinks of every
+    layer, the embedding and the head stay on the device.
+
+    Attributes:
+        whole: of all weights.
+        layer: of the matrices of a layer.
+        record: of the same below the device.
+        of_layers: of the model.
+        in_files: the checkpoint's files hold these very bytes, so that layers may be read from there.
+        layers: that are streamed, ascending.
+        below: how many of them the host has no room for: those in front.
+    """
+
+    whole: int
+    layer: int
+    record: int
+    of_layers: int
+    in_files: bool
+    layers: tuple[int, ...] = ()
+    below: int = 0
+
+    @classmethod
+    def of(cls, shape: ModelShape, dtype: str, form: WeightForm, *, in_files: bool | None = None) -> "WeightBytes":
+        """All on the device. `in_files`: None: where a checkpoint of the model would have them."""
+        return cls(
+            whole=weight_bytes(shape, dtype, form),
+            layer=layer_bytes(shape, dtype, form),
+            record=places(shape, dtype, form)[1],
+            of_layers=shape.layers,
+            in_files=form.code is None and dtype == shape.dtype if in_files is None else in_files,
+        )
+
+    def streaming(self, count: int, below: int = 0) -> "WeightBytes":
+        """With so many layers streamed, spread evenly over the stack, of which the host has no room for `below`."""
+        return replace(self, layers=spread(count, self.of_layers), below=below)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a slot of the ring, and of the slab of a record."""
+        return -(-self.record // UNIT) * UNIT
+
+    @property
+    def moved(self) -> int:
+        """Bytes that go up to the device in every forward."""
+        return len(self.layers) * self.record
+
+    @property
+    def device(self) -> dict[Account, int]:
+        """Bytes of the device by account."""
+        staging = (RING_SLOTS * self.slot_bytes + 2 * UNIT) if self.layers else 0
+        return {Account.WEIGHTS: self.whole - len(self.layers) * self.layer, Account.STAGING: staging}
+
+    def lower(self, disk: bool) -> dict[Tier, dict[Account, int]]:
+        """Bytes of host and disk by account; `disk`: whether the budget has that tier."""
+        here = len(self.layers) - self.below
+        host = {Account.WEIGHTS: here * self.record, Account.SPARE: here * (self.slot_bytes - self.record)}
+        if self.layers and (disk or self.in_files):
+            host[Account.STAGING] = LOAD_SLOTS * self.slot_bytes
+        if not self.below or self.in_files:
+            return {Tier.HOST: host, Tier.DISK: {}}
+        room = self.slot_bytes + UNIT
+        assert room >= self.record + HEADER_BYTES, "a slab of the file has room for a header"
+        spare = self.below * (room - self.record)
+        return {Tier.HOST: host, Tier.DISK: {Account.WEIGHTS: self.below * self.record, Account.SPARE: spare}}
+
+    def as_dict(self) -> Mapping[str, Any]:
+        """Plain types only, for JSON. Sizes are bytes."""
+        return {"layers": list(self.layers), "below": self.below, "bytes_per_forward": self.moved}

@@ -1,0 +1,89 @@
+"""Books: how the weights of a model are kept, and what they take so."""
+
+from dataclasses import dataclass
+from math import prod
+
+from tiered.core.checks import unknown_name
+from tiered.kernels.weight_code import WeightCode
+from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+
+RAW, AUTO, WITH_HEAD = "raw", "auto", "+head"
+ALIGNED = 256  # bytes between what the matrices of a record begin at: whole lines of every cache and copy engine
+# By what answers they cost (`bench/measure.py drops`), least first.
+CODES = (WeightCode.INT8, WeightCode.FP8, WeightCode.NVFP4, WeightCode.INT4)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How the weights are kept: norms, biases and sinks always in the model's dtype.
+
+    Attributes:
+        code: of the matrices of layers; None: in the model's dtype.
+        head: whether the embedding and the head are in that code too.
+    """
+
+    code: WeightCode | None = None
+    head: bool = False
+
+    @classmethod
+    def of(cls, name: str) -> "WeightForm":
+        """The form that `name` stands for: "raw", a code, or one with "+head".
+
+        Raises:
+            ValueError: no such form.
+        """
+        code = str(name).removesuffix(WITH_HEAD)
+        if name == RAW:
+            return cls()
+        if code not in list(WeightCode):
+            raise unknown_name("weights", name, [AUTO, RAW, *CODES, *(each + WITH_HEAD for each in CODES)])
+        return cls(WeightCode(code), name != code)
+
+    def __str__(self) -> str:
+        return RAW if self.code is None else self.code + (WITH_HEAD if self.head else "")
+
+    def matrix_bytes(self, matrix: tuple[int, int], element_bytes: int) -> int:
+        """Bytes of a layer's matrix [out, inner]."""
+        out, inner = matrix
+        return out * (inner * element_bytes if self.code is None else self.code.row_bytes(inner))
+
+
+RAW_WEIGHTS = WeightForm()
+
+
+def weight_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
+    """Bytes of all weights, of which those that are in no code are in `dtype`."""
+    element = BYTES_PER_ELEMENT[dtype]
+    saved = shape.layers * (layer_bytes(shape, dtype) - layer_bytes(shape, dtype, form))
+    if form.head:
+        tables = sum(1 for each in shape.weight_shapes.values() if each == (shape.vocab_size, shape.width))
+        saved += tables * (shape.vocab_size * shape.width * element - table_bytes(shape, dtype, form))
+    return shape.parameters * element - saved
+
+
+def layer_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
+    """Bytes of the matrices of a layer."""
+    return sum(form.matrix_bytes(matrix, BYTES_PER_ELEMENT[dtype]) for matrix in shape.matrices.values())
+
+
+def table_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
+    """Bytes of the embedding, or of the head."""
+    table = shape.vocab_size, shape.width
+    return form.matrix_bytes(table, BYTES_PER_ELEMENT[dtype]) if form.head else prod(table) * BYTES_PER_ELEMENT[dtype]
+
+
+def read_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
+    """Bytes of the weights that a forward reads: all but an embedding that is only looked up in."""
+    table = shape.vocab_size, shape.width
+    untied = list(shape.weight_shapes.values()).count(table) > 1
+    return weight_bytes(shape, dtype, form) - (table_bytes(shape, dtype, form) if untied else 0)
+
+
+def places(shape: ModelShape, dtype: str, form: WeightForm) -> tuple[dict[str, tuple[int, int]], int]:
+    """First byte and bytes, in the record of a layer, of each of its matrices by name; and bytes of the record."""
+    found, end = {}, 0
+    for name, matrix in shape.matrices.items():
+        nbytes = form.matrix_bytes(matrix, BYTES_PER_ELEMENT[dtype])
+        found[name] = end, nbytes
+        end += -(-nbytes // ALIGNED) * ALIGNED
+    return found, end
