@@ -9,6 +9,7 @@ from torch import Tensor
 from tiered.kernels.record_layout import CODE_BYTES, GROUP, chunks
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SIGNED = (*E2M1, *(-value for value in E2M1))
 
 
 def nvfp4_decode(
@@ -39,10 +40,14 @@ def decode_chunk(
     codes: UInt8[Tensor, "n code_bytes"], block_scales: UInt8[Tensor, "n groups"], scale: Float32[Tensor, " #n"]
 ) -> Float32[Tensor, "n padded_width"]:
     """A few rows, in whole groups."""
-    pairs = _pairs(codes.device).index_select(0, codes.flatten().int())
-    rows = pairs.view(torch.float32).view(*block_scales.shape, GROUP)
+    rows = pair_values(codes, _SIGNED).view(*block_scales.shape, GROUP)
     rows.mul_((scale[:, None] * e4m3_values(block_scales))[..., None])
     return rows.flatten(1)
+
+
+def pair_values(codes: UInt8[Tensor, "n code_bytes"], values: tuple[float, ...]) -> Float32[Tensor, "n elements"]:
+    """What codes of 4 bits, two a byte and even column low, stand for: `values` by code."""
+    return _pairs(values, codes.device).index_select(0, codes.flatten().int()).view(torch.float32).view(len(codes), -1)
 
 
 def e4m3_values(codes: UInt8[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
@@ -51,10 +56,10 @@ def e4m3_values(codes: UInt8[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
 
 
 @functools.cache
-def _pairs(device: torch.device) -> Int64[Tensor, "256"]:
+def _pairs(values: tuple[float, ...], device: torch.device) -> Int64[Tensor, "256"]:
     """By code byte, its two values as the bits of two float32: one lookup serves two columns."""
-    values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
-    low, high = values.repeat(16), values.repeat_interleave(16)
+    of_code = torch.tensor(values, dtype=torch.float32, device=device)
+    low, high = of_code.repeat(16), of_code.repeat_interleave(16)
     return torch.stack([low, high], dim=1).view(torch.int64).flatten()
 
 

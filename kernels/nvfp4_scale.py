@@ -22,8 +22,12 @@ def nvfp4_scale(amax: Float32[Tensor, "*records"]) -> Float32[Tensor, "*records"
     amax / (6 · 448), so that the largest block gets the largest E4M3 scale; 1 for a record of zeros, where torchao
     divides by zero. Below 3e-32, SCALE_MIN: such a record loses precision gradually. Not finite where amax is not.
     """
-    scale = (amax / _divisor(E2M1_MAX * E4M3_MAX, amax)).clamp(min=SCALE_MIN)
-    return scale.masked_fill(amax == 0, 1.0)
+    return scale_to(E2M1_MAX * E4M3_MAX, amax)
+
+
+def scale_to(most: float, amax: Float32[Tensor, "*records"]) -> Float32[Tensor, "*records"]:
+    """The scale that brings `amax` to `most`: SCALE_MIN and more; 1 for zeros; not finite where amax is not."""
+    return (amax / _divisor(most, amax)).clamp(min=SCALE_MIN).masked_fill(amax == 0, 1.0)
 
 
 def block_scale(

@@ -146,18 +146,6 @@ BAD_CHECKPOINTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
         weights({WTE: torch.zeros(32, 128)}),
         ValueError, [f"{WTE} [32, 128] instead of [128, 32]"],
     ),
-    "weight of NaN": (
-        weights({WTE: torch.zeros(128, 32).index_fill(0, torch.tensor([7]), NAN)}), tiered.NonFiniteError,
-        [f"the weight {WTE} is not finite", FIRST, "damaged"],
-    ),
-    "weight of infinity": (
-        weights({WTE: torch.zeros(128, 32, dtype=torch.bfloat16).fill_diagonal_(-INF)}), tiered.NonFiniteError,
-        [f"the weight {WTE} is not finite", FIRST, "damaged"],
-    ),
-    "weight beyond the checkpoint's own dtype": (
-        together(config(torch_dtype="float16"), weights({WTE: torch.full((128, 32), -1e8)})), tiered.NonFiniteError,
-        [f"the weight {WTE}", "up to 1e+08", "float16, which ends at 6.55e+04", "dtype = 'float32' or 'bfloat16'"],
-    ),
     "missing weight": (
         weights({Q_PROJ: None}), ValueError, [f"1 missing: {Q_PROJ}"],
     ),
@@ -228,6 +216,21 @@ BAD_CHECKPOINTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
         ValueError, ["the tokenizer in", "up to 110", "[0, 100)"],
     ),
 }  # fmt: skip
+# What is found while weights are read.
+BAD_WEIGHTS: dict[str, tuple[Damage, type[Exception], list[str]]] = {
+    "weight of NaN": (
+        weights({WTE: torch.zeros(128, 32).index_fill(0, torch.tensor([7]), NAN)}), tiered.NonFiniteError,
+        [f"the weight {WTE} is not finite", FIRST, "damaged"],
+    ),
+    "weight of infinity": (
+        weights({WTE: torch.zeros(128, 32, dtype=torch.bfloat16).fill_diagonal_(-INF)}), tiered.NonFiniteError,
+        [f"the weight {WTE} is not finite", FIRST, "damaged"],
+    ),
+    "weight beyond the checkpoint's own dtype": (
+        together(config(torch_dtype="float16"), weights({WTE: torch.full((128, 32), -1e8)})), tiered.NonFiniteError,
+        [f"the weight {WTE}", "up to 1e+08", "float16, which ends at 6.55e+04", "dtype = 'float32' or 'bfloat16'"],
+    ),
+}  # fmt: skip
 
 
 def files_of(directory: Path) -> dict[str, bytes | None]:
@@ -237,7 +240,7 @@ def files_of(directory: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture
 def nothing_loads(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tiered.models.checkpoint._assign", started)
+    monkeypatch.setattr("tiered.models.checkpoint.assign", started)
 
 
 @pytest.mark.parametrize(("damage", "error", "fragments"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
@@ -248,6 +251,19 @@ def test_bad_checkpoint(
     error: type[Exception],
     fragments: list[str],
 ):
+    not_loaded(write_checkpoint, damage, error, fragments)
+
+
+@pytest.mark.parametrize(("damage", "error", "fragments"), BAD_WEIGHTS.values(), ids=BAD_WEIGHTS)
+def test_bad_weight(
+    write_checkpoint: Callable[..., Path], damage: Damage, error: type[Exception], fragments: list[str]
+):
+    not_loaded(write_checkpoint, damage, error, fragments)
+
+
+def not_loaded(
+    write_checkpoint: Callable[..., Path], damage: Damage, error: type[Exception], fragments: list[str]
+) -> None:
     directory = write_checkpoint(shards=2, tokenizer=True)
     damage(directory)
     before = files_of(directory)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.kernels.silu_mul_ref import silu_mul
 from tiered.models.attention import attend
@@ -114,6 +115,9 @@ class DiffusionModel(nn.Module):
 
     def embed(self, ids: Int[Tensor, "batch rows"]) -> Float[Tensor, "batch rows width"]:
         """Input of the first layer."""
+        weight: Any = self.wte.weight
+        if isinstance(weight, CodedWeight):
+            return weight.values(ids.flatten()).unflatten(0, ids.shape)
         return self.wte(ids)
 
     def attention_norm(
@@ -200,7 +204,7 @@ class DiffusionModel(nn.Module):
         return projected if projection.bias is None else projected.add_(projection.bias)
 
     def _scaled(
-        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"]
+        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"] | CodedWeight
     ) -> Float[Tensor, "batch rows out"]:
         """What a product with `weight` counts for."""
         return projected

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.models.attention import attend
 from tiered.models.base import DenseBlock, DiffusionModel
@@ -160,7 +161,7 @@ class Gidd(DiffusionModel):
         block = self.blocks[layer]
         if self.shape.sink_tokens:
             return block.k_bias[:, None], block.v_bias[:, None]
-        none = block.k_proj.weight.new_empty(self.shape.heads, 0, self.shape.head_dim)
+        none = block.attn_norm.weight.new_empty(self.shape.heads, 0, self.shape.head_dim)
         return none, none
 
     def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:
@@ -198,7 +199,7 @@ class Gidd(DiffusionModel):
         return super().logits(hidden).mul_(self.config.head_scale)
 
     def _scaled(
-        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"]
+        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"] | CodedWeight
     ) -> Float[Tensor, "batch rows out"]:
         scale = self.config.weight_scale
         if not isinstance(scale, float):

@@ -5,15 +5,24 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import Parameter
 
+from tiered.kernels.choice import for_device
+from tiered.kernels.coded_weight import CodedWeight
+from tiered.kernels.weight_product_ref import weight_product
+
 # Row counts at which a CPU's matrix product is 1.2 to 1.9 times faster with the weight as its left factor (float32,
 # widths 512 to 4096, MKL on AVX2); below and above it makes no difference or loses. CUDA's library chooses for itself.
 _FEW_ROWS = range(16, 257)
 
 
-def project(hidden: Float[Tensor, "*rows width"], weight: Float[Tensor, "out width"]) -> Float[Tensor, "*rows out"]:
+def project(
+    hidden: Float[Tensor, "*rows width"], weight: Float[Tensor, "out width"] | CodedWeight
+) -> Float[Tensor, "*rows out"]:
     """`hidden` · `weight`ᵀ; the result may have its rows as the innermost axis in memory."""
-    # A quantised weight is a tensor of a class of its own, which may be a right factor alone.
+    rows = hidden.shape[:-1]
+    if isinstance(weight, CodedWeight):
+        return for_device(weight_product, hidden.device)(hidden.flatten(0, -2), weight).unflatten(0, rows)
+    # A weight of a package may be a tensor of a class of its own, which may be a right factor alone.
     plain = type(weight) in (Tensor, Parameter)
-    if plain and hidden.is_cpu and hidden.shape[:-1].numel() in _FEW_ROWS:
-        return (weight @ hidden.flatten(0, -2).t()).t().unflatten(0, hidden.shape[:-1])
+    if plain and hidden.is_cpu and rows.numel() in _FEW_ROWS:
+        return (weight @ hidden.flatten(0, -2).t()).t().unflatten(0, rows)
     return F.linear(hidden, weight)

@@ -1,0 +1,36 @@
+"""Rows times a coded weight: the oracle, in plain torch, and what runs on the CPU."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tiered.kernels.coded_weight import CodedWeight
+
+# Elements of the weight that exist as values at once, 4 MiB in float32: so many that their product takes most of a
+# tile's time, so few that the caches hold them for it.
+TILE_ELEMENTS = 1 << 20
+
+
+def weight_product(rows: Float[Tensor, "n inner"], weight: CodedWeight) -> Float[Tensor, "n out"]:
+    """`rows` · `weight`ᵀ, a tile of output rows at a time; the result has its rows as the innermost axis in memory.
+
+    Raises:
+        ValueError: rows of another width, dtype or device than the weight's.
+    """
+    check_factors(rows, weight)
+    out, inner = weight.shape
+    product = rows.new_empty(out, len(rows))
+    step = max(1, TILE_ELEMENTS // inner)
+    for start in range(0, out, step):
+        part = slice(start, start + step)
+        product[part] = weight.values(part) @ rows.t()
+    return product.t()
+
+
+def check_factors(rows: Float[Tensor, "n inner"], weight: CodedWeight) -> None:
+    """Raise the `ValueError` of `weight_product`."""
+    given, wanted = (rows.shape[1:], rows.dtype, rows.device), (weight.shape[1:], weight.dtype, weight.device)
+    if given != wanted:
+        raise ValueError(
+            f"rows {list(rows.shape)} of {rows.dtype} on {rows.device} do not fit the {weight.code} weight "
+            f"{list(weight.shape)} of {weight.dtype} on {weight.device}"
+        )
