@@ -21,11 +21,11 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.byte_size import format_bytes, format_count
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
-from tiered.models.weight_form import weight_bytes
 from tiered.forward.library_bytes import LARGEST_GPU, Gpu, library_bytes
 from tiered.forward.sizes import CallSizes
 from tiered.models.config_source import read_config
 from tiered.models.presets import PRESETS, read_preset
+from tiered.models.weight_form import weight_bytes
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.card import Plan, TierPlan
 from tiered.planning.plan import plan as plan_for

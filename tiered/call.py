@@ -63,9 +63,7 @@ class CallSpace:
         self._gpu = gpu_of(self._device)
         self._calls = 0  # under way
         self._pool = HostPool(ledger, self._device) if weights is None else weights.pool
-        if weights is None and ledger.held(Tier.DEVICE, Account.WEIGHTS) >= weight_bytes(
-            model.shape, self._dtype_name
-        ):
+        if weights is None and ledger.held(Tier.DEVICE, Account.WEIGHTS) >= weight_bytes(model.shape, self._dtype_name):
             of_model = {"dtype": self._dtype, "device": self._device}
             weights = StreamedWeights(model, ledger, self._pool, **of_model, transport=transport)
         self._weights = weights

@@ -1,6 +1,8 @@
 """Loading a checkpoint: config, budget, weights, tokenizer."""
 
+import warnings
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +11,34 @@ import torch
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account
 from tiered.core.ledger import Ledger
-from tiered.models.weight_form import weight_bytes
-from tiered.forward.sizes import kv_code
+from tiered.forward.library_bytes import gpu_of
+from tiered.forward.sizes import AUTO, DEFAULT_BLOCK_LENGTH, RAW, CallSizes, kv_code
+from tiered.forward.streamed_weights import StreamedWeights
+from tiered.forward.weight_bytes import WeightBytes
+from tiered.kernels.weight_code import WeightCode
 from tiered.models.base import DiffusionModel
-from tiered.models.checkpoint import load_weights
+from tiered.models.checkpoint import Checkpoint
 from tiered.models.config_source import read_config
 from tiered.models.families import family_of
 from tiered.models.locate import checkpoint_directory
 from tiered.models.rotation import stretched
-from tiered.models.shape import BYTES_PER_ELEMENT
+from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.tokenizer import load_tokenizer
+from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, places
 from tiered.offload.device import pick_device
+from tiered.offload.file_record import FileRecord, Piece, ReadFile
+from tiered.planning.call_bytes import CallBytes
+from tiered.planning.choice import choose_form
 from tiered.policies import DEFAULT_POLICY
 from tiered.policies.base import Policy
+from tiered.policies.none import NoCache
 from tiered.policies.registry import check_arguments, make_policy
 from tiered.runtime import Runtime
+from tiered.tiers.host_pool import HostPool
 from tiered.tiers.opening import check_disk
+
+REFERENCE_CONTEXT = 1024  # positions of the call of one sequence that `weights="auto"` decides by
+LEAST_HINT = "raise `memory`, or keep the weights in fewer bits: weights = 'fp8', 'int4', 'int4+head', …"
 
 
 def from_pretrained(
@@ -34,6 +48,7 @@ def from_pretrained(
     memory: MemoryBudget | int | str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
+    weights: str = "raw",
     kv: str = "raw",
     rope_theta: float | None = None,
     rope_scaling: Mapping[str, Any] | str | None = None,
@@ -49,6 +64,11 @@ def from_pretrained(
         memory: hard cap on what the runtime holds: a size of the device tier, or a `MemoryBudget`; None: no cap.
         dtype: of weights, features and activations: "float32", "bfloat16", "float16"; "auto": the checkpoint's.
         device: "cpu", "cuda", "cuda:N"; "auto": CUDA where there is any.
+        weights: how the matrices of layers are kept: "raw", in `dtype`; "fp8" or "int8", a byte an element; "nvfp4" or
+            "int4", half of one and a little; with "+head" the embedding and the head as well: answers depend on it, and
+            on no budget. What a checkpoint has in codes stays in them. "auto": raw, but in a code, with a warning,
+            where raw ones would slow the steps of a call down by having to be streamed. Whatever they are in, layers
+            that the device has no room for are streamed from host memory, or from the checkpoint's files.
         kv: how keys and values are kept: "raw", in `dtype`; "fp8", a byte an element, or "nvfp4", half of one and a
             little: answers depend on it, and on no budget. "auto": raw, but fp8 in calls whose raw ones do not fit the
             budget, or would slow steps down by having to be streamed; such a call warns.
@@ -58,8 +78,8 @@ def from_pretrained(
             "default": none; None: the config's. `generate` then takes so many times the trained positions.
 
     Raises:
-        TierCapacityError: the weights alone exceed the device budget, or the disk has less free than the disk budget;
-            nothing has been loaded.
+        TierCapacityError: the device budget has no room for the embedding, the head, two layers and a forward, or the
+            disk has less free than the disk budget; nothing has been loaded.
         OSError: no file can be made in the budget's `disk_path`.
         NonFiniteError: a weight is NaN or infinite, or would be in `dtype`.
         ValueError, TypeError, FileNotFoundError: anything wrong with the checkpoint or an argument, named.
@@ -81,9 +101,99 @@ def from_pretrained(
     with torch.device("meta"):
         model: DiffusionModel = family.resolve_loader().from_config(config)
     tokenizer = load_tokenizer(directory, vocab_size=shape.vocab_size)
-    ledger.allocate(
-        {Account.WEIGHTS: weight_bytes(shape, dtype_name)},
-        hint="raise `memory`, or load the weights in a smaller dtype",
+    checkpoint = Checkpoint(directory, shape, config)
+    form = _form(weights, chosen, checkpoint.codes, shape, dtype_name, budget, target)
+    of_model = load_weights(model, checkpoint, ledger, dtype=getattr(torch, dtype_name), device=target, form=form)
+    return Runtime(
+        model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name), kv=code, weights=of_model
     )
-    load_weights(model, directory, dtype=getattr(torch, dtype_name), device=target)
-    return Runtime(model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name), kv=code)
+
+
+def _form(
+    name: str,
+    policy: Policy,
+    codes: Mapping[str, WeightCode],
+    shape: ModelShape,
+    dtype: str,
+    budget: MemoryBudget,
+    device: torch.device,
+) -> WeightForm:
+    """The form that weights are to be in which the files hold in `codes`, where `name` was asked for."""
+    asked = RAW_WEIGHTS if name == AUTO else WeightForm.of(name)
+    if codes:
+        held = WeightForm(next(iter(codes.values())))
+        if name not in (AUTO, RAW, str(held)):
+            raise ValueError(f"weights = {name!r}: the checkpoint holds them in {held}, which 'raw' and 'auto' keep")
+        return held
+    if name != AUTO:
+        return asked
+    context = min(shape.max_context, REFERENCE_CONTEXT)
+    sizes = CallSizes(
+        shape=shape, batch=1, context=context, block_length=min(DEFAULT_BLOCK_LENGTH, context), dtype=dtype,
+        gpu=gpu_of(device),
+    )  # fmt: skip
+    form, why = choose_form(policy, sizes, budget)
+    if why:
+        warnings.warn(why, stacklevel=3)
+    return form
+
+
+def load_weights(
+    model: DiffusionModel,
+    checkpoint: Checkpoint,
+    ledger: Ledger,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    form: WeightForm = RAW_WEIGHTS,
+) -> StreamedWeights:
+    """Fill `model`, which was built on the meta device, one tensor at a time, each right where it belongs: on the
+    device, or in the record of a streamed layer, as many of which there are as the budget needs for a least call.
+
+    Raises:
+        TierCapacityError: no call fits; nothing was read.
+        NonFiniteError, ValueError: as `Checkpoint.read`.
+    """
+    shape, name = model.shape, str(dtype).removeprefix("torch.")
+    files = {} if form.code else layers_in_files(checkpoint, model, dtype)
+    least = CallSizes(shape=shape, batch=1, context=1, block_length=1, dtype=name, weights=form, gpu=gpu_of(device))
+    whole = WeightBytes.of(shape, name, form, in_files=bool(files))
+    needed = CallBytes.of(NoCache(), least, ledger.budget, weights=whole)
+    for tier, amounts in needed.tiers(ledger.budget).items():
+        ledger.require(sum(amounts.values()), tier, hint=LEAST_HINT)
+    weights = StreamedWeights(
+        model, ledger, HostPool(ledger, device), dtype=dtype, device=device, form=form, now=needed.weights, files=files
+    )
+    try:
+        for official in checkpoint.order():
+            own = model.parameter_name(official)
+            code, room = form.code if weights.may_be_coded(own) else None, 0
+            if code is not None:  # the raw tensor stands beside what it becomes
+                room = prod(shape.weight_shapes[official]) * dtype.itemsize
+            with ledger.holding({Account.ACTIVATIONS: room}):
+                weights.place(own, checkpoint.read(official, dtype=dtype, device=device, code=code))
+    except BaseException:
+        weights.close()
+        raise
+    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    assert not left, f"weights that the shape does not list: {left}"
+    return weights
+
+
+def layers_in_files(checkpoint: Checkpoint, model: DiffusionModel, dtype: torch.dtype) -> dict[int, FileRecord]:
+    """The record of each layer as the bytes of the checkpoint's files; none where these are not those in `dtype`."""
+    held, record = places(model.shape, str(dtype).removeprefix("torch."), RAW_WEIGHTS)
+    official = {own: name for name, own in model.config.parameter_names.items()}
+    opened: dict[Path, ReadFile] = {}
+    found: dict[int, FileRecord] = {}
+    for layer in range(model.shape.layers):
+        pieces = []
+        for name, (start, nbytes) in held.items():
+            extent = checkpoint.extent(official[f"blocks.{layer}.{name}.weight"], dtype)
+            if extent is None:
+                return {}
+            path, offset, length = extent
+            assert length == nbytes, "a raw matrix has as many bytes in the file as in the record"
+            pieces.append(Piece(opened.setdefault(path, ReadFile(path)), offset, nbytes, start))
+        found[layer] = FileRecord(record, pieces)
+    return found

@@ -71,7 +71,8 @@ class GenerationOutput:
         memory: bytes in each tier, from the ledger.
         timings: seconds.
         updates: what every layer of every update did, for a policy that measures drift.
-        tiers: copies between the tiers, for a policy that keeps hidden states; None for the others.
+        tiers: copies between the tiers, of what the call keeps below the device; None: nothing.
+        weights: the same of the layers of weights that are streamed; None: all are on the device.
         history: with `output_history`, `sequences` before the first forward and after each one that changed something.
     """
 
@@ -87,6 +88,7 @@ class GenerationOutput:
     timings: Timings
     updates: Sequence[GroupUpdate] = field(repr=False, default=())
     tiers: TierStats | None = field(repr=False, default=None)
+    weights: TierStats | None = field(repr=False, default=None)
     history: list[Int[Tensor, "batch length"]] | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -101,6 +103,7 @@ class GenerationOutput:
             "memory": self.memory.as_dict(),
             "updates": [update.as_dict() for update in self.updates],
             "tiers": None if self.tiers is None else self.tiers.as_dict(),
+            "weights": None if self.weights is None else self.weights.as_dict(),
         }
 
     @classmethod
@@ -114,6 +117,7 @@ class GenerationOutput:
         tokenizer: PreTrainedTokenizerBase | None,
         memory: MemoryReport,
         tiers: TierStats | None,
+        weights: TierStats | None = None,
     ) -> "GenerationOutput":
         """From what the loop leaves behind, and the books of the call."""
 
@@ -145,5 +149,6 @@ class GenerationOutput:
             ),
             updates=denoised.updates,
             tiers=tiers,
+            weights=weights,
             history=[behind_prompts(state) for state in denoised.history] or None,
         )

@@ -21,6 +21,7 @@ from tiered.decoding.observers import Inspector, Streamer, check_streamer
 from tiered.denoising import denoise
 from tiered.forward.forward import Flow
 from tiered.forward.sizes import KV, CallSizes
+from tiered.forward.streamed_weights import StreamedWeights
 from tiered.inputs import Inputs, Prompts, read_inputs
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import TOKENIZER_SOURCES
@@ -52,18 +53,20 @@ class Runtime:
         name: str = "model",
         transport: Callable[[], Transport] | None = None,
         kv: KV = None,
+        weights: StreamedWeights | None = None,
     ) -> None:
         """`ledger` has the weights booked already; None makes one without caps, which does not count them.
         `transport` makes, for each call, what carries copies between the tiers; None: streams on CUDA, threads else.
-        `kv`: code of keys and values."""
+        `kv`: code of keys and values. `weights`: what has those of the model, where some may lie below the device
+        already; None: all are on it."""
         self.policy = policy
         self.ledger = ledger or Ledger()
         self.tokenizer = tokenizer
         self.name = name
         self.transport = transport
-        self._call = CallSpace(model, self.ledger, transport, kv)
-        weights = next(model.parameters())
-        self.device, self.dtype = weights.device, weights.dtype
+        self._call = CallSpace(model, self.ledger, transport, kv, weights)
+        of_model = next(model.parameters())
+        self.device, self.dtype = of_model.device, of_model.dtype
 
     def with_policy(self, policy: str | Policy, **policy_options: Any) -> "Runtime":
         """The same loaded model and books under another policy; what closes one closes both.
@@ -171,6 +174,7 @@ class Runtime:
             if tiers is not None:
                 tiers.synchronize()
                 moved = tiers.stats()
+            weights = self._call.weights
         if streamer is not None:
             streamer.end()
         return GenerationOutput.of(
@@ -181,6 +185,7 @@ class Runtime:
             tokenizer=self.tokenizer,
             memory=self.ledger.report(allocator_peak=allocator_peak(self.device)),
             tiers=moved,
+            weights=None if weights is None else weights.stats(),
         )
 
     def choose(
@@ -256,6 +261,7 @@ class Runtime:
             for layer in range(shape.layers):
                 states[layer] = flow.hidden
                 if layer < shape.layers - 1:  # what comes out of the last layer is no layer's input
+                    forward.enter(layer)
                     flow = forward.dense(layer, flow)
             return states
 

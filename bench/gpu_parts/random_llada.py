@@ -10,9 +10,9 @@ from gpu_parts.setting import Setting
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account
 from tiered.core.ledger import Ledger
-from tiered.models.weight_form import weight_bytes
 from tiered.models.llada import LLaDA
 from tiered.models.presets import read_preset
+from tiered.models.weight_form import weight_bytes
 from tiered.policies.base import Policy
 from tiered.runtime import Runtime
 

@@ -10,11 +10,11 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account
 from tiered.core.ledger import Ledger
 from tiered.forward.forward_bytes import kv_bytes_per_token
-from tiered.models.weight_form import weight_bytes
 from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import RAW, CallSizes
 from tiered.kernels.row_code import RowCode
 from tiered.models.shape import ModelShape
+from tiered.models.weight_form import weight_bytes
 from tiered.offload.device import pick_device
 from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport

@@ -16,10 +16,10 @@ import tiered
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.forward.forward import Forward
-from tiered.models.weight_form import weight_bytes
 from tiered.inputs import Inputs
 from tiered.models.presets import preset_names, read_preset
 from tiered.models.shape import ModelShape
+from tiered.models.weight_form import weight_bytes
 from tiered.offload.lane import Lane
 from tiered.output import GenerationOutput
 from tiered.policies.base import Step, StepKind

@@ -94,8 +94,15 @@ class StreamedWeights:
 
     def held(self) -> dict[Tier, int]:
         """Bytes of each tier."""
-        lower = self.now.lower(self._has_disk)
+        lower = self.now.lower(self._ledger.budget)
         return {Tier.DEVICE: sum(self.now.device.values())} | {tier: sum(lower[tier].values()) for tier in lower}
+
+    def may_be_coded(self, own: str) -> bool:
+        """Whether the weight that we call `own` is in the form's code, if it has one."""
+        root, _, rest = own.partition(".")
+        if root == "blocks":
+            return rest.partition(".")[2].removesuffix(".weight") in self._places
+        return self.form.head and own in ("wte.weight", "ff_out.weight")
 
     def place(self, own: str, weight: Tensor | CodedWeight) -> None:
         """Put a weight where it belongs: into the model, or the record of its layer. `own`: our name of it."""
@@ -107,7 +114,7 @@ class StreamedWeights:
         number = int(layer)
         assign(self._model, own, None)
         if number in self.files and self._is_below(number):
-            self._manager.adopt(self._key(number), self.files[number])
+            self._sink(number)
             return
         if number not in self._coming:
             self._coming[number] = self._manager.reserve(self._key(number), self._record), set(self._places)
@@ -118,7 +125,7 @@ class StreamedWeights:
             del self._coming[number]
             self._manager.commit(self._key(number))
             if self._is_below(number):
-                self._manager.evict([self._key(number)])
+                self._sink(number)
 
     def settle(self, then: WeightBytes) -> None:
         """Let those layers be streamed, and those lie below the host, that `then` says.
@@ -131,6 +138,9 @@ class StreamedWeights:
             return
         self._rest()
         before, self.now = self.now, then
+        stay = [layer for layer in then.layers if layer in before.layers]
+        for layer in filter(self._is_below, stay):  # first: they make room
+            self._sink(layer)
         for layer in (layer for layer in then.layers if layer not in before.layers):
             self._leave(layer)
         if not then.layers:
@@ -138,8 +148,8 @@ class StreamedWeights:
             self._ring = None
         for layer in (layer for layer in before.layers if layer not in then.layers):
             self._return(layer)
-        for layer in then.layers:
-            self._sink_or_rise(layer)
+        if stay:
+            self._manager.load([self._key(layer) for layer in stay if not self._is_below(layer)])
         if then.layers and self._ring is None:
             self._open_ring()
         if not then.layers:
@@ -202,10 +212,6 @@ class StreamedWeights:
         self._model = None  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
-    def _has_disk(self) -> bool:
-        return bool(self._ledger.budget.cap(Tier.DISK))
-
-    @property
     def _manager(self) -> TierManager:
         """Of the records of all layers, as long as there are any."""
         if self._tiers is None:
@@ -215,7 +221,7 @@ class StreamedWeights:
                     self._ledger, device=self._device, dtype=torch.uint8,
                     transport=None if self._transport is None else self._transport(), pool=self.pool,
                     slot_bytes=UNIT, slab_bytes=slot, fetch_slots=1, store_slots=1,
-                    load_bytes=slot if self._has_disk or self.files else None, promote=False,
+                    load_bytes=slot if self.now.passes_host(self._ledger.budget) else None, promote=False,
                     expected_bytes={Tier.HOST: (len(self.now.layers) - self.now.below) * slot},
                 )
             )  # fmt: skip
@@ -256,7 +262,7 @@ class StreamedWeights:
         """Take a layer from the device down."""
         key = self._key(layer)
         if layer in self.files and self._is_below(layer):
-            self._manager.adopt(key, self.files[layer])
+            self._sink(layer)
         else:
             record = self._manager.reserve(key, self._record)
             for name in self._places:
@@ -273,15 +279,12 @@ class StreamedWeights:
         self._bind(layer, room)
         self._manager.forget([self._key(layer)])
 
-    def _sink_or_rise(self, layer: int) -> None:
-        """Let the record of a streamed layer lie where the host's room says."""
-        key, tiers = self._key(layer), self._manager
-        if self._is_below(layer) and layer in self.files:
-            tiers.adopt(key, self.files[layer])
-        elif self._is_below(layer):
-            tiers.evict([key])
+    def _sink(self, layer: int) -> None:
+        """Let the record of a layer leave host memory."""
+        if layer in self.files:
+            self._manager.adopt(self._key(layer), self.files[layer])
         else:
-            tiers.load([key])
+            self._manager.evict([self._key(layer)])
 
     def _is_below(self, layer: int) -> bool:
         return layer in self.now.layers[: self.now.below]

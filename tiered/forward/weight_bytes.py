@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
 from tiered.forward.stream_bytes import spread
 from tiered.models.shape import ModelShape
@@ -70,11 +71,15 @@ class WeightBytes:
         staging = (RING_SLOTS * self.slot_bytes + 2 * UNIT) if self.layers else 0
         return {Account.WEIGHTS: self.whole - len(self.layers) * self.layer, Account.STAGING: staging}
 
-    def lower(self, disk: bool) -> dict[Tier, dict[Account, int]]:
-        """Bytes of host and disk by account; `disk`: whether the budget has that tier."""
+    def passes_host(self, budget: MemoryBudget) -> bool:
+        """Whether layers may come from files, and so pass a ring of host memory."""
+        return bool(budget.cap(Tier.DISK)) or (self.in_files and budget.cap(Tier.HOST) is not None)
+
+    def lower(self, budget: MemoryBudget) -> dict[Tier, dict[Account, int]]:
+        """Bytes of host and disk by account."""
         here = len(self.layers) - self.below
         host = {Account.WEIGHTS: here * self.record, Account.SPARE: here * (self.slot_bytes - self.record)}
-        if self.layers and (disk or self.in_files):
+        if self.layers and self.passes_host(budget):
             host[Account.STAGING] = LOAD_SLOTS * self.slot_bytes
         if not self.below or self.in_files:
             return {Tier.HOST: host, Tier.DISK: {}}

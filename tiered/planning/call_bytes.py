@@ -65,11 +65,11 @@ class CallBytes:
     def _streaming(self, count: int, budget: MemoryBudget, held: Mapping[Tier, int] | None) -> "CallBytes":
         """The same with so many layers of weights streamed, as many of them from the host as that has room for."""
         assert self.weights is not None, "weights are streamed that are the call's"
-        weights, cap, disk = self.weights.streaming(count), budget.cap(Tier.HOST), bool(budget.cap(Tier.DISK))
-        if cap is not None and (weights.in_files or disk):
+        weights, cap = self.weights.streaming(count), budget.cap(Tier.HOST)
+        if cap is not None and weights.passes_host(budget):
             free = cap - (held or {}).get(Tier.HOST, 0) - sum(self.tiers(budget)[Tier.HOST].values())
-            if sum(weights.lower(disk)[Tier.HOST].values()) > free:
-                rings = sum(weights.streaming(count, count).lower(disk)[Tier.HOST].values())
+            if sum(weights.lower(budget)[Tier.HOST].values()) > free:
+                rings = sum(weights.streaming(count, count).lower(budget)[Tier.HOST].values())
                 here = max(0, free - rings) // weights.slot_bytes
                 # What is coded goes to the disk by way of the host.
                 weights = weights.streaming(count, count - max(here, 0 if weights.in_files else 1))
@@ -181,7 +181,7 @@ class CallBytes:
     def tiers(self, budget: MemoryBudget) -> dict[Tier, dict[Account, int]]:
         """Bytes of every tier by account; `budget` decides what goes to disk (`below_device`)."""
         if self.weights is not None and self.weights.layers:
-            lower = self.weights.lower(bool(budget.cap(Tier.DISK)))
+            lower = self.weights.lower(budget)
             rest = replace(self, weights=replace(self.weights, layers=(), below=0)).tiers(budget)
             return {tier: self.device if tier is Tier.DEVICE else added(lower[tier], rest[tier]) for tier in Tier}
         hidden, streams = self.records, self.streams

@@ -11,6 +11,7 @@ from tiered.core.features import KEY_VALUE, Account, Tier
 from tiered.core.rates import Rates
 from tiered.forward.sizes import RAW, CallSizes
 from tiered.forward.stream_bytes import StreamBytes
+from tiered.forward.weight_bytes import WeightBytes
 from tiered.models.shape import ModelShape
 from tiered.planning.advice import Advice
 from tiered.planning.times import CallTime
@@ -57,6 +58,7 @@ class Plan:
             made for; 0 where not even one block fits, None where no cap limits them.
         streams: the features of which some layers are streamed from the tiers below, so that the device's cap holds;
             None: all are on the device.
+        weights: which of their layers are streamed.
         hidden: what hidden states would take if the policy kept them, part of no tier's total; None: it does.
         advice: what would make it fit; where it does, at most one change that would be faster.
         rates: of the machine that `times` are of; None: no machine was named.
@@ -73,6 +75,7 @@ class Plan:
     tiers: Mapping[Tier, TierPlan]
     largest_context: int | None
     streams: StreamBytes | None
+    weights: WeightBytes | None
     hidden: HiddenBytes | None
     advice: tuple[Advice, ...]
     why: str = ""
@@ -122,6 +125,7 @@ class Plan:
             "block_length": sizes.block_length,
             "max_new_tokens": sizes.answer,
             "dtype": sizes.dtype,
+            "weights": str(sizes.weights),
             "kv": sizes.kv or RAW,
             "policy": self.policy,
             "policy_options": dict(self.policy_options),
@@ -138,6 +142,7 @@ class Plan:
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "largest_context": self.largest_context,
             "streamed": None if self.streams is None else self.streams.as_dict(),
+            "streamed_weights": None if self.weights is None or not self.weights.layers else self.weights.as_dict(),
             "if_hidden_states_were_kept": None if self.hidden is None else self.hidden.as_dict(),
             "rates": None if self.rates is None else self.rates.as_dict(),
             "times": [time.as_dict() for time in self.times],
@@ -169,7 +174,8 @@ def _header(plan: Plan) -> Iterator[str]:
     options = "".join(f", {name}={value}" for name, value in plan.policy_options.items() if value is not None)
     guidance = " x 2 (guidance)" if sizes.guidance else ""
     sampled = ", sampled" if sizes.sampled else ""
-    coded = f", keys and values {sizes.kv}" if sizes.kv else ""
+    coded = f", weights {sizes.weights}" if sizes.weights.code else ""
+    coded += f", keys and values {sizes.kv}" if sizes.kv else ""
     call = f"context {sizes.context}, batch {sizes.batch}{guidance}, block {sizes.block_length}"
     yield f"{call}{sampled}, {sizes.dtype}{coded}"
     yield from textwrap.wrap(f"policy {plan.policy}{options}", COLUMNS)
@@ -205,12 +211,17 @@ def _contexts(plan: Plan) -> Iterator[str]:
 
 
 def _streamed(plan: Plan) -> Iterator[str]:
-    if plan.streams is None:
+    streams, weights = () if plan.streams is None else plan.streams.streams, plan.weights
+    rows = [(stream.feature.value, stream.records, len(stream.layers), stream.of_layers, "") for stream in streams]
+    if weights is not None and weights.layers:
+        below = f", {weights.below} of them from {'the files' if weights.in_files else 'disk'}" if weights.below else ""
+        rows.insert(0, (Account.WEIGHTS.value, weights.moved, len(weights.layers), weights.of_layers, below))
+    if not rows:
         return
     yield "moved to the device in each forward that reads everything: the layers that it has no room for"
-    for stream in plan.streams.streams:
-        yield _row(stream.feature.value, stream.records, f"{len(stream.layers)} of {stream.of_layers} layers")
-    yield _row("total", plan.streams.moved)
+    for name, size, count, of_layers, note in rows:
+        yield _row(name, size, f"{count} of {of_layers} layers{note}")
+    yield _row("total", sum(size for _, size, *_ in rows))
 
 
 def _hidden(plan: Plan) -> Iterator[str]:

@@ -11,6 +11,7 @@ from tiered.core.features import KEY_VALUE
 from tiered.core.rates import Rates, nominal_rates
 from tiered.forward.sizes import RAW, CallSizes
 from tiered.kernels.row_code import RowCode
+from tiered.models.weight_form import CODES, RAW_WEIGHTS, WeightForm, told_drop
 from tiered.planning.checks import check_policy
 from tiered.planning.rehearsal import prompt_of
 from tiered.planning.times import CallTime, call_time
@@ -127,6 +128,44 @@ def _coded(raw: Workload, budget: MemoryBudget, time: Callable[[Workload], CallT
     if longer <= PATIENCE:
         return raw, f"raw keys and values: {cost} (an estimate)"
     return coded, f"{changed}: raw ones would bring {cost} (an estimate)"
+
+
+def choose_form(
+    policy: Policy, sizes: CallSizes, budget: MemoryBudget, *, tokens_per_forward: int = 1, rates: Rates | None = None
+) -> tuple[WeightForm, str]:
+    """The form of the weights that calls like that of `sizes` are to have, and what to tell of it where that is a code.
+
+    Raw, unless layers have to be streamed and a call then takes so much longer than with the quickest form
+    (`PATIENCE`); then the first of `CODES`, least drop first, of which that is not so.
+    """
+    rates = nominal_rates(None if sizes.gpu is None else sizes.gpu.name) if rates is None else rates
+    rate = {"tokens_per_forward": tokens_per_forward, "rates": rates}
+    seconds: dict[WeightForm, float] = {}
+    streamed: dict[WeightForm, int] = {}
+    for form in (RAW_WEIGHTS, *map(WeightForm, CODES)):
+        of_form = replace(sizes, weights=form)
+        call = Workload(choose(policy, of_form, budget, **rate).policy, of_form)
+        if call.over(budget):
+            continue
+        needed = call.needed(budget)
+        streamed[form] = 0 if needed.weights is None else needed.weights.moved
+        if form is RAW_WEIGHTS and not streamed[form]:
+            return form, ""
+        seconds[form] = call_time(call.policy, of_form, needed, rates, tokens_per_forward=tokens_per_forward).seconds
+    if not seconds:
+        return RAW_WEIGHTS, ""  # what it lacks is then said
+    least = min(seconds.values())
+    form = next(form for form in seconds if not streamed[form] or seconds[form] <= PATIENCE * least)
+    if form is RAW_WEIGHTS:
+        return form, ""
+    raw = ""
+    if RAW_WEIGHTS in seconds:
+        longer = seconds[RAW_WEIGHTS] / seconds[form]
+        raw = (
+            f": raw ones would bring {format_bytes(streamed[RAW_WEIGHTS])} to the device in each step, and a call take "
+            f"{longer:.2g} times as long (an estimate)"
+        )
+    return form, f"weights {form}, which changes answers ({told_drop(form)}){raw}"
 
 
 def _step(time: CallTime) -> float:

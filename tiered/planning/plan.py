@@ -15,10 +15,11 @@ from tiered.models.config_source import read_config
 from tiered.models.families import Family, family_of
 from tiered.models.rotation import stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+from tiered.models.weight_form import RAW_WEIGHTS, WeightForm
 from tiered.planning.advice import advise, faster
 from tiered.planning.card import Plan, TierPlan
 from tiered.planning.checks import beyond_training, check_policy, check_positions
-from tiered.planning.choice import choose
+from tiered.planning.choice import choose, choose_form
 from tiered.planning.times import TOKENS_PER_FORWARD, call_time
 from tiered.planning.workload import LARGEST_SIZE, HiddenBytes, Workload
 from tiered.policies import DEFAULT_POLICY
@@ -39,6 +40,7 @@ def plan(
     cfg: bool = False,
     sampled: bool = False,
     device: str = "auto",
+    weights: str = "raw",
     kv: str = "raw",
     tokens_per_forward: int = 1,
     rope_theta: float | None = None,
@@ -68,7 +70,7 @@ def plan(
             its maker describes it, or a file that `tiered rates --out` wrote.
         tokens_per_forward: that the call is expected to commit in each, of a sequence; by default one, as `generate`
             does.
-        kv, rope_theta, rope_scaling: as for `from_pretrained`.
+        weights, kv, rope_theta, rope_scaling: as for `from_pretrained`.
 
     Raises:
         TypeError, ValueError: an argument out of range or at odds with another, with the model or with the policy; no
@@ -92,6 +94,7 @@ def plan(
         context=_size("context", context),
         block_length=_block(block_length, context if answer is None else answer),
         dtype=_dtype(dtype, shape),
+        weights=RAW_WEIGHTS if weights == AUTO else WeightForm.of(weights),
         kv=None if code == AUTO else code,
         answer=answer,
         guidance=cfg,
@@ -101,6 +104,10 @@ def plan(
     _check(chosen, sizes, name)
     tokens = min(_size("tokens_per_forward", tokens_per_forward), sizes.block_length)
     rewrites = shape.noise != "mask"
+    form_why = ""
+    if weights == AUTO:
+        form, form_why = choose_form(chosen, sizes, budget, tokens_per_forward=tokens, rates=rates)
+        sizes = replace(sizes, weights=form)
     choice = choose(
         chosen, sizes, budget, tokens_per_forward=tokens, kv_open=code == AUTO, rewrites=rewrites, rates=rates
     )
@@ -117,6 +124,7 @@ def plan(
         tiers={tier: TierPlan(accounts=accounts[tier], cap=budget.cap(tier)) for tier in Tier},
         largest_context=_largest_context(workload, budget),
         streams=needed.streams,
+        weights=needed.weights,
         hidden=HiddenBytes.of(sizes) if needed.records is None else None,
         advice=(
             *advise(workload, budget),
@@ -131,7 +139,7 @@ def plan(
             for tokens in sorted({*TOKENS_PER_FORWARD, tokens})
             if tokens <= sizes.block_length
         ),
-        warnings=tuple(filter(None, [beyond_training(shape, sizes.context), choice.kv_why])),
+        warnings=tuple(filter(None, [beyond_training(shape, sizes.context), form_why, choice.kv_why])),
     )
 
 

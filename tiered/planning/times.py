@@ -10,6 +10,7 @@ from tiered.core.rates import Rates
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import ForwardWork, forward_work
 from tiered.forward.sizes import CallSizes
+from tiered.models.weight_form import read_bytes
 from tiered.planning.call_bytes import CallBytes
 from tiered.planning.rehearsal import answer_of, rehearse
 from tiered.policies.base import PLAIN_LAUNCHES, Policy, StepKind
@@ -88,9 +89,10 @@ def call_time(
     """How long a call of `sizes` takes that holds what is `needed`, of which every forward moves what is streamed."""
     streams = () if needed.streams is None else needed.streams.streams
     streamed = sum(len(stream.layers) for stream in streams)
+    of_weights = 0 if needed.weights is None else needed.weights.moved
     kinds = {}
     for kind, count, rows, compared, fetched in _kinds(policy, sizes, tokens_per_forward):
-        moved = fetched + sum(stream.records for stream in streams)
+        moved = fetched + of_weights + sum(stream.records for stream in streams)
         like = rows + COMPARED_ROW * compared
         seconds, bound = forward_seconds(policy, sizes, like, moved, rates, kind=kind, streamed=streamed)
         kinds[kind] = ForwardTime(rows=rows, count=count, seconds=seconds, bound=bound)
@@ -177,4 +179,8 @@ def work_of(policy: Policy, sizes: CallSizes, rows: float) -> ForwardWork:
     )
     kept = policy.features(shape)[Feature.KEY] == shape.layers
     stored = sizes.row_bytes(Feature.KEY) / (shape.kv_width * sizes.element)
-    return replace(work, kv_bytes=round(work.kv_bytes * stored) if kept else 0)
+    return replace(
+        work,
+        weight_bytes=read_bytes(shape, sizes.dtype, sizes.weights),
+        kv_bytes=round(work.kv_bytes * stored) if kept else 0,
+    )
