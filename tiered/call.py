@@ -85,6 +85,7 @@ class CallSpace:
         self._loaded = None
         if self._weights is not None:
             self._weights.close()
+            self._weights = None
         self._pool.close()
         self._ledger.release({Account.WEIGHTS: self._ledger.held(Tier.DEVICE, Account.WEIGHTS)})
 

@@ -1,15 +1,20 @@
-"""`--dtype`, `--device`, `--kv` and how positions are rotated, the same in every command that takes a model."""
+"""`--dtype`, `--device`, `--weights`, `--kv` and how positions are rotated: the same wherever a model is taken."""
 
 import argparse
 from typing import Any
 
-NAMES = ("dtype", "device", "kv", "rope_theta", "rope_scaling")
+NAMES = ("dtype", "device", "weights", "kv", "rope_theta", "rope_scaling")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Enter them."""
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (what is here)")
+    parser.add_argument(
+        "--weights",
+        default="auto",
+        help="how weights are kept: raw, int8, fp8, nvfp4, int4, with +head or without, or auto (default: %(default)s)",
+    )
     parser.add_argument(
         "--kv", default="raw", help="how keys and values are kept: raw, fp8, nvfp4 or auto (default: %(default)s)"
     )

@@ -42,6 +42,7 @@ class TieredLM(LM):
         disk_path: str | Path | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
+        weights: str = "auto",
         kv: str = "raw",
         rope_theta: float | None = None,
         rope_scaling: Mapping[str, Any] | str | None = None,
@@ -55,9 +56,9 @@ class TieredLM(LM):
         """Load the model; every option is checked here, before any task is.
 
         Args:
-            pretrained, policy, memory, dtype, device, kv, rope_theta, rope_scaling: as in `tiered.from_pretrained`;
-                `pretrained` may be a `Runtime`. On a machine without CUDA, "cuda:0", which the harness asks for by
-                default, is "auto".
+            pretrained, policy, memory, dtype, device, weights, kv, rope_theta, rope_scaling: as in
+                `tiered.from_pretrained`; `pretrained` may be a `Runtime`. On a machine without CUDA, "cuda:0", which
+                the harness asks for by default, is "auto".
             host_memory, disk_memory, disk_path: the other tiers of `memory`, where that is a size.
             batch_size: sequences of a call. "auto": `max_batch_size` (64), and half as many whenever memory is short.
             add_bos_token: put the beginning-of-sequence token in front of prompts that do not begin with it.
@@ -74,7 +75,8 @@ class TieredLM(LM):
         self.batch_size, self._auto_batch = parse_batch_size(batch_size, max_batch_size)
         check_switch("add_bos_token", add_bos_token)
         device, caps = _present(device), (memory, host_memory, disk_memory)
-        loading = {"dtype": dtype, "device": device, "kv": kv, "rope_theta": rope_theta, "rope_scaling": rope_scaling}
+        loading = {"dtype": dtype, "device": device, "weights": weights, "kv": kv}
+        loading |= {"rope_theta": rope_theta, "rope_scaling": rope_scaling}
         if isinstance(pretrained, Runtime):
             if any(size is not None for size in caps) or any(
                 value not in (None, "auto", "raw") for value in loading.values()

@@ -209,7 +209,6 @@ class StreamedWeights:
         self._of_ring.close()
         self._of_tiers.close()
         self._tiers = self._ring = None
-        self._model = None  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def _manager(self) -> TierManager:

@@ -68,8 +68,8 @@ class WeightBytes:
     @property
     def device(self) -> dict[Account, int]:
         """Bytes of the device by account."""
-        staging = (RING_SLOTS * self.slot_bytes + 2 * UNIT) if self.layers else 0
-        return {Account.WEIGHTS: self.whole - len(self.layers) * self.layer, Account.STAGING: staging}
+        resident = {Account.WEIGHTS: self.whole - len(self.layers) * self.layer}
+        return resident | ({Account.STAGING: RING_SLOTS * self.slot_bytes + 2 * UNIT} if self.layers else {})
 
     def passes_host(self, budget: MemoryBudget) -> bool:
         """Whether layers may come from files, and so pass a ring of host memory."""

@@ -67,8 +67,8 @@ class Checkpoint:
         return weight if code is None else CodedWeight.of(weight, code)
 
 
-def assign(model: nn.Module, path: str, weight: Tensor | CodedWeight) -> None:
-    """Put `weight` in the place of the parameter, or coded weight, at `path`."""
+def assign(model: nn.Module, path: str, weight: Tensor | CodedWeight | None) -> None:
+    """Put `weight` in the place of the parameter, or coded weight, at `path`; None: it is elsewhere."""
     module, _, name = path.rpartition(".")
     owner = model.get_submodule(module)
     if isinstance(weight, Tensor):

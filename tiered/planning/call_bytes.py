@@ -17,6 +17,8 @@ from tiered.planning.streamed_layers import StreamedLayers, fewest_streamed
 from tiered.policies.base import Policy
 from tiered.tiers.record_bytes import RecordBytes, below_device
 
+BELOW_DEVICE = (Tier.HOST, Tier.DISK)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBytes:
@@ -51,8 +53,8 @@ class CallBytes:
         features = cls._of_features(policy, sizes, budget, held, weights)
         if weights is None or features._fits(budget, held):
             return features
-        everything, most = replace(budget, device=1), weights.of_layers
-        least = cls._of_features(policy, sizes, everything, held, weights)
+        most = weights.of_layers
+        least = cls._of_features(policy, sizes, replace(budget, device=0), held, weights)
         for call in (cls._of_features(policy, sizes, replace(budget, device=None), held, weights), least):
             found = bisect_left(
                 range(most + 1), True, lo=min(FEWEST, most),
@@ -60,7 +62,9 @@ class CallBytes:
             )  # fmt: skip
             if found <= most and (fitting := call._streaming(found, budget, held))._fits(budget, held):
                 return fitting
-        return least._streaming(most, budget, held) if most >= FEWEST else features
+        if most >= FEWEST and (everything := least._streaming(most, budget, held))._fits(budget, held, *BELOW_DEVICE):
+            return everything
+        return features
 
     def _streaming(self, count: int, budget: MemoryBudget, held: Mapping[Tier, int] | None) -> "CallBytes":
         """The same with so many layers of weights streamed, as many of them from the host as that has room for."""

@@ -40,7 +40,7 @@ def plan(
     cfg: bool = False,
     sampled: bool = False,
     device: str = "auto",
-    weights: str = "raw",
+    weights: str = "auto",
     kv: str = "raw",
     tokens_per_forward: int = 1,
     rope_theta: float | None = None,

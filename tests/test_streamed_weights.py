@@ -1,0 +1,394 @@
+"""Weights that the device has no room for: the same answers to the bit, within the budget, whatever copies do."""
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import tiered
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import RecordLostError, TierCapacityError
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
+from tiered.core.rates import rates_of
+from tiered.forward.sizes import CallSizes
+from tiered.forward.streamed_weights import StreamedWeights
+from tiered.forward.weight_bytes import FEWEST, WeightBytes
+from tiered.kernels.row_code import RowCode
+from tiered.kernels.weight_code import WeightCode
+from tiered.loading import load_weights
+from tiered.models.checkpoint import Checkpoint
+from tiered.models.families import family_of
+from tiered.models.weight_form import CODES, RAW_WEIGHTS, WeightForm
+from tiered.offload.delay import Point
+from tiered.offload.errors import TransferError
+from tiered.offload.fence import Fence, Region
+from tiered.offload.lane import Lane
+from tiered.offload.slabs import UNIT
+from tiered.offload.thread_transport import ThreadTransport
+from tiered.output import GenerationOutput
+from tiered.planning.call_bytes import CallBytes
+from tiered.planning.choice import choose_form
+from tiered.policies.registry import POLICIES, make_policy
+from tiered.runtime import Runtime
+from tiered.tiers.opening import open_tiers
+from tiered.tiers.record_book import RecordKey
+
+LAYERS, PROMPT, CPU = 6, 90, torch.device("cpu")
+SIZES: dict[str, Any] = {"max_new_tokens": 32, "block_length": 16}
+TOKENS = {"vocab_size": 128, "mask_token_id": 127, "eos_token_id": 126, "pad_token_id": 125}
+LLAMA = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 160}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llada": {
+        "model_type": "llada", "d_model": 64, "n_layers": LAYERS, "n_heads": 4, "n_kv_heads": 2,
+        "mlp_hidden_size": 160, "max_sequence_length": 256,
+    },
+    "dream": {"model_type": "Dream", **LLAMA, "num_key_value_heads": 2, "max_position_embeddings": 256},
+    "gidd": {
+        "model_type": "gidd", **LLAMA, "max_position_embeddings": 256, "attention_bias": True, "mlp_bias": True,
+        "noise_type": 10.0,
+    },
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {"polestar": {"clusters": 5, "top_m": 2, "update_threshold": 0}}
+# Policies that must know what a step commits go with no rule that rewrites.
+CASES = [
+    (family, policy)
+    for family in FAMILIES
+    for policy in POLICIES
+    if policy != "auto" and not (family == "gidd" and make_policy(policy).needs_order())
+]
+FORMS = ("raw", *CODES, "int4+head")
+Delay = Callable[[Point, Lane | None], float]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]]
+) -> Callable[[str], Path]:
+    """The checkpoint of a family, in float32."""
+
+    @cache
+    def write(family: str) -> Path:
+        directory, config = tmp_path_factory.mktemp(family), {**FAMILIES[family], **TOKENS, "torch_dtype": "float32"}
+        (directory / "config.json").write_text(json.dumps(config))
+        save_file(random_weights(config), directory / "model.safetensors")
+        return directory
+
+    return write
+
+
+def loaded(
+    directory: Path,
+    policy: str = "fast_dllm_dual",
+    *,
+    form: str = "raw",
+    budget: MemoryBudget | None = None,
+    delay: Delay | None = None,
+    kv: RowCode | None = None,
+) -> Runtime:
+    config = json.loads((directory / "config.json").read_text())
+    family = family_of(config)
+    with torch.device("meta"):
+        model = family.resolve_loader().from_config(config)
+    ledger, checkpoint = Ledger(budget), Checkpoint(directory, model.shape, config)
+
+    def transport() -> ThreadTransport:
+        return ThreadTransport(delay=delay)
+
+    weights = load_weights(
+        model, checkpoint, ledger, dtype=torch.float32, device=CPU, form=WeightForm.of(form), transport=transport
+    )
+    made = make_policy(policy, **OPTIONS.get(policy, {}))
+    return Runtime(model, policy=made, ledger=ledger, transport=transport, weights=weights, kv=kv)
+
+
+def sizes_of(runtime: Runtime) -> CallSizes:
+    space = runtime._call
+    return space.sizes(2, PROMPT + SIZES["max_new_tokens"], SIZES["block_length"], answer=SIZES["max_new_tokens"])
+
+
+def budget_for(runtime: Runtime, streamed: int, **lower: Any) -> MemoryBudget:
+    """With which so many layers of the weights have to be streamed, or more where features are not."""
+    sizes = replace(sizes_of(runtime), kv=runtime._call._kv)
+    weights = WeightBytes.of(sizes.shape, sizes.dtype, sizes.weights)
+    call = CallBytes.of(runtime.policy, sizes, MemoryBudget(device=0))
+    streaming = replace(call, weights=weights.streaming(streamed))
+    return MemoryBudget(device=streaming.total(Tier.DEVICE), **lower)
+
+
+def answer(runtime: Runtime, **options: Any) -> GenerationOutput:
+    generator = torch.Generator().manual_seed(4)
+    ids, mask = torch.randint(0, 120, (2, PROMPT), generator=generator), torch.ones(2, PROMPT, dtype=torch.long)
+    mask[1, :13] = 0
+    if runtime.model.shape.noise == "uniform":
+        options = {"tokens_per_step": 2, "block_steps": 6, "seed": 3, **options}
+    elif runtime.policy.needs_order():
+        options = {"remasking": "random", "seed": 3, "steps": 8, **options}
+    else:
+        options = {"steps": 8, **options}
+    out = runtime.generate(ids, attention_mask=mask, stop_at_eos=False, output_history=True, **{**SIZES, **options})
+    runtime.ledger.check_integrity()
+    weights = runtime._call.weights
+    assert weights is not None
+    weights.check_integrity()
+    return out
+
+
+def same(one: GenerationOutput, other: GenerationOutput) -> bool:
+    assert one.history is not None and other.history is not None
+    return torch.equal(torch.stack(one.history), torch.stack(other.history))
+
+
+def streamed_layers(runtime: Runtime) -> WeightBytes:
+    weights = runtime._call.weights
+    assert weights is not None
+    return weights.now
+
+
+def late(seed: int) -> Delay:
+    """Copies come late, now and then, in an order of its own."""
+    draw = random.Random(seed)
+    return lambda point, lane: draw.choice([0, 0, 0.002]) if point is Point.COPY else 0
+
+
+@pytest.mark.parametrize(("family", "policy"), CASES)
+def test_streamed_weights_answer_as_resident_ones(checkpoints: Callable[[str], Path], family: str, policy: str):
+    number = CASES.index((family, policy))
+    form, count = FORMS[number % len(FORMS)], FEWEST + number % (LAYERS + 1 - FEWEST)
+    resident = loaded(checkpoints(family), policy, form=form)
+    expected = answer(resident)
+    assert expected.weights is None and not streamed_layers(resident).layers
+    budget = budget_for(resident, count)
+    runtime = loaded(checkpoints(family), policy, form=form, budget=budget, delay=late(number))
+    out = answer(runtime)
+    assert same(out, expected)
+    now = streamed_layers(runtime)
+    assert len(now.layers) >= count and out.weights is not None and budget.device is not None
+    # Each forward moves each of them once; the next call's first two may be on their way.
+    assert 0 <= out.weights.ways[Lane.FETCH].nbytes - out.num_forwards * now.moved <= 2 * now.record
+    assert out.memory.peak_device_bytes <= budget.device
+    runtime.close()
+    assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_host_has_no_room_for_comes_from_disk(checkpoints: Callable[[str], Path], form: str, tmp_path: Path):
+    resident = loaded(checkpoints("llada"), "none", form=form)
+    expected, slot = answer(resident), streamed_layers(resident).slot_bytes
+    raw = form == "raw"  # of which the checkpoint's own file has the bytes, so that there is no other
+    disk = {} if raw else {"disk": 4 * (slot + UNIT), "disk_path": tmp_path}
+    budget = budget_for(resident, LAYERS, host=4 * slot, **disk)
+    runtime = loaded(checkpoints("llada"), "none", form=form, budget=budget)
+    out = answer(runtime)
+    assert same(out, expected)
+    assert streamed_layers(runtime).below == LAYERS - 2 and out.memory.moved["disk->host"]
+    assert ("host->disk" not in out.memory.moved) == raw or not raw
+    assert out.memory.tiers[Tier.HOST].peak <= 4 * slot
+    assert (out.memory.tiers[Tier.DISK].peak == 0) == raw
+
+
+@pytest.mark.parametrize("kv", RowCode)
+def test_features_and_weights_are_streamed_together(checkpoints: Callable[[str], Path], kv: RowCode | None):
+    resident = loaded(checkpoints("llada"), "dkv_decode", kv=kv)
+    sizes = replace(sizes_of(resident), kv=kv)
+    weights = WeightBytes.of(sizes.shape, sizes.dtype, sizes.weights)
+    least = CallBytes.of(resident.policy, sizes, MemoryBudget(device=1), weights=weights)
+    assert least.streams is not None and least.weights is not None and len(least.weights.layers) == LAYERS
+    budget = MemoryBudget(device=least.total(Tier.DEVICE))
+    runtime = loaded(checkpoints("llada"), "dkv_decode", kv=kv, budget=budget, delay=late(1))
+    assert same(answer(runtime), answer(resident))
+
+
+def test_a_layer_comes_back_where_a_call_leaves_it_room(checkpoints: Callable[[str], Path]):
+    resident = loaded(checkpoints("llada"))
+    runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS))
+    small: dict[str, Any] = {"max_new_tokens": 16, "block_length": 16, "steps": 4}
+    ids = torch.randint(0, 120, (1, 5), generator=torch.Generator().manual_seed(1))
+    expected = resident.generate(ids, **small).sequences, answer(resident)
+    for _ in range(2):
+        assert same(answer(runtime), expected[1])
+        assert len(streamed_layers(runtime).layers) == LAYERS
+        assert torch.equal(runtime.generate(ids, **small).sequences, expected[0])
+        assert len(streamed_layers(runtime).layers) < LAYERS
+    assert torch.equal(runtime.logits(ids), resident.logits(ids))
+    assert torch.equal(runtime.hidden_states(ids), resident.hidden_states(ids))
+
+
+def test_a_layer_that_is_elsewhere_cannot_be_used(checkpoints: Callable[[str], Path]):
+    resident = loaded(checkpoints("llada"))
+    runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS))
+    answer(runtime)
+    gone = [layer for layer in range(LAYERS) if runtime.model.blocks[layer].q_proj.weight is None]
+    assert len(gone) >= LAYERS - 1
+
+
+def test_a_copy_that_fails_is_told_and_the_next_call_answers(checkpoints: Callable[[str], Path]):
+    resident = loaded(checkpoints("llada"))
+    failing = iter([False] * 9 + [True])
+
+    def delay(point: Point, lane: Lane | None) -> float:
+        if point is Point.COPY and lane is Lane.FETCH and next(failing, False):
+            raise OSError("the link is down")
+        return 0
+
+    runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS), delay=delay)
+    with pytest.raises(TransferError, match="link is down"):
+        answer(runtime)
+    assert same(answer(runtime), answer(resident))
+
+
+def test_a_checkpoint_that_changes_under_the_runtime_is_told(
+    random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]],
+    write_checkpoint: Callable[..., Path],
+):
+    config = {**FAMILIES["llada"], **TOKENS, "torch_dtype": "float32"}
+    directory = write_checkpoint(config, random_weights(config))
+    resident = loaded(directory, "none")
+    slot = streamed_layers(resident).slot_bytes
+    runtime = loaded(directory, "none", budget=budget_for(resident, LAYERS, host=3 * slot))
+    assert same(answer(runtime), answer(resident))
+    file = directory / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.seek(-4, os.SEEK_END)
+        opened.write(b"\0\0\0\0")
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(TransferError, match="changed since it was loaded"):
+        answer(runtime)
+    with pytest.raises(RecordLostError, match="weights of layer"):
+        answer(runtime)
+
+
+def test_less_than_two_layers_and_a_forward_is_refused_before_anything_is_read(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    resident = loaded(checkpoints("llada"))
+    sizes = resident._call.sizes(1, 1, 1)
+    weights = WeightBytes.of(sizes.shape, sizes.dtype, RAW_WEIGHTS)
+    least = CallBytes.of(make_policy("none"), sizes, MemoryBudget(device=1), weights=weights).total(Tier.DEVICE)
+    rest = sizes.shape.parameters * 4 - LAYERS * weights.layer
+    assert least <= rest + 2 * weights.slot_bytes + 16 * UNIT  # embedding, head and norms; two layers; a forward
+    assert tiered.from_pretrained(checkpoints("llada"), weights="raw", memory=least).ledger.held(Tier.HOST)
+    monkeypatch.setattr(Checkpoint, "read", lambda *_, **__: pytest.fail("a weight was read"))
+    with pytest.raises(TierCapacityError, match="weights = 'fp8'") as error:
+        tiered.from_pretrained(checkpoints("llada"), weights="raw", memory=least - 1)
+    assert error.value.tier is Tier.DEVICE and error.value.needed == least
+
+
+# ---- what "auto" is ----
+
+
+def test_auto_keeps_what_fits_raw_and_warns_of_a_code_otherwise(checkpoints: Callable[[str], Path]):
+    directory = checkpoints("llada")
+    whole = tiered.plan(directory, context=256, weights="raw").tiers[Tier.DEVICE].total
+    fitting = tiered.plan(directory, context=256, memory=whole, weights="auto")
+    assert not fitting.sizes.weights.code and not fitting.warnings
+    tight = tiered.plan("llada-8b", context=4096, memory="8GiB", weights="auto", device="rtx4090")
+    assert tight.sizes.weights.code in CODES and any("points" in warning for warning in tight.warnings)
+    assert tight.weights is not None and not tight.weights.layers
+    raw = tiered.plan("llada-8b", context=4096, memory="8GiB", weights="raw", device="rtx4090")
+    assert raw.fits and raw.weights is not None and raw.weights.layers and not raw.warnings
+    assert tight.times[0].seconds < raw.times[0].seconds / 2
+
+
+def test_auto_streams_raw_weights_where_the_link_is_as_fast_as_the_rest(checkpoints: Callable[[str], Path]):
+    rates = replace(rates_of("rtx4090"), link_bytes_per_second=1e15)
+    runtime = loaded(checkpoints("llada"))
+    sizes, budget = sizes_of(runtime), budget_for(runtime, LAYERS)
+    assert choose_form(runtime.policy, sizes, budget, rates=rates) == (RAW_WEIGHTS, "")
+
+
+@pytest.mark.parametrize("name", ["int5", "fp8+", "head", "int4 + head"])
+def test_a_form_that_is_none_is_named(checkpoints: Callable[[str], Path], name: str):
+    with pytest.raises(ValueError, match="weights"):
+        tiered.from_pretrained(checkpoints("llada"), weights=name)
+    with pytest.raises(ValueError, match="weights"):
+        tiered.plan("llada-8b", context=64, weights=name)
+
+
+@pytest.mark.parametrize("form", ["raw", *CODES, *(f"{code}+head" for code in WeightCode)])
+def test_a_plan_counts_what_is_loaded(checkpoints: Callable[[str], Path], form: str):
+    directory = checkpoints("dream")
+    runtime = tiered.from_pretrained(directory, weights=form, policy="none")
+    held = sum(parameter.nbytes for parameter in runtime.model.parameters())
+    coded = [module.weight for module in runtime.model.modules() if "weight" in vars(module)]
+    held += sum(weight.nbytes for weight in coded)
+    planned = tiered.plan(directory, context=64, weights=form, policy="none").tiers[Tier.DEVICE]
+    assert planned.accounts[Account.WEIGHTS] == held == runtime.ledger.held(Tier.DEVICE, Account.WEIGHTS)
+
+
+# ---- the door for experts ----
+
+
+class Experts:
+    """What the experts of a mixture will ask of the tiers, with numbers in their place: those that the router picks
+    come with one ticket, into room that is theirs until the next pick; those that it may pick set out before."""
+
+    def __init__(self, layers: int, experts: int, width: int) -> None:
+        self.tiers = open_tiers(
+            Ledger(), device=CPU, dtype=torch.uint8, slot_bytes=UNIT, slab_bytes=-(-width // UNIT) * UNIT, promote=False
+        )
+        self.width, self.weights = width, torch.randint(0, 256, (layers, experts, width), dtype=torch.uint8)
+        for layer, of_layer in enumerate(self.weights):
+            for expert, weight in enumerate(of_layer):
+                self.tiers.reserve(self.key(layer, expert), width).copy_(weight)
+                self.tiers.commit(self.key(layer, expert))
+        self.room, self.fence = torch.zeros(experts, width, dtype=torch.uint8), Fence(Region.FETCH_SLOT)
+
+    @staticmethod
+    def key(layer: int, expert: int) -> RecordKey:
+        return RecordKey(Account.WEIGHTS, layer, 0, expert)
+
+    def guess(self, layer: int, experts: list[int]) -> Iterator[Tensor]:
+        """Let them set out; then give what has come, and end its use."""
+        keys = [self.key(layer, expert) for expert in experts]
+        ticket = self.tiers.fetch(keys, self.room, fence=self.fence)
+        yield self.room[:0]
+        ticket.wait()
+        yield self.room[: len(experts)].clone()
+        self.tiers.used(self.fence)
+
+
+def test_the_experts_of_a_step_come_with_one_ticket():
+    experts = Experts(2, 6, 5000)
+    with experts.tiers:
+        for layer, picked in ((0, [4, 1, 5]), (1, [0]), (0, [2, 3, 1, 4])):
+            coming = experts.guess(layer, picked)
+            next(coming)
+            assert torch.equal(next(coming), experts.weights[layer, picked])
+            assert next(coming, None) is None
+        experts.tiers.fetch([experts.key(1, 2)], experts.room, fence=experts.fence).close()  # a guess that was wrong
+        coming = experts.guess(0, [0, 5])
+        next(coming)
+        assert torch.equal(next(coming), experts.weights[0, [0, 5]])
+        experts.tiers.check_integrity()
+        stats = experts.tiers.stats()
+    assert stats.ways[Lane.FETCH].failed == 0 and stats.asked[Tier.HOST] == 11
+
+
+def test_a_fence_is_for_raw_records():
+    with open_tiers(Ledger(), device=CPU) as tiers:
+        rows = torch.randn(4, 32)
+        tiers.store([RecordKey(Account.HIDDEN, 0, 0, 0)], rows, [4], codec="nvfp4")
+        with pytest.raises(ValueError, match="raw records"):
+            tiers.fetch([RecordKey(Account.HIDDEN, 0, 0, 0)], torch.empty(4, 32), fence=Fence(Region.FETCH_SLOT))
+
+
+def test_weights_that_another_call_uses_stay_where_they_are(checkpoints: Callable[[str], Path]):
+    resident = loaded(checkpoints("llada"))
+    runtime = loaded(checkpoints("llada"), budget=budget_for(resident, FEWEST))
+    space = runtime._call
+    with space.booked(runtime.policy, space.sizes(1, 32, 16, answer=16)):
+        before = streamed_layers(runtime)
+        with pytest.raises(TierCapacityError):
+            answer(runtime)
+        assert streamed_layers(runtime) == before
+    assert isinstance(space.weights, StreamedWeights) and same(answer(runtime), answer(resident))
