@@ -33,7 +33,7 @@ from tiered.offload.lane import Lane
 from tiered.offload.pinning import PageablePinner
 from tiered.offload.slabs import UNIT, SlabBook
 from tiered.output import GenerationOutput
-from tiered.planning.workload import UNCAPPED, Workload
+from tiered.planning.workload import UNCAPPED
 from tiered.policies.polestar.fetching import Fetching
 from tiered.policies.registry import POLICIES, make_policy
 from tiered.runtime import Runtime
@@ -280,8 +280,8 @@ def planned(runtime: Runtime, context: int, budget: MemoryBudget = UNCAPPED, **s
     dtype = str(runtime.dtype).removeprefix("torch.")
     sizes = {"batch": 1, "block_length": 32, **sizes}
     made = CallSizes(shape=runtime.model.shape, context=context, dtype=dtype, **sizes)
-    accounts = Workload(runtime.policy, made).accounts(budget)
-    return {tier: sum(size for account, size in accounts[tier].items() if account != "weights") for tier in Tier}
+    accounts = CallBytes.of(runtime.policy, made, budget).tiers(budget)
+    return {tier: sum(accounts[tier].values()) for tier in Tier}
 
 
 @pytest.mark.usefixtures("host_memory_apart")

@@ -100,11 +100,13 @@ def test_weights_survive_the_file(write_checkpoint: Callable[..., Path]):
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
 
 
-# What `from_pretrained` does about weights, without its import of transformers.
+# What `from_pretrained` does about weights.
 MEASURED = """
 import json, sys, torch
 from pathlib import Path
-from tiered.models.checkpoint import load_weights
+from tiered.core.ledger import Ledger
+from tiered.loading import load_weights
+from tiered.models.checkpoint import Checkpoint
 from tiered.models.llada import LLaDA
 def peak():
     status = open("/proc/self/status").read()
@@ -112,7 +114,8 @@ def peak():
 def load(directory):
     with torch.device("meta"):
         model = LLaDA.from_config(json.loads((directory / "config.json").read_text()))
-    load_weights(model, directory, dtype=torch.float32, device=torch.device("cpu"))
+    checkpoint = Checkpoint(directory, model.shape, {})
+    load_weights(model, checkpoint, Ledger(), dtype=torch.float32, device=torch.device("cpu"))
     return model
 load(Path(sys.argv[1]))
 before = peak()

@@ -3,9 +3,11 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout, suppress
 from pathlib import Path
 
@@ -34,12 +36,20 @@ def test_plan_prints_the_card(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == f"{plan('llada-8b', context=4096, batch=8, memory='24GiB')}\n"
 
 
-def test_the_readme_shows_a_plan():
-    command, _, shown = (ROOT / "README.md").read_text(encoding="utf-8").partition("tiered plan ")[2].partition("```\n")
-    told = ["--context", "4096", "--batch", "8", "--memory", "24GiB", "--policy", "polestar"]
-    assert command.split() == ["llada-8b", *told]
-    card = str(plan("llada-8b", context=4096, batch=8, memory="24GiB", policy="polestar", device="cpu")).splitlines()
-    lines = [line for line in shown.partition("```")[0].splitlines() if line.strip() != "…"]
+def shown_plans() -> Iterator[tuple[str, str, str]]:
+    """Of each card in a page: which page, the arguments of its command, and its lines; those left out are "…"."""
+    for page in ("README.md", "docs/tiers.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for found in re.finditer(r"    tiered plan (.+)\n\n```\n(.+?)```", text, re.DOTALL):
+            yield page, found[1], found[2]
+
+
+@pytest.mark.parametrize(("page", "arguments", "shown"), shown_plans())
+def test_pages_show_plans(page: str, arguments: str, shown: str, capsys: pytest.CaptureFixture[str]):
+    told = arguments.split()
+    assert main(["plan", *told, *(() if "--device" in told else ("--device", "cpu"))]) == 0
+    card = capsys.readouterr().out.splitlines()
+    lines = [line for line in shown.splitlines() if line.strip() != "…"]
     assert len(lines) > 8 and all(line in card for line in lines)
 
 

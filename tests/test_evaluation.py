@@ -469,7 +469,13 @@ def test_a_budget_halves_an_automatic_batch(runtime: Runtime):
     expected = ask(one, chats(one))
     budget = runtime.generate([[{"role": "user", "content": PROMPTS[-1]}]] * 4, max_new_tokens=32).memory
     lm = TieredLM(
-        "embedded", policy="none", memory=budget.peak_device_bytes, batch_size="auto", confidence_threshold=0.5
+        "embedded",
+        policy="none",
+        memory=budget.peak_device_bytes,
+        host_memory=0,  # nor for weights that could be streamed from there
+        weights="raw",
+        batch_size="auto",
+        confidence_threshold=0.5,
     )
     assert ask(lm, chats(lm)) == expected
     assert 1 < lm._answering.totals.calls < 12

@@ -37,7 +37,7 @@ GIB = 2**30
 NOTHING = Tier.HOST, Tier.DISK
 
 
-plan = partial(plan_for, device="cpu")
+plan = partial(plan_for, device="cpu", weights="raw")
 DUAL = "fast_dllm_dual"
 MANY = 2**24  # positions: as many as a config.json may have
 # A plan takes the config that would be loaded; a context beyond the model's own needs one that allows it.
@@ -222,14 +222,17 @@ ADVISED: dict[str, tuple[dict[str, Any], set[tuple[str, ...]]]] = {
         {("batch", "context"), ("memory",)},
     ),
     "too wide a dtype": (
-        {"context": 1024, "dtype": "float32", "memory": "20GiB", "policy": DUAL},
-        {("dtype",), ("memory",)},
+        {"context": 1024, "dtype": "float32", "memory": alone("20GiB"), "policy": DUAL},
+        {("dtype",), ("weights",), ("memory",)},
     ),
     "guidance": (
         {"context": 4096, "cfg": True, "memory": alone("18GiB"), "policy": DUAL},
         {("cfg",), ("context",), ("policy",), ("memory",)},
     ),
-    "weights alone too large": ({"context": 1024, "memory": "8GiB", "policy": DUAL}, {("memory",)}),
+    "weights alone too large": (
+        {"context": 1024, "memory": alone("8GiB"), "policy": DUAL},
+        {("weights",), ("memory",)},
+    ),
     "hidden states beside a cache that fits": (
         {
             "context": 4096,
@@ -584,6 +587,17 @@ def test_a_plan_allocates_no_tensor(policy: str, capsys: pytest.CaptureFixture[s
     with NoTensor():
         with pytest.raises(AssertionError, match="aten"):
             torch.empty(1)
-        arguments = ["--policy", policy, "--context", "4096", "--memory", "17GiB", "--host-memory", "2GiB"]
+        arguments = [
+            "--policy",
+            policy,
+            "--context",
+            "4096",
+            "--memory",
+            "17GiB",
+            "--host-memory",
+            "2GiB",
+            "--weights",
+            "raw",
+        ]
         assert main(["plan", "llada-8b", *arguments]) == 0
     assert "LLaDA, 8.02B parameters" in capsys.readouterr().out

@@ -288,8 +288,8 @@ def test_less_than_two_layers_and_a_forward_is_refused_before_anything_is_read(
 
 def test_auto_keeps_what_fits_raw_and_warns_of_a_code_otherwise(checkpoints: Callable[[str], Path]):
     directory = checkpoints("llada")
-    whole = tiered.plan(directory, context=256, weights="raw").tiers[Tier.DEVICE].total
-    fitting = tiered.plan(directory, context=256, memory=whole, weights="auto")
+    whole = tiered.plan(directory, context=64, weights="raw", policy="none").tiers[Tier.DEVICE].total
+    fitting = tiered.plan(directory, context=64, memory=whole, weights="auto", policy="none")
     assert not fitting.sizes.weights.code and not fitting.warnings
     tight = tiered.plan("llada-8b", context=4096, memory="8GiB", weights="auto", device="rtx4090")
     assert tight.sizes.weights.code in CODES and any("points" in warning for warning in tight.warnings)
@@ -301,9 +301,10 @@ def test_auto_keeps_what_fits_raw_and_warns_of_a_code_otherwise(checkpoints: Cal
 
 def test_auto_streams_raw_weights_where_the_link_is_as_fast_as_the_rest(checkpoints: Callable[[str], Path]):
     rates = replace(rates_of("rtx4090"), link_bytes_per_second=1e15)
-    runtime = loaded(checkpoints("llada"))
-    sizes, budget = sizes_of(runtime), budget_for(runtime, LAYERS)
-    assert choose_form(runtime.policy, sizes, budget, rates=rates) == (RAW_WEIGHTS, "")
+    shape = loaded(checkpoints("llada")).model.shape
+    whole = tiered.plan(checkpoints("llada"), context=64, weights="raw").tiers[Tier.DEVICE].total
+    budget = MemoryBudget(device=whole - 2 * WeightBytes.of(shape, "float32", RAW_WEIGHTS).layer)
+    assert choose_form(make_policy("none"), shape, "float32", None, budget, rates=rates) == (RAW_WEIGHTS, "")
 
 
 @pytest.mark.parametrize("name", ["int5", "fp8+", "head", "int4 + head"])

@@ -12,7 +12,7 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account
 from tiered.core.ledger import Ledger
 from tiered.forward.library_bytes import gpu_of
-from tiered.forward.sizes import AUTO, DEFAULT_BLOCK_LENGTH, RAW, CallSizes, kv_code
+from tiered.forward.sizes import AUTO, RAW, CallSizes, kv_code
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.kernels.weight_code import WeightCode
@@ -38,7 +38,6 @@ from tiered.runtime import Runtime
 from tiered.tiers.host_pool import HostPool
 from tiered.tiers.opening import check_disk
 
-REFERENCE_CONTEXT = 1024  # positions of the call of one sequence that `weights="auto"` decides by
 LEAST_HINT = "raise `memory`, or keep the weights in fewer bits: weights = 'fp8', 'int4', 'int4+head', …"
 
 
@@ -67,9 +66,10 @@ def from_pretrained(
         device: "cpu", "cuda", "cuda:N"; "auto": CUDA where there is any.
         weights: how the matrices of layers are kept: "raw", in `dtype`; "fp8" or "int8", a byte an element; "nvfp4" or
             "int4", half of one and a little; with "+head" the embedding and the head as well: answers depend on it, and
-            on no budget. What a checkpoint has in codes stays in them. "auto": raw, but in a code, with a warning,
-            where raw ones would slow the steps of a call down by having to be streamed. Whatever they are in, layers
-            that the device has no room for are streamed from host memory, or from the checkpoint's files.
+            on no budget. What a checkpoint has in codes stays in them. "auto": raw; but where the device has no room for
+            all raw ones beside a small call, and streaming them would slow that down, in a code, with a warning.
+            Whatever they are in, layers that the device has no room for are streamed from host memory, or from the
+            checkpoint's files.
         kv: how keys and values are kept: "raw", in `dtype`; "fp8", a byte an element, or "nvfp4", half of one and a
             little: answers depend on it, and on no budget. "auto": raw, but fp8 in calls whose raw ones do not fit the
             budget, or would slow steps down by having to be streamed; such a call warns.
@@ -128,12 +128,7 @@ def _form(
         return held
     if name != AUTO:
         return asked
-    context = min(shape.max_context, REFERENCE_CONTEXT)
-    sizes = CallSizes(
-        shape=shape, batch=1, context=context, block_length=min(DEFAULT_BLOCK_LENGTH, context), dtype=dtype,
-        gpu=gpu_of(device),
-    )  # fmt: skip
-    form, why = choose_form(policy, sizes, budget)
+    form, why = choose_form(policy, shape, dtype, gpu_of(device), budget)
     if why:
         warnings.warn(why, stacklevel=3)
     return form

@@ -11,6 +11,7 @@ from tiered.core.byte_size import format_bytes
 from tiered.core.features import Feature, Tier
 from tiered.core.rates import Rates
 from tiered.kernels.row_code import RowCode
+from tiered.models.weight_form import CODES, RAW_WEIGHTS, WeightForm
 from tiered.planning.choice import TIE, goes
 from tiered.planning.rehearsal import prompt_of
 from tiered.planning.times import call_time
@@ -53,12 +54,13 @@ def advise(workload: Workload, budget: MemoryBudget) -> list[Advice]:
     return list(_changes(workload, budget)) if workload.over(budget) else []
 
 
-def faster(
+def next_best(
     workload: Workload, budget: MemoryBudget, rates: Rates, *, tokens_per_forward: int, rewrites: bool
-) -> list[Advice]:
-    """The one change with which a call that fits is the fastest, if it takes a tenth less time; else none."""
+) -> tuple[Advice, bool] | None:
+    """The one change with which a call that fits is the fastest, and whether it takes a tenth less time so; None: there
+    is no other that fits."""
     if workload.over(budget):
-        return []
+        return None
 
     def seconds(of: Workload) -> float:
         needed = of.needed(budget)
@@ -70,13 +72,19 @@ def faster(
         for changed, text, change in _other_ways(workload)
         if goes(changed.policy, changed.sizes, rewrites) and not changed.over(budget)
     ]
-    ratio, text, change = min(ratios, key=lambda way: way[0], default=(1.0, "", {}))
-    return [Advice(f"{text}: {ratio:.2g} of the time", change)] if ratio * TIE <= 1 else []
+    if not ratios:
+        return None
+    ratio, text, change = min(ratios, key=lambda way: way[0])
+    return Advice(f"{text}: {ratio:.2g} of the time", change), ratio * TIE <= 1
 
 
 def _other_ways(workload: Workload) -> Iterator[tuple[Workload, str, dict[str, Any]]]:
     """Calls that differ in one thing, with what to do for them."""
     policy, sizes = workload.policy, workload.sizes
+    for form in (RAW_WEIGHTS, *map(WeightForm, CODES)):
+        if form != sizes.weights:
+            changes = "" if form is RAW_WEIGHTS else ", which changes answers"
+            yield workload.resized(weights=form), f"keep weights {form}{changes}", {"weights": str(form)}
     if sizes.kv is None and workload.policy.features(sizes.shape)[Feature.KEY] == sizes.shape.layers:
         for code in RowCode:
             changed = workload.resized(kv=code)
@@ -107,6 +115,10 @@ def _changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
     alternatives: list[tuple[Workload, str, dict[str, Any]]] = [
         (workload.resized(guidance=False), "do without guidance, which doubles the sequences", {"cfg": False}),
         (workload.resized(dtype="bfloat16"), "use dtype bfloat16", {"dtype": "bfloat16"}),
+        *(
+            (workload.resized(weights=form), f"keep weights {form}, which changes answers", {"weights": str(form)})
+            for form in map(WeightForm, CODES)
+        ),
         *(
             (Workload(make_policy(name), sizes), f"use policy {name}, which {what}", {"policy": name})
             for name, what in PLAINER.items()

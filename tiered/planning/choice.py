@@ -9,8 +9,9 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import KEY_VALUE
 from tiered.core.rates import Rates, nominal_rates
-from tiered.forward.sizes import RAW, CallSizes
+from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallSizes, Gpu
 from tiered.kernels.row_code import RowCode
+from tiered.models.shape import ModelShape
 from tiered.models.weight_form import CODES, RAW_WEIGHTS, WeightForm, told_drop
 from tiered.planning.checks import check_policy
 from tiered.planning.rehearsal import prompt_of
@@ -131,15 +132,19 @@ def _coded(raw: Workload, budget: MemoryBudget, time: Callable[[Workload], CallT
 
 
 def choose_form(
-    policy: Policy, sizes: CallSizes, budget: MemoryBudget, *, tokens_per_forward: int = 1, rates: Rates | None = None
+    policy: Policy, shape: ModelShape, dtype: str, gpu: Gpu | None, budget: MemoryBudget, *, rates: Rates | None = None
 ) -> tuple[WeightForm, str]:
-    """The form of the weights that calls like that of `sizes` are to have, and what to tell of it where that is a code.
+    """The form that the weights are to have, and what to tell of it where that is a code. Weights are loaded before
+    there is a call, so that what decides is a small one: of one sequence, with one block behind a prompt as long.
 
-    Raw, unless layers have to be streamed and a call then takes so much longer than with the quickest form
+    Raw, unless layers have to be streamed in that call, which then takes so much longer than with the quickest form
     (`PATIENCE`); then the first of `CODES`, least drop first, of which that is not so.
     """
-    rates = nominal_rates(None if sizes.gpu is None else sizes.gpu.name) if rates is None else rates
-    rate = {"tokens_per_forward": tokens_per_forward, "rates": rates}
+    block = max(1, min(DEFAULT_BLOCK_LENGTH, shape.max_context // 2))
+    context = min(2 * block, shape.max_context)
+    sizes = CallSizes(shape=shape, batch=1, context=context, block_length=block, dtype=dtype, gpu=gpu)
+    rates = nominal_rates(None if gpu is None else gpu.name) if rates is None else rates
+    rate: dict[str, Any] = {"tokens_per_forward": 1, "rates": rates}
     seconds: dict[WeightForm, float] = {}
     streamed: dict[WeightForm, int] = {}
     for form in (RAW_WEIGHTS, *map(WeightForm, CODES)):
@@ -151,7 +156,7 @@ def choose_form(
         streamed[form] = 0 if needed.weights is None else needed.weights.moved
         if form is RAW_WEIGHTS and not streamed[form]:
             return form, ""
-        seconds[form] = call_time(call.policy, of_form, needed, rates, tokens_per_forward=tokens_per_forward).seconds
+        seconds[form] = call_time(call.policy, of_form, needed, rates, tokens_per_forward=1).seconds
     if not seconds:
         return RAW_WEIGHTS, ""  # what it lacks is then said
     least = min(seconds.values())

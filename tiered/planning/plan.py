@@ -16,7 +16,7 @@ from tiered.models.families import Family, family_of
 from tiered.models.rotation import stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm
-from tiered.planning.advice import advise, faster
+from tiered.planning.advice import advise, next_best
 from tiered.planning.card import Plan, TierPlan
 from tiered.planning.checks import beyond_training, check_policy, check_positions
 from tiered.planning.choice import choose, choose_form
@@ -106,7 +106,7 @@ def plan(
     rewrites = shape.noise != "mask"
     form_why = ""
     if weights == AUTO:
-        form, form_why = choose_form(chosen, sizes, budget, tokens_per_forward=tokens, rates=rates)
+        form, form_why = choose_form(chosen, shape, sizes.dtype, gpu, budget, rates=rates)
         sizes = replace(sizes, weights=form)
     choice = choose(
         chosen, sizes, budget, tokens_per_forward=tokens, kv_open=code == AUTO, rewrites=rewrites, rates=rates
@@ -114,6 +114,9 @@ def plan(
     chosen, sizes = choice.policy, replace(sizes, kv=choice.kv)
     workload = Workload(chosen, sizes)
     accounts, needed = workload.accounts(budget), workload.needed(budget)
+    best = None
+    if rates is not None:
+        best = next_best(workload, budget, rates, tokens_per_forward=tokens, rewrites=rewrites)
     return Plan(
         model=name,
         family=family.name,
@@ -126,10 +129,8 @@ def plan(
         streams=needed.streams,
         weights=needed.weights,
         hidden=HiddenBytes.of(sizes) if needed.records is None else None,
-        advice=(
-            *advise(workload, budget),
-            *(() if rates is None else faster(workload, budget, rates, tokens_per_forward=tokens, rewrites=rewrites)),
-        ),
+        advice=tuple(advise(workload, budget)) if best is None or not best[1] else (best[0],),
+        second=None if best is None or best[1] else best[0],
         rates=rates,
         tokens_per_forward=tokens,
         times=()
