@@ -37,13 +37,13 @@ def _int8(rows: UInt8[Tensor, "n row_bytes"], inner: int) -> Float32[Tensor, "n 
 
 def _int4(rows: UInt8[Tensor, "n row_bytes"], inner: int) -> Float32[Tensor, "n padded_inner"]:
     codes, end = WeightCode.INT4.code_bytes(inner), WeightCode.INT4.row_scale(inner)
-    scales = rows[:, codes:end].contiguous().view(torch.bfloat16)[:, : -(-inner // WeightCode.INT4.group)]
+    scales = rows[:, codes:end].contiguous().view(torch.bfloat16)[:, : WeightCode.INT4.groups(inner)]
     values = pair_values(rows[:, :codes], _INT4).unflatten(1, (-1, WeightCode.INT4.group))
     return values.mul_(scales[..., None]).flatten(1)
 
 
 def _nvfp4(rows: UInt8[Tensor, "n row_bytes"], inner: int) -> Float32[Tensor, "n padded_inner"]:
-    codes, groups = WeightCode.NVFP4.code_bytes(inner), -(-inner // WeightCode.NVFP4.group)
+    codes, groups = WeightCode.NVFP4.code_bytes(inner), WeightCode.NVFP4.groups(inner)
     return decode_chunk(rows[:, :codes], rows[:, codes : codes + groups], row_scales(rows, WeightCode.NVFP4, inner))
 
 

@@ -1,7 +1,7 @@
 """Weights to the codes of weight_code.py, in plain torch on every device: it is done once, while they are loaded."""
 
 import torch
-from jaxtyping import Float, Float32, UInt8
+from jaxtyping import Float, Float32, Int8, UInt8
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -33,11 +33,17 @@ def packed(
     rows = torch.zeros(len(codes), code.row_bytes(inner), dtype=torch.uint8, device=codes.device)
     rows[:, : codes.shape[1]] = codes
     if block_scales is not None:
-        rows[:, codes.shape[1] : codes.shape[1] + block_scales.shape[1]] = block_scales
+        at = code.code_bytes(inner)
+        rows[:, at : at + block_scales.shape[1]] = block_scales
     if scale is not None:
         at = code.row_scale(inner)
         rows[:, at : at + WORD] = scale.contiguous().view(torch.uint8).view(-1, WORD)
     return rows
+
+
+def paired(codes: Int8[Tensor, "n columns"]) -> UInt8[Tensor, "n code_bytes"]:
+    """Codes of 4 bits, two a byte, even column low."""
+    return (codes[:, ::2] & 15 | codes[:, 1::2] << 4).view(torch.uint8)
 
 
 def _fp8(values: Float32[Tensor, "n inner"]) -> tuple[Tensor, None, Tensor]:
@@ -60,7 +66,7 @@ def _int4(values: Float32[Tensor, "n inner"]) -> tuple[Tensor, Tensor, None]:
     most = groups.gather(2, groups.abs().argmax(2, keepdim=True)) / _INT4_MIN
     scale = most.masked_fill(most.abs() < SCALE_MIN, 1.0).bfloat16()
     codes = (groups / scale.float()).round_().clamp_(_INT4_MIN, _INT4_MAX).to(torch.int8).flatten(1)
-    return (codes[:, ::2] & 15 | codes[:, 1::2] << 4).view(torch.uint8), scale.squeeze(2).view(torch.uint8), None
+    return paired(codes), scale.squeeze(2).view(torch.uint8), None
 
 
 def _nvfp4(values: Float32[Tensor, "n inner"]) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,15 +31,18 @@ class WeightCode(StrEnum):
         """Columns that share a scale; 1 where only the row has one."""
         return {WeightCode.INT4: 32, WeightCode.NVFP4: GROUP}.get(self, 1)
 
+    def groups(self, elements: int) -> int:
+        """Of a row, the last of them filled up."""
+        return -(-elements // self.group)
+
     def code_bytes(self, elements: int) -> int:
         """Of the codes of a row, which is where the scales of its groups begin."""
-        return elements if self.group == 1 else -(-elements // self.group) * self.group // 2
+        return elements if self.group == 1 else self.groups(elements) * self.group // 2
 
     def row_scale(self, elements: int) -> int:
         """Where the scale of a row begins; of int4, which has none, where the row ends."""
-        groups = -(-elements // self.group)
         of_group = {WeightCode.INT4: 2, WeightCode.NVFP4: 1}.get(self, 0)
-        return _whole(self.code_bytes(elements) + groups * of_group, WORD)
+        return _whole(self.code_bytes(elements) + self.groups(elements) * of_group, WORD)
 
     def row_bytes(self, elements: int) -> int:
         """Of a row of `elements`, in whole vectors."""

@@ -15,6 +15,7 @@ from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import AUTO, RAW, CallSizes, kv_code
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import WeightBytes
+from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.weight_code import WeightCode
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import Checkpoint
@@ -66,8 +67,8 @@ def from_pretrained(
         device: "cpu", "cuda", "cuda:N"; "auto": CUDA where there is any.
         weights: how the matrices of layers are kept: "raw", in `dtype`; "fp8" or "int8", a byte an element; "nvfp4" or
             "int4", half of one and a little; with "+head" the embedding and the head as well: answers depend on it, and
-            on no budget. What a checkpoint has in codes stays in them. "auto": raw; but where the device has no room for
-            all raw ones beside a small call, and streaming them would slow that down, in a code, with a warning.
+            on no budget. What a checkpoint has in codes stays in them. "auto": raw; but in a code, with a warning, where
+            the device has no room for all raw ones beside a small call, and streaming them would slow that down.
             Whatever they are in, layers that the device has no room for are streamed from host memory, or from the
             checkpoint's files.
         kv: how keys and values are kept: "raw", in `dtype`; "fp8", a byte an element, or "nvfp4", half of one and a
@@ -122,7 +123,7 @@ def _form(
     """The form that weights are to be in which the files hold in `codes`, where `name` was asked for."""
     asked = RAW_WEIGHTS if name == AUTO else WeightForm.of(name)
     if codes:
-        held = WeightForm(next(iter(codes.values())))
+        held = _held(codes, shape)
         if name not in (AUTO, RAW, str(held)):
             raise ValueError(f"weights = {name!r}: the checkpoint holds them in {held}, which 'raw' and 'auto' keep")
         return held
@@ -132,6 +133,19 @@ def _form(
     if why:
         warnings.warn(why, stacklevel=3)
     return form
+
+
+def _held(codes: Mapping[str, WeightCode], shape: ModelShape) -> WeightForm:
+    """The form that the weights of a checkpoint are in whose files hold some in `codes`."""
+    kinds, table = sorted(set(codes.values())), (shape.vocab_size, shape.width)
+    tables = [name for name, each in shape.weight_shapes.items() if each == table]
+    matrices = sum(1 for name in codes if name not in tables)
+    if len(kinds) > 1 or matrices != shape.layers * len(shape.matrices):
+        raise ValueError(
+            f"the checkpoint holds {matrices} of {shape.layers * len(shape.matrices)} matrices of layers in "
+            f"{' and '.join(kinds)}; all of them in one code are allowed"
+        )
+    return WeightForm(kinds[0], head=all(name in codes for name in tables))
 
 
 def load_weights(
@@ -169,7 +183,10 @@ def load_weights(
             if code is not None:  # the raw tensor stands beside what it becomes
                 room = prod(shape.weight_shapes[official]) * dtype.itemsize
             with ledger.holding({Account.ACTIVATIONS: room}):
-                weights.place(own, checkpoint.read(official, dtype=dtype, device=device, code=code))
+                weight = checkpoint.read(official, dtype=dtype, device=device, code=code)
+                # The head alone may be in a code in the files: it is kept as the embedding is.
+                raw = isinstance(weight, CodedWeight) and not weights.may_be_coded(own)
+                weights.place(own, weight.values() if raw else weight)
     except BaseException:
         weights.close()
         raise

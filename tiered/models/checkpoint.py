@@ -2,16 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from tiered.core.errors import NonFiniteError
 from tiered.kernels.coded_weight import CodedWeight
+from tiered.kernels.record_layout import chunks
 from tiered.kernels.weight_code import WeightCode
+from tiered.models.coded_parts import CodedParts, Part
+from tiered.models.coded_reading import coded_bytes
+from tiered.models.quantised import coded_parts
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.models.shards import Stored, read_headers, shards_in
+from tiered.models.shards import read_headers, shards_in
 
 # safetensors' names of the dtypes that weights may have.
 WEIGHT_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -29,22 +32,28 @@ class Checkpoint:
 
         Raises:
             FileNotFoundError: no weights, or a shard that the index names is missing.
-            ValueError: a file that cannot be read (truncated, not safetensors), an index that names files elsewhere, or
-                weights that are missing, unexpected, of another shape, or of a dtype that is no floating-point
-                weight's; names every one.
+            ValueError: a file that cannot be read (truncated, not safetensors), an index that names files elsewhere,
+                codes that none of ours can hold, or weights that are missing, unexpected, of another shape, or of a
+                dtype that is no floating-point weight's; names every one.
         """
-        self._stored, _ = read_headers(shards_in(directory))
-        _check(self._stored, shape.weight_shapes)
-        self.codes: Mapping[str, WeightCode] = MappingProxyType({})
+        self._stored, metadata = read_headers(shards_in(directory))
+        self._shapes = shape.weight_shapes
+        dtypes = {name: stored.dtype for name, stored in self._stored.items()}
+        self._coded = coded_parts(config, dtypes, metadata, self._shapes)
+        self._check()
+        self.codes: Mapping[str, WeightCode] = {name: parts.code for name, parts in self._coded.items()}
 
     def order(self) -> Iterator[str]:
         """The official names, file by file in the order of the file's bytes."""
-        yield from self._stored
+        official = {parts.codes.name: name for name, parts in self._coded.items()}
+        yield from (official.get(name, name) for name in self._stored if name in official or name in self._raw)
 
     def extent(self, name: str, dtype: torch.dtype) -> tuple[Path, int, int] | None:
         """The file, first byte and bytes of the weight `name` where the file holds it as `dtype`; else None."""
+        if name in self._coded or WEIGHT_DTYPES[self._stored[name].dtype] != dtype:
+            return None
         stored = self._stored[name]
-        return (stored.file, stored.start, stored.nbytes) if WEIGHT_DTYPES.get(stored.dtype) == dtype else None
+        return stored.file, stored.start, stored.nbytes
 
     def read(
         self, name: str, *, dtype: torch.dtype, device: torch.device, code: WeightCode | None = None
@@ -54,8 +63,10 @@ class Checkpoint:
 
         Raises:
             NonFiniteError: it holds NaN or infinity, in the file or because `dtype` cannot hold what is there.
-            ValueError: a `code` for what is no matrix.
+            ValueError: a `code` for what is no matrix, or codes in the file that none of ours can hold.
         """
+        if name in self._coded:
+            return self._read_coded(name, self._coded[name], dtype, device)
         stored = self._stored[name]
         if code is not None and len(stored.shape) != 2:
             raise ValueError(f"the weight {name} {list(stored.shape)} is no matrix, which {code} is for")
@@ -65,6 +76,45 @@ class Checkpoint:
         if not _is_finite(weight):
             raise _not_finite(name, stored.file, values, dtype)
         return weight if code is None else CodedWeight.of(weight, code)
+
+    def _read_coded(self, name: str, parts: CodedParts, dtype: torch.dtype, device: torch.device) -> CodedWeight:
+        out, inner = self._shapes[name]
+        coded = coded_bytes(parts, (out, inner), lambda part: self._stored[part.name].read(part.name).to(device))
+        weight = CodedWeight(coded, parts.code, inner, dtype)
+        if not all(_is_finite(weight.values(rows)) for rows in chunks(out, inner)):
+            raise NonFiniteError(
+                f"the weight {name}",
+                f"a code or a scale in {self._stored[parts.codes.name].file} is NaN, or what they stand for is beyond "
+                f"{str(dtype).removeprefix('torch.')}",
+            )
+        return weight
+
+    @property
+    def _raw(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights that are in no codes."""
+        return {name: shape for name, shape in self._shapes.items() if name not in self._coded}
+
+    def _check(self) -> None:
+        wanted = [Part(name, (shape,), tuple(WEIGHT_DTYPES)) for name, shape in self._raw.items()]
+        wanted += [part for parts in self._coded.values() for part in parts.read]
+        known = {part.name for part in wanted} | {name for parts in self._coded.values() for name in parts.spare}
+        problems: dict[str, list[str]] = {"unexpected": [name for name in self._stored if name not in known]}
+        for part in wanted:
+            stored = self._stored.get(part.name)
+            if stored is None:
+                problems.setdefault("missing", []).append(part.name)
+                continue
+            if stored.shape not in part.shapes:
+                allowed = " or ".join(str(list(shape)) for shape in part.shapes)
+                problems.setdefault("of another shape", []).append(
+                    f"{part.name} {list(stored.shape)} instead of {allowed}"
+                )
+            if stored.dtype not in part.dtypes:
+                kind = f"of another dtype than {', '.join(part.dtypes)}"
+                problems.setdefault(kind, []).append(f"{part.name} {stored.dtype}")
+        lines = [f"{len(names)} {what}: {', '.join(names)}" for what, names in problems.items() if names]
+        if lines:
+            raise ValueError("the weights do not fit config.json; " + "; ".join(lines))
 
 
 def assign(model: nn.Module, path: str, weight: Tensor | CodedWeight | None) -> None:
@@ -76,26 +126,6 @@ def assign(model: nn.Module, path: str, weight: Tensor | CodedWeight | None) -> 
     else:
         owner._parameters.pop(name, None)  # under the name of a parameter a module takes nothing else
         setattr(owner, name, weight)
-
-
-def _check(found: Mapping[str, Stored], expected: Mapping[str, tuple[int, ...]]) -> None:
-    problems = {
-        "missing": [name for name in expected if name not in found],
-        "unexpected": [name for name in found if name not in expected],
-        "of another shape": [
-            f"{name} {list(weight.shape)} instead of {list(expected[name])}"
-            for name, weight in found.items()
-            if name in expected and weight.shape != expected[name]
-        ],
-        f"of another dtype than {', '.join(WEIGHT_DTYPES)}": [
-            f"{name} {weight.dtype}"
-            for name, weight in found.items()
-            if name in expected and weight.dtype not in WEIGHT_DTYPES
-        ],
-    }
-    lines = [f"{len(names)} {what}: {', '.join(names)}" for what, names in problems.items() if names]
-    if lines:
-        raise ValueError("the weights do not fit config.json; " + "; ".join(lines))
 
 
 def _is_finite(weight: Tensor) -> bool:

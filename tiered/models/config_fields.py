@@ -20,7 +20,6 @@ _SWITCHES: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "num_experts": (0,),
         "num_local_experts": (0,),
         "partial_rotary_factor": (1.0,),
-        "quantization_config": (False,),
         "sliding_window": (False,),
         "use_mrope": (False,),
         "use_qk_norm": (False,),

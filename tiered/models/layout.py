@@ -16,6 +16,7 @@ from tiered.models.config_fields import (
     special_tokens,
     switch,
 )
+from tiered.models.quantised import require_readable
 from tiered.models.rotation import Rotation, rotation_of
 from tiered.models.shape import MOST_LAYERS, ModelShape
 
@@ -125,11 +126,12 @@ class Layout:
             mlp_matrices, facts: of `ModelShape`.
 
         Raises:
-            ValueError: a size is absent or impossible, a switch asks for what the forward does not have, a number is
-                out of float32's range, a rotation scaled in a way that the family cannot use, a token outside the
-                vocabulary, or the mask is the end of an answer.
+            ValueError: a size is absent or impossible, a switch asks for what the forward does not have, weights are in
+                codes that cannot be read, a number is out of float32's range, a rotation scaled in a way that the
+                family cannot use, a token outside the vocabulary, or the mask is the end of an answer.
         """
         require(config, self.allowed, self.family)
+        require_readable(config)
         keys, given, biases = self.keys, defaults or {}, frozenset(biases)
         needed = ("width", "heads", "mlp_width", "vocab_size", "max_context")
         size = {name: positive(config, keys[name], given.get(name)) for name in needed}

@@ -1,0 +1,379 @@
+"""Checkpoints that are quantised already: a weight comes as the values that its writer means, or is refused by name."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import tiered
+from tiered.core.errors import NonFiniteError
+from tiered.kernels.coded_weight import CodedWeight
+from tiered.kernels.nvfp4_decode_ref import E2M1
+from tiered.kernels.weight_code import WeightCode
+from tiered.models.checkpoint import Checkpoint
+from tiered.models.llada import LLaDA
+
+CPU, F8 = torch.device("cpu"), torch.float8_e4m3fn
+# 160 rows and 10 groups of 16: a tile of swizzled scales and a part of one, down as across.
+SIZES = {"d_model": 64, "n_layers": 1, "n_heads": 4, "mlp_hidden_size": 160, "max_sequence_length": 64}
+TOKENS = {"vocab_size": 128, "mask_token_id": 127, "eos_token_id": 126, "pad_token_id": 125}
+CONFIG: dict[str, Any] = {"model_type": "llada", "torch_dtype": "float32", **SIZES, **TOKENS}
+BLOCK = "model.transformer.blocks.0"
+QUANTISED = [f"{BLOCK}.{name}_proj.weight" for name in ("q", "k", "v", "ff", "up")] + [
+    f"{BLOCK}.{name}_out.weight" for name in ("attn", "ff")
+]
+IDS = torch.arange(40).view(2, 20)
+Parts = tuple[dict[str, Tensor], dict[str, Any] | None, Tensor]  # tensors by suffix, metadata, and what they stand for
+
+
+def seeded(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def by_tensor(weight: Tensor) -> Parts:
+    scale = (weight.abs().max() / 448).view(1)
+    codes = (weight / scale).to(F8)
+    return {".weight": codes, ".weight_scale": scale, ".input_scale": torch.ones(1)}, None, codes.float() * scale
+
+
+def by_channel(weight: Tensor) -> Parts:
+    scale = (weight.abs().amax(1, keepdim=True) / 440).bfloat16()
+    codes = (weight / scale).to(F8)
+    return {".weight": codes, ".weight_scale": scale}, None, codes.float() * scale.float()
+
+
+def int8_by_channel(weight: Tensor) -> Parts:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scale).round().to(torch.int8)
+    return {".weight": codes, ".weight_scale": scale}, None, codes.float() * scale
+
+
+def random_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Packed codes and block scales, and for each element the value of its code, and its scale."""
+    out, inner = weight.shape
+    codes = seeded(out, inner).mul(9).int() & 15
+    scales = (seeded(out, inner // 16).abs() * 100 + 1).to(F8)
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])[codes]
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    return packed, scales, values, scales.float().repeat_interleave(16, 1)
+
+
+def nvfp4(weight: Tensor) -> Parts:
+    packed, scales, values, of_element = random_nvfp4(weight)
+    parts = {".weight_packed": packed, ".weight_scale": scales, ".weight_global_scale": torch.tensor([760.0])}
+    return parts, None, values * (of_element / 760)
+
+
+def ao_fp8(weight: Tensor) -> Parts:
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    codes = (weight / scale).to(F8)
+    facts = {"_type": "Float8Tensor", "_data": {"block_size": [1, weight.shape[1]], "mm_config": None}}
+    return {"._weight_qdata": codes, "._weight_scale": scale}, facts, codes.float() * scale
+
+
+def ao_int4(weight: Tensor) -> Parts:
+    groups = weight.unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(2) / 7).bfloat16()
+    codes = (groups / scale.float()[..., None]).round().clamp(-8, 7).flatten(1)
+    facts = {"target_dtype": {"_type": "torch.dtype", "_data": "int4"}, "block_size": [1, 32]}
+    parts = {"._weight_qdata": codes.to(torch.int8), "._weight_scale": scale}
+    parts |= {"._weight_zero_point": torch.zeros(scale.shape, dtype=torch.int8)}
+    return parts, {"_type": "IntxUnpackedToInt8Tensor", "_data": facts}, codes * scale.float().repeat_interleave(32, 1)
+
+
+def ao_nvfp4(weight: Tensor) -> Parts:
+    """Swizzled: in tiles of 128 rows and 4 groups, 16 bytes of which are rows r, r + 32, r + 64 and r + 96."""
+    packed, scales, values, of_element = random_nvfp4(weight)
+    rows, groups = scales.shape
+    across = -(-groups // 4)
+    tiles = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
+    for row in range(rows):
+        for group in range(groups):
+            tile = row // 128 * across + group // 4
+            tiles[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + group % 4] = scales.view(torch.uint8)[row, group]
+    parts = {"._weight_qdata": packed, "._weight_scale": tiles.view(F8).view(-1, 16 * across)}
+    parts |= {"._weight_per_tensor_scale": torch.tensor(0.37)}
+    facts = {"_type": "NVFP4Tensor", "_data": {"is_swizzled_scales": True, "block_size": 16}}
+    return parts, facts, values * (torch.tensor(0.37) * of_element)
+
+
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+    "format": "float-quantized",
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "sparsity_config": {},
+    "transform_config": {},
+}
+
+
+def compressed(bits: int, kind: str, strategy: str, group: int | None = None, **changes: Any) -> dict[str, Any]:
+    """`quantization_config`; `changes` of the scheme of its weights."""
+    weights = {"num_bits": bits, "type": kind, "strategy": strategy, "group_size": group}
+    weights |= {"symmetric": True, "dynamic": False, "actorder": None, **changes}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    return COMPRESSED | {"config_groups": {"group_0": {"weights": weights, "input_activations": inputs}}}
+
+
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "SomeConfig", "_data": {}}}}
+# By layout: its `quantization_config`, who writes a weight, and our code of it.
+LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Parts], WeightCode]] = {
+    "FP8 by tensor": (compressed(8, "float", "tensor"), by_tensor, WeightCode.FP8),
+    "FP8 by channel": (compressed(8, "float", "channel"), by_channel, WeightCode.FP8),
+    "INT8 by channel": (compressed(8, "int", "channel"), int8_by_channel, WeightCode.INT8),
+    "NVFP4": (compressed(4, "float", "tensor_group", 16), nvfp4, WeightCode.NVFP4),
+    "torchao FP8": (TORCHAO, ao_fp8, WeightCode.FP8),
+    "torchao INT4": (TORCHAO, ao_int4, WeightCode.INT4),
+    "torchao NVFP4": (TORCHAO, ao_nvfp4, WeightCode.NVFP4),
+}
+
+
+@pytest.fixture
+def written(tmp_path: Path, random_weights: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    """Writes a checkpoint whose projections are in a layout; returns the values of all its weights."""
+
+    def write(
+        quantization: Mapping[str, Any],
+        layout: Callable[[Tensor], Parts],
+        *,
+        change: Mapping[str, Callable[[Any], Tensor | None]] = MappingProxyType({}),
+        described: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor | None] = {}
+        metadata, values = {}, {}
+        for name, weight in random_weights(CONFIG).items():
+            stem = name.removesuffix(".weight")
+            facts: Any = {"_type": "Tensor"}
+            if name in QUANTISED:
+                parts, facts, values[name] = layout(weight)
+                tensors |= {stem + suffix: part.contiguous() for suffix, part in parts.items()}
+                held = {"_tensor_data_names": [suffix.removeprefix("._weight_") for suffix in parts]}
+                facts = facts and held | facts | described.get(name, {})
+            else:
+                tensors[name] = values[name] = weight
+            metadata |= {name: json.dumps(facts)} if facts else {}
+        for name, to in change.items():
+            tensors[name] = to(tensors.get(name))
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": quantization}))
+        there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file(there, tmp_path / "model.safetensors", metadata)
+        return values
+
+    return write
+
+
+def opened(directory: Path) -> Checkpoint:
+    config = json.loads((directory / "config.json").read_text())
+    return Checkpoint(directory, LLaDA.read_config(config).shape, config)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_are_what_their_writer_means(written: Callable[..., dict[str, Tensor]], layout: str, tmp_path: Path):
+    quantization, writer, code = LAYOUTS[layout]
+    values = written(quantization, writer)
+    checkpoint = opened(tmp_path)
+    assert checkpoint.codes == dict.fromkeys(QUANTISED, code)
+    assert sorted(checkpoint.order()) == sorted(values)
+    for name, expected in values.items():
+        weight = checkpoint.read(
+            name, dtype=torch.float32, device=CPU, code=WeightCode.INT8 if expected.dim() > 1 else None
+        )
+        assert isinstance(weight, CodedWeight) == (expected.dim() > 1)
+        if name in QUANTISED:
+            assert isinstance(weight, CodedWeight) and weight.code is code and weight.shape == expected.shape
+            assert checkpoint.extent(name, torch.float32) is None
+            # The one scale that is not kept is off by its rounding.
+            torch.testing.assert_close(weight.values(), expected, rtol=2**-22 if writer is nvfp4 else 0, atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_answers_as_with_these_values(written: Callable[..., dict[str, Tensor]], layout: str, tmp_path: Path):
+    quantization, writer, _ = LAYOUTS[layout]
+    values = written(quantization, writer)
+    found = tiered.from_pretrained(tmp_path).logits(IDS)
+    save_file({name: value.contiguous() for name, value in values.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.testing.assert_close(found, tiered.from_pretrained(tmp_path).logits(IDS), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int8 by tensor", "intx", "int4", "nvfp4"])
+def test_what_torchao_writes_is_read(written: Callable[..., dict[str, Tensor]], kind: str, tmp_path: Path):
+    """By its own quantisation, its own writer, and its own values."""
+    ao = pytest.importorskip("torchao.quantization")
+    mx = pytest.importorskip("torchao.prototype.mx_formats")
+    flatten = pytest.importorskip("torchao.prototype.safetensors.safetensors_support").flatten_tensor_state_dict
+    int4 = getattr(torch, "int4")  # noqa: B009 (of which torch tells type checkers nothing)
+    configs: dict[str, Any] = {
+        "fp8": lambda: ao.Float8WeightOnlyConfig(),
+        "int8": lambda: ao.Int8WeightOnlyConfig(version=2),
+        "int8 by tensor": lambda: ao.Int8WeightOnlyConfig(version=2, granularity=ao.PerTensor()),
+        "intx": lambda: ao.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=ao.PerAxis(0)),
+        "int4": lambda: ao.IntxWeightOnlyConfig(weight_dtype=int4, granularity=ao.PerGroup(32)),
+        "nvfp4": lambda: mx.NVFP4WeightOnlyConfig(),
+    }
+
+    def layout(weight: Tensor) -> Parts:
+        out, inner = weight.shape
+        linear = torch.nn.Linear(inner, out, bias=False, dtype=torch.bfloat16)
+        linear.weight = torch.nn.Parameter(weight.bfloat16(), requires_grad=False)
+        ao.quantize_(linear, configs[kind]())
+        tensors, metadata = flatten({"it.weight": linear.weight})
+        parts = {name.removeprefix("it"): tensor for name, tensor in tensors.items()}
+        facts = json.loads(metadata["it.weight"])
+        held = {name.removeprefix("._weight_") for name in parts}
+        assert set(facts.pop("_tensor_data_names")) == held
+        value: Any = linear.weight
+        return parts, facts, value.dequantize()
+
+    values = written(TORCHAO, layout)
+    checkpoint = opened(tmp_path)
+    assert set(checkpoint.codes) == set(QUANTISED)
+    for name in QUANTISED:
+        weight = checkpoint.read(name, dtype=torch.bfloat16, device=CPU)
+        assert isinstance(weight, CodedWeight) and torch.equal(weight.values(), values[name])
+
+
+@pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC", "W8A8", "NVFP4A16", "NVFP4"])
+def test_what_compressed_tensors_writes_is_read(written: Callable[..., dict[str, Tensor]], preset: str, tmp_path: Path):
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    ct = pytest.importorskip("compressed_tensors.quantization")
+    utils = pytest.importorskip("compressed_tensors.quantization.utils")
+    scheme = ct.preset_name_to_scheme(preset, ["Linear"])
+    packed = "NVFP4" in preset
+    format_ = "nvfp4-pack-quantized" if packed else "naive-quantized"
+    compressor = compressors.BaseCompressor.get_value_from_registry(format_)
+
+    def layout(weight: Tensor) -> Parts:
+        groups = weight.unflatten(1, (-1, 16)) if packed else weight
+        dims = () if preset == "FP8" else (-1,)
+        least, most = (of(dims, keepdim=not packed) if dims else of().view(1) for of in (groups.amin, groups.amax))
+        whole = {"weight_global_scale": utils.generate_gparam(weight.min(), weight.max())} if packed else {}
+        scale, _ = utils.calculate_qparams(least, most, scheme.weights, global_scale=whole.get("weight_global_scale"))
+        tensors = compressor.compress({"weight": weight, "weight_scale": scale, **whole}, scheme)
+        value = compressor.decompress(dict(tensors), scheme)["weight"]
+        return {f".{name}": tensor for name, tensor in tensors.items()}, None, value
+
+    quantization = ct.QuantizationConfig(
+        config_groups={"group_0": scheme}, format=format_, quantization_status="compressed", ignore=["lm_head"]
+    )
+    values = written(json.loads(quantization.model_dump_json()), layout)
+    checkpoint = opened(tmp_path)
+    assert set(checkpoint.codes) == set(QUANTISED)
+    for name in QUANTISED:
+        weight = checkpoint.read(name, dtype=torch.float32, device=CPU)
+        assert isinstance(weight, CodedWeight)
+        # Of packed codes it makes bfloat16 values.
+        torch.testing.assert_close(weight.values(), values[name].float(), rtol=2**-8 if packed else 0, atol=0)
+
+
+Q = QUANTISED[0].removesuffix(".weight")
+FP8, AO_CODES = compressed(8, "float", "channel"), f"{Q}._weight_qdata"
+# What is written: a configuration, a layout, changes of tensors and of metadata.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another method": ({"quantization": {"quant_method": "gptq"}}, "'gptq'; allowed: 'compressed-tensors', 'torchao'"),
+    "no method": ({"quantization": {"bits": 4}}, "quantization_config = None"),
+    "another format": ({"quantization": FP8 | {"format": "pack-quantized"}}, "format = 'pack-quantized'"),
+    "a cache in codes": ({"quantization": FP8 | {"kv_cache_scheme": {"num_bits": 8}}}, "kv_cache_scheme = "),
+    "turned weights": ({"quantization": FP8 | {"transform_config": {"R1": {}}}}, "transform_config = "),
+    "sparse weights": ({"quantization": FP8 | {"sparsity_config": {"format": "sparse-24"}}}, "sparse-24"),
+    "not compressed": ({"quantization": FP8 | {"quantization_status": "frozen"}}, "quantization_status = 'frozen'"),
+    "no schemes": ({"quantization": FP8 | {"config_groups": {"FP8": ["Linear"]}}}, "config_groups = "),
+    "activations alone": (
+        {"quantization": FP8 | {"config_groups": {"g": {"weights": None}}}},
+        "weights = None in g, activations alone",
+    ),
+    "asymmetric": ({"quantization": compressed(8, "int", "channel", symmetric=False)}, "symmetric = False"),
+    "groups of 128": ({"quantization": compressed(4, "int", "group", 128)}, r"\(4, 'int', 'group', 128\) in group_0"),
+    "blocks": ({"quantization": compressed(8, "float", "block")}, r"\(8, 'float', 'block', None\)"),
+    "a list of bits": ({"quantization": compressed(8, "float", "tensor", num_bits=[8])}, r"\(\[8\], 'float'"),
+    "no codes": ({"layout": lambda weight: ({".weight": weight}, None, weight)}, "the files hold none in codes"),
+    "no scale": ({"change": {f"{Q}.weight_scale": lambda _: None}}, f"F32, F16, BF16: {Q}.weight F8_E4M3"),
+    "scales of another shape": (
+        {"change": {f"{Q}.weight_scale": lambda scale: scale[1:].clone()}},
+        r"weight_scale \[63, 1\] instead of \[64, 1\] or",
+    ),
+    "codes of another shape": (
+        {"change": {f"{Q}.weight": lambda codes: codes[:, 1:].clone()}},
+        rf"{Q}.weight \[64, 63\] instead of \[64, 64\]",
+    ),
+    "another FP8": (
+        {"change": {f"{Q}.weight": lambda codes: codes.to(torch.float8_e5m2)}},
+        f"dtype than F8_E4M3: {Q}.weight F8_E5M2",
+    ),
+    "a tensor beside them": ({"change": {f"{Q}.weight_g_idx": lambda _: IDS}}, f"1 unexpected: {Q}.weight_g_idx"),
+    "torchao, groups of 128": (
+        {"layout": ao_int4, "described": {QUANTISED[0]: {"_data": {"block_size": [1, 128]}}}},
+        r"IntxUnpackedToInt8Tensor in blocks of \[1, 128\] is not read; allowed: .*groups of 32",
+    ),
+    "torchao, another class": (
+        {"layout": ao_fp8, "described": {QUANTISED[0]: {"_type": "Int4TilePackedTo4dTensor"}}},
+        f"{Q}.weight .* a Int4TilePackedTo4dTensor in blocks",
+    ),
+    "torchao, activations scaled": (
+        {"layout": ao_fp8, "described": {QUANTISED[0]: {"_tensor_data_names": ["qdata", "scale", "act_pre_scale"]}}},
+        "act_pre_scale",
+    ),
+    "torchao, no facts": ({"layout": ao_fp8, "described": {QUANTISED[0]: {"_data": None}}}, "metadata lack one of"),
+    "torchao, a part is missing": ({"layout": ao_fp8, "change": {AO_CODES: lambda _: None}}, f"1 missing: {AO_CODES}"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_code_can_hold_is_refused(written: Callable[..., dict[str, Tensor]], case: str, tmp_path: Path):
+    """By name, before any weight is read."""
+    asked, message = REFUSED[case]
+    layout = asked.get("layout", by_channel)
+    written(**{"quantization": TORCHAO if layout in (ao_fp8, ao_int4) else FP8, "layout": layout} | asked)
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "change", "error", "message"),
+    [
+        (
+            by_channel,
+            f"{Q}.weight",
+            lambda codes: codes.view(torch.uint8).fill_(0x7F).view(F8),
+            NonFiniteError,
+            "is NaN",
+        ),
+        (by_channel, f"{Q}.weight_scale", lambda scale: scale.fill_(torch.inf), NonFiniteError, f"weight {Q}.weight"),
+        (
+            nvfp4,
+            f"{Q}.weight_scale",
+            lambda scale: (-scale.float()).to(F8),
+            ValueError,
+            "weight_scale has scales below zero",
+        ),
+        (ao_int4, f"{Q}._weight_zero_point", lambda zeros: zeros + 1, ValueError, "zero_point is not all zeros"),
+        (ao_int4, AO_CODES, lambda codes: codes + 8, ValueError, "qdata has codes out of the range of int4"),
+    ],
+)
+def test_what_no_code_can_mean_is_found_on_the_way(
+    written: Callable[..., dict[str, Tensor]],
+    layout: Callable[[Tensor], Parts],
+    name: str,
+    change: Callable[[Tensor], Tensor],
+    error: type[Exception],
+    message: str,
+    tmp_path: Path,
+):
+    quantization = next(quantization for quantization, writer, _ in LAYOUTS.values() if writer is layout)
+    written(quantization, layout, change={name: change})
+    with pytest.raises(error, match=message):
+        opened(tmp_path).read(QUANTISED[0], dtype=torch.float32, device=CPU)
+
+
+def test_codes_that_a_dtype_cannot_hold_are_found(written: Callable[..., dict[str, Tensor]], tmp_path: Path):
+    written(FP8, by_channel, change={f"{Q}.weight_scale": lambda scale: scale * 1e6})
+    assert isinstance(opened(tmp_path).read(QUANTISED[0], dtype=torch.bfloat16, device=CPU), CodedWeight)
+    with pytest.raises(NonFiniteError, match="beyond float16"):
+        opened(tmp_path).read(QUANTISED[0], dtype=torch.float16, device=CPU)
