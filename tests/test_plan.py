@@ -211,7 +211,7 @@ def test_require_fit_says_what_is_needed_and_what_to_do():
 ADVISED: dict[str, tuple[dict[str, Any], set[tuple[str, ...]]]] = {
     "a context too long": (
         {"context": 32768, "memory": alone("24GiB"), "policy": DUAL},
-        {("context",), ("policy",), ("memory",)},
+        {("context",), ("policy",), ("weights",), ("memory",)},
     ),
     "a batch too large": (
         {"context": 2048, "batch": 16, "memory": alone("20GiB"), "policy": DUAL},
@@ -227,7 +227,7 @@ ADVISED: dict[str, tuple[dict[str, Any], set[tuple[str, ...]]]] = {
     ),
     "guidance": (
         {"context": 4096, "cfg": True, "memory": alone("18GiB"), "policy": DUAL},
-        {("cfg",), ("context",), ("policy",), ("memory",)},
+        {("cfg",), ("context",), ("policy",), ("weights",), ("memory",)},
     ),
     "weights alone too large": (
         {"context": 1024, "memory": alone("8GiB"), "policy": DUAL},
@@ -240,7 +240,7 @@ ADVISED: dict[str, tuple[dict[str, Any], set[tuple[str, ...]]]] = {
             "policy": "polestar",
             "cluster_layers": 1,
         },
-        {("window_blocks",), ("context",), ("policy",), ("memory",)},
+        {("window_blocks",), ("context",), ("policy",), ("weights",), ("memory",)},
     ),
     "hidden states on the device": (
         {
@@ -250,7 +250,7 @@ ADVISED: dict[str, tuple[dict[str, Any], set[tuple[str, ...]]]] = {
             "cluster_layers": 1,
             "hidden_tier": "device",
         },
-        {("hidden_tier",), ("window_blocks",), ("context",), ("policy",), ("memory",)},
+        {("hidden_tier",), ("window_blocks",), ("context",), ("policy",), ("weights",), ("memory",)},
     ),
     "too little host memory": (
         {"context": 4096, "batch": 2, "memory": MemoryBudget(host="600MiB"), "policy": "polestar", "cluster_layers": 1},

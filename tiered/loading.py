@@ -25,7 +25,7 @@ from tiered.models.locate import checkpoint_directory
 from tiered.models.rotation import stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.tokenizer import load_tokenizer
-from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, places
+from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, held_form, places
 from tiered.offload.device import pick_device
 from tiered.offload.file_record import FileRecord, Piece, ReadFile
 from tiered.offload.transport import Transport
@@ -67,8 +67,8 @@ def from_pretrained(
         device: "cpu", "cuda", "cuda:N"; "auto": CUDA where there is any.
         weights: how the matrices of layers are kept: "raw", in `dtype`; "fp8" or "int8", a byte an element; "nvfp4" or
             "int4", half of one and a little; with "+head" the embedding and the head as well: answers depend on it, and
-            on no budget. What a checkpoint has in codes stays in them. "auto": raw; but in a code, with a warning, where
-            the device has no room for all raw ones beside a small call, and streaming them would slow that down.
+            on no budget. What a checkpoint has in codes stays in them. "auto": raw; but in a code, with a warning,
+            where the device has no room for all raw ones beside a small call, and streaming them would slow that down.
             Whatever they are in, layers that the device has no room for are streamed from host memory, or from the
             checkpoint's files.
         kv: how keys and values are kept: "raw", in `dtype`; "fp8", a byte an element, or "nvfp4", half of one and a
@@ -123,7 +123,7 @@ def _form(
     """The form that weights are to be in which the files hold in `codes`, where `name` was asked for."""
     asked = RAW_WEIGHTS if name == AUTO else WeightForm.of(name)
     if codes:
-        held = _held(codes, shape)
+        held = held_form(codes, shape)
         if name not in (AUTO, RAW, str(held)):
             raise ValueError(f"weights = {name!r}: the checkpoint holds them in {held}, which 'raw' and 'auto' keep")
         return held
@@ -133,19 +133,6 @@ def _form(
     if why:
         warnings.warn(why, stacklevel=3)
     return form
-
-
-def _held(codes: Mapping[str, WeightCode], shape: ModelShape) -> WeightForm:
-    """The form that the weights of a checkpoint are in whose files hold some in `codes`."""
-    kinds, table = sorted(set(codes.values())), (shape.vocab_size, shape.width)
-    tables = [name for name, each in shape.weight_shapes.items() if each == table]
-    matrices = sum(1 for name in codes if name not in tables)
-    if len(kinds) > 1 or matrices != shape.layers * len(shape.matrices):
-        raise ValueError(
-            f"the checkpoint holds {matrices} of {shape.layers * len(shape.matrices)} matrices of layers in "
-            f"{' and '.join(kinds)}; all of them in one code are allowed"
-        )
-    return WeightForm(kinds[0], head=all(name in codes for name in tables))
 
 
 def load_weights(

@@ -100,3 +100,20 @@ def places(shape: ModelShape, dtype: str, form: WeightForm) -> tuple[dict[str, t
         found[name] = end, nbytes
         end += -(-nbytes // ALIGNED) * ALIGNED
     return found, end
+
+
+def held_form(codes: Mapping[str, WeightCode], shape: ModelShape) -> WeightForm:
+    """The form of the weights of a checkpoint whose files hold some in `codes`, by their official names.
+
+    Raises:
+        ValueError: some matrices of layers are in another code than others, or in none.
+    """
+    kinds, table = sorted(set(codes.values())), (shape.vocab_size, shape.width)
+    tables = [name for name, each in shape.weight_shapes.items() if each == table]
+    found, matrices = sum(1 for name in codes if name not in tables), shape.layers * len(shape.matrices)
+    if len(kinds) > 1 or found != matrices:
+        raise ValueError(
+            f"the checkpoint holds {found} of {matrices} matrices of layers in {' and '.join(kinds)}; all of them in "
+            "one code are allowed"
+        )
+    return WeightForm(kinds[0], head=all(name in codes for name in tables))

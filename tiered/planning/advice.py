@@ -69,7 +69,7 @@ def next_best(
     now = seconds(workload)
     ratios = [
         (seconds(changed) / now, text, change)
-        for changed, text, change in _other_ways(workload)
+        for changed, text, change in _other_ways(workload, budget)
         if goes(changed.policy, changed.sizes, rewrites) and not changed.over(budget)
     ]
     if not ratios:
@@ -78,10 +78,12 @@ def next_best(
     return Advice(f"{text}: {ratio:.2g} of the time", change), ratio * TIE <= 1
 
 
-def _other_ways(workload: Workload) -> Iterator[tuple[Workload, str, dict[str, Any]]]:
-    """Calls that differ in one thing, with what to do for them."""
+def _other_ways(workload: Workload, budget: MemoryBudget) -> Iterator[tuple[Workload, str, dict[str, Any]]]:
+    """Calls that differ in one thing, with what to do for them. Weights that are raw and all on the device stay so."""
     policy, sizes = workload.policy, workload.sizes
-    for form in (RAW_WEIGHTS, *map(WeightForm, CODES)):
+    weights = workload.needed(budget).weights
+    streamed = weights is not None and weights.layers
+    for form in (RAW_WEIGHTS, *map(WeightForm, CODES)) if streamed or sizes.weights.code else ():
         if form != sizes.weights:
             changes = "" if form is RAW_WEIGHTS else ", which changes answers"
             yield workload.resized(weights=form), f"keep weights {form}{changes}", {"weights": str(form)}

@@ -10,12 +10,15 @@ from tiered.core.checks import check_multiple, check_switch, plain_number, unkno
 from tiered.core.features import Tier
 from tiered.core.rates import Rates, rates_of
 from tiered.forward.library_bytes import LARGEST_GPU, gpu_of
-from tiered.forward.sizes import AUTO, DEFAULT_BLOCK_LENGTH, CallSizes, Gpu, kv_code
+from tiered.forward.sizes import AUTO, DEFAULT_BLOCK_LENGTH, RAW, CallSizes, Gpu, kv_code
+from tiered.models.checkpoint import Checkpoint
 from tiered.models.config_source import read_config
 from tiered.models.families import Family, family_of
+from tiered.models.locate import find_directory
+from tiered.models.quantised import require_readable
 from tiered.models.rotation import stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.models.weight_form import RAW_WEIGHTS, WeightForm
+from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, held_form
 from tiered.planning.advice import advise, next_best
 from tiered.planning.card import Plan, TierPlan
 from tiered.planning.checks import beyond_training, check_policy, check_positions
@@ -105,7 +108,10 @@ def plan(
     tokens = min(_size("tokens_per_forward", tokens_per_forward), sizes.block_length)
     rewrites = shape.noise != "mask"
     form_why = ""
-    if weights == AUTO:
+    held = _held(path_or_config, config, shape) if weights in (AUTO, RAW) else None
+    if held is not None:
+        sizes = replace(sizes, weights=held)
+    elif weights == AUTO:
         form, form_why = choose_form(chosen, shape, sizes.dtype, gpu, budget, rates=rates)
         sizes = replace(sizes, weights=form)
     choice = choose(
@@ -142,6 +148,20 @@ def plan(
         ),
         warnings=tuple(filter(None, [beyond_training(shape, sizes.context), form_why, choice.kv_why])),
     )
+
+
+def _held(source: object, config: Mapping[str, Any], shape: ModelShape) -> WeightForm | None:
+    """The form that the checkpoint's files hold the weights in; None: they are raw."""
+    method = require_readable(config)
+    if method is None:
+        return None
+    directory = find_directory(source) if isinstance(source, str | Path) else None
+    if directory is None:
+        raise ValueError(
+            f"the weights are quantised by {method}, and only the files say how: plan their directory, or name the "
+            "code: weights = 'fp8', 'int8', 'nvfp4' or 'int4'"
+        )
+    return held_form(Checkpoint(directory, shape, config).codes, shape)
 
 
 def _name(path_or_config: str | Path | Mapping[str, Any], config: Mapping[str, Any], family: Family) -> str:
