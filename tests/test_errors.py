@@ -80,7 +80,7 @@ def test_out_of_a_process():
 
 IDS = torch.arange(400).view(2, 200)
 CALL: dict[str, Any] = {"max_new_tokens": 12, "block_length": 6}
-load = partial(tiered.from_pretrained, GOLDEN, dtype="float32", policy="polestar")
+load = partial(tiered.from_pretrained, GOLDEN, dtype="float32", policy="polestar", weights="raw")
 
 
 @pytest.mark.parametrize(
