@@ -1,7 +1,7 @@
 """Loading a checkpoint: config, budget, weights, tokenizer."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tiered.models.tokenizer import load_tokenizer
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, places
 from tiered.offload.device import pick_device
 from tiered.offload.file_record import FileRecord, Piece, ReadFile
+from tiered.offload.transport import Transport
 from tiered.planning.call_bytes import CallBytes
 from tiered.planning.choice import choose_form
 from tiered.policies import DEFAULT_POLICY
@@ -146,9 +147,11 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     form: WeightForm = RAW_WEIGHTS,
+    transport: Callable[[], Transport] | None = None,
 ) -> StreamedWeights:
     """Fill `model`, which was built on the meta device, one tensor at a time, each right where it belongs: on the
     device, or in the record of a streamed layer, as many of which there are as the budget needs for a least call.
+    `transport` makes what carries copies; None: by device.
 
     Raises:
         TierCapacityError: no call fits; nothing was read.
@@ -162,8 +165,9 @@ def load_weights(
     for tier, amounts in needed.tiers(ledger.budget).items():
         ledger.require(sum(amounts.values()), tier, hint=LEAST_HINT)
     weights = StreamedWeights(
-        model, ledger, HostPool(ledger, device), dtype=dtype, device=device, form=form, now=needed.weights, files=files
-    )
+        model, ledger, HostPool(ledger, device), dtype=dtype, device=device, form=form, now=needed.weights, files=files,
+        transport=transport,
+    )  # fmt: skip
     try:
         for official in checkpoint.order():
             own = model.parameter_name(official)
