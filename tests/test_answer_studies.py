@@ -12,7 +12,7 @@ from measuring.worker import RefusedError
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = {"device": "cpu", "threads": 1, "seed": 0}
-STUDIES = ("sweep", "compare", "accuracy", "token_drift", "tiers", "drops", "stretch", "contexts")
+STUDIES = ("sweep", "compare", "accuracy", "token_drift", "tiers", "drops", "stretch", "contexts", "weights")
 PAGES = {
     ("sweep", "sweep"): "docs/benchmarks.md",
     ("compare", "compare"): "docs/benchmarks.md",
@@ -27,6 +27,11 @@ PAGES = {
     **{("drops", mark): "docs/tiers.md" for mark in ("kv", "kv_tasks", "kv_logits")},
     ("stretch", "stretch"): "docs/models.md",
     **{("contexts", mark): "docs/benchmarks.md" for mark in ("contexts", "contexts_kv")},
+    **{
+        ("weights", mark): "docs/benchmarks.md"
+        for mark in ("weights", "weights_disk", "weights_load", "weights_logits")
+    },
+    ("drops", "weights_lost"): "docs/benchmarks.md",
     **{("tiers", mark): "docs/tiers.md" for mark in ("codecs", "layers", "kv_scales", "pieces")},
 }
 
@@ -102,9 +107,18 @@ def test_drops_are_of_the_same_prompts_and_codecs_move_logits():
     assert last["exact_match_drop_fp8"] == 25 and last["exact_match_drop_nvfp4"] is None
     assert last["exact_match_drops"]["long: polestar, raw"][0] == -25
     assert last["polestar_drift_over_full"][0] == 0 and last["polestar_auto_over_full"] is None
+    assert last["exact_match_drop_weights_int8"] is None
+    coded = rows[0] | {"point": "int8", "weights": "int8", "right": "0010", "correct": 1}
+    assert study.last_line([*rows, coded])["exact_match_drop_weights_int8"] == 50
+    assert study.tables([*rows, coded])["kv"] == study.tables(rows)["kv"]
+    assert "| `none`, int8 | 50.00 (" in study.tables([*rows, coded])["weights_lost"]
     lines = study.tables(rows)
     assert "| `polestar`, fp8 | 25.00 (" in lines["kv"] and "| `polestar` | 100 (51–100) | -25.00 (" in lines["drops"]  # noqa: RUF001
-    for axes, why in (({"part": ["longer"]}, "'longer'"), ({"policy": ["polestar-drft"]}, "'polestar-drft'")):
+    for axes, why in (
+        ({"part": ["longer"]}, "'longer'"),
+        ({"policy": ["polestar-drft"]}, "'polestar-drft'"),
+        ({"weights": ["int3"]}, "'int3'"),
+    ):
         with pytest.raises(ValueError, match=why):
             points("drops", **axes)
 

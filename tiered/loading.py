@@ -147,6 +147,7 @@ def load_weights(
 ) -> StreamedWeights:
     """Fill `model`, which was built on the meta device, one tensor at a time, each right where it belongs: on the
     device, or in the record of a streamed layer, as many of which there are as the budget needs for a least call.
+    `transport` makes what carries copies; None: by device.
 
     Raises:
         TierCapacityError: no call fits; nothing was read.

@@ -37,6 +37,11 @@ class Asked:
     def __enter__(self) -> Self:
         return self
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()

@@ -1,15 +1,17 @@
-"""What caches and codecs of keys and values lose: right answers to the same prompts as `none` was asked.
+"""What caches and codes of keys and values, or of weights, lose: right answers to the same prompts as `none` was asked.
 
 Parts: `long` asks behind prompts of 1000 and 2000 tokens for answers of two to four blocks (behind 3968, all that the
 model has positions for, it gets none right); `blocks` has such answers behind short prompts, `short` the other tasks;
 `logits` says how far codecs move those of a canvas of masks. Every policy answers with raw keys and values, those of
---coded with each of --kv as well; all commit what is surer than 0.9. `elastic_cache` answers in one block, which it is
-made for. A drop is a difference of shares with its 95 % interval, answers paired prompt by prompt. About an hour on one
-idle core, of which `--part blocks,short,logits` are ten minutes.
+--coded with each of --kv as well, and those of --weighed with weights in each of --weights; all commit what is surer
+than 0.9. `elastic_cache` answers in one block, which it is made for. A drop is a difference of shares with its 95 %
+interval, answers paired prompt by prompt. About three hours on one idle core, of which `--part blocks,short,logits` are
+a quarter of one; `--filter weights!=none` are the weights in codes alone.
 
 The last line of stdout says, in points beside the counts,
 
     exact_match_drop_CODEC      of part `long`, beside raw under the same policy: that of the policy with the largest
+    exact_match_drop_weights_CODE    the same of weights in codes
     exact_match_drops           by part, policy and codec, beside `none` with raw keys and values: [drop, low, high]
     polestar_drift_over_full    of part `long`, `polestar-drift` beside `polestar`: [drop, low, high]
     polestar_auto_over_full     the same of `polestar-auto`
@@ -33,6 +35,7 @@ from workloads.variants import KV, ONE_BLOCK, SELDOM
 
 from tiered.core.checks import unknown_name
 from tiered.embedded.tasks import TASKS
+from tiered.models.weight_form import CODES, WeightForm
 from tiered.policies.registry import make_policy
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
@@ -46,6 +49,8 @@ AXES: Axes = {
     "policy": [*CODED, "dkv_pd", "dllm_cache", "elastic_cache", *SELDOM],
     "kv": [*KV],
     "coded": CODED,
+    "weights": [*CODES],
+    "weighed": ["none", "fast_dllm_dual"],
     "long": ["long_lookup@960:304", "long_lookup@1984:96"],
     "blocks": [f"long_{name}:60" for name in ("copy", "reverse", "chain")],
     "short": [f"{name}:100" for name in TASKS],
@@ -53,10 +58,12 @@ AXES: Axes = {
 }  # fmt: skip
 QUICK: Axes = {
     "part": ["blocks", "short", "logits"], "policy": ["none", "dkv_pd"], "kv": ["raw", "fp8"], "coded": ["none"],
+    "weights": ["int8"], "weighed": ["none"],
     "blocks": ["long_copy:1"], "short": ["sort:2"], "logits": ["sort:1"],
 }  # fmt: skip
-BASE = ("none", "raw")
-# By part, policy and codec, which answers were right, in one order.
+RAW = "raw"
+BASE = ("none", RAW)
+# By part, policy and code, which answers were right, in one order.
 Key = tuple[str, str, str]
 Answers = Mapping[Key, Sequence[bool]]
 
@@ -67,7 +74,9 @@ def local(axes: Axes) -> dict[str, Any]:
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
-    """Of each part its policies in turn, and the codecs of one next to each other."""
+    """Of each part its policies in turn, and the codecs of one next to each other, then its weights in codes."""
+    for form in axes["weights"]:
+        WeightForm.of(form)
     for model, part in product(axes["model"], axes["part"]):
         if part not in ANSWER:
             raise unknown_name("part", part, ANSWER)
@@ -82,6 +91,9 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
             asked = of | {"policy": name, "base": base, "call": call | {"confidence_threshold": 0.9}}
             for kv in axes["kv"] if name in axes["coded"] else ["raw"]:
                 yield asked | {"kv": kv, "options": options | {"kv": kv}}
+            for form in axes["weights"] if name in axes["weighed"] else []:
+                raw = {"kv": "raw", "weights": form}
+                yield asked | raw | {"options": options | raw}
 
 
 def measure(settings: Mapping[str, Any], **local: Any) -> Iterator[Row]:
@@ -91,9 +103,10 @@ def measure(settings: Mapping[str, Any], **local: Any) -> Iterator[Row]:
 
 def tables(rows: Sequence[Row]) -> dict[str, str]:
     """`drops`: of policies; `kv`: of codecs, and `kv_tasks`: right answers and forwards of an example by task;
-    `kv_logits`: distances of logits."""
+    `kv_logits`: distances of logits; `weights_lost`: of weights in codes."""
     seen, nfe = merged(rows, of=OF, timed=TIMED), mean("nfe", 1)
-    told, found = [row for row in seen if row["part"] != "logits"], answers_of(seen)
+    weighed = [row for row in seen if "weights" in row]
+    told, found = [row for row in seen if row["part"] != "logits" and "weights" not in row], answers_of(seen)
     policies, codecs = dict[str, Column](), dict[str, Column]()
     for part in dict.fromkeys(row["part"] for row in told):
         policies |= {part: (where(part=part), right), f"{part}: lost": (where(part=part), lost(found, BASE))}
@@ -110,6 +123,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
         "kv": pivot(coded, lambda row: f"{policy(row)}, {row['kv']}", codecs),
         "kv_tasks": pivot([row for row in told if "task" in row], task, by_task),
         "kv_logits": rows_table("{kv}: {of}", far, logits),
+        "weights_lost": pivot(weighed, lambda row: f"{policy(row)}, {row['weights']}", codecs),
     }
 
 
@@ -118,7 +132,7 @@ def lost(found: Answers, base: tuple[str, str] | None = None) -> Show:
 
     def show(rows: Sequence[Row]) -> str:
         of = part, name, _ = key(rows[0])
-        beside, kv = base or (name, "raw")
+        beside, kv = base or (name, RAW)
         points = None if of[1:] == base else drop_of(found, (part, beside, kv), of)
         return "" if points is None else "{:.2f} ({:.2f} to {:.2f})".format(*points)
 
@@ -129,18 +143,17 @@ def last_line(rows: Sequence[Row]) -> dict[str, Any]:
     """What the last line says of drops."""
     found = answers_of(merged(rows, of=OF, timed=TIMED))
     beside = {of: drop_of(found, (of[0], *BASE), of) for of in found if of[1:] != BASE}
-    codecs: dict[str, list[float]] = {f"exact_match_drop_{kv}": [] for kv in KV if kv != "raw"}
-    for part, name, kv in found:
-        points = drop_of(found, (part, name, "raw"), (part, name, kv))
-        if part == "long" and kv != "raw" and points is not None:
-            codecs[f"exact_match_drop_{kv}"].append(points[0])
+    codes = [*(kv for kv in KV if kv != RAW), *map(in_weights, CODES)]
+    codecs: dict[str, list[float]] = {code: [] for code in codes}
+    for part, name, code in found:
+        points = drop_of(found, (part, name, RAW), (part, name, code))
+        if part == "long" and code in codecs and points is not None:
+            codecs[code].append(points[0])
     return {
-        **{name: max(drops, default=None) for name, drops in codecs.items()},
-        "exact_match_drops": {f"{part}: {name}, {kv}": points for (part, name, kv), points in beside.items()},
+        **{f"exact_match_drop_{code}": max(drops, default=None) for code, drops in codecs.items()},
+        "exact_match_drops": {f"{part}: {name}, {code}": points for (part, name, code), points in beside.items()},
         **{
-            f"polestar_{name}_over_full": drop_of(
-                found, ("long", "polestar", "raw"), ("long", f"polestar-{name}", "raw")
-            )
+            f"polestar_{name}_over_full": drop_of(found, ("long", "polestar", RAW), ("long", f"polestar-{name}", RAW))
             for name in ("drift", "auto")
         },
     }
@@ -148,7 +161,12 @@ def last_line(rows: Sequence[Row]) -> dict[str, Any]:
 
 def key(row: Row) -> Key:
     """Of which answers a row is."""
-    return row["part"], row["policy"], row["kv"]
+    return row["part"], row["policy"], in_weights(row["weights"]) if "weights" in row else row["kv"]
+
+
+def in_weights(code: str) -> str:
+    """What a code is called where weights are in it, and not keys and values."""
+    return f"weights_{code}"
 
 
 def answers_of(rows: Sequence[Row]) -> Answers:

@@ -1,6 +1,6 @@
 """What a codec of keys and values does to the logits of a canvas, beside the same model with raw ones."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,10 +24,14 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
         found = []
         for number in range(count):
             prompt = tasks.sample(task, "test", settings["seed"] + number, size=size).prompt
-            found.append(_apart(raw, coded, canvas(raw, prompt, settings["answer"]), settings["answer"]))
-        kl, others = (torch.cat(parts) for parts in zip(*found, strict=True))
-        of = {"task": task, "size": size, "examples": count}
-        yield of | {"kl": kl.mean().item(), "kl_p99": kl.quantile(0.99).item(), "other_token": others.mean().item()}
+            found.append(apart(raw, coded, canvas(raw, prompt, settings["answer"]), settings["answer"]))
+        yield {"task": task, "size": size, "examples": count} | distances(found)
+
+
+def distances(found: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Columns, of what `apart` says of several canvases."""
+    kl, others = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return {"kl": kl.mean().item(), "kl_p99": kl.quantile(0.99).item(), "other_token": others.mean().item()}
 
 
 def canvas(runtime: Runtime, prompt: str, answer: int) -> Tensor:
@@ -40,7 +44,8 @@ def canvas(runtime: Runtime, prompt: str, answer: int) -> Tensor:
     return F.pad(ids, (0, answer), value=runtime.model.mask_token_id)
 
 
-def _apart(raw: Runtime, coded: Runtime, ids: Tensor, answer: int) -> tuple[Tensor, Tensor]:
+def apart(raw: Runtime, coded: Runtime, ids: Tensor, answer: int) -> tuple[Tensor, Tensor]:
+    """Of each of the last `answer` rows: KL of `coded` beside `raw`, and 1 where its likeliest token is another."""
     ours, theirs = (runtime.logits(ids)[0, -answer:].double().log_softmax(-1) for runtime in (coded, raw))
     kl = (theirs.exp() * (theirs - ours)).sum(-1)
     return kl, (ours.argmax(-1) != theirs.argmax(-1)).double()

@@ -1,0 +1,75 @@
+"""What memory a process takes at most while it loads a model, beside what the plan says it holds then."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from baselines.asked import Asked
+from measuring.process import BENCH
+
+from tiered.models.shape import BYTES_PER_ELEMENT
+from tiered.models.weight_form import WeightForm
+from tiered.policies.none import NoCache
+from workloads.streamed_model import all_streamed, random_files, shape_of, sizes_of
+
+EVERY = 5e-4  # seconds between two looks; a tensor of a model that is worth measuring takes longer to read
+
+
+def measure(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """One row: the peak of anonymous memory that another process took while loading, above what it had before.
+
+    `settings` has "width" and "layers" of a random model, its "form", and "streamed": whether the device has room for
+    two layers and a tensor alone, else for all of them. "plan_bytes": what the ledger holds once all is loaded
+    (resident weights, the ring, and what streams, in host memory), and the largest tensor as the checkpoint has it,
+    which stands beside what it becomes.
+    """
+    with random_files(settings["width"], settings["layers"], 64) as folder:
+        shape, form = shape_of(folder), WeightForm.of(settings["form"])
+        largest = max(map(prod, shape.weight_shapes.values())) * BYTES_PER_ELEMENT[shape.dtype]
+        cap = all_streamed(NoCache(), sizes_of(shape, 1, form)) + largest if settings["streamed"] else None
+        paths = os.pathsep.join([str(BENCH), str(BENCH.parent)])
+        command = [sys.executable, "-P", str(Path(__file__).with_name("weight_loading_worker.py"))]
+        environment = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+        with Asked(command, threads=1, environment=environment) as process:
+            before = anonymous_bytes(process.pid)
+            with peak_of(process.pid) as peak:
+                held = process.request(path=str(folder), weights=settings["form"], device=cap)
+    booked = sum(held.values())
+    grown = max(peak) - before
+    yield held | {
+        "largest_bytes": largest,
+        "plan_bytes": booked + largest,
+        "peak_bytes": grown,
+        "peak_over_plan": grown / (booked + largest),
+    }
+
+
+@contextmanager
+def peak_of(pid: int) -> Iterator[list[int]]:
+    """The anonymous memory of a process while the `with` lasts, looked at every `EVERY` seconds; all looks."""
+    looks, stop = [anonymous_bytes(pid)], threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            looks.append(anonymous_bytes(pid))
+            time.sleep(EVERY)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield looks
+    finally:
+        stop.set()
+        thread.join()
+
+
+def anonymous_bytes(pid: int) -> int:
+    """What a process has of memory that stands for no file; 0 for one that has ended."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")), 0)
