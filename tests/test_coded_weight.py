@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,23 +116,84 @@ def test_numbers_of_every_size_stay_numbers(code: WeightCode, scale: float):
     assert scale < 1e-35 or (values - weight).abs().max() <= weight.abs().max() / 5.9
 
 
-@pytest.mark.parametrize("rows", [(0,), (1,), (3, 7), (40,), (300,)])
+# By name: rows, output rows, elements of a row, and the dtype.
+PRODUCTS: dict[str, tuple[int, int, int, torch.dtype]] = {
+    "whole tiles": (16, 64, 128, torch.float32),
+    "one row": (1, 33, 64, torch.float32),
+    "parts of tiles": (19, 40, 80, torch.float32),
+    "less than a group": (3, 5, 10, torch.float32),
+    "an odd width": (5, 7, 67, torch.float32),
+    "several tiles, bfloat16": (40, 70, 160, torch.bfloat16),
+    "float16": (7, 33, 96, torch.float16),
+    "no rows": (0, 8, 64, torch.float32),
+}
+# Of the largest entry. The interpreter cuts bfloat16 instead of rounding it; and see weight_product.py.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
+
+
+def product_by(implementation: str) -> Callable[[Tensor, CodedWeight], Tensor]:
+    """The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter."""
+    if implementation == "reference":
+        return weight_product_ref.weight_product
+    pytest.importorskip("triton")
+    from tiered.kernels import weight_product
+
+    return weight_product.weight_product
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("shape", PRODUCTS)
 @pytest.mark.parametrize("code", WeightCode)
-def test_a_product_is_that_of_the_values(code: WeightCode, rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+def test_a_product_is_that_of_the_values(
+    implementation: str, shape: str, code: WeightCode, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(weight_product_ref, "TILE_ELEMENTS", 300)  # several tiles, the last of them smaller
-    weight, hidden = CodedWeight.of(torch.randn(53, 40), code), torch.randn(*rows, 40)
+    count, out, inner, dtype = PRODUCTS[shape]
+    device = "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(count, inner, generator=generator).to(device, dtype)
+    values = torch.randn(out, inner, generator=generator) * torch.logspace(-2, 0, out)[:, None]
+    weight = CodedWeight.of(values.to(device, dtype), code)
+    product = product_by(implementation)(rows, weight)
+    assert product.shape == (count, out) and product.dtype == dtype
+    expected = rows.double() @ weight.values().double().T
+    # Row by row of the weight, whose sizes differ.
+    most = (rows.double().abs() @ weight.values().double().abs().T).amax(0) if count else expected
+    assert ((product.double() - expected).abs() <= TOLERANCE[dtype] * most).all()
+
+
+@pytest.mark.parametrize("code", WeightCode)
+def test_every_code_becomes_its_value(code: WeightCode):
+    """In the kernel: each output row has one code in all of its columns, and the rows are units."""
+    kernel, inner = product_by("triton"), 64
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weight = CodedWeight.of(torch.randn(256, inner), code)
+    bytes_ = weight.bytes.clone()
+    codes = torch.arange(256, dtype=torch.uint8)
+    if code is FP8:
+        codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+    bytes_[:, : code.code_bytes(inner)] = codes[:, None]
+    weight = replace(weight, bytes=bytes_.to(device))
+    product = kernel(torch.eye(inner, device=device)[:16], weight)
+    torch.testing.assert_close(product, weight.values().T[:16], rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("rows", [(0,), (1,), (3, 7), (40,), (300,)])
+def test_a_projection_takes_it(rows: tuple[int, ...]):
+    weight, hidden = CodedWeight.of(torch.randn(53, 40), INT8), torch.randn(*rows, 40)
     product = project(hidden, weight)
     assert product.shape == (*rows, 53)
     torch.testing.assert_close(product, hidden @ weight.values().T, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize(
     "change", [lambda rows: rows[:, 1:], lambda rows: rows.bfloat16(), lambda rows: rows.to("meta")]
 )
-def test_factors_that_do_not_fit_are_refused(change: Callable[[Tensor], Tensor]):
+def test_factors_that_do_not_fit_are_refused(implementation: str, change: Callable[[Tensor], Tensor]):
     weight, rows = CodedWeight.of(torch.randn(8, 40), FP8), torch.randn(3, 40)
     with pytest.raises(ValueError, match=r"do not fit the fp8 weight \[8, 40\] of torch.float32 on cpu"):
-        project(change(rows), weight)
+        product_by(implementation)(change(rows), weight)
 
 
 def opened(directory: Path, config: Mapping[str, Any]) -> tuple[Checkpoint, DiffusionModel]:
