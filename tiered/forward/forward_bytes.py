@@ -11,6 +11,7 @@ from tiered.forward.sizes import CallSizes
 from tiered.kernels import block_attention_ref
 from tiered.kernels.attention_splits import partial_bytes
 from tiered.kernels.record_layout import CHUNK_ELEMENTS
+from tiered.kernels.weight_product_ref import TILE_ELEMENTS
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 # Rows of all sequences together that pass a layer at a time. Each weight that is read serves so many rows: an H100
@@ -21,6 +22,7 @@ PART_ROWS = 512
 _FLOAT32 = 4
 _FLOAT64 = 8
 _DECODED = 9  # of an element: its code, which looks up a float32 as an int32
+_DECODED_WEIGHT = 13  # of one of a weight: the same, and the product with its scales
 _TOKEN_ID = 8
 _INDEX = 8
 
@@ -57,7 +59,8 @@ def forward_bytes(
     normed = 2 * sequences * logit_rows * shape.width * _FLOAT32
     rounded = sequences * entries * element if sizes.dtype != "float32" else 0
     noise = entries * (_FLOAT64 + _FLOAT32) if sizes.sampled else 0
-    logits = sequences * entries * _FLOAT32 + max(normed + rounded, noise)
+    decoded = tile_bytes(sizes, (shape.vocab_size, shape.width), logit_rows) if sizes.weights.head else 0
+    logits = sequences * entries * _FLOAT32 + max(normed + rounded + decoded, noise)
     # A part's temporaries are gone when the logits come, so their room serves both; what exceeds the logits is booked
     # with the activations.
     temporaries = part_bytes(sizes)
@@ -98,7 +101,19 @@ def part_bytes(sizes: CallSizes) -> int:
     # Normed rows, queries and what is made of them, and the log-sum-exp of each, while a chunk or parts are there.
     by_block = rows * (element * (shape.width + 2 * query_width) + 2 * _FLOAT32 * shape.heads)
     by_block += _attention_bytes(sizes, rows // sizes.sequences)
-    return max(rotation, attention, feed_forward, coded, by_block)
+    tile = max(tile_bytes(sizes, matrix, rows) for matrix in shape.matrices.values())
+    return max(rotation, attention + tile, feed_forward + tile, coded + tile, by_block)
+
+
+def tile_bytes(sizes: CallSizes, matrix: tuple[int, int], rows: int) -> int:
+    """Temporaries of `weight_product` with so many rows where there is no kernel: a tile of the matrix on its way from
+    its codes to values, or its product."""
+    if sizes.weights.code is None or sizes.gpu is not None:
+        return 0
+    out, inner = matrix
+    some = min(out, max(1, TILE_ELEMENTS // inner))
+    decoding = min(CHUNK_ELEMENTS, some * inner) * _DECODED_WEIGHT
+    return some * inner * sizes.element + max(decoding, some * rows * sizes.element)
 
 
 def _rows_at_once(sizes: CallSizes) -> int:
