@@ -14,6 +14,7 @@ import torch
 from allocations import Allocations
 from safetensors.torch import save_file
 from torch import Tensor
+from workloads.models import save_random
 
 import tiered
 from tiered.core.budget import MemoryBudget
@@ -280,6 +281,15 @@ def test_less_than_two_layers_and_a_forward_is_refused_before_anything_is_read(
     with pytest.raises(TierCapacityError, match="weights = 'fp8'") as error:
         tiered.from_pretrained(checkpoints("llada"), weights="raw", memory=least - 1)
     assert error.value.tier is Tier.DEVICE and error.value.needed == least
+
+
+@pytest.mark.parametrize("form", ["int8", "int4+head"])
+def test_what_is_not_refused_has_room_for_the_raw_tensor_of_a_code(form: str, tmp_path: Path):
+    save_random(tmp_path, width=256, layers=4, context=64)  # matrices that are larger than a call of one token
+    with pytest.raises(TierCapacityError) as error:
+        tiered.from_pretrained(tmp_path, weights=form, memory=1)
+    for more in range(0, 4):
+        tiered.from_pretrained(tmp_path, weights=form, memory=error.value.needed + more * 700_000).close()
 
 
 # ---- what "auto" is ----

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tiered.core.budget import MemoryBudget
-from tiered.core.features import Account
+from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import AUTO, RAW, CallSizes, kv_code
@@ -157,9 +157,13 @@ def load_weights(
     files = {} if form.code else layers_in_files(checkpoint, model, dtype)
     least = CallSizes(shape=shape, batch=1, context=1, block_length=1, dtype=name, weights=form, gpu=gpu_of(device))
     whole = WeightBytes.of(shape, name, form, in_files=bool(files))
-    needed = CallBytes.of(NoCache(), least, ledger.budget, weights=whole)
+    # While it loads there is no call yet; but the raw tensor stands beside what it becomes, which may take more.
+    tables = [(shape.vocab_size, shape.width)] if form.head else []
+    raw = max(map(prod, [*shape.matrices.values(), *tables])) * dtype.itemsize if form.code else 0
+    beside = {Tier.DEVICE: max(0, raw - sum(NoCache().device_bytes(least).values()))}
+    needed = CallBytes.of(NoCache(), least, ledger.budget, beside, whole)
     for tier, amounts in needed.tiers(ledger.budget).items():
-        ledger.require(sum(amounts.values()), tier, hint=LEAST_HINT)
+        ledger.require(sum(amounts.values()) + beside.get(tier, 0), tier, hint=LEAST_HINT)
     weights = StreamedWeights(
         model, ledger, HostPool(ledger, device), dtype=dtype, device=device, form=form, now=needed.weights, files=files,
         transport=transport,
