@@ -5,8 +5,8 @@ from torch import Tensor
 
 from tiered.kernels.coded_weight import CodedWeight
 
-# Elements of the weight that exist as values at once, 4 MiB in float32: so many that their product takes most of a
-# tile's time, so few that the caches hold them for it.
+# Elements of the weight that exist as values at once, 4 MiB in float32: so many that an operation's start costs
+# nothing, so few that caches hold them from their making to their product.
 TILE_ELEMENTS = 1 << 20
 
 
