@@ -83,6 +83,9 @@ class StreamedWeights:
         self._tiers: TierManager | None = None
         self._ring: Ring | None = None
         self._of_tiers, self._of_ring = ExitStack(), ExitStack()
+        # By layer, what has its matrices; by slot of the ring, the matrices that it is.
+        self._owners = [[getattr(block, each) for each in self._places] for block in model.blocks]
+        self._views: dict[int, list[Tensor | CodedWeight]] = {}
         self._here: dict[int, _Here] = {}  # the layer that has rested longest first
         self._using: int | None = None
         self._coming: dict[int, tuple[UInt8[Tensor, " record"], set[str]]] = {}  # records that `place` fills
@@ -146,6 +149,7 @@ class StreamedWeights:
         if not then.layers:
             self._of_ring.close()
             self._ring = None
+            self._views.clear()
         for layer in (layer for layer in before.layers if layer not in then.layers):
             self._return(layer)
         if stay:
@@ -176,7 +180,12 @@ class StreamedWeights:
             except BaseException:
                 self._give_back(layer)
                 raise
-            self._bind(layer, self._here[layer].slot.bytes)
+            slot = self._here[layer].slot
+            if slot.index not in self._views:
+                self._views[slot.index] = self._matrices(slot.bytes)
+            # Right into their attributes: a module takes its time for a parameter, and there is one for every forward.
+            for owner, weight in zip(self._owners[layer], self._views[slot.index], strict=True):
+                vars(owner)["weight"] = weight
             self._using = layer
         after = next((each for each in self.now.layers if each > layer), self.now.layers[0])
         if after not in self._here and len(self._here) < RING_SLOTS:
@@ -275,7 +284,8 @@ class StreamedWeights:
         self._ledger.allocate({Account.WEIGHTS: self.now.layer})
         room, fence = torch.empty(self._record, dtype=torch.uint8, device=self._device), Fence(Region.DEVICE_SLOT)
         self._manager.fetch([self._key(layer)], room.view(1, -1), fence=fence).wait()
-        self._bind(layer, room)
+        for name, weight in zip(self._places, self._matrices(room), strict=True):
+            assign(self._model, f"blocks.{layer}.{name}.weight", weight)
         self._manager.forget([self._key(layer)])
 
     def _sink(self, layer: int) -> None:
@@ -288,21 +298,22 @@ class StreamedWeights:
     def _is_below(self, layer: int) -> bool:
         return layer in self.now.layers[: self.now.below]
 
-    def _bind(self, layer: int, record: UInt8[Tensor, " record"]) -> None:
-        """Let the matrices of `layer` be what stands in `record`."""
-        code = self.form.code
+    def _matrices(self, record: UInt8[Tensor, " record"]) -> list[Tensor | CodedWeight]:
+        """The matrices of the layer that stands in `record`."""
+        found, code = [], self.form.code
         for name, (start, nbytes) in self._places.items():
             out, inner = self._model.shape.matrices[name]
             stored = record[start : start + nbytes]
             if code is None:
-                weight = stored.view(self._dtype).view(out, inner)
+                found.append(stored.view(self._dtype).view(out, inner))
             else:
-                weight = CodedWeight(stored.view(out, -1), code, inner, self._dtype)
-            assign(self._model, f"blocks.{layer}.{name}.weight", weight)
+                found.append(CodedWeight(stored.view(out, -1), code, inner, self._dtype))
+        return found
 
     def _unbind(self, layer: int) -> None:
-        for name in self._places:
-            assign(self._model, f"blocks.{layer}.{name}.weight", None)
+        for owner in self._owners[layer]:
+            owner._parameters.pop("weight", None)
+            vars(owner)["weight"] = None
 
     def _copy(self, weight: Tensor | CodedWeight, record: UInt8[Tensor, " record"], name: str) -> None:
         start, nbytes = self._places[name]
