@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tiered.core.canvas import Canvas
 from tiered.core.features import Account, Tier
@@ -38,6 +40,24 @@ PLAIN_HINT = "raise `memory`, shorten the prompt or max_new_tokens, or pass fewe
 HINT = "raise `memory`, lower `clusters`, narrow `window_blocks`, shorten the prompt or pass fewer sequences at once"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedCall:
+    """A call of `generate` that is checked, and not begun: nothing is booked for it.
+
+    Attributes:
+        prompts: on the model's device.
+        chosen: its options.
+        sizes, choice: what it will take, and run under.
+        prior: what answers begin as; None: what the model's noise is.
+    """
+
+    prompts: Prompts
+    chosen: GenerationOptions
+    sizes: CallSizes
+    choice: Choice
+    prior: Tensor | None = None
+
+
 class CallSpace:
     """Makes what calls of one model run in, within one ledger."""
 
@@ -58,6 +78,7 @@ class CallSpace:
         self._dtype_name = str(self._dtype).removeprefix("torch.")
         self._gpu = gpu_of(self._device)
         self._pool = HostPool(ledger, self._device)
+        self._standing = {tier: ledger.held(tier) for tier in Tier}  # what there is beside calls
 
     @property
     def model(self) -> DiffusionModel:
@@ -121,6 +142,14 @@ class CallSpace:
             kv_open=self._kv_open,
         )
 
+    def check_alone(self, policy: Policy, sizes: CallSizes) -> None:
+        """Raise `TierCapacityError` where a tier has no room for such a call even while no other is there."""
+        ledger, held = self._ledger, self._standing
+        needed = CallBytes.of(policy, sizes, ledger.budget, held)
+        for tier, amounts in needed.tiers(ledger.budget).items():
+            if (lacking := ledger.lacking(sum(amounts.values()), held[tier], tier, _hint(needed))) is not None:
+                raise lacking
+
     @contextmanager
     def booked(
         self, policy: Policy, sizes: CallSizes, inspector: Inspector | None = None
@@ -142,7 +171,7 @@ class CallSpace:
         held = {tier: ledger.held(tier) - ledger.idle(tier) for tier in Tier}
         held[Tier.DEVICE] += sum(inspected.values())
         needed = CallBytes.of(policy, sizes, ledger.budget, held)
-        hint = PLAIN_HINT if needed.records is None else HINT
+        hint = _hint(needed)
         if inspected:
             hint += ", or generate without the inspector"
         # A call that cannot end does not begin: all that it will book as records come, and its inspector, must fit.
@@ -242,3 +271,7 @@ class CallSpace:
         of_call = sequences, canvas.length, canvas.prompt_length
         store = self.store(policy, *of_call, kv=sizes.kv, streams=streams, tiers=tiers)
         return Forward(traced(self.model), store, positions, key_mask, tiers, first)
+
+
+def _hint(needed: CallBytes) -> str:
+    return PLAIN_HINT if needed.records is None else HINT

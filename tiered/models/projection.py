@@ -7,13 +7,13 @@ from torch.nn import Parameter
 
 # Row counts at which a CPU's matrix product is 1.2 to 1.9 times faster with the weight as its left factor (float32,
 # widths 512 to 4096, MKL on AVX2); below and above it makes no difference or loses. CUDA's library chooses for itself.
-_FEW_ROWS = range(16, 257)
+FEW_ROWS = range(16, 257)
 
 
 def project(hidden: Float[Tensor, "*rows width"], weight: Float[Tensor, "out width"]) -> Float[Tensor, "*rows out"]:
     """`hidden` · `weight`ᵀ; the result may have its rows as the innermost axis in memory."""
     # A quantised weight is a tensor of a class of its own, which may be a right factor alone.
     plain = type(weight) in (Tensor, Parameter)
-    if plain and hidden.is_cpu and hidden.shape[:-1].numel() in _FEW_ROWS:
+    if plain and hidden.is_cpu and hidden.shape[:-1].numel() in FEW_ROWS:
         return (weight @ hidden.flatten(0, -2).t()).t().unflatten(0, hidden.shape[:-1])
     return F.linear(hidden, weight)

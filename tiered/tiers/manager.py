@@ -224,6 +224,11 @@ class TierManager:
         stats.pinned = host.pinned
         return stats
 
+    def ended(self) -> TierStats:
+        """`stats` once every copy has ended."""
+        self.synchronize()
+        return self.stats()
+
     def check_integrity(self) -> None:
         """Raise `RuntimeError` where books, tickets, slots and ledger contradict each other."""
         self._slots.check_integrity()
