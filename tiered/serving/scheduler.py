@@ -93,6 +93,11 @@ class Scheduler:
         """Requests that are denoised."""
         return len(self._running)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no requests any more."""
+        return self._closed is not None
+
     def submit(
         self,
         asked: AskedCall,
