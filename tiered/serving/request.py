@@ -56,7 +56,7 @@ class Request:
         asked: AskedCall,
         *,
         streamer: Streamer | None = None,
-        on_end: Callable[["Request"], None] | None = None,
+        on_end: Callable[["Request"], object] | None = None,
         seconds: float | None = None,
     ) -> None:
         """`on_end` is called once, in the scheduler's thread. `seconds`: it may take, waiting included."""

@@ -103,7 +103,7 @@ class Scheduler:
         asked: AskedCall,
         *,
         streamer: Streamer | None = None,
-        on_end: Callable[[Request], None] | None = None,
+        on_end: Callable[[Request], object] | None = None,
     ) -> Request:
         """Let a call of one prompt (`Runtime.ask`) wait for its turn.
 
