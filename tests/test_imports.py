@@ -13,7 +13,20 @@ ROOT = Path(__file__).resolve().parents[1]
 # The rooms from top to bottom. A file imports from its own room and from rooms below it, so that each can be read,
 # tested and replaced without those above it. `tiered/*.py` are one room, the API.
 ORDER = [
-    *("bench", "cli", "evaluation", "observe", "api", "planning", "decoding", "policies", "forward", "tiers", "models"),
+    *(
+        "bench",
+        "cli",
+        "evaluation",
+        "serving",
+        "observe",
+        "api",
+        "planning",
+        "decoding",
+        "policies",
+        "forward",
+        "tiers",
+        "models",
+    ),
     *("embedded", "core", "clustering", "offload", "kernels"),
 ]
 TOP = ["tiered", "clustering", "offload", "kernels"]

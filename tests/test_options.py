@@ -382,3 +382,11 @@ def test_numbers_of_numpy_become_pythons():
 def test_an_alias_is_of_the_policies_that_have_the_option():
     with pytest.raises(ValueError, match="gamma"):
         make_policy("dkv_decode", gamma=0.5)
+
+
+@pytest.mark.parametrize("name", ["temperature", "cfg_scale", "factor"])
+def test_an_int_that_torch_takes_as_none_of_its_own_is_a_float(name: str):
+    value = getattr(GenerationOptions(**{name: 10**30}), name)
+    assert isinstance(value, float) and value == 1e30
+    with pytest.raises(ValueError, match="a number from"):
+        GenerationOptions(**{name: 10**400})

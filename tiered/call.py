@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tiered.core.canvas import Canvas
 from tiered.core.features import Account, Tier
@@ -40,6 +42,24 @@ PLAIN_HINT = "raise `memory`, shorten the prompt or max_new_tokens, or pass fewe
 HINT = "raise `memory`, lower `clusters`, narrow `window_blocks`, shorten the prompt or pass fewer sequences at once"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedCall:
+    """A call of `generate` that is checked, and not begun: nothing is booked for it.
+
+    Attributes:
+        prompts: on the model's device.
+        chosen: its options.
+        sizes, choice: what it will take, and run under.
+        prior: what answers begin as; None: what the model's noise is.
+    """
+
+    prompts: Prompts
+    chosen: GenerationOptions
+    sizes: CallSizes
+    choice: Choice
+    prior: Tensor | None = None
+
+
 class CallSpace:
     """Makes what calls of one model run in, within one ledger."""
 
@@ -67,6 +87,8 @@ class CallSpace:
             of_model = {"dtype": self._dtype, "device": self._device}
             weights = StreamedWeights(model, ledger, self._pool, **of_model, transport=transport)
         self._weights = weights
+        own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
+        self._standing = {tier: ledger.held(tier) - own[tier] for tier in Tier}  # what there is beside both
 
     @property
     def model(self) -> DiffusionModel:
@@ -134,6 +156,14 @@ class CallSpace:
             kv_open=self._kv_open,
         )
 
+    def check_alone(self, policy: Policy, sizes: CallSizes) -> None:
+        """Raise `TierCapacityError` where a tier has no room for such a call even while no other is there."""
+        ledger, held, weights = self._ledger, self._standing, self._weights
+        needed = CallBytes.of(policy, sizes, ledger.budget, held, None if weights is None else weights.now.streaming(0))
+        for tier, amounts in needed.tiers(ledger.budget).items():
+            if (lacking := ledger.lacking(sum(amounts.values()), held[tier], tier, _hint(needed))) is not None:
+                raise lacking
+
     @contextmanager
     def booked(
         self, policy: Policy, sizes: CallSizes, inspector: Inspector | None = None
@@ -158,7 +188,7 @@ class CallSpace:
         held = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}
         held[Tier.DEVICE] += sum(inspected.values())
         needed = CallBytes.of(policy, sizes, ledger.budget, held, None if weights is None else weights.now.streaming(0))
-        hint = PLAIN_HINT if needed.records is None else HINT
+        hint = _hint(needed)
         if inspected:
             hint += ", or generate without the inspector"
         # A call that cannot end does not begin: all that it will book as records come, and its inspector, must fit.
@@ -271,3 +301,7 @@ class CallSpace:
         of_call = sequences, canvas.length, canvas.prompt_length
         store = self.store(policy, *of_call, kv=sizes.kv, streams=streams, tiers=tiers)
         return Forward(traced(self.model), store, positions, key_mask, tiers, first, self._weights)
+
+
+def _hint(needed: CallBytes) -> str:
+    return PLAIN_HINT if needed.records is None else HINT

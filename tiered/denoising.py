@@ -1,6 +1,5 @@
 """One call of `generate` put together: its canvas, how tokens are drawn and committed, and the loop over both."""
 
-import time
 from collections.abc import Callable
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from tiered.decoding.guidance import Guidance
 from tiered.decoding.loop import Denoiser
 from tiered.decoding.observers import Inspector, Streamer
 from tiered.decoding.proposer import Proposer
-from tiered.decoding.publishing import Denoised, Publisher
+from tiered.decoding.publishing import Publisher
 from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.adaptive import Adaptive
 from tiered.forward.forward import Forward
@@ -21,7 +20,7 @@ from tiered.options import GenerationOptions
 from tiered.policies.base import Policy
 
 
-def denoise(
+def denoiser(
     model: DiffusionModel,
     prompts: Prompts,
     chosen: GenerationOptions,
@@ -32,8 +31,8 @@ def denoise(
     shift: AttentionShift | None = None,
     streamer: Streamer | None = None,
     inspector: Inspector | None = None,
-) -> Denoised:
-    """Answer `prompts`, which are on the model's device.
+) -> Denoiser:
+    """What answers `prompts`, which are on the model's device.
 
     Args:
         make_forward: the forward over a canvas, within what is booked for the call.
@@ -58,8 +57,7 @@ def denoise(
     )
     if streamer is not None:
         streamer.put(prompts.ids.cpu())
-    began = time.perf_counter()
-    denoised = Denoiser(
+    return Denoiser(
         canvas,
         make_forward(canvas),
         policy.start(),
@@ -72,6 +70,4 @@ def denoise(
         correction=Adaptive().start(chosen.correction_steps) if chosen.correction_steps else None,
         shift=shift,
         inspector=inspector,
-    ).run()
-    denoised.seconds = time.perf_counter() - began
-    return denoised
+    )

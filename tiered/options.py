@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from tiered.core.aliases import resolve_aliases
 from tiered.core.checks import (
@@ -12,6 +12,7 @@ from tiered.core.checks import (
     check_switch,
     check_temperature,
     plain_number,
+    plain_real,
     unknown_name,
 )
 from tiered.decoding.rules.base import CommitRule
@@ -97,7 +98,8 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            object.__setattr__(self, field.name, plain_number(getattr(self, field.name)))
+            plain = plain_real if field.name in REAL_OPTIONS else plain_number
+            object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         check_integer("max_new_tokens", self.max_new_tokens, least=1)
         if self.block_length is not None:
             check_integer("block_length", self.block_length, least=1)
@@ -246,6 +248,9 @@ class GenerationOptions:
 
 
 OPTION_NAMES: tuple[str, ...] = tuple(field.name for field in fields(GenerationOptions))
+REAL_OPTIONS = frozenset(
+    name for name, hint in get_type_hints(GenerationOptions).items() if float in (hint, *get_args(hint))
+)
 
 
 def own_names(options: Mapping[str, Any], *, mask_token_id: int) -> dict[str, Any]:

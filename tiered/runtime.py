@@ -1,7 +1,8 @@
 """The runtime: a loaded model, a policy and a budget; `generate` and `logits`."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -11,14 +12,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tiered.call import CallSpace
+from tiered.call import AskedCall, CallSpace
 from tiered.call_checks import check_call, check_inspector, check_prior, read_noise_mask
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.rows import Rows
+from tiered.decoding.loop import Denoiser
 from tiered.decoding.observers import Inspector, Streamer, check_streamer
-from tiered.denoising import denoise
+from tiered.decoding.publishing import Denoised
+from tiered.denoising import denoiser
 from tiered.forward.forward import Flow
 from tiered.forward.sizes import KV, CallSizes
 from tiered.forward.streamed_weights import StreamedWeights
@@ -34,6 +37,8 @@ from tiered.planning.choice import Choice
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
 from tiered.policies.registry import make_policy
+from tiered.tiers.manager import TierManager
+from tiered.tiers.stats import TierStats
 
 
 class Runtime:
@@ -145,42 +150,86 @@ class Runtime:
                 that were fixed before.
             TypeError, ValueError: anything wrong with an argument, named.
         """
-        chosen = self._options(generation_config, options)
         check_inspector(inspector)
         check_streamer(streamer)
-        prompts = self._read(inputs, attention_mask, raw=raw)
-        sizes, choice = self._chosen(chosen, prompts)
-        if (beyond := beyond_training(sizes.shape, sizes.context)) is not None:
-            warnings.warn(beyond, stacklevel=3)  # the caller's line, behind `no_grad`
-        if choice.kv_why:
-            warnings.warn(choice.kv_why, stacklevel=3)
-        if prior is not None:
-            check_prior(prior, (sizes.batch, chosen.columns), chosen, vocab_size=self.model.shape.vocab_size)
+        asked = self.ask(
+            inputs, generation_config=generation_config, attention_mask=attention_mask, raw=raw, prior=prior, **options
+        )
+        for warning in self.warnings(asked):
+            warnings.warn(warning, stacklevel=3)  # the caller's line, behind `no_grad`
         self.ledger.restart_peaks()
         restart_allocator_peak(self.device)
-        with self._call.booked(choice.policy, sizes, inspector) as (tiers, streams):
-            denoised = denoise(
-                self.model,
-                prompts,
-                chosen,
-                choice.policy,
-                lambda canvas: self._call.forward(canvas, choice.policy, sizes, tiers, streams),
-                prior=prior,
-                shift=self._call.attention_shift(sizes),
-                streamer=streamer,
-                inspector=inspector,
-            )
-            moved = None
-            if tiers is not None:
-                tiers.synchronize()
-                moved = tiers.stats()
-            weights = self._call.weights
+        with self.begin(asked, streamer=streamer, inspector=inspector) as (denoiser, tiers):
+            denoised = denoiser.run()
+            moved = None if tiers is None else tiers.ended()
         if streamer is not None:
             streamer.end()
+        return self.output(asked, denoised, moved)
+
+    def ask(
+        self,
+        inputs: Inputs,
+        *,
+        generation_config: GenerationOptions | Mapping[str, Any] | None = None,
+        attention_mask: Tensor | None = None,
+        raw: bool = False,
+        prior: Tensor | None = None,
+        **options: Any,
+    ) -> AskedCall:
+        """A call of `generate` with these arguments, checked and not begun.
+
+        Raises:
+            TypeError, ValueError: as `generate`.
+        """
+        chosen = self._options(generation_config, options)
+        prompts = self._read(inputs, attention_mask, raw=raw)
+        sizes, choice = self._chosen(chosen, prompts)
+        if prior is not None:
+            check_prior(prior, (sizes.batch, chosen.columns), chosen, vocab_size=self.model.shape.vocab_size)
+        return AskedCall(prompts=prompts, chosen=chosen, sizes=sizes, choice=choice, prior=prior)
+
+    def warnings(self, asked: AskedCall) -> list[str]:
+        """What whoever asked should hear before the call."""
+        told = (beyond_training(asked.sizes.shape, asked.sizes.context), asked.choice.kv_why)
+        return [warning for warning in told if warning]
+
+    def check_alone(self, asked: AskedCall) -> None:
+        """Raise `TierCapacityError` where the budget has no room for the call even while no other is under way."""
+        self._call.check_alone(asked.choice.policy, asked.sizes)
+
+    @contextmanager
+    def begin(
+        self, asked: AskedCall, *, streamer: Streamer | None = None, inspector: Inspector | None = None
+    ) -> Iterator[tuple[Denoiser, TierManager | None]]:
+        """Book what the call takes while the `with` lasts. Gives its loop, which has not begun, and its tiers (None:
+        everything is on the device). Calls that have begun may take turns, in one thread.
+
+        Raises:
+            TierCapacityError: the call does not fit beside what is booked.
+        """
+        with self._call.booked(asked.choice.policy, asked.sizes, inspector) as (tiers, streams):
+            yield (
+                denoiser(
+                    self.model,
+                    asked.prompts,
+                    asked.chosen,
+                    asked.choice.policy,
+                    lambda canvas: self._call.forward(canvas, asked.choice.policy, asked.sizes, tiers, streams),
+                    prior=asked.prior,
+                    shift=self._call.attention_shift(asked.sizes),
+                    streamer=streamer,
+                    inspector=inspector,
+                ),
+                tiers,
+            )
+
+    def output(self, asked: AskedCall, denoised: Denoised, moved: TierStats | None) -> GenerationOutput:
+        """What `generate` returns of a call that is over."""
+        weights = self._call.weights
         return GenerationOutput.of(
-            prompts.ids,
+            asked.prompts.ids,
             denoised,
-            choice=choice,
+            choice=asked.choice,
             eos_token_id=self.model.eos_token_id,
             tokenizer=self.tokenizer,
             memory=self.ledger.report(allocator_peak=allocator_peak(self.device)),
@@ -204,8 +253,8 @@ class Runtime:
         Raises:
             TypeError, ValueError: as `generate`.
         """
-        chosen = self._options(generation_config, options)
-        return self._chosen(chosen, self._read(inputs, attention_mask, raw=raw))[1]
+        asked = self.ask(inputs, generation_config=generation_config, attention_mask=attention_mask, raw=raw, **options)
+        return asked.choice
 
     @torch.no_grad()
     def logits(

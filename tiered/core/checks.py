@@ -18,6 +18,13 @@ def plain_number(value: Any) -> Any:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
+def plain_real(value: Any) -> Any:
+    """`plain_number`, with an int that torch would not take as a float, where float32 holds it."""
+    value = plain_number(value)
+    large = isinstance(value, int) and 2**63 <= abs(value) <= _FLOAT32_MOST
+    return float(value) if large else value
+
+
 def check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
     """Raise `TypeError` where `value` is no int, `ValueError` where it is below `least` or above `most`."""
     allowed = f"an int of at least {least}" if most is None else f"an int from {least} to {most}"

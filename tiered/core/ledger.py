@@ -80,7 +80,7 @@ class Ledger:
             raise ValueError(f"amounts of bytes cannot be negative: {dict(amounts)}")
         needed = sum(amounts.values())
         self.require(needed, tier, hint=hint)
-        while (lacking := self._lacking(needed, self.held(tier), tier, hint)) is not None:
+        while (lacking := self.lacking(needed, self.held(tier), tier, hint)) is not None:
             if not any(lender.give_up() for lender in self._lenders[tier]):
                 raise lacking
         self._current[tier].update(amounts)
@@ -95,9 +95,16 @@ class Ledger:
             TierCapacityError: the tier's cap does not leave that much room.
         """
         used = self.held(tier) - self.idle(tier)
-        if (lacking := self._lacking(needed, used, tier, hint)) is not None:
+        if (lacking := self.lacking(needed, used, tier, hint)) is not None:
             raise lacking
         self._required[tier] = max(self._required[tier], used + needed)
+
+    def lacking(self, needed: int, used: int, tier: Tier, hint: str = "") -> TierCapacityError | None:
+        """The error that `needed` bytes beside `used` ones are; None where there is room."""
+        cap, total = self.budget.cap(tier), used + needed
+        if cap is None or total <= cap:
+            return None
+        return TierCapacityError(needed, cap - used, tier, hint or "raise `memory`", total)
 
     def release(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE) -> None:
         """Take `amounts` (bytes by account) off the books again.
@@ -166,13 +173,6 @@ class Ledger:
             allocator_peak=allocator_peak,
             disk_path=None if self.budget.disk_path is None else str(self.budget.disk_path),
         )
-
-    def _lacking(self, needed: int, used: int, tier: Tier, hint: str) -> TierCapacityError | None:
-        """The error that `needed` bytes beside `used` ones are; None where there is room."""
-        cap, total = self.budget.cap(tier), used + needed
-        if cap is None or total <= cap:
-            return None
-        return TierCapacityError(needed, cap - used, tier, hint or "raise `memory`", total)
 
     def note_peak(self, tier: Tier) -> None:
         """See whether `tier` holds more than ever; for a lender, who puts idle bytes to use without booking any."""

@@ -1,8 +1,9 @@
 """The denoising loop: ask the policy for rows, forward, propose, commit, block after block."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,9 +22,13 @@ from tiered.decoding.proposer import Proposer
 from tiered.decoding.publishing import Denoised, Publisher
 from tiered.decoding.rules.base import Candidates, CommitState
 from tiered.decoding.rules.rewriting import RewritingState
+from tiered.forward.ask import Ask
 from tiered.forward.forward import Forward
 from tiered.kernels.host_values import on_device
 from tiered.policies.base import PolicyState, Step, StepKind, StepRows
+
+T = TypeVar("T")
+Asking = Generator[Ask, Float[Tensor, "sequences rows vocab"], T]
 
 
 class Denoiser:
@@ -56,29 +61,47 @@ class Denoiser:
         forward.attention_probe = None if shift is None else shift.observe
 
     def run(self) -> Denoised:
-        """Denoise every block, and then correct every block where that is asked for."""
+        """Denoise every block, and then correct every block where that is asked for, with a forward for each step."""
+        steps = self.steps()
+        try:
+            ask = next(steps)
+            while True:
+                try:
+                    logits = ask.logits()
+                except ValueError as error:
+                    ask = steps.throw(error)
+                else:
+                    ask = steps.send(logits)
+        except StopIteration as done:
+            return done.value
+
+    def steps(self) -> "Asking[Denoised]":
+        """The same for who computes forwards by themselves: gives what it wants of the model, and is sent the logits,
+        or thrown the `ValueError` that the forward has ended with."""
+        began = time.perf_counter()
         if isinstance(self._inspector, CallInspector):
             self._inspector.begin(self.canvas, self.forward, self.policy)
-        self._denoise(final=self._correction is None)
+        yield from self._denoise(final=self._correction is None)
         if self._correction is not None:
             self.rule = self._correction
             self.canvas.reopen()
             self._ended = [False] * self.canvas.batch
-            self._denoise(final=True)
+            yield from self._denoise(final=True)
         self._result.updates = self.policy.updates
+        self._result.seconds = time.perf_counter() - began
         return self._result
 
-    def _denoise(self, *, final: bool) -> None:
+    def _denoise(self, *, final: bool) -> "Asking[None]":
         """Every block in turn; `final`: what has ended is done, its sequence leaves, and streamers hear of it."""
         for block in range(self.canvas.blocks):
-            self._denoise_block(block, final=final)
+            yield from self._denoise_block(block, final=final)
             self._result.block_ends.append(len(self._result.step_seconds))
             if all(self._ended):
                 break
             if final:
                 self._drop_ended()
 
-    def _denoise_block(self, block: int, *, final: bool) -> None:
+    def _denoise_block(self, block: int, *, final: bool) -> "Asking[None]":
         start, stop = self.canvas.block_span(block)
         shape = self._model.shape
         step = Step(
@@ -92,12 +115,12 @@ class Denoiser:
         while any(remaining):
             began = time.perf_counter()
             with span(Op.STEP):
-                remaining = self._step(step, remaining)
+                remaining = yield from self._step(step, remaining, final=final)
             self._result.step_seconds.append(time.perf_counter() - began)
             step = replace(step, number=step.number + 1, remasked=False)
         self._publisher.block(start, stop, self._ended, final=final)
 
-    def _step(self, step: Step, remaining: list[int]) -> list[int]:
+    def _step(self, step: Step, remaining: list[int], *, final: bool) -> "Asking[list[int]]":
         """One forward with its commit; the pending rows that each sequence is left with (0: it waits, or is done)."""
         canvas, result = self.canvas, self._result
         active = [count > 0 for count in remaining]
@@ -109,7 +132,7 @@ class Denoiser:
         with span(Op.POLICY):
             asked = self.policy.rows(step)
         rows = asked.rows if all(active) else asked.rows.only(here)
-        logits = self._logits(step, asked, rows, here)
+        logits = yield from self._logits(step, asked, rows, here)
         candidates = self._proposer.candidates(self.rule, step, logits, rows[asked.output], pending, remaining)
         if self._shift is not None:
             candidates = replace(candidates, shift=self._shift.shift)
@@ -125,12 +148,12 @@ class Denoiser:
             raise self._not_finite(step, broken, self._first_broken(step))
         self._ended = [was or now for was, now in zip(self._ended, ended, strict=True)]
         draft = None if isinstance(self.rule, RewritingState) else candidates
-        self._publisher.step(step.start, step.stop, self._ended, draft)
+        self._publisher.step(step.start, step.stop, self._ended, draft, final=final)
         return [0 if done else count for count, done in zip(left, self._ended, strict=True)]
 
     def _logits(
         self, step: Step, asked: StepRows, rows: Rows, here: Bool[Tensor, " batch"]
-    ) -> Float[Tensor, "batch rows vocab"]:
+    ) -> "Asking[Float[Tensor, 'batch rows vocab']]":
         """Logits of the output rows of `asked`, guided; `rows`: its rows, invalid in sequences that wait."""
         if self._shift is not None:
             # Another block's rows are of no use, and a refresh moves every row at once.
@@ -142,7 +165,10 @@ class Denoiser:
                 ids = self._guidance.ids(self.canvas, asked.guided)
                 fed = self._guidance.rows(rows, asked.guided, ids.device)
             try:
-                logits = self.forward.logits(ids, fed, asked.output, asked.program, clean=step.start)
+                logits = yield Ask(
+                    forward=self.forward, ids=ids, rows=fed, output=asked.output, program=asked.program,
+                    clean=step.start,
+                )  # fmt: skip
             except ValueError as error:  # clustering and codecs refuse rows that are not finite
                 if (found := self._first_broken(step)) is None:
                     raise

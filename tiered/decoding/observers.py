@@ -16,7 +16,8 @@ from tiered.policies.base import PolicyState, Step, StepKind
 @runtime_checkable
 class Streamer(Protocol):
     """In the shape of transformers' streamers: ids come as CPU tensors [batch, n]. A `put_draft` method is called too,
-    where there is one, after every forward: with the block, proposals where nothing is fixed."""
+    where there is one, after every forward: with the block, proposals where nothing is fixed. And so is `put_open`:
+    with the block as it is on the canvas, and a mask, True where that may still change."""
 
     def put(self, value: Int[Tensor, "batch columns"]) -> None:
         """The prompts first, then every block once it is final, up to where the last of its sequences ends."""

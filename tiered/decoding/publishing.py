@@ -67,16 +67,19 @@ class Publisher:
         self.stop_at_eos = stop_at_eos
         self._canvas, self._streamer = canvas, streamer
         self._put_draft = getattr(streamer, "put_draft", None)
+        self._put_open = getattr(streamer, "put_open", None)
         self._eos, self._pad = model.eos_token_id, model.pad_token_id
         self._keeps_history = output_history
         if output_history:
             self.result.history.append(self._snapshot())
 
     @spanned(Op.PUBLISH)
-    def step(self, start: int, stop: int, ended: list[bool], candidates: Candidates | None) -> None:
+    def step(
+        self, start: int, stop: int, ended: list[bool], candidates: Candidates | None, *, final: bool = True
+    ) -> None:
         """Tell what a step has changed in the block from column `start` to `stop`; `candidates`, where tokens are fixed
-        once for all, are its draft."""
-        if not self._keeps_history and self._put_draft is None:
+        once for all, are its draft. `final`: what is fixed stays so."""
+        if not self._keeps_history and self._put_draft is None and self._put_open is None:
             return
         self.publish(start, stop, ended)
         if self._keeps_history and not torch.equal(state := self._snapshot(), self.result.history[-1]):
@@ -87,6 +90,12 @@ class Publisher:
             if candidates is not None:
                 draft[numbers] = candidates.tokens.where(candidates.pending, draft[numbers])
             self._put_draft(draft.cpu())
+        if self._put_open is not None:
+            pending = self._canvas.pending(start, stop)
+            still = torch.zeros(len(self.result.answers), stop - start, dtype=torch.bool)
+            still[self._canvas.numbers] = pending.cpu() if final else True
+            first = start - self._canvas.prompt_length
+            self._put_open(self.result.answers[:, first : first + stop - start].cpu(), still)
 
     def block(self, start: int, stop: int, ended: list[bool], *, final: bool) -> None:
         """A block is over; with `final` it stays as it is."""

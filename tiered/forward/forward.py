@@ -52,6 +52,18 @@ AttentionProbe = Callable[[Rows, Tensor, Tensor, Tensor | None], None]
 RowsProbe = Callable[[Rows, int], None]
 # Called with the branches of a part of the rows.
 BranchKeeper = Callable[[Feature, slice, Tensor], None]
+# Called with how many rows, of all sequences together.
+Between = Callable[[int], None]
+PIECES = 3  # of a layer
+
+
+def head(model: DiffusionModel, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows vocab"]:
+    """float32 logits of what the last layer puts out, which is scratch space afterwards; NaN where a row has no finite
+    norm."""
+    # The last norm would make zeros of a row whose own norm float32 cannot hold, and its logits would be equal: a token
+    # like any other. Such a row is NaN from here on; to all others this adds 0.
+    hidden.add_(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32).mul_(0))
+    return model.logits(hidden)
 
 
 @spanned(Op.RESIDUAL)
@@ -74,6 +86,8 @@ class Forward:
         rows_computed: rows of each sequence that went through a layer in the last step, on average over layers.
         attention_probe: sees what the last layer's attention is made of, whenever rows go through it; None: none.
         rows_probe: hears, in every layer, whose keys and values are computed anew; None: none.
+        between: called whenever rows have gone through one of a layer's `PIECES`; what it runs must use another store.
+            None: nothing runs in the middle of a forward.
 
     `dense` is the layer of a plain step. It is built from the pieces below it, which a policy's own layer program may
     call as well, in another order or over other rows.
@@ -100,12 +114,13 @@ class Forward:
         self.ids: Int[Tensor, "batch length"] | None = None
         self.clean: int | Int[Tensor, " batch"] = 0
         self.rows_computed = 0.0
-        self._weights = weights
+        self._weights, self._layer = weights, 0
         self._rotary = model.rotary(positions)
         self._key_mask, self._first = None if key_mask is None else key_mask[:, None, None, :], first
         self._sequences: int | None = None  # that the step under way goes over, the first ones; None: all
         self.attention_probe: AttentionProbe | None = None
         self.rows_probe: RowsProbe | None = None
+        self.between: Between | None = None
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending)."""
@@ -127,9 +142,7 @@ class Forward:
         """float32 logits of `rows[output]` after all layers, NaN where a row has no finite norm; every layer goes
         through `program` (None: `dense`). A step over the first sequences alone leaves the others' cache as it is.
         `clean`: see the attribute."""
-        self.ids, self.clean = ids, clean
-        self._sequences = len(ids)
-        self.store.narrow(len(ids))
+        self.begin(ids, clean)
         flow = Flow(rows, self.model.embed(rows.columns(ids)), output)
         layers, computed = self.model.shape.layers, 0
         for layer in range(layers):
@@ -139,11 +152,13 @@ class Forward:
                 flow = program(self, layer, flow) if program else self.dense(layer, flow)
             computed += entered if flow.computed is None else flow.computed
         self.rows_computed = computed / layers
-        hidden = flow.hidden[:, flow.output]
-        # The last norm would make zeros of a row whose own norm float32 cannot hold, and its logits would be equal: a
-        # token like any other. Such a row is NaN from here on; to all others this adds 0.
-        hidden.add_(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32).mul_(0))
-        return self.model.logits(hidden)
+        return head(self.model, flow.hidden[:, flow.output])
+
+    def begin(self, ids: Int[Tensor, "batch length"], clean: int | Int[Tensor, " batch"] = 0) -> None:
+        """A step over the sequences of `ids` comes; `clean`: see the attribute."""
+        self.ids, self.clean = ids, clean
+        self._sequences = len(ids)
+        self.store.narrow(len(ids))
 
     def enter(self, layer: int) -> None:
         """Let the weights of `layer` be there, which is used from now on, and no other until the next is entered.
@@ -151,6 +166,7 @@ class Forward:
         Raises:
             RecordLostError, TransferError: a copy between the tiers failed.
         """
+        self._layer = layer
         if self._weights is not None:
             self._weights.enter(layer)
 
@@ -178,6 +194,7 @@ class Forward:
         for part in parts:
             normed = self.model.attention_norm(layer, hidden[:, part])
             self.write_keys_values(layer, rows[part], normed)
+            self._passed(part, len(hidden))
         return normed if len(parts) == 1 else None
 
     def attend(
@@ -206,6 +223,7 @@ class Forward:
                 keep(Feature.ATTN_OUT, part, branch)
             add_branch(hidden, part, branch)
             del branch  # not held while the next part's is made
+            self._passed(part, len(hidden))
 
     def mlp(self, layer: int, hidden: Float[Tensor, "batch rows width"], *, keep: BranchKeeper | None = None) -> None:
         """Add the branch of the MLP to `hidden`, in place, and show it to `keep`."""
@@ -215,6 +233,12 @@ class Forward:
                 keep(Feature.FFN_OUT, part, branch)
             add_branch(hidden, part, branch)
             del branch
+            self._passed(part, len(hidden))
+
+    def _passed(self, part: slice, batch: int) -> None:
+        if self.between is not None:
+            self.between((part.stop - part.start) * batch)
+            self.enter(self._layer)  # others may have entered theirs
 
     def parts(self, rows: int, batch: int) -> list[slice]:
         """Slices of `rows` rows of each of `batch` sequences: what passes a layer at a time."""
@@ -223,9 +247,18 @@ class Forward:
     @spanned(Op.QKV)
     def write_keys_values(self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]) -> None:
         """Project `normed` (see `DiffusionModel.attention_norm`) to keys and values, and store them at `rows`."""
+        self.store_keys_values(layer, rows, *self.model.keys_values(layer, normed, self.rotary.at(rows)))
+
+    def store_keys_values(
+        self,
+        layer: int,
+        rows: Rows,
+        keys: Float[Tensor, "batch kv_heads rows head_dim"],
+        values: Float[Tensor, "batch kv_heads rows head_dim"],
+    ) -> None:
+        """Store `keys`, rotated, and `values` at `rows`."""
         if self.rows_probe is not None:
-            self.rows_probe(rows, len(normed))
-        keys, values = self.model.keys_values(layer, normed, self.rotary.at(rows))
+            self.rows_probe(rows, len(keys))
         self.store.write(Feature.KEY, layer, rows, keys)
         self.store.write(Feature.VALUE, layer, rows, values)
 
@@ -233,10 +266,15 @@ class Forward:
         self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch rows width"]:
         """`ATTN_OUT` of `rows` over everything that the layer's store holds."""
-        queries = self.queries(layer, rows, normed)
+        return self.model.attention_out(layer, self.mixed(layer, rows, self.queries(layer, rows, normed)))
+
+    def mixed(
+        self, layer: int, rows: Rows, queries: Float[Tensor, "batch heads rows head_dim"]
+    ) -> Float[Tensor, "batch rows heads_width"]:
+        """`attended`, which the probe sees in the last layer."""
         if self.attention_probe is not None and layer == self.model.shape.layers - 1:
             self.attention_probe(rows, queries, self.keys(layer), self._mask)
-        return self.model.attention_out(layer, self.attended(layer, rows, queries))
+        return self.attended(layer, rows, queries)
 
     @spanned(Op.ATTENTION)
     def attended(

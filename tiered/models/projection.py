@@ -11,7 +11,7 @@ from tiered.kernels.weight_product_ref import weight_product
 
 # Row counts at which a CPU's matrix product is 1.2 to 1.9 times faster with the weight as its left factor (float32,
 # widths 512 to 4096, MKL on AVX2); below and above it makes no difference or loses. CUDA's library chooses for itself.
-_FEW_ROWS = range(16, 257)
+FEW_ROWS = range(16, 257)
 
 
 def project(
@@ -23,6 +23,6 @@ def project(
         return for_device(weight_product, hidden.device)(hidden.flatten(0, -2), weight).unflatten(0, rows)
     # A weight of a package may be a tensor of a class of its own, which may be a right factor alone.
     plain = type(weight) in (Tensor, Parameter)
-    if plain and hidden.is_cpu and rows.numel() in _FEW_ROWS:
+    if plain and hidden.is_cpu and rows.numel() in FEW_ROWS:
         return (weight @ hidden.flatten(0, -2).t()).t().unflatten(0, rows)
     return F.linear(hidden, weight)

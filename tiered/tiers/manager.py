@@ -283,6 +283,11 @@ class TierManager:
         stats.pinned = host.pinned
         return stats
 
+    def ended(self) -> TierStats:
+        """`stats` once every copy has ended."""
+        self.synchronize()
+        return self.stats()
+
     def restart_stats(self) -> None:
         """Forget what happened so far."""
         self.progress()

@@ -1,0 +1,54 @@
+"""Text of an answer as far as it is final: whole characters, stop strings held back, ends."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from tiered.serving.answer_text import AnswerText
+
+END = 0
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of UTF-8, and 0 the end."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def text_of(stop: Sequence[str] = (), most: int | None = None) -> AnswerText:
+    return AnswerText(cast(Any, Bytes()), eos_token_id=END, stop=stop, most=most)
+
+
+@pytest.mark.parametrize(
+    ("stop", "most", "parts", "given", "ended", "tokens"),
+    [
+        ((), None, ["ab", "c"], ["ab", "c", ""], "length", 3),
+        ((), None, ["ab\0cd"], ["ab", ""], "stop", 2),
+        ((), 3, ["ab", "cd", "e"], ["ab", "c", "", ""], "length", 3),
+        (("cd",), None, ["abc", "x", "cdy", "z"], ["ab", "cx", "", "", ""], "stop", 4),
+        (("cd",), None, ["abc"], ["ab", "c"], "length", 3),
+        (("yz", "b"), None, ["ayz"], ["a", ""], "stop", 1),
+        (("ab",), None, ["a", "a", "b"], ["", "a", "", ""], "stop", 1),
+        (("ab",), None, ["ab"], ["", ""], "stop", 1),
+        (("\n\n",), None, ["x\n", "\ny"], ["x", "", ""], "stop", 1),
+        (("c",), 3, ["abc"], ["ab", ""], "stop", 2),
+    ],
+)
+def test_what_is_given_out(
+    stop: Sequence[str], most: int | None, parts: list[str], given: list[str], ended: str, tokens: int
+):
+    text = text_of(stop, most)
+    assert [text.put(part.encode()) for part in parts] + [text.end()] == given
+    assert (text.text, text.ended, text.tokens) == ("".join(given), ended, tokens)
+
+
+def test_half_a_character_waits_for_its_rest():
+    text, letters = text_of(), "é€".encode()
+    assert [text.put(letters[:1]), text.put(letters[1:4]), text.put(letters[4:])] == ["", "é", "€"]
+
+
+def test_half_a_character_at_the_end_is_shown_as_such():
+    text = text_of()
+    assert text.put("aé".encode()[:2]) == "a" and text.end() == "\N{REPLACEMENT CHARACTER}"

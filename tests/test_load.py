@@ -1,0 +1,47 @@
+"""The study `load`: what many clients get is what each gets alone, and its tables."""
+
+from typing import Any
+
+import pytest
+from measuring.study import points_of, study_named
+from workloads.subjects import local
+
+import tiered
+from tiered.embedded import tasks
+
+load = study_named("load")
+COMMON = {"device": "cpu", "threads": 1, "seed": 0}
+
+
+def rows_of(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """What is measured, as a table has it."""
+    whole = {**load.AXES, **axes}
+    return [
+        {"point": point.key, "run": 0, "status": "ok"} | dict(point.settings) | row
+        for point in points_of(load, whole, COMMON)
+        for row in load.measure(point.settings, **local(whole))
+    ]
+
+
+def test_clients_share_forwards_and_get_the_same_tokens():
+    rows = rows_of({"clients": [4], "requests": [4], "answer": [64]})
+    runtime = tiered.from_pretrained("embedded", policy="fast_dllm_dual")
+    asked = [tasks.sample("long_lookup", "test", number, size=256).prompt for number in range(4)]
+    outs = [runtime.generate(prompt, max_new_tokens=64) for prompt in asked]
+    assert [row["way"] for row in rows] == ["one at a time", "together"]
+    assert {row["tokens"] for row in rows} == {sum(out.timings.tokens for out in outs)}
+    assert rows[0]["forwards"] == sum(out.num_forwards for out in outs) > 2 * rows[1]["forwards"]
+    for row in rows:
+        assert 0 < row["first_p50_ms"] < row["end_p50_ms"] <= row["end_p99_ms"] <= 1e3 * row["seconds"]
+        assert 0 < row["own_share"] < 1
+    lines = load.tables(rows)["load"].splitlines()
+    assert len(lines) == 4 and "4 clients, `fast_dllm_dual`, together" in lines[3]
+
+
+def test_a_pass_in_chunks_has_steps_in_between():
+    cut, whole = rows_of({"part": ["join"], "rows": [128, 0], "context": [600], "answer": [32]})
+    assert cut["steps"] >= 4 and whole["steps"] == 1
+    assert cut["gap_p50_ms"] <= cut["gap_p99_ms"] <= cut["gap_max_ms"] < cut["first_pass_ms"]
+    assert len(load.tables([cut, whole])["load_join"].splitlines()) == 4
+    with pytest.raises(ValueError, match="did you mean 'join'"):
+        points_of(load, {**load.AXES, "part": ["jion"]}, COMMON)

@@ -1,0 +1,126 @@
+"""What the bodies of OpenAI's endpoints may say: read under our names, or refused by theirs."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tiered.serving.openai_fields import Limits, RefusedBody, Wanted, read_body, read_json
+
+HELLO = [{"role": "user", "content": "hello"}]
+PARTS = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
+LIMITS = Limits(answer_tokens=100, choices=4)
+
+
+def read(*, chat: bool = True, **body: Any) -> Wanted:
+    source = {"messages": HELLO} if chat else {"prompt": "hello"}
+    return read_body(source | body, chat=chat, defaults={"steps": 8}, limits=LIMITS, mask_token_id=3)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, {"options": {"steps": 8}, "n": 1, "seed": None, "most": None, "stop": [], "stream": False}),
+        ({"max_tokens": 20}, {"options": {"steps": 8, "max_new_tokens": 20}, "most": 20}),
+        ({"max_completion_tokens": 70}, {"options": {"steps": 8, "max_new_tokens": 96}, "most": 70}),
+        ({"max_tokens": 20, "block_length": 8}, {"options": {"steps": 8, "block_length": 8, "max_new_tokens": 24}}),
+        ({"max_new_tokens": 64}, {"options": {"steps": 8, "max_new_tokens": 64}, "most": None}),
+        ({"gen_length": 64, "threshold": 0.9}, {"most": None}),
+        ({"steps": 4, "temperature": 0.5, "top_p": 0.9}, {"options": {"steps": 4, "temperature": 0.5, "top_p": 0.9}}),
+        ({"seed": 5, "n": 3, "user": "me", "metadata": {"a": "b"}}, {"seed": 5, "n": 3}),
+        ({"stop": "x"}, {"stop": ["x"]}),
+        ({"stop": None, "logprobs": None, "tools": [], "logit_bias": {}, "presence_penalty": 0.0}, {"stop": []}),
+        (
+            {"stream": True, "stream_options": {"include_usage": True, "include_drafts": True}},
+            {"stream": True, "usage": True, "drafts": True},
+        ),
+        (
+            {"messages": [{"role": "developer", "content": "x"}, *HELLO]},
+            {"prompts": [[{"role": "system", "content": "x"}, *HELLO]]},
+        ),
+        (
+            {"messages": [{"role": "user", "content": PARTS}]},
+            {"prompts": [HELLO]},
+        ),
+        ({"messages": [{**HELLO[0], "type": "text", "name": "me", "tool_calls": None}]}, {"prompts": [HELLO]}),
+    ],
+)  # fmt: skip
+def test_what_is_read(body: dict[str, Any], expected: dict[str, Any]):
+    wanted = read(**body)
+    assert {name: getattr(wanted, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[[1, 2]]]), ([[1, 2], [3]], [[[1, 2]], [[3]]])],
+)
+def test_the_prompts_of_completions(prompt: object, prompts: list[object]):
+    wanted = read(chat=False, prompt=prompt)
+    assert wanted.raw
+    assert [each.tolist() if isinstance(each, torch.Tensor) else each for each in wanted.prompts] == prompts
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "words"),
+    [
+        ({"maxtokens": 5}, "maxtokens", "did you mean 'max_tokens'"),
+        ({"qqqqqqqq": 5}, "qqqqqqqq", "unknown field 'qqqqqqqq'$"),
+        ({"logprobs": True}, "logprobs", "not served here, and not ignored"),
+        ({"logprobs": 0}, "logprobs", "not served"),
+        ({"tools": [{"type": "function"}]}, "tools", "not served"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not served"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "not served"),
+        ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs", "not served"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not served"),
+        ({"output_history": True}, "output_history", "not served"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "not served"),
+        ({"model": 5}, "model", "model = 5 is no string"),
+        ({"n": 0}, "n", "n = 0"),
+        ({"n": 5}, "n", "are 5; at most 4"),
+        ({"n": True}, "n", "n = True"),
+        ({"seed": -1}, "seed", "seed = -1"),
+        ({"seed": 1.5}, "seed", "seed = 1.5"),
+        ({"stream": 1}, "stream", "stream = 1"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "beside stream = true"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options", "has no 'usage'"),
+        ({"stop": ["a"] * 5}, "stop", "stop has 5 strings"),
+        ({"stop": ""}, "stop", "1 to 256 characters"),
+        ({"stop": [1]}, "stop", "list of strings"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens = 0"),
+        ({"max_tokens": 101}, "max_tokens", "at most 100"),
+        ({"max_new_tokens": 128}, "max_new_tokens", "at most 100"),
+        ({"max_tokens": 10, "max_completion_tokens": 20}, "max_completion_tokens", "different lengths"),
+        ({"max_tokens": 10, "block_length": 0}, "block_length", "block_length = 0"),
+        ({"steps": 4, "diffusion_steps": 5}, None, "steps"),
+        ({"messages": []}, "messages", "with a message"),
+        ({"messages": "hello"}, "messages", "with a message"),
+        ({"messages": ["hello"]}, "messages", "a message is an object"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "role = 'tool'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages", "content is text"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "no file"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages", "tool_calls in a"),
+        ({"prompt": "hello"}, "prompt", "unknown field 'prompt'"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_by_name(body: dict[str, Any], field: str | None, words: str):
+    with pytest.raises(RefusedBody, match=words) as refused:
+        read(**body)
+    assert (refused.value.field, refused.value.status) == (field, 400)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], [1, "a"], {"a": 1}, [[1], "a"], [-1], [True]])
+def test_bad_prompts_of_completions(prompt: object):
+    if prompt == "":  # the runtime says what is wrong with it
+        assert read(chat=False, prompt=prompt).prompts == [""]
+        return
+    with pytest.raises(RefusedBody, match="prompt is a string"):
+        read(chat=False, prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff", b"[]", b"5", b"[" * 100_000, b'{"a":' + b"9" * 5000 + b"}", b'{"a": NaN,']
+)
+def test_what_is_no_json_object(body: bytes):
+    with pytest.raises(RefusedBody):
+        read_json(body)

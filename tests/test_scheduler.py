@@ -1,0 +1,305 @@
+"""Continuous batching: whoever shares its batch, a request is answered as it would be alone; budget, turns and ends."""
+
+import random
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiered
+from tiered.core.budget import MemoryBudget
+from tiered.core.errors import NonFiniteError, TierCapacityError
+from tiered.core.features import Tier
+from tiered.core.ledger import Ledger
+from tiered.models.base import DiffusionModel
+from tiered.output import GenerationOutput
+from tiered.policies.registry import make_policy
+from tiered.runtime import Runtime
+from tiered.serving.counts import Work
+from tiered.serving.request import CancelledRequest, LateRequest, Request, State
+from tiered.serving.scheduler import BusyError, ClosedError, Scheduler
+
+GOLDENS = Path(__file__).parent / "goldens"
+CHECKPOINTS = {
+    "llada": "llada/llada_tiny_gqa",
+    "dream": "dream/dream_tiny",
+    "gidd": "gidd/gidd_tiny_unif",
+}
+# What requests may ask for, by whether the model knows masks. Steps of 16 rows or more are shared; those of 6 go alone.
+MASKS: list[dict[str, Any]] = [
+    {"max_new_tokens": 32, "block_length": 16, "steps": 8},
+    {"max_new_tokens": 48, "block_length": 16, "confidence_threshold": 0.3},
+    {"max_new_tokens": 32, "block_length": 32, "factor": 1.0},
+    {"max_new_tokens": 16, "temperature": 0.8, "top_k": 20, "steps": 4},
+    {"max_new_tokens": 32, "block_length": 16, "remasking": "random", "steps": 8},
+    {"max_new_tokens": 16, "cfg_scale": 0.7, "steps": 4},
+    {"max_new_tokens": 12, "block_length": 6, "steps": 4},
+]
+DRIFT = {"confidence_threshold": 0.8, "early_threshold": 0.2, "drift_slope": 0.1, "drift_ceiling": 9.0}
+UNIFORM: list[dict[str, Any]] = [
+    {"max_new_tokens": 32, "block_length": 16, "tokens_per_step": 4, "block_steps": 4},
+    {"max_new_tokens": 32, "block_length": 16, "commit": "ancestral", "block_steps": 3},
+    {"max_new_tokens": 16, "tokens_per_step": 4, "block_steps": 2, "correction_steps": 2},
+]
+# A policy is one row: a family whose requests run under it, and whether its steps are such as several share.
+POLICIES: list[tuple[str, str, dict[str, Any], bool]] = [
+    ("llada", "none", {}, True),
+    ("llada", "fast_dllm_dual", {}, True),
+    ("llada", "fast_dllm_prefix", {"refresh_interval": 3}, True),
+    ("llada", "polestar", {"clusters": 4, "top_m": 2, "update_threshold": 8}, True),
+    ("llada", "dkv_decode", {}, True),
+    ("llada", "dllm_cache", {}, False),
+    ("llada", "elastic_cache", {}, False),
+    ("dream", "fast_dllm_dual", {}, True),
+    ("gidd", "fast_dllm_dual", {}, True),
+]
+_LOADED: dict[str, Runtime] = {}
+
+
+def runtime_of(family: str, policy: str, options: Mapping[str, Any]) -> Runtime:
+    if family not in _LOADED:
+        _LOADED[family] = tiered.from_pretrained(GOLDENS / CHECKPOINTS[family], dtype="float32")
+    return _LOADED[family].with_policy(policy, **options)
+
+
+def asking(runtime: Runtime, generator: random.Random) -> dict[str, Any]:
+    """What a request asks for, at random."""
+    uniform = runtime.model.shape.noise == "uniform"
+    options = dict(generator.choice(UNIFORM if uniform else MASKS))
+    if not uniform and generator.random() < 0.1:
+        options |= DRIFT
+        options = {name: value for name, value in options.items() if name not in ("steps", "factor", "remasking")}
+    ids = torch.tensor([[generator.randrange(480) for _ in range(generator.choice([3, 16, 33, 47]))]])
+    return {"inputs": ids, "seed": generator.randrange(1000), **options}
+
+
+def held(runtime: Runtime) -> dict[Tier, int]:
+    return {tier: runtime.ledger.held(tier) - runtime.ledger.idle(tier) for tier in Tier}
+
+
+def check_arrivals(runtime: Runtime, *, requests: int, max_prefill_rows: int, shares: bool) -> None:
+    """Requests come and are cancelled at random; those that end are each as alone, and nothing is left behind."""
+    generator, before = random.Random(requests), held(runtime)
+    scheduler = Scheduler(runtime, max_running=6, max_prefill_rows=max_prefill_rows)
+    sent: list[tuple[dict[str, Any], Request]] = []
+    while len(sent) < requests or scheduler.running or scheduler.waiting:
+        if len(sent) < requests and generator.random() < 0.7:
+            wanted = asking(runtime, generator)
+            sent.append((wanted, scheduler.submit(runtime.ask(**wanted))))
+        if sent and generator.random() < 0.03:
+            generator.choice(sent)[1].cancel()
+        scheduler.step()
+    done = [(wanted, request.output) for wanted, request in sent if request.output is not None]
+    for wanted, output in done:
+        alone = runtime.generate(**wanted)
+        assert output is not None
+        assert torch.equal(output.sequences, alone.sequences), wanted
+        assert (output.num_forwards, output.passes) == (alone.num_forwards, alone.passes)
+    assert len(done) > requests / 2
+    assert all(isinstance(request.error, CancelledRequest) for _, request in sent if request.output is None)
+    assert held(runtime) == before
+    runtime.ledger.check_integrity()
+    assert (scheduler.counts.forwards < scheduler.counts.taken) == shares
+
+
+@pytest.mark.parametrize(("family", "policy", "options", "shares"), POLICIES)
+def test_a_request_is_answered_as_it_would_be_alone(family: str, policy: str, options: dict[str, Any], shares: bool):
+    check_arrivals(runtime_of(family, policy, options), requests=8, max_prefill_rows=512, shares=shares)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "policy", "options", "shares"), POLICIES)
+def test_two_hundred_requests_are_each_answered_as_alone(
+    family: str, policy: str, options: dict[str, Any], shares: bool
+):
+    check_arrivals(runtime_of(family, policy, options), requests=200, max_prefill_rows=64, shares=shares)
+
+
+class Heard:
+    """A streamer that keeps what it is told, and counts forwards."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.forwards = self.ends = 0
+        self.each: Callable[[], None] | None = None
+
+    def put(self, value: Tensor) -> None:
+        self.parts.append(value)
+
+    def put_open(self, value: Tensor, still: Tensor) -> None:
+        assert value.shape == still.shape
+        self.forwards += 1
+        if self.each is not None:
+            self.each()
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+def ids_of(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 480, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_those_that_run_have_their_steps_while_a_long_prompt_has_its_first_pass():
+    runtime = runtime_of("llada", "fast_dllm_dual", {})
+    prompt = {"inputs": ids_of(180), "max_new_tokens": 32}
+    short = {"inputs": ids_of(8, 1), "max_new_tokens": 64, "block_length": 32}
+    alone = [runtime.generate(**each) for each in (short, prompt)]
+    scheduler, heard, late = Scheduler(runtime, max_prefill_rows=40), Heard(), Heard()
+    first = scheduler.submit(runtime.ask(**short), streamer=heard)
+    scheduler.step()
+    second = scheduler.submit(runtime.ask(**prompt), streamer=late)
+    before = heard.forwards
+    scheduler.step()
+    # In the round one step, and one whenever 40 rows times three layers have passed: 212 rows pass each but the last,
+    # which has queries of the block alone.
+    assert (heard.forwards - before, late.forwards) == (1 + 3, 1)
+    scheduler.run()
+    for request, expected in zip((first, second), alone, strict=True):
+        assert request.output is not None and torch.equal(request.output.sequences, expected.sequences)
+    assert torch.equal(torch.cat(heard.parts, dim=1), alone[0].sequences) and heard.ends == 1
+
+
+def test_the_long_take_turns():
+    runtime = runtime_of("llada", "none", {})
+    scheduler, heard = Scheduler(runtime, max_prefill_rows=64), [Heard() for _ in range(3)]
+    for number, each in enumerate(heard):
+        scheduler.submit(runtime.ask(ids_of(100, number), max_new_tokens=16), streamer=each)
+    for _ in range(6):
+        scheduler.step()
+    assert [each.forwards for each in heard] == [2, 2, 2]
+    scheduler.close(cancel=True)
+
+
+def budgeted(model: DiffusionModel, calls: float) -> Runtime:
+    """A runtime of `model` with room for so many calls of 16 tokens behind 20."""
+    free = Runtime(model, policy=make_policy("none"))
+    peak = free.generate(ids_of(20) % 120, max_new_tokens=16).memory.tiers[Tier.DEVICE].peak
+    return Runtime(model, policy=make_policy("none"), ledger=Ledger(MemoryBudget(device=int(calls * peak))))
+
+
+def test_the_budget_admits(tiny_model: DiffusionModel):
+    runtime = budgeted(tiny_model, 2.5)
+    scheduler, asked = Scheduler(runtime), runtime.ask(ids_of(20) % 120, max_new_tokens=16)
+    requests = [scheduler.submit(asked) for _ in range(5)]
+    scheduler.step()
+    assert (scheduler.running, scheduler.waiting) == (2, 3)
+    assert [request.state for request in requests] == [State.RUNNING] * 2 + [State.WAITING] * 3
+    with pytest.raises(TierCapacityError) as refused:
+        scheduler.submit(runtime.ask(ids_of(150) % 120, max_new_tokens=96))
+    assert (
+        refused.value.tier is Tier.DEVICE
+        and refused.value.needed > refused.value.available == runtime.ledger.budget.device
+    )
+    scheduler.run()
+    assert all(request.state is State.DONE for request in requests) and not any(held(runtime).values())
+
+
+def test_as_many_wait_as_may_and_a_closed_one_takes_none(tiny_model: DiffusionModel):
+    runtime = budgeted(tiny_model, 9)
+    scheduler, asked = (
+        Scheduler(runtime, max_running=1, max_waiting=2),
+        runtime.ask(ids_of(20) % 120, max_new_tokens=16),
+    )
+    first = scheduler.submit(asked)
+    scheduler.step()
+    ended: list[Request] = []
+    waiting = [scheduler.submit(asked, on_end=ended.append) for _ in range(2)]
+    with pytest.raises(BusyError, match="2 requests wait; at most 2 may"):
+        scheduler.submit(asked)
+    scheduler.drain("going")
+    assert ended == waiting and all(isinstance(request.error, ClosedError) for request in waiting)
+    with pytest.raises(ClosedError, match="going"):
+        scheduler.submit(asked)
+    scheduler.close()
+    assert first.state is State.DONE and not any(held(runtime).values())
+
+
+def test_one_that_fails_takes_nobody_with_it(tiny_model: DiffusionModel):
+    tiny_model.get_parameter("wte.weight")[100] = torch.inf
+    runtime = Runtime(tiny_model, policy=make_policy("fast_dllm_dual"))
+    good, bad = ids_of(20) % 99, torch.full((1, 20), 100)
+    alone = runtime.generate(good, max_new_tokens=16)
+    scheduler = Scheduler(runtime)
+
+    def raises() -> None:
+        raise ConnectionError("nobody listens")
+
+    broken = Heard()
+    broken.each = raises
+    first, wrong, second, deaf = (
+        scheduler.submit(runtime.ask(ids, max_new_tokens=16), streamer=streamer)
+        for ids, streamer in ((good, None), (bad, None), (good, None), (good, broken))
+    )
+    scheduler.run()
+    assert isinstance(wrong.error, NonFiniteError) and isinstance(deaf.error, ConnectionError)
+    for request in (first, second):
+        assert request.output is not None and torch.equal(request.output.sequences, alone.sequences)
+    assert not any(held(runtime).values())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "state", "error"), [(None, State.CANCELLED, CancelledRequest), (0.0, State.LATE, LateRequest)]
+)
+def test_one_in_the_middle_of_its_first_pass_can_leave(seconds: float | None, state: State, error: type[Exception]):
+    runtime = runtime_of("llada", "fast_dllm_dual", {})
+    before, heard = held(runtime), Heard()
+    scheduler = Scheduler(runtime, max_prefill_rows=48)
+    scheduler.submit(runtime.ask(ids_of(8), max_new_tokens=32), streamer=heard)
+    scheduler.step()
+    request = scheduler.submit(runtime.ask(ids_of(180), max_new_tokens=32))
+    request._seconds = seconds
+    heard.each = request.cancel if seconds is None else None
+    scheduler.step()
+    assert request.state is state and isinstance(request.error, error) and request.output is None
+    scheduler.run()
+    assert held(runtime) == before
+
+
+def test_threads_submit_and_the_scheduler_has_its_own():
+    runtime = runtime_of("llada", "fast_dllm_dual", {})
+    asked = [runtime.ask(ids_of(20, seed), max_new_tokens=32) for seed in range(6)]
+    outputs: dict[int, GenerationOutput | None] = {}
+    with Scheduler(runtime) as scheduler:
+
+        def send(number: int) -> None:
+            over = threading.Event()
+            request = scheduler.submit(asked[number], on_end=lambda _: over.set())
+            assert over.wait(60)
+            outputs[number] = request.output
+
+        threads = [threading.Thread(target=send, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        own = scheduler.counts.clock.seconds
+        assert own[Work.MODEL] > own[Work.OWN] > 0
+    for number in range(6):
+        output = outputs[number]
+        assert output is not None
+        assert torch.equal(output.sequences, runtime.generate(ids_of(20, number), max_new_tokens=32).sequences)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"max_running": 0}, ValueError, "max_running = 0; an int of at least 1"),
+        ({"max_waiting": "many"}, TypeError, "max_waiting = 'many'"),
+        ({"max_prefill_rows": 0}, ValueError, "max_prefill_rows = 0"),
+        ({"seconds": -1.0}, ValueError, "seconds = -1.0"),
+    ],
+)
+def test_bad_numbers_are_named(options: dict[str, Any], error: type[Exception], words: str):
+    with pytest.raises(error, match=words):
+        Scheduler(runtime_of("llada", "none", {}), **options)
+
+
+def test_a_request_is_one_prompt():
+    runtime = runtime_of("llada", "none", {})
+    with pytest.raises(ValueError, match="one prompt, not 2"):
+        Scheduler(runtime).submit(runtime.ask(ids_of(8).repeat(2, 1), max_new_tokens=16))

@@ -1,0 +1,111 @@
+"""`tiered serve`: a checkpoint behind OpenAI's endpoints."""
+
+import argparse
+import os
+import sys
+
+from tiered.cli.call import CommandParser, load_runtime
+from tiered.cli.memory_options import add_memory_options
+from tiered.cli.model_options import add_model_options
+from tiered.cli.policy_options import add_policy_options
+from tiered.core.extras import Extra
+
+KEY = "TIERED_API_KEY"
+DESCRIPTION = f"""Serve a checkpoint: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and at / a
+page that shows the canvas. Requests share forwards, and each is answered as it would be alone. Options of `generate`
+given here are the defaults of requests. With {KEY} set, requests bear it."""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction") -> None:
+    """Enter the command."""
+    parser: CommandParser = subparsers.add_parser(
+        "serve", help="answer requests over HTTP, as OpenAI's API does", description=DESCRIPTION
+    )
+    parser.add_argument("model", metavar="MODEL", help="directory, id of a downloaded model, or 'embedded'")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at (default: %(default)s, this machine alone)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, help="port to listen at; 0: a free one (default: %(default)s)"
+    )
+    parser.add_argument("--name", help="name of the model for clients (default: MODEL)")
+    limits = parser.add_argument_group("limits")
+    for flag, default, text in (
+        ("--max-running", 16, "requests that are denoised at a time, if the budget has room"),
+        ("--max-waiting", 256, "requests that wait; more are refused"),
+        ("--max-prefill-rows", 512, "rows of a long prompt that others wait for at most before their next step"),
+        ("--max-body", 1 << 20, "bytes of a body"),
+        ("--max-prompt-tokens", None, "tokens of a prompt"),
+        ("--max-answer-tokens", 4096, "tokens of an answer"),
+        ("--max-choices", 16, "answers of a request"),
+    ):
+        told = text if default is None else f"{text} (default: %(default)s)"
+        limits.add_argument(flag, type=int, default=default, metavar="N", help=told)
+    limits.add_argument(
+        "--seconds", type=float, default=600.0, help="of a request, waiting included (default: %(default)s)"
+    )
+    limits.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS",
+        help="that running requests have to end once the server is told to (default: %(default)s)",
+    )  # fmt: skip
+    add_policy_options(parser)
+    add_memory_options(parser)
+    add_model_options(parser)
+    parser.add_argument("--no-stop-at-eos", action="store_true", help="denoise every block, as the official scripts do")
+
+    def late(parser: argparse.ArgumentParser) -> None:
+        from tiered.cli.option_flags import add_option_flags
+
+        add_option_flags(parser)
+
+    parser.late = late
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    with Extra("serve"):
+        from tiered.serving.server import LOCAL, Server, Service, listen
+    from tiered.cli.option_flags import generation_options
+    from tiered.core.checks import check_integer, check_number
+    from tiered.serving.openai_fields import Limits
+    from tiered.serving.scheduler import Scheduler
+
+    check_integer("port", args.port, least=0, most=65535)
+    check_number("grace", args.grace, least=0.0)
+    for name in ("max_body", "max_answer_tokens", "max_choices"):
+        check_integer(name, getattr(args, name), least=1)
+    if args.max_prompt_tokens is not None:
+        check_integer("max_prompt_tokens", args.max_prompt_tokens, least=1)
+    defaults, key = generation_options(args), os.environ.get(KEY) or None
+    if args.host not in LOCAL and key is None:
+        print(f"tiered: anybody who reaches {args.host} may ask: {KEY} is not set", file=sys.stderr)
+    with load_runtime(args) as runtime:
+        scheduler = Scheduler(
+            runtime,
+            max_running=args.max_running,
+            max_waiting=args.max_waiting,
+            max_prefill_rows=args.max_prefill_rows,
+            seconds=args.seconds,
+        )
+        limits = Limits(
+            body=args.max_body,
+            prompt_tokens=args.max_prompt_tokens,
+            answer_tokens=args.max_answer_tokens,
+            choices=args.max_choices,
+        )
+        service = Service(
+            scheduler=scheduler,
+            model=args.name or args.model,
+            defaults=defaults,
+            limits=limits,
+            key=key,
+            hosts=LOCAL if args.host in LOCAL else None,
+        )
+        server = Server(service, grace_seconds=args.grace)
+        with listen(args.host, args.port) as listening:
+            host = f"[{args.host}]" if ":" in args.host else args.host
+            address = f"http://{host}:{listening.getsockname()[1]}"
+            print(f"tiered: {service.model} at {address}", file=sys.stderr, flush=True)
+            server.serve_at(listening)
+    return 0

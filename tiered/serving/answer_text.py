@@ -1,0 +1,83 @@
+"""The text of an answer as far as it is final, from tokens that come a few at a time."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+_HALF = "\N{REPLACEMENT CHARACTER}"  # what bytes look like of which the rest is still to come
+
+
+class AnswerText:
+    """Gives text out once nothing behind it can change it: whole characters, and none that may begin a stop string.
+
+    Attributes:
+        text: given out so far.
+        ended: why nothing more comes: the end-of-sequence token or a stop string ("stop"), or no room ("length"); None:
+            more may come.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        eos_token_id: int,
+        stop: Sequence[str] = (),
+        most: int | None = None,
+    ) -> None:
+        """`stop`: strings that end an answer, and are no part of it; `most`: tokens that it has at most."""
+        self._tokenizer, self._eos, self._stop, self._most = tokenizer, eos_token_id, stop, most
+        self._ids: list[int] = []
+        self.text = ""
+        self.ended: Literal["stop", "length"] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of the answer so far; the end-of-sequence token is none."""
+        return len(self._ids)
+
+    def put(self, ids: Sequence[int]) -> str:
+        """Hear the next final tokens; the text that this makes final."""
+        if self.ended is not None:
+            return ""
+        for token in ids:
+            if token == self._eos:
+                return self._end("stop")
+            self._ids.append(token)
+            if len(self._ids) == self._most:
+                return self._end("length")
+        return self._give(self._decoded())
+
+    def end(self) -> str:
+        """No more tokens come; the rest of the text."""
+        return "" if self.ended is not None else self._end("length")
+
+    def _end(self, why: Literal["stop", "length"]) -> str:
+        given = self._give(self._decoded(), rest=True)
+        self.ended = self.ended or why
+        return given
+
+    def _give(self, whole: str, *, rest: bool = False) -> str:
+        """What of `whole` may go; `rest`: nothing comes behind it."""
+        if (found := self._first_stop(whole)) is not None:
+            whole, self.ended = whole[:found], "stop"
+            while len(self._ids) > 1 and len(self._decoded(len(self._ids) - 1)) >= found:
+                self._ids.pop()  # behind the text, or of the stop string
+        elif not rest:
+            whole = whole.rstrip(_HALF)
+            whole = whole[: len(whole) - self._may_be_stop(whole)]
+        if not whole.startswith(self.text):  # a tokenizer whose text of the first tokens hangs on those behind them
+            return ""
+        given, self.text = whole[len(self.text) :], whole
+        return given
+
+    def _first_stop(self, whole: str) -> int | None:
+        return min((place for stop in self._stop if (place := whole.find(stop)) >= 0), default=None)
+
+    def _may_be_stop(self, whole: str) -> int:
+        """Characters at the end that may be the first of a stop string."""
+        lengths = (length for stop in self._stop for length in range(1, len(stop)) if whole.endswith(stop[:length]))
+        return max(lengths, default=0)
+
+    def _decoded(self, count: int | None = None) -> str:
+        return str(self._tokenizer.decode(self._ids[:count], skip_special_tokens=True))

@@ -1,0 +1,187 @@
+"""One HTTP request from its body to its answer: submitted, gathered or streamed, and cancelled when nobody waits."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from threading import Lock
+
+from tiered.call import AskedCall
+from tiered.core.features import Tier
+from tiered.serving.answer_text import AnswerText
+from tiered.serving.feed import ChoiceStreamer, Draft, DraftStreamer, Event, Feed, Final, Over
+from tiered.serving.openai_fields import Limits, RefusedBody, Wanted
+from tiered.serving.replies import DONE, Replies, event, told, usage_of
+from tiered.serving.request import Request
+from tiered.serving.scheduler import Scheduler
+
+_LOG = logging.getLogger(__name__)
+
+
+class Gone(ConnectionError):
+    """Nobody waits for the answer any more."""
+
+
+class Answering:
+    """The answers to one request.
+
+    As a context manager it cancels, at the end, whatever is not over.
+    """
+
+    def __init__(self, scheduler: Scheduler, wanted: Wanted, calls: Sequence[AskedCall]) -> None:
+        """In the event loop. `calls`: one for each choice.
+
+        Raises:
+            TierCapacityError, BusyError, ClosedError: as `Scheduler.submit`; then nothing is submitted.
+        """
+        self._feed, self._wanted, self._calls = Feed(), wanted, calls
+        self._ledger, self._model = scheduler.runtime.ledger, scheduler.runtime.model
+        assert scheduler.runtime.tokenizer is not None, "a server has one"
+        self._tokenizer = scheduler.runtime.tokenizer
+        self._texts = [
+            AnswerText(self._tokenizer, eos_token_id=self._model.eos_token_id, stop=wanted.stop, most=wanted.most)
+            for _ in calls
+        ]
+        kind = DraftStreamer if wanted.drafts else ChoiceStreamer
+        self._requests: list[Request] = []
+        try:
+            for index, call in enumerate(calls):
+                over = lambda request, index=index: self._feed.put(Over(index, request))  # noqa: E731
+                streamer = kind(self._feed, index)
+                self._requests.append(scheduler.submit(call, streamer=streamer, on_end=over))
+        except Exception:
+            self.cancel()
+            raise
+
+    def __enter__(self) -> "Answering":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Want no more of it."""
+        for request in self._requests:
+            request.cancel()
+
+    async def gathered(self, replies: Replies, gone: Callable[[], Awaitable[object]]) -> dict[str, object]:
+        """The whole answer.
+
+        Raises:
+            Gone: `gone` has returned before.
+        """
+        async for _ in self._told(gone):
+            pass
+        return replies.whole([text.text for text in self._texts], self._reasons(), self._usage())
+
+    async def streamed(self, replies: Replies, gone: Callable[[], Awaitable[object]]) -> AsyncIterator[bytes]:
+        """Events: text that is final, and drafts and sums where they are wanted. An error in the middle is one too."""
+        try:
+            for index in range(len(self._calls)):
+                yield replies.first(index)
+            async for told_of, text in self._told(gone):
+                if isinstance(told_of, Draft):
+                    yield replies.beside(draft=self._draft(told_of))
+                    continue
+                if text:
+                    yield replies.more(told_of.index, text)
+                if isinstance(told_of, Over):
+                    yield replies.last(told_of.index, self._reasons()[told_of.index])
+            if self._wanted.usage:
+                yield replies.beside(usage=self._usage())
+            yield DONE
+        except Gone:
+            return
+        except Exception as error:
+            yield event(told(logged(error))[1])
+        finally:
+            self.cancel()
+
+    async def _told(self, gone: Callable[[], Awaitable[object]]) -> AsyncIterator[tuple[Event, str]]:
+        """What happens, with the text that it makes final, until every choice is over."""
+        left = set(range(len(self._calls)))
+        leaving = asyncio.ensure_future(gone())
+        try:
+            while left:
+                happens = await self._next(leaving)
+                text = self._texts[happens.index]
+                if happens.index not in left:
+                    continue
+                match happens:
+                    case Final():
+                        yield happens, text.put(happens.ids)
+                        if text.ended is not None:  # a stop string, or enough: the rest is of no use
+                            self._requests[happens.index].cancel()
+                            left.discard(happens.index)
+                            yield Over(happens.index, self._requests[happens.index]), ""
+                    case Draft():
+                        yield happens, ""
+                    case Over():
+                        if (error := happens.request.error) is not None:
+                            raise error
+                        left.discard(happens.index)
+                        yield happens, text.end()
+        finally:
+            leaving.cancel()
+
+    async def _next(self, leaving: "asyncio.Future[object]") -> Event:
+        following = asyncio.ensure_future(self._feed.next())
+        try:
+            await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not following.done():
+                raise Gone
+            return following.result()
+        finally:
+            following.cancel()
+            with suppress(asyncio.CancelledError):
+                if following.cancelled():
+                    await following
+
+    def _reasons(self) -> list[str]:
+        return [text.ended or "length" for text in self._texts]
+
+    def _usage(self) -> dict[str, int]:
+        # A prompt counts once, however often it is answered.
+        prompts = sum(int(call.prompts.mask.sum()) for call in self._calls[:: self._wanted.n])
+        return usage_of(prompts, sum(text.tokens for text in self._texts))
+
+    def _draft(self, draft: Draft) -> dict[str, object]:
+        """What a page draws: a block as it stands, and where memory is."""
+        ledger = self._ledger
+        return {
+            "index": draft.index,
+            "first": draft.first,
+            "columns": self._calls[draft.index].chosen.max_new_tokens,
+            "tokens": self._tokenizer.batch_decode([[token] for token in draft.ids], skip_special_tokens=True),
+            "open": draft.open,
+            "memory": {tier.value: {"bytes": ledger.held(tier), "cap": ledger.budget.cap(tier)} for tier in Tier},
+        }
+
+
+def asked_calls(scheduler: Scheduler, wanted: Wanted, limits: Limits, lock: Lock) -> list[AskedCall]:
+    """A call for each choice; `lock`: a tokenizer is of one thread at a time.
+
+    Raises:
+        TypeError, ValueError: as `Runtime.ask`, and a prompt that is too long.
+    """
+    calls = []
+    for prompt in wanted.prompts:
+        raw = wanted.raw and isinstance(prompt, str)
+        for number in range(wanted.n):
+            seed = None if wanted.seed is None else wanted.seed + number
+            with lock:
+                call = scheduler.runtime.ask(prompt, raw=raw, **wanted.options, seed=seed)
+            if limits.prompt_tokens is not None and call.prompts.longest > limits.prompt_tokens:
+                raise RefusedBody(
+                    f"the prompt has {call.prompts.longest} tokens; at most {limits.prompt_tokens} are allowed",
+                    code="context_length_exceeded",
+                )
+            calls.append(call)
+    return calls
+
+
+def logged(error: Exception) -> Exception:
+    """`error`, in the log where who asked cannot help it."""
+    if told(error)[0] == 500:
+        _LOG.error("a request failed", exc_info=error)
+    return error

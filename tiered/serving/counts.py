@@ -1,0 +1,91 @@
+"""Books: what a scheduler has done since it was made."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tiered.output import GenerationOutput
+from tiered.tiers.stats import ENDS
+
+
+class Work(StrEnum):
+    """What a scheduler's thread is at."""
+
+    MODEL = "model"  # forwards, and the commits behind them
+    OWN = "own"  # who is served next
+
+
+class Clock:
+    """Seconds by work, of which one is inside another and counts by itself.
+
+    Attributes:
+        seconds: of all work that is over.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(Work, 0.0)
+        self._now: Work | None = None
+        self._since = 0.0
+
+    @contextmanager
+    def of(self, work: Work) -> Iterator[None]:
+        """`work` as long as the block lasts, but for what is inside it."""
+        before = self._now
+        self._turn_to(work)
+        try:
+            yield
+        finally:
+            self._turn_to(before)
+
+    def _turn_to(self, work: Work | None) -> None:
+        now = time.perf_counter()
+        if self._now is not None:
+            self.seconds[self._now] += now - self._since
+        self._now, self._since = work, now
+
+
+@dataclass(slots=True)
+class Counts:
+    """
+    Attributes:
+        ended: requests by how they ended, a `State`.
+        forwards: passes through the layers, one for all requests that share it.
+        taken: forwards that requests took part in, each by itself.
+        tokens: of answers that are done, without those from the end-of-sequence token on.
+        clock: seconds of rounds in which there was something to do.
+        moved: bytes by tiers, of answers that are done.
+        copy_ns, exposed_ns: time of these copies, and how long compute stood still for them.
+    """
+
+    ended: Counter[str] = field(default_factory=Counter)
+    forwards: int = 0
+    taken: int = 0
+    tokens: int = 0
+    clock: Clock = field(default_factory=Clock)
+    moved: Counter[tuple[str, str]] = field(default_factory=Counter)
+    copy_ns: int = 0
+    exposed_ns: int = 0
+
+    def add(self, output: GenerationOutput) -> None:
+        """Count an answer that is done."""
+        self.tokens += output.timings.tokens
+        if output.tiers is None:
+            return
+        for lane, way in output.tiers.ways.items():
+            source, destination = ENDS[lane]
+            self.moved[source.value, destination.value] += way.nbytes
+            self.copy_ns += way.busy_ns
+            self.exposed_ns += way.exposed_ns
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens of answers that are done over the forwards that requests took part in; 0.0 before the first."""
+        return self.tokens / self.taken if self.taken else 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the time of copies, that in which compute went on; 1.0 where nothing was copied."""
+        return max(0.0, 1 - self.exposed_ns / self.copy_ns) if self.copy_ns else 1.0

@@ -1,0 +1,97 @@
+"""From the scheduler's thread to a server's event loop: what becomes of the choices of one HTTP request."""
+
+import asyncio
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tiered.serving.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The next tokens of choice `index` are final."""
+
+    index: int
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A block of choice `index` after a forward: its first column behind the prompt, its tokens, proposals where they
+    are open, and which are."""
+
+    index: int
+    first: int
+    ids: list[int]
+    open: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The request of choice `index` has ended."""
+
+    index: int
+    request: Request
+
+
+Event = Final | Draft | Over
+
+
+class Feed:
+    """A queue that other threads put into. Once the loop is gone, nobody listens."""
+
+    def __init__(self) -> None:
+        """In the event loop that listens."""
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    def put(self, event: Event) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def next(self) -> Event:
+        """In the loop."""
+        return await self._events.get()
+
+
+class ChoiceStreamer:
+    """The streamer of one choice: tells tokens as soon as all in front of them are final too."""
+
+    def __init__(self, feed: Feed, index: int) -> None:
+        self._feed, self.index = feed, index
+        self._told, self._blocks = 0, -1  # tokens that are told; those of blocks that are over, -1 before the prompt
+
+    def put(self, value: Tensor) -> None:
+        """The prompt, then every final block."""
+        if self._blocks < 0:
+            self._blocks = 0
+            return
+        self._tell(value[0].tolist())
+        self._blocks += value.shape[1]
+
+    def put_open(self, value: Tensor, still: Tensor) -> None:
+        """A block after a forward."""
+        whole = still[0].int().cumsum(dim=0) == 0
+        self._tell(value[0][whole].tolist())
+
+    def end(self) -> None:
+        """See `Streamer`; `Over` says more."""
+
+    def _tell(self, block: list[int]) -> None:
+        if new := block[self._told - self._blocks :]:
+            self._told += len(new)
+            self._feed.put(Final(self.index, new))
+
+
+class DraftStreamer(ChoiceStreamer):
+    """The same, with every draft."""
+
+    def put_draft(self, value: Tensor) -> None:
+        """Comes in front of `put_open`."""
+        self._draft = value
+
+    def put_open(self, value: Tensor, still: Tensor) -> None:
+        """See `ChoiceStreamer`."""
+        self._feed.put(Draft(self.index, self._blocks, self._draft[0].tolist(), still[0].tolist()))
+        super().put_open(value, still)

@@ -1,0 +1,66 @@
+"""What Prometheus is told of a scheduler, read when it asks."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tiered.core.features import Tier
+from tiered.serving.counts import Work
+from tiered.serving.request import State
+from tiered.serving.scheduler import Scheduler
+
+_OVER = (State.DONE, State.FAILED, State.CANCELLED, State.LATE)
+
+
+class SchedulerMetrics(Collector):
+    """Queue, batch, tokens, forwards, bytes by tier and copies, as families of metrics."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def collect(self) -> Iterator[Metric]:
+        """See `prometheus_client`."""
+        scheduler, counts = self._scheduler, self._scheduler.counts
+        yield GaugeMetricFamily("tiered_requests_waiting", "Requests that wait for their turn", scheduler.waiting)
+        yield GaugeMetricFamily("tiered_requests_running", "Requests that are denoised", scheduler.running)
+        ended = CounterMetricFamily("tiered_requests", "Requests that are over, by how they ended", labels=["state"])
+        for state in _OVER:
+            ended.add_metric([state.value], counts.ended[state])
+        yield ended
+        yield CounterMetricFamily("tiered_answer_tokens", "Tokens of answers that are done", counts.tokens)
+        yield CounterMetricFamily("tiered_forwards", "Passes through the layers", counts.forwards)
+        yield CounterMetricFamily("tiered_request_forwards", "Forwards that requests took part in", counts.taken)
+        yield GaugeMetricFamily("tiered_tokens_per_forward", "Of a request (TPF)", counts.tokens_per_forward)
+        seconds = CounterMetricFamily("tiered_seconds", "Seconds of rounds, by work", labels=["work"])
+        for work in Work:
+            seconds.add_metric([work.value], counts.clock.seconds[work])
+        yield seconds
+        yield from self._tiers()
+
+    def _tiers(self) -> Iterator[Metric]:
+        ledger, counts = self._scheduler.runtime.ledger, self._scheduler.counts
+        held = GaugeMetricFamily("tiered_tier_bytes", "Bytes that a tier holds", labels=["tier"])
+        caps = GaugeMetricFamily("tiered_tier_cap_bytes", "Bytes that a tier may hold", labels=["tier"])
+        for tier in Tier:
+            held.add_metric([tier.value], ledger.held(tier))
+            if (cap := ledger.budget.cap(tier)) is not None:
+                caps.add_metric([tier.value], cap)
+        yield held
+        yield caps
+        moved = CounterMetricFamily(
+            "tiered_moved_bytes", "Bytes copied between tiers", labels=["source", "destination"]
+        )
+        for (source, destination), nbytes in [*counts.moved.items()]:
+            moved.add_metric([source, destination], nbytes)
+        yield moved
+        share = "Of the time of copies, that in which compute went on"
+        yield GaugeMetricFamily("tiered_hidden_copy_share", share, counts.hidden_share)
+
+
+def registry_of(scheduler: Scheduler) -> CollectorRegistry:
+    """A registry of this scheduler's metrics alone."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(SchedulerMetrics(scheduler))
+    return registry

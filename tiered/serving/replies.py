@@ -1,0 +1,103 @@
+"""What a server answers in: the objects of OpenAI's API, whole or in chunks, and its errors."""
+
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiered.core.errors import TierCapacityError
+from tiered.serving.openai_fields import RefusedBody
+from tiered.serving.request import LateRequest
+from tiered.serving.scheduler import BusyError, ClosedError
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replies:
+    """Makes the objects of one request.
+
+    Attributes:
+        model: the name that is served.
+        chat: whether they are of chat completions.
+    """
+
+    model: str
+    chat: bool
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, texts: Sequence[str], reasons: Sequence[str], usage: Mapping[str, int]) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices = [
+            self._choice(index, {"message": {"role": "assistant", "content": text, "refusal": None}}, text, reason)
+            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        ]
+        return self._object("chat.completion", choices) | {"usage": dict(usage)}
+
+    def first(self, index: int) -> bytes:
+        """A choice of a chat begins; nothing in the other endpoint."""
+        role = {"delta": {"role": "assistant", "content": ""}}
+        return self._chunk([self._choice(index, role, "", None)]) if self.chat else b""
+
+    def more(self, index: int, text: str) -> bytes:
+        """Text of a choice that is final."""
+        return self._chunk([self._choice(index, {"delta": {"content": text}}, text, None)])
+
+    def last(self, index: int, reason: str) -> bytes:
+        """A choice is over."""
+        return self._chunk([self._choice(index, {"delta": {}}, "", reason)])
+
+    def beside(self, **more: Any) -> bytes:
+        """A chunk without a choice."""
+        return self._chunk([], **more)
+
+    def _choice(self, index: int, of_chat: dict[str, Any], text: str, reason: str | None) -> dict[str, Any]:
+        own = of_chat if self.chat else {"text": text}
+        return {"index": index, **own, "logprobs": None, "finish_reason": reason}
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return event(self._object("chat.completion.chunk", choices) | more)
+
+    def _object(self, of_chat: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind, id = (of_chat, f"chatcmpl-{self.id}") if self.chat else ("text_completion", f"cmpl-{self.id}")
+        return {"id": id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+def usage_of(prompt_tokens: int, answer_tokens: int) -> dict[str, int]:
+    """The sums of a request."""
+    total = prompt_tokens + answer_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": answer_tokens, "total_tokens": total}
+
+
+def event(body: Mapping[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+def error_body(message: str, kind: str, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+
+def told(error: Exception) -> tuple[int, dict[str, Any]]:
+    """The status and the body that tell of `error`. What nobody can help who asked is told without its words."""
+    match error:
+        case RefusedBody():
+            kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+            return error.status, error_body(str(error), kind, field=error.field, code=error.code)
+        case TierCapacityError():
+            body = error_body(str(error), "invalid_request_error", code="tier_capacity")
+            numbers = {"needed": error.needed, "available": error.available, "tier": str(error.tier)}
+            return 400, {"error": body["error"] | numbers}
+        case BusyError():
+            return 429, error_body(str(error), "rate_limit_error", code="too_many_waiting")
+        case ClosedError():
+            return 503, error_body(str(error), "server_error", code="closed")
+        case LateRequest():
+            return 504, error_body(str(error), "server_error", code="timeout")
+        case TypeError() | ValueError():
+            return 400, error_body(str(error), "invalid_request_error")
+    return 500, error_body("the server failed at this request; its log says more", "server_error")

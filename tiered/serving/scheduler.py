@@ -1,0 +1,331 @@
+"""Continuous batching: requests share the forwards of one runtime, and each is answered as it would be alone.
+
+Every request has its own canvas, store, rule, seed and clock, and asks for one forward at a time. A round serves what
+is asked for: those that can go through the layers together do, the others go alone, and of the long ones, such as the
+first pass over a long prompt, one a round. While that is under way the others go on: it stops every
+`max_prefill_rows` rows times layers, and a round of the others runs in between.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from tiered.call import AskedCall
+from tiered.core.checks import check_integer, check_number
+from tiered.core.errors import TierCapacityError
+from tiered.decoding.observers import Streamer, check_streamer
+from tiered.forward.ask import Ask, groups_of, logits_together
+from tiered.forward.forward import PIECES
+from tiered.offload.device import computing_on
+from tiered.runtime import Runtime
+from tiered.serving.counts import Counts, Work
+from tiered.serving.request import Request
+
+_LOG = logging.getLogger(__name__)
+
+
+class BusyError(RuntimeError):
+    """As many requests wait as may."""
+
+
+class ClosedError(RuntimeError):
+    """The scheduler takes no requests any more."""
+
+
+class Scheduler:
+    """Answers requests of one runtime, whose policy and codecs are those of all.
+
+    `submit` and `Request.cancel` may be called in any thread; rounds run in one: the caller's (`step`), or its own
+    (`start`). As a context manager it starts, and closes itself.
+
+    Attributes:
+        counts: what it has done.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        max_running: int = 16,
+        max_waiting: int = 256,
+        max_prefill_rows: int = 512,
+        seconds: float | None = None,
+    ) -> None:
+        """
+        Args:
+            max_running: requests that are denoised at a time, if the budget has room for them.
+            max_waiting: requests that wait for their turn.
+            max_prefill_rows: rows that go through all layers, or as many times more through fewer of them, before
+                others that are denoised have their next step.
+            seconds: that a request may take, waiting included; None: any number.
+
+        Raises:
+            TypeError, ValueError: a number of the wrong type, or out of range.
+        """
+        check_integer("max_running", max_running, least=1)
+        check_integer("max_waiting", max_waiting, least=1)
+        check_integer("max_prefill_rows", max_prefill_rows, least=1)
+        if seconds is not None:
+            check_number("seconds", seconds, least=0.0)
+        self.runtime, self.counts = runtime, Counts()
+        self.max_running, self.max_waiting, self.max_prefill_rows = max_running, max_waiting, max_prefill_rows
+        self._seconds = seconds
+        self._numbers, self._round = count(), 0
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._changed = threading.Condition()  # guards `_waiting` and `_closed`
+        self._closed: str | None = None
+        self._thread: threading.Thread | None = None
+        self._long: Request | None = None  # whose forward is under way, while others have theirs
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests that are denoised."""
+        return len(self._running)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no requests any more."""
+        return self._closed is not None
+
+    def submit(
+        self,
+        asked: AskedCall,
+        *,
+        streamer: Streamer | None = None,
+        on_end: Callable[[Request], object] | None = None,
+    ) -> Request:
+        """Let a call of one prompt (`Runtime.ask`) wait for its turn.
+
+        Args:
+            streamer: as for `Runtime.generate`; called in the scheduler's thread.
+            on_end: called once, when the request is over: there, or by `drain`.
+
+        Raises:
+            TierCapacityError: the budget has no room for it, even alone.
+            BusyError: as many wait as may.
+            ClosedError: the scheduler is closed.
+            ValueError: several prompts.
+        """
+        if len(asked.prompts.ids) != 1:
+            raise ValueError(f"a request is one prompt, not {len(asked.prompts.ids)}: submit each by itself")
+        check_streamer(streamer)
+        self.runtime.check_alone(asked)
+        with self._changed:
+            if self._closed is not None:
+                raise ClosedError(self._closed)
+            if len(self._waiting) >= self.max_waiting:
+                raise BusyError(f"{len(self._waiting)} requests wait; at most {self.max_waiting} may")
+            request = Request(next(self._numbers), asked, streamer=streamer, on_end=on_end, seconds=self._seconds)
+            self._waiting.append(request)
+            self._changed.notify_all()
+        return request
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """One round. Returns whether a request is left."""
+        with computing_on(self.runtime.device):
+            self._turn_over()
+            if self._running:
+                with self.counts.clock.of(Work.OWN):
+                    self._serve(self._running)
+                    self._let_leave()
+        return bool(self._running or self._waiting)
+
+    def run(self) -> None:
+        """Rounds, until no request is left."""
+        while self.step():
+            pass
+
+    # Its own thread.
+
+    def start(self) -> None:
+        """Run rounds in a thread whenever there is a request, until `close`.
+
+        Raises:
+            ClosedError: the scheduler is closed.
+        """
+        with self._changed:
+            if self._closed is not None:
+                raise ClosedError(self._closed)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._rounds, name="tiered-scheduler", daemon=True)
+                self._thread.start()
+
+    def drain(self, why: str = "the scheduler is closed") -> None:
+        """Take no more requests, and refuse those that wait; those that run go on."""
+        with self._changed:
+            self._closed = self._closed or why
+            refused = [*self._waiting]
+            self._waiting.clear()
+            self._changed.notify_all()
+        for request in refused:
+            self._end(request, ClosedError(why))
+
+    def close(self, *, cancel: bool = False) -> None:
+        """`drain`, and wait until nothing runs any more; with `cancel`, cancel what does. A second time does
+        nothing."""
+        self.drain()
+        if cancel:
+            for request in [*self._running]:
+                request.cancel()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self.run()
+
+    def __enter__(self) -> "Scheduler":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(cancel=True)
+
+    def _rounds(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._running or self._closed)
+                if self._closed and not self._running:
+                    return
+            try:
+                self.step()
+            except Exception as error:  # of ours: what runs cannot be trusted, and whoever waits for it must hear of it
+                _LOG.exception("a round failed")
+                for request in self._running:
+                    self._end(request, error)
+                self._running.clear()
+
+    # A round.
+
+    def _turn_over(self) -> None:
+        """Let those leave that are not to go on, and those begin that the budget has room for, by arrival."""
+        self._let_leave()
+        while len(self._running) < self.max_running:
+            with self._changed:
+                if not self._waiting:
+                    return
+                request = self._waiting.popleft()
+            try:
+                with self.counts.clock.of(Work.MODEL):
+                    request.begin(self.runtime)
+                self._running.append(request)
+            except TierCapacityError as error:
+                if self._running and self._wait_on(request):
+                    return
+                self._end(request, error)
+            except Exception as error:
+                self._end(request, error)
+
+    def _wait_on(self, request: Request) -> bool:
+        """Let it be the next again; False: there is no next any more."""
+        with self._changed:
+            if self._closed is None:
+                self._waiting.appendleft(request)
+            return self._closed is None
+
+    def _let_leave(self) -> None:
+        """Let go of what is over, and end what is not to go on."""
+        with self._changed:
+            every = [*self._running, *self._waiting]
+        for request in every:
+            # One whose forward is under way hears of it there.
+            why = None if request.over or request is self._long else request.why_leave()
+            if why is None and not request.over:
+                continue
+            with self._changed:
+                for where in (self._running, self._waiting):
+                    if request in where:
+                        where.remove(request)
+            if why is not None:
+                self._end(request, why)
+
+    def _serve(self, requests: Sequence[Request]) -> None:
+        """One forward for each of `requests`, but of the long ones for one alone, and for none while one is under
+        way."""
+        self._round += 1
+        asking = [
+            (request, ask) for request in requests if (ask := request.ask) is not None and request is not self._long
+        ]
+        short = [(request, ask) for request, ask in asking if ask.count <= self.max_prefill_rows]
+        shared = [(request, ask) for request, ask in short if ask.shareable]
+        for numbers in groups_of([ask for _, ask in shared]):
+            self._forward([shared[number] for number in numbers])
+        for request, ask in short:
+            if not ask.shareable:
+                self._forward([(request, ask)])
+        long = [(request, ask) for request, ask in asking if ask.count > self.max_prefill_rows]
+        if long and self._long is None:
+            self._forward_long(*min(long, key=lambda each: (each[0].turn, each[0].number)))
+
+    def _forward_long(self, request: Request, ask: Ask) -> None:
+        """A forward, with rounds of the others in between."""
+        most, passed = PIECES * self.runtime.model.shape.layers * self.max_prefill_rows, 0
+
+        def between(rows: int) -> None:
+            nonlocal passed
+            passed += rows
+            if passed < most:
+                return
+            passed = 0
+            if (why := request.why_leave()) is not None:
+                raise why
+            with self.counts.clock.of(Work.OWN):
+                self._turn_over()
+                self._serve(self._running)
+                self._let_leave()
+
+        self._long, ask.forward.between = request, between
+        try:
+            self._forward([(request, ask)])
+        finally:
+            self._long, ask.forward.between = None, None
+
+    def _forward(self, group: Sequence[tuple[Request, Ask]]) -> None:
+        """One forward for all of a group, and what each commits by it."""
+        with self.counts.clock.of(Work.MODEL):
+            self.counts.forwards += 1
+            self.counts.taken += len(group)
+            try:
+                answers: Sequence[Tensor | Exception] = logits_together([ask for _, ask in group])
+            except Exception as error:
+                if len(group) > 1:  # whose it is shows when each goes alone
+                    for each in group:
+                        self._forward([each])
+                    return
+                answers = [error]
+            for (request, _), answer in zip(group, answers, strict=True):
+                self._advance(request, answer)
+
+    def _advance(self, request: Request, answer: Tensor | Exception) -> None:
+        request.turn = self._round
+        try:
+            if isinstance(answer, Exception) and not isinstance(answer, ValueError):
+                raise answer
+            request.advance(self.runtime, answer)
+        except Exception as error:
+            self._end(request, error)
+        else:
+            if request.output is not None:
+                self.counts.add(request.output)
+                self.counts.ended[request.state] += 1
+
+    def _end(self, request: Request, error: Exception) -> None:
+        """End a request in an error, whatever its own callbacks raise."""
+        if request.over:  # its answer is there, and a callback has raised
+            _LOG.exception("a callback of %r failed", request)
+            return
+        try:
+            request.leave(error)
+        except Exception:
+            _LOG.exception("a callback of %r failed", request)
+        self.counts.ended[request.state] += 1
