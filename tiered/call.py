@@ -15,6 +15,7 @@ from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import compared_at_a_time
 from tiered.forward.library_bytes import gpu_of
+from tiered.forward.sight import Sight
 from tiered.forward.sizes import AUTO, KV, CallSizes
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_store import StreamedFeatureStore
@@ -214,8 +215,9 @@ class CallSpace:
             sink_keys=self.model.sink_keys(sizes.shape.layers - 1),
         )
 
-    def uncached(self, prompts: Prompts) -> Forward:
-        """One forward over `prompts`, with a store that every layer overwrites."""
+    def uncached(self, prompts: Prompts, block_length: int | None = None) -> Forward:
+        """One forward over `prompts`, with a store that every layer overwrites; `block_length`: of blocks that rows
+        see."""
         batch, length = prompts.ids.shape
         padded = not bool(prompts.mask.all())
         positions = prompts.mask.long().cumsum(dim=1).sub_(1).clamp_(min=0) if padded else None
@@ -224,6 +226,7 @@ class CallSpace:
             self.store(NoCache(), batch, length, kv=self._kv),
             torch.arange(length, device=self._device)[None] if positions is None else positions,
             prompts.mask if padded else None,
+            sight=Sight(self.model.shape, length, block_length, positions),
         )
 
     def forward(

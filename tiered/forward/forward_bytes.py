@@ -119,7 +119,7 @@ def _attention_bytes(sizes: CallSizes, rows: int) -> int:
     if sizes.gpu is not None:
         of_heads = shape.heads, shape.kv_heads, rows, context, shape.head_dim
         most = partial_bytes(sizes.sequences, *of_heads, element_bytes=sizes.element)
-    if shape.soft_cap is None and sizes.kv is None:
+    if shape.soft_cap is None and sizes.kv is None and not shape.block_causal:
         return most
     sharing, copied = shape.heads // shape.kv_heads, sizes.kv is not None or sizes.dtype != "float32"
     columns = context if sizes.kv is None else min(context, block_attention_ref.CODED_AT_ONCE)
@@ -137,6 +137,7 @@ def _attention_bytes(sizes: CallSizes, rows: int) -> int:
             # The bytes of these keys, one after the other, and as many as are decoded at once on their way.
             held += groups * columns * sizes.kv.row_bytes(shape.head_dim) + _DECODED * min(CHUNK_ELEMENTS, keys)
         # How many columns each row sees, and which it does not.
-        hidden = -(-groups // shape.kv_heads) * some * (_INDEX + context) if shape.noise_masked else 0
+        limited = shape.noise_masked or shape.block_causal
+        hidden = -(-groups // shape.kv_heads) * some * (_INDEX + context) if limited else 0
         most = max(most, held + hidden)
     return most

@@ -14,6 +14,25 @@ def check_positions(shape: ModelShape, positions: int, what: str) -> None:
         )
 
 
+def check_block(shape: ModelShape, block_length: int | None, *, name: str) -> int:
+    """The length of blocks in a call of the model called `name`, which counts them from a sequence's first token.
+
+    Raises:
+        ValueError: nobody says it, or `block_length` is not what the checkpoint was made for.
+    """
+    if shape.block_length is None and block_length is None:
+        raise ValueError(
+            f"the config.json of {name!r} has no block_size: give block_length, as long as the blocks that the "
+            "checkpoint was trained on"
+        )
+    if shape.block_length is not None and block_length not in (None, shape.block_length):
+        raise ValueError(
+            f"block_length = {block_length}; {name!r} was made for blocks of {shape.block_length} (config.json), which "
+            "is allowed"
+        )
+    return block_length or shape.block_length or 0
+
+
 def beyond_training(shape: ModelShape, positions: int) -> str | None:
     """What to tell of so many `positions` that the model was not trained on all of them; None: it was."""
     if positions <= shape.trained_context:
