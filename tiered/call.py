@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tiered.core.canvas import Canvas
+from tiered.core.canvas import Canvas, columns_in_blocks
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger, added
 from tiered.decoding.attention_shift import AttentionShift
@@ -91,19 +91,26 @@ class CallSpace:
             **more,
         )
 
-    def sizes_of(self, chosen: GenerationOptions, batch: int, prompt_length: int) -> CallSizes:
-        """The sizes of a call that denoises answers to `batch` packed prompts.
+    def sizes_of(self, chosen: GenerationOptions, prompts: Prompts) -> CallSizes:
+        """The sizes of a call that denoises answers to `prompts`.
 
         Raises:
             ValueError: the model was not made for so many positions.
         """
-        rule, length = chosen.rule(), prompt_length + chosen.columns
-        check_positions(self.model.shape, length, chosen.told_columns(prompt_length))
+        rule, front, answer = chosen.rule(), prompts.longest, chosen.columns
+        if self.model.shape.block_causal:
+            lengths: list[int] = prompts.mask.sum(dim=1).tolist()
+            whole, answer = columns_in_blocks(lengths, chosen.block, chosen.max_new_tokens)
+            if chosen.block_edges == "sequence":
+                front = whole
+            else:
+                _, answer = columns_in_blocks([0], chosen.block, chosen.max_new_tokens)
+        check_positions(self.model.shape, front + answer, chosen.told_columns(prompts.longest))
         return self.sizes(
-            batch,
-            length,
+            len(prompts.ids),
+            front + answer,
             chosen.block,
-            answer=chosen.columns,
+            answer=answer,
             guidance=chosen.cfg_scale > 0,
             sampled=chosen.sampling().needs_room or (rule.rewrites and rule.draws),
             compared=rule.needs_shift,
@@ -244,4 +251,6 @@ class CallSpace:
             positions, key_mask, first = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
         of_call = sequences, canvas.length, canvas.prompt_length
         store = self.store(policy, *of_call, kv=sizes.kv, streams=streams, tiers=tiers)
-        return Forward(traced(self.model), store, positions, key_mask, tiers, first)
+        block = canvas.block_length if sizes.shape.block_causal else None
+        sight = Sight(sizes.shape, canvas.length, block, first=canvas.prompt_length)
+        return Forward(traced(self.model), store, positions, key_mask, tiers, first, sight, policy.most_rows(sizes))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tiered.core.checks import check_integer
 from tiered.decoding.observers import Inspector
-from tiered.decoding.rules.registry import fitting_rules
+from tiered.decoding.rules.registry import COMMIT_RULES, fitting_rules
 from tiered.inputs import check_readable
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
@@ -32,6 +32,12 @@ def check_call(chosen: GenerationOptions, model: DiffusionModel, policy: Policy,
         ordered=chosen.remasking == "random",
         rewrites=rule.rewrites,
     )
+    if rule.needs_shift and model.shape.block_causal:
+        fitting = [of for of in fitting_rules("mask", rewriting=False) if not COMMIT_RULES[of].needs_shift]
+        raise ValueError(
+            f"the commit rule {rule.name!r} compares attention over the whole canvas; {name!r} sees blocks, which go "
+            f"with {', '.join(fitting)}"
+        )
     if chosen.correction_steps and model.shape.noise != "uniform":
         raise ValueError(
             f"correction_steps = {chosen.correction_steps} rewrites tokens, which models of uniform noise can; "

@@ -272,14 +272,18 @@ class Runtime:
     ) -> GenerationOptions:
         """Those of a call, which go with the model and the policy."""
         chosen = GenerationOptions.of(
-            generation_config, options, mask_token_id=self.model.mask_token_id, noise=self.model.shape.noise
+            generation_config,
+            options,
+            mask_token_id=self.model.mask_token_id,
+            shape=self.model.shape,
+            name=self.name,
         )
         check_call(chosen, self.model, self.policy, name=self.name)
         return chosen
 
     def _chosen(self, chosen: GenerationOptions, prompts: Prompts) -> tuple[CallSizes, Choice]:
         """The sizes of a call, and what it runs under."""
-        sizes = self._call.sizes_of(chosen, len(prompts.ids), prompts.longest)
+        sizes = self._call.sizes_of(chosen, prompts)
         choice = self._call.choose(self.policy, chosen, sizes, prompts.shortest)
         return replace(sizes, kv=choice.kv), choice
 

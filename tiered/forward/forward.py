@@ -19,7 +19,7 @@ from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward_bytes import part_rows
-from tiered.forward.sight import Sight
+from tiered.forward.sight import Clean, Sight
 from tiered.models.base import DiffusionModel
 from tiered.models.rope import Rotary
 
@@ -70,6 +70,7 @@ class Forward:
         tiers: records of hidden states; None where the policy keeps none.
         ids: what the step under way reads.
         sight: what rows see of the columns.
+        most_rows: of a sequence, that a forward of the call has room for.
         clean: columns in front of which tokens are final, of all sequences or of each. In a family with a noise mask
             they see each other alone; where contexts are causal, each sees those in front of it alone.
         rows_computed: rows of each sequence that went through a layer in the last step, on average over layers.
@@ -89,17 +90,20 @@ class Forward:
         tiers: "TierManager | None" = None,
         first: Int[Tensor, " batch"] | None = None,
         sight: Sight | None = None,
+        most_rows: int | None = None,
     ) -> None:
         """`positions`: RoPE position of every column (one row where all sequences share them); `key_mask`: False at
         columns that no row may attend to; `tiers`: where a policy that keeps hidden states has them; `first`: where
-        `key_mask` is False in front of these columns alone; `sight`: what rows see; None: the whole canvas."""
+        `key_mask` is False in front of these columns alone; `sight`: what rows see; None: the whole canvas;
+        `most_rows`: that a forward has room for; None: all."""
         self.model = model
         self.store = store
         self.length = positions.shape[1]
         self.sight = sight or Sight(model.shape, self.length)
+        self.most_rows = most_rows or self.length
         self.tiers = tiers
         self.ids: Int[Tensor, "batch length"] | None = None
-        self.clean: int | Int[Tensor, " batch"] = 0
+        self.clean: Clean = 0
         self.rows_computed = 0.0
         self._rotary = model.rotary(positions)
         self._key_mask, self._first = None if key_mask is None else key_mask[:, None, None, :], first
@@ -121,11 +125,26 @@ class Forward:
         rows: Rows,
         output: slice,
         program: LayerProgram | None = None,
-        clean: int | Int[Tensor, " batch"] = 0,
+        clean: Clean = 0,
     ) -> Float[Tensor, "batch output vocab"]:
         """float32 logits of `rows[output]` after all layers, NaN where a row has no finite norm; every layer goes
         through `program` (None: `dense`). A step over the first sequences alone leaves the others' cache as it is.
         `clean`: see the attribute."""
+        flow = self._through(ids, rows, output, program, clean)
+        hidden = flow.hidden[:, flow.output]
+        # The last norm would make zeros of a row whose own norm float32 cannot hold, and its logits would be equal: a
+        # token like any other. Such a row is NaN from here on; to all others this adds 0.
+        hidden.add_(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32).mul_(0))
+        return self.model.logits(hidden)
+
+    def write_rows(self, ids: Int[Tensor, "batch length"], rows: Rows, clean: Clean = 0) -> None:
+        """Keys and values of `rows` in all layers; no row has logits."""
+        self._through(ids, rows, slice(0, 0), None, clean)
+
+    def _through(
+        self, ids: Int[Tensor, "batch length"], rows: Rows, output: slice, program: LayerProgram | None, clean: Clean
+    ) -> Flow:
+        """`rows` behind the last layer."""
         self.ids, self.clean = ids, clean
         self._sequences = len(ids)
         self.store.narrow(len(ids))
@@ -137,11 +156,7 @@ class Forward:
                 flow = program(self, layer, flow) if program else self.dense(layer, flow)
             computed += entered if flow.computed is None else flow.computed
         self.rows_computed = computed / layers
-        hidden = flow.hidden[:, flow.output]
-        # The last norm would make zeros of a row whose own norm float32 cannot hold, and its logits would be equal: a
-        # token like any other. Such a row is NaN from here on; to all others this adds 0.
-        hidden.add_(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32).mul_(0))
-        return self.model.logits(hidden)
+        return flow
 
     def dense(self, layer: int, flow: Flow) -> Flow:
         """A plain layer: write keys and values of all rows, then attention and MLP of all rows (in the last layer, of

@@ -1,6 +1,7 @@
 """What rows see of the columns that are stored, by the way that their family looks (`ModelShape.sight`)."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Int
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from tiered.models.shape import ModelShape
 
+C = TypeVar("C", int, Tensor)
 Clean = int | Int[Tensor, " batch"]  # columns in front of which tokens are final, of all sequences or of each
 
 
@@ -34,14 +36,16 @@ class Sight:
         shape: of the model.
         length: columns of the canvas.
         block_length: columns of a block; None where rows see the whole canvas.
-        positions: of every column by sequence, ascending, where blocks do not begin at multiples of their length; None:
-            padding in front is whole blocks, so that they do.
+        positions: of every column by sequence, ascending, where blocks begin in other columns of each; None: they begin
+            in those of `first`.
+        first: a column that a block begins with.
     """
 
     shape: ModelShape
     length: int
     block_length: int | None = None
     positions: Int[Tensor, "batch length"] | None = None
+    first: int = 0
 
     def of_span(self, start: int, stop: int, clean: int) -> list[Seen]:
         """What the rows from column `start` to `stop` see, in order."""
@@ -82,12 +86,16 @@ class Sight:
     def _block_ends(self, columns: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"]:
         assert self.block_length is not None, "blocks have a length"
         if self.positions is None:
-            return ((columns // self.block_length + 1) * self.block_length).clamp_(max=self.length)
+            return (columns + self._left(columns)).clamp_(max=self.length)
         positions = self.positions[: len(columns)]
         ends = (positions.gather(1, columns) // self.block_length + 1) * self.block_length
         # The first column of the next block is as many columns in.
         return torch.searchsorted(positions, ends)
 
     def _block_end(self, column: int) -> int:
+        return min(column + self._left(column), self.length)
+
+    def _left(self, column: C) -> C:
+        """Columns from `column` to its block's end."""
         assert self.block_length is not None, "blocks have a length"
-        return min((column // self.block_length + 1) * self.block_length, self.length)
+        return self.block_length - (column - self.first) % self.block_length

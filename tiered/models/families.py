@@ -47,6 +47,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Dream": Family(name="Dream", loader="tiered.models.dream:Dream"),
         "gidd": Family(name="GIDD", loader="tiered.models.gidd:Gidd"),
         "sdar": Family(name="SDAR", loader="tiered.models.sdar:Sdar"),
+        "nemotron_labs_diffusion": Family(name="Nemotron-Labs", loader="tiered.models.nemotron:Nemotron"),
     }
 )
 

@@ -42,6 +42,7 @@ def read_sdar_config(config: Mapping[str, object]) -> ModelConfig:
             without_window({**config, "pad_token_id": pad}),
             more={"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)},
             sight="blocks",
+            cuts_answers=False,
             block_length=length_or_none(config, "block_size"),
         )
     )

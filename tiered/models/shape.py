@@ -11,6 +11,8 @@ MOST_SIZE, MOST_LAYERS = 2**24, 2**10
 # Bytes an element takes, by the names that config.json and safetensors users write.
 BYTES_PER_ELEMENT: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 Sight = Literal["canvas", "blocks", "context"]
+CANVAS: frozenset[Sight] = frozenset({"canvas"})
+BLOCK_CAUSAL: frozenset[Sight] = frozenset({"blocks", "context"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,8 @@ class ModelShape:
         sight: what a row sees. "canvas": every row; "blocks": its block and all in front of it; "context": itself and
             all in front of it, and where it is not final yet all of its block. Blocks count from each sequence's first
             token.
+        cuts_answers: where rows see blocks: whether an answer has the length that was asked for; else it ends with its
+            last block.
         block_length: of blocks, where the checkpoint was made for one length; None: a call says it.
         noise_masked: whether final tokens attend to final tokens alone (GIDD), where `sight` is the canvas.
         prediction_shift: 1 where row p predicts position p + 1 (Dream), else 0.
@@ -55,6 +59,7 @@ class ModelShape:
     noise: str = "mask"
     sight: Sight = "canvas"
     block_length: int | None = None
+    cuts_answers: bool = True
     noise_masked: bool = False
     prediction_shift: int = 0
     soft_cap: float | None = None
@@ -74,7 +79,7 @@ class ModelShape:
     @property
     def block_causal(self) -> bool:
         """Whether keys and values of finished blocks never change again."""
-        return self.sight != "canvas"
+        return self.sight in BLOCK_CAUSAL
 
     @property
     def kv_width(self) -> int:

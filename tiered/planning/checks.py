@@ -2,6 +2,7 @@
 
 from tiered.models.shape import MOST_SIZE, ModelShape
 from tiered.policies.base import Policy
+from tiered.policies.registry import policies_for
 
 
 def check_positions(shape: ModelShape, positions: int, what: str) -> None:
@@ -60,6 +61,13 @@ def check_policy(
         ordered: whether what a step commits is known before it.
         rewrites: whether any token of a block may change in a step.
     """
+    if shape.sight not in policy.sights:
+        what = (
+            f"reuses what later tokens would change, but of {name!r} keys and values of finished blocks are exact"
+            if shape.block_causal
+            else f"keeps finished blocks for good, but every row of {name!r} sees the whole canvas"
+        )
+        raise ValueError(f"policy {policy.name!r} {what}; allowed: {', '.join(policies_for(shape.sight))}")
     if policy.needs_order() and not ordered:
         masks = "" if shape.noise == "mask" else f", and a rule for masks: {name!r} knows {shape.noise} noise"
         raise ValueError(

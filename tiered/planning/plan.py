@@ -17,7 +17,7 @@ from tiered.models.rotation import stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.planning.advice import advise, faster
 from tiered.planning.card import Plan, TierPlan
-from tiered.planning.checks import beyond_training, check_policy, check_positions
+from tiered.planning.checks import beyond_training, check_block, check_policy, check_positions
 from tiered.planning.choice import choose
 from tiered.planning.times import TOKENS_PER_FORWARD, call_time
 from tiered.planning.workload import LARGEST_SIZE, HiddenBytes, Workload
@@ -57,7 +57,8 @@ def plan(
             `generate` chooses it: by the rates of `device`, or by nominal ones where it names no machine, for a call
             whose prompts are all as long as the canvas has room for.
         memory: cap of the device tier (`"24GiB"`), or a `MemoryBudget`.
-        block_length: positions of a block; None: 32, or the answer's where that is shorter.
+        block_length: positions of a block; None: what the checkpoint was made for, else 32, or the answer's where that
+            is shorter.
         max_new_tokens: positions of the answer, for policies that keep some features of it alone; None: any number.
         dtype: of weights and activations; "auto" takes the checkpoint's.
         cfg: classifier-free guidance, which doubles the sequences.
@@ -86,11 +87,14 @@ def plan(
     rates, gpu = _machine(device)
     answer = None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens)
     code = kv_code(kv, shape)
+    block = _block(shape, block_length, context if answer is None else answer, name)
+    if answer is not None and shape.block_causal:
+        answer = -(-answer // block) * block  # as a call rounds it up
     sizes = CallSizes(
         shape=shape,
         batch=_size("batch", batch),
         context=_size("context", context),
-        block_length=_block(block_length, context if answer is None else answer),
+        block_length=block,
         dtype=_dtype(dtype, shape),
         kv=None if code == AUTO else code,
         answer=answer,
@@ -117,7 +121,7 @@ def plan(
         tiers={tier: TierPlan(accounts=accounts[tier], cap=budget.cap(tier)) for tier in Tier},
         largest_context=_largest_context(workload, budget),
         streams=needed.streams,
-        hidden=HiddenBytes.of(sizes) if needed.records is None else None,
+        hidden=HiddenBytes.of(sizes) if needed.records is None and not shape.block_causal else None,
         advice=(
             *advise(workload, budget),
             *(() if rates is None else faster(workload, budget, rates, tokens_per_forward=tokens, rewrites=rewrites)),
@@ -175,8 +179,11 @@ def _check(policy: Policy, sizes: CallSizes, name: str) -> None:
     check_policy(policy, shape, name=name, block_length=block, guidance=guidance, ordered=masks, rewrites=not masks)
 
 
-def _block(block_length: int | None, longest: int) -> int:
-    return min(DEFAULT_BLOCK_LENGTH, longest) if block_length is None else _size("block_length", block_length)
+def _block(shape: ModelShape, block_length: int | None, longest: int, name: str) -> int:
+    given = None if block_length is None else _size("block_length", block_length)
+    if shape.block_length is not None:
+        return check_block(shape, given, name=name)
+    return given or min(DEFAULT_BLOCK_LENGTH, longest)
 
 
 def _size(name: str, value: Any) -> int:
