@@ -11,7 +11,7 @@ from workloads.variants import all_variants, noise_of
 import tiered
 from tiered.embedded import tasks
 from tiered.output import GenerationOutput
-from tiered.policies.registry import POLICIES, PRESETS
+from tiered.policies.registry import PRESETS, policies_for
 
 PATHS = {"embedded": "embedded"}
 CALL: dict[str, Any] = {"max_new_tokens": 32, "block_length": 16, "confidence_threshold": 0.9}
@@ -124,7 +124,7 @@ def test_what_is_asked_is_written_as_tasks_and_counts():
 def test_every_policy_and_preset_is_compared_beside_none_in_the_same_call():
     assert (noise_of("embedded"), noise_of("embedded-uniform")) == ("mask", "uniform")
     variants = {variant.name: variant for variant in all_variants()}
-    assert {*POLICIES, *PRESETS} - {"auto"} <= set(variants)
+    assert {*policies_for("canvas"), *PRESETS} - {"auto"} <= set(variants)
     assert {each.policy for each in variants.values()} <= set(variants)
     calls = [variant.call(answer=32, block=8) for variant in variants.values() if variant.policy == "none"]
     assert all(variant.call(answer=32, block=8) in calls for variant in variants.values())

@@ -548,7 +548,11 @@ def test_bad_number(runtime: Runtime, option: str, value: Any, error: type[Excep
         ({"tresholds": 0.9}, ValueError, ["option 'tresholds'", "did you mean 'threshold'?", "confidence_threshold"]),
         ({"config": 1}, ValueError, ["option 'config'", "allowed:"]),
         ({"commit": "treshold"}, ValueError, ["commit rule 'treshold'", "did you mean 'threshold'?", "factor, origin"]),
-        ({"alg": "maskgit"}, ValueError, ["commit rule 'maskgit'", "factor, origin, static, threshold"]),
+        (
+            {"alg": "maskgit"},
+            ValueError,
+            ["commit rule 'maskgit'", "origin, quota, sequential, static, threshold"],
+        ),
         ({"commit": 0.9}, TypeError, ["commit", "0.9"]),
         ({"commit": Threshold}, TypeError, ["commit", "Threshold"]),
         ({"commit": "threshold"}, ValueError, ["'threshold' takes confidence_threshold", "given: none"]),

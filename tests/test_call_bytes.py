@@ -27,6 +27,7 @@ from tiered.kernels import block_attention_ref
 from tiered.kernels.row_code import RowCode
 from tiered.models.gidd import Gidd
 from tiered.models.llada import LLaDA
+from tiered.models.sdar import Sdar
 from tiered.offload.chunk import Chunk
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.lane import Lane
@@ -35,7 +36,7 @@ from tiered.offload.slabs import UNIT, SlabBook
 from tiered.output import GenerationOutput
 from tiered.planning.workload import UNCAPPED
 from tiered.policies.polestar.fetching import Fetching
-from tiered.policies.registry import POLICIES, make_policy
+from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
 from tiered.tiers.arena_bytes import arena_bytes
 from tiered.tiers.batches import runs
@@ -83,13 +84,14 @@ def and_long(short: list[Any], every: Iterable[Any]) -> list[Any]:
 
 PLAIN = [call for call in CALLS if "drift-aware" not in call]
 FEW = (("multi-head", "short"), ("grouped", "padded batch"), ("grouped", "guided"), ("multi-head", "sampled"))
+EVERY = policies_for("canvas")
 # Calls of policies that hold something of their own.
 OF_ITS_OWN = ("short", "long", "padded batch", "guided", "sampled")
 # Each policy, each model, each call; policies that hold something of their own under calls that change it. The hidden
 # states of `polestar` have tests of their own, below.
 CASES = and_long(
     [
-        *((policy, "multi-head", "short") for policy in POLICIES if policy not in ("polestar", "fast_dllm_dual")),
+        *((policy, "multi-head", "short") for policy in EVERY if policy not in ("polestar", "fast_dllm_dual")),
         *(("fast_dllm_dual", model, "short") for model in MODELS),
         *(("fast_dllm_dual", "grouped", call) for call in CALLS if call != "short"),
         *(
@@ -107,7 +109,7 @@ CASES = and_long(
         *product(["fast_dllm_dual"], ["multi-head", "grouped", "wide vocabulary", "wide MLP"], PLAIN),
         *product(["fast_dllm_dual"], ["bfloat16"], ["short", "guided", "sampled", "threshold", "drift-aware"]),
         # What steps over chosen rows hold does not hang on the vocabulary and the MLP.
-        *((policy, *case) for policy in POLICIES if policy != "polestar" for case in FEW),
+        *((policy, *case) for policy in EVERY if policy != "polestar" for case in FEW),
         *product(["dllm_cache", "elastic_cache"], ["multi-head", "grouped"], OF_ITS_OWN),
     ],
 )
@@ -181,6 +183,36 @@ def test_a_call_allocates_what_it_books(policy: str, model: str, call: str):
     if runtime.policy.needs_order():
         options["remasking"] = "random"
     generated(runtime, ids, **options)
+
+
+@cache
+def block_model(heads: int = 4) -> Sdar:
+    tokens = {"mask_token_id": 2047, "eos_token_id": 2046}
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": 2}
+    more = {"head_dim": 32, "intermediate_size": 384, "vocab_size": 2048, "max_position_embeddings": 4096}
+    model = Sdar.from_config({**sizes, **tokens, **more})
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("policy", "call", "heads"),
+    and_long(
+        [
+            *(("block_causal", call, 4) for call in ("short", "long", "padded batch", "guided")),
+            ("none", "padded batch", 4),
+            ("block_causal", "long", 12),  # which are wider together than the model
+        ],
+        [("block_causal", "sampled", 4), ("none", "long", 12), ("block_causal", "threshold", 4)],
+    ),
+)
+def test_a_call_over_blocks_allocates_what_it_books(policy: str, call: str, heads: int):
+    ids, options = call_of(call)
+    runtime = Runtime(block_model(heads), policy=make_policy(policy))
+    generated(runtime, ids, 0.7, **{"block_length": 16, **options})
 
 
 # How tokens are proposed: how tight, the options. What is not drawn is booked as if it were, where it takes any room.
@@ -306,7 +338,7 @@ def test_a_call_with_hidden_states_allocates_what_it_books(options: str, model: 
 
 # ---- features that the device has no room for ----
 
-KEEPING = [name for name in POLICIES if name not in ("auto", "none")]
+KEEPING = [name for name in EVERY if name not in ("auto", "none")]
 STREAMED = and_long(
     [
         *((policy, "short") for policy in KEEPING),

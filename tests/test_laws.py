@@ -38,6 +38,7 @@ REFRESHED: dict[str, dict[str, Any]] = {
     "uniform": {"refresh_interval": 1},
     "polestar": {"refresh_interval": 1},
     "composed": {"prompt_interval": 1, "response_interval": 1},
+    "block_causal": {},
 }
 RULES: dict[str, dict[str, Any]] = {
     "one a step": {},
@@ -59,18 +60,32 @@ REWRITING: dict[str, dict[str, Any]] = {
     "ancestral": {"commit": "ancestral", "block_steps": 5, "seed": 5},
     "corrected": {"tokens_per_step": 3, "block_steps": 3, "correction_steps": 3, "seed": 6},
 }
+IN_BLOCKS: dict[str, dict[str, Any]] = {
+    "quota": {"steps": 4},
+    "quota, above": {"confidence_threshold": 0.3, "block_steps": 3},
+    "quota, sampled": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "threshold": 0.5, "seed": 3},
+    "quota, guided": {"commit": "quota", "cfg_scale": 0.7},
+    "sequential": {"commit": "sequential", "steps": 4},
+}
 # By family, its recorded checkpoint, or a config.json whose weights are random (512 tokens or more); and the rules that
 # it meets; where a policy takes none of them, it meets "random".
 FAMILIES: dict[str, tuple[str | Mapping[str, Any], tuple[str, ...]]] = {
     "llada": ("llada/llada_tiny_gqa", tuple(RULES)),
     "dream": ("dream/dream_tiny", ("two a step", "threshold", "sampled", "guidance")),
     "gidd": ("gidd/gidd_tiny_unif", tuple(REWRITING)),
+    "sdar": ("sdar/sdar_tiny", (*IN_BLOCKS, "one a step", "random", "threshold", "by time, drawn")),
 }
-RULES |= REWRITING
+RULES |= REWRITING | IN_BLOCKS
 # Families whose answers are rewritten: of uniform noise.
 UNIFORM = {family for family, (_, rules) in FAMILIES.items() if set(rules) <= set(REWRITING)}
+# Families whose rows see their block and what is in front of it.
+SEES_BLOCKS = {"sdar"}
 # Caches that are stale. Under the noise mask the prefix cache is exact.
-STALE = {family: ("fast_dllm_prefix", "fast_dllm_dual")[family in UNIFORM :] for family in FAMILIES}
+STALE = {
+    family: ("fast_dllm_prefix", "fast_dllm_dual")[family in UNIFORM :]
+    for family in FAMILIES
+    if family not in SEES_BLOCKS
+}
 LENGTHS, SIDES = (17, 9, 12), ("left", "right", "scattered")
 SIZES: dict[str, Any] = {"max_new_tokens": 12, "block_length": 6}
 
@@ -87,6 +102,7 @@ def rules_of(family: str, policy: str) -> list[str]:
 CASES = [
     (family, policy, rule)
     for family, policy in itertools.product(FAMILIES, REFRESHED)
+    if ("blocks" if family in SEES_BLOCKS else "canvas") in make_policy(policy).sights
     for rule in rules_of(family, policy)
 ]
 
@@ -121,18 +137,23 @@ def padded(side: str) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def answers(out: GenerationOutput) -> Tensor:
-    return out.sequences[:, -SIZES["max_new_tokens"] :]
+def answers(out: GenerationOutput, prompt: int) -> Tensor:
+    """What was asked for; where rows see blocks there is more, up to the end of the block."""
+    return out.sequences[:, prompt : prompt + SIZES["max_new_tokens"]]
 
 
 def test_every_policy_is_under_the_laws():
     assert set(REFRESHED) == set(POLICIES) - {"auto"}
 
 
-def test_every_rule_is_under_the_laws():
+def test_every_rule_is_under_the_laws(runtimes: dict[str, Runtime]):
+    shapes = {family: runtime.model.shape for family, runtime in runtimes.items()}
     meant = {
         GenerationOptions.of(
-            None, {**SIZES, **options}, mask_token_id=0, noise="uniform" if name in REWRITING else "mask"
+            None,
+            {**SIZES, **options},
+            mask_token_id=0,
+            shape=shapes[next(of for of in FAMILIES if name in FAMILIES[of][1])],
         ).rule()
         for name, options in RULES.items()
     }
@@ -175,7 +196,7 @@ def test_a_padded_batch_answers_as_each_row_alone(runtimes: dict[str, Runtime], 
     assert torch.equal(out.sequences[:, : ids.shape[1]], ids)
     for row in rows:
         alone = runtime.generate(prompts()[row][None], seed=None if seed is None else seed + row, **options)
-        assert torch.equal(answers(out)[row], answers(alone)[0])
+        assert torch.equal(answers(out, ids.shape[1])[row], answers(alone, LENGTHS[row])[0])
         assert out.forwards[row] == alone.num_forwards
         torch.testing.assert_close(out.tokens_per_forward[row : row + 1], alone.tokens_per_forward)
 
@@ -184,17 +205,19 @@ def test_a_padded_batch_answers_as_each_row_alone(runtimes: dict[str, Runtime], 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_a_padded_batch_are_those_of_each_row_alone(runtimes: dict[str, Runtime], family: str, side: str):
     runtime, (ids, mask) = runtimes[family], padded(side)
-    logits = runtime.logits(ids, mask)
+    block: dict[str, Any] = {"block_length": 4} if family in SEES_BLOCKS else {}
+    logits = runtime.logits(ids, mask, **block)
     for row, prompt in enumerate(prompts()):
-        torch.testing.assert_close(logits[row, mask[row].bool()], runtime.logits(prompt[None])[0], atol=2e-4, rtol=1e-5)
+        alone = runtime.logits(prompt[None], **block)[0]
+        torch.testing.assert_close(logits[row, mask[row].bool()], alone, atol=2e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", STALE)
 def test_stale_caches_do_differ_from_none(runtimes: dict[str, Runtime], family: str):
     # Else the laws above would hold of a cache that is never read.
     runtime, (ids, mask) = runtimes[family], padded("left")
     options: dict[str, Any] = {"attention_mask": mask, "stop_at_eos": False, "seed": 0, **SIZES}
-    exact = answers(runtime.with_policy("none").generate(ids, **options))
+    exact = runtime.with_policy("none").generate(ids, **options).sequences
     for policy in STALE[family]:
         stale = runtime.with_policy(policy).generate(ids, **options)
-        assert not torch.equal(answers(stale), exact)
+        assert not torch.equal(stale.sequences, exact)

@@ -53,7 +53,21 @@ GIDD: Mapping[str, Any] = {
     "torch_dtype": "float32",
 }
 INF, NAN = math.inf, math.nan
-CONFIGS = {"llada": LLADA, "Dream": DREAM, "gidd": GIDD}
+SDAR: Mapping[str, Any] = {
+    "model_type": "sdar",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "torch_dtype": "bfloat16",
+    "mask_token_id": 63,
+    "eos_token_id": 62,
+}
+CONFIGS = {"llada": LLADA, "Dream": DREAM, "gidd": GIDD, "sdar": SDAR}
 
 
 def read(config: Mapping[str, Any], **changes: Any) -> ModelConfig:
@@ -110,6 +124,19 @@ LAYER_TENSORS = {
         "model.layers.1.mlp.down_proj.weight": (32, 48),
         "model.layers.1.mlp.down_proj.bias": (32,),
     },
+    "sdar": {
+        "model.layers.1.input_layernorm.weight": (32,),
+        "model.layers.1.self_attn.q_proj.weight": (32, 32),
+        "model.layers.1.self_attn.k_proj.weight": (16, 32),
+        "model.layers.1.self_attn.v_proj.weight": (16, 32),
+        "model.layers.1.self_attn.o_proj.weight": (32, 32),
+        "model.layers.1.self_attn.q_norm.weight": (8,),
+        "model.layers.1.self_attn.k_norm.weight": (8,),
+        "model.layers.1.post_attention_layernorm.weight": (32,),
+        "model.layers.1.mlp.gate_proj.weight": (48, 32),
+        "model.layers.1.mlp.up_proj.weight": (48, 32),
+        "model.layers.1.mlp.down_proj.weight": (32, 48),
+    },
 }
 OTHER_TENSORS = {
     "llada": {
@@ -123,6 +150,11 @@ OTHER_TENSORS = {
         "lm_head.weight": (64, 32),
     },
     "gidd": {
+        "model.embed_tokens.weight": (64, 32),
+        "model.norm.weight": (32,),
+        "lm_head.weight": (64, 32),
+    },
+    "sdar": {
         "model.embed_tokens.weight": (64, 32),
         "model.norm.weight": (32,),
         "lm_head.weight": (64, 32),
@@ -143,6 +175,7 @@ def test_every_tensor_has_its_official_name_and_shape(model_type: str):
         ("llada", {"kv_heads": 4, "mlp_matrices": 2, "noise": "mask", "prediction_shift": 0, "dtype": "bfloat16"}),
         ("Dream", {"kv_heads": 2, "mlp_matrices": 2, "noise": "mask", "prediction_shift": 1, "dtype": "bfloat16"}),
         ("gidd", {"kv_heads": 4, "mlp_matrices": 1, "noise": "uniform", "prediction_shift": 0, "dtype": "float32"}),
+        ("sdar", {"kv_heads": 2, "mlp_matrices": 2, "noise": "mask", "prediction_shift": 0, "dtype": "bfloat16"}),
     ],
 )
 def test_sizes_have_the_same_words_in_every_family(model_type: str, expected: dict[str, object]):
@@ -165,6 +198,9 @@ def test_sizes_have_the_same_words_in_every_family(model_type: str, expected: di
         (GIDD, {"noise_type": -1000.0}, {"noise": "mask"}),
         (GIDD, {"noise_type": 0.0}, {"noise": "mask"}),
         (GIDD, {"head_dim": ...}, {"head_dim": 8}),
+        (SDAR, {}, {"sight": "blocks", "block_length": None, "heads_width": 32}),
+        (SDAR, {"block_size": 4}, {"block_length": 4}),
+        (SDAR, {"head_dim": 12}, {"head_dim": 12, "heads_width": 48, "kv_width": 24, "width": 32}),
     ],
 )
 def test_defaults_and_variants(config: Mapping[str, Any], changes: dict[str, Any], expected: dict[str, Any]):
@@ -201,8 +237,14 @@ def test_newer_files_have_the_base_inside_rope_parameters(model_type: str):
     assert read(CONFIGS[model_type], rope_parameters=parameters).rotation.theta == 5e5
 
 
-def test_a_width_is_no_window_while_windows_are_off():
-    assert read(DREAM, sliding_window=4096, use_sliding_window=False) == read(DREAM)
+@pytest.mark.parametrize("config", [DREAM, SDAR])
+def test_a_width_is_no_window_while_windows_are_off(config: Mapping[str, Any]):
+    assert read(config, sliding_window=4096, use_sliding_window=False) == read(config)
+
+
+def test_padding_is_an_end_where_it_has_no_token():
+    assert read(SDAR).pad_token_id == read(SDAR).eos_token_id == 62
+    assert read(SDAR, pad_token_id=61).pad_token_id == 61
 
 
 def in_every_family(changes: dict[str, Any], message: str) -> list[tuple[Mapping[str, Any], dict[str, Any], str]]:
@@ -214,6 +256,7 @@ def in_every_family(changes: dict[str, Any], message: str) -> list[tuple[Mapping
     [
         (LLADA, {"weight_tying": True}, {"model.transformer.ff_out.weight"}),
         (DREAM, {"tie_word_embeddings": True}, {"lm_head.weight"}),
+        (SDAR, {"tie_word_embeddings": True}, {"lm_head.weight"}),
         (GIDD, {"tie_word_embeddings": True}, {"lm_head.weight"}),
         (
             GIDD,
@@ -272,7 +315,8 @@ def test_switches_take_tensors_away(config: Mapping[str, Any], changes: dict[str
         *in_every_family(
             {"rope_scaling": {"type": "ntk", "factor": 2**20}}, "128 positions times .* more than 16777216"
         ),
-        *in_every_family({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1}}, r"has \['mscale'\]; .*'yarn'"),
+        *in_every_family({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1}}, "mscale_all_dim go together"),
+        *in_every_family({"rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}}, r"has \['mscale'\]"),
         *in_every_family({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 1.0}}, "beta_fast = 1.0 must be"),
         *in_every_family(
             {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"rope_parameters = .*'factor'\]"
@@ -286,6 +330,12 @@ def test_switches_take_tensors_away(config: Mapping[str, Any], changes: dict[str
         *in_every_family({"is_causal": True}, "is_causal = True"),
         *((config, {"sliding_window": 4096}, "sliding_window = 4096") for config in (LLADA, GIDD)),
         *((config, {"mlp_bias": True}, "mlp_bias = True") for config in (LLADA, DREAM)),
+        *((SDAR, {"block_size": size}, f"block_size = {size}") for size in (0, -4, 4.0)),
+        (SDAR, {"sliding_window": 0}, "sliding_window = 0; a positive integer"),
+        (SDAR, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = .*sliding"),
+        (SDAR, {"use_qk_norm": False}, "use_qk_norm = False"),
+        (SDAR, {"head_dim": 7}, "an even head_dim, not 7"),
+        (SDAR, {"mask_token_id": ...}, "mask_token_id = 151669; a token id in"),
         *((config, {"use_qk_norm": True}, "use_qk_norm = True") for config in (LLADA, DREAM)),
         *((config, {"weight_tying": True}, "weight_tying = True") for config in (DREAM, GIDD)),
         (LLADA, {"attention_bias": True}, "attention_bias = True"),

@@ -15,7 +15,7 @@ import tiered
 from tiered.core.features import Tier
 from tiered.evaluation.likelihood import Likelihood
 from tiered.models.base import DiffusionModel
-from tiered.policies.registry import POLICIES
+from tiered.policies.registry import policies_for
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -23,7 +23,10 @@ FAMILIES = {"llada": "llada/llada_tiny_gqa", "dream": "dream/dream_tiny", "gidd"
 IDS = torch.arange(34).view(2, 17)
 SIZES: dict[str, Any] = {"max_new_tokens": 12, "block_length": 6}
 # Beside every policy as it is: updates of another policy's making.
-VARIANTS: dict[str, dict[str, Any]] = {**{name: {} for name in POLICIES}, "composed, updates": {"updates": {}}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in policies_for("canvas")},
+    "composed, updates": {"updates": {}},
+}
 
 
 @cache

@@ -11,21 +11,25 @@ from tiered.decoding.rules.base import CommitRule
 from tiered.decoding.rules.drift_aware import DriftAware
 from tiered.decoding.rules.factor import Factor
 from tiered.decoding.rules.origin import Origin
+from tiered.decoding.rules.quota import Quota, Sequential
 from tiered.decoding.rules.registry import COMMIT_RULES, in_order
 from tiered.decoding.rules.static import Static
 from tiered.decoding.rules.threshold import Threshold
 from tiered.decoding.rules.timestep import Timestep
 from tiered.decoding.sampling_options import Sampling
+from tiered.models.families import family_of
+from tiered.models.presets import read_preset
 from tiered.options import OPTION_NAMES, GenerationOptions
 from tiered.planning.plan import plan
 from tiered.policies.registry import make_policy
 
 MASK = 126336
+LLADA = family_of(read_preset("llada-8b")).shape(read_preset("llada-8b"))
 DEFAULTS = GenerationOptions()
 
 
 def options(config: Any = None, **given: Any) -> GenerationOptions:
-    return GenerationOptions.of(config, given, mask_token_id=MASK)
+    return GenerationOptions.of(config, given, mask_token_id=MASK, shape=LLADA)
 
 
 def test_defaults():
@@ -176,6 +180,32 @@ def test_steps_per_block(given: dict[str, Any], block: int, blocks: int, steps_p
             Static(),
             id="DiffusionGemma",
         ),
+        pytest.param(
+            {
+                "gen_length": 64,
+                "block_length": 4,
+                "denoising_steps": 2,
+                "top_k": 0,
+                "top_p": 1.0,
+                "remasking_strategy": "low_confidence_static",
+                "confidence_threshold": 0.85,
+            },
+            {"max_new_tokens": 64, "block_length": 4, "block_steps": 2, "top_p": 1.0, "commit": "quota"},
+            Quota(),
+            id="SDAR, static",
+        ),
+        pytest.param(
+            {"remasking_strategy": "low_confidence_dynamic"},
+            {"commit": "quota", "confidence_threshold": 0.85},
+            Quota(confidence_threshold=0.85),
+            id="SDAR, dynamic",
+        ),
+        pytest.param(
+            {"remasking_strategy": "sequential", "confidence_threshold": 0.85},
+            {"commit": "sequential"},
+            Sequential(),
+            id="SDAR, sequential",
+        ),
     ],
 )
 def test_pasted_lines(line: dict[str, Any], expected: dict[str, Any], rule: object):
@@ -195,6 +225,7 @@ VALUES: dict[str, Any] = {
     "confidence_temperature": 0.5,
     "schedule_floor": 0.5,
     "min_new_tokens": 8,
+    "block_steps": 8,
 }
 
 

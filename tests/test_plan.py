@@ -30,7 +30,7 @@ from tiered.offload.codec_bytes import Codec
 from tiered.planning.card import Plan, TierPlan
 from tiered.planning.plan import plan as plan_for
 from tiered.policies.fast_dllm import FastDLLMDual
-from tiered.policies.registry import POLICIES
+from tiered.policies.registry import POLICIES, policies_for
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -63,7 +63,7 @@ def device_bytes(made: Plan) -> int:
     return made.tiers[Tier.DEVICE].total
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policies_for("canvas"))
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_device_holds_weights_and_what_a_call_books(policy: str, sampled: bool):
     made = plan("llada-8b", context=4096, batch=2, policy=policy, cfg=True, block_length=64, sampled=sampled)
@@ -165,7 +165,9 @@ def test_a_policy_comes_by_name_or_as_an_object():
     st.integers(1, 8),
     st.sampled_from([1, 7, 32, 128]),
     st.integers(1, 200),
-    st.sampled_from([name for name in POLICIES if name != "auto"]),  # which is another one at another context
+    st.sampled_from(
+        [name for name in policies_for("canvas") if name != "auto"]
+    ),  # which is another one at another context
 )
 def test_the_largest_context_fits_and_one_block_more_does_not(
     model: str, context: int, batch: int, block_length: int, percent: int, policy: str
@@ -582,7 +584,7 @@ class NoTensor(TorchDispatchMode):
         raise AssertionError(f"a tensor is made or read: {func}")
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "auto"])  # which rehearses calls
+@pytest.mark.parametrize("policy", [name for name in policies_for("canvas") if name != "auto"])  # which rehearses calls
 def test_a_plan_allocates_no_tensor(policy: str, capsys: pytest.CaptureFixture[str]):
     with NoTensor():
         with pytest.raises(AssertionError, match="aten"):

@@ -35,8 +35,8 @@ def download(cache: Path, model: str, **files: Any) -> Path:
     return snapshot
 
 
-# Parameters: LLaDA from its model card, the others by hand from the layout: Dream is Qwen2.5-7B; GIDD's papers give 3B
-# and 10B. KV bytes a token in bfloat16: 2 · layers · key/value heads · head_dim · 2.
+# Parameters: LLaDA from its model card, the others by hand from the layout: Dream is Qwen2.5-7B, SDAR Qwen3-8B; GIDD's
+# papers give 3B and 10B. KV bytes a token in bfloat16: 2 · layers · key/value heads · head_dim · 2.
 @pytest.mark.parametrize(
     ("name", "parameters", "kv_bytes", "noise"),
     [
@@ -45,6 +45,13 @@ def download(cache: Path, model: str, **files: Any) -> Path:
         ("dream-7b", 7_615_616_512, 56 * 1024, "mask"),
         ("gidd-unif-3b", 2 * 131072 * 3072 + 3072 + 19 * (12 * 3072**2 + 11 * 3072), 228 * 1024, "uniform"),
         ("gidd-mask-3b", 2 * 131072 * 3072 + 3072 + 18 * (12 * 3072**2 + 11 * 3072), 216 * 1024, "mask"),
+        ("sdar-8b", 8_190_735_360, 144 * 1024, "mask"),
+        (
+            "nemotron-8b",
+            2 * 131072 * 4096 + 4096 + 34 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096),
+            136 * 1024,
+            "mask",
+        ),
         ("gidd-unif-10b", 2 * 131072 * 4608 + 4608 + 34 * (12 * 4608**2 + 11 * 4608), 612 * 1024, "uniform"),
     ],
 )

@@ -20,7 +20,7 @@ from tiered.models.noise import Noise
 from tiered.observe.analysis.token_drift import measure_token_drift
 from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.none import NoCache
-from tiered.policies.registry import POLICIES
+from tiered.policies.registry import POLICIES, policies_for
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -358,7 +358,7 @@ def test_corrected_sequences_may_have_ended_early(uniform: Runtime):
 
 
 # But for those that must know what a step commits: no rule that rewrites does.
-FOR_REWRITING = sorted(name for name, policy in POLICIES.items() if name != "auto" and not policy().needs_order())
+FOR_REWRITING = sorted(name for name in policies_for("canvas") if name != "auto" and not POLICIES[name]().needs_order())
 
 
 @pytest.mark.parametrize("policy", FOR_REWRITING)

@@ -16,7 +16,7 @@ import tiered
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.embedded import tasks
-from tiered.policies.registry import POLICIES, make_policy
+from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -45,7 +45,7 @@ def rule_for(policy: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("policy", "guidance"),
-    [*((policy, 0.0) for policy in POLICIES), *((policy, 0.3) for policy in ("none", "polestar"))],
+    [*((policy, 0.0) for policy in policies_for("canvas")), *((policy, 0.3) for policy in ("none", "polestar"))],
 )
 def test_stopping_at_the_end_changes_no_text(
     embedded: Runtime, examples: list[tasks.Example], policy: str, guidance: float
@@ -127,7 +127,11 @@ def test_the_budget_is_hard_and_exact():
 
 @pytest.mark.parametrize(
     ("policy", "guidance"),
-    [*((policy, 0.0) for policy in (*POLICIES, "polestar-window")), ("dllm_cache", 0.5), ("polestar", 0.5)],
+    [
+        *((policy, 0.0) for policy in (*policies_for("canvas"), "polestar-window")),
+        ("dllm_cache", 0.5),
+        ("polestar", 0.5),
+    ],
 )
 def test_what_a_call_required_is_a_budget_for_it(policy: str, guidance: float):
     """Of device and host, to the byte: a byte less of either is refused."""
@@ -153,7 +157,7 @@ def test_what_a_call_required_is_a_budget_for_it(policy: str, guidance: float):
 
 def test_the_plan_is_what_the_call_books():
     runtime = tiered.from_pretrained(GOLDENS / "llada_tiny_gqa", dtype="float32")
-    for policy in POLICIES:
+    for policy in policies_for("canvas"):
         variants: tuple[dict[str, Any], ...] = ({}, {"cfg_scale": 1.0}, {"temperature": 0.7})
         for options in variants:
             ids = torch.randint(0, 480, (2, 64))
@@ -197,7 +201,7 @@ def test_seeds():
     assert answer(None) == first
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", policies_for("canvas"))
 def test_an_interrupted_call_leaves_the_runtime_usable(embedded: Runtime, policy: str):
     runtime = embedded.with_policy(policy)
     prompt = chats([tasks.sample("sort", "test", 1)])

@@ -143,20 +143,20 @@ def test_ranks_are_those_of_each_row_alone():
     together = RandomStreams(7, 2, CPU)
     alone = [RandomStreams(7 + i, 1, CPU) for i in range(2)]
     for _ in range(2):
-        scores = together.confidence(10, [0, 3], 5, 8, [True, True])
-        assert torch.equal(scores[0], alone[0].confidence(10, [0], 5, 8, [True])[0])
+        scores = together.confidence([10] * 2, [0, 3], 5, 8, [True, True])
+        assert torch.equal(scores[0], alone[0].confidence([10], [0], 5, 8, [True])[0])
         # Without its padding a sequence is shorter, and its block begins earlier.
-        assert torch.equal(scores[1], alone[1].confidence(7, [0], 2, 5, [True])[0])
+        assert torch.equal(scores[1], alone[1].confidence([7], [0], 2, 5, [True])[0])
 
 
 def test_who_waits_draws_nothing():
     waited, straight = RandomStreams(1, 2, CPU), RandomStreams(1, 2, CPU)
-    waited.confidence(10, [0, 0], 5, 8, [True, False])
-    straight.confidence(10, [0, 0], 5, 8, [True, True])
-    behind, ahead = (noise.confidence(10, [0, 0], 5, 8, [True, True]) for noise in (waited, straight))
+    waited.confidence([10] * 2, [0, 0], 5, 8, [True, False])
+    straight.confidence([10] * 2, [0, 0], 5, 8, [True, True])
+    behind, ahead = (noise.confidence([10] * 2, [0, 0], 5, 8, [True, True]) for noise in (waited, straight))
     assert torch.equal(behind[0], ahead[0])
     assert not torch.equal(behind[1], ahead[1])
-    assert torch.equal(behind[1], RandomStreams(2, 1, CPU).confidence(10, [0], 5, 8, [True])[0])
+    assert torch.equal(behind[1], RandomStreams(2, 1, CPU).confidence([10], [0], 5, 8, [True])[0])
 
     logits, pending = random_logits(2, 4, 50, scale=1.0), torch.ones(2, 4, dtype=torch.bool)
     streams = RandomStreams(1, 2, CPU)
@@ -170,14 +170,17 @@ def test_who_waits_draws_nothing():
 def test_who_stays_keeps_its_stream():
     kept, whole = RandomStreams(5, 3, CPU), RandomStreams(5, 3, CPU)
     kept.keep([0, 2])
-    scores, expected = kept.confidence(8, [0, 0], 0, 8, [True] * 2), whole.confidence(8, [0] * 3, 0, 8, [True] * 3)
+    scores, expected = (
+        kept.confidence([8] * 2, [0, 0], 0, 8, [True] * 2),
+        whole.confidence([8] * 3, [0] * 3, 0, 8, [True] * 3),
+    )
     assert torch.equal(scores, expected[[0, 2]])
     assert torch.equal(kept.gumbel(1, 2, 5), whole.gumbel(2, 2, 5))
 
 
 def test_ranks_and_noise_are_independent():
     streams = [RandomStreams(seed, 1, CPU) for seed in range(3000)]
-    ranks = torch.cat([stream.confidence(4, [0], 0, 4, [True]) for stream in streams])
+    ranks = torch.cat([stream.confidence([4], [0], 0, 4, [True]) for stream in streams])
     noise = torch.cat([stream.gumbel(0, 1, 4) for stream in streams])
     correlations = torch.corrcoef(torch.cat([ranks, noise], dim=1).T)[:4, 4:]
     assert correlations.abs().max() < 0.08  # four standard deviations of chance
@@ -399,7 +402,7 @@ def test_numbers_of_a_block_are_uniform_and_gumbel():
 def test_numbers_of_a_rule_are_apart_from_ranks_and_noise():
     streams = [RandomStreams(seed, 1, CPU) for seed in range(3000)]
     of_block = torch.cat([stream.of_block().gumbel(4) for stream in streams])
-    ranks = torch.cat([stream.confidence(4, [0], 0, 4, [True]) for stream in streams])
+    ranks = torch.cat([stream.confidence([4], [0], 0, 4, [True]) for stream in streams])
     noise = torch.cat([stream.gumbel(0, 1, 4) for stream in streams])
     correlations = torch.corrcoef(torch.cat([of_block, ranks, noise], dim=1).T)[:4, 4:]
     assert correlations.abs().max() < 0.08  # four standard deviations of chance

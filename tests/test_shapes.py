@@ -15,7 +15,7 @@ from jaxtyping import install_import_hook
 
 install_import_hook("tiered", "beartype.beartype")
 import tiered
-from tiered.policies.registry import POLICIES
+from tiered.policies.registry import policies_for
 
 torch.manual_seed(0)
 ids = torch.randint(0, 480, (3, 14))
@@ -23,7 +23,7 @@ mask = torch.ones_like(ids)
 mask[0, :5] = mask[1, 9:] = 0
 runtime = tiered.from_pretrained(sys.argv[1], dtype="float32")
 runtime.logits(ids, mask)
-for number, policy in enumerate(POLICIES):
+for number, policy in enumerate(policies_for("canvas")):
     for turn, options in enumerate(({}, {"confidence_threshold": 0.5}, {"factor": 1.0}, {"temperature": 0.5, "seed": 1},
                     {"cfg_scale": 0.5}, {"remasking": "random"}, {"output_history": True, "stop_at_eos": False})):
         if policy not in ("none", "polestar") and turn and "remasking" not in options and (turn + number) % 3:

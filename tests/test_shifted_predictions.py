@@ -13,7 +13,7 @@ from torch import Tensor
 import tiered
 from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
-from tiered.policies.registry import POLICIES
+from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "dream"
@@ -50,7 +50,7 @@ class _LastFirst(CommitState):
         return candidates.pending & (pending.flip(1).cumsum(dim=1).flip(1) == 1)
 
 
-@pytest.mark.parametrize("policy", [name for name, policy in POLICIES.items() if not policy().needs_order()])
+@pytest.mark.parametrize("policy", [name for name in policies_for("canvas") if not make_policy(name).needs_order()])
 def test_every_pending_token_of_a_block_is_a_candidate(runtime: Runtime, policy: str):
     # The block's first token stays open to the end, so the row in front of the block is needed in every step.
     options = {"window": 8} if policy == "elastic_cache" else {}

@@ -25,7 +25,7 @@ from tiered.offload.transport import Lane
 from tiered.output import GenerationOutput
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy
-from tiered.policies.registry import POLICIES, make_policy
+from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
 
 LAYERS, PROMPT, ANSWER, BLOCK = 5, 90, 32, 16
@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "elastic_cache": {"window": 12},
 }
 # But for `none`, which keeps nothing from layer to layer, and `auto`, which is one of the others.
-STREAMABLE = [name for name in POLICIES if name not in ("auto", "none")]
+STREAMABLE = [name for name in policies_for("canvas") if name not in ("auto", "none")]
 CALLS: dict[str, dict[str, Any]] = {
     "four a step": {"steps": 8},
     "guided": {"cfg_scale": 0.7, "steps": 4},

@@ -25,7 +25,7 @@ from tiered.policies.polestar import update as hidden_update
 from tiered.policies.polestar.fetching import Tickets
 from tiered.policies.polestar.layer_state import LayerState
 from tiered.policies.polestar.places import Places
-from tiered.policies.registry import POLICIES
+from tiered.policies.registry import POLICIES, policies_for
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -251,7 +251,12 @@ def without_threshold(options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("policy", "guidance"),
-    [*((policy, 0.0) for policy in sorted(POLICIES)), ("none", 0.7), ("dllm_cache", 0.7), ("polestar", 0.7)],
+    [
+        *((policy, 0.0) for policy in sorted(policies_for("canvas"))),
+        ("none", 0.7),
+        ("dllm_cache", 0.7),
+        ("polestar", 0.7),
+    ],
 )
 def test_watching_changes_no_token_and_counts_what_is_recomputed(
     tiny: Runtime, policy: str, guidance: float, monkeypatch: pytest.MonkeyPatch

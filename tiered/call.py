@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiered.core.canvas import Canvas
+from tiered.core.canvas import Canvas, columns_in_blocks
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger, added
 from tiered.decoding.attention_shift import AttentionShift
@@ -17,6 +17,7 @@ from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import compared_at_a_time
 from tiered.forward.library_bytes import gpu_of
+from tiered.forward.sight import Sight
 from tiered.forward.sizes import AUTO, KV, CallSizes
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_store import StreamedFeatureStore
@@ -125,19 +126,26 @@ class CallSpace:
             **more,
         )
 
-    def sizes_of(self, chosen: GenerationOptions, batch: int, prompt_length: int) -> CallSizes:
-        """The sizes of a call that denoises answers to `batch` packed prompts.
+    def sizes_of(self, chosen: GenerationOptions, prompts: Prompts) -> CallSizes:
+        """The sizes of a call that denoises answers to `prompts`.
 
         Raises:
             ValueError: the model was not made for so many positions.
         """
-        rule, length = chosen.rule(), prompt_length + chosen.columns
-        check_positions(self.model.shape, length, chosen.told_columns(prompt_length))
+        rule, front, answer = chosen.rule(), prompts.longest, chosen.columns
+        if self.model.shape.block_causal:
+            lengths: list[int] = prompts.mask.sum(dim=1).tolist()
+            whole, answer = columns_in_blocks(lengths, chosen.block, chosen.max_new_tokens)
+            if chosen.block_edges == "sequence":
+                front = whole
+            else:
+                _, answer = columns_in_blocks([0], chosen.block, chosen.max_new_tokens)
+        check_positions(self.model.shape, front + answer, chosen.told_columns(prompts.longest))
         return self.sizes(
-            batch,
-            length,
+            len(prompts.ids),
+            front + answer,
             chosen.block,
-            answer=chosen.columns,
+            answer=answer,
             guidance=chosen.cfg_scale > 0,
             sampled=chosen.sampling().needs_room or (rule.rewrites and rule.draws),
             compared=rule.needs_shift,
@@ -272,8 +280,9 @@ class CallSpace:
             sink_keys=self.model.sink_keys(sizes.shape.layers - 1),
         )
 
-    def uncached(self, prompts: Prompts) -> Forward:
-        """One forward over `prompts`, with a store that every layer overwrites."""
+    def uncached(self, prompts: Prompts, block_length: int | None = None) -> Forward:
+        """One forward over `prompts`, with a store that every layer overwrites; `block_length`: of blocks that rows
+        see."""
         batch, length = prompts.ids.shape
         padded = not bool(prompts.mask.all())
         positions = prompts.mask.long().cumsum(dim=1).sub_(1).clamp_(min=0) if padded else None
@@ -283,6 +292,7 @@ class CallSpace:
             torch.arange(length, device=self._device)[None] if positions is None else positions,
             prompts.mask if padded else None,
             weights=self._weights,
+            sight=Sight(self.model.shape, length, block_length, positions),
         )
 
     def forward(
@@ -300,7 +310,11 @@ class CallSpace:
             positions, key_mask, first = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
         of_call = sequences, canvas.length, canvas.prompt_length
         store = self.store(policy, *of_call, kv=sizes.kv, streams=streams, tiers=tiers)
-        return Forward(traced(self.model), store, positions, key_mask, tiers, first, self._weights)
+        block = canvas.block_length if sizes.shape.block_causal else None
+        sight = Sight(sizes.shape, canvas.length, block, first=canvas.prompt_length)
+        return Forward(
+            traced(self.model), store, positions, key_mask, tiers, first, sight, policy.most_rows(sizes), self._weights
+        )
 
 
 def _hint(needed: CallBytes) -> str:

@@ -4,13 +4,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from tiered.core.checks import check_integer
 from tiered.decoding.observers import Inspector
-from tiered.decoding.rules.registry import fitting_rules
+from tiered.decoding.rules.registry import COMMIT_RULES, fitting_rules
 from tiered.inputs import check_readable
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
 from tiered.options import GenerationOptions
-from tiered.planning.checks import check_policy
+from tiered.planning.checks import check_block, check_policy
 from tiered.policies.base import Policy
 
 
@@ -31,6 +32,12 @@ def check_call(chosen: GenerationOptions, model: DiffusionModel, policy: Policy,
         ordered=chosen.remasking == "random",
         rewrites=rule.rewrites,
     )
+    if rule.needs_shift and model.shape.block_causal:
+        fitting = [of for of in fitting_rules("mask", rewriting=False) if not COMMIT_RULES[of].needs_shift]
+        raise ValueError(
+            f"the commit rule {rule.name!r} compares attention over the whole canvas; {name!r} sees blocks, which go "
+            f"with {', '.join(fitting)}"
+        )
     if chosen.correction_steps and model.shape.noise != "uniform":
         raise ValueError(
             f"correction_steps = {chosen.correction_steps} rewrites tokens, which models of uniform noise can; "
@@ -67,17 +74,17 @@ def check_prior(prior: Tensor, shape: tuple[int, int], chosen: GenerationOptions
 
 def read_noise_mask(
     noise_mask: Tensor | None, shape: ModelShape, size: tuple[int, int], device: torch.device
-) -> int | Int[Tensor, " batch"]:
-    """How many columns of each sequence are clean.
+) -> Int[Tensor, " batch"] | None:
+    """How many columns of each sequence are clean; None: nobody says it.
 
     Raises:
         TypeError: no tensor.
-        ValueError: a family without a noise mask, another size than (batch, length), values other than 0 and 1, or
-            clean tokens behind noisy ones.
+        ValueError: a family to which it makes no difference, another size than (batch, length), values other than 0
+            and 1, or clean tokens behind noisy ones.
     """
     if noise_mask is None:
-        return 0
-    if not shape.noise_masked:
+        return None
+    if not (shape.noise_masked or shape.sight == "context"):
         raise ValueError(f"a noise_mask is for families whose clean tokens see clean ones alone, not {shape.family!r}")
     if not isinstance(noise_mask, Tensor):
         raise TypeError(f"noise_mask is a tensor of size {size}, not {noise_mask!r}")
@@ -91,3 +98,19 @@ def read_noise_mask(
     if not torch.equal(noisy, torch.arange(size[1], device=device)[None] >= clean[:, None]):
         raise ValueError("noise_mask has clean tokens behind noisy ones; clean ones stand in front")
     return clean
+
+
+def read_block(block_length: int | None, shape: ModelShape, *, name: str) -> int | None:
+    """How long the blocks are that rows see; None: they see the whole canvas.
+
+    Raises:
+        TypeError: no int.
+        ValueError: not positive, for a family without blocks, or as `check_block`.
+    """
+    if block_length is not None:
+        check_integer("block_length", block_length, least=1)
+        if not shape.block_causal:
+            raise ValueError(
+                f"block_length = {block_length}, but rows of {name!r} see the whole canvas: None is allowed"
+            )
+    return check_block(shape, block_length, name=name) if shape.block_causal else None

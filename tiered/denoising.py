@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from tiered.core.canvas import Canvas
@@ -39,7 +40,11 @@ def denoiser(
         prior: what answers begin as; None: masks, or noise that the seed draws.
         shift: measures for a rule that needs it (`CommitRule.needs_shift`).
     """
-    ids, pads = prompts.packed()
+    if model.shape.block_causal and chosen.block_edges == "sequence":
+        ids, pads, tails = prompts.in_blocks(chosen.block)
+    else:
+        ids, pads = prompts.packed()
+        tails = torch.zeros_like(pads) if model.shape.block_causal else None
     batch, device = len(ids), ids.device
     # A call that draws nothing leaves torch's default stream alone.
     draws = chosen.draws or (prior is None and model.shape.noise == "uniform")
@@ -54,6 +59,7 @@ def denoiser(
         block_length=chosen.block,
         mask_token_id=model.mask_token_id,
         prior=None if prior is None else prior.to(device),
+        tails=tails,
     )
     if streamer is not None:
         streamer.put(prompts.ids.cpu())
@@ -64,7 +70,12 @@ def denoiser(
         chosen.rule().start(chosen.steps_per_block, streams),
         Proposer(model, chosen.sampling(), streams, min_new_tokens=chosen.min_new_tokens),
         Publisher(
-            canvas, model, stop_at_eos=chosen.stop_at_eos, output_history=chosen.output_history, streamer=streamer
+            canvas,
+            model,
+            max_new_tokens=chosen.max_new_tokens,
+            stop_at_eos=chosen.stop_at_eos,
+            output_history=chosen.output_history,
+            streamer=streamer,
         ),
         guidance=Guidance(chosen.cfg_scale, model.mask_token_id) if chosen.cfg_scale else None,
         correction=Adaptive().start(chosen.correction_steps) if chosen.correction_steps else None,

@@ -42,6 +42,18 @@ class Prompts:
         order = self.mask.int().argsort(dim=1, stable=True)
         return self.ids.gather(1, order)[:, -longest:].contiguous(), longest - lengths
 
+    def in_blocks(
+        self, block_length: int
+    ) -> tuple[Int[Tensor, "batch columns"], Int[Tensor, " batch"], Int[Tensor, " batch"]]:
+        """The same prompts with whole blocks of padding in front: blocks that count from each one's first token begin
+        in the same columns. Also the number of pads of each, and of its tokens behind its last whole block."""
+        packed, before = self.packed()
+        lengths = self.mask.sum(dim=1)
+        tails, whole = lengths % block_length, lengths // block_length * block_length
+        pads = whole.max() - whole
+        columns = torch.arange(int((pads + lengths).max()), device=packed.device)
+        return packed.gather(1, (columns + (before - pads)[:, None]).clamp(0, packed.shape[1] - 1)), pads, tails
+
 
 def read_inputs(
     inputs: Inputs,

@@ -20,11 +20,14 @@ from tiered.decoding.rules.registry import COMMIT_OPTIONS, COMMIT_RULES, fitting
 from tiered.decoding.rules.timestep import MOST_STEPS
 from tiered.decoding.sampling_options import CONFIDENCES, Confidence, Sampling
 from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH
+from tiered.models.shape import ModelShape
+from tiered.planning.checks import check_block
 
 # That a forward is expected to commit where confidence decides; the embedded model commits 4.9 at threshold 0.9
 # (docs/benchmarks.md, compare).
 CONFIDENT_TOKENS = 4
 REMASKING = ("low_confidence", "random")
+EDGES = ("sequence", "prompt")
 T = TypeVar("T")
 
 
@@ -45,12 +48,15 @@ class GenerationOptions:
     Attributes:
         max_new_tokens: tokens of the answer; a multiple of `block_length`.
         block_length: tokens denoised together; None: 32, or the whole answer where it is shorter, and always under
-            `timestep` and `origin`.
+            `timestep` and `origin`. Where rows see blocks (SDAR, Nemotron-Labs): what the checkpoint was made for; any
+            `max_new_tokens` are rounded up to whole blocks, and docs/models.md says what is cut.
+        block_edges: where rows see blocks: whether these count from the "sequence"'s first token, or, in families with
+            a causal context (Nemotron-Labs), from the "prompt"'s end.
         steps: forwards over all blocks that the rules `static`, `timestep` and `origin` spread their commits over; a
-            multiple of the number of blocks; None: as many as there are tokens.
+            multiple of the number of blocks; None: as many as there are tokens. Where rows see blocks: of one block.
         block_steps: forwards of a block, in place of `steps` over all of them.
         commit: commit rule by name, or a `CommitRule`; None: the plainest one for the model that has all of the options
-            of rules that are given; `static`, or for uniform noise `adaptive`, without any.
+            of rules that are given; `static`, for uniform noise `adaptive`, where rows see blocks `quota`, without any.
         confidence: what ranks candidates: the "probability" of the proposed token, the "margin" of the most likely
             token over the next, or the negative "entropy"; the rules that compare it with a number need probabilities.
             Under `timestep` it is of the distribution that tokens are drawn from, else of the model's own.
@@ -76,6 +82,7 @@ class GenerationOptions:
 
     max_new_tokens: int = 128
     block_length: int | None = None
+    block_edges: str = "sequence"
     steps: int | None = None
     block_steps: int | None = None
     commit: str | CommitRule | None = None
@@ -104,10 +111,8 @@ class GenerationOptions:
         if self.block_length is not None:
             check_integer("block_length", self.block_length, least=1)
         rule = self.rule()
-        check_multiple("max_new_tokens", self.max_new_tokens, self.block, f"block_length = {self.block}")
         if self.steps is not None:
             check_integer("steps", self.steps, least=1, most=MOST_STEPS if rule.by_time else None)
-            check_multiple("steps", self.steps, self.blocks, f"the {self.blocks} blocks")
         if self.block_steps is not None:
             check_integer("block_steps", self.block_steps, least=1)
             if self.steps is not None:
@@ -127,8 +132,9 @@ class GenerationOptions:
             check_integer("seed", self.seed, least=0, most=2**62)
         for name in ("stop_at_eos", "output_history"):
             check_switch(name, getattr(self, name))
-        if self.remasking not in REMASKING:
-            raise unknown_name("remasking", self.remasking, REMASKING)
+        for name, allowed in (("remasking", REMASKING), ("block_edges", EDGES)):
+            if getattr(self, name) not in allowed:
+                raise unknown_name(name, getattr(self, name), allowed)
         if self.confidence not in rule.confidences:
             allowed = " or ".join(repr(kind) for kind in CONFIDENCES if kind in rule.confidences)
             others = [
@@ -154,8 +160,8 @@ class GenerationOptions:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the answer."""
-        return self.max_new_tokens // self.block
+        """Blocks of the answer; where they count from the prompt's first token there may be one more."""
+        return -(-self.max_new_tokens // self.block)
 
     @property
     def steps_per_block(self) -> int:
@@ -206,6 +212,7 @@ class GenerationOptions:
             top_k=self.top_k,
             confidence=self.confidence,
             tempered_confidence=self.rule().tempered_confidence,
+            top_k_first=self.rule().top_k_first,
             random_ranks=self.remasking == "random",
         )
 
@@ -216,14 +223,16 @@ class GenerationOptions:
         options: Mapping[str, Any],
         *,
         mask_token_id: int,
-        noise: str = "mask",
+        shape: ModelShape,
+        name: str = "model",
     ) -> "GenerationOptions":
-        """`config` (options, or a mapping with their names) with `options` on top, for a model of the process `noise`;
-        aliases of other scripts are known.
+        """`config` (options, or a mapping with their names) with `options` on top, for a model of `shape`, called
+        `name`; aliases of other scripts are known.
 
         Raises:
             TypeError, ValueError: as the class; also an unknown name (with the nearest valid one), an option given
-                under two names with two values, a `mask_id` that is not the model's, or a rule for other noise.
+                under two names with two values, a `mask_id` that is not the model's, a rule for other noise, a length
+                that is no whole number of blocks, and where rows see blocks what makes no sense there.
         """
         if config is not None and not isinstance(config, cls | Mapping):
             raise TypeError(f"generation_config is GenerationOptions or a mapping, not {type(config).__name__}")
@@ -231,8 +240,16 @@ class GenerationOptions:
         # Both mappings before the checks: one may hold what the other needs, as block_length for max_new_tokens.
         given: dict[str, Any] = {}
         for mapping in (config if isinstance(config, Mapping) else {}, options):
-            given |= own_names(mapping, mask_token_id=mask_token_id)
-        return replace(base, **given)._for_noise(noise)
+            given |= own_names(mapping, mask_token_id=mask_token_id, block_causal=shape.block_causal)
+        if shape.block_causal:
+            return replace(base, **_in_blocks(base, given, shape, name))._for_noise(shape.noise)
+        chosen = replace(base, **given)
+        if chosen.block_edges != "sequence":
+            raise ValueError(f"block_edges = {chosen.block_edges!r}: blocks of {name!r} stand behind the prompt anyway")
+        check_multiple("max_new_tokens", chosen.max_new_tokens, chosen.block, f"block_length = {chosen.block}")
+        if chosen.steps is not None:
+            check_multiple("steps", chosen.steps, chosen.blocks, f"the {chosen.blocks} blocks")
+        return chosen._for_noise(shape.noise)
 
     def _for_noise(self, noise: str) -> "GenerationOptions":
         rule = self.rule()
@@ -253,10 +270,29 @@ REAL_OPTIONS = frozenset(
 )
 
 
-def own_names(options: Mapping[str, Any], *, mask_token_id: int) -> dict[str, Any]:
+def _in_blocks(base: GenerationOptions, given: dict[str, Any], shape: ModelShape, name: str) -> dict[str, Any]:
+    """`given`, with what is left open on top of `base`, where rows see blocks."""
+    steps, rule_options = given.get("steps", base.steps), {*COMMIT_OPTIONS} & {*given}
+    if steps is not None:
+        raise ValueError(f"steps = {steps} of a whole answer; {name!r} takes block_steps, those of a block")
+    given["block_length"] = block = check_block(shape, given.get("block_length", base.block_length), name=name)
+    # Every step of a block counts, also where an answer is no whole number of blocks.
+    if given.get("block_steps", base.block_steps) is None:
+        given["block_steps"] = block
+    by_chance = given.get("remasking", base.remasking) == "random"
+    if given.get("commit", base.commit) is None and rule_options <= {"confidence_threshold"} and not by_chance:
+        given["commit"] = "quota"
+    if (edges := given.get("block_edges", base.block_edges)) == "prompt" and shape.sight != "context":
+        raise ValueError(f"block_edges = {edges!r}, but blocks of {name!r} count from a sequence's first token")
+    if trailing := given.get("trailing_noise", base.trailing_noise):
+        raise ValueError(f"trailing_noise = {trailing}, but no row of {name!r} sees what stands behind its block")
+    return given
+
+
+def own_names(options: Mapping[str, Any], *, mask_token_id: int, block_causal: bool = False) -> dict[str, Any]:
     """`options` of `generate`, some of them under names of other scripts, under those of `GenerationOptions`.
 
     Raises:
         ValueError: see `tiered.core.aliases.resolve_aliases`.
     """
-    return resolve_aliases(options, OPTION_NAMES, mask_token_id=mask_token_id)
+    return resolve_aliases(options, OPTION_NAMES, mask_token_id=mask_token_id, block_causal=block_causal)

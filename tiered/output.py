@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tiered.core.memory_report import MemoryReport
 from tiered.decoding.publishing import Denoised
+from tiered.kernels.host_values import on_device
 from tiered.planning.choice import Choice
 from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.stats import TierStats
@@ -126,6 +127,8 @@ class GenerationOutput:
 
         answers = denoised.answers
         before_end = (answers == eos_token_id).cumsum(dim=1) == 0
+        columns = torch.arange(answers.shape[1], device=answers.device)
+        before_end &= columns < on_device(denoised.lengths, answers.device)[:, None]
         tokens = before_end.sum(dim=1)
         text = None
         if tokenizer is not None:

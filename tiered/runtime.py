@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tiered.call import AskedCall, CallSpace
-from tiered.call_checks import check_call, check_inspector, check_prior, read_noise_mask
+from tiered.call_checks import check_call, check_inspector, check_prior, read_block, read_noise_mask
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
@@ -23,6 +23,7 @@ from tiered.decoding.observers import Inspector, Streamer, check_streamer
 from tiered.decoding.publishing import Denoised
 from tiered.denoising import denoiser
 from tiered.forward.forward import Flow
+from tiered.forward.sight import Clean
 from tiered.forward.sizes import KV, CallSizes
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.inputs import Inputs, Prompts, read_inputs
@@ -262,6 +263,7 @@ class Runtime:
         input_ids: Int[Tensor, "batch length"],
         attention_mask: Tensor | None = None,
         noise_mask: Tensor | None = None,
+        block_length: int | None = None,
     ) -> Float[Tensor, "batch length vocab"]:
         """float32 logits of all rows from one uncached forward, as they are: NaN and infinity too, where `generate`
         raises. Those of padding rows mean nothing. With a prediction shift (Dream) row r predicts token r + 1.
@@ -269,16 +271,21 @@ class Runtime:
         Args:
             input_ids, attention_mask: as for `generate`.
             noise_mask: [batch, length], in a family with one: 0 at clean tokens, padding among them, which see each
-                other alone; they stand in front of all others. None: no token is clean.
+                other alone; they stand in front of all others. None: no token is clean. Where contexts are causal,
+                clean tokens see those in front of them; None: all in front of the last block are clean.
+            block_length: of a family that sees blocks, counted from each sequence's first token; None: that of
+                config.json.
 
         Raises:
             TierCapacityError: the step does not fit the budget.
-            TypeError, ValueError: ids or a mask of the wrong type, shape or range.
+            TypeError, ValueError: ids or a mask of the wrong type, shape or range; a block length that is missing, or
+                not the checkpoint's.
         """
-        prompts, clean = self._read_ids(input_ids, attention_mask, noise_mask)
+        prompts, clean, block = self._read_ids(input_ids, attention_mask, noise_mask, block_length)
         batch, length = prompts.ids.shape
         with self._call.booked(NoCache(), self._call.sizes(batch, length, length)):
-            forward = self._call.uncached(prompts)
+            forward = self._call.uncached(prompts, block)
+            clean = forward.sight.last_block() if clean is None else clean
             return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length), clean=clean)
 
     @torch.no_grad()
@@ -287,24 +294,25 @@ class Runtime:
         input_ids: Int[Tensor, "batch length"],
         attention_mask: Tensor | None = None,
         noise_mask: Tensor | None = None,
+        block_length: int | None = None,
     ) -> Float[Tensor, "layers batch length width"]:
         """The input rows of every layer in one uncached forward, in the model's dtype; those of padding rows mean
         nothing. They are what a hidden-state cache stores at a block's first step.
 
         Args:
-            input_ids, attention_mask, noise_mask: as for `logits`.
+            input_ids, attention_mask, noise_mask, block_length: as for `logits`.
 
         Raises:
             TierCapacityError: the step, or what it returns, does not fit the budget.
-            TypeError, ValueError: ids or a mask of the wrong type, shape or range.
+            TypeError, ValueError: as `logits`.
         """
-        prompts, clean = self._read_ids(input_ids, attention_mask, noise_mask)
+        prompts, clean, block = self._read_ids(input_ids, attention_mask, noise_mask, block_length)
         (batch, length), shape = prompts.ids.shape, self.model.shape
         kept = shape.layers * batch * length * shape.width * self.dtype.itemsize
         sizes = self._call.sizes(batch, length, 1)
         with self.ledger.holding({Account.HIDDEN: kept}), self._call.booked(NoCache(), sizes):
-            forward = self._call.uncached(prompts)
-            forward.clean = clean
+            forward = self._call.uncached(prompts, block)
+            forward.clean = forward.sight.last_block() if clean is None else clean
             states = torch.empty(shape.layers, batch, length, shape.width, dtype=self.dtype, device=self.device)
             flow = Flow(Rows.span(0, length), self.model.embed(prompts.ids), slice(0, length))
             for layer in range(shape.layers):
@@ -319,27 +327,33 @@ class Runtime:
     ) -> GenerationOptions:
         """Those of a call, which go with the model and the policy."""
         chosen = GenerationOptions.of(
-            generation_config, options, mask_token_id=self.model.mask_token_id, noise=self.model.shape.noise
+            generation_config,
+            options,
+            mask_token_id=self.model.mask_token_id,
+            shape=self.model.shape,
+            name=self.name,
         )
         check_call(chosen, self.model, self.policy, name=self.name)
         return chosen
 
     def _chosen(self, chosen: GenerationOptions, prompts: Prompts) -> tuple[CallSizes, Choice]:
         """The sizes of a call, and what it runs under."""
-        sizes = self._call.sizes_of(chosen, len(prompts.ids), prompts.longest)
+        sizes = self._call.sizes_of(chosen, prompts)
         choice = self._call.choose(self.policy, chosen, sizes, prompts.shortest)
         return replace(sizes, kv=choice.kv), choice
 
     def _read_ids(
-        self, input_ids: Tensor, attention_mask: Tensor | None, noise_mask: Tensor | None
-    ) -> tuple[Prompts, int | Int[Tensor, " batch"]]:
-        """The ids as prompts, and how many columns of each are clean."""
+        self, input_ids: Tensor, attention_mask: Tensor | None, noise_mask: Tensor | None, block_length: int | None
+    ) -> tuple[Prompts, Clean | None, int | None]:
+        """The ids as prompts, how many columns of each are clean (None: all but the last block), and how long blocks
+        are (None: there are none)."""
         if not isinstance(input_ids, Tensor):
             raise TypeError(f"input_ids are a LongTensor [batch, length], not {type(input_ids).__name__}")
         prompts = self._read(input_ids, attention_mask)
         batch, length = prompts.ids.shape
         check_positions(self.model.shape, length, "the ids make")
-        return prompts, read_noise_mask(noise_mask, self.model.shape, (batch, length), self.device)
+        clean = read_noise_mask(noise_mask, self.model.shape, (batch, length), self.device)
+        return prompts, clean, read_block(block_length, self.model.shape, name=self.name)
 
     def _read(self, inputs: Inputs, attention_mask: Tensor | None, *, raw: bool = False) -> Prompts:
         prompts = read_inputs(

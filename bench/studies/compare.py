@@ -20,7 +20,7 @@ from workloads.variants import RULES, Variant, all_variants, noise_of
 from tiered.core.byte_size import format_bytes
 from tiered.core.checks import unknown_name
 from tiered.embedded.tasks import TASKS
-from tiered.policies.registry import POLICIES, PRESETS
+from tiered.policies.registry import PRESETS, policies_for
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
 
@@ -31,7 +31,7 @@ MOST = {"sort": 60, "chain": 40, "lookup": 10}  # where policies differ
 AXES: Axes = {
     "model": ["embedded", "embedded-uniform"],
     "rule": [*dict.fromkeys(rule for rules in RULES.values() for rule in rules)],
-    "policy": [*POLICIES, *PRESETS, "transformers"],
+    "policy": [*policies_for("canvas"), *PRESETS, "transformers"],
     "examples": [*(f"{name}:{MOST.get(name, 20)}" for name in TASKS), f"lookup@{LONG}:3"],
 }
 QUICK: Axes = {"model": ["embedded"], "policy": ["none", "transformers"], "examples": ["sort:2", f"lookup@{LONG}:1"]}

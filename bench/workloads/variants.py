@@ -7,7 +7,7 @@ from typing import Any
 import tiered
 from tiered.policies.auto import Auto
 from tiered.policies.base import Policy
-from tiered.policies.registry import POLICIES, PRESETS, make_policy
+from tiered.policies.registry import PRESETS, make_policy, policies_for
 
 # Policies with a window of their own, which slides over an answer of one block.
 ONE_BLOCK = frozenset({"elastic_cache"})
@@ -75,7 +75,7 @@ def all_variants(*, slides: bool = True) -> list[Variant]:
     given = GIVEN if slides else GIVEN | WHOLE_WINDOWS
     variants: list[Variant] = []
     references: dict[str, Variant] = {}
-    for name in (*POLICIES, *PRESETS):
+    for name in (*policies_for("canvas"), *PRESETS):
         if name == Auto.name:
             continue
         policy = make_policy(name, **given.get(name, {}))

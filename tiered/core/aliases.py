@@ -1,4 +1,4 @@
-"""Names that people paste from LLaDA, Dream and Fast-dLLM scripts, and what they are called here. One such table."""
+"""Names that people paste from official scripts, and what they are called here. One such table."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,9 +18,13 @@ ALIASES: Mapping[str, str] = {
     "return_history": "output_history",
     "sampling_method": "commit",  # GIDD
     "min_length": "min_new_tokens",
+    "denoising_steps": "block_steps",  # SDAR
+    "remasking_strategy": "commit",
 }
 # In a script for GIDD, which is known by its `sampling_method`; elsewhere steps are those of all blocks.
 GIDD_ALIASES: Mapping[str, str] = {"steps": "block_steps", "max_length": "max_new_tokens"}
+# Of models whose blocks count from the first token: there scripts count the steps of one block.
+BLOCK_ALIASES: Mapping[str, str] = {"steps": "block_steps"}
 # Options of policies.
 POLICY_ALIASES: Mapping[str, str] = {
     "cache_reloading_step": "refresh_interval",  # dKV-Cache on LLaDA
@@ -35,7 +39,7 @@ POLICY_ALIASES: Mapping[str, str] = {
     "gamma": "similarity_threshold",
     "track_num": "tracked",
 }
-# Dream's `alg` names the rule by what it looks at.
+# Dream's `alg` names the rule by what it looks at, SDAR's `remasking_strategy` by how it chooses.
 COMMIT_ALIASES: Mapping[str, Mapping[str, str]] = {
     "confidence_threshold": {"commit": "threshold"},
     "low_confidence": {"commit": "static"},
@@ -43,14 +47,19 @@ COMMIT_ALIASES: Mapping[str, Mapping[str, str]] = {
     "maskgit_plus": {"commit": "timestep", "confidence": "probability"},
     "topk_margin": {"commit": "timestep", "confidence": "margin"},
     "entropy": {"commit": "timestep", "confidence": "entropy"},
+    "low_confidence_static": {"commit": "quota"},
+    "low_confidence_dynamic": {"commit": "quota"},
 }
+SDAR_THRESHOLD = 0.85  # of its dynamic strategy; the others take one, and do not look at it
 MASK_NAMES = ("mask_id", "mask_token_id")
 # What official scripts must ask for, and always comes here: the answer with all that belongs to it.
 ALWAYS_NAMES = ("return_dict_in_generate", "return_dict")
 
 
-def resolve_aliases(options: Mapping[str, Any], names: Iterable[str], *, mask_token_id: int) -> dict[str, Any]:
-    """`options` under the library's own `names`.
+def resolve_aliases(
+    options: Mapping[str, Any], names: Iterable[str], *, mask_token_id: int, block_causal: bool = False
+) -> dict[str, Any]:
+    """`options` under the library's own `names`; `block_causal`: as scripts of models mean them that see blocks.
 
     A mask token's id, which official scripts pass, is checked against the model's and dropped; so is the wish for an
     object in place of bare ids.
@@ -61,6 +70,10 @@ def resolve_aliases(options: Mapping[str, Any], names: Iterable[str], *, mask_to
     """
     names = tuple(names)
     aliases = {**ALIASES, **(GIDD_ALIASES if "sampling_method" in options else {})}
+    if block_causal:
+        aliases |= BLOCK_ALIASES
+    if "remasking_strategy" in options:
+        options = _of_sdar(options)
     resolved: dict[str, Any] = {}
 
     def enter(name: str, value: Any, given_as: str) -> None:
@@ -84,3 +97,15 @@ def resolve_aliases(options: Mapping[str, Any], names: Iterable[str], *, mask_to
         for own_name, own_value in (spelled_out or {name: value}).items():
             enter(own_name, own_value, given_as)
     return resolved
+
+
+def _of_sdar(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A line for SDAR, without what its strategy does not look at."""
+    given, threshold = dict(options), options.get("confidence_threshold")
+    if given["remasking_strategy"] == "low_confidence_dynamic":
+        given["confidence_threshold"] = SDAR_THRESHOLD if threshold is None else threshold
+    elif given["remasking_strategy"] in ("low_confidence_static", "sequential"):
+        given.pop("confidence_threshold", None)
+    if given.get("top_k") == 0:  # off
+        given["top_k"] = None
+    return given

@@ -1,5 +1,7 @@
 """The token ids of a batch while they are denoised, and which of them are fixed."""
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -8,9 +10,24 @@ PROMPT = -1
 PENDING = 2**31 - 1
 
 
+def columns_in_blocks(lengths: Sequence[int], block_length: int, new: int) -> tuple[int, int]:
+    """Columns in front of the first block, and from there on, where blocks count from the first token of each sequence:
+    of prompts of these `lengths`, with `new` tokens behind each, rounded up to whole blocks."""
+    front = max(length // block_length for length in lengths) * block_length
+    return front, max(_blocks(length % block_length, block_length, new) for length in lengths) * block_length
+
+
+def _blocks(tail: int, block_length: int, new: int) -> int:
+    return -(-(tail + new) // block_length)
+
+
 class Canvas:
     """Prompts, padded on the left to one length, and answers behind them that begin as noise; every block spans the
     same columns.
+
+    Where blocks count from the first token of each sequence, a prompt's last tokens may share a block with the first of
+    its answer: its *tail*. Padding is whole blocks then, so that the blocks of all sequences still begin in the same
+    columns; answers end with a block, and some a block before others.
 
     Attributes:
         tokens: ids; masks, or whatever the noise is, where nothing is fixed yet.
@@ -19,7 +36,10 @@ class Canvas:
         pads, pad_counts: padding columns in front of each prompt, on the device and on the host.
         padded: whether any prompt is shorter than the longest.
         numbers: what its sequences are in the call: some leave it before the others are done.
-        prompt_length, block_length, blocks: columns of the longest prompt, columns of a block, number of blocks.
+        prompt_length, block_length, blocks: columns in front of the first block, which are those of the longest prompt
+            but for a tail; columns of a block; number of blocks.
+        tails, tail_counts: columns of the first block that are a prompt's, on the device (None: none are) and on the
+            host.
     """
 
     def __init__(
@@ -32,18 +52,31 @@ class Canvas:
         mask_token_id: int,
         trailing: int = 0,
         prior: Int[Tensor, "batch noise"] | None = None,
+        tails: Int[Tensor, " batch"] | None = None,
     ) -> None:
         """`prompts`: left-padded ids, `pads[b]` of them padding. `prior`: what answers begin as, and the noise of
-        `trailing` columns behind them that stays; None: masks, all of them."""
-        batch, self.prompt_length = prompts.shape
+        `trailing` columns behind them that stays; None: masks, all of them. `tails`: the last columns of `prompts` are
+        tails, as many as the longest has; what stands behind a shorter one means nothing."""
+        batch, columns = prompts.shape
+        self.tails, self.tail_counts = tails, [0] * batch if tails is None else list[int](tails.tolist())
+        self.prompt_length = columns - max(self.tail_counts)
         self.block_length = block_length
-        self.blocks = max_new_tokens // block_length
-        self._answer = slice(self.prompt_length, self.prompt_length + max_new_tokens)
+        self._own_blocks = [max_new_tokens // block_length] * batch
+        if tails is not None:
+            self._own_blocks = [_blocks(tail, block_length, max_new_tokens) for tail in self.tail_counts]
+        self.blocks = max(self._own_blocks)
+        answer = max_new_tokens if tails is None else self.blocks * block_length
+        self._answer = slice(self.prompt_length, self.prompt_length + answer)
         if prior is None:
-            prior = prompts.new_full((batch, max_new_tokens + trailing), mask_token_id)
+            prior = prompts.new_full((batch, self._answer.stop + trailing - columns), mask_token_id)
         self.tokens = torch.cat([prompts, prior], dim=1)
         self.committed_at = torch.full_like(self.tokens, PROMPT, dtype=torch.int32)
         self.committed_at[:, self.prompt_length :] = PENDING
+        if tails is not None:
+            first = slice(self.prompt_length, columns)
+            prompt = torch.arange(columns - self.prompt_length, device=prompts.device) < tails[:, None]
+            self.tokens[:, first].masked_fill_(~prompt, mask_token_id)
+            self.committed_at[:, first].masked_fill_(prompt, PROMPT)
         self.pads, self.pad_counts = pads, list[int](pads.tolist())
         self.padded = any(self.pad_counts)
         self.numbers = list(range(batch))
@@ -60,8 +93,28 @@ class Canvas:
 
     @property
     def answers(self) -> Int[Tensor, "batch answer"]:
-        """The columns behind the prompts, without noise that stays."""
+        """The columns of all blocks, without noise that stays."""
         return self.tokens[:, self._answer]
+
+    @property
+    def answer_ends(self) -> list[int]:
+        """The column of `answers` behind the last block of each sequence."""
+        return [blocks * self.block_length for blocks in self._own_blocks]
+
+    @property
+    def stops(self) -> list[int]:
+        """The column behind the last of each sequence, which is its own where answers end in different blocks."""
+        if self.tails is None:
+            return [self.length] * self.batch
+        return [self.prompt_length + end for end in self.answer_ends]
+
+    def over(self, block: int) -> list[bool]:
+        """Which sequences have no block behind `block`."""
+        return [blocks <= block + 1 for blocks in self._own_blocks]
+
+    def open_columns(self, block: int) -> list[int]:
+        """Columns of `block` that no prompt has, by sequence."""
+        return [self.block_length - (0 if block else tail) for tail in self.tail_counts]
 
     def block_span(self, block: int) -> tuple[int, int]:
         """First column of `block`, and the column behind its last."""
@@ -71,6 +124,11 @@ class Canvas:
     def pending(self, start: int, stop: int) -> Bool[Tensor, "batch columns"]:
         """True at columns from `start` to `stop` (exclusive) that no forward has fixed."""
         return self.committed_at[:, start:stop] == PENDING
+
+    def ends(self, start: int, stop: int, token: int) -> Bool[Tensor, "batch columns"]:
+        """True at columns from `start` to `stop` (exclusive) that a forward has fixed as `token`."""
+        fixed = self.committed_at[:, start:stop]
+        return (self.tokens[:, start:stop] == token) & (fixed != PENDING) & (fixed != PROMPT)
 
     def positions(self) -> Int[Tensor, "batch length"]:
         """RoPE position of every column: a prompt's first token is at 0. One row where no prompt is padded."""
@@ -117,4 +175,7 @@ class Canvas:
         self.tokens, self.committed_at = self.tokens[sequences], self.committed_at[sequences]
         self.pads = self.pads[sequences]
         self.pad_counts = [self.pad_counts[sequence] for sequence in sequences]
+        self.tails = None if self.tails is None else self.tails[sequences]
+        self.tail_counts = [self.tail_counts[sequence] for sequence in sequences]
+        self._own_blocks = [self._own_blocks[sequence] for sequence in sequences]
         self.numbers = [self.numbers[sequence] for sequence in sequences]

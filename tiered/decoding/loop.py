@@ -95,6 +95,7 @@ class Denoiser:
         """Every block in turn; `final`: what has ended is done, its sequence leaves, and streamers hear of it."""
         for block in range(self.canvas.blocks):
             yield from self._denoise_block(block, final=final)
+            self._ended = [was or over for was, over in zip(self._ended, self.canvas.over(block), strict=True)]
             self._result.block_ends.append(len(self._result.step_seconds))
             if all(self._ended):
                 break
@@ -110,8 +111,11 @@ class Denoiser:
             forwards=(), active=(), guidance=self._guidance is not None,
             remasked=shape.noise_masked and any(self._result.forwards), rewrites=isinstance(self.rule, RewritingState),
         )  # fmt: skip
+        for asked in self.policy.before_block(step):
+            self._write(step, asked)
         self.rule.begin_block(self.canvas.pending(start, stop))
-        remaining = [0 if ended else stop - start for ended in self._ended]
+        counts = self.canvas.open_columns(block)
+        remaining = [0 if ended else count for count, ended in zip(counts, self._ended, strict=True)]
         while any(remaining):
             began = time.perf_counter()
             with span(Op.STEP):
@@ -119,6 +123,27 @@ class Denoiser:
             self._result.step_seconds.append(time.perf_counter() - began)
             step = replace(step, number=step.number + 1, remasked=False)
         self._publisher.block(start, stop, self._ended, final=final)
+
+    def _write(self, step: Step, asked: StepRows) -> None:
+        """One forward over final tokens, for their keys and values."""
+        began, rows, result = time.perf_counter(), asked.rows, self._result
+        assert rows.start is not None, "final tokens are a span"
+        with span(Op.STEP), span(Op.FORWARD, kind=asked.kind.value):
+            ids, fed = self.canvas.tokens, rows
+            if self._guidance is not None:
+                ids, fed = self._guidance.ids(self.canvas, None), rows.doubled()
+            self.forward.write_rows(ids, fed, clean=rows.start + rows.count)
+        if self._inspector is not None:
+            everyone = (True,) * self.canvas.batch
+            forwards = tuple(result.forwards[number] for number in self.canvas.numbers)
+            here = on_device(everyone, self.canvas.tokens.device)
+            step = replace(step, forwards=forwards, active=everyone)
+            self._inspector.after_forward(step, asked.kind, ids, self.forward, here)
+        result.passes[asked.kind] += 1
+        result.rows.append(self.forward.rows_computed)
+        for number, pads in zip(self.canvas.numbers, self.canvas.pad_counts, strict=True):
+            result.forwards[number] += pads < rows.start + rows.count
+        result.step_seconds.append(time.perf_counter() - began)
 
     def _step(self, step: Step, remaining: list[int], *, final: bool) -> "Asking[list[int]]":
         """One forward with its commit; the pending rows that each sequence is left with (0: it waits, or is done)."""
@@ -202,7 +227,7 @@ class Denoiser:
         left = pending.sum(dim=1)
         ended = torch.zeros_like(left, dtype=torch.bool)
         if self._publisher.stop_at_eos:
-            ends = (self.canvas.tokens[:, step.start : step.stop] == self._model.eos_token_id) & ~pending
+            ends = self.canvas.ends(step.start, step.stop, self._model.eos_token_id)
             ended = ends.any(dim=1) & ~((ends.cumsum(dim=1) == 0) & pending).any(dim=1)
         left, ended, broken = torch.stack([left, ended.to(left.dtype), candidates.broken.to(left.dtype)]).tolist()
         return left, [bool(flag) for flag in ended], [bool(flag) for flag in broken]

@@ -14,7 +14,7 @@ def first_broken(
 ) -> str | None:
     """The part by name, found by a step over all rows of `ids`, which overwrites what `forward` has cached; None where
     everything is finite, the logits of the rows `output` too. `clean`: see `Forward`. Reads from the device once a
-    layer, and takes the room of a refresh."""
+    layer, and takes the room of the call's largest forward."""
     found: list[str] = []
     forward.attention_probe = forward.rows_probe = None
 
@@ -35,7 +35,15 @@ def first_broken(
             look(f"what layer {layer} puts out", flow)
         return flow
 
-    logits = forward.logits(ids, Rows.span(0, forward.length), output, program, clean)
+    most, last = forward.most_rows, forward.length
+    if most < last:  # where nothing behind the rows is ever read
+        last = output.stop
+    starts = range(0, last, most)
+    for first in starts[:-1]:
+        forward.logits(ids, Rows.span(first, first + most), slice(0, 1), program, clean)
+    final = starts[-1]
+    needed = slice(output.start - final, output.stop - final)
+    logits = forward.logits(ids, Rows.span(final, last), needed, program, clean)
     if not found and not logits.amax(dim=-1).isfinite().all():
         found.append("the product of the last norm and the output weights")
     return found[0] if found else None

@@ -38,7 +38,7 @@ class Proposer:
         if not self._sampling.random_ranks:
             return None
         canvas = step.canvas
-        scores = self._streams.confidence(canvas.length, canvas.pad_counts, step.start, step.stop, list(step.active))
+        scores = self._streams.confidence(canvas.stops, canvas.pad_counts, step.start, step.stop, list(step.active))
         self._scores = scores.masked_fill(~pending, -torch.inf)
         tokens = canvas.tokens[:, step.start : step.stop]
         ahead = Candidates(tokens=tokens, confidence=self._scores, pending=pending)
@@ -97,11 +97,12 @@ class Proposer:
     def _keep_open(self, step: Step, logits: Float[Tensor, "batch rows vocab"], columns: Tensor | None) -> None:
         """Let no answer end before its least length; `columns`: of the block, by row; None: all in order."""
         short = self._min_new_tokens - (step.start - step.canvas.prompt_length)
-        if short <= 0:
+        if short + max(step.canvas.tail_counts) <= 0:
             return
+        bound = short if step.canvas.tails is None else step.canvas.tails[:, None] + short
         if columns is None:
             columns = torch.arange(step.stop - step.start, device=logits.device)[None]
-        logits[..., self._model.eos_token_id].masked_fill_(columns < short, -torch.inf)
+        logits[..., self._model.eos_token_id].masked_fill_(columns < bound, -torch.inf)
 
 
 def _predicted_columns(

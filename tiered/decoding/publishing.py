@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from tiered.core.canvas import Canvas
@@ -24,7 +24,8 @@ class Denoised:
     """Answers, and the counts of the loop.
 
     Attributes:
-        answers: final ids of every sequence of the call.
+        answers: final ids of every sequence of the call, and padding behind those of fewer blocks than others.
+        lengths: tokens of each answer, without such padding.
         forwards: forwards that each sequence took part in.
         passes: forwards of the batch by kind.
         rows: rows of each sequence that every forward recomputed, on average over layers.
@@ -36,6 +37,7 @@ class Denoised:
     """
 
     answers: Int[Tensor, "batch answer"]
+    lengths: list[int]
     forwards: list[int]
     passes: Counter[StepKind] = field(default_factory=Counter)
     rows: list[float] = field(default_factory=list)
@@ -59,16 +61,26 @@ class Publisher:
         canvas: Canvas,
         model: DiffusionModel,
         *,
+        max_new_tokens: int,
         stop_at_eos: bool = True,
         output_history: bool = False,
         streamer: Streamer | None = None,
     ) -> None:
-        self.result = Denoised(answers=canvas.answers.clone(), forwards=[0] * canvas.batch)
+        """`max_new_tokens`: that each answer has, in families that cut them."""
+        self._columns = canvas.answers.clone()  # of all blocks, by their columns on the canvas
+        self._tails, self._counts = canvas.tails, canvas.tail_counts
+        ends = canvas.answer_ends
+        if model.shape.cuts_answers:
+            ends = [min(end, tail + max_new_tokens) for end, tail in zip(ends, self._counts, strict=True)]
+        self._ends = ends
+        self._told = 0  # columns of answers that a streamer has got
+        self._eos, self._pad = model.eos_token_id, model.pad_token_id
+        lengths = [end - tail for end, tail in zip(ends, self._counts, strict=True)]
+        self.result = Denoised(answers=self._answers(), lengths=lengths, forwards=[0] * canvas.batch)
         self.stop_at_eos = stop_at_eos
         self._canvas, self._streamer = canvas, streamer
         self._put_draft = getattr(streamer, "put_draft", None)
         self._put_open = getattr(streamer, "put_open", None)
-        self._eos, self._pad = model.eos_token_id, model.pad_token_id
         self._keeps_history = output_history
         if output_history:
             self.result.history.append(self._snapshot())
@@ -86,41 +98,67 @@ class Publisher:
             self.result.history.append(state)
         if self._put_draft is not None:
             offset, numbers = self._canvas.prompt_length, self._canvas.numbers
-            draft = self.result.answers[:, start - offset : stop - offset].clone()
+            draft = self._columns[:, start - offset : stop - offset].clone()
             if candidates is not None:
                 draft[numbers] = candidates.tokens.where(candidates.pending, draft[numbers])
-            self._put_draft(draft.cpu())
+            self._put_draft(self._from_prompts(draft, start).cpu())
         if self._put_open is not None:
-            pending = self._canvas.pending(start, stop)
-            still = torch.zeros(len(self.result.answers), stop - start, dtype=torch.bool)
-            still[self._canvas.numbers] = pending.cpu() if final else True
-            first = start - self._canvas.prompt_length
-            self._put_open(self.result.answers[:, first : first + stop - start].cpu(), still)
+            offset, pending = self._canvas.prompt_length, self._canvas.pending(start, stop)
+            columns = self._columns[:, start - offset : stop - offset]
+            still = torch.zeros_like(columns, dtype=torch.bool)
+            still[self._canvas.numbers] = pending if final else True
+            self._put_open(self._from_prompts(columns, start).cpu(), self._from_prompts(still, start).cpu())
 
     def block(self, start: int, stop: int, ended: list[bool], *, final: bool) -> None:
         """A block is over; with `final` it stays as it is."""
         self.publish(start, stop, ended)
         if self._streamer is None or not final:
             return
-        first, last = start - self._canvas.prompt_length, stop - self._canvas.prompt_length
+        # Where answers begin in different columns of a block, what the shortest of them has so far.
+        whole = all(ended) or stop == self._canvas.prompt_length + self._columns.shape[1]
+        last = stop - self._canvas.prompt_length - (min(self._counts) if whole else max(self._counts))
         done = self.result.answers[:, :last].cpu()
         ends = done == self._eos
         if self.stop_at_eos and ends.any(dim=1).all():
             last = int(ends.int().argmax(dim=1).max()) + 1
-        self._streamer.put(done[:, first:last])
+        self._streamer.put(done[:, self._told : last])
+        self._told = last
 
     @spanned(Op.PUBLISH)
     def publish(self, start: int, stop: int, ended: list[bool]) -> None:
         """Bring the result's columns of a block up to date; `ended`: by place in the canvas."""
-        canvas, answers = self._canvas, self.result.answers
+        canvas, answers = self._canvas, self._columns
         tokens, offset = canvas.tokens[:, start:stop].clone(), canvas.prompt_length
         if self.stop_at_eos:
             over = on_device(ended, tokens.device)[:, None]
-            ends = ((tokens == self._eos) & ~canvas.pending(start, stop)).int()
+            ends = canvas.ends(start, stop, self._eos).int()
             tokens.masked_fill_(over & (ends.cumsum(dim=1) - ends > 0), self._pad)
             rest = answers[canvas.numbers, stop - offset :]
             answers[canvas.numbers, stop - offset :] = rest.masked_fill(over, self._pad)
         answers[canvas.numbers, start - offset : stop - offset] = tokens
+        self.result.answers = self._answers()
+
+    def _answers(self) -> Int[Tensor, "batch answer"]:
+        """The answers as they are told: each from its first token on."""
+        return self._columns if self._tails is None else self._behind_prompts(self._columns, self._ends)
+
+    def _from_prompts(self, values: Shaped[Tensor, "batch block"], start: int) -> Shaped[Tensor, "batch columns"]:
+        """What the block at `start` has of each answer: of the first one, which prompts reach into, from its first
+        token on."""
+        if start != self._canvas.prompt_length:
+            return values
+        return self._behind_prompts(values, [values.shape[1]] * len(values))
+
+    def _behind_prompts(
+        self, columns: Shaped[Tensor, "batch columns"], ends: list[int]
+    ) -> Shaped[Tensor, "batch answer"]:
+        """Each row from the first token of its answer to its end, and padding up to the longest."""
+        if self._tails is None:
+            return columns
+        longest = max(end - tail for end, tail in zip(ends, self._counts, strict=True))
+        place = self._tails[:, None] + torch.arange(longest, device=columns.device)
+        behind = place >= on_device(ends, columns.device)[:, None]
+        return columns.gather(1, place.clamp_(max=columns.shape[1] - 1)).masked_fill_(behind, self._pad)
 
     def _snapshot(self) -> Int[Tensor, "batch answer"]:
         """A copy of the answers on the host: a history takes no room in the device tier."""

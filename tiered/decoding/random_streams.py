@@ -34,16 +34,16 @@ class RandomStreams:
             streams[:] = [streams[i] for i in sequences]
 
     def confidence(
-        self, length: int, pads: list[int], start: int, stop: int, active: list[bool]
+        self, stops: list[int], pads: list[int], start: int, stop: int, active: list[bool]
     ) -> Float[Tensor, "batch columns"]:
-        """Uniform float64 scores for columns `start` to `stop` of canvases of `length` columns.
+        """Uniform float64 scores for columns `start` to `stop`.
 
-        Each active sequence draws for all of its columns but its `pads[i]` first, as the official sampler does.
+        Each active sequence draws for all of its columns, from `pads[i]` to `stops[i]`, as the official sampler does.
         """
         scores = torch.zeros(len(pads), stop - start, dtype=torch.float64)
         for i, pad in enumerate(pads):
             if active[i]:
-                scores[i] = torch.rand(length - pad, generator=self._ranks[i])[start - pad : stop - pad]
+                scores[i] = torch.rand(stops[i] - pad, generator=self._ranks[i])[start - pad : stop - pad]
         return on_device(scores, self._device)
 
     def gumbel(self, sequence: int, rows: int, vocab: int) -> Float[Tensor, "rows vocab"]:
@@ -51,6 +51,12 @@ class RandomStreams:
         # float32 truncates the tail and makes the sampling measurably greedier (arXiv 2409.02908).
         uniform = torch.rand(rows, vocab, dtype=torch.float64, device=self._device, generator=self._gumbel[sequence])
         return uniform.log_().neg_().log_().neg_()
+
+    def draw(
+        self, sequence: int, rows: Int[Tensor, " rows"], logits: Float[Tensor, "rows vocab"], temperature: float
+    ) -> Int[Tensor, " rows"]:
+        """Tokens from softmax(logits / temperature) for `rows` of the block. To replay recorded ones, replace it."""
+        return self.gumbel(sequence, *logits.shape).mul_(temperature).add_(logits).argmax(dim=-1)
 
     def prior(self, columns: int, process: Noise) -> Int[Tensor, "batch columns"]:
         """Pure noise: `columns` tokens of each sequence, as `process` makes them in the end."""

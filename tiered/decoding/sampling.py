@@ -149,8 +149,12 @@ def _least_logits(
 
 def _least_logit(logits: Float[Tensor, "rows vocab"], sampling: Sampling) -> Float[Tensor, " rows"]:
     least = logits.new_full(logits.shape[:1], -torch.inf)
+    if sampling.top_k is not None:
+        least = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[:, -1]
     if sampling.top_p is not None and sampling.top_p < 1:
         falling = logits.sort(dim=-1, descending=True).values
+        if sampling.top_k_first:
+            falling.masked_fill_(falling < least[:, None], -torch.inf)
         # A token stays where those before it have not exceeded top_p yet, so the one that does is the last.
         share = (falling / sampling.temperature if sampling.temperature > 0 else falling).softmax(dim=-1)
         # Sums of whole numbers: those of floats depend on the order, which on CUDA is another one in every call.
@@ -159,10 +163,7 @@ def _least_logit(logits: Float[Tensor, "rows vocab"], sampling: Sampling) -> Flo
             sums = some.mul_(_UNITS).long().cumsum_(dim=-1).add_(reached)
             last = last + (sums / _UNITS <= sampling.top_p).sum(dim=-1, keepdim=True)
             reached = sums[:, -1:].clone()
-        least = falling.gather(-1, last.clamp_(max=logits.shape[-1] - 1))[:, 0]
-    if sampling.top_k is not None:
-        kth = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[:, -1]
-        least = torch.maximum(least, kth)
+        least = torch.maximum(least, falling.gather(-1, last.clamp_(max=logits.shape[-1] - 1))[:, 0])
     return least
 
 
@@ -175,8 +176,7 @@ def _draw(
     if least is not None:
         allowed.masked_fill_(allowed < least[sequence, rows][:, None], -torch.inf)
     allowed[:, block.mask_token_id] = -torch.inf
-    gumbel = block.streams.gumbel(sequence, *allowed.shape)
-    return gumbel.mul_(block.sampling.temperature).add_(allowed).argmax(dim=-1)
+    return block.streams.draw(sequence, rows, allowed, block.sampling.temperature)
 
 
 def _confidence(

@@ -22,6 +22,7 @@ class Sampling:
         tempered_confidence: whether the confidence is of the distribution that tokens are drawn from, as Dream takes
             it: divided by the temperature, then cut by `top_p` and `top_k`. Else it is of the model's own, as LLaDA
             takes it.
+        top_k_first: whether `top_p` counts in what `top_k` leaves, as SDAR's sampler has it; else in all tokens.
         random_ranks: candidates are ranked by chance, whatever the confidence.
 
     Raises:
@@ -33,6 +34,7 @@ class Sampling:
     top_k: int | None = None
     confidence: Confidence = "probability"
     tempered_confidence: bool = False
+    top_k_first: bool = False
     random_ranks: bool = False
 
     def __post_init__(self) -> None:

@@ -132,11 +132,12 @@ class Defaults:
         return RequestSettings(max_gen_toks=lengths[0], until=until, options=options)
 
     def _own(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        return resolve_aliases(options, OPTION_NAMES, mask_token_id=self._model.mask_token_id)
+        blocks = self._model.shape.block_causal
+        return resolve_aliases(options, OPTION_NAMES, mask_token_id=self._model.mask_token_id, block_causal=blocks)
 
     def _checked(self, options: Mapping[str, Any]) -> GenerationOptions:
         model = self._model
-        return GenerationOptions.of(None, options, mask_token_id=model.mask_token_id, noise=model.shape.noise)
+        return GenerationOptions.of(None, options, mask_token_id=model.mask_token_id, shape=model.shape)
 
     def _sampled(self, given: dict[str, Any]) -> dict[str, Any]:
         """`given` in the words of `generate`: transformers' `do_sample` says whether the temperature counts."""

@@ -19,6 +19,7 @@ from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward_bytes import part_rows
+from tiered.forward.sight import Clean, Sight
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.models.base import DiffusionModel
 from tiered.models.rope import Rotary
@@ -81,8 +82,10 @@ class Forward:
         length: columns of the canvas.
         tiers: records of hidden states; None where the policy keeps none.
         ids: what the step under way reads.
+        sight: what rows see of the columns.
+        most_rows: of a sequence, that a forward of the call has room for.
         clean: columns in front of which tokens are final, of all sequences or of each. In a family with a noise mask
-            they see each other alone.
+            they see each other alone; where contexts are causal, each sees those in front of it alone.
         rows_computed: rows of each sequence that went through a layer in the last step, on average over layers.
         attention_probe: sees what the last layer's attention is made of, whenever rows go through it; None: none.
         rows_probe: hears, in every layer, whose keys and values are computed anew; None: none.
@@ -101,18 +104,23 @@ class Forward:
         key_mask: Bool[Tensor, "batch length"] | None = None,
         tiers: "TierManager | None" = None,
         first: Int[Tensor, " batch"] | None = None,
+        sight: Sight | None = None,
+        most_rows: int | None = None,
         weights: StreamedWeights | None = None,
     ) -> None:
         """`positions`: RoPE position of every column (one row where all sequences share them); `key_mask`: False at
         columns that no row may attend to; `tiers`: where a policy that keeps hidden states has them; `first`: where
-        `key_mask` is False in front of these columns alone; `weights`: what brings those of each layer, where some are
+        `key_mask` is False in front of these columns alone; `sight`: what rows see; None: the whole canvas;
+        `most_rows`: that a forward has room for; None: all; `weights`: what brings those of each layer, where some are
         not on the device."""
         self.model = model
         self.store = store
         self.length = positions.shape[1]
+        self.sight = sight or Sight(model.shape, self.length)
+        self.most_rows = most_rows or self.length
         self.tiers = tiers
         self.ids: Int[Tensor, "batch length"] | None = None
-        self.clean: int | Int[Tensor, " batch"] = 0
+        self.clean: Clean = 0
         self.rows_computed = 0.0
         self._weights, self._layer = weights, 0
         self._rotary = model.rotary(positions)
@@ -128,8 +136,7 @@ class Forward:
         self.store.keep(sequences)
         self._key_mask = None if self._key_mask is None else self._key_mask[sequences]
         self._first = None if self._first is None else self._first[sequences]
-        if len(self._rotary.cos) > 1:
-            self._rotary = Rotary(self._rotary.cos[sequences], self._rotary.sin[sequences])
+        self._rotary = self._rotary.of_sequences(sequences)
 
     def logits(
         self,
@@ -137,11 +144,22 @@ class Forward:
         rows: Rows,
         output: slice,
         program: LayerProgram | None = None,
-        clean: int | Int[Tensor, " batch"] = 0,
+        clean: Clean = 0,
     ) -> Float[Tensor, "batch output vocab"]:
         """float32 logits of `rows[output]` after all layers, NaN where a row has no finite norm; every layer goes
         through `program` (None: `dense`). A step over the first sequences alone leaves the others' cache as it is.
         `clean`: see the attribute."""
+        flow = self._through(ids, rows, output, program, clean)
+        return head(self.model, flow.hidden[:, flow.output])
+
+    def write_rows(self, ids: Int[Tensor, "batch length"], rows: Rows, clean: Clean = 0) -> None:
+        """Keys and values of `rows` in all layers; no row has logits."""
+        self._through(ids, rows, slice(0, 0), None, clean)
+
+    def _through(
+        self, ids: Int[Tensor, "batch length"], rows: Rows, output: slice, program: LayerProgram | None, clean: Clean
+    ) -> Flow:
+        """`rows` behind the last layer."""
         self.begin(ids, clean)
         flow = Flow(rows, self.model.embed(rows.columns(ids)), output)
         layers, computed = self.model.shape.layers, 0
@@ -152,9 +170,9 @@ class Forward:
                 flow = program(self, layer, flow) if program else self.dense(layer, flow)
             computed += entered if flow.computed is None else flow.computed
         self.rows_computed = computed / layers
-        return head(self.model, flow.hidden[:, flow.output])
+        return flow
 
-    def begin(self, ids: Int[Tensor, "batch length"], clean: int | Int[Tensor, " batch"] = 0) -> None:
+    def begin(self, ids: Int[Tensor, "batch length"], clean: Clean = 0) -> None:
         """A step over the sequences of `ids` comes; `clean`: see the attribute."""
         self.ids, self.clean = ids, clean
         self._sequences = len(ids)
@@ -283,36 +301,29 @@ class Forward:
         """What the `queries` of `rows` find in the layer's store, heads concatenated. With a noise mask final rows find
         final ones alone."""
         keys, values = self.store.stored(Feature.KEY, layer), self.store.stored(Feature.VALUE, layer)
-        mask = self._mask
+        mask, batch = self._mask, len(queries)
         first = None if self._first is None else self._first[: self._sequences]
-        clean = self.clean if self.model.shape.noise_masked else 0
-        if isinstance(clean, Tensor) or rows.start is None:
-            visible = self._visible(rows, clean, len(queries))
+        if isinstance(self.clean, Tensor) or rows.start is None:
+            visible = None if self._sees_all(rows) else self.visible(rows.positions(batch, queries.device))
             return self.model.attend(layer, queries, keys, values, mask, visible, first)
-        # A span falls into rows in front of the border and behind it, which need no limits of their own.
-        cut = min(max(clean - rows.start, 0), rows.count)
-        parts = []
-        if cut:
-            final, front = slice(0, clean), None if mask is None else mask[..., :clean]
-            of_front = queries[:, :, :cut], keys[:, :, final], values[:, :, final]
-            parts.append(self.model.attend(layer, *of_front, front, None, first))
-        if cut < rows.count:
-            parts.append(self.model.attend(layer, queries[:, :, cut:], keys, values, mask, None, first))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        # A span falls into rows that end with one column, which need no limits of their own, and others.
+        mixed = []
+        for part in self.sight.of_span(rows.start, rows.start + rows.count, self.clean):
+            visible = self.visible(rows[part.rows].positions(batch, queries.device)) if part.by_row else None
+            some, front = slice(0, part.stop), None if mask is None else mask[..., : part.stop]
+            stored = queries[:, :, part.rows], keys[:, :, some], values[:, :, some]
+            mixed.append(self.model.attend(layer, *stored, front, visible, first))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
 
-    def _visible(self, rows: Rows, clean: int | Int[Tensor, " batch"], batch: int) -> Int[Tensor, "batch rows"] | None:
-        """How many columns each row sees; None: all of them."""
-        if isinstance(clean, int) and (not clean or (rows.within is not None and rows.within[0] >= clean)):
-            return None
-        return self.visible(rows.positions(batch, self._rotary.cos.device))
+    def _sees_all(self, rows: Rows) -> bool:
+        """Whether scattered rows see all columns, as far as the host knows."""
+        if self.model.shape.block_causal or isinstance(self.clean, Tensor):
+            return False
+        return not self.clean or (rows.within is not None and rows.within[0] >= self.clean)
 
     def visible(self, columns: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"] | None:
         """How many columns, from the first on, the rows at `columns` of the first sequences see; None: all of them."""
-        clean = self.clean if self.model.shape.noise_masked else 0
-        if isinstance(clean, int) and not clean:
-            return None
-        clean = clean[: len(columns), None] if isinstance(clean, Tensor) else columns.new_full((1, 1), clean)
-        return clean.where(columns < clean, self.length)
+        return self.sight.visible(columns, self.clean)
 
     @spanned(Op.QKV)
     def queries(
@@ -333,8 +344,8 @@ class Forward:
     @property
     def rotary(self) -> Rotary:
         """RoPE angles of every column; one row where all sequences share them."""
-        rotary, count = self._rotary, self._sequences
-        return rotary if count is None or count >= len(rotary.cos) else Rotary(rotary.cos[:count], rotary.sin[:count])
+        count = self._sequences
+        return self._rotary if count is None else self._rotary.of_sequences(slice(count))
 
     @property
     def _mask(self) -> Bool[Tensor, "batch 1 1 length"] | None:

@@ -4,6 +4,7 @@ The formulas follow `tiered.forward.forward` tensor by tensor; a test holds them
 """
 
 from collections.abc import Mapping
+from itertools import product
 
 from tiered.core.features import Account, Feature
 from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, attention_rows_bytes
@@ -38,7 +39,7 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
 
 
 def forward_bytes(
-    sizes: CallSizes, features: Mapping[Feature, int], logit_rows: int | None = None
+    sizes: CallSizes, features: Mapping[Feature, int], logit_rows: int | None = None, most_rows: int | None = None
 ) -> dict[Account, int]:
     """Bytes that one call reserves on the device beside the weights.
 
@@ -46,6 +47,7 @@ def forward_bytes(
         sizes: of the call.
         features: what is kept, as `Policy.features(shape)` gives it: layers for which each feature is kept.
         logit_rows: rows of a sequence whose logits a step gets, at most; None: those of a block.
+        most_rows: rows of a sequence that go through a layer in one forward, at most; None: all of them.
     """
     shape, sequences, element = sizes.shape, sizes.sequences, sizes.element
     kept = {
@@ -63,14 +65,14 @@ def forward_bytes(
     logits = sequences * entries * _FLOAT32 + max(normed + rounded + decoded, noise)
     # A part's temporaries are gone when the logits come, so their room serves both; what exceeds the logits is booked
     # with the activations.
-    temporaries = part_bytes(sizes)
+    temporaries = part_bytes(sizes, most_rows)
     # Of each column: the token as it was passed, packed, and on the canvas; its committed step and masks; the angles of
     # its position.
     columns = (4 * _TOKEN_ID + 4 + 3 + shape.head_dim * _FLOAT32) * sequences * sizes.context
     if sizes.compared:
         columns += attention_rows_bytes(sizes)
         temporaries = max(temporaries, compared_at_a_time(sizes).temporaries)
-    residual = sequences * sizes.context * shape.width * element
+    residual = sequences * (most_rows or sizes.context) * shape.width * element
     return {
         **kept,
         Account.LOGITS: logits,
@@ -83,9 +85,10 @@ def compared_at_a_time(sizes: CallSizes) -> AttentionChunk:
     return attention_chunk(sizes, rows=_rows_at_once(sizes), room=part_bytes(sizes))
 
 
-def part_bytes(sizes: CallSizes) -> int:
-    """Temporaries of the part of a full refresh that passes a layer at a time, at their largest."""
-    shape, element, rows = sizes.shape, sizes.element, _rows_at_once(sizes)
+def part_bytes(sizes: CallSizes, most_rows: int | None = None) -> int:
+    """Temporaries of the part of a forward that passes a layer at a time, at their largest; `most_rows`: as for
+    `forward_bytes`."""
+    shape, element, rows = sizes.shape, sizes.element, _rows_at_once(sizes, most_rows)
     query_width = shape.heads * shape.head_dim
     # A rotation holds its input in float32 and the dtype, both products of one half, one half done, and the result.
     rotation = rows * query_width * (element + 3 * _FLOAT32)
@@ -116,9 +119,9 @@ def tile_bytes(sizes: CallSizes, matrix: tuple[int, int], rows: int) -> int:
     return some * inner * sizes.element + max(decoding, some * rows * sizes.element)
 
 
-def _rows_at_once(sizes: CallSizes) -> int:
-    """Rows of all sequences in the largest part of a refresh."""
-    return min(sizes.context, part_rows(sizes.sequences)) * sizes.sequences
+def _rows_at_once(sizes: CallSizes, most_rows: int | None = None) -> int:
+    """Rows of all sequences in the largest part of a forward."""
+    return min(most_rows or sizes.context, part_rows(sizes.sequences)) * sizes.sequences
 
 
 def _attention_bytes(sizes: CallSizes, rows: int) -> int:
@@ -129,14 +132,19 @@ def _attention_bytes(sizes: CallSizes, rows: int) -> int:
     if sizes.gpu is not None:
         of_heads = shape.heads, shape.kv_heads, rows, context, shape.head_dim
         most = partial_bytes(sizes.sequences, *of_heads, element_bytes=sizes.element)
-    if shape.soft_cap is None and sizes.kv is None:
+    if shape.soft_cap is None and sizes.kv is None and not shape.block_causal:
         return most
     sharing, copied = shape.heads // shape.kv_heads, sizes.kv is not None or sizes.dtype != "float32"
-    columns = context if sizes.kv is None else min(context, block_attention_ref.CODED_AT_ONCE)
-    for power in range((rows - 1).bit_length() + 1):
+    every, pairs_at_once = sizes.sequences * shape.kv_heads, block_attention_ref.PAIRS_AT_ONCE
+    most_columns = context if sizes.kv is None else min(context, block_attention_ref.CODED_AT_ONCE)
+    for power, fewer in product(range((rows - 1).bit_length() + 1), (False, True) if shape.block_causal else (False,)):
         counted = max(1 << power, -(-shape.head_dim // sharing) if copied else 1)
-        pairs = sharing * counted * columns
-        groups = min(sizes.sequences * shape.kv_heads, max(1, block_attention_ref.PAIRS_AT_ONCE // pairs))
+        columns = most_columns
+        if fewer:  # columns, as rows further in front see: then more heads go together
+            groups = min(every, max(1, pairs_at_once // (sharing * counted)))
+            columns = min(columns, -(-pairs_at_once // (sharing * counted * groups)))
+        else:
+            groups = min(every, max(1, pairs_at_once // (sharing * counted * columns)))
         if groups > shape.kv_heads:
             groups -= groups % shape.kv_heads
         # Queries, and what comes of keys, in all and of a part, are as large as each other; some sums stand beside.
@@ -147,6 +155,7 @@ def _attention_bytes(sizes: CallSizes, rows: int) -> int:
             # The bytes of these keys, one after the other, and as many as are decoded at once on their way.
             held += groups * columns * sizes.kv.row_bytes(shape.head_dim) + _DECODED * min(CHUNK_ELEMENTS, keys)
         # How many columns each row sees, and which it does not.
-        hidden = -(-groups // shape.kv_heads) * some * (_INDEX + context) if shape.noise_masked else 0
+        limited = shape.noise_masked or shape.block_causal
+        hidden = -(-groups // shape.kv_heads) * some * (_INDEX + context) if limited else 0
         most = max(most, held + hidden)
     return most

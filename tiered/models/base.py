@@ -52,10 +52,10 @@ class DenseBlock(nn.Module):
             return nn.Linear(inner, out, bias=name in config.biases)
 
         self.attn_norm = self.norm(shape.width, config.norm_eps)
-        self.q_proj = linear("q_proj", shape.width, shape.width)
+        self.q_proj = linear("q_proj", shape.width, shape.heads_width)
         self.k_proj = linear("k_proj", shape.width, shape.kv_width)
         self.v_proj = linear("v_proj", shape.width, shape.kv_width)
-        self.attn_out = linear("attn_out", shape.width, shape.width)
+        self.attn_out = linear("attn_out", shape.heads_width, shape.width)
         self.ff_norm = self.norm(shape.width, config.norm_eps)
         if shape.mlp_matrices == 2:
             self.ff_proj = linear("ff_proj", shape.width, shape.mlp_width)
@@ -148,7 +148,7 @@ class DiffusionModel(nn.Module):
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
     ) -> Float[Tensor, "batch heads rows head_dim"]:
         """Queries (rotated) of the rows."""
-        return rotary.rotate(self._heads(self._project(normed, self.blocks[layer].q_proj)))
+        return rotary.rotate_queries(self._heads(self._project(normed, self.blocks[layer].q_proj)))
 
     def attend(
         self,
@@ -165,12 +165,11 @@ class DiffusionModel(nn.Module):
 
         Args:
             key_mask: False at keys that no row may read.
-            visible: keys, from the first on, that each row may read; None: all. Never given to a family whose shape
-                does not say `noise_masked`.
+            visible: keys, from the first on, that each row may read; None: all. Never given to a family whose rows see
+                the whole canvas.
             first: where `key_mask` is False in front of these keys alone.
         """
-        assert visible is None, "every row of the family sees every key"
-        return attend(queries, keys, values, key_mask, None, first)
+        return attend(queries, keys, values, key_mask, visible, first)
 
     def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:
         """Keys, not rotated, that every row of `layer` attends to beside those of the canvas; None: there are none."""

@@ -48,6 +48,29 @@ def positive(config: Mapping[str, object], key: str, default: int | None = None,
     return value
 
 
+def length_or_none(config: Mapping[str, object], key: str) -> int | None:
+    """`config[key]` as a size; None where it is absent or null.
+
+    Raises:
+        ValueError: as `positive`.
+    """
+    return None if config.get(key) is None else positive(config, key)
+
+
+def without_window(config: Mapping[str, object]) -> dict[str, object]:
+    """`config` without the width of a window that it leaves unused, as Qwen's do: `use_sliding_window` is off.
+
+    Raises:
+        ValueError: a width that is none, or layers (`layer_types`) with a window.
+    """
+    length_or_none(config, "sliding_window")
+    kinds = value_of(config, "layer_types", [])
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ValueError(f"config.json: layer_types = {kinds!r}; 'full_attention' in every layer is allowed")
+    used = switch(config, "use_sliding_window")
+    return {**config, "sliding_window": config.get("sliding_window") if used else None}
+
+
 def checkpoint_dtype(config: Mapping[str, object]) -> str:
     """The dtype that config.json names (`torch_dtype`, or `dtype` in newer files); float32 where it names none.
 

@@ -46,6 +46,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "llada": Family(name="LLaDA", loader="tiered.models.llada:LLaDA"),
         "Dream": Family(name="Dream", loader="tiered.models.dream:Dream"),
         "gidd": Family(name="GIDD", loader="tiered.models.gidd:Gidd"),
+        "sdar": Family(name="SDAR", loader="tiered.models.sdar:Sdar"),
+        "nemotron_labs_diffusion": Family(name="Nemotron-Labs", loader="tiered.models.nemotron:Nemotron"),
     }
 )
 

@@ -154,7 +154,7 @@ class Gidd(DiffusionModel):
     ) -> Float[Tensor, "batch heads rows head_dim"]:
         block = self.blocks[layer]
         queries = self._project(normed, block.q_proj)
-        return rotary.rotate(self._heads(block.q_norm(queries) if self.config.qk_norm else queries))
+        return rotary.rotate_queries(self._heads(block.q_norm(queries) if self.config.qk_norm else queries))
 
     def sinks(self, layer: int) -> tuple[Float[Tensor, "heads sinks head_dim"], Float[Tensor, "heads sinks head_dim"]]:
         """Keys and values, not rotated, that every row attends to beside those of the canvas."""

@@ -52,10 +52,10 @@ NAMES: Mapping[str, str] = {
 # The weights of a block in its sizes, by our own names.
 _IN_BLOCK: Mapping[str, tuple[str, ...]] = {
     "attn_norm": ("width",),
-    "q_proj": ("width", "width"),
+    "q_proj": ("heads_width", "width"),
     "k_proj": ("kv_width", "width"),
     "v_proj": ("kv_width", "width"),
-    "attn_out": ("width", "width"),
+    "attn_out": ("width", "heads_width"),
     "ff_norm": ("width",),
     "ff_proj": ("mlp_width", "width"),
     "up_proj": ("mlp_width", "width"),
@@ -96,6 +96,7 @@ class Layout:
         keys: size, or special token → key of config.json.
         names: our own name of a module → its official one, from the root, or from the block.
         norm_eps: where config.json has none.
+        heads_fill_width: whether heads times their elements are the width.
         tokens: mask, end and padding where config.json does not name them.
     """
 
@@ -104,6 +105,7 @@ class Layout:
     keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
     norm_eps: float = 1e-6
+    heads_fill_width: bool = True
     tokens: tuple[int | None, int | None, int | None] = (None, None, None)
 
     def read(
@@ -140,7 +142,7 @@ class Layout:
         size["kv_heads"] = positive(config, keys["kv_heads"], given.get("kv_heads", heads))
         # At least 1 so that a width below the number of heads reaches the check, which names both.
         size["head_dim"] = positive(config, "head_dim", max(width // heads, 1))
-        if size["head_dim"] * heads != width or size["head_dim"] % 2:
+        if size["head_dim"] % 2 or (self.heads_fill_width and size["head_dim"] * heads != width):
             raise ValueError(
                 f"config.json: {keys['width']} = {width} must be {keys['heads']} = {heads} times an even head_dim, "
                 f"not {size['head_dim']}"
@@ -190,7 +192,8 @@ class Layout:
         dims_of = {"wte.weight": ("vocab_size", "width")}
         dims_of |= {f"blocks.{layer}.{name}": dims for layer in range(size["layers"]) for name, dims in block.items()}
         dims_of |= {"ln_f.weight": ("width",)} | ({} if head_tied else {"ff_out.weight": ("vocab_size", "width")})
-        size = {**size, "kv_width": size["kv_heads"] * size["head_dim"]}
+        of_heads = {"heads_width": size["heads"] * size["head_dim"], "kv_width": size["kv_heads"] * size["head_dim"]}
+        size = {**size, **of_heads}
         own = {self._official(name): name for name in dims_of}
         matrices = {
             name.removesuffix(".weight"): (size[dims[0]], size[dims[1]])

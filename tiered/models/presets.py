@@ -16,6 +16,10 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gidd-unif-3b": ("dvruette/gidd-unif-3b",),
         "gidd-mask-3b": ("dvruette/gidd-mask-3b",),
         "gidd-unif-10b": ("dvruette/gidd-unif-10b",),
+        # Sizes of Qwen3-8B, from which it was trained on (arXiv 2510.06303).
+        "sdar-8b": ("JetLM/SDAR-8B-Chat",),
+        # As public repositories quote it.
+        "nemotron-8b": ("nvidia/Nemotron-Labs-Diffusion-8B",),
     }
 )
 

@@ -20,32 +20,59 @@ class Rotary:
     Attributes:
         cos, sin: the first axis is 1 where all sequences share positions.
         columns: of the rows; None: all columns, in order.
+        query_scale: what queries are times, by column; None: nothing.
     """
 
     cos: Float[Tensor, "batch 1 length half"]
     sin: Float[Tensor, "batch 1 length half"]
     columns: Int[Tensor, "sequences rows"] | None = None
+    query_scale: Float[Tensor, "batch 1 length 1"] | None = None
 
     @classmethod
     def of(cls, positions: Int[Tensor, "batch length"], head_dim: int, rotation: Rotation) -> "Rotary":
         """Angles for `positions` of heads with `head_dim` elements."""
-        frequencies, scale = frequencies_and_scale(rotation, head_dim, positions.device)
+        frequencies, scale = frequencies_and_scale(rotation, int(head_dim * rotation.part), positions.device)
         angles = positions[:, None, :, None].float() * frequencies
+        grown = None
+        if rotation.query_growth:
+            grown = 1 + rotation.query_growth * torch.log(1 + (positions // rotation.trained).float())[:, None, :, None]
         if scale == 1:
-            return cls(angles.cos(), angles.sin())
-        return cls(angles.cos() * scale, angles.sin() * scale)
+            return cls(angles.cos(), angles.sin(), query_scale=grown)
+        return cls(angles.cos() * scale, angles.sin() * scale, query_scale=grown)
 
     def at(self, rows: Rows) -> "Rotary":
         """The angles of `rows` alone, of ours of all columns."""
         assert self.columns is None, "rows are numbered among all columns"
         if rows.start is None:
             return replace(self, columns=rows.index)
-        return Rotary(rows.take(self.cos), rows.take(self.sin))
+        grown = None if self.query_scale is None else rows.take(self.query_scale)
+        return Rotary(rows.take(self.cos), rows.take(self.sin), query_scale=grown)
+
+    def of_sequences(self, which: slice | list[int]) -> "Rotary":
+        """The angles of these sequences alone; all, where they share positions."""
+        if len(self.cos) == 1:
+            return self
+        grown = None if self.query_scale is None else self.query_scale[which]
+        return Rotary(self.cos[which], self.sin[which], query_scale=grown)
 
     def rotate(self, heads: Float[Tensor, "batch heads rows head_dim"]) -> Float[Tensor, "batch heads rows head_dim"]:
         """Queries or keys, one row for each of our columns, rotated; in their own dtype."""
+        rotated = 2 * self.cos.shape[-1]
+        if rotated < heads.shape[-1]:
+            return torch.cat([self.rotate(heads[..., :rotated]), heads[..., rotated:]], dim=-1)
         # float32 whatever the model's dtype: at 32k positions bfloat16 angles are off by whole radians.
         return for_device(rotate, heads.device)(heads, self.cos, self.sin, self.columns)
+
+    def rotate_queries(
+        self, heads: Float[Tensor, "batch heads rows head_dim"]
+    ) -> Float[Tensor, "batch heads rows head_dim"]:
+        """The same, of queries alone, which may grow with their positions."""
+        rotated, scale = self.rotate(heads), self.query_scale
+        if scale is None:
+            return rotated
+        if self.columns is not None:
+            scale = scale.expand(len(self.columns), -1, -1, -1).gather(2, self.columns[:, None, :, None])
+        return rotated.mul_(scale.to(rotated.dtype))
 
 
 def frequencies_and_scale(

@@ -1,5 +1,6 @@
 """Books: how heads are rotated by position, and how far beyond the trained positions: `rope_theta`, `rope_scaling`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,7 +15,8 @@ KINDS: Mapping[str, frozenset[str]] = MappingProxyType(
         "default": frozenset({"trained_rope_theta"}),
         "linear": frozenset({"factor", "original_max_position_embeddings"}),
         "ntk": frozenset({"factor", "original_max_position_embeddings"}),
-        "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}),
+        "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"})
+        | {"mscale", "mscale_all_dim", "llama_4_scaling_beta"},
     }
 )
 THETA = 10000.0  # where config.json has none
@@ -37,6 +39,9 @@ class Rotation:
         beta_fast, beta_slow: under "yarn", turns within the trained positions from which on an element is as ever, and
             below which it is slowed down by all of the factor.
         attention_factor: under "yarn", of queries and of keys; None: 0.1 · ln(factor) + 1.
+        query_growth: β where queries at position p are times 1 + β · ln(1 + ⌊p / trained⌋) (Ministral 3); 0: as they
+            are.
+        part: share of a head's elements that are rotated, the first ones.
     """
 
     theta: float = THETA
@@ -46,6 +51,8 @@ class Rotation:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    query_growth: float = 0.0
+    part: float = 1.0
 
     @property
     def reach(self) -> int:
@@ -93,11 +100,25 @@ def rotation_of(config: Mapping[str, object], *, head_dim: int, positions: int) 
             f"{trained:.0f} positions times {factor:g} are more than {MOST_SIZE}, the most that is allowed"
         )
     of_yarn = {of: _number(found, of, 1.0) for of in ("beta_fast", "beta_slow", "attention_factor") if of in found}
+    if (scales := {of: _number(found, of, 1.0) for of in ("mscale", "mscale_all_dim") if of in found}).keys():
+        if len(scales) < 2 or "attention_factor" in found:
+            raise ValueError(f"{name}: mscale and mscale_all_dim go together, without attention_factor")
+        above, below = (0.1 * each * math.log(factor) + 1 for each in (scales["mscale"], scales["mscale_all_dim"]))
+        of_yarn["attention_factor"] = above / below
+    part = _number(config, "partial_rotary_factor", 1.0)
+    if part > 1 or int(head_dim * part) % 2 or not int(head_dim * part):
+        raise ValueError(
+            f"partial_rotary_factor = {part} of a head of {head_dim} elements; a share that is an even number of them "
+            "is allowed"
+        )
     if kind == "ntk" and head_dim < 4:
         raise ValueError(
             f"{name}: heads of {head_dim} elements turn at one speed, which 'ntk' leaves; 'linear' is allowed"
         )
-    rotation = Rotation(theta=theta, kind=kind, factor=factor, trained=int(trained), **of_yarn)
+    rotation = Rotation(
+        theta=theta, kind=kind, factor=factor, trained=int(trained), part=part, **of_yarn,
+        query_growth=_number(found, "llama_4_scaling_beta", 0.0),
+    )  # fmt: skip
     if rotation.beta_fast <= rotation.beta_slow:
         raise ValueError(f"{name}: beta_fast = {rotation.beta_fast} must be above beta_slow = {rotation.beta_slow}")
     return rotation

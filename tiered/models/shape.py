@@ -4,11 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
+from typing import Literal
 
 # What no model comes near, and what keeps every count of bytes an int64: two sizes, the layers and 4 bytes are 2^60.
 MOST_SIZE, MOST_LAYERS = 2**24, 2**10
 # Bytes an element takes, by the names that config.json and safetensors users write.
 BYTES_PER_ELEMENT: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+Sight = Literal["canvas", "blocks", "context"]
+CANVAS: frozenset[Sight] = frozenset({"canvas"})
+BLOCK_CAUSAL: frozenset[Sight] = frozenset({"blocks", "context"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,13 @@ class ModelShape:
         trained_context: positions that it was trained on.
         dtype: dtype of the checkpoint, a key of `BYTES_PER_ELEMENT`.
         noise: noise process the model was trained on, "mask" or "uniform".
-        noise_masked: whether final tokens attend to final tokens alone (GIDD), else every row attends to every row.
+        sight: what a row sees. "canvas": every row; "blocks": its block and all in front of it; "context": itself and
+            all in front of it, and where it is not final yet all of its block. Blocks count from each sequence's first
+            token.
+        cuts_answers: where rows see blocks: whether an answer has the length that was asked for; else it ends with its
+            last block.
+        block_length: of blocks, where the checkpoint was made for one length; None: a call says it.
+        noise_masked: whether final tokens attend to final tokens alone (GIDD), where `sight` is the canvas.
         prediction_shift: 1 where row p predicts position p + 1 (Dream), else 0.
         soft_cap: c where attention scores s become c · tanh(s / c); None where they stay as they are.
         sink_tokens: learned keys and values of each layer that every row attends to beside those of the canvas.
@@ -48,6 +58,9 @@ class ModelShape:
     trained_context: int
     dtype: str
     noise: str = "mask"
+    sight: Sight = "canvas"
+    block_length: int | None = None
+    cuts_answers: bool = True
     noise_masked: bool = False
     prediction_shift: int = 0
     soft_cap: float | None = None
@@ -59,6 +72,16 @@ class ModelShape:
     def parameters(self) -> int:
         """Elements of all weights."""
         return sum(prod(shape) for shape in self.weight_shapes.values())
+
+    @property
+    def heads_width(self) -> int:
+        """Elements of one row's queries in one layer."""
+        return self.heads * self.head_dim
+
+    @property
+    def block_causal(self) -> bool:
+        """Whether keys and values of finished blocks never change again."""
+        return self.sight in BLOCK_CAUSAL
 
     @property
     def kv_width(self) -> int:

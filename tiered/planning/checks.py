@@ -2,6 +2,7 @@
 
 from tiered.models.shape import MOST_SIZE, ModelShape
 from tiered.policies.base import Policy
+from tiered.policies.registry import policies_for
 
 
 def check_positions(shape: ModelShape, positions: int, what: str) -> None:
@@ -12,6 +13,25 @@ def check_positions(shape: ModelShape, positions: int, what: str) -> None:
             f"{what} {positions} positions; the model was made for {shape.max_context} (config.json)"
             f"{hint if positions <= MOST_SIZE else ''}"
         )
+
+
+def check_block(shape: ModelShape, block_length: int | None, *, name: str) -> int:
+    """The length of blocks in a call of the model called `name`, which counts them from a sequence's first token.
+
+    Raises:
+        ValueError: nobody says it, or `block_length` is not what the checkpoint was made for.
+    """
+    if shape.block_length is None and block_length is None:
+        raise ValueError(
+            f"the config.json of {name!r} has no block_size: give block_length, as long as the blocks that the "
+            "checkpoint was trained on"
+        )
+    if shape.block_length is not None and block_length not in (None, shape.block_length):
+        raise ValueError(
+            f"block_length = {block_length}; {name!r} was made for blocks of {shape.block_length} (config.json), which "
+            "is allowed"
+        )
+    return block_length or shape.block_length or 0
 
 
 def beyond_training(shape: ModelShape, positions: int) -> str | None:
@@ -41,6 +61,13 @@ def check_policy(
         ordered: whether what a step commits is known before it.
         rewrites: whether any token of a block may change in a step.
     """
+    if shape.sight not in policy.sights:
+        what = (
+            f"reuses what later tokens would change, but of {name!r} keys and values of finished blocks are exact"
+            if shape.block_causal
+            else f"keeps finished blocks for good, but every row of {name!r} sees the whole canvas"
+        )
+        raise ValueError(f"policy {policy.name!r} {what}; allowed: {', '.join(policies_for(shape.sight))}")
     if policy.needs_order() and not ordered:
         masks = "" if shape.noise == "mask" else f", and a rule for masks: {name!r} knows {shape.noise} noise"
         raise ValueError(

@@ -18,6 +18,7 @@ from tiered.planning.rehearsal import prompt_of
 from tiered.planning.times import CallTime, call_time
 from tiered.planning.workload import Workload
 from tiered.policies.base import Policy
+from tiered.policies.block_causal import BlockCausal
 from tiered.policies.schedule import LEAST_STALE_PROMPT
 
 # Candidates whose times are so close are equal: a rehearsal is no closer to a call.
@@ -191,6 +192,8 @@ def goes(policy: Policy, sizes: CallSizes, rewrites: bool) -> bool:
 
 
 def _why_alone(prompt: int, candidates: tuple[Policy, ...], fitting: list[Workload]) -> str:
+    if BlockCausal() in candidates:
+        return "keys and values of finished blocks are exact"
     if len(candidates) == 1:
         return f"caches lose answers to prompts below {LEAST_STALE_PROMPT} tokens, as this one of {prompt}"
     return "nothing else fits the budget" if fitting else "nothing fits the budget"

@@ -21,7 +21,7 @@ from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, held_form
 from tiered.planning.advice import advise, next_best
 from tiered.planning.card import Plan, TierPlan
-from tiered.planning.checks import beyond_training, check_policy, check_positions
+from tiered.planning.checks import beyond_training, check_block, check_policy, check_positions
 from tiered.planning.choice import choose, choose_form
 from tiered.planning.times import TOKENS_PER_FORWARD, call_time
 from tiered.planning.workload import LARGEST_SIZE, HiddenBytes, Workload
@@ -62,7 +62,8 @@ def plan(
             `generate` chooses it: by the rates of `device`, or by nominal ones where it names no machine, for a call
             whose prompts are all as long as the canvas has room for.
         memory: cap of the device tier (`"24GiB"`), or a `MemoryBudget`.
-        block_length: positions of a block; None: 32, or the answer's where that is shorter.
+        block_length: positions of a block; None: what the checkpoint was made for, else 32, or the answer's where that
+            is shorter.
         max_new_tokens: positions of the answer, for policies that keep some features of it alone; None: any number.
         dtype: of weights and activations; "auto" takes the checkpoint's.
         cfg: classifier-free guidance, which doubles the sequences.
@@ -91,11 +92,14 @@ def plan(
     rates, gpu = _machine(device)
     answer = None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens)
     code = kv_code(kv, shape)
+    block = _block(shape, block_length, context if answer is None else answer, name)
+    if answer is not None and shape.block_causal:
+        answer = -(-answer // block) * block  # as a call rounds it up
     sizes = CallSizes(
         shape=shape,
         batch=_size("batch", batch),
         context=_size("context", context),
-        block_length=_block(block_length, context if answer is None else answer),
+        block_length=block,
         dtype=_dtype(dtype, shape),
         weights=RAW_WEIGHTS if weights == AUTO else WeightForm.of(weights),
         kv=None if code == AUTO else code,
@@ -134,7 +138,7 @@ def plan(
         largest_context=_largest_context(workload, budget),
         streams=needed.streams,
         weights=needed.weights,
-        hidden=HiddenBytes.of(sizes) if needed.records is None else None,
+        hidden=HiddenBytes.of(sizes) if needed.records is None and not shape.block_causal else None,
         advice=tuple(advise(workload, budget)) if best is None or not best[1] else (best[0],),
         second=None if best is None or best[1] else best[0],
         rates=rates,
@@ -204,8 +208,11 @@ def _check(policy: Policy, sizes: CallSizes, name: str) -> None:
     check_policy(policy, shape, name=name, block_length=block, guidance=guidance, ordered=masks, rewrites=not masks)
 
 
-def _block(block_length: int | None, longest: int) -> int:
-    return min(DEFAULT_BLOCK_LENGTH, longest) if block_length is None else _size("block_length", block_length)
+def _block(shape: ModelShape, block_length: int | None, longest: int, name: str) -> int:
+    given = None if block_length is None else _size("block_length", block_length)
+    if shape.block_length is not None:
+        return check_block(shape, given, name=name)
+    return given or min(DEFAULT_BLOCK_LENGTH, longest)
 
 
 def _size(name: str, value: Any) -> int:

@@ -42,7 +42,10 @@ def rehearse(policy: Policy, sizes: CallSizes, *, tokens_per_forward: int) -> It
     shape, block = sizes.shape, sizes.block_length
     answer = answer_of(sizes)
     canvas = Canvas(
-        torch.zeros(1, prompt_of(sizes), dtype=torch.int64),
+        # Where blocks count from a prompt's first token, of its whole blocks.
+        torch.zeros(
+            1, prompt_of(sizes) // block * block if shape.block_causal else prompt_of(sizes), dtype=torch.int64
+        ),
         torch.zeros(1, dtype=torch.int64),
         max_new_tokens=answer,
         block_length=block,
@@ -57,6 +60,9 @@ def rehearse(policy: Policy, sizes: CallSizes, *, tokens_per_forward: int) -> It
             forwards=(), active=(True,), guidance=sizes.guidance,
             remasked=shape.noise_masked and forwards > 0, rewrites=shape.noise != "mask",
         )  # fmt: skip
+        for asked in state.before_block(step):
+            yield Rehearsed(number, asked.kind, asked.rows.count)
+            forwards += 1
         while (pending := canvas.pending(start, stop)).any():
             chosen = pending & (pending.cumsum(1) <= tokens_per_forward)
             ranks = (pending.cumsum(1) * chosen) if policy.needs_order() else None

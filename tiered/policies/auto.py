@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from tiered.forward.sizes import CallSizes
+from tiered.models.shape import BLOCK_CAUSAL, CANVAS, Sight
 from tiered.policies.base import Policy, PolicyState
+from tiered.policies.block_causal import BlockCausal
 from tiered.policies.dkv_cache import DKVPD
 from tiered.policies.dllm_cache.policy import DLLMCache
 from tiered.policies.elastic_cache.policy import ElasticCache
@@ -49,8 +51,11 @@ class Auto(Policy):
     fit the budget and whose answers to such prompts were measured to be those of `none`."""
 
     name: ClassVar[str] = "auto"
+    sights: ClassVar[frozenset[Sight]] = CANVAS | BLOCK_CAUSAL
 
     def candidates(self, sizes: CallSizes, prompt: int) -> tuple[Policy, ...]:
+        if sizes.shape.block_causal:
+            return (BlockCausal(),)  # exact, and never slower than `none`
         one_block = sizes.answer == sizes.block_length
         return tuple(held.policy for held in HELD if prompt >= held.least_prompt and (one_block or not held.one_block))
 

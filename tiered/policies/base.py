@@ -5,7 +5,7 @@ for a `StepRows` before every forward and tells it afterwards what was committed
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from tiered.forward.forward import LayerProgram
 from tiered.forward.forward_bytes import forward_bytes
 from tiered.forward.library_bytes import library_bytes
 from tiered.forward.sizes import CallSizes
-from tiered.models.shape import ModelShape
+from tiered.models.shape import CANVAS, ModelShape, Sight
 from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.record_bytes import RecordBytes
 
@@ -36,6 +36,8 @@ class StepKind(StrEnum):
     REFRESH = "refresh"  # every row
     UPDATE = "update"  # rows beside those of a step, because the policy chose to renew them
     STEP = "step"  # only the rows that any step of the policy needs
+    PREFILL = "prefill"  # a part of the prompts, written once for all
+    COMMIT = "commit"  # a finished block, written as it stays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +110,19 @@ class StepRows:
         assert start <= step.first_row and step.last_row <= stop, (start, stop, step)
         return cls(Rows.span(start, stop), slice(step.first_row - start, step.last_row - start), kind)
 
+    @classmethod
+    def written(cls, start: int, stop: int, kind: StepKind) -> "StepRows":
+        """Columns `start` to `stop`, whose tokens are final, for their keys and values alone: no row has logits."""
+        return cls(Rows.span(start, stop), slice(0, 0), kind)
+
 
 class PolicyState(ABC):
     """The mutable part of a policy: made by `Policy.start` for one call, and gone with it."""
+
+    def before_block(self, step: Step) -> Iterable[StepRows]:
+        """The forwards that a block needs before its first step, in order; each of them is of rows whose tokens are
+        final (`StepRows.written`), and takes no part in what the block commits."""
+        return ()
 
     @abstractmethod
     def rows(self, step: Step) -> StepRows:
@@ -139,6 +151,8 @@ class Policy(ABC):
     """Options of a caching policy. Raises `ValueError` or `TypeError` on construction for options out of range."""
 
     name: ClassVar[str]
+    # What models it is for, by what their rows see. A cache of what later tokens would change is for canvases alone.
+    sights: ClassVar[frozenset[Sight]] = CANVAS
 
     def __str__(self) -> str:
         """Its name, with the options that are not at their defaults."""
@@ -176,7 +190,7 @@ class Policy(ABC):
         # The difference that guidance made, kept for the forwards that do without their unconditional half.
         differences = sizes.batch if sizes.guidance and self.skips_guidance() else 0
         kept = {Account.LOGITS: differences * logit_rows * sizes.shape.vocab_size * _FLOAT32}
-        plain = forward_bytes(sizes, self.features(sizes.shape), logit_rows)
+        plain = forward_bytes(sizes, self.features(sizes.shape), logit_rows, self.most_rows(sizes))
         decoded = sizes.decoded_bytes if self.reads_keys() or sizes.compared else 0
         return added(plain, self.state_bytes(sizes), {Account.ACTIVATIONS: decoded}, kept, library_bytes(sizes))
 
@@ -195,6 +209,10 @@ class Policy(ABC):
     def logit_rows(self, block_length: int, context: int) -> int:
         """Rows of a sequence whose logits a step gets, at most."""
         return block_length
+
+    def most_rows(self, sizes: CallSizes) -> int:
+        """Rows of a sequence that go through a layer in one forward, at most."""
+        return sizes.context
 
     def candidates(self, sizes: CallSizes, prompt: int) -> "tuple[Policy, ...]":
         """What a call of `sizes`, whose shortest prompt has `prompt` tokens, may run under, the plainest first:

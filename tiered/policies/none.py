@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tiered.core.features import Feature
-from tiered.models.shape import ModelShape
+from tiered.models.shape import BLOCK_CAUSAL, CANVAS, ModelShape, Sight
 from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
 
 
@@ -14,6 +14,7 @@ class NoCache(Policy):
     """The official samplers' behaviour. Keys and values live in a workspace of one layer."""
 
     name: ClassVar[str] = "none"
+    sights: ClassVar[frozenset[Sight]] = CANVAS | BLOCK_CAUSAL
 
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
         return {Feature.KEY: 1, Feature.VALUE: 1}

@@ -7,8 +7,10 @@ from typing import Any
 
 from tiered.core.aliases import POLICY_ALIASES
 from tiered.core.checks import nearest, plain_number, unknown_name
+from tiered.models.shape import Sight
 from tiered.policies.auto import Auto
 from tiered.policies.base import Policy
+from tiered.policies.block_causal import BlockCausal
 from tiered.policies.composed import Composed
 from tiered.policies.dkv_cache import DKVPD, DKVDecode, DKVGreedy, DKVPrefill
 from tiered.policies.dllm_cache.policy import DLLMCache
@@ -34,6 +36,7 @@ POLICIES: dict[str, type[Policy]] = {
         UniformCache,
         ElasticCache,
         Polestar,
+        BlockCausal,
         Composed,
     )
 }
@@ -59,6 +62,11 @@ PRESETS: dict[str, tuple[type[Policy], dict[str, Any]]] = {
         },
     ),
 }
+
+
+def policies_for(sight: Sight) -> list[str]:
+    """The policies for models whose rows see that, by name."""
+    return [name for name, policy in POLICIES.items() if sight in policy.sights]
 
 
 def make_policy(policy: str | Policy, **options: Any) -> Policy:

@@ -68,7 +68,8 @@ class CommitRule(ABC):
         needs_shift: whether the rule reads `Candidates.shift`; it takes memory and time to measure.
         confidences: the kinds of confidence that the rule can do with, as in `Sampling.confidence`.
         by_steps: whether steps say how many tokens one of them fixes; else confidence does.
-        tempered_confidence: whether it looks at the distribution that tokens are drawn from, as in `Sampling`.
+        tempered_confidence, top_k_first: what distribution tokens are drawn from, and whether it is what the rule looks
+            at, as in `Sampling`.
     """
 
     name: ClassVar[str]
@@ -79,6 +80,7 @@ class CommitRule(ABC):
     confidences: ClassVar[frozenset[str]] = frozenset(CONFIDENCES)
     by_steps: ClassVar[bool] = True
     tempered_confidence: ClassVar[bool] = False
+    top_k_first: ClassVar[bool] = False
 
     @property
     def draws(self) -> bool:

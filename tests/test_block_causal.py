@@ -1,0 +1,295 @@
+"""The exact cache of finished blocks: logits and answers as without it, its forwards and bytes; and answers whose
+blocks count from each prompt's first token."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiered
+from tiered.core.errors import NonFiniteError
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
+from tiered.decoding.rules.drift_aware import DriftAware
+from tiered.forward.forward import Forward
+from tiered.models.base import DiffusionModel
+from tiered.policies.base import Step, StepKind
+from tiered.policies.block_causal import BlockCausal
+from tiered.policies.registry import make_policy, policies_for
+from tiered.runtime import Runtime
+
+CONFIG: dict[str, Any] = {
+    "model_type": "sdar",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 48,
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+    "rope_theta": 1e6,
+    "mask_token_id": 127,
+    "eos_token_id": 126,
+    "pad_token_id": 125,
+}
+LENGTHS = (29, 9, 18, 4)
+
+
+@pytest.fixture(scope="module")
+def make(random_model: Callable[[Mapping[str, Any]], DiffusionModel]) -> Callable[..., Runtime]:
+    def runtime(policy: str = "auto", memory: Any = None, options: Mapping[str, Any] | None = None, **config: Any):
+        ledger = None if memory is None else Ledger(memory)
+        made = make_policy(policy, **(options or {}))
+        return Runtime(random_model({**CONFIG, **config}), policy=made, ledger=ledger, name="small")
+
+    return runtime
+
+
+@pytest.fixture(scope="module")
+def runtime(make: Callable[..., Runtime]) -> Runtime:
+    return make()
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 120, (length,), generator=generator) for length in lengths]
+
+
+def batch(lengths: tuple[int, ...] = LENGTHS, *, left: bool = False) -> tuple[Tensor, Tensor]:
+    rows = prompts(lengths)
+    side = "left" if left else "right"
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=3, padding_side=side)
+    ones = [torch.ones_like(row) for row in rows]
+    return ids, torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_value=0, padding_side=side)
+
+
+class Steps:
+    """Looks on: which sequences took part in each step, and with what logits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.logits: list[Tensor] = []
+        logits = Forward.logits
+
+        def noted(forward: Forward, *arguments: Any, **options: Any) -> Tensor:
+            self.logits.append((found := logits(forward, *arguments, **options)).clone())
+            return found
+
+        monkeypatch.setattr(Forward, "logits", noted)
+
+    def device_bytes(self, shape: object, **sizes: object) -> dict[Any, int]:
+        return {}
+
+    def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
+        if kind in (StepKind.STEP, StepKind.REFRESH):
+            self.logits[-1] = self.logits[-1][active]
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
+@pytest.mark.parametrize("block", [1, 4, 6, 16])
+def test_the_exact_cache_gives_the_logits_of_the_uncached_model(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, block: int, left: bool
+):
+    ids, mask = batch(left=left)
+    call: dict[str, Any] = {"max_new_tokens": 14, "block_length": block, "block_steps": 2, "stop_at_eos": False}
+    steps = Steps(monkeypatch)
+    cached = runtime.generate(ids, attention_mask=mask, inspector=steps, **call)
+    found, steps.logits = steps.logits, []
+    plain = runtime.with_policy("none").generate(ids, attention_mask=mask, inspector=steps, **call)
+    assert cached.choice.policy.name == "block_causal"
+    assert torch.equal(cached.sequences, plain.sequences)
+    assert len(found) == plain.num_forwards
+    for of_cache, expected in zip(found, steps.logits, strict=True):
+        torch.testing.assert_close(of_cache, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_prompt_is_written_in_chunks(runtime: Runtime):
+    ids = prompts((90,))[0][None]
+    call: dict[str, Any] = {"max_new_tokens": 6, "block_length": 4, "stop_at_eos": False}
+    whole = runtime.generate(ids, **call)
+    parts = runtime.with_policy("block_causal", prefill_rows=24).generate(ids, **call)
+    assert torch.equal(whole.sequences, parts.sequences)
+    assert whole.rows_per_forward[:2] == [88, 4] and parts.rows_per_forward[:5] == [24, 24, 24, 16, 4]
+    # As many of each sequence as are allowed together, in whole blocks, and one at the least.
+    two = runtime.with_policy("block_causal", prefill_rows=24).generate(ids.repeat(2, 1), **call)
+    assert two.rows_per_forward[0] == 12 and torch.equal(two.sequences[1], whole.sequences[0])
+    assert runtime.with_policy("block_causal", prefill_rows=1).generate(ids, **call).rows_per_forward[0] == 4
+
+
+@pytest.mark.parametrize("policy", ["block_causal", "none"])
+def test_a_call_takes_what_was_planned(make: Callable[..., Runtime], policy: str):
+    ids, (context, answer) = prompts((700,))[0][None], (720, 24)
+    planned = tiered.plan(
+        CONFIG, context=context, max_new_tokens=answer, policy=policy, block_length=4, dtype="float32"
+    ).tiers[Tier.DEVICE]
+    out = make(policy).generate(ids[:, :696], max_new_tokens=answer, block_length=4)
+    weights = planned.accounts[Account.WEIGHTS]
+    assert planned.total - weights == out.memory.peak_device_bytes
+    if policy == "block_causal":  # the hidden states of a chunk, not of the prompt
+        rows, width = BlockCausal().prefill_rows, CONFIG["hidden_size"]
+        plain = tiered.plan(
+            CONFIG, context=context, max_new_tokens=answer, policy="block_causal", block_length=4, prefill_rows=720
+        ).tiers[Tier.DEVICE]
+        assert plain.total - planned.total == (696 - rows) * width * 4
+
+
+def test_a_budget_changes_no_token(make: Callable[..., Runtime]):
+    ids, mask = batch((180, 150))
+    call: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "block_length": 4, "output_history": True}
+    free = make(num_hidden_layers=6)
+    out = free.generate(ids, **call)
+    device = out.memory.peak_device_bytes - 150_000
+    budget = tiered.MemoryBudget(device=device, host="64MiB")
+    short = make(memory=budget, num_hidden_layers=6)
+    streamed = short.generate(ids, **call)
+    assert streamed.tiers is not None and streamed.memory.peak_device_bytes <= device
+    assert out.history is not None and streamed.history is not None
+    assert torch.equal(torch.stack(out.history), torch.stack(streamed.history))
+
+
+def test_answers_end_with_their_last_block(runtime: Runtime):
+    ids, mask = batch((8, 11, 13))
+    out = runtime.generate(ids, attention_mask=mask, max_new_tokens=6, block_length=4, stop_at_eos=False)
+    # 8 + 6 → 16, 11 + 6 → 20, 13 + 6 → 20: answers of 8, 9 and 7 tokens, and padding up to the longest.
+    answers = out.sequences[:, ids.shape[1] :]
+    assert answers.shape[1] == 9
+    assert ((answers == 125).long().cumsum(1) == 0).sum(1).tolist() == [8, 9, 7]
+    assert out.timings.tokens == 24
+
+
+def test_blocks_of_a_prompt_count_from_its_first_token(runtime: Runtime):
+    # The prompt's last token shares its block with three of the answer.
+    ids = prompts((9,))[0][None]
+    out = runtime.generate(ids, max_new_tokens=3, block_length=4, stop_at_eos=False, output_history=True)
+    assert out.rows_per_forward == [8, 4, 4, 4] and out.sequences.shape[1] == 12
+    moved = runtime.generate(ids[:, 1:], max_new_tokens=3, block_length=4, stop_at_eos=False)
+    assert moved.rows_per_forward[0] == 8 and moved.sequences.shape[1] == 12
+
+
+def test_a_model_that_predicts_masks_leaves_none(make: Callable[..., Runtime]):
+    runtime = make()
+    head = runtime.model.get_parameter(runtime.model.parameter_name("lm_head.weight"))
+    head[:] = 0.0
+    logits = runtime.model.logits
+    mask = runtime.model.mask_token_id
+
+    def masks(hidden: Tensor) -> Tensor:
+        found = logits(hidden)
+        found[..., mask] = 50.0
+        return found
+
+    runtime.model.logits = masks  # type: ignore[method-assign]
+    rules: list[dict[str, Any]] = [{}, {"threshold": 0.5}, {"commit": "sequential"}, {"block_steps": 3}]
+    for rule in rules:
+        out = runtime.generate(prompts((9,))[0][None], max_new_tokens=10, block_length=4, stop_at_eos=False, **rule)
+        assert not (out.sequences == mask).any()
+        assert out.num_forwards <= 2 + 3 + 2 + 4 + 4 + 4
+
+
+@pytest.mark.parametrize(("token", "tokens"), [(126, 0), (7, 12)])
+def test_an_end_in_the_prompt_ends_no_answer(make: Callable[..., Runtime], token: int, tokens: int):
+    runtime = make()
+    ids = prompts((10,))[0][None]
+    ids[0, 3] = ids[0, 8] = ids[0, 9] = 126
+    logits = runtime.model.logits
+
+    def always(hidden: Tensor) -> Tensor:
+        found = logits(hidden)
+        found[..., token] = 100.0
+        return found
+
+    runtime.model.logits = always  # type: ignore[method-assign]
+    out = runtime.generate(ids, max_new_tokens=10, block_length=4)
+    assert out.timings.tokens == (0 if tokens == 0 else 10)
+    assert torch.equal(out.sequences[:, :10], ids)
+    # What was asked for comes all the same, where an end is no answer before so many tokens.
+    longer = runtime.generate(ids, max_new_tokens=10, block_length=4, min_new_tokens=5)
+    assert (longer.sequences[0, 10:15] != 126).all()
+    assert (longer.sequences[0, 15] == 126) == (token == 126)
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.pieces: list[Tensor] = []
+        self.drafts: list[Tensor] = []
+
+    def put(self, value: Tensor) -> None:
+        self.pieces.append(value)
+
+    def put_draft(self, value: Tensor) -> None:
+        self.drafts.append(value)
+
+    def end(self) -> None:
+        self.pieces.append(torch.zeros(0))
+
+
+@pytest.mark.parametrize("lengths", [(10,), (8, 11, 13)])
+def test_a_streamer_gets_every_token_once(runtime: Runtime, lengths: tuple[int, ...]):
+    (ids, mask), listener = batch(lengths), Listener()
+    out = runtime.generate(
+        ids, attention_mask=mask, max_new_tokens=10, block_length=4, stop_at_eos=False, streamer=listener
+    )
+    prompt, *pieces, _ = listener.pieces
+    assert torch.equal(prompt, ids)
+    assert torch.equal(torch.cat(pieces, dim=1), out.sequences[:, ids.shape[1] :])
+    assert len(listener.drafts) == out.passes["step"]
+    if len(lengths) == 1:  # two tokens of the first block are the prompt's
+        assert [draft.shape[1] for draft in listener.drafts] == [2] * 2 + [4] * 8
+
+
+def test_what_is_not_finite_is_named(make: Callable[..., Runtime]):
+    runtime = make(options={"prefill_rows": 8}, policy="block_causal")
+    runtime.model.get_parameter(runtime.model.parameter_name("model.layers.1.self_attn.v_proj.weight"))[0, 0] = math.nan
+    with pytest.raises(NonFiniteError, match="layer 1"):
+        runtime.generate(prompts((30,))[0][None], max_new_tokens=8, block_length=4)
+
+
+@pytest.mark.parametrize("policy", sorted({*policies_for("canvas")} - {*policies_for("blocks")}))
+def test_policies_that_approximate_are_refused_by_name(runtime: Runtime, policy: str):
+    with pytest.raises(ValueError, match=f"policy '{policy}' .*allowed: auto, none, block_causal"):
+        runtime.with_policy(policy).generate(prompts()[0][None], block_length=4)
+
+
+def test_the_exact_cache_is_for_no_canvas():
+    with tiered.from_pretrained("embedded", policy="block_causal") as embedded:
+        with pytest.raises(ValueError, match=r"'block_causal' keeps .* allowed: auto, none, fast_dllm_prefix"):
+            embedded.generate("sort: Ada Ben", max_new_tokens=8)
+        with pytest.raises(ValueError, match="block_length = 4, but rows of 'embedded' see the whole canvas"):
+            embedded.logits(torch.ones(1, 8, dtype=torch.long), block_length=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({}, {}, "config.json of 'small' has no block_size: give block_length"),
+        ({"block_size": 4}, {"block_length": 8}, "block_length = 8; 'small' was made for blocks of 4"),
+        ({}, {"block_length": 0}, "block_length = 0"),
+        ({}, {"block_length": 4, "trailing_noise": 4}, "trailing_noise = 4, but no row of 'small'"),
+        ({}, {"block_length": 4, "correction_steps": 2}, "correction_steps = 2"),
+        ({}, {"block_length": 4, "commit": "adaptive"}, "rule 'adaptive' follows the noise"),
+        ({}, {"block_length": 4, "commit": DriftAware(early_threshold=0.5)}, "'drift_aware' compares attention"),
+        ({}, {"block_length": 4, "remasking_strategy": "entropy_bounded"}, "unknown commit rule 'entropy_bounded'"),
+        ({}, {"block_length": 4, "denoising_steps": 0}, "block_steps = 0"),
+        ({}, {"block_length": 4, "steps": 2, "denoising_steps": 3}, "contradicts block_steps"),
+        ({}, {"block_length": 4, "max_new_tokens": 2048}, "2048 .*make 2080 positions"),
+    ],
+)
+def test_a_bad_call_is_named(
+    make: Callable[..., Runtime], config: dict[str, Any], options: dict[str, Any], message: str
+):
+    with pytest.raises(ValueError, match=message):
+        make(**config).generate(prompts()[0][None], **options)
+
+
+def test_steps_of_options_made_before_are_those_of_an_answer(runtime: Runtime):
+    with pytest.raises(ValueError, match="steps = 64 of a whole answer; 'small' takes block_steps"):
+        runtime.generate(prompts()[0][None], generation_config=tiered.GenerationOptions(steps=64), block_length=4)
+
+
+def test_the_checkpoint_s_block_length_needs_no_option(make: Callable[..., Runtime]):
+    out = make(block_size=4).generate(prompts((8,))[0][None], max_new_tokens=8, stop_at_eos=False)
+    assert out.rows_per_forward[:2] == [8, 4]
+    assert tiered.plan({**CONFIG, "block_size": 4}, context=64).sizes.block_length == 4

@@ -1,0 +1,189 @@
+"""Nemotron-Labs against transformers' Ministral 3 with a mask of its own: a causal context, and a block that sees
+itself; logits, and every step of an answer."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.ministral3 import Ministral3Config, Ministral3ForCausalLM
+
+import tiered
+from tiered.models.families import family_of
+from tiered.policies.registry import make_policy
+from tiered.runtime import Runtime
+
+# Queries grow from position 8 on, and the rotation is stretched.
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+CONFIG: dict[str, Any] = {
+    "model_type": "nemotron_labs_diffusion",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 48,
+    "vocab_size": 160,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": ROPE,
+    "sliding_window": None,
+    "block_size": 4,
+    "dlm_paradigm": "bidirectional",
+    "bos_token_id": 1,
+}
+OFFICIAL = {"encoder.": "model.", "diffusion_head": "lm_head"}
+
+
+@pytest.fixture(scope="module")
+def runtime(random_model: Any) -> Runtime:
+    return Runtime(random_model(CONFIG), policy=make_policy("auto"), name="small")
+
+
+@pytest.fixture(scope="module")
+def oracle(random_weights: Any) -> Ministral3ForCausalLM:
+    known = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    more = ("intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "sliding_window")
+    given: dict[str, Any] = {key: CONFIG[key] for key in (*known, *more)} | {"attn_implementation": "eager"}
+    config = Ministral3Config(**given)
+    model = Ministral3ForCausalLM(config).eval()
+    weights = {}
+    for name, weight in random_weights(CONFIG).items():
+        for ours, theirs in OFFICIAL.items():
+            name = name.replace(ours, theirs)
+        weights[name] = weight
+    model.load_state_dict(weights)
+    return model
+
+
+def official(oracle: Ministral3ForCausalLM, ids: Tensor, clean: int) -> Tensor:
+    """Logits where tokens in front of `clean` see those in front of them, and all others to the end of the sequence."""
+    row, column = torch.arange(ids.shape[1])[:, None], torch.arange(ids.shape[1])[None]
+    sees = (column <= row) | (row >= clean)
+    mask = torch.zeros(ids.shape[1], ids.shape[1]).masked_fill(~sees, -torch.inf)[None, None]
+    with torch.no_grad():
+        return oracle(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
+
+def prompt(length: int, seed: int = 3) -> Tensor:
+    return torch.randint(0, 99, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("length", [3, 16, 27, 40])
+def test_logits(runtime: Runtime, oracle: Ministral3ForCausalLM, length: int):
+    # All in front of the last block is final, unless a mask says otherwise.
+    ids = prompt(length)
+    last = (length - 1) // 4 * 4
+    torch.testing.assert_close(runtime.logits(ids), official(oracle, ids, last), atol=1e-4, rtol=1e-4)
+    causal = runtime.logits(ids, noise_mask=torch.zeros_like(ids))
+    torch.testing.assert_close(causal, official(oracle, ids, length), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_positions_count_from_the_first_token(runtime: Runtime, side: str):
+    ids, pads = prompt(27), torch.full((1, 6), 5)
+    ones, none = torch.ones_like(ids), torch.zeros_like(pads)
+    padded = torch.cat([pads, ids] if side == "left" else [ids, pads], dim=1)
+    mask = torch.cat([none, ones] if side == "left" else [ones, none], dim=1)
+    torch.testing.assert_close(runtime.logits(padded, mask)[mask.bool()], runtime.logits(ids)[0], atol=1e-4, rtol=1e-4)
+
+
+def denoised(oracle: Ministral3ForCausalLM, ids: Tensor, new: int, edges: str) -> list[Tensor]:
+    """The canvas after each forward that fixes the surest token, without a cache."""
+    block, mask, length = 4, 100, ids.shape[1]
+    first = length // block * block if edges == "sequence" else length
+    total = first + -(-(length + new - first) // block) * block
+    canvas = torch.full((1, total), mask)
+    canvas[:, :length] = ids
+    states = [canvas.clone()]
+    for start in range(first, total, block):
+        while (canvas[0, start : start + block] == mask).any():
+            logits = official(oracle, canvas[:, : start + block], start)[0, start:]
+            logits[:, mask] = -torch.inf
+            shares, tokens = logits.softmax(-1).max(-1)
+            open_rows = canvas[0, start : start + block] == mask
+            surest = int(shares.where(open_rows, -1.0).argmax())
+            canvas[0, start + surest] = tokens[surest]
+            states.append(canvas.clone())
+    return states
+
+
+@pytest.mark.parametrize("edges", ["sequence", "prompt"])
+@pytest.mark.parametrize("policy", ["auto", "none"])
+def test_every_step_is_that_of_the_uncached_model(
+    runtime: Runtime, oracle: Ministral3ForCausalLM, policy: str, edges: str
+):
+    ids, new = prompt(22), 9
+    out = runtime.with_policy(policy).generate(
+        ids, max_new_tokens=new, stop_at_eos=False, output_history=True, block_edges=edges
+    )
+    assert out.history is not None
+    # What was asked for comes back; what is behind it in its block does not.
+    assert out.sequences.shape[1] == 22 + new
+    expected = [state[:, : 22 + new] for state in denoised(oracle, ids, new, edges)]
+    changed = [state for state, before in zip(expected[1:], expected, strict=False) if not torch.equal(state, before)]
+    assert torch.equal(torch.stack(out.history), torch.stack([expected[0], *changed]))
+
+
+@pytest.mark.parametrize("edges", ["sequence", "prompt"])
+def test_a_batch_answers_as_its_prompts_alone(runtime: Runtime, edges: str):
+    rows, call = [prompt(length, length)[0] for length in (22, 7, 16, 2)], {"max_new_tokens": 10, "block_edges": edges}
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=5)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    for policy in ("auto", "none"):
+        some: Any = runtime.with_policy(policy)
+        out = some.generate(ids, attention_mask=mask, stop_at_eos=False, **call)
+        for number, row in enumerate(rows):
+            alone = some.generate(row[None], stop_at_eos=False, **call)
+            assert torch.equal(out.sequences[number, 22:], alone.sequences[0, len(row) :])
+
+
+def test_a_prompt_in_chunks(runtime: Runtime):
+    ids = prompt(61)
+    for edges in ("sequence", "prompt"):
+        whole = runtime.generate(ids, max_new_tokens=8, block_edges=edges)
+        parts = runtime.with_policy("block_causal", prefill_rows=12).generate(ids, max_new_tokens=8, block_edges=edges)
+        assert torch.equal(whole.sequences, parts.sequences)
+        assert parts.passes["prefill"] == 5 + (edges == "prompt")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window = 0; a positive integer"),
+        ({"sliding_window": 64}, "sliding_window = 64"),
+        ({"dlm_paradigm": "causal"}, "dlm_paradigm = 'causal'"),
+        ({"block_size": 0}, "block_size = 0"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"vocab_size": 100}, "mask_token_id = 100; a token id in"),
+        ({"rope_parameters": {**ROPE, "llama_4_scaling_beta": -1.0}}, "llama_4_scaling_beta = -1.0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+    ],
+)
+def test_a_bad_config_is_named(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        family_of(CONFIG).read({**CONFIG, **changes})
+
+
+def test_edges_at_the_prompt_are_for_causal_contexts(random_model: Any):
+    of_sdar = {"model_type": "sdar", "rope_parameters": None, "mask_token_id": 159, "eos_token_id": 2}
+    sdar = Runtime(random_model({**CONFIG, **of_sdar}), policy=make_policy("auto"), name="small")
+    with pytest.raises(ValueError, match="block_edges = 'prompt', but blocks of 'small' count from a sequence's first"):
+        sdar.generate(prompt(9), block_edges="prompt")
+    with pytest.raises(ValueError, match="unknown block_edges 'promt'; did you mean 'prompt'"):
+        sdar.generate(prompt(9), block_edges="promt")
+
+
+def test_released_keys_load(write_checkpoint: Any, random_weights: Any, runtime: Runtime):
+    directory = write_checkpoint(CONFIG, random_weights(CONFIG), shards=3)
+    assert torch.equal(tiered.from_pretrained(directory).logits(prompt(20)), runtime.logits(prompt(20)))

@@ -1,0 +1,114 @@
+"""What official code answers on SDAR: logits of three block lengths, and histories of every strategy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import tiered
+from tiered.decoding import sampling
+from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.sampling import OpenBlock
+from tiered.runtime import Runtime
+
+GOLDENS = Path(__file__).parent / "goldens" / "sdar"
+LOGITS = load_file(GOLDENS / "logits.safetensors")
+RECORDED: dict[str, dict[str, Any]] = json.loads((GOLDENS / "sampling.json").read_text())
+SEQUENCES = load_file(GOLDENS / "sampling.safetensors")
+# One shows how fixed tokens are overwritten; where tokens are looked for that end an answer, whole blocks are official.
+CASES = [case for case in RECORDED if "quirk" not in case and "stop_token" not in case]
+BLOCKS = {"block4": 4, "block8_masks": 8, "block16_masks": 16}
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return tiered.from_pretrained(GOLDENS / "sdar_tiny", dtype="float32")
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_logits(runtime: Runtime, case: str):
+    ids = LOGITS[f"sdar_tiny.{case}.input_ids"].long()
+    logits = runtime.logits(ids, block_length=BLOCKS[case])
+    torch.testing.assert_close(logits, LOGITS[f"sdar_tiny.{case}.logits"], atol=5e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pads", [(0, 5), (5, 0), (8, 3)], ids=["right", "left", "both"])
+def test_logits_of_padded_rows(runtime: Runtime, pads: tuple[int, int]):
+    # Blocks count from the first token, wherever that stands.
+    case, (left, right) = "block8_masks", pads
+    ids = torch.nn.functional.pad(LOGITS[f"sdar_tiny.{case}.input_ids"].long(), pads, value=7)
+    mask = torch.ones_like(ids)
+    mask[:, :left] = mask[:, ids.shape[1] - right :] = 0
+    logits = runtime.logits(ids, mask, block_length=8)[:, left : ids.shape[1] - right]
+    torch.testing.assert_close(logits, LOGITS[f"sdar_tiny.{case}.logits"], atol=5e-4, rtol=1e-4)
+
+
+def test_hidden_states(runtime: Runtime):
+    states = runtime.hidden_states(LOGITS["sdar_tiny.block8_masks.input_ids"].long(), block_length=8)
+    torch.testing.assert_close(states[1], LOGITS["sdar_tiny.block8_masks.hidden.1"], atol=5e-4, rtol=1e-4)
+
+
+def changes(states: list[Tensor]) -> Tensor:
+    """The states but for those that repeat the one before: forwards that commit nothing leave the canvas as it was."""
+    pairs = zip(states, [None, *states], strict=False)
+    return torch.stack([state for state, before in pairs if before is None or not torch.equal(state, before)])
+
+
+class Replayed:
+    """Tokens as they were drawn, in place of random numbers; notes the probability that they are proposed with."""
+
+    def __init__(self, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tokens, self.probabilities = iter(tokens.long()), []
+        propose = sampling.propose
+
+        def draw(streams: object, sequence: int, rows: Tensor, logits: Tensor, temperature: float) -> Tensor:
+            return next(self.tokens)[rows]
+
+        def noted(block: OpenBlock) -> Any:
+            found = propose(block)
+            self.probabilities.append((found.pending[0], found.confidence[0]))
+            return found
+
+        monkeypatch.setattr(RandomStreams, "draw", draw)
+        monkeypatch.setattr("tiered.decoding.proposer.propose", noted)
+
+
+@pytest.mark.parametrize("policy", ["block_causal", "none"])
+@pytest.mark.parametrize("case", CASES)
+def test_sequences(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, case: str, policy: str):
+    recorded, replayed = RECORDED[case], None
+    options: dict[str, Any] = dict(recorded["kwargs"])
+    if recorded["draw"] == "greedy":  # the likeliest token, with its probability at temperature 1
+        options["temperature"] = 0.0
+    else:
+        replayed = Replayed(SEQUENCES[f"{case}.sampled"], monkeypatch)
+    out = runtime.with_policy(policy).generate(
+        SEQUENCES[f"{case}.prompt"].long(), stop_at_eos=False, output_history=True, seed=0, **options
+    )
+    assert out.history is not None
+    assert torch.equal(torch.stack(out.history).int(), changes([*SEQUENCES[f"{case}.history"]]))
+    assert torch.equal(out.sequences.int(), SEQUENCES[f"{case}.final"])
+    if policy == "block_causal":
+        # But for the last, which would write what nobody reads.
+        assert out.rows_per_forward == recorded["fwd_seq_lens"][:-1]
+        stored = recorded["stores_kv"][:-1]
+        assert out.passes["step"] == stored.count(False) == recorded["denoise_forwards"]
+        assert out.passes["prefill"] + out.passes["commit"] == stored.count(True)
+    if replayed is not None:
+        for (pending, found), expected in zip(replayed.probabilities, SEQUENCES[f"{case}.sampled_prob"], strict=True):
+            torch.testing.assert_close(found[pending].float(), expected[pending], atol=1e-4, rtol=0)
+
+
+def test_what_is_fixed_is_never_overwritten(runtime: Runtime):
+    # There fewer masks are left than a step fixes, and the prompt's last tokens go.
+    (case,) = (case for case in RECORDED if "quirk" in case)
+    options: dict[str, Any] = {**RECORDED[case]["kwargs"], "temperature": 0.0}
+    prompt = SEQUENCES[f"{case}.prompt"].long()
+    out = runtime.generate(prompt, stop_at_eos=False, **options)
+    assert torch.equal(out.sequences[:, : prompt.shape[1]], prompt)
+    assert not (out.sequences == runtime.model.mask_token_id).any()
+    assert out.num_forwards <= RECORDED[case]["n_forward"]

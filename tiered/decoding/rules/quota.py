@@ -1,0 +1,88 @@
+"""So many tokens of a block a step, counted from the whole block: SDAR's samplers (arXiv 2510.06303).
+
+Semantics follow the authors' code (JetAstra/SDAR, commit c2041a83), which counts a block's first tokens in even where
+they are the prompt's. Unlike there, nothing fixed is chosen again, and a block that its steps leave open goes on.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Bool
+from torch import Tensor
+
+from tiered.core.checks import check_number
+from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota(CommitRule):
+    """A block of n tokens over s steps: the n // s surest in each, and one more in each of the first n mod s. Above a
+    threshold, where one is given, all of them, if they are no fewer.
+
+    Attributes:
+        confidence_threshold: a candidate passes above this confidence; in [0, 1]. None: none does but by its rank.
+    """
+
+    name: ClassVar[str] = "quota"
+    rank: ClassVar[int] = 2
+    confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
+    tempered_confidence: ClassVar[bool] = True
+    top_k_first: ClassVar[bool] = True
+    confidence_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.confidence_threshold is not None:
+            check_number("confidence_threshold", self.confidence_threshold, least=0.0, most=1.0)
+
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+        return _Surest(steps_per_block, self.confidence_threshold)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequential(CommitRule):
+    """As many tokens a step as `quota`, from the first open one on, however sure the model is of them."""
+
+    name: ClassVar[str] = "sequential"
+    rank: ClassVar[int] = 2
+    tempered_confidence: ClassVar[bool] = True
+    top_k_first: ClassVar[bool] = True
+
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+        return _First(steps_per_block)
+
+
+class _Counted(CommitState):
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
+        self._step = 0
+
+    def _due(self, block: int) -> int:
+        """Tokens of the step that this counts, of a block of so many."""
+        due = block // self._steps + (self._step < block % self._steps)
+        self._step += 1
+        return max(1, due)
+
+
+class _Surest(_Counted):
+    def __init__(self, steps: int, bound: float | None) -> None:
+        super().__init__(steps)
+        self._bound = bound
+
+    def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
+        due = self._due(candidates.pending.shape[1])
+        surest = candidates.pending & (candidates.ranks() < due)
+        if self._bound is None:
+            return surest
+        confident = candidates.pending & (candidates.confidence > self._bound)
+        return confident.where(confident.sum(dim=1, keepdim=True) >= due, surest)
+
+
+class _First(_Counted):
+    def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
+        pending = candidates.pending
+        # Counted from the first open token, fixed ones among them.
+        place = (pending.cumsum(dim=1) > 0).cumsum(dim=1)
+        return pending & (place <= self._due(pending.shape[1]))

@@ -1,0 +1,101 @@
+"""What rows see of the columns that are stored, by the way that their family looks (`ModelShape.sight`)."""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tiered.models.shape import ModelShape
+
+C = TypeVar("C", int, Tensor)
+Clean = int | Int[Tensor, " batch"]  # columns in front of which tokens are final, of all sequences or of each
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Rows that end with one column, or that have an end each.
+
+    Attributes:
+        rows: by their place among those that were asked about.
+        stop: behind the last column that any of them sees.
+        by_row: whether some see less.
+    """
+
+    rows: slice
+    stop: int
+    by_row: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """The columns that rows of one canvas see, which always are the first ones.
+
+    Attributes:
+        shape: of the model.
+        length: columns of the canvas.
+        block_length: columns of a block; None where rows see the whole canvas.
+        positions: of every column by sequence, ascending, where blocks begin in other columns of each; None: they begin
+            in those of `first`.
+        first: a column that a block begins with.
+    """
+
+    shape: ModelShape
+    length: int
+    block_length: int | None = None
+    positions: Int[Tensor, "batch length"] | None = None
+    first: int = 0
+
+    def of_span(self, start: int, stop: int, clean: int) -> list[Seen]:
+        """What the rows from column `start` to `stop` see, in order."""
+        every, cut = slice(0, stop - start), min(max(clean - start, 0), stop - start)
+        apart = self.shape.noise_masked or self.shape.sight == "context"
+        final, others = slice(0, cut), slice(cut, stop - start) if apart else every
+        if self.positions is not None and self.shape.block_causal:
+            return [Seen(every, self.length, by_row=True)]
+        if self.shape.block_causal:
+            front = Seen(final, start + cut, by_row=True)
+            end = self._block_end(stop - 1)
+            behind = Seen(others, end, by_row=self._block_end(start + others.start) < end)
+        else:
+            front, behind = Seen(final, clean), Seen(others, self.length)
+        parts = [front, behind] if apart else [behind]
+        return [part for part in parts if part.rows.start < part.rows.stop]
+
+    def visible(self, columns: Int[Tensor, "batch rows"], clean: Clean) -> Int[Tensor, "batch rows"] | None:
+        """How many columns the rows at `columns` of the first sequences see; None: all of them."""
+        shape = self.shape
+        if not (shape.block_causal or (shape.noise_masked and (isinstance(clean, Tensor) or clean))):
+            return None
+        border = clean[: len(columns), None] if isinstance(clean, Tensor) else columns.new_full((1, 1), clean)
+        if not shape.block_causal:
+            return border.where(columns < border, self.length)
+        ends = self._block_ends(columns)
+        return (columns + 1).where(columns < border, ends) if shape.sight == "context" else ends
+
+    def last_block(self) -> Clean:
+        """How many columns stand in front of the last block that has any; 0 where rows see the whole canvas."""
+        block = self.block_length
+        if block is None:
+            return 0
+        if self.positions is None:
+            return (self.length - 1) // block * block
+        return torch.searchsorted(self.positions, self.positions[:, -1:] // block * block)[:, 0]
+
+    def _block_ends(self, columns: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"]:
+        assert self.block_length is not None, "blocks have a length"
+        if self.positions is None:
+            return (columns + self._left(columns)).clamp_(max=self.length)
+        positions = self.positions[: len(columns)]
+        ends = (positions.gather(1, columns) // self.block_length + 1) * self.block_length
+        # The first column of the next block is as many columns in.
+        return torch.searchsorted(positions, ends)
+
+    def _block_end(self, column: int) -> int:
+        return min(column + self._left(column), self.length)
+
+    def _left(self, column: C) -> C:
+        """Columns from `column` to its block's end."""
+        assert self.block_length is not None, "blocks have a length"
+        return self.block_length - (column - self.first) % self.block_length

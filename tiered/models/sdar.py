@@ -1,0 +1,83 @@
+"""The dense SDAR family (arXiv 2510.06303): the layout of Qwen3, with attention that is causal from block to block.
+
+Queries and keys are normed head by head before they are rotated; no biases. A row predicts its own position. The
+config.json of the released chat models does not say how long blocks are; those of training copies do (`block_size`).
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tiered.models.base import DenseBlock, DiffusionModel
+from tiered.models.config_fields import length_or_none, value_of, without_window
+from tiered.models.layout import NAMES, Layout, ModelConfig
+from tiered.models.rope import Rotary
+
+_LAYOUT = Layout(
+    family="SDAR",
+    # What the released models use; another value changes the function computed, so it is refused rather than ignored.
+    allowed={
+        "hidden_act": ("silu",),
+        "use_qk_norm": (True,),
+        "weight_tying": (False,),  # in this family `tie_word_embeddings`
+    },
+    names={**NAMES, "blocks.q_norm": "self_attn.q_norm", "blocks.k_norm": "self_attn.k_norm"},
+    heads_fill_width=False,
+    tokens=(151669, 151643, None),
+)
+
+
+def read_sdar_config(config: Mapping[str, object]) -> ModelConfig:
+    """`config.json` as the SDAR forward reads it.
+
+    Raises:
+        ValueError: as `Layout.read`; also a block length or a window that is none.
+    """
+    # Where no token is named for padding, the end is: what stands there is never looked at.
+    pad = value_of(config, "pad_token_id", value_of(config, "eos_token_id", _LAYOUT.tokens[1]))
+    return ModelConfig(
+        **_LAYOUT.read(
+            without_window({**config, "pad_token_id": pad}),
+            more={"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)},
+            sight="blocks",
+            cuts_answers=False,
+            block_length=length_or_none(config, "block_size"),
+        )
+    )
+
+
+class SdarBlock(DenseBlock):
+    """The weights of one layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.q_norm = self.norm(config.shape.head_dim, config.norm_eps)
+        self.k_norm = self.norm(config.shape.head_dim, config.norm_eps)
+
+
+class Sdar(DiffusionModel):
+    """See `DiffusionModel`."""
+
+    _block_type: ClassVar[type[DenseBlock]] = SdarBlock
+    read_config = staticmethod(read_sdar_config)
+
+    def keys(
+        self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
+    ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
+        block = self.blocks[layer]
+        return rotary.rotate(self._normed_heads(self._project(normed, block.k_proj), block.k_norm))
+
+    def queries(
+        self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
+    ) -> Float[Tensor, "batch heads rows head_dim"]:
+        block = self.blocks[layer]
+        return rotary.rotate_queries(self._normed_heads(self._project(normed, block.q_proj), block.q_norm))
+
+    def _normed_heads(
+        self, projected: Float[Tensor, "batch rows heads_width"], norm: nn.Module
+    ) -> Float[Tensor, "batch heads rows head_dim"]:
+        """The rows head by head, each head normed by itself."""
+        heads = norm(projected.reshape(len(projected), -1, self.shape.head_dim))
+        return self._heads(heads.view(projected.shape))

@@ -1,0 +1,61 @@
+"""The exact cache of families whose rows see their block and what is in front of it.
+
+Keys and values of a finished block never change again. So the prompt's whole blocks are written once, a step recomputes
+the open block alone, and before the next block begins the finished one is written as its tokens now are (SDAR, arXiv
+2510.06303). Nothing is ever stale: answers are those of `none`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tiered.core.checks import check_integer
+from tiered.forward.forward_bytes import PART_ROWS
+from tiered.forward.sizes import CallSizes
+from tiered.models.shape import BLOCK_CAUSAL, Sight
+from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCausal(Policy):
+    """Keys and values of finished blocks are kept as they are.
+
+    Attributes:
+        prefill_rows: rows of all sequences together that a forward over the prompts takes, in whole blocks and one of
+            each sequence at the least; more of them read the weights less often, and hold more hidden states.
+    """
+
+    name: ClassVar[str] = "block_causal"
+    sights: ClassVar[frozenset[Sight]] = BLOCK_CAUSAL
+    prefill_rows: int = PART_ROWS
+
+    def __post_init__(self) -> None:
+        check_integer("prefill_rows", self.prefill_rows, least=1)
+
+    def most_rows(self, sizes: CallSizes) -> int:
+        front = sizes.context - (sizes.answer or 0)
+        return max(sizes.block_length, min(front, self.chunk(sizes.sequences, sizes.block_length)))
+
+    def chunk(self, sequences: int, block_length: int) -> int:
+        """Rows of each sequence in a forward over the prompts."""
+        return max(1, self.prefill_rows // sequences // block_length) * block_length
+
+    def start(self) -> PolicyState:
+        return _Blocks(self)
+
+
+class _Blocks(PolicyState):
+    def __init__(self, policy: BlockCausal) -> None:
+        self._policy = policy
+
+    def before_block(self, step: Step) -> Iterator[StepRows]:
+        if step.block:
+            yield StepRows.written(2 * step.start - step.stop, step.start, StepKind.COMMIT)
+            return
+        sequences = step.canvas.batch * (2 if step.guidance else 1)
+        chunk = self._policy.chunk(sequences, step.stop - step.start)
+        for first in range(0, step.start, chunk):
+            yield StepRows.written(first, min(first + chunk, step.start), StepKind.PREFILL)
+
+    def rows(self, step: Step) -> StepRows:
+        return StepRows.of_span(step.start, step.stop, step, StepKind.STEP)
