@@ -38,9 +38,10 @@ class Ask:
 
     @property
     def shareable(self) -> bool:
-        """Whether it may go through the layers beside others'."""
+        """Whether it may go through the layers beside others'. Queries that are scaled by position go alone."""
         outputs = len(self.ids) * self.rows[self.output].count
-        return self.program is None and self.count in FEW_ROWS and outputs in FEW_ROWS
+        scaled = self.forward.rotary.query_scale is not None
+        return self.program is None and not scaled and self.count in FEW_ROWS and outputs in FEW_ROWS
 
     def logits(self) -> Float[Tensor, "sequences output vocab"]:
         """What it asks for, of it alone."""
