@@ -7,8 +7,8 @@
 #   WORKERS=2               processes that share the tests (0: none, which lets pytest's debugger in)
 #
 # `make test` leaves out the tests marked `long`, which take too long for every change: a whole rehearsal of a GPU day, a
-# sweep killed twenty times, soaks, compiles for every architecture, training. `make test-long` runs those alone and
-# takes the same ARGS: ARGS=--collect-only names them.
+# sweep killed twenty times, soaks, compiles for every architecture, training, workers by Ray, which it installs. `make
+# test-long` runs those alone and takes the same ARGS: ARGS=--collect-only names them.
 
 PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -41,7 +41,7 @@ demo: .venv/.demo
 test: .venv/.dev
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
-test-long: .venv/.dev
+test-long: .venv/.long
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m long $(ARGS)
 
 lint: .venv/.dev
@@ -60,6 +60,11 @@ clean:
 
 .venv/.dev: .venv/.torch pyproject.toml
 	$(INSTALL) --editable '.[dev$(CUDA)]'
+	touch $@
+
+# Ray and what comes with it are half a gigabyte.
+.venv/.long: .venv/.dev
+	$(INSTALL) --editable '.[dev,ray$(CUDA)]'
 	touch $@
 
 .venv/.torch: $(BIN)/python constraints.txt

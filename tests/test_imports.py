@@ -13,21 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # The rooms from top to bottom. A file imports from its own room and from rooms below it, so that each can be read,
 # tested and replaced without those above it. `tiered/*.py` are one room, the API.
 ORDER = [
-    *(
-        "bench",
-        "cli",
-        "evaluation",
-        "serving",
-        "observe",
-        "api",
-        "planning",
-        "decoding",
-        "policies",
-        "forward",
-        "tiers",
-        "models",
-    ),
-    *("embedded", "core", "clustering", "offload", "kernels"),
+    *("bench", "cli", "evaluation", "ray", "serving", "observe", "api", "planning", "decoding", "policies", "forward"),
+    *("tiers", "models", "embedded", "core", "clustering", "offload", "kernels"),
 ]
 TOP = ["tiered", "clustering", "offload", "kernels"]
 FILES = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in ["bench", *TOP]}
