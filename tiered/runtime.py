@@ -178,7 +178,7 @@ class Runtime:
             prompts.ids,
             denoised,
             choice=choice,
-            eos_token_id=self.model.eos_token_id,
+            ends=chosen.ends(self.model.eos_token_id),
             tokenizer=self.tokenizer,
             memory=self.ledger.report(allocator_peak=allocator_peak(self.device)),
             tiers=moved,
