@@ -12,7 +12,7 @@ from measuring.worker import RefusedError
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = {"device": "cpu", "threads": 1, "seed": 0}
-STUDIES = ("sweep", "compare", "accuracy", "token_drift", "tiers", "drops", "stretch", "contexts", "weights")
+STUDIES = ("sweep", "compare", "accuracy", "token_drift", "tiers", "drops", "stretch", "contexts", "weights", "blocks")
 PAGES = {
     ("sweep", "sweep"): "docs/benchmarks.md",
     ("compare", "compare"): "docs/benchmarks.md",
@@ -26,6 +26,7 @@ PAGES = {
     ("drops", "drops"): "docs/policies.md",
     **{("drops", mark): "docs/tiers.md" for mark in ("kv", "kv_tasks", "kv_logits")},
     ("stretch", "stretch"): "docs/models.md",
+    ("blocks", "blocks"): "docs/policies.md",
     **{("contexts", mark): "docs/benchmarks.md" for mark in ("contexts", "contexts_kv")},
     **{
         ("weights", mark): "docs/benchmarks.md"
@@ -135,6 +136,20 @@ def test_coding_keys_moves_attention_less_the_more_bits_there_are():
     )
     assert fp8["step"] == nvfp4["step"] > 0 < fp8["noise"] < nvfp4["noise"]
     assert fp8["coded_step"] == pytest.approx(fp8["step"], rel=0.2) and 0 <= nvfp4["chosen"] <= fp8["chosen"] <= 1
+
+
+def test_blocks_are_told_again_and_over_a_floor():
+    study, rows = study_named("blocks"), quick_rows("blocks")
+    told, costs = ([row for row in rows if row["part"] == part] for part in ("recorded", "cost"))
+    assert len(told) > 10 and all(row["identical"] for row in told) and {row["off"] for row in told if "off" in row}
+    (cost,) = costs
+    assert cost["rows_fed"] == 96 + 2 * 2 * 8 + 8 and cost["over_floor"] == cost["seconds"] / cost["floor_seconds"]
+    assert study.last_line(rows) == {"families_identical": True, "exact_cache_over_row_floor": cost["over_floor"]}
+    assert study.last_line([told[0] | {"identical": False}]) == {
+        "families_identical": False,
+        "exact_cache_over_row_floor": None,
+    }
+    assert "96 tokens, 2 blocks of 8 in 2 steps" in study.tables(rows)["blocks"]
 
 
 def test_contexts_say_what_was_planned_and_what_is_held():

@@ -14,8 +14,12 @@ from tiered.core.errors import NonFiniteError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.decoding.rules.drift_aware import DriftAware
+from tiered.evaluation.likelihood import Likelihood
 from tiered.forward.forward import Forward
 from tiered.models.base import DiffusionModel
+from tiered.observe.analysis.regions_report import RegionInspector
+from tiered.observe.analysis.token_drift import StalenessInspector
+from tiered.observe.watch.watcher import Watcher
 from tiered.policies.base import Step, StepKind
 from tiered.policies.block_causal import BlockCausal
 from tiered.policies.registry import make_policy, policies_for
@@ -211,6 +215,21 @@ def test_an_end_in_the_prompt_ends_no_answer(make: Callable[..., Runtime], token
     assert (longer.sequences[0, 15] == 126) == (token == 126)
 
 
+def test_other_tokens_may_end_an_answer(runtime: Runtime):
+    ids = prompts((10,))[0][None]
+    whole = runtime.generate(ids, max_new_tokens=14, block_length=4, stop_at_eos=False)
+    answer = whole.sequences[0, 10:].tolist()
+    end = answer[5]
+    first = answer.index(end)
+    for given in ([end, 2], f"{end},2"):
+        out = runtime.generate(ids, max_new_tokens=14, block_length=4, stopping_criteria_idx=given)
+        assert out.sequences[0, 10 : 11 + first].tolist() == answer[: first + 1]
+        assert (out.sequences[0, 11 + first :] == 125).all() and out.timings.tokens == first
+        assert out.num_forwards < whole.num_forwards
+    longer = runtime.generate(ids, max_new_tokens=14, block_length=4, stop_tokens=[end], min_new_tokens=first + 1)
+    assert end not in longer.sequences[0, 10 : 11 + first].tolist()
+
+
 class Listener:
     def __init__(self) -> None:
         self.pieces: list[Tensor] = []
@@ -274,6 +293,8 @@ def test_the_exact_cache_is_for_no_canvas():
         ({}, {"block_length": 4, "remasking_strategy": "entropy_bounded"}, "unknown commit rule 'entropy_bounded'"),
         ({}, {"block_length": 4, "denoising_steps": 0}, "block_steps = 0"),
         ({}, {"block_length": 4, "steps": 2, "denoising_steps": 3}, "contradicts block_steps"),
+        ({}, {"block_length": 4, "stop_tokens": [128]}, r"stop_tokens \[128\]: ids in \[0, 128\)"),
+        ({}, {"block_length": 4, "stop_tokens": [-1]}, "stop_tokens = -1"),
         ({}, {"block_length": 4, "max_new_tokens": 2048}, "2048 .*make 2080 positions"),
     ],
 )
@@ -293,3 +314,21 @@ def test_the_checkpoint_s_block_length_needs_no_option(make: Callable[..., Runti
     out = make(block_size=4).generate(prompts((8,))[0][None], max_new_tokens=8, stop_at_eos=False)
     assert out.rows_per_forward[:2] == [8, 4]
     assert tiered.plan({**CONFIG, "block_size": 4}, context=64).sizes.block_length == 4
+
+
+def test_what_looks_at_whole_canvases_is_refused_by_name(runtime: Runtime):
+    for inspector in (RegionInspector(), StalenessInspector()):
+        with pytest.raises(ValueError, match="rows of 'sdar' see blocks"):
+            runtime.generate(prompts()[0][None], block_length=4, inspector=inspector)
+    with pytest.raises(NotImplementedError, match=r"'small' \(sdar\) sees blocks: tasks that generate"):
+        Likelihood(runtime).score([1, 2], [3])
+
+
+def test_the_live_view_shows_every_step(runtime: Runtime):
+    frames: list[Any] = []
+    errors: list[Exception] = []
+    watcher = Watcher(runtime.ledger, frames.append, errors.append, stop_at_eos=False)
+    ids, mask = batch((18, 9))
+    call: dict[str, Any] = {"max_new_tokens": 6, "block_length": 4, "stop_at_eos": False}
+    out = runtime.generate(ids, attention_mask=mask, inspector=watcher, streamer=watcher, **call)
+    assert not errors and len(frames) > out.passes["step"]

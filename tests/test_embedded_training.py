@@ -23,12 +23,13 @@ from training.batches import (
 from training.checkpoint import optimizer_tensors
 from training.curriculum import LONG_STREAM, SHORT_TASKS, Curriculum
 from training.export import export
+from training.in_blocks import forward_in_blocks
 from training.long_batches import long_batch
 from training.lookup_batches import REACH, lookup_batch, stretched
 from training.loop import embedded_tokenizer, train, validate
 from training.losses import POINTER_HEADS, mean_cross_entropy, operand_losses, pointer_losses
 from training.model import Tap, forward, new_model
-from training.noise import TAIL_WEIGHT, Noised, mask
+from training.noise import TAIL_WEIGHT, Noised, mask, mask_in_blocks
 from training.optimizer import DECAY_SHARE, WARMUP_STEPS, Muon, optimizers, set_rate
 from training.settings import Settings
 from training.short_batches import ShortBatches
@@ -37,7 +38,11 @@ from training.trainer import Trainer
 import tiered
 from tiered.embedded.tasks import LIST_TASKS, LONG_TASKS, TASKS, Example, split_of
 from tiered.models.config_source import read_config
+from tiered.models.families import family_of
+from tiered.policies.none import NoCache
+from tiered.runtime import Runtime
 
+BLOCKS = Path(__file__).resolve().parents[1] / "bench" / "training" / "embedded-blocks.json"
 SMALL = Settings(
     steps=6, grow=4, short_tokens=200, lookup_tokens=100, score_every=3, score_examples=1, save_every=2, report_every=2
 )
@@ -337,3 +342,63 @@ def test_an_export_loads(config: dict[str, Any], tmp_path: Path):
     assert runtime.generate(chat, max_new_tokens=8).text is not None
     assert json.loads((tmp_path / "training.json").read_text()) == {"seed": 1}
     assert json.loads((tmp_path / "config.json").read_text()) == config
+
+
+@pytest.fixture
+def in_blocks() -> dict[str, Any]:
+    """The config of the model that sees blocks, with smaller matrices."""
+    small = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+    return read_config(BLOCKS) | small | {"intermediate_size": 24}
+
+
+@pytest.mark.parametrize("stream", ["short", "long", "lookup"])
+def test_the_training_forward_in_blocks_is_the_runtimes(in_blocks: dict[str, Any], stream: str):
+    (batch,), block = batches(stream, 1), 8
+    model = new_model(in_blocks, seed=0)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.3)
+    batch = replace(batch, positions=torch.arange(batch.ids.shape[1])[None])
+    noised, first = mask(batch, torch.Generator().manual_seed(1)), int(batch.prompt.min())
+    hidden, tap = forward_in_blocks(model, batch.ids, noised.ids, batch.positions, first=first, tap_layer=3)
+    logits, runtime = model.logits(hidden), Runtime(model, policy=NoCache())
+    assert hidden.requires_grad and logits.shape[1] == batch.ids.shape[1] - first
+    assert tap.hidden.shape[:2] == batch.ids.shape and tap.queries.shape == tap.keys.shape
+    # A block under noise behind the text, as a step meets it.
+    for start in range(first // block * block, batch.ids.shape[1], block):
+        open_block = slice(start, start + block)
+        ids = torch.cat([batch.ids[:, :start], noised.ids[:, open_block]], dim=1)
+        expected = runtime.logits(ids)[:, max(start, first) :]
+        found = logits[:, max(start - first, 0) : start + block - first]
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_masks_in_blocks_hide_answers_alone():
+    hidden = []
+    for batch in batches("long", 4):
+        noised = mask_in_blocks(batch, torch.Generator().manual_seed(0), block_length=8)
+        assert torch.equal(noised.ids == MASK_ID, noised.hidden) and torch.equal(noised.hidden, noised.weight > 0)
+        assert not noised.hidden[batch.places() < 0].any()
+        hidden.append(noised.hidden[batch.places() >= 0].float().mean())
+    assert 0.3 < torch.stack(hidden).mean() < 0.8
+
+
+def test_a_model_that_sees_blocks_learns_and_loads(in_blocks: dict[str, Any], pool: ThreadPoolExecutor, tmp_path: Path):
+    trainer = Trainer(in_blocks, SMALL)
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    for _ in range(3):
+        trainer.step(pool)
+    assert all(not torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
+    assert {"short", "lookup", "look", "know"} <= set(trainer.standing.losses)
+    scores = validate(trainer.average, embedded_tokenizer(1024), examples=1, first=0, lookup=64)
+    assert set(scores) == set(TASKS) | set(LONG_TASKS)
+    export(trainer.average, in_blocks, tmp_path, {"scores": scores})
+    out = tiered.from_pretrained(tmp_path).generate([{"role": "user", "content": "copy: Ada Ben"}], max_new_tokens=8)
+    assert out.text is not None and out.choice.policy.name == "block_causal"
+
+
+def test_a_model_without_blocks_of_one_length_learns_none(in_blocks: dict[str, Any]):
+    with pytest.raises(ValueError, match="has no block_size"):
+        new_model({**in_blocks, "block_size": None}, seed=0)
+    assert 2e6 < family_of(read_config(BLOCKS)).shape(read_config(BLOCKS)).parameters < 4e6

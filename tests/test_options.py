@@ -226,6 +226,7 @@ VALUES: dict[str, Any] = {
     "schedule_floor": 0.5,
     "min_new_tokens": 8,
     "block_steps": 8,
+    "stop_tokens": (5, 6),
 }
 
 

@@ -10,9 +10,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import tiered
+from tiered.core.rows import Rows
 from tiered.models.families import family_of
-from tiered.models.rope import frequencies_and_scale
-from tiered.models.rotation import Rotation, stretched
+from tiered.models.rope import Rotary, frequencies_and_scale
+from tiered.models.rotation import Rotation, rotation_of, stretched
 
 CPU = torch.device("cpu")
 IDS = torch.arange(300)[None] % 100
@@ -199,3 +200,29 @@ class TestCalls:
         assert made.largest_context == 1024 and made.fits
         assert "trained on 256" in made.warnings[0] and "warning: 1024 positions" in str(made)
         assert not tiered.plan(tiny_config, context=256, rope_scaling="ntk:4").warnings
+
+
+def test_a_share_of_a_head_is_rotated_and_the_rest_passes():
+    positions, heads = torch.arange(7)[None], torch.randn(2, 3, 7, 16, generator=torch.Generator().manual_seed(0))
+    found = Rotary.of(positions, 16, Rotation(part=0.5)).rotate(heads)
+    assert torch.equal(found[..., 8:], heads[..., 8:])
+    assert torch.equal(found[..., :8], Rotary.of(positions, 8, Rotation()).rotate(heads[..., :8].contiguous()))
+    assert rotation_of({"partial_rotary_factor": 0.5}, head_dim=16, positions=64).part == 0.5
+    for share in (0.2, 1.5, 0.01):
+        with pytest.raises(ValueError, match=f"partial_rotary_factor = {share} of a head of 16 elements"):
+            rotation_of({"partial_rotary_factor": share}, head_dim=16, positions=64)
+
+
+def test_queries_grow_with_their_positions_and_keys_do_not():
+    rotation, positions = Rotation(query_growth=0.1, trained=8), torch.tensor([[0, 7, 8, 40]])
+    rotary, plain = (Rotary.of(positions, 4, of) for of in (rotation, Rotation()))
+    heads = torch.randn(1, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    grown = 1 + 0.1 * torch.tensor([0.0, 0.0, 1.0, 5.0]).add(1).log()
+    torch.testing.assert_close(rotary.rotate_queries(heads), plain.rotate(heads) * grown[:, None])
+    assert torch.equal(rotary.rotate(heads), plain.rotate(heads))
+    # Of rows here and there, and of a span.
+    index = torch.tensor([[3, 1]])
+    scattered = rotary.at(Rows.at(index)).rotate_queries(heads[:, :, [3, 1]])
+    torch.testing.assert_close(scattered, rotary.rotate_queries(heads)[:, :, [3, 1]])
+    some = rotary.at(Rows.span(1, 3)).rotate_queries(heads[:, :, 1:3])
+    torch.testing.assert_close(some, rotary.rotate_queries(heads)[:, :, 1:3])

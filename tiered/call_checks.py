@@ -32,6 +32,8 @@ def check_call(chosen: GenerationOptions, model: DiffusionModel, policy: Policy,
         ordered=chosen.remasking == "random",
         rewrites=rule.rewrites,
     )
+    if unknown := [token for token in chosen.ends(0) if token >= model.shape.vocab_size]:
+        raise ValueError(f"stop_tokens {unknown}: ids in [0, {model.shape.vocab_size}) are allowed")
     if rule.needs_shift and model.shape.block_causal:
         fitting = [of for of in fitting_rules("mask", rewriting=False) if not COMMIT_RULES[of].needs_shift]
         raise ValueError(

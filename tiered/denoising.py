@@ -63,16 +63,18 @@ def denoiser(
     )
     if streamer is not None:
         streamer.put(prompts.ids.cpu())
+    ends = chosen.ends(model.eos_token_id)
     return Denoiser(
         canvas,
         make_forward(canvas),
         policy.start(),
         chosen.rule().start(chosen.steps_per_block, streams),
-        Proposer(model, chosen.sampling(), streams, min_new_tokens=chosen.min_new_tokens),
+        Proposer(model, chosen.sampling(), streams, min_new_tokens=chosen.min_new_tokens, ends=ends),
         Publisher(
             canvas,
             model,
             max_new_tokens=chosen.max_new_tokens,
+            ends=ends,
             stop_at_eos=chosen.stop_at_eos,
             output_history=chosen.output_history,
             streamer=streamer,

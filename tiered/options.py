@@ -1,6 +1,6 @@
 """Options of `generate`: one dataclass, checked as a whole before any work starts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
@@ -72,6 +72,7 @@ class GenerationOptions:
             the model's whole context; an answer sees what stands behind it.
         cfg_scale: classifier-free guidance; 0: none, above: every forward serves two canvases.
         seed: of the call; sequence i of a batch uses seed + i. None: drawn from torch's default stream.
+        stop_tokens: ids that end an answer beside the end-of-sequence token; in text, with commas.
         stop_at_eos: a sequence is done once an end-of-sequence token and everything in front of it is fixed.
         output_history: keep the canvas after every forward that changed it, on the host; the copies are the caller's
             and count against no budget.
@@ -96,6 +97,7 @@ class GenerationOptions:
     trailing_noise: int = 0
     cfg_scale: float = 0.0
     seed: int | None = None
+    stop_tokens: Sequence[int] | str | None = None
     stop_at_eos: bool = True
     output_history: bool = False
 
@@ -130,6 +132,7 @@ class GenerationOptions:
         check_number("cfg_scale", self.cfg_scale, least=0.0)
         if self.seed is not None:
             check_integer("seed", self.seed, least=0, most=2**62)
+        object.__setattr__(self, "stop_tokens", _ids("stop_tokens", self.stop_tokens))
         for name in ("stop_at_eos", "output_history"):
             check_switch(name, getattr(self, name))
         for name, allowed in (("remasking", REMASKING), ("block_edges", EDGES)):
@@ -185,6 +188,10 @@ class GenerationOptions:
         """What the columns of a canvas are, for an error."""
         trailing = f" and trailing_noise = {self.trailing_noise}" if self.trailing_noise else ""
         return f"the prompt's {prompt_length} tokens and max_new_tokens = {self.max_new_tokens}{trailing} make"
+
+    def ends(self, eos_token_id: int) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return tuple(dict.fromkeys((eos_token_id, *map(int, self.stop_tokens or ()))))
 
     @property
     def draws(self) -> bool:
@@ -268,6 +275,22 @@ OPTION_NAMES: tuple[str, ...] = tuple(field.name for field in fields(GenerationO
 REAL_OPTIONS = frozenset(
     name for name, hint in get_type_hints(GenerationOptions).items() if float in (hint, *get_args(hint))
 )
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...] | None:
+    """Ids of tokens, which a command line has as text."""
+    if value is None:
+        return None
+    try:
+        found = tuple(
+            plain_number(int(each) if isinstance(each, str) else each)
+            for each in (value.split(",") if isinstance(value, str) else value)
+        )
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} = {value!r}; ids of tokens are allowed, in text with commas") from error
+    for each in found:
+        check_integer(name, each, least=0)
+    return found
 
 
 def _in_blocks(base: GenerationOptions, given: dict[str, Any], shape: ModelShape, name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tiered.core.canvas import is_any
 from tiered.core.memory_report import MemoryReport
 from tiered.decoding.publishing import Denoised
 from tiered.kernels.host_values import on_device
@@ -114,7 +115,7 @@ class GenerationOutput:
         denoised: Denoised,
         *,
         choice: Choice,
-        eos_token_id: int,
+        ends: tuple[int, ...],
         tokenizer: PreTrainedTokenizerBase | None,
         memory: MemoryReport,
         tiers: TierStats | None,
@@ -126,7 +127,7 @@ class GenerationOutput:
             return torch.cat([prompts.to(answers.device), answers], dim=1)
 
         answers = denoised.answers
-        before_end = (answers == eos_token_id).cumsum(dim=1) == 0
+        before_end = is_any(answers, ends).cumsum(dim=1) == 0
         columns = torch.arange(answers.shape[1], device=answers.device)
         before_end &= columns < on_device(denoised.lengths, answers.device)[:, None]
         tokens = before_end.sum(dim=1)

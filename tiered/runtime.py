@@ -231,7 +231,7 @@ class Runtime:
             asked.prompts.ids,
             denoised,
             choice=asked.choice,
-            eos_token_id=self.model.eos_token_id,
+            ends=asked.chosen.ends(self.model.eos_token_id),
             tokenizer=self.tokenizer,
             memory=self.ledger.report(allocator_peak=allocator_peak(self.device)),
             tiers=moved,

@@ -51,7 +51,7 @@ def local(axes: Axes) -> dict[str, Any]:
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
     """Policies in turn under each rule. A name stands for all that begin with it and a comma."""
-    known, asked = (*POLICIES, *PRESETS, "transformers"), tasks_of(axes["examples"])
+    known, asked = AXES["policy"], tasks_of(axes["examples"])
     if wrong := next((name for name in axes["policy"] if name not in known), None):
         raise unknown_name("policy", wrong, known)
     for model in axes["model"]:

@@ -13,6 +13,7 @@ from workloads.scoring import score_examples
 from tiered.embedded.tasks import LONG_TASKS, TASKS, sample
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import load_tokenizer
+from tiered.policies.block_causal import BlockCausal
 from tiered.policies.fast_dllm import FastDLLMPrefix
 from tiered.policies.none import NoCache
 from tiered.runtime import Runtime
@@ -72,19 +73,23 @@ def validate(
 
     One token a forward without a cache, canvas and block of 32, as the runtime decodes for everybody: under masks it
     fixes the surest, under uniform noise it rewrites the one that the model would most like to change. Long answers, of
-    several blocks, come from a prefix cache, all tokens that are sure at once.
+    several blocks, come from a prefix cache, all tokens that are sure at once. A model that sees blocks has an exact
+    cache, and blocks of its own.
     """
-    runtime = Runtime(model, policy=NoCache(), tokenizer=tokenizer)
+    in_blocks = model.shape.block_causal
+    runtime = Runtime(model, policy=BlockCausal() if in_blocks else NoCache(), tokenizer=tokenizer)
     scores = {}
     for name in TASKS:
         size = lookup if name == "lookup" else None
         drawn = [sample(name, "validation", number, size=size) for number in range(first, first + examples)]
         scores[name] = score_examples(runtime, drawn).exact_match
-    runtime = runtime.with_policy(FastDLLMPrefix())
+    sure: dict[str, Any] = {"max_new_tokens": LONG_CANVAS, "confidence_threshold": 0.9}
+    if not in_blocks:
+        runtime, sure["block_length"] = runtime.with_policy(FastDLLMPrefix()), 32
     for name, spec in LONG_TASKS.items():
         size = max(lookup, spec.sizes[0]) if name == "long_lookup" else spec.sizes[1]
         drawn = [sample(name, "validation", number, size=size) for number in range(first, first + examples)]
-        found = score_examples(runtime, drawn, max_new_tokens=LONG_CANVAS, block_length=32, confidence_threshold=0.9)
+        found = score_examples(runtime, drawn, **sure)
         scores[name] = found.exact_match
     return scores
 

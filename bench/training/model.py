@@ -17,6 +17,7 @@ from tiered.models.base import DiffusionModel
 from tiered.models.families import family_of
 from tiered.models.gidd import Gidd
 from tiered.models.llada import LLaDA
+from tiered.models.sdar import Sdar
 from training.attention import trained_attention
 
 
@@ -33,13 +34,15 @@ def new_model(config: Mapping[str, Any], seed: int) -> DiffusionModel:
     """Fresh weights, with gradients; `config` as in config.json.
 
     Raises:
-        ValueError: a family other than LLaDA and GIDD.
+        ValueError: a family other than LLaDA, GIDD and SDAR, or an SDAR without a block length.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = family_of(config).resolve_loader().from_config(config).requires_grad_(True)
-        if not isinstance(model, LLaDA | Gidd):
-            raise ValueError(f"models of the families LLaDA and GIDD are trained here, not {model.shape.family!r}")
+        if not isinstance(model, LLaDA | Gidd | Sdar):
+            raise ValueError(f"models of LLaDA, GIDD and SDAR are trained here, not {model.shape.family!r}")
+        if model.shape.block_causal and model.shape.block_length is None:
+            raise ValueError("config.json has no block_size: a model learns blocks of one length")
         nn.init.normal_(model.wte.weight, std=0.5)
         nn.init.normal_(model.ff_out.weight, std=0.02)
         for linear in [linear for block in model.blocks for linear in (block.attn_out, block.ff_out)]:

@@ -18,6 +18,7 @@ MASKED_BLOCK = 32
 TAIL_WEIGHT = 0.03
 # Uniform noise. Rows as decoding block by block meets them: how many, where blocks may begin, and how long they are.
 BLOCK_SHARE, BLOCK_START, BLOCK_LENGTHS = 0.5, 8, (8, 32)
+WHOLE_SHARE = 0.25  # of the blocks of a model that sees blocks
 # Rows of noise alone, beside the few that a high level makes so: every block begins there.
 PURE_SHARE = 0.15
 
@@ -47,12 +48,27 @@ Process = Callable[[Batch, torch.Generator], Noised]
 
 def process_of(shape: ModelShape) -> Process:
     """The noise that a model of this shape is trained on."""
+    if shape.block_length is not None:
+        return partial(mask_in_blocks, block_length=shape.block_length)
     return partial(exchange, vocab_size=shape.vocab_size) if shape.noise == "uniform" else mask
 
 
 def mask(batch: Batch, generator: torch.Generator) -> Noised:
     """Masks, as LLaDA has them (arXiv 2502.09992)."""
     hidden = _chosen(batch, generator)
+    ids = batch.ids.masked_fill(hidden, MASK_ID)
+    return Noised(ids=ids, hidden=hidden, asked=hidden, clean=batch.prompt, weight=_weight(batch, hidden))
+
+
+def mask_in_blocks(batch: Batch, generator: torch.Generator, *, block_length: int) -> Noised:
+    """Masks for a model that sees blocks: half of the rows as `mask` has them, in the others each block has a level of
+    its own, and a quarter of the blocks, which all begin so, is hidden whole."""
+    (rows, length), count = batch.ids.shape, -(-batch.ids.shape[1] // block_length)
+    level = 1 - torch.rand(rows, count, generator=generator)
+    level.masked_fill_(torch.rand(rows, count, generator=generator) < WHOLE_SHARE, 1.0)
+    by_block = torch.rand(rows, length, generator=generator) < level.repeat_interleave(block_length, 1)[:, :length]
+    half = torch.rand(rows, 1, generator=generator) < 0.5
+    hidden = torch.where(half, by_block & (batch.places() >= 0), _chosen(batch, generator))
     ids = batch.ids.masked_fill(hidden, MASK_ID)
     return Noised(ids=ids, hidden=hidden, asked=hidden, clean=batch.prompt, weight=_weight(batch, hidden))
 

@@ -29,6 +29,7 @@ from training.checkpoint import (
     under,
 )
 from training.curriculum import LIST_BOUNDS, LOOKUP_LEARNED, Curriculum
+from training.in_blocks import forward_in_blocks
 from training.long_batches import long_batch
 from training.lookup_batches import lookup_batch
 from training.losses import (
@@ -139,9 +140,11 @@ class Trainer:
         """Of a batch under noise from `generator`: the tokens' loss under the stream's name, then auxiliary ones."""
         noised = self._process(batch, generator)
         first = int(batch.prompt.min())
-        hidden, tap = forward(
-            self.model, noised.ids, batch.positions, clean=noised.clean, first=first, tap_layer=POINTER_LAYER
-        )
+        wanted = {"first": first, "tap_layer": POINTER_LAYER}
+        if self.model.shape.block_causal:
+            hidden, tap = forward_in_blocks(self.model, batch.ids, noised.ids, batch.positions, **wanted)
+        else:
+            hidden, tap = forward(self.model, noised.ids, batch.positions, clean=noised.clean, **wanted)
         losses = {stream: token_loss(self.model, hidden, batch.ids[:, first:], noised.weight[:, first:])}
         if bool(noised.asked.any()):
             auxiliary = pointer_losses if stream == "lookup" else operand_losses

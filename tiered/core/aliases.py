@@ -20,6 +20,7 @@ ALIASES: Mapping[str, str] = {
     "min_length": "min_new_tokens",
     "denoising_steps": "block_steps",  # SDAR
     "remasking_strategy": "commit",
+    "stopping_criteria_idx": "stop_tokens",
 }
 # In a script for GIDD, which is known by its `sampling_method`; elsewhere steps are those of all blocks.
 GIDD_ALIASES: Mapping[str, str] = {"steps": "block_steps", "max_length": "max_new_tokens"}

@@ -1,6 +1,8 @@
 """The token ids of a batch while they are denoised, and which of them are fixed."""
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 
 import torch
 from jaxtyping import Bool, Int
@@ -19,6 +21,11 @@ def columns_in_blocks(lengths: Sequence[int], block_length: int, new: int) -> tu
 
 def _blocks(tail: int, block_length: int, new: int) -> int:
     return -(-(tail + new) // block_length)
+
+
+def is_any(ids: Int[Tensor, "*rows"], tokens: Sequence[int]) -> Bool[Tensor, "*rows"]:
+    """True where an id is one of `tokens`, which are few and on the host."""
+    return reduce(or_, (ids == token for token in tokens))
 
 
 class Canvas:
@@ -125,10 +132,10 @@ class Canvas:
         """True at columns from `start` to `stop` (exclusive) that no forward has fixed."""
         return self.committed_at[:, start:stop] == PENDING
 
-    def ends(self, start: int, stop: int, token: int) -> Bool[Tensor, "batch columns"]:
-        """True at columns from `start` to `stop` (exclusive) that a forward has fixed as `token`."""
+    def ends(self, start: int, stop: int, tokens: Sequence[int]) -> Bool[Tensor, "batch columns"]:
+        """True at columns from `start` to `stop` (exclusive) that a forward has fixed as one of `tokens`."""
         fixed = self.committed_at[:, start:stop]
-        return (self.tokens[:, start:stop] == token) & (fixed != PENDING) & (fixed != PROMPT)
+        return is_any(self.tokens[:, start:stop], tokens) & (fixed != PENDING) & (fixed != PROMPT)
 
     def positions(self) -> Int[Tensor, "batch length"]:
         """RoPE position of every column: a prompt's first token is at 0. One row where no prompt is padded."""

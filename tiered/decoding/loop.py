@@ -227,7 +227,7 @@ class Denoiser:
         left = pending.sum(dim=1)
         ended = torch.zeros_like(left, dtype=torch.bool)
         if self._publisher.stop_at_eos:
-            ends = self.canvas.ends(step.start, step.stop, self._model.eos_token_id)
+            ends = self.canvas.ends(step.start, step.stop, self._publisher.ends)
             ended = ends.any(dim=1) & ~((ends.cumsum(dim=1) == 0) & pending).any(dim=1)
         left, ended, broken = torch.stack([left, ended.to(left.dtype), candidates.broken.to(left.dtype)]).tolist()
         return left, [bool(flag) for flag in ended], [bool(flag) for flag in broken]

@@ -35,15 +35,12 @@ def first_broken(
             look(f"what layer {layer} puts out", flow)
         return flow
 
-    most, last = forward.most_rows, forward.length
-    if most < last:  # where nothing behind the rows is ever read
-        last = output.stop
-    starts = range(0, last, most)
-    for first in starts[:-1]:
-        forward.logits(ids, Rows.span(first, first + most), slice(0, 1), program, clean)
-    final = starts[-1]
-    needed = slice(output.start - final, output.stop - final)
-    logits = forward.logits(ids, Rows.span(final, last), needed, program, clean)
+    most, rows, needed = forward.most_rows, Rows.span(0, forward.length), output
+    if most < forward.length:  # where nothing behind the rows is ever read
+        for first in range(0, output.start, most):
+            forward.logits(ids, Rows.span(first, min(first + most, output.start)), slice(0, 1), program, clean)
+        rows, needed = Rows.span(output.start, output.stop), slice(0, output.stop - output.start)
+    logits = forward.logits(ids, rows, needed, program, clean)
     if not found and not logits.amax(dim=-1).isfinite().all():
         found.append("the product of the last norm and the output weights")
     return found[0] if found else None

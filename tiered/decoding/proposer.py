@@ -23,11 +23,17 @@ class Proposer:
     """How one call draws tokens, and ranks them where chance does."""
 
     def __init__(
-        self, model: DiffusionModel, sampling: Sampling, streams: RandomStreams, *, min_new_tokens: int = 0
+        self,
+        model: DiffusionModel,
+        sampling: Sampling,
+        streams: RandomStreams,
+        *,
+        min_new_tokens: int = 0,
+        ends: tuple[int, ...] = (),
     ) -> None:
-        """`min_new_tokens`: tokens of an answer, from its first on, that are no end of it."""
+        """`min_new_tokens`: tokens of an answer, from its first on, that are none of its `ends`."""
         self._model, self._sampling, self._streams = model, sampling, streams
-        self._min_new_tokens = min_new_tokens
+        self._min_new_tokens, self._ends = min_new_tokens, ends
         self._scores: Float[Tensor, "batch block"] | None = None
 
     def draw_ranks(
@@ -102,7 +108,8 @@ class Proposer:
         bound = short if step.canvas.tails is None else step.canvas.tails[:, None] + short
         if columns is None:
             columns = torch.arange(step.stop - step.start, device=logits.device)[None]
-        logits[..., self._model.eos_token_id].masked_fill_(columns < bound, -torch.inf)
+        for end in self._ends:
+            logits[..., end].masked_fill_(columns < bound, -torch.inf)
 
 
 def _predicted_columns(

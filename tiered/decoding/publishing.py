@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from tiered.core.canvas import Canvas
+from tiered.core.canvas import Canvas, is_any
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
 from tiered.decoding.observers import Streamer
@@ -53,6 +53,7 @@ class Publisher:
 
     Attributes:
         result: answers so far; the loop counts in it.
+        ends: tokens that end an answer.
         stop_at_eos: behind a sequence's end comes padding.
     """
 
@@ -62,20 +63,21 @@ class Publisher:
         model: DiffusionModel,
         *,
         max_new_tokens: int,
+        ends: tuple[int, ...],
         stop_at_eos: bool = True,
         output_history: bool = False,
         streamer: Streamer | None = None,
     ) -> None:
-        """`max_new_tokens`: that each answer has, in families that cut them."""
+        """`max_new_tokens`: that each answer has, in families that cut them; `ends`: tokens that end one."""
         self._columns = canvas.answers.clone()  # of all blocks, by their columns on the canvas
         self._tails, self._counts = canvas.tails, canvas.tail_counts
-        ends = canvas.answer_ends
+        stops = canvas.answer_ends
         if model.shape.cuts_answers:
-            ends = [min(end, tail + max_new_tokens) for end, tail in zip(ends, self._counts, strict=True)]
-        self._ends = ends
+            stops = [min(stop, tail + max_new_tokens) for stop, tail in zip(stops, self._counts, strict=True)]
+        self._stops = stops
         self._told = 0  # columns of answers that a streamer has got
-        self._eos, self._pad = model.eos_token_id, model.pad_token_id
-        lengths = [end - tail for end, tail in zip(ends, self._counts, strict=True)]
+        self.ends, self._pad = ends, model.pad_token_id
+        lengths = [stop - tail for stop, tail in zip(stops, self._counts, strict=True)]
         self.result = Denoised(answers=self._answers(), lengths=lengths, forwards=[0] * canvas.batch)
         self.stop_at_eos = stop_at_eos
         self._canvas, self._streamer = canvas, streamer
@@ -118,7 +120,7 @@ class Publisher:
         whole = all(ended) or stop == self._canvas.prompt_length + self._columns.shape[1]
         last = stop - self._canvas.prompt_length - (min(self._counts) if whole else max(self._counts))
         done = self.result.answers[:, :last].cpu()
-        ends = done == self._eos
+        ends = is_any(done, self.ends)
         if self.stop_at_eos and ends.any(dim=1).all():
             last = int(ends.int().argmax(dim=1).max()) + 1
         self._streamer.put(done[:, self._told : last])
@@ -131,7 +133,7 @@ class Publisher:
         tokens, offset = canvas.tokens[:, start:stop].clone(), canvas.prompt_length
         if self.stop_at_eos:
             over = on_device(ended, tokens.device)[:, None]
-            ends = canvas.ends(start, stop, self._eos).int()
+            ends = canvas.ends(start, stop, self.ends).int()
             tokens.masked_fill_(over & (ends.cumsum(dim=1) - ends > 0), self._pad)
             rest = answers[canvas.numbers, stop - offset :]
             answers[canvas.numbers, stop - offset :] = rest.masked_fill(over, self._pad)
@@ -140,7 +142,7 @@ class Publisher:
 
     def _answers(self) -> Int[Tensor, "batch answer"]:
         """The answers as they are told: each from its first token on."""
-        return self._columns if self._tails is None else self._behind_prompts(self._columns, self._ends)
+        return self._columns if self._tails is None else self._behind_prompts(self._columns, self._stops)
 
     def _from_prompts(self, values: Shaped[Tensor, "batch block"], start: int) -> Shaped[Tensor, "batch columns"]:
         """What the block at `start` has of each answer: of the first one, which prompts reach into, from its first
@@ -150,14 +152,14 @@ class Publisher:
         return self._behind_prompts(values, [values.shape[1]] * len(values))
 
     def _behind_prompts(
-        self, columns: Shaped[Tensor, "batch columns"], ends: list[int]
+        self, columns: Shaped[Tensor, "batch columns"], stops: list[int]
     ) -> Shaped[Tensor, "batch answer"]:
         """Each row from the first token of its answer to its end, and padding up to the longest."""
         if self._tails is None:
             return columns
-        longest = max(end - tail for end, tail in zip(ends, self._counts, strict=True))
+        longest = max(stop - tail for stop, tail in zip(stops, self._counts, strict=True))
         place = self._tails[:, None] + torch.arange(longest, device=columns.device)
-        behind = place >= on_device(ends, columns.device)[:, None]
+        behind = place >= on_device(stops, columns.device)[:, None]
         return columns.gather(1, place.clamp_(max=columns.shape[1] - 1)).masked_fill_(behind, self._pad)
 
     def _snapshot(self) -> Int[Tensor, "batch answer"]:

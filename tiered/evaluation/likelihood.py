@@ -66,7 +66,7 @@ class Likelihood:
         """The bound on log p(target | prefix), in nats, and whether greedy decoding would give the target.
 
         Raises:
-            NotImplementedError: the model's noise is not masks.
+            NotImplementedError: the model's noise is not masks, or its rows do not see the whole canvas.
             TierCapacityError: a forward does not fit the budget.
             NonFiniteError: it is NaN or infinite.
         """
@@ -75,6 +75,11 @@ class Likelihood:
             raise NotImplementedError(
                 f"loglikelihood is bounded for masked models; {self._runtime.name!r} ({model.shape.family}) knows "
                 f"{model.shape.noise} noise: tasks that generate (generate_until) are allowed"
+            )
+        if model.shape.block_causal:
+            raise NotImplementedError(
+                f"loglikelihood is bounded where every row sees the whole answer; {self._runtime.name!r} "
+                f"({model.shape.family}) sees blocks: tasks that generate (generate_until) are allowed"
             )
         if not target:
             return 0.0, True

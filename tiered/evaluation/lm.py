@@ -146,7 +146,7 @@ class TieredLM(LM):
         would give it; see `Likelihood`. Slow and noisy: tasks that generate are the better ones for these models.
 
         Raises:
-            NotImplementedError: a model of uniform noise.
+            NotImplementedError: a model of uniform noise, or one that sees blocks.
         """
         pairs = [encode_pair(self._answering.encode, *request.args) for request in requests]
         wholes = fit([prefix + target for prefix, target in pairs], [self.max_length] * len(pairs))

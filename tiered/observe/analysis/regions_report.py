@@ -22,7 +22,7 @@ from tiered.forward.sizes import CallSizes
 from tiered.inputs import Inputs
 from tiered.models.shape import ModelShape
 from tiered.observe.analysis.attention_mass import attention_mass, mass_bytes
-from tiered.observe.analysis.reports import COLUMNS, MASSES, RegionReport, area_spans
+from tiered.observe.analysis.reports import COLUMNS, MASSES, RegionReport, area_spans, check_canvas
 from tiered.observe.analysis.uncached import (
     COMPARED,
     StepFigures,
@@ -64,6 +64,7 @@ class RegionInspector:
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
         """What the forward takes: one without logits, over a workspace of one layer, beside which the step before keeps
         every layer; and the scores of the attention that is looked at. With guidance half of it would do."""
+        check_canvas(shape)
         kept = dict.fromkeys(COMPARED, shape.layers + 1)
         sizes = CallSizes(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype)
         amounts = forward_bytes(sizes, kept)

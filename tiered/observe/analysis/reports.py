@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered.models.shape import ModelShape
+
 
 class Area(StrEnum):
     """Where a column stands to the block being denoised; the areas cover every column once."""
@@ -37,6 +39,15 @@ def area_spans(prompt_length: int, start: int, stop: int, length: int) -> dict[A
     before, behind = max(prompt_length, 2 * start - stop), min(length, 2 * stop - start)
     edges = (0, prompt_length, before, start, stop, behind, length)
     return dict(zip(Area, itertools.pairwise(edges), strict=True))
+
+
+def check_canvas(shape: ModelShape) -> None:
+    """Raise `ValueError` where rows see no canvas, whose areas are compared."""
+    if shape.block_causal:
+        raise ValueError(
+            f"areas of the canvas are compared where every row sees all of it; rows of {shape.family!r} see blocks, "
+            "whose keys and values never change once they are finished"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -19,7 +19,7 @@ from tiered.forward.forward_bytes import forward_bytes
 from tiered.forward.sizes import CallSizes
 from tiered.inputs import Inputs
 from tiered.models.shape import ModelShape
-from tiered.observe.analysis.reports import TokenDriftReport, area_spans
+from tiered.observe.analysis.reports import TokenDriftReport, area_spans, check_canvas
 from tiered.observe.analysis.uncached import (
     COMPARED,
     StepFigures,
@@ -67,6 +67,7 @@ class StalenessInspector:
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
         """What the recompute takes: an uncached forward without logits. It keeps one layer at a time, each compared
         before the next; the comparison's temporaries are fewer than a layer's."""
+        check_canvas(shape)
         sizes = CallSizes(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype)
         return forward_bytes(sizes, NoCache().features(shape))
 

@@ -125,10 +125,14 @@ class Watcher:
         if step.number == 0 and step.block == 0 and self._forwards:
             self._books.correcting = True
         self._block = step.block, (step.start, step.stop), step.number
+        tokens = canvas.tokens.cpu()
+        draft = tokens[:, step.start : step.stop].clone()
+        for row, count in enumerate(canvas.open_columns(step.block)):  # behind what the prompt has of the block
+            draft[row, -count:] = value[canvas.numbers[row], :count]
         self._books.committed(
             canvas.numbers,
-            tokens=canvas.tokens.cpu().numpy(),
-            draft=value[canvas.numbers].numpy(),
+            tokens=tokens.numpy(),
+            draft=draft.numpy(),
             committed_at=canvas.committed_at.cpu().numpy(),
             pending=PENDING,
             span=(step.start, step.stop),
