@@ -34,6 +34,7 @@ from tiered.offload.lane import Lane
 from tiered.offload.pinning import PageablePinner
 from tiered.offload.slabs import UNIT, SlabBook
 from tiered.output import GenerationOutput
+from tiered.planning.call_bytes import CallBytes
 from tiered.planning.workload import UNCAPPED
 from tiered.policies.polestar.fetching import Fetching
 from tiered.policies.registry import make_policy, policies_for
