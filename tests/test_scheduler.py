@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import Allocations
 from torch import Tensor
 
 import tiered
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import NonFiniteError, TierCapacityError
-from tiered.core.features import Tier
+from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
+from tiered.forward.ask import shared_bytes
 from tiered.models.base import DiffusionModel
 from tiered.output import GenerationOutput
 from tiered.policies.registry import make_policy
@@ -197,6 +199,45 @@ def test_the_budget_admits(tiny_model: DiffusionModel):
     )
     scheduler.run()
     assert all(request.state is State.DONE for request in requests) and not any(held(runtime).values())
+
+
+def test_requests_together_take_no_more_than_they_have_booked(random_model: Any, tiny_config: dict[str, Any]):
+    model = random_model(tiny_config | {"d_model": 64, "mlp_hidden_size": 1024, "vocab_size": 4096})
+    runtime = Runtime(model, policy=make_policy("fast_dllm_dual"))
+    scheduler = Scheduler(runtime)
+    asked = [runtime.ask(ids_of(16, seed) % 120, max_new_tokens=32) for seed in range(5)]
+    runtime.ledger.restart_peaks()
+    with Allocations() as allocated:
+        for each in asked:
+            scheduler.submit(each)
+        scheduler.run()
+    booked = runtime.ledger.report().tiers[Tier.DEVICE].peak
+    assert 0.5 * booked < allocated.peak <= booked
+    assert scheduler.counts.forwards < scheduler.counts.taken
+
+
+def test_requests_whose_layers_are_streamed_are_answered_the_same():
+    free = tiered.from_pretrained(GOLDENS / CHECKPOINTS["llada"], dtype="float32", policy="fast_dllm_dual")
+    calls = [{"inputs": ids_of(120, seed), "max_new_tokens": 32, "steps": 4} for seed in range(4)]
+    alone = [free.generate(**call) for call in calls]
+    device = alone[0].memory.tiers[Tier.DEVICE]
+    weights = device.at_peak[Account.WEIGHTS]
+    # A whole call, and one of which layers are streamed, but no two whole ones.
+    cap = weights + int(1.85 * (device.peak - weights)) + 2 * shared_bytes(free.ask(**calls[0]).sizes)
+    budget = MemoryBudget(device=cap)
+    runtime = tiered.from_pretrained(
+        GOLDENS / CHECKPOINTS["llada"], dtype="float32", policy="fast_dllm_dual", memory=budget
+    )
+    before = held(runtime)
+    scheduler = Scheduler(runtime)
+    requests = [scheduler.submit(runtime.ask(**call)) for call in calls]
+    scheduler.step()
+    assert scheduler.running == 2
+    scheduler.run()
+    for request, expected in zip(requests, alone, strict=True):
+        assert request.output is not None and torch.equal(request.output.sequences, expected.sequences)
+    assert any(request.output.tiers is not None for request in requests if request.output is not None)
+    assert held(runtime) == before and runtime.ledger.report().tiers[Tier.DEVICE].peak <= cap
 
 
 def test_as_many_wait_as_may_and_a_closed_one_takes_none(tiny_model: DiffusionModel):

@@ -66,12 +66,7 @@ class Denoiser:
         try:
             ask = next(steps)
             while True:
-                try:
-                    logits = ask.logits()
-                except ValueError as error:
-                    ask = steps.throw(error)
-                else:
-                    ask = steps.send(logits)
+                ask = _answered(steps, ask)
         except StopIteration as done:
             return done.value
 
@@ -261,3 +256,12 @@ class Denoiser:
             if part is not None:
                 part.keep(places)
         self._ended = [False] * len(places)
+
+
+def _answered(steps: "Asking[Denoised]", ask: Ask) -> Ask:
+    """The next forward that is asked for; nothing here keeps the logits of this one meanwhile."""
+    try:
+        logits = ask.logits()
+    except ValueError as error:
+        return steps.throw(error)
+    return steps.send(logits)

@@ -16,8 +16,11 @@ from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span
 from tiered.forward.forward import Forward, LayerProgram, add_branch, head
+from tiered.forward.sizes import CallSizes
 from tiered.models.projection import FEW_ROWS
 from tiered.models.rope import Rotary
+
+_FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,12 @@ class Ask:
         return self.forward.logits(self.ids, self.rows, self.output, self.program, self.clean)
 
 
+def shared_bytes(sizes: CallSizes) -> int:
+    """Of a call whose rows go beside others': the angles of these rows once more, and of the last layer's."""
+    rows = min(FEW_ROWS[-1], sizes.sequences * sizes.context)
+    return 2 * rows * sizes.shape.head_dim * _FLOAT32
+
+
 def groups_of(asks: Sequence[Ask]) -> list[list[int]]:
     """The numbers of `asks`, which are shareable, in groups of no more than `FEW_ROWS`, in order."""
     groups: list[list[int]] = []
@@ -63,7 +72,7 @@ def groups_of(asks: Sequence[Ask]) -> list[list[int]]:
 
 def logits_together(asks: Sequence[Ask]) -> list[Float[Tensor, "sequences output vocab"]]:
     """float32 logits for each of `asks`, which are shareable and of one model: to the bit those of `Ask.logits` on a
-    CPU. What this takes beside their own stores is no more than what each of the calls has booked for itself."""
+    CPU. What this takes is no more than what each of the calls has booked for itself, and `shared_bytes`."""
     if len(asks) == 1:
         return [asks[0].logits()]
     model = asks[0].forward.model
@@ -77,10 +86,7 @@ def logits_together(asks: Sequence[Ask]) -> list[Float[Tensor, "sequences output
         asks[0].forward.enter(layer)
         with span(Op.LAYER, layer):
             normed = model.attention_norm(layer, hidden)
-            keys, values = model.keys_values(layer, normed, together.rotary)
-            for ask, *own in zip(asks, together.heads(keys), together.heads(values), strict=True):
-                ask.forward.store_keys_values(layer, ask.rows, *own)
-            del keys, values
+            together.store(layer, *model.keys_values(layer, normed, together.rotary))
             if layer == last:
                 normed, hidden = together.chosen(normed), together.chosen(hidden)
                 together = _Together(asks, [ask.rows[ask.output] for ask in asks])
@@ -111,6 +117,16 @@ class _Together:
         ]
         cos, sin = (torch.cat(parts)[None, None] for parts in zip(*angles, strict=True))
         self.rotary = Rotary(cos, sin)
+
+    def store(
+        self,
+        layer: int,
+        keys: Float[Tensor, "1 kv_heads all head_dim"],
+        values: Float[Tensor, "1 kv_heads all head_dim"],
+    ) -> None:
+        """Store each call's in its own store."""
+        for ask, rows, *own in zip(self._asks, self.rows, self.heads(keys), self.heads(values), strict=True):
+            ask.forward.store_keys_values(layer, rows, *own)
 
     def heads(
         self, projected: Float[Tensor, "1 heads all head_dim"]

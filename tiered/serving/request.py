@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from tiered.call import AskedCall
+from tiered.core.features import Account
 from tiered.decoding.observers import Streamer
 from tiered.decoding.publishing import Denoised
-from tiered.forward.ask import Ask
+from tiered.forward.ask import Ask, shared_bytes
 from tiered.output import GenerationOutput
 from tiered.runtime import Runtime
 from tiered.tiers.manager import TierManager
@@ -100,7 +101,9 @@ class Request:
         Raises:
             TierCapacityError: there is no room now.
         """
+        shared = {Account.ACTIVATIONS: shared_bytes(self.asked.sizes)}
         with ExitStack() as held:
+            held.enter_context(runtime.ledger.holding(shared, hint="raise `memory`"))
             denoiser, self._tiers = held.enter_context(runtime.begin(self.asked, streamer=self._streamer))
             self._steps = denoiser.steps()
             self.ask = next(self._steps)

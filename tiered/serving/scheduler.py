@@ -81,6 +81,7 @@ class Scheduler:
         self._changed = threading.Condition()  # guards `_waiting` and `_closed`
         self._closed: str | None = None
         self._thread: threading.Thread | None = None
+        self._full = False  # the next one had no room, and nobody has left since
         self._long: Request | None = None  # whose forward is under way, while others have theirs
 
     @property
@@ -204,6 +205,7 @@ class Scheduler:
                 for request in self._running:
                     self._end(request, error)
                 self._running.clear()
+                self._full = False
 
     # A round.
 
@@ -212,7 +214,7 @@ class Scheduler:
         self._let_leave()
         while len(self._running) < self.max_running:
             with self._changed:
-                if not self._waiting:
+                if not self._waiting or self._full:
                     return
                 request = self._waiting.popleft()
             try:
@@ -220,7 +222,8 @@ class Scheduler:
                     request.begin(self.runtime)
                 self._running.append(request)
             except TierCapacityError as error:
-                if self._running and self._wait_on(request):
+                self._full = bool(self._running) and self._wait_on(request)
+                if self._full:
                     return
                 self._end(request, error)
             except Exception as error:
@@ -242,6 +245,7 @@ class Scheduler:
             why = None if request.over or request is self._long else request.why_leave()
             if why is None and not request.over:
                 continue
+            self._full = False
             with self._changed:
                 for where in (self._running, self._waiting):
                     if request in where:
@@ -299,6 +303,7 @@ class Scheduler:
                 answers: Sequence[Tensor | Exception] = logits_together([ask for _, ask in group])
             except Exception as error:
                 if len(group) > 1:  # whose it is shows when each goes alone
+                    _LOG.warning("a shared forward failed", exc_info=error)
                     for each in group:
                         self._forward([each])
                     return
