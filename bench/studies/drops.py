@@ -1,4 +1,4 @@
-"""What caches and codes of keys and values, or of weights, lose: right answers to the same prompts as `none` was asked.
+"""What caches and codes of keys, values or weights lose: right answers to the prompts of `none`.
 
 Parts: `long` asks behind prompts of 1000 and 2000 tokens for answers of two to four blocks (behind 3968, all that the
 model has positions for, it gets none right); `blocks` has such answers behind short prompts, `short` the other tasks;

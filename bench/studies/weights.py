@@ -1,4 +1,4 @@
-"""What of streamed weights is hidden, what they cost from disk, what loading takes, and what codes do to logits.
+"""What of streamed weights is hidden, what disk and loading cost, and what codes do to logits.
 
 Parts, all of them on the CPU, with a thread that computes and one that copies, and random models in float32:
 
