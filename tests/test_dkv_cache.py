@@ -29,7 +29,10 @@ def runtime() -> Runtime:
 def in_order(order: Tensor) -> Callable[..., Tensor]:
     """Scores that rank columns as `order` [blocks, length] does, the row of the block that is asked for."""
 
-    def confidence(_: RandomStreams, length: int, pads: list[int], start: int, stop: int, active: list[bool]) -> Tensor:
+    def confidence(
+        _: RandomStreams, stops: list[int], pads: list[int], start: int, stop: int, active: list[bool]
+    ) -> Tensor:
+        (length,) = stops
         block = (start - (length - len(order) * (stop - start))) // (stop - start)
         ranks = torch.empty(length, dtype=torch.float64)
         ranks[order[block].long()] = -torch.arange(length, dtype=torch.float64)

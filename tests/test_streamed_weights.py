@@ -41,7 +41,7 @@ from tiered.offload.thread_transport import ThreadTransport
 from tiered.output import GenerationOutput
 from tiered.planning.call_bytes import CallBytes
 from tiered.planning.choice import choose_form
-from tiered.policies.registry import POLICIES, make_policy
+from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
 from tiered.tiers.opening import open_tiers
 from tiered.tiers.record_book import RecordKey
@@ -66,7 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"polestar": {"clusters": 5, "top_m": 2, "u
 CASES = [
     (family, policy)
     for family in FAMILIES
-    for policy in POLICIES
+    for policy in policies_for("canvas")
     if policy != "auto" and not (family == "gidd" and make_policy(policy).needs_order())
 ]
 FORMS = ("raw", *CODES, "int4+head")

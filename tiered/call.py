@@ -26,7 +26,7 @@ from tiered.forward.traced_model import traced
 from tiered.inputs import Prompts
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
-from tiered.models.weight_form import RAW_WEIGHTS, weight_bytes
+from tiered.models.weight_form import FIXED_WEIGHTS
 from tiered.offload.device import computing_on
 from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
@@ -73,8 +73,7 @@ class CallSpace:
         weights: StreamedWeights | None = None,
     ) -> None:
         """`transport` makes what carries copies between the tiers of a call; None: by device. `kv`: code of keys and
-        values. `weights`: of the model, where they may lie below the device; None: if `ledger` has them booked, they
-        are on it and may be taken down, else they are somebody else's business."""
+        values. `weights`: of the model, where they may lie below the device; None: all of them stay on it."""
         self._loaded: DiffusionModel | None = model
         self._ledger, self._transport = ledger, transport
         self._kv, self._kv_open = kv if isinstance(kv, RowCode) else None, kv == AUTO
@@ -84,9 +83,6 @@ class CallSpace:
         self._gpu = gpu_of(self._device)
         self._calls = 0  # under way
         self._pool = HostPool(ledger, self._device) if weights is None else weights.pool
-        if weights is None and ledger.held(Tier.DEVICE, Account.WEIGHTS) >= weight_bytes(model.shape, self._dtype_name):
-            of_model = {"dtype": self._dtype, "device": self._device}
-            weights = StreamedWeights(model, ledger, self._pool, **of_model, transport=transport)
         self._weights = weights
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
         self._standing = {tier: ledger.held(tier) - own[tier] for tier in Tier}  # what there is beside both
@@ -120,7 +116,7 @@ class CallSpace:
             context=context,
             block_length=block_length,
             dtype=self._dtype_name,
-            weights=RAW_WEIGHTS if self._weights is None else self._weights.form,
+            weights=FIXED_WEIGHTS if self._weights is None else self._weights.form,
             kv=self._kv,
             gpu=self._gpu,
             **more,

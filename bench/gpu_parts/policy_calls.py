@@ -18,6 +18,7 @@ from tiered.core.features import Account, Tier
 from tiered.forward.forward import Forward
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
+from tiered.models.weight_form import FIXED_WEIGHTS
 from tiered.offload.codec_bytes import Codec
 from tiered.output import GenerationOutput
 from tiered.planning.plan import Plan
@@ -117,7 +118,8 @@ class Measured:
 def planned(setting: Setting, policy: Policy, call: PolicyCall, memory: MemoryBudget | None = None) -> Plan:
     """What `tiered.plan` says of exactly this call."""
     sizes: dict[str, Any] = {"context": call.positions, "max_new_tokens": call.answer, "block_length": BLOCK}
-    return tiered.plan(llada_config(setting), policy=policy, memory=memory, device=setting.device, **sizes)
+    config = llada_config(setting)
+    return tiered.plan(config, policy=policy, memory=memory, device=setting.device, weights=FIXED_WEIGHTS, **sizes)
 
 
 class CallMemory:

@@ -14,7 +14,7 @@ from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import RAW, CallSizes
 from tiered.kernels.row_code import RowCode
 from tiered.models.shape import ModelShape
-from tiered.models.weight_form import weight_bytes
+from tiered.models.weight_form import FIXED_WEIGHTS, weight_bytes
 from tiered.offload.device import pick_device
 from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
@@ -84,6 +84,7 @@ def sizes_of(settings: Mapping[str, Any], shape: ModelShape) -> CallSizes:
     return CallSizes(
         shape=shape, batch=1, context=settings["context"] + answer, block_length=settings["block"], answer=answer,
         dtype=shape.dtype, kv=None if kv == RAW else RowCode(kv), gpu=gpu_of(pick_device(settings["device"])),
+        weights=FIXED_WEIGHTS,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from tiered.forward.forward import Forward
 from tiered.inputs import Inputs
 from tiered.models.presets import preset_names, read_preset
 from tiered.models.shape import ModelShape
-from tiered.models.weight_form import weight_bytes
+from tiered.models.weight_form import FIXED_WEIGHTS, weight_bytes
 from tiered.offload.lane import Lane
 from tiered.output import GenerationOutput
 from tiered.policies.base import Step, StepKind
@@ -90,7 +90,9 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterabl
     with refusing():
         if settings["model"] in preset_names():
             config = read_preset(settings["model"]) | {"max_sequence_length": positions}
-            plan = tiered.plan(config, context=positions, block_length=BLOCK, policy=variant.policy, **given)
+            plan = tiered.plan(
+                config, context=positions, block_length=BLOCK, policy=variant.policy, weights=FIXED_WEIGHTS, **given
+            )
             tiers = {tier: of.accounts for tier, of in plan.tiers.items()}
             return [*by_account(tiers, about="plan"), features(tiers, plan.shape, positions)]
         runtime, prompt = loaded(settings, paths, positions), prompts(settings, positions - answer)

@@ -107,7 +107,7 @@ class Denoiser:
             remasked=shape.noise_masked and any(self._result.forwards), rewrites=isinstance(self.rule, RewritingState),
         )  # fmt: skip
         for asked in self.policy.before_block(step):
-            self._write(step, asked)
+            yield from self._write(step, asked)
         self.rule.begin_block(self.canvas.pending(start, stop))
         counts = self.canvas.open_columns(block)
         remaining = [0 if ended else count for count, ended in zip(counts, self._ended, strict=True)]
@@ -119,15 +119,17 @@ class Denoiser:
             step = replace(step, number=step.number + 1, remasked=False)
         self._publisher.block(start, stop, self._ended, final=final)
 
-    def _write(self, step: Step, asked: StepRows) -> None:
-        """One forward over final tokens, for their keys and values."""
+    def _write(self, step: Step, asked: StepRows) -> "Asking[None]":
+        """One forward over final tokens, for their keys and values: no row's logits are asked for."""
         began, rows, result = time.perf_counter(), asked.rows, self._result
         assert rows.start is not None, "final tokens are a span"
         with span(Op.STEP), span(Op.FORWARD, kind=asked.kind.value):
             ids, fed = self.canvas.tokens, rows
             if self._guidance is not None:
                 ids, fed = self._guidance.ids(self.canvas, None), rows.doubled()
-            self.forward.write_rows(ids, fed, clean=rows.start + rows.count)
+            yield Ask(
+                forward=self.forward, ids=ids, rows=fed, output=slice(0, 0), clean=rows.start + rows.count
+            )  # fmt: skip
         if self._inspector is not None:
             everyone = (True,) * self.canvas.batch
             forwards = tuple(result.forwards[number] for number in self.canvas.numbers)

@@ -48,6 +48,9 @@ class Ask:
 
     def logits(self) -> Float[Tensor, "sequences output vocab"]:
         """What it asks for, of it alone."""
+        if not self.rows[self.output].count:
+            self.forward.write_rows(self.ids, self.rows, self.clean)
+            return torch.empty(len(self.ids), 0, self.forward.model.shape.vocab_size, device=self.ids.device)
         return self.forward.logits(self.ids, self.rows, self.output, self.program, self.clean)
 
 

@@ -27,6 +27,7 @@ class WeightBytes:
         layer: of the matrices of a layer.
         record: of the same below the device.
         of_layers: of the model.
+        fixed: no layer may be streamed.
         in_files: the checkpoint's files hold these very bytes, so that layers may be read from there.
         layers: that are streamed, ascending.
         below: how many of them the host has no room for: those in front.
@@ -37,6 +38,7 @@ class WeightBytes:
     record: int
     of_layers: int
     in_files: bool
+    fixed: bool = False
     layers: tuple[int, ...] = ()
     below: int = 0
 
@@ -48,6 +50,7 @@ class WeightBytes:
             layer=layer_bytes(shape, dtype, form),
             record=places(shape, dtype, form)[1],
             of_layers=shape.layers,
+            fixed=form.fixed,
             in_files=form.code is None and dtype == shape.dtype if in_files is None else in_files,
         )
 

@@ -27,18 +27,22 @@ class WeightForm:
     Attributes:
         code: of the matrices of layers; None: in the model's dtype.
         head: whether the embedding and the head are in that code too.
+        fixed: whether all layers stay on the device, as those of a `Runtime` do whose model somebody else has made.
     """
 
     code: WeightCode | None = None
     head: bool = False
+    fixed: bool = False
 
     @classmethod
-    def of(cls, name: str) -> "WeightForm":
-        """The form that `name` stands for: "raw", a code, or one with "+head".
+    def of(cls, name: "str | WeightForm") -> "WeightForm":
+        """The form that `name` stands for: "raw", a code, or one with "+head"; a form is itself.
 
         Raises:
             ValueError: no such form.
         """
+        if isinstance(name, WeightForm):
+            return name
         code = str(name).removesuffix(WITH_HEAD)
         if name == RAW:
             return cls()
@@ -56,6 +60,7 @@ class WeightForm:
 
 
 RAW_WEIGHTS = WeightForm()
+FIXED_WEIGHTS = WeightForm(fixed=True)
 
 
 def told_drop(form: WeightForm) -> str:

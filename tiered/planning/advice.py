@@ -119,7 +119,7 @@ def _changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
         (workload.resized(dtype="bfloat16"), "use dtype bfloat16", {"dtype": "bfloat16"}),
         *(
             (workload.resized(weights=form), f"keep weights {form}, which changes answers", {"weights": str(form)})
-            for form in map(WeightForm, CODES)
+            for form in (() if sizes.weights.fixed else map(WeightForm, CODES))
         ),
         *(
             (Workload(make_policy(name), sizes), f"use policy {name}, which {what}", {"policy": name})

@@ -51,7 +51,7 @@ class CallBytes:
         Where it does not fit at all: with what takes the least of the device that the tiers below have room for.
         """
         features = cls._of_features(policy, sizes, budget, held, weights)
-        if weights is None or features._fits(budget, held):
+        if weights is None or weights.fixed or features._fits(budget, held):
             return features
         most = weights.of_layers
         least = cls._of_features(policy, sizes, replace(budget, device=0), held, weights)

@@ -43,7 +43,7 @@ def plan(
     cfg: bool = False,
     sampled: bool = False,
     device: str = "auto",
-    weights: str = "auto",
+    weights: str | WeightForm = "auto",
     kv: str = "raw",
     tokens_per_forward: int = 1,
     rope_theta: float | None = None,
@@ -112,7 +112,7 @@ def plan(
     tokens = min(_size("tokens_per_forward", tokens_per_forward), sizes.block_length)
     rewrites = shape.noise != "mask"
     form_why = ""
-    held = _held(path_or_config, config, shape) if weights in (AUTO, RAW) else None
+    held = _held(path_or_config, config, shape) if str(weights) in (AUTO, RAW) else None
     if held is not None:
         sizes = replace(sizes, weights=held)
     elif weights == AUTO:

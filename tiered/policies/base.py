@@ -230,7 +230,7 @@ class Policy(ABC):
     def layer_rows(self, asked: StepRows, sizes: CallSizes) -> float:
         """Rows of a sequence that go through a layer in such a forward, on average over layers; what is to be expected,
         where the model decides."""
-        return asked.rows.count
+        return float(asked.rows.count)
 
     def compared_rows(self, asked: StepRows, sizes: CallSizes) -> float:
         """Rows of a sequence that a layer compares with what is stored of them, and then leaves, as `layer_rows`."""

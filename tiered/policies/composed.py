@@ -88,7 +88,7 @@ class Composed(Policy):
         return self.start() if self.updates is None else self._drifting().rehearsal()
 
     def layer_rows(self, asked: StepRows, sizes: CallSizes) -> float:
-        return asked.rows.count if self.updates is None else self._drifting().layer_rows(asked, sizes)
+        return float(asked.rows.count) if self.updates is None else self._drifting().layer_rows(asked, sizes)
 
     def fetched_bytes(self, asked: StepRows, sizes: CallSizes) -> float:
         return 0.0 if self.updates is None else self._drifting().fetched_bytes(asked, sizes)
