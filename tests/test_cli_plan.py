@@ -40,7 +40,7 @@ def shown_plans() -> Iterator[tuple[str, str, str]]:
     """Of each card in a page: which page, the arguments of its command, and its lines; those left out are "…"."""
     for page in ("README.md", "docs/tiers.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
-        for found in re.finditer(r"    tiered plan (.+)\n\n```\n(.+?)```", text, re.DOTALL):
+        for found in re.finditer(r"    tiered plan ([^\n]+)\n\n```\n(.+?)```", text, re.DOTALL):
             yield page, found[1], found[2]
 
 

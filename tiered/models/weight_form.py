@@ -14,8 +14,8 @@ ALIGNED = 256  # bytes between what the matrices of a record begin at: whole lin
 DROPS: Mapping[WeightCode, float] = {
     WeightCode.INT8: 0.0,
     WeightCode.FP8: 0.0,
-    WeightCode.NVFP4: 0.0,
-    WeightCode.INT4: 0.0,
+    WeightCode.INT4: 1.0,
+    WeightCode.NVFP4: 5.5,
 }
 CODES = tuple(DROPS)
 
