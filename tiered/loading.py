@@ -159,11 +159,12 @@ def load_weights(
     whole = WeightBytes.of(shape, name, form, in_files=bool(files))
     # While it loads there is no call yet; but the raw tensor stands beside what it becomes, which may take more.
     tables = [(shape.vocab_size, shape.width)] if form.head else []
-    raw = max(map(prod, [*shape.matrices.values(), *tables])) * dtype.itemsize if form.code else 0
-    beside = {Tier.DEVICE: max(0, raw - sum(NoCache().device_bytes(least).values()))}
+    largest = max(map(prod, [*shape.matrices.values(), *tables])) * dtype.itemsize if form.code else 0
+    beside = {Tier.DEVICE: max(0, largest - sum(NoCache().device_bytes(least).values()))}
     needed = CallBytes.of(NoCache(), least, ledger.budget, beside, whole)
     for tier, amounts in needed.tiers(ledger.budget).items():
         ledger.require(sum(amounts.values()) + beside.get(tier, 0), tier, hint=LEAST_HINT)
+    assert needed.weights is not None, "they were given"
     weights = StreamedWeights(
         model, ledger, HostPool(ledger, device), dtype=dtype, device=device, form=form, now=needed.weights, files=files,
         transport=transport,
@@ -177,8 +178,8 @@ def load_weights(
             with ledger.holding({Account.ACTIVATIONS: room}):
                 weight = checkpoint.read(official, dtype=dtype, device=device, code=code)
                 # The head alone may be in a code in the files: it is kept as the embedding is.
-                raw = isinstance(weight, CodedWeight) and not weights.may_be_coded(own)
-                weights.place(own, weight.values() if raw else weight)
+                decoded = isinstance(weight, CodedWeight) and not weights.may_be_coded(own)
+                weights.place(own, weight.values() if decoded else weight)
     except BaseException:
         weights.close()
         raise
@@ -201,6 +202,8 @@ def layers_in_files(checkpoint: Checkpoint, model: DiffusionModel, dtype: torch.
                 return {}
             path, offset, length = extent
             assert length == nbytes, "a raw matrix has as many bytes in the file as in the record"
-            pieces.append(Piece(opened.setdefault(path, ReadFile(path)), offset, nbytes, start))
+            if path not in opened:
+                opened[path] = ReadFile(path)
+            pieces.append(Piece(opened[path], offset, nbytes, start))
         found[layer] = FileRecord(record, pieces)
     return found

@@ -20,7 +20,7 @@ from tiered.forward.weight_bytes import RING_SLOTS, WeightBytes
 from tiered.kernels.coded_weight import CodedWeight
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import assign
-from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, places
+from tiered.models.weight_form import WeightForm, places
 from tiered.offload.arena import device_chunks
 from tiered.offload.fence import Fence, Region
 from tiered.offload.file_record import FileRecord
@@ -63,20 +63,19 @@ class StreamedWeights:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        form: WeightForm = RAW_WEIGHTS,
-        now: WeightBytes | None = None,
-        files: Mapping[int, FileRecord] | None = None,
+        form: WeightForm,
+        now: WeightBytes,
+        files: Mapping[int, FileRecord],
         transport: Callable[[], Transport] | None = None,
     ) -> None:
-        """`now`: None: all layers are on the device, and in the books; else they are about to come, by `place`, and are
-        booked here. `transport` makes what carries copies; None: by device.
+        """The weights are about to come, by `place`: where they will be is booked here. `transport` makes what carries
+        copies; None: by device.
 
         Raises:
             TierCapacityError: a tier has no room for them.
         """
         name = str(dtype).removeprefix("torch.")
-        self.form, self.files = form, files or {}
-        self.now = WeightBytes.of(model.shape, name, form, in_files=bool(files)) if now is None else now
+        self.form, self.files, self.now = form, files, now
         self._model, self._ledger, self.pool, self._transport = model, ledger, pool, transport
         self._dtype, self._device = dtype, device
         self._places, self._record = places(model.shape, name, form)
@@ -89,11 +88,9 @@ class StreamedWeights:
         self._here: dict[int, _Here] = {}  # the layer that has rested longest first
         self._using: int | None = None
         self._coming: dict[int, tuple[UInt8[Tensor, " record"], set[str]]] = {}  # records that `place` fills
-        if now is not None:
-            hint = "raise `memory`, or keep the weights in fewer bits: weights = 'fp8', 'int4', …"
-            ledger.allocate({Account.WEIGHTS: now.device[Account.WEIGHTS]}, hint=hint)
-            if now.layers:
-                self._open_ring()
+        ledger.allocate({Account.WEIGHTS: now.device[Account.WEIGHTS]})
+        if now.layers:
+            self._open_ring()
 
     def held(self) -> dict[Tier, int]:
         """Bytes of each tier."""
@@ -117,7 +114,8 @@ class StreamedWeights:
         number = int(layer)
         assign(self._model, own, None)
         if number in self.files and self._is_below(number):
-            self._sink(number)
+            if self._key(number) not in self._manager:  # the first of its matrices: the files have all of them
+                self._sink(number)
             return
         if number not in self._coming:
             self._coming[number] = self._manager.reserve(self._key(number), self._record), set(self._places)
@@ -199,11 +197,6 @@ class StreamedWeights:
         """Count what moves anew."""
         if self._tiers is not None:
             self._tiers.restart_stats()
-
-    def synchronize(self) -> None:
-        """Block the host until every copy so far has ended."""
-        if self._tiers is not None:
-            self._tiers.synchronize()
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` where the books of the streamed layers contradict themselves."""
