@@ -46,7 +46,7 @@ from tiered.runtime import Runtime
 from tiered.tiers.opening import open_tiers
 from tiered.tiers.record_book import RecordKey
 
-LAYERS, PROMPT, CPU = 6, 90, torch.device("cpu")
+LAYERS, PROMPT, CPU = 6, 44, torch.device("cpu")
 SIZES: dict[str, Any] = {"max_new_tokens": 32, "block_length": 16}
 TOKENS = {"vocab_size": 128, "mask_token_id": 127, "eos_token_id": 126, "pad_token_id": 125}
 LLAMA = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 160}
@@ -340,7 +340,7 @@ def test_a_plan_counts_what_is_loaded(checkpoints: Callable[[str], Path], form: 
 def test_a_call_over_coded_weights_allocates_what_it_books(
     random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]], write_checkpoint: Callable[..., Path], form: str
 ):
-    wide = {"d_model": 256, "n_layers": 2, "mlp_hidden_size": 768, "vocab_size": 2048}
+    wide = {"d_model": 256, "n_layers": 2, "mlp_hidden_size": 512, "vocab_size": 2048}
     config = {**FAMILIES["llada"], **TOKENS, **wide, "torch_dtype": "float32"}
     runtime = loaded(write_checkpoint(config, random_weights(config)), form=form)
     with Allocations() as allocated:

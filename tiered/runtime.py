@@ -238,15 +238,7 @@ class Runtime:
             weights=None if weights is None else weights.stats(),
         )
 
-    def choose(
-        self,
-        inputs: Inputs,
-        *,
-        generation_config: GenerationOptions | Mapping[str, Any] | None = None,
-        attention_mask: Tensor | None = None,
-        raw: bool = False,
-        **options: Any,
-    ) -> Choice:
+    def choose(self, inputs: Inputs, **asked: Any) -> Choice:
         """The policy that `generate` with these arguments runs under, and why: the runtime's own, unless that leaves
         something open (`policy="auto"`, `refresh="auto"`, `refresh_blocks="auto"`). The same arguments under the same
         budget on the same kind of machine have the same choice.
@@ -254,8 +246,7 @@ class Runtime:
         Raises:
             TypeError, ValueError: as `generate`.
         """
-        asked = self.ask(inputs, generation_config=generation_config, attention_mask=attention_mask, raw=raw, **options)
-        return asked.choice
+        return self.ask(inputs, **asked).choice
 
     @torch.no_grad()
     def logits(

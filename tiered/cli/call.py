@@ -44,6 +44,11 @@ def add_call(parser: CommandParser) -> None:
         default="embedded",
         help="directory, id of a downloaded model, or 'embedded' (default) or 'embedded-uniform'",
     )
+    add_how(parser)
+
+
+def add_how(parser: CommandParser) -> None:
+    """Enter how prompts are answered: policy, budget, what is loaded and the options of `generate`."""
     add_policy_options(parser)
     add_memory_options(parser)
     add_model_options(parser)

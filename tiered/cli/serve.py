@@ -4,10 +4,7 @@ import argparse
 import os
 import sys
 
-from tiered.cli.call import CommandParser, load_runtime
-from tiered.cli.memory_options import add_memory_options
-from tiered.cli.model_options import add_model_options
-from tiered.cli.policy_options import add_policy_options
+from tiered.cli.call import CommandParser, add_how, load_runtime
 from tiered.core.extras import Extra
 
 KEY = "TIERED_API_KEY"
@@ -48,17 +45,7 @@ def add_parser(subparsers: "argparse._SubParsersAction") -> None:
         "--grace", type=float, default=30.0, metavar="SECONDS",
         help="that running requests have to end once the server is told to (default: %(default)s)",
     )  # fmt: skip
-    add_policy_options(parser)
-    add_memory_options(parser)
-    add_model_options(parser)
-    parser.add_argument("--no-stop-at-eos", action="store_true", help="denoise every block, as the official scripts do")
-
-    def late(parser: argparse.ArgumentParser) -> None:
-        from tiered.cli.option_flags import add_option_flags
-
-        add_option_flags(parser)
-
-    parser.late = late
+    add_how(parser)
     parser.set_defaults(run=run)
 
 
