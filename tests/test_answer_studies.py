@@ -12,7 +12,10 @@ from measuring.worker import RefusedError
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = {"device": "cpu", "threads": 1, "seed": 0}
-STUDIES = ("sweep", "compare", "accuracy", "token_drift", "tiers", "drops", "stretch", "contexts", "weights", "blocks")
+STUDIES = (
+    *("sweep", "compare", "accuracy", "token_drift", "tiers", "drops", "stretch"),
+    *("contexts", "weights", "blocks", "load"),
+)
 PAGES = {
     ("sweep", "sweep"): "docs/benchmarks.md",
     ("compare", "compare"): "docs/benchmarks.md",
@@ -33,6 +36,7 @@ PAGES = {
         for mark in ("weights", "weights_disk", "weights_load", "weights_logits")
     },
     ("drops", "weights_lost"): "docs/benchmarks.md",
+    **{("load", mark): "docs/serving.md" for mark in ("load", "load_join")},
     **{("tiers", mark): "docs/tiers.md" for mark in ("codecs", "layers", "kv_scales", "pieces")},
 }
 

@@ -34,6 +34,10 @@ def test_clients_share_forwards_and_get_the_same_tokens():
     for row in rows:
         assert 0 < row["first_p50_ms"] < row["end_p50_ms"] <= row["end_p99_ms"] <= 1e3 * row["seconds"]
         assert 0 < row["own_share"] < 1
+    assert load.last_line(rows)["first_block_at_16"] is None
+    told = load.last_line([row | {"clients": 16} for row in rows])
+    assert told["forwards_at_16"] == round(rows[1]["forwards"] / rows[0]["forwards"], 3) < 0.5
+    assert told["scheduler_share"] == round(rows[1]["own_share"], 4)
     lines = load.tables(rows)["load"].splitlines()
     assert len(lines) == 4 and "4 clients, `fast_dllm_dual`, together" in lines[3]
 

@@ -4,7 +4,15 @@
 process, one request at a time and together. `--part join`: a request that runs while the first pass over a prompt of
 `--context` tokens is cut into chunks of `--rows` rows (0: in one piece).
 
-    python bench/measure.py load --part join --policy fast_dllm_dual --context 4000 --rows 128,512,0
+    python bench/measure.py load                                              # a quarter of an hour on two idle cores
+    python bench/measure.py load --keep --part join --context 3968
+
+The last line of stdout says, each null as long as its rows are missing,
+
+    tokens_over_one_at_a_time   tokens a second of all clients together over those in turn: the smallest
+    first_block_at_16           of 16 clients, the median time to the first block over that in turn
+    forwards_at_16              of 16 clients, forwards a token of answers over that in turn
+    scheduler_share             of a round's time, the scheduler's own: the largest
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +22,12 @@ from measuring.pages import rows_table
 from measuring.statistics import merged
 from measuring.study import Axes
 from workloads import load
-from workloads.load import TIMED
+from workloads.load import IN_TURN, TIMED, TOGETHER
 from workloads.subjects import SIZES, local, points_of
 
 from tiered.core.checks import unknown_name
 
-__all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
+__all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
 
 CALL: Axes = {"context": [256], "answer": [128], "block": [32], "confidence": [None]}
 PARTS = {"clients": load.clients, "join": load.join}
@@ -72,3 +80,22 @@ def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
         if own:
             told[f"load_{part}" if part == "join" else "load"] = rows_table(name, columns, own)
     return told
+
+
+def last_line(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """What the last line says of the figures that have goals, of medians over rounds."""
+    ways: dict[str, dict[int, dict[str, Any]]] = {IN_TURN: {}, TOGETHER: {}}
+    for row in merged(rows, of=OF, timed=TIMED):
+        if row["part"] == "clients" and row["status"] == "ok":
+            ways[row["way"]][row["clients"]] = row
+
+    def over(figure: str, clients: int) -> float:
+        return round(ways[TOGETHER][clients][figure] / ways[IN_TURN][clients][figure], 3)
+
+    both = ways[TOGETHER].keys() & ways[IN_TURN].keys()
+    return {
+        "tokens_over_one_at_a_time": min((over("tokens_per_second", each) for each in both), default=None),
+        "first_block_at_16": over("first_p50_ms", 16) if 16 in both else None,
+        "forwards_at_16": over("forwards_per_token", 16) if 16 in both else None,
+        "scheduler_share": max((round(row["own_share"], 4) for row in ways[TOGETHER].values()), default=None),
+    }

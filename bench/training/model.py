@@ -53,6 +53,27 @@ def new_model(config: Mapping[str, Any], seed: int) -> DiffusionModel:
     return model
 
 
+@torch.no_grad()
+def adopt(model: DiffusionModel, source: DiffusionModel, ids: Int[Tensor, "batch length"]) -> None:
+    """Give `model` the weights of `source`, whose matrices may be smaller: the rest of one stays as it
+    is. Norms of queries and keys that `source` lacks scale them as they are there, over heads and the tokens `ids`."""
+    known = dict(source.named_parameters())
+    for name, own in model.named_parameters():
+        if name in known:
+            corner = tuple(slice(size) for size in known[name].shape)
+            own[corner] = known[name]
+    if not isinstance(model, Sdar) or isinstance(source, Sdar):
+        return
+    rotary, hidden = source.rotary(torch.arange(ids.shape[1])[None]), source.embed(ids)
+    for layer, block in enumerate(model.blocks):
+        normed = source.attention_norm(layer, hidden)
+        queries, (keys, values) = source.queries(layer, normed, rotary), source.keys_values(layer, normed, rotary)
+        for norm, heads in ((block.q_norm, queries), (block.k_norm, keys)):
+            norm.weight.fill_(heads.square().mean().sqrt())
+        hidden = hidden + source.attention_out(layer, source.attend(layer, queries, keys, values, None))
+        hidden = hidden + source.feed_forward(layer, hidden)
+
+
 def forward(
     model: DiffusionModel,
     ids: Int[Tensor, "batch length"],

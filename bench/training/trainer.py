@@ -41,7 +41,7 @@ from training.losses import (
     pointer_losses,
     token_loss,
 )
-from training.model import forward, new_model
+from training.model import adopt, forward, new_model
 from training.noise import process_of
 from training.optimizer import optimizers, set_rate
 from training.settings import Settings, Standing
@@ -86,11 +86,13 @@ class Trainer:
         self._parameters = [*self.model.parameters(), *self._probes.parameters()]
 
     def start_from(self, model: DiffusionModel) -> None:
-        """Go on from the weights of a model that has learned the answers of one block."""
+        """Go on from the weights of a model that has learned the answers of one block, of any family that has some of
+        this one's weights."""
+        learned = replace(self.curriculum, list_high=LIST_BOUNDS[1], lookup_high=float(TASKS["lookup"].sizes[1]))
+        known = lookup_batch(self.settings.seed, -1, learned, self.settings.lookup_tokens).ids
         for own in (self.model, self.average):
-            own.load_state_dict(model.state_dict())
-        learned = float(TASKS["lookup"].sizes[1])
-        self.curriculum = replace(self.curriculum, list_high=LIST_BOUNDS[1], lookup_high=learned)
+            adopt(own, model, known)
+        self.curriculum = learned
 
     def step(self, pool: ThreadPoolExecutor) -> None:
         """One update from one batch of each stream, each in a thread of its own.

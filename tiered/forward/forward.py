@@ -19,6 +19,7 @@ from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward_bytes import part_rows
+from tiered.forward.forward_work import RowFlops
 from tiered.forward.sight import Clean, Sight
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.models.base import DiffusionModel
@@ -53,9 +54,8 @@ AttentionProbe = Callable[[Rows, Tensor, Tensor, Tensor | None], None]
 RowsProbe = Callable[[Rows, int], None]
 # Called with the branches of a part of the rows.
 BranchKeeper = Callable[[Feature, slice, Tensor], None]
-# Called with how many rows, of all sequences together.
-Between = Callable[[int], None]
-PIECES = 3  # of a layer
+# Called with how many rows' work in a layer was done, of all sequences together.
+Between = Callable[[float], None]
 
 
 def head(model: DiffusionModel, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows vocab"]:
@@ -89,8 +89,8 @@ class Forward:
         rows_computed: rows of each sequence that went through a layer in the last step, on average over layers.
         attention_probe: sees what the last layer's attention is made of, whenever rows go through it; None: none.
         rows_probe: hears, in every layer, whose keys and values are computed anew; None: none.
-        between: called whenever rows have gone through one of a layer's `PIECES`; what it runs must use another store.
-            None: nothing runs in the middle of a forward.
+        between: called whenever rows have gone through one of a layer's pieces, with its share of a row's work; what it
+            runs must use another store. None: nothing runs in the middle of a forward.
 
     `dense` is the layer of a plain step. It is built from the pieces below it, which a policy's own layer program may
     call as well, in another order or over other rows.
@@ -129,6 +129,7 @@ class Forward:
         self.attention_probe: AttentionProbe | None = None
         self.rows_probe: RowsProbe | None = None
         self.between: Between | None = None
+        self._flops = RowFlops.of(model.shape, self.length)
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending)."""
@@ -212,7 +213,7 @@ class Forward:
         for part in parts:
             normed = self.model.attention_norm(layer, hidden[:, part])
             self.write_keys_values(layer, rows[part], normed)
-            self._passed(part, len(hidden))
+            self._passed(part, len(hidden), self._flops.write)
         return normed if len(parts) == 1 else None
 
     def attend(
@@ -241,7 +242,7 @@ class Forward:
                 keep(Feature.ATTN_OUT, part, branch)
             add_branch(hidden, part, branch)
             del branch  # not held while the next part's is made
-            self._passed(part, len(hidden))
+            self._passed(part, len(hidden), self._flops.attend)
 
     def mlp(self, layer: int, hidden: Float[Tensor, "batch rows width"], *, keep: BranchKeeper | None = None) -> None:
         """Add the branch of the MLP to `hidden`, in place, and show it to `keep`."""
@@ -251,11 +252,11 @@ class Forward:
                 keep(Feature.FFN_OUT, part, branch)
             add_branch(hidden, part, branch)
             del branch
-            self._passed(part, len(hidden))
+            self._passed(part, len(hidden), self._flops.mlp)
 
-    def _passed(self, part: slice, batch: int) -> None:
+    def _passed(self, part: slice, batch: int, flops: int) -> None:
         if self.between is not None:
-            self.between((part.stop - part.start) * batch)
+            self.between((part.stop - part.start) * batch * flops / self._flops.layer)
             self.enter(self._layer)  # others may have entered theirs
 
     def parts(self, rows: int, batch: int) -> list[slice]:

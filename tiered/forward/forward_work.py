@@ -1,6 +1,7 @@
 """Books: the work of one forward: bytes that it has to read, and operations, as its sizes dictate."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tiered.core.rates import Rates
 from tiered.models.shape import ModelShape
@@ -33,6 +34,38 @@ class ForwardWork:
         return max(self.flops / rates.flops_per_second, self.read_bytes / rates.bytes_per_second)
 
 
+class RowFlops(NamedTuple):
+    """Multiplications and additions of a row in a layer, by its pieces.
+
+    Attributes:
+        write: its keys and values.
+        attend: projections of attention, and `attention` itself, over all columns.
+        mlp: its matrices.
+    """
+
+    write: int
+    attend: int
+    mlp: int
+    attention: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, context: int) -> "RowFlops":
+        """Those of a row that attends to `context` columns."""
+        heads_width = shape.heads * shape.head_dim
+        attention = 4 * (context + shape.sink_tokens) * heads_width
+        return cls(
+            write=4 * shape.width * shape.kv_width,
+            attend=4 * shape.width * heads_width + attention,
+            mlp=2 * (shape.mlp_matrices + 1) * shape.width * shape.mlp_width,
+            attention=attention,
+        )
+
+    @property
+    def layer(self) -> int:
+        """Of all pieces."""
+        return self.write + self.attend + self.mlp
+
+
 def forward_work(
     shape: ModelShape, *, batch: int, context: int, rows: float, dtype_bytes: int, output_rows: int | None = None
 ) -> ForwardWork:
@@ -53,24 +86,21 @@ def forward_work(
     outputs = rows if output_rows is None else output_rows
     if not 0 < outputs <= rows <= context:
         raise ValueError(f"rows = {rows}, output_rows = {outputs}; 0 < output_rows <= rows <= {context} is allowed")
-    width, heads_width = shape.width, shape.heads * shape.head_dim
-    keys_values = 4 * width * shape.kv_width
-    projections, attention = 4 * width * heads_width, 4 * (context + shape.sink_tokens) * heads_width
-    mlp = 2 * (shape.mlp_matrices + 1) * width * shape.mlp_width
+    of_row = RowFlops.of(shape, context)
     passing = (shape.layers - 1) * rows + outputs  # rows that go through attention and MLP, over all layers
     per_sequence = (
-        shape.layers * rows * keys_values
-        + passing * (projections + attention + mlp)
-        + outputs * 2 * width * shape.vocab_size
+        shape.layers * rows * of_row.write
+        + passing * (of_row.attend + of_row.mlp)
+        + outputs * 2 * shape.width * shape.vocab_size
     )
     weights = shape.parameters * dtype_bytes
     kept = 2 * shape.layers * batch * context * shape.kv_width * dtype_bytes
-    table = (shape.vocab_size, width)
+    table = (shape.vocab_size, shape.width)
     untied = list(shape.weight_shapes.values()).count(table) > 1
-    looked_up = shape.vocab_size * width * dtype_bytes if untied else 0
+    looked_up = shape.vocab_size * shape.width * dtype_bytes if untied else 0
     return ForwardWork(
         weight_bytes=weights - looked_up,
         kv_bytes=kept,
         flops=batch * per_sequence,
-        attention_flops=batch * passing * attention,
+        attention_flops=batch * passing * of_row.attention,
     )

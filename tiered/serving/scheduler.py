@@ -20,7 +20,6 @@ from tiered.core.checks import check_integer, check_number
 from tiered.core.errors import TierCapacityError
 from tiered.decoding.observers import Streamer, check_streamer
 from tiered.forward.ask import Ask, groups_of, logits_together
-from tiered.forward.forward import PIECES
 from tiered.offload.device import computing_on
 from tiered.runtime import Runtime
 from tiered.serving.counts import Counts, Work
@@ -273,14 +272,14 @@ class Scheduler:
 
     def _forward_long(self, request: Request, ask: Ask) -> None:
         """A forward, with rounds of the others in between."""
-        most, passed = PIECES * self.runtime.model.shape.layers * self.max_prefill_rows, 0
+        most, passed = self.runtime.model.shape.layers * self.max_prefill_rows, 0.0
 
-        def between(rows: int) -> None:
+        def between(rows: float) -> None:
             nonlocal passed
             passed += rows
             if passed < most:
                 return
-            passed = 0
+            passed = 0.0
             if (why := request.why_leave()) is not None:
                 raise why
             with self.counts.clock.of(Work.OWN):
