@@ -5,7 +5,7 @@
     python bench/train_embedded.py --out runs/embedded --resume --export DIR   # and write a checkpoint to load
     python bench/measure.py accuracy --model DIR --out DIR/accuracy            # measure it on the test split
     python bench/train_embedded.py --config embedded-uniform --out runs/uniform    # the one with uniform noise
-    python bench/train_embedded.py --config bench/training/embedded-blocks.json --out runs/blocks    # that sees blocks
+    python bench/train_embedded.py --config embedded-blocks --start embedded --out runs/blocks    # that sees blocks
 
 What is trained and how is in `training` and docs/embedded-model.md. A run uses two cores, one for each
 of a step's two batches. It validates on the validation split alone.
@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--config",
         default="embedded",
-        help="'embedded', 'embedded-uniform', or the path of another config.json of LLaDA, GIDD or SDAR",
+        help="an embedded model, or the path of another config.json of LLaDA, GIDD or SDAR",
     )
     # The optimizers' matrices are small: where other processes run, two threads wait for each other most of the time.
     parser.add_argument("--threads", type=int, default=1, help="of everything but the two batches of a step")

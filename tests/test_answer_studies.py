@@ -30,6 +30,7 @@ PAGES = {
     **{("drops", mark): "docs/tiers.md" for mark in ("kv", "kv_tasks", "kv_logits")},
     ("stretch", "stretch"): "docs/models.md",
     ("blocks", "blocks"): "docs/policies.md",
+    ("blocks", "blocks_answers"): "docs/embedded-model.md",
     **{("contexts", mark): "docs/benchmarks.md" for mark in ("contexts", "contexts_kv")},
     **{
         ("weights", mark): "docs/benchmarks.md"
@@ -76,7 +77,7 @@ def test_tables_of_points_that_failed_are_empty(name: str):
 def quick_rows(name: str) -> list[dict[str, Any]]:
     """What the study's quick points say; one that the library refuses has a row that says why."""
     study, rows = study_named(name), []
-    local = study.local({"model": ["embedded"]}) if hasattr(study, "local") else {}
+    local = study.local({"model": ["embedded"], **study.QUICK}) if hasattr(study, "local") else {}
     for number, settings in enumerate(points(name, **study.QUICK)):
         head = {"point": str(number), "run": 0, "stamp": "s", "status": "ok"}
         try:
@@ -144,16 +145,19 @@ def test_coding_keys_moves_attention_less_the_more_bits_there_are():
 
 def test_blocks_are_told_again_and_over_a_floor():
     study, rows = study_named("blocks"), quick_rows("blocks")
-    told, costs = ([row for row in rows if row["part"] == part] for part in ("recorded", "cost"))
+    told, costs, answers = ([row for row in rows if row["part"] == part] for part in ("recorded", "cost", "answers"))
     assert len(told) > 10 and all(row["identical"] for row in told) and {row["off"] for row in told if "off" in row}
     (cost,) = costs
     assert cost["rows_fed"] == 96 + 2 * 2 * 8 + 8 and cost["over_floor"] == cost["seconds"] / cost["floor_seconds"]
-    assert study.last_line(rows) == {"families_identical": True, "exact_cache_over_row_floor": cost["over_floor"]}
-    assert study.last_line([told[0] | {"identical": False}]) == {
-        "families_identical": False,
-        "exact_cache_over_row_floor": None,
-    }
-    assert "96 tokens, 2 blocks of 8 in 2 steps" in study.tables(rows)["blocks"]
+    short, long = answers
+    assert short["correct"] == 1 and long["tokens_per_forward"] > short["tokens_per_forward"] / 2
+    last = {"families_identical": True, "exact_cache_over_row_floor": cost["over_floor"], "exact_match": None}
+    assert study.last_line(rows) == last
+    assert study.last_line([told[0] | {"identical": False}]) == {**dict.fromkeys(last), "families_identical": False}
+    slow = study.last_line([short | {"rule": "one a step", "size": 96}])
+    assert slow["exact_match"] == {"copy@96": 100.0}
+    tables = study.tables(rows)
+    assert "96 tokens, 2 blocks of 8 in 2 steps" in tables["blocks"] and "`long_copy`" in tables["blocks_answers"]
 
 
 def test_contexts_say_what_was_planned_and_what_is_held():

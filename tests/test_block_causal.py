@@ -14,6 +14,7 @@ from tiered.core.errors import NonFiniteError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.decoding.rules.drift_aware import DriftAware
+from tiered.embedded.tasks import sample, score
 from tiered.evaluation.likelihood import Likelihood
 from tiered.forward.forward import Forward
 from tiered.models.base import DiffusionModel
@@ -332,3 +333,14 @@ def test_the_live_view_shows_every_step(runtime: Runtime):
     call: dict[str, Any] = {"max_new_tokens": 6, "block_length": 4, "stop_at_eos": False}
     out = runtime.generate(ids, attention_mask=mask, inspector=watcher, streamer=watcher, **call)
     assert not errors and len(frames) > out.passes["step"]
+
+
+@pytest.mark.parametrize("rule", [{}, {"confidence_threshold": 0.9}], ids=["one a step", "threshold"])
+def test_the_embedded_model_is_right_and_its_cache_changes_no_token(rule: dict[str, Any]):
+    runtime = tiered.from_pretrained("embedded-blocks")
+    examples = [sample(task, "test", number) for number in range(3) for task in ("copy", "reverse", "remove", "lookup")]
+    asked = [[{"role": "user", "content": example.prompt}] for example in examples]
+    out = runtime.generate(asked, max_new_tokens=32, **rule)
+    assert out.text is not None and out.passes["prefill"] and out.passes["commit"]
+    assert all(score(example, text) for example, text in zip(examples, out.text, strict=True))
+    assert torch.equal(runtime.with_policy("none").generate(asked, max_new_tokens=32, **rule).sequences, out.sequences)

@@ -17,6 +17,7 @@ import tiered
 from tiered.cli.main import main
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
+from tiered.models.locate import EMBEDDED_MODELS
 from tiered.models.presets import ALIASES, PRESETS, read_preset
 from tiered.planning.plan import plan
 
@@ -236,7 +237,7 @@ def test_models_lists_what_can_be_named(hub_cache: Path, capsys: pytest.CaptureF
     table = capsys.readouterr().out.splitlines()
     loadable = {model["name"]: model["loadable"] for model in told["models"]}
     cached = {"acme/config-only": False, "acme/dream": True, "acme/whole": True}
-    assert loadable == {"embedded": True, "embedded-uniform": True, **dict.fromkeys(PRESETS, False), **cached}
+    assert loadable == dict.fromkeys(EMBEDDED_MODELS, True) | dict.fromkeys(PRESETS, False) | cached
     assert told["aliases"] == dict(ALIASES)
     whole = next(model for model in told["models"] if model["name"] == "acme/whole")
     assert (whole["source"], whole["family"], whole["layers"], whole["kv_bytes_per_token"]) == (
@@ -249,7 +250,7 @@ def test_models_lists_what_can_be_named(hub_cache: Path, capsys: pytest.CaptureF
 
 def test_models_without_a_cache(capsys: pytest.CaptureFixture[str]):
     assert main(["models"]) == 0
-    assert capsys.readouterr().out.count("\n") == 2 + len(["embedded", "embedded-uniform", *PRESETS])
+    assert capsys.readouterr().out.count("\n") == 2 + len([*EMBEDDED_MODELS, *PRESETS])
 
 
 def test_the_module_runs_and_help_needs_no_torch():

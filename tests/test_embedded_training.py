@@ -28,7 +28,7 @@ from training.long_batches import long_batch
 from training.lookup_batches import REACH, lookup_batch, stretched
 from training.loop import embedded_tokenizer, train, validate
 from training.losses import POINTER_HEADS, mean_cross_entropy, operand_losses, pointer_losses
-from training.model import Tap, forward, new_model
+from training.model import Tap, adopt, forward, new_model
 from training.noise import TAIL_WEIGHT, Noised, mask, mask_in_blocks
 from training.optimizer import DECAY_SHARE, WARMUP_STEPS, Muon, optimizers, set_rate
 from training.settings import Settings
@@ -38,11 +38,9 @@ from training.trainer import Trainer
 import tiered
 from tiered.embedded.tasks import LIST_TASKS, LONG_TASKS, TASKS, Example, split_of
 from tiered.models.config_source import read_config
-from tiered.models.families import family_of
 from tiered.policies.none import NoCache
 from tiered.runtime import Runtime
 
-BLOCKS = Path(__file__).resolve().parents[1] / "bench" / "training" / "embedded-blocks.json"
 SMALL = Settings(
     steps=6, grow=4, short_tokens=200, lookup_tokens=100, score_every=3, score_examples=1, save_every=2, report_every=2
 )
@@ -206,6 +204,26 @@ def test_the_training_forward_is_the_runtimes():
     assert hidden.requires_grad
 
 
+def test_what_is_adopted_says_the_same_in_wider_layers():
+    source, ids = tiered.from_pretrained("embedded", policy="none", device="cpu"), batches("short", 1)[0].ids
+    model = new_model(read_config("embedded") | {"mlp_hidden_size": 400, "max_sequence_length": 64}, seed=0)
+    adopt(model, source.model, ids)
+    found = Runtime(model, policy=NoCache()).logits(ids)
+    torch.testing.assert_close(found, source.logits(ids), atol=1e-4, rtol=1e-4)
+
+
+def test_norms_of_heads_begin_at_the_scale_of_a_model_without():
+    source, ids = tiered.from_pretrained("embedded", policy="none", device="cpu").model, batches("short", 1)[0].ids
+    model = new_model(read_config("embedded-blocks"), seed=0)
+    adopt(model, source, ids)
+    normed, rotary = source.attention_norm(0, source.embed(ids)), source.rotary(torch.arange(ids.shape[1])[None])
+    for of in (source.queries, source.keys):
+        wanted = of(0, normed, rotary)
+        found = getattr(model, of.__name__)(0, normed, rotary)
+        assert found.square().mean().item() == pytest.approx(wanted.square().mean().item(), rel=1e-3)
+        assert torch.cosine_similarity(found, wanted, dim=-1).min() > 0.999  # each head's own length is gone alone
+
+
 def test_muon_is_torchs_in_float32():
     generator = torch.Generator().manual_seed(0)
     shapes = [(8, 8), (8, 16), (16, 8), (8, 8)]
@@ -348,7 +366,7 @@ def test_an_export_loads(config: dict[str, Any], tmp_path: Path):
 def in_blocks() -> dict[str, Any]:
     """The config of the model that sees blocks, with smaller matrices."""
     small = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
-    return read_config(BLOCKS) | small | {"intermediate_size": 24}
+    return read_config("embedded-blocks") | small | {"intermediate_size": 24}
 
 
 @pytest.mark.parametrize("stream", ["short", "long", "lookup"])
@@ -401,4 +419,3 @@ def test_a_model_that_sees_blocks_learns_and_loads(in_blocks: dict[str, Any], po
 def test_a_model_without_blocks_of_one_length_learns_none(in_blocks: dict[str, Any]):
     with pytest.raises(ValueError, match="has no block_size"):
         new_model({**in_blocks, "block_size": None}, seed=0)
-    assert 2e6 < family_of(read_config(BLOCKS)).shape(read_config(BLOCKS)).parameters < 4e6

@@ -15,12 +15,13 @@ from training.curriculum import MOST_ASKED, Curriculum
 SMALLEST = 16
 CANVASES = (32, 48, 64, 96, 128)
 TABLE_START = 2  # the user mark and "lookup" stand before the first pair
-# Positions that stretched tables spread over, a little past the longest context that the tests ask for.
+# Positions that stretched tables spread over at least, a little past the longest table that is learned.
 REACH = 4096
 
 
-def lookup_batch(seed: int, step: int, curriculum: Curriculum, tokens: int) -> Batch:
-    """The lookups of one step, about `tokens` tokens; table sizes are log-uniform up to the curriculum's bound."""
+def lookup_batch(seed: int, step: int, curriculum: Curriculum, tokens: int, reach: int = REACH) -> Batch:
+    """The lookups of one step, about `tokens` tokens; table sizes are log-uniform up to the curriculum's bound, and
+    positions of some of them spread over `reach`."""
     rng = random.Random(f"lookup/{seed}/{step}")
     size = round(math.exp(rng.uniform(math.log(SMALLEST), math.log(curriculum.lookup_high))))
     most = min(curriculum.asked_high, (size - LOOKUP_FRAME_TOKENS) // (PAIR_TOKENS + KEY_TOKENS))
@@ -33,7 +34,7 @@ def lookup_batch(seed: int, step: int, curriculum: Curriculum, tokens: int) -> B
     pairs = [encode(draw("lookup", "train", rng, size=size, asked=asked)) for _ in range(count)]
     length = len(pairs[0][0]) + canvas
     far = rng.random() < 0.3
-    positions = stretched(rng, length, canvas + 2 + KEY_TOKENS * asked, REACH, count) if far else None
+    positions = stretched(rng, length, canvas + 2 + KEY_TOKENS * asked, reach, count) if far else None
     return collate(pairs, length, positions)
 
 

@@ -31,7 +31,7 @@ from training.checkpoint import (
 from training.curriculum import LIST_BOUNDS, LOOKUP_LEARNED, Curriculum
 from training.in_blocks import forward_in_blocks
 from training.long_batches import long_batch
-from training.lookup_batches import lookup_batch
+from training.lookup_batches import REACH, lookup_batch
 from training.losses import (
     AUXILIARY_WEIGHT,
     CHAIN_FACTS,
@@ -126,10 +126,11 @@ class Trainer:
         step, seed, settings = self.standing.step, self.settings.seed, self.settings
         if stream == "short":
             batch = self._short.next(self.curriculum)
+        elif stream == "long":
+            batch = long_batch(seed, step, self.curriculum, settings.short_tokens)
         else:
-            long = stream == "long"
-            make, tokens = (long_batch, settings.short_tokens) if long else (lookup_batch, settings.lookup_tokens)
-            batch = make(seed, step, self.curriculum, tokens)
+            reach = max(REACH, self.model.shape.max_context)
+            batch = lookup_batch(seed, step, self.curriculum, settings.lookup_tokens, reach)
         noise = random.Random(f"mask/{stream}/{seed}/{step}").getrandbits(63)
         losses = self.losses(stream, batch, torch.Generator().manual_seed(noise))
         total = losses[stream] + AUXILIARY_WEIGHT * sum(loss for name, loss in losses.items() if name != stream)

@@ -10,6 +10,7 @@ from tiered.cli.memory_options import add_memory_options, memory_budget
 from tiered.cli.model_options import add_model_options, model_options
 from tiered.cli.policy_options import add_policy_options, policy_options
 from tiered.core.checks import nearest
+from tiered.models.locate import EMBEDDED_MODELS
 
 if TYPE_CHECKING:
     from tiered.runtime import Runtime
@@ -42,7 +43,7 @@ def add_call(parser: CommandParser) -> None:
     parser.add_argument(
         "--model",
         default="embedded",
-        help="directory, id of a downloaded model, or 'embedded' (default) or 'embedded-uniform'",
+        help=f"directory, id of a downloaded model, or {', '.join(EMBEDDED_MODELS)} (default: %(default)s)",
     )
     add_how(parser)
 

@@ -11,7 +11,11 @@ from tiered.models.presets import PRESETS, preset_of
 # The models that come with the library, by the names that stand for them.
 _PACKAGE = Path(__file__).parents[1] / "embedded"
 EMBEDDED_MODELS: Mapping[str, Path] = MappingProxyType(
-    {"embedded": _PACKAGE / "assets", "embedded-uniform": _PACKAGE / "assets_uniform"}
+    {
+        "embedded": _PACKAGE / "assets",
+        "embedded-uniform": _PACKAGE / "assets_uniform",
+        "embedded-blocks": _PACKAGE / "assets_blocks",
+    }
 )
 
 
