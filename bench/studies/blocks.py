@@ -53,7 +53,7 @@ AXES: Axes = {
 }
 QUICK: Axes = {
     "context": [96], "block": [8], "blocks": [2], "steps": [2], "width": [64], "layers": [4],
-    "rule": [FAST], "short": ["copy:1"], "long": ["long_copy:1"],
+    "model": ["embedded-blocks"], "rule": [FAST], "short": ["copy:1"], "long": ["long_copy:1"],
 }  # fmt: skip
 ANSWER, LONG_ANSWER = 32, 128
 COST = {
