@@ -52,7 +52,19 @@ def _rows_at(
 
 
 # What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
-@triton.jit(do_not_specialize=["rows", "length", "span", "sinks", "mask_batch", "visible_batch", "visible_row"])
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "length",
+        "span",
+        "sinks",
+        "mask_batch",
+        "first_batch",
+        "first_row",
+        "visible_batch",
+        "visible_row",
+    ]
+)
 def _block_attention(
     queries,
     keys,
@@ -79,6 +91,8 @@ def _block_attention(
     value_element,
     mask_batch,
     mask_column,
+    first_batch,
+    first_row,
     visible_batch,
     visible_row,
     mixed_split,
@@ -96,7 +110,7 @@ def _block_attention(
     CODE: tl.constexpr,
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
-    PADDED: tl.constexpr,
+    LATER: tl.constexpr,
     PARTLY: tl.constexpr,
     UPCAST: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -147,8 +161,10 @@ def _block_attention(
             odd_total = odd_total * faded[:, None] + weight[:, None] * value
     start = tl.program_id(1) * span
     stop = tl.minimum(start + span, length)
-    if PADDED:
-        start = tl.maximum(start, tl.load(first + batch).to(tl.int32))
+    begin = tl.zeros([BLOCK_ROWS], tl.int32)
+    if LATER:
+        begin = tl.load(first + batch * first_batch + row * first_row, there, other=length).to(tl.int32)
+        start = tl.maximum(start, tl.min(begin, 0))
     limit = tl.zeros([BLOCK_ROWS], tl.int32)
     if PARTLY:
         limit = tl.load(visible + batch * visible_batch + row * visible_row, there, other=0).to(tl.int32)
@@ -170,6 +186,8 @@ def _block_attention(
         if CAPPED:
             scores = soft_capped(scores, soft_cap)
         shown = there[:, None] & seen[None, :]
+        if LATER:
+            shown &= column[None, :] >= begin[:, None]
         if PARTLY:
             shown &= column[None, :] < limit[:, None]
         scores = tl.where(shown, scores, -float("inf"))
@@ -234,7 +252,7 @@ def block_attention(
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None = None,
     key_mask: Bool[Tensor, "batch length"] | None = None,
-    first: Int[Tensor, " batch"] | None = None,
+    first: Int[Tensor, "batch #rows"] | None = None,
     visible: Int[Tensor, "batch #rows"] | None = None,
 ) -> tuple[Float[Tensor, "batch heads rows head_dim"], LogSumExp]:
     """As in block_attention_ref.py. Products of 16-bit tensors take weights of 16 bits."""
@@ -256,6 +274,7 @@ def block_attention(
         sums = LogSumExp(*parts.new_empty(2, count, batch, heads, rows))
     # Where nothing is hidden the kernel reads no mask, and without sinks none; any pointer does.
     mask = queries if key_mask is None else key_mask.view(torch.uint8)
+    begins = queries if first is None else first.expand(batch, rows)
     limits = queries if visible is None else visible.expand(batch, rows)
     launch(
         _block_attention,
@@ -266,7 +285,7 @@ def block_attention(
         queries if sink_keys is None else sink_keys.contiguous(),
         queries if sink_values is None else sink_values.contiguous(),
         mask,
-        queries if first is None else first.contiguous(),
+        begins,
         limits,
         parts,
         sums.peak,
@@ -275,6 +294,7 @@ def block_attention(
         *key_strides,
         *value_strides,
         *mask.stride()[:2],
+        *begins.stride()[:2],
         *limits.stride()[:2],
         *parts.stride()[:4],
         kv_heads,
@@ -288,7 +308,7 @@ def block_attention(
         CODE=_CODES[code],
         CAPPED=soft_cap is not None,
         MASKED=key_mask is not None,
-        PADDED=first is not None,
+        LATER=first is not None,
         PARTLY=visible is not None,
         UPCAST=not queries.is_cuda or (code is None and queries.dtype != key_memory.dtype),
         HEAD_DIM=head_dim,
@@ -335,7 +355,7 @@ def elements(head_dim: int, code: RowCode | None) -> int:
 
 _OF_QUERIES, _OF_MIXED = "query_batch query_head query_row", "mixed_split mixed_batch mixed_head mixed_row"
 _OF_STORES = "key_batch key_head key_column value_batch value_head value_column"
-_SIZES = "mask_batch mask_column visible_batch visible_row kv_heads group rows length span sinks"
+_SIZES = "mask_batch mask_column first_batch first_row visible_batch visible_row kv_heads group rows length span sinks"
 COMPILATIONS = (
     *(
         Compilation(
@@ -357,7 +377,7 @@ COMPILATIONS = (
                 "CODE": _CODES[code],
                 "CAPPED": capped,
                 "MASKED": capped,
-                "PADDED": not capped,
+                "LATER": not capped,
                 "PARTLY": capped,
                 "UPCAST": False,
                 "HEAD_DIM": 128,

@@ -25,7 +25,7 @@ def block_attention(
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None = None,
     key_mask: Bool[Tensor, "batch length"] | None = None,
-    first: Int[Tensor, " batch"] | None = None,
+    first: Int[Tensor, "batch #rows"] | None = None,
     visible: Int[Tensor, "batch #rows"] | None = None,
 ) -> tuple[Float[Tensor, "batch heads rows head_dim"], LogSumExp]:
     """softmax(scores) · v over the sinks and the columns that a row may see, where a score is q·k / √head_dim; in
@@ -38,7 +38,7 @@ def block_attention(
         soft_cap: c where scores s count as c · tanh(s / c); None: as they are.
         sink_keys, sink_values: learned tokens that every row attends to, as they are; None: there are none.
         key_mask: False at columns that nothing may attend to.
-        first: the first column of each sequence that its rows may attend to; None: 0.
+        first: the first column that each row may attend to; None: 0.
         visible: where the columns that each row may attend to end; None: with the last.
 
     Returns:
@@ -170,7 +170,7 @@ def _hidden(
     length: int,
     device: torch.device,
     key_mask: Bool[Tensor, "batch length"] | None,
-    first: Int[Tensor, " batch"] | None,
+    first: Int[Tensor, "batch #rows"] | None,
     visible: Int[Tensor, "batch #rows"] | None,
 ) -> Bool[Tensor, "batch 1 #rows length"] | None:
     """True at the columns that a row may not see; None where all see all."""
@@ -180,7 +180,7 @@ def _hidden(
         if visible is not None:
             hidden = column >= visible[:, None, :, None]
         if first is not None:
-            before = column < first[:, None, None, None]
+            before = column < first[:, None, :, None]
             hidden = before if hidden is None else hidden.logical_or_(before)
     if key_mask is not None:
         masked = ~key_mask[:, None, None]

@@ -24,6 +24,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a mask": {"padded": False, "partly": False},
     "pads in front": {"masked": False, "partly": False, "sinks": None, "soft_cap": None},
     "final rows see final columns": {"masked": False, "padded": False},
+    "rows see what is in their windows": {"windowed": True, "sinks": None, "soft_cap": None},
+    "rows see what is in their windows, nvfp4": {"windowed": True, "masked": False, "code": RowCode.NVFP4},
     "all at once": {},
     "all at once, fp8": {"code": RowCode.FP8},
     "all at once, nvfp4": {"code": RowCode.NVFP4},
@@ -83,7 +85,7 @@ class Case:
         )
         for mask in (
             None if self.key_mask is None else ~self.key_mask[:, None],
-            None if self.first is None else column < self.first[:, None, None],
+            None if self.first is None else column < self.first[..., None],
             None if self.visible is None else column >= self.visible[..., None],
         ):
             hidden = hidden if mask is None else hidden | mask
@@ -132,12 +134,14 @@ def random_case(
     masked: bool = True,
     padded: bool = True,
     partly: bool = True,
+    windowed: bool = False,
     soft_cap: float | None = 5.0,
     scale: float = 2.0,
     dtype: torch.dtype = torch.float32,
     code: RowCode | None = None,
 ) -> Case:
-    """A mask with holes, pads on the left of every other sequence; of each row's columns, the first to some."""
+    """A mask with holes, pads on the left of every other sequence, or windows; of each row's columns those in front of
+    some."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -148,7 +152,9 @@ def random_case(
         return values if code is None else CodedRows.of(values, code)
 
     key_mask = torch.rand(batch, length, generator=generator) < 0.8
-    first = torch.tensor([(0, min(40, length - 1))[b % 2] for b in range(batch)])
+    first = torch.tensor([[(0, min(40, length - 1))[b % 2]] for b in range(batch)])
+    if windowed:
+        first = torch.randint(-9, length, (batch, rows), generator=generator)
     return Case(
         queries=normal(batch, heads, rows, head_dim) * scale,
         keys=stored(),
@@ -157,7 +163,7 @@ def random_case(
         sink_keys=None if sinks is None else normal(heads, sinks, head_dim),
         sink_values=None if sinks is None else normal(heads, sinks, head_dim),
         key_mask=key_mask if masked else None,
-        first=first if padded else None,
+        first=first if padded or windowed else None,
         visible=torch.randint(0, length + 1, (batch, rows), generator=generator) if partly else None,
     )
 

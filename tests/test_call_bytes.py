@@ -187,11 +187,12 @@ def test_a_call_allocates_what_it_books(policy: str, model: str, call: str):
 
 
 @cache
-def block_model(heads: int = 4) -> Sdar:
+def block_model(heads: int = 4, window: int | None = None) -> Sdar:
     tokens = {"mask_token_id": 2047, "eos_token_id": 2046}
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": 2}
     more = {"head_dim": 32, "intermediate_size": 384, "vocab_size": 2048, "max_position_embeddings": 4096}
-    model = Sdar.from_config({**sizes, **tokens, **more})
+    windows = {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 1}
+    model = Sdar.from_config({**sizes, **tokens, **more, **windows})
     torch.manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -200,19 +201,23 @@ def block_model(heads: int = 4) -> Sdar:
 
 
 @pytest.mark.parametrize(
-    ("policy", "call", "heads"),
+    ("policy", "call", "heads", "window"),
     and_long(
         [
-            *(("block_causal", call, 4) for call in ("short", "long", "padded batch", "guided")),
-            ("none", "padded batch", 4),
-            ("block_causal", "long", 12),  # which are wider together than the model
+            *(("block_causal", call, 4, None) for call in ("short", "long", "padded batch", "guided")),
+            ("none", "padded batch", 4, None),
+            ("block_causal", "long", 12, None),  # which are wider together than the model
+            ("none", "padded batch", 4, 40),
         ],
-        [("block_causal", "sampled", 4), ("none", "long", 12), ("block_causal", "threshold", 4)],
+        [
+            *(("block_causal", "sampled", 4, None), ("none", "long", 12, None), ("block_causal", "threshold", 4, None)),
+            *((policy, call, 4, 40) for policy in ("none", "block_causal") for call in ("long", "padded batch")),
+        ],
     ),
 )
-def test_a_call_over_blocks_allocates_what_it_books(policy: str, call: str, heads: int):
+def test_a_call_over_blocks_allocates_what_it_books(policy: str, call: str, heads: int, window: int | None):
     ids, options = call_of(call)
-    runtime = Runtime(block_model(heads), policy=make_policy(policy))
+    runtime = Runtime(block_model(heads, window), policy=make_policy(policy))
     generated(runtime, ids, 0.7, **{"block_length": 16, **options})
 
 

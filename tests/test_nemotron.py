@@ -161,7 +161,6 @@ def test_a_prompt_in_chunks(runtime: Runtime):
     ("changes", "message"),
     [
         ({"sliding_window": 0}, "sliding_window = 0; a positive integer"),
-        ({"sliding_window": 64}, "sliding_window = 64"),
         ({"dlm_paradigm": "causal"}, "dlm_paradigm = 'causal'"),
         ({"block_size": 0}, "block_size = 0"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

@@ -62,7 +62,7 @@ class Attended:
         scores = self.queries.double() @ self._doubles(keys).mT
         column = torch.arange(keys.shape[2], device=scores.device)
         if self.first is not None:
-            scores = scores.masked_fill(column < self.first[:, None, None, None], -torch.inf)
+            scores = scores.masked_fill(column < self.first[:, None, :, None], -torch.inf)
         if self.visible is not None:
             scores = scores.masked_fill(column >= self.visible[:, None, :, None], -torch.inf)
         if self.key_mask is not None:
@@ -235,7 +235,7 @@ class BlockAttention(AttentionCase):
             most[:, 0], most[:, -1] = self.length, 0
             given = replace(given, visible=most)
         if self.padded:
-            given = replace(given, first=torch.arange(self.batch, device=device) % 2 * self.pads)
+            given = replace(given, first=(torch.arange(self.batch, device=device) % 2 * self.pads)[:, None])
         if self.code is None:
             return given
         assert given.values is not None

@@ -55,8 +55,8 @@ def new_model(config: Mapping[str, Any], seed: int) -> DiffusionModel:
 
 @torch.no_grad()
 def adopt(model: DiffusionModel, source: DiffusionModel, ids: Int[Tensor, "batch length"]) -> None:
-    """Give `model` the weights of `source`, whose matrices may be smaller: the rest of one stays as it
-    is. Norms of queries and keys that `source` lacks scale them as they are there, over heads and the tokens `ids`."""
+    """Give `model` the weights of `source`, whose matrices may be smaller: the rest of one stays as it is. Norms of
+    queries and keys that `source` lacks scale them as they are there, over heads and the tokens `ids`."""
     known = dict(source.named_parameters())
     for name, own in model.named_parameters():
         if name in known:

@@ -304,16 +304,25 @@ class Forward:
         keys, values = self.store.stored(Feature.KEY, layer), self.store.stored(Feature.VALUE, layer)
         mask, batch = self._mask, len(queries)
         first = None if self._first is None else self._first[: self._sequences]
+        window = self.model.shape.window(layer)
         if isinstance(self.clean, Tensor) or rows.start is None:
-            visible = None if self._sees_all(rows) else self.visible(rows.positions(batch, queries.device))
-            return self.model.attend(layer, queries, keys, values, mask, visible, first)
-        # A span falls into rows that end with one column, which need no limits of their own, and others.
+            visible = since = None
+            if not self._sees_all(rows):
+                visible, since = self.sight.limits(rows.positions(batch, queries.device), self.clean, window)
+            return self.model.attend(layer, queries, keys, values, mask, visible, first, since)
+        # A span falls into rows that see the same columns, which need no limits of their own, and others.
         mixed = []
-        for part in self.sight.of_span(rows.start, rows.start + rows.count, self.clean):
-            visible = self.visible(rows[part.rows].positions(batch, queries.device)) if part.by_row else None
-            some, front = slice(0, part.stop), None if mask is None else mask[..., : part.stop]
+        for part in self.sight.of_span(rows.start, rows.start + rows.count, self.clean, window):
+            visible = since = None
+            if part.by_row:
+                columns = rows[part.rows].positions(batch, queries.device)
+                visible, since = self.sight.limits(columns, self.clean, window)
+            some, begin = slice(part.start, part.stop), first
+            if part.start:
+                visible, since, begin = (None if at is None else at - part.start for at in (visible, since, first))
+            front = None if mask is None else mask[..., some]
             stored = queries[:, :, part.rows], keys[:, :, some], values[:, :, some]
-            mixed.append(self.model.attend(layer, *stored, front, visible, first))
+            mixed.append(self.model.attend(layer, *stored, front, visible, begin, since))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
 
     def _sees_all(self, rows: Rows) -> bool:

@@ -156,6 +156,7 @@ def _attention_bytes(sizes: CallSizes, rows: int) -> int:
             held += groups * columns * sizes.kv.row_bytes(shape.head_dim) + _DECODED * min(CHUNK_ELEMENTS, keys)
         # How many columns each row sees, and which it does not.
         limited = shape.noise_masked or shape.block_causal
-        hidden = -(-groups // shape.kv_heads) * some * (_INDEX + context) if limited else 0
+        limits = 2 if shape.windows else int(limited)  # where they end, and where they begin
+        hidden = -(-groups // shape.kv_heads) * some * (_INDEX + context) * limits
         most = max(most, held + hidden)
     return most

@@ -13,7 +13,7 @@ class ForwardWork:
 
     Attributes:
         weight_bytes: read once: all weights, without an embedding that is only looked up in.
-        kv_bytes: keys and values of every position, read once.
+        kv_bytes: keys and values of every position, in layers with a window of so many, read once.
         flops: multiplications and additions of its matrix products, attention among them; where final tokens see each
             other alone (`ModelShape.noise_masked`), a little more than it takes.
         attention_flops: those of attention.
@@ -50,9 +50,10 @@ class RowFlops(NamedTuple):
 
     @classmethod
     def of(cls, shape: ModelShape, context: int) -> "RowFlops":
-        """Those of a row that attends to `context` columns."""
+        """Those of a row that attends to `context` columns, or to those in its window; on average over layers."""
         heads_width = shape.heads * shape.head_dim
-        attention = 4 * (context + shape.sink_tokens) * heads_width
+        seen = shape.columns_read(context) / shape.layers
+        attention = round(4 * (seen + shape.sink_tokens) * heads_width)
         return cls(
             write=4 * shape.width * shape.kv_width,
             attend=4 * shape.width * heads_width + attention,
@@ -94,7 +95,7 @@ def forward_work(
         + outputs * 2 * shape.width * shape.vocab_size
     )
     weights = shape.parameters * dtype_bytes
-    kept = 2 * shape.layers * batch * context * shape.kv_width * dtype_bytes
+    kept = 2 * shape.columns_read(context) * batch * shape.kv_width * dtype_bytes
     table = (shape.vocab_size, shape.width)
     untied = list(shape.weight_shapes.values()).count(table) > 1
     looked_up = shape.vocab_size * shape.width * dtype_bytes if untied else 0

@@ -20,17 +20,19 @@ class Seen:
     Attributes:
         rows: by their place among those that were asked about.
         stop: behind the last column that any of them sees.
+        start: the first that any of them sees.
         by_row: whether some see less.
     """
 
     rows: slice
     stop: int
+    start: int = 0
     by_row: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """The columns that rows of one canvas see, which always are the first ones.
+    """The columns that rows of one canvas see: the first ones, in a layer with a window the last of those.
 
     Attributes:
         shape: of the model.
@@ -47,17 +49,17 @@ class Sight:
     positions: Int[Tensor, "batch length"] | None = None
     first: int = 0
 
-    def of_span(self, start: int, stop: int, clean: int) -> list[Seen]:
-        """What the rows from column `start` to `stop` see, in order."""
+    def of_span(self, start: int, stop: int, clean: int, window: int | None = None) -> list[Seen]:
+        """What the rows from column `start` to `stop` see, in order, in a layer with so wide a window."""
         every, cut = slice(0, stop - start), min(max(clean - start, 0), stop - start)
         apart = self.shape.noise_masked or self.shape.sight == "context"
         final, others = slice(0, cut), slice(cut, stop - start) if apart else every
         if self.positions is not None and self.shape.block_causal:
             return [Seen(every, self.length, by_row=True)]
         if self.shape.block_causal:
-            front = Seen(final, start + cut, by_row=True)
-            end = self._block_end(stop - 1)
-            behind = Seen(others, end, by_row=self._block_end(start + others.start) < end)
+            first, end = start + others.start, self._block_end(stop - 1)
+            front = Seen(final, start + cut, _since(start, window), by_row=True)
+            behind = Seen(others, end, _since(self._block_begin(first), window), by_row=self._block_end(first) < end)
         else:
             front, behind = Seen(final, clean), Seen(others, self.length)
         parts = [front, behind] if apart else [behind]
@@ -68,11 +70,32 @@ class Sight:
         shape = self.shape
         if not (shape.block_causal or (shape.noise_masked and (isinstance(clean, Tensor) or clean))):
             return None
-        border = clean[: len(columns), None] if isinstance(clean, Tensor) else columns.new_full((1, 1), clean)
+        border = _border(columns, clean)
         if not shape.block_causal:
             return border.where(columns < border, self.length)
         ends = self._block_ends(columns)
         return (columns + 1).where(columns < border, ends) if shape.sight == "context" else ends
+
+    def since(
+        self, columns: Int[Tensor, "batch rows"], clean: Clean, window: int | None
+    ) -> Int[Tensor, "batch rows"] | None:
+        """The first column that each of these rows sees in a layer with so wide a window; None: the first of all. Rows
+        that see their block to its end all begin with the same column, as those of a canvas of DiffusionGemma do."""
+        if window is None:
+            return None
+        assert self.block_length is not None, "blocks have a length"
+        at = columns if self.positions is None else self.positions[: len(columns)].gather(1, columns)
+        begins = at - (at - self.first) % self.block_length
+        if self.shape.sight == "context":
+            begins = at.where(columns < _border(columns, clean), begins)
+        since = begins - window + 1
+        return since if self.positions is None else torch.searchsorted(self.positions[: len(columns)], since)
+
+    def limits(
+        self, columns: Int[Tensor, "batch rows"], clean: Clean, window: int | None
+    ) -> tuple[Int[Tensor, "batch rows"] | None, Int[Tensor, "batch rows"] | None]:
+        """Both: where what each of these rows sees ends, and where it begins."""
+        return self.visible(columns, clean), self.since(columns, clean, window)
 
     def last_block(self) -> Clean:
         """How many columns stand in front of the last block that has any; 0 where rows see the whole canvas."""
@@ -92,6 +115,10 @@ class Sight:
         # The first column of the next block is as many columns in.
         return torch.searchsorted(positions, ends)
 
+    def _block_begin(self, column: int) -> int:
+        assert self.block_length is not None, "blocks have a length"
+        return column + self._left(column) - self.block_length
+
     def _block_end(self, column: int) -> int:
         return min(column + self._left(column), self.length)
 
@@ -99,3 +126,12 @@ class Sight:
         """Columns from `column` to its block's end."""
         assert self.block_length is not None, "blocks have a length"
         return self.block_length - (column - self.first) % self.block_length
+
+
+def _border(columns: Int[Tensor, "batch rows"], clean: Clean) -> Int[Tensor, "#batch 1"]:
+    """`clean`, beside each row of `columns`."""
+    return clean[: len(columns), None] if isinstance(clean, Tensor) else columns.new_full((1, 1), clean)
+
+
+def _since(column: int, window: int | None) -> int:
+    return 0 if window is None else max(0, column - window + 1)

@@ -1,5 +1,6 @@
 """Attention of some rows' queries over every key in a layer's store."""
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -20,6 +21,7 @@ def attend(
     key_mask: Bool[Tensor, "batch 1 1 length"] | None = None,
     visible: Int[Tensor, "batch #rows"] | None = None,
     first: Int[Tensor, " batch"] | None = None,
+    since: Int[Tensor, "batch #rows"] | None = None,
     *,
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
@@ -32,12 +34,16 @@ def attend(
         key_mask: False at keys that no row may read.
         visible, soft_cap, sink_keys, sink_values: as for `block_attention`.
         first: where `key_mask` is False in front of these columns alone: they say the same without a mask.
+        since: the first column that each row may read, whatever the mask says; None: 0.
     """
     attention = for_device(block_attention, queries.device)
-    plain = soft_cap is None and sink_keys is None and visible is None
+    plain = soft_cap is None and sink_keys is None and visible is None and since is None
     by_torch = plain and (attention is block_attention or queries.shape[2] > MOST_ROWS)
     if by_torch and isinstance(keys, Tensor) and isinstance(values, Tensor):
         return _by_torch(queries, keys, values, key_mask)
+    begin = since if first is None else first[:, None]
+    if begin is not None and since is not None:
+        begin = torch.maximum(begin, since)
     mixed, _ = attention(
         queries,
         keys,
@@ -46,7 +52,7 @@ def attend(
         sink_keys=sink_keys,
         sink_values=sink_values,
         key_mask=None if key_mask is None or first is not None else key_mask[:, 0, 0],
-        first=first,
+        first=begin,
         visible=visible,
     )
     return mixed.transpose(1, 2).flatten(2)

@@ -159,6 +159,7 @@ class DiffusionModel(nn.Module):
         key_mask: Bool[Tensor, "batch 1 1 length"] | None,
         visible: Int[Tensor, "batch rows"] | None = None,
         first: Int[Tensor, " batch"] | None = None,
+        since: Int[Tensor, "batch rows"] | None = None,
     ) -> Float[Tensor, "batch rows heads_width"]:
         """Attention of the rows over the keys of the layer. Families with a soft cap, sink tokens or final tokens that
         see no others override it.
@@ -168,8 +169,9 @@ class DiffusionModel(nn.Module):
             visible: keys, from the first on, that each row may read; None: all. Never given to a family whose rows see
                 the whole canvas.
             first: where `key_mask` is False in front of these keys alone.
+            since: the first key that each row may read; None: the first of all. Given in layers with a window alone.
         """
-        return attend(queries, keys, values, key_mask, visible, first)
+        return attend(queries, keys, values, key_mask, visible, first, since)
 
     def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:
         """Keys, not rotated, that every row of `layer` attends to beside those of the canvas; None: there are none."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tiered.models.shape import BYTES_PER_ELEMENT, MOST_SIZE
+from tiered.models.shape import BYTES_PER_ELEMENT, MOST_LAYERS, MOST_SIZE
 
 # float32's range: what norms and rotations are computed in, whatever the model's dtype.
 _LEAST, _MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
@@ -26,6 +26,9 @@ _SWITCHES: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "use_sliding_window": (False,),
     }
 )
+
+# Kinds of layers by their usual names, and from which on they have windows where config.json does not say, as in Qwen3.
+_FULL, _SLIDING, _MAX_WINDOW_LAYERS = "full_attention", "sliding_attention", 28
 
 
 def value_of(config: Mapping[str, object], key: str, default: object) -> object:
@@ -57,18 +60,31 @@ def length_or_none(config: Mapping[str, object], key: str) -> int | None:
     return None if config.get(key) is None else positive(config, key)
 
 
-def without_window(config: Mapping[str, object]) -> dict[str, object]:
-    """`config` without the width of a window that it leaves unused, as Qwen's do: `use_sliding_window` is off.
+def windows_of(config: Mapping[str, object], *, used: bool) -> tuple[tuple[int | None, ...], dict[str, object]]:
+    """The width of each layer's window (`ModelShape.windows`), and `config` without the keys that say it.
+
+    `sliding_window` is the width in the layers that `layer_types` names, without it in those from `max_window_layers`
+    on, as transformers reads Qwen3's. `used`: whether a width that stands there counts.
 
     Raises:
-        ValueError: a width that is none, or layers (`layer_types`) with a window.
+        ValueError: a width that is none, layers of other kinds or another number of them, or a kind without its width.
     """
-    length_or_none(config, "sliding_window")
-    kinds = value_of(config, "layer_types", [])
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise ValueError(f"config.json: layer_types = {kinds!r}; 'full_attention' in every layer is allowed")
-    used = switch(config, "use_sliding_window")
-    return {**config, "sliding_window": config.get("sliding_window") if used else None}
+    layers, width = positive(config, "num_hidden_layers", most=MOST_LAYERS), length_or_none(config, "sliding_window")
+    width = width if used else None
+    first = value_of(config, "max_window_layers", _MAX_WINDOW_LAYERS)
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise ValueError(f"config.json: max_window_layers = {first!r}; an integer from 0 on is allowed")
+    kinds = value_of(config, "layer_types", [_SLIDING if width and n >= first else _FULL for n in range(layers)])
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_FULL, _SLIDING) for kind in kinds):
+        raise ValueError(
+            f"config.json: layer_types = {kinds!r}; {_FULL!r} or {_SLIDING!r} for each of {layers} layers is allowed"
+        )
+    if width is None and used and config.get("use_sliding_window"):
+        raise ValueError("config.json: use_sliding_window = True, but there is no sliding_window: its width is needed")
+    if width is None and _SLIDING in kinds:
+        raise ValueError(f"config.json: layer_types has {_SLIDING!r}, but no sliding_window is in use")
+    windows = tuple(width if kind == _SLIDING else None for kind in kinds) if _SLIDING in kinds else ()
+    return windows, {**config, "sliding_window": None, "use_sliding_window": None}
 
 
 def checkpoint_dtype(config: Mapping[str, object]) -> str:

@@ -176,10 +176,11 @@ class Gidd(DiffusionModel):
         key_mask: Bool[Tensor, "batch 1 1 length"] | None,
         visible: Int[Tensor, "batch rows"] | None = None,
         first: Int[Tensor, " batch"] | None = None,
+        since: Int[Tensor, "batch rows"] | None = None,
     ) -> Float[Tensor, "batch rows heads_width"]:
         sink_keys, sink_values = self.sinks(layer)
         return attend(
-            queries, keys, values, key_mask, visible, first,
+            queries, keys, values, key_mask, visible, first, since,
             soft_cap=self.shape.soft_cap, sink_keys=sink_keys, sink_values=sink_values,
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ code, of which no copy was at hand.
 from collections.abc import Mapping
 
 from tiered.models.base import DiffusionModel
-from tiered.models.config_fields import length_or_none, value_of, without_window
+from tiered.models.config_fields import length_or_none, value_of, windows_of
 from tiered.models.layout import NAMES, Layout, ModelConfig
 
 _LAYOUT = Layout(
@@ -38,13 +38,13 @@ def read_nemotron_config(config: Mapping[str, object]) -> ModelConfig:
     """`config.json` as the Nemotron-Labs forward reads it.
 
     Raises:
-        ValueError: as `Layout.read`; also a block length or a window that is none, or a window.
+        ValueError: as `Layout.read`; also a block length that is none; as `windows_of`.
     """
-    windowed = config.get("sliding_window") is not None
+    windows, given = windows_of({**config, "max_window_layers": 0}, used=True)
     # Where no token is named for padding, the end is: what stands there is never looked at.
     pad = value_of(config, "pad_token_id", value_of(config, "eos_token_id", _LAYOUT.tokens[1]))
-    given = without_window({**config, "pad_token_id": pad, "use_sliding_window": windowed})
-    return ModelConfig(**_LAYOUT.read(given, sight="context", block_length=length_or_none(config, "block_size")))
+    given["pad_token_id"], length = pad, length_or_none(config, "block_size")
+    return ModelConfig(**_LAYOUT.read(given, sight="context", block_length=length, windows=windows))
 
 
 class Nemotron(DiffusionModel):

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tiered.models.base import DenseBlock, DiffusionModel
-from tiered.models.config_fields import length_or_none, value_of, without_window
+from tiered.models.config_fields import length_or_none, switch, value_of, windows_of
 from tiered.models.layout import NAMES, Layout, ModelConfig
 from tiered.models.rope import Rotary
 
@@ -33,16 +33,18 @@ def read_sdar_config(config: Mapping[str, object]) -> ModelConfig:
     """`config.json` as the SDAR forward reads it.
 
     Raises:
-        ValueError: as `Layout.read`; also a block length or a window that is none.
+        ValueError: as `Layout.read`; also a block length that is none; as `windows_of`.
     """
+    windows, given = windows_of(config, used=switch(config, "use_sliding_window"))
     # Where no token is named for padding, the end is: what stands there is never looked at.
     pad = value_of(config, "pad_token_id", value_of(config, "eos_token_id", _LAYOUT.tokens[1]))
     return ModelConfig(
         **_LAYOUT.read(
-            without_window({**config, "pad_token_id": pad}),
+            {**given, "pad_token_id": pad},
             more={"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)},
             sight="blocks",
             cuts_answers=False,
+            windows=windows,
             block_length=length_or_none(config, "block_size"),
         )
     )

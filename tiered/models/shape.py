@@ -37,6 +37,8 @@ class ModelShape:
         cuts_answers: where rows see blocks: whether an answer has the length that was asked for; else it ends with its
             last block.
         block_length: of blocks, where the checkpoint was made for one length; None: a call says it.
+        windows: of each layer, w where rows see no further than the w - 1 columns in front of themselves; rows that see
+            all of their block, in front of that. None: a layer without. Empty: no layer has a window.
         noise_masked: whether final tokens attend to final tokens alone (GIDD), where `sight` is the canvas.
         prediction_shift: 1 where row p predicts position p + 1 (Dream), else 0.
         soft_cap: c where attention scores s become c · tanh(s / c); None where they stay as they are.
@@ -61,6 +63,7 @@ class ModelShape:
     sight: Sight = "canvas"
     block_length: int | None = None
     cuts_answers: bool = True
+    windows: tuple[int | None, ...] = ()
     noise_masked: bool = False
     prediction_shift: int = 0
     soft_cap: float | None = None
@@ -82,6 +85,14 @@ class ModelShape:
     def block_causal(self) -> bool:
         """Whether keys and values of finished blocks never change again."""
         return self.sight in BLOCK_CAUSAL
+
+    def window(self, layer: int) -> int | None:
+        """That of `layer`; None: it has none."""
+        return self.windows[layer] if self.windows else None
+
+    def columns_read(self, context: int) -> int:
+        """Of `context` columns those that a row sees in front of itself at most, over all layers."""
+        return sum(min(context, self.window(layer) or context) for layer in range(self.layers))
 
     @property
     def kv_width(self) -> int:

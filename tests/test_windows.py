@@ -1,0 +1,216 @@
+"""Layers with a sliding window: what rows see, against its definition and transformers' models with masks of their own;
+and the exact cache beside the uncached model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.ministral3 import Ministral3Config, Ministral3ForCausalLM
+from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+
+from tiered.forward.sight import Sight
+from tiered.kernels.row_code import RowCode
+from tiered.models.base import DiffusionModel
+from tiered.models.families import family_of
+from tiered.policies.registry import make_policy
+from tiered.runtime import Runtime
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 48,
+    "vocab_size": 160,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 7,
+}
+ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+TOKENS = {"mask_token_id": 159, "eos_token_id": 2, "block_size": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    # A window in the middle layer alone.
+    "blocks": {
+        **SIZES,
+        **TOKENS,
+        "model_type": "sdar",
+        "use_sliding_window": True,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "context": {**SIZES, **TOKENS, "model_type": "nemotron_labs_diffusion", "rope_parameters": ROPE},
+}
+WINDOWS = {"blocks": (None, 7, None), "context": (7, 7, 7)}
+
+
+def sees(sight: str, row: int, column: int, *, block: int, clean: int, window: int | None, first: int = 0) -> bool:
+    """The definition, of positions."""
+    begin = row - (row - first) % block
+    if sight == "context" and row < clean:
+        begin, end = row, row + 1
+    else:
+        end = begin + block
+    return column < end and (window is None or column > begin - window)
+
+
+def seen(sight: str, length: int, **sizes: Any) -> Tensor:
+    """[rows, columns]."""
+    return torch.tensor([[sees(sight, row, column, **sizes) for column in range(length)] for row in range(length)])
+
+
+@pytest.fixture(scope="module")
+def runtimes(random_model: Callable[..., DiffusionModel]) -> dict[str, Runtime]:
+    return {
+        sight: Runtime(random_model(config), policy=make_policy("auto"), name="small")
+        for sight, config in CONFIGS.items()
+    }
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("window", [None, 1, 4, 6, 50])
+@pytest.mark.parametrize("sight", WINDOWS)
+def test_what_rows_see(runtimes: dict[str, Runtime], sight: str, window: int | None, first: int):
+    # A canvas that ends within a block, spans that begin and end within blocks, and rows that are apart.
+    length, block, shape = 21, 4, runtimes[sight].model.shape
+    of_columns = Sight(shape, length, block, first=first)
+    for clean in (0, 6, 12, length):
+        expected = seen(sight, length, block=block, clean=clean, window=window, first=first)
+        columns = torch.arange(length)[None]
+        for start, stop in ((0, length), (4, 8), (5, 15), (19, 21)):
+            found = torch.zeros(length, length, dtype=torch.bool)
+            for part in of_columns.of_span(start, stop, clean, window):
+                rows = columns[:, start:stop][:, part.rows]
+                found[rows[0], part.start : part.stop] = True
+                if part.by_row:
+                    found[rows[0]] &= between(of_columns, rows, clean, window, length)[0]
+            assert torch.equal(found[start:stop], expected[start:stop])
+        assert torch.equal(between(of_columns, columns, clean, window, length)[0], expected)
+
+
+def between(sight: Sight, rows: Tensor, clean: int | Tensor, window: int | None, length: int) -> Tensor:
+    """[batch, rows, columns] by the limits of each row."""
+    (visible, since), column = sight.limits(rows, clean, window), torch.arange(length)
+    assert visible is not None
+    found = column < visible[..., None]
+    return found if since is None else found & (column >= since[..., None])
+
+
+@pytest.mark.parametrize("sight", WINDOWS)
+def test_windows_count_from_each_sequence_s_first_token(runtimes: dict[str, Runtime], sight: str):
+    pads, length = (5, 0), 21
+    positions = torch.stack([(torch.arange(length) - pad).clamp(min=0) for pad in pads])
+    of_positions = Sight(runtimes[sight].model.shape, length, 4, positions)
+    columns, clean = torch.arange(length).repeat(2, 1), torch.tensor([11, 6])
+    found = between(of_positions, columns, clean, 6, length)
+    for sequence, pad in enumerate(pads):
+        own = length - pad
+        expected = seen(sight, own, block=4, clean=int(clean[sequence]) - pad, window=6)
+        assert torch.equal(found[sequence, pad:, pad:], expected)
+
+
+def official(sight: str, random_weights: Callable[..., dict[str, Tensor]]) -> Any:
+    """transformers' model of the same weights."""
+    config: dict[str, Any] = {key: CONFIGS[sight][key] for key in SIZES} | {"attn_implementation": "eager"}
+    if sight == "blocks":
+        config |= {key: CONFIGS[sight][key] for key in ("use_sliding_window", "layer_types")}
+        model: Any = Qwen3ForCausalLM(Qwen3Config(**config)).eval()
+    else:
+        config["rope_parameters"] = ROPE
+        model = Ministral3ForCausalLM(Ministral3Config(**config)).eval()
+    names = {"encoder.": "model.", "diffusion_head": "lm_head"}
+    weights = {}
+    for name, weight in random_weights(CONFIGS[sight]).items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs) if sight == "context" else name
+        weights[name] = weight
+    model.load_state_dict(weights)
+    return model
+
+
+@pytest.mark.parametrize("length", [3, 21, 40])
+@pytest.mark.parametrize("sight", WINDOWS)
+def test_logits_of_transformers_model(
+    runtimes: dict[str, Runtime], random_weights: Callable[..., dict[str, Tensor]], sight: str, length: int
+):
+    runtime, model = runtimes[sight], official(sight, random_weights)
+    assert runtime.model.shape.windows == WINDOWS[sight]
+    ids = torch.randint(0, 99, (1, length), generator=torch.Generator().manual_seed(3))
+    clean = (length - 1) // 4 * 4
+    masks = {
+        kind: torch.zeros(1, 1, length, length).masked_fill(
+            ~seen(sight, length, block=4, clean=clean, window=window), -torch.inf
+        )
+        for kind, window in (("full_attention", None), ("sliding_attention", 7))
+    }
+    with torch.no_grad():
+        given: Any = masks if sight == "blocks" else masks["sliding_attention"]
+        expected = model(input_ids=ids, attention_mask=given, use_cache=False).logits
+    torch.testing.assert_close(runtime.logits(ids), expected, atol=1e-4, rtol=1e-4)
+    padded, mask = (torch.nn.functional.pad(each, (5, 3)) for each in (ids, torch.ones_like(ids)))
+    torch.testing.assert_close(runtime.logits(padded, mask)[:, 5:-3], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "kv"), [(4, None), (12, None), (512, None), (512, RowCode.FP8)])
+@pytest.mark.parametrize("sight", WINDOWS)
+def test_the_exact_cache_changes_no_token(
+    random_model: Callable[..., DiffusionModel], sight: str, rows: int, kv: RowCode | None
+):
+    runtime = Runtime(random_model(CONFIGS[sight]), policy=make_policy("none"), name="small", kv=kv)
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(0, 99, (length,), generator=generator) for length in (29, 9, 18, 4)]
+    ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=5, padding_side="left")
+    ones = [torch.ones_like(prompt) for prompt in prompts]
+    mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_side="left")
+    call: dict[str, Any] = {"max_new_tokens": 14, "stop_at_eos": False}
+    plain = runtime.generate(ids, attention_mask=mask, **call)
+    cached = runtime.with_policy("block_causal", prefill_rows=rows)
+    assert torch.equal(cached.generate(ids, attention_mask=mask, **call).sequences, plain.sequences)
+    for number, prompt in enumerate(prompts):
+        alone = cached.generate(prompt[None], **call).sequences[0, len(prompt) :]
+        assert torch.equal(alone, plain.sequences[number, ids.shape[1] :][: len(alone)])
+
+
+def test_a_layer_with_a_window_works_less():
+    shape = family_of(CONFIGS["blocks"]).read(CONFIGS["blocks"]).shape
+    assert shape.columns_read(100) == 100 + 7 + 100 and shape.columns_read(5) == 15
+
+
+@pytest.mark.parametrize(
+    ("sight", "changes", "message"),
+    [
+        ("blocks", {"use_sliding_window": False}, "has 'sliding_attention', but no sliding_window is in use"),
+        ("blocks", {"use_sliding_window": 1}, "use_sliding_window = 1; true or false"),
+        ("blocks", {"layer_types": ["full_attention"] * 2}, "layer_types = .* each of 3 layers"),
+        ("blocks", {"layer_types": ["chunked_attention"] * 3}, "layer_types = .*chunked_attention"),
+        ("blocks", {"max_window_layers": -1}, "max_window_layers = -1"),
+        ("context", {"layer_types": "sliding_attention"}, "layer_types = 'sliding_attention'"),
+    ],
+)
+def test_a_bad_window_is_named(sight: str, changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        family_of(CONFIGS[sight]).read({**CONFIGS[sight], **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"use_sliding_window": False, "layer_types": None}, ()),
+        ({"layer_types": None}, ()),  # from layer 28 on
+        ({"layer_types": None, "max_window_layers": 1}, (None, 7, 7)),
+        ({"layer_types": ["full_attention"] * 3}, ()),
+    ],
+)
+def test_which_layers_have_windows(changes: dict[str, Any], windows: tuple[int | None, ...]):
+    assert family_of(CONFIGS["blocks"]).read({**CONFIGS["blocks"], **changes}).shape.windows == windows
