@@ -34,8 +34,8 @@ class ModelShape:
         sight: what a row sees. "canvas": every row; "blocks": its block and all in front of it; "context": itself and
             all in front of it, and where it is not final yet all of its block. Blocks count from each sequence's first
             token.
-        cuts_answers: where rows see blocks: whether an answer has the length that was asked for; else it ends with its
-            last block.
+        cuts_answers: where rows see blocks: whether an answer has the length that was asked for, and is over with an
+            end token; else it is over with a block.
         block_length: of blocks, where the checkpoint was made for one length; None: a call says it.
         windows: of each layer, w where rows see no further than the w - 1 columns in front of themselves; rows that see
             all of their block, in front of that. None: a layer without. Empty: no layer has a window.
