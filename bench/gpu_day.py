@@ -39,7 +39,7 @@ from measuring.runner import STOPPED, Ended, run_group
 from measuring.study import points_of
 from rich.console import Console
 from studies import gpu_day as study
-from studies.gpu_day import PARTS
+from studies.gpu_day import APART, PARTS
 
 from tiered.core.checks import unknown_name
 from tiered.core.provenance import ROOT, provenance
@@ -209,7 +209,8 @@ def _checked(args: argparse.Namespace) -> list[str]:
     ):
         if wrong:
             raise ValueError(f"{what}; {allowed} is allowed")
-    asked = list(PARTS) if args.parts is None else [name.strip() for name in args.parts.split(",")]
+    day = [name for name in PARTS if name not in APART]
+    asked = day if args.parts is None else [name.strip() for name in args.parts.split(",")]
     if unknown := [name for name in asked if name not in PARTS]:
         raise unknown_name("part", unknown[0], PARTS)
     return [name for name in PARTS if name in asked or name == "machine"]

@@ -20,6 +20,8 @@ from tiered.forward.forward import Forward
 from tiered.kernels import choice
 from tiered.kernels.host_values import on_device
 from tiered.offload.codecs import CODECS, Codec
+from tiered.policies.base import StepKind
+from tiered.policies.registry import make_policy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not in its interpreter")
 TOKENS = {"vocab_size": 128, "mask_token_id": 127, "eos_token_id": 126, "pad_token_id": 125, "torch_dtype": "bfloat16"}
@@ -140,6 +142,14 @@ def test_kernels_answer_as_their_references(family: str, rows: Rows, random_mode
     with counting():
         found = answer()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["fast_dllm_dual", "dkv_pd"])
+def test_a_plan_knows_what_is_launched_outside_of_layers(policy: str):
+    rows = [row for row in count(policy, {}) if "op" not in row]
+    assert {row["kind"] for row in rows} == {"refresh", "step"}
+    for row in rows:
+        assert make_policy(policy).launches_outside(StepKind(row["kind"])) == pytest.approx(row["outside"], abs=1)
 
 
 # Launches of a layer and reads in all layers of a forward, at most: these numbers only fall. Which clusters drift most,

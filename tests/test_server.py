@@ -28,7 +28,9 @@ from tiered.core.features import Account, Tier
 from tiered.embedded.tasks import sample
 from tiered.evaluation.embedded_tasks import write_tasks
 from tiered.runtime import Runtime
+from tiered.serving.metrics import registry_of
 from tiered.serving.openai_fields import Limits
+from tiered.serving.scheduler import Scheduler
 
 PROMPTS = ["sort: Nora Ben Ivan Cleo", "reverse: Max Ada Zoe", "copy: Tara Uma Vera Will Xena"]
 TOKENS = 64
@@ -160,6 +162,18 @@ def test_metrics_and_health(served: Served, client: openai.OpenAI):
     assert found["tiered_tokens_per_forward"] == pytest.approx(counts.tokens / counts.taken)
     assert found['tiered_tier_bytes{tier="device"}'] > 0 and found["tiered_requests_running"] == 0
     assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+
+
+def test_bytes_of_streamed_weights_are_among_those_that_moved():
+    memory = MemoryBudget(device="6MiB")
+    with tiered.from_pretrained("embedded", policy="none", weights="raw", memory=memory) as runtime:
+        scheduler = Scheduler(runtime)
+        scheduler.submit(runtime.ask(chat(PROMPTS[0]), max_new_tokens=TOKENS))
+        scheduler.run()
+        told = registry_of(scheduler).get_sample_value(
+            "tiered_moved_bytes_total", {"source": "host", "destination": "device"}
+        )
+        assert told == runtime.ledger.moved[Tier.HOST, Tier.DEVICE] > 0
 
 
 @pytest.mark.parametrize(

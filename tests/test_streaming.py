@@ -123,6 +123,14 @@ def test_text_iterator_streamer(embedded: Runtime):
     assert out.text is not None and "".join(streamer).strip() == out.text[0]
 
 
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"block_length": 5}])
+def test_whoever_reads_a_call_that_fails_waits_for_nothing(embedded: Runtime, wrong: dict[str, Any]):
+    streamer = TextIteratorStreamer(embedded.tokenizer, timeout=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"steps|block_length"):
+        embedded.generate(CHAT, streamer=streamer, **wrong)
+    assert not "".join(streamer)
+
+
 def test_a_streamer_of_one_sequence_refuses_a_batch(embedded: Runtime):
     streamer = TextStreamer(embedded.tokenizer)  # type: ignore[arg-type]
     held = embedded.ledger.held(Tier.DEVICE)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar
 
 import pytest
@@ -241,26 +242,29 @@ class TestPlan:
 @pytest.mark.long
 def test_the_times_of_a_plan_stand_to_each_other_as_those_of_calls(tmp_path: Path):
     """Ten calls; each over the first, planned over measured, within a factor of 1.5."""
-    rates, threads = tmp_path / "rates.json", torch.get_num_threads()
+    threads, models = torch.get_num_threads(), {prompt: random_model(256, 4, prompt + 64) for prompt in (512, 1024)}
     torch.set_num_threads(1)
-    assert main(["rates", "--device", "cpu", "--out", str(rates)]) == 0
     calls = [
         (policy, prompt, tokens)
         for policy in ("none", "fast_dllm_dual", "dkv_pd")
         for prompt, tokens in ((512, 4), (1024, 1), (1024, 8))
     ]
     calls.append(("fast_dllm_prefix", 512, 4))
-    ratios = []
-    for policy, prompt, tokens in calls:
-        runtime = Runtime(random_model(256, 4, prompt + 64), policy=make_policy(policy), name="random")
-        ids = torch.randint(0, 100, (1, prompt), generator=torch.Generator().manual_seed(0))
-        asked = {"max_new_tokens": 64, "block_length": 32, "steps": 64 // tokens, "stop_at_eos": False}
-        measured = min(runtime.generate(ids, **asked).timings.total for _ in range(3))
-        sizes = CallSizes(
-            shape=runtime.model.shape, batch=1, context=prompt + 64, block_length=32, dtype="float32", answer=64
-        )
-        needed = Workload(runtime.policy, sizes).needed()
-        planned = call_time(runtime.policy, sizes, needed, rates_of(rates), tokens_per_forward=tokens).seconds
-        ratios.append(planned / measured)
+    ratios: dict[tuple[str, int, int], list[float]] = {call: [] for call in calls}
+    for number in range(3):  # each with rates of its own: what else the machine does slows down calls and rates alike
+        rates = tmp_path / f"rates-{number}.json"
+        assert main(["rates", "--device", "cpu", "--out", str(rates)]) == 0
+        for policy, prompt, tokens in calls:
+            runtime = Runtime(models[prompt], policy=make_policy(policy), name="random")
+            ids = torch.randint(0, 100, (1, prompt), generator=torch.Generator().manual_seed(0))
+            asked = {"max_new_tokens": 64, "block_length": 32, "steps": 64 // tokens, "stop_at_eos": False}
+            measured = runtime.generate(ids, **asked).timings.total
+            sizes = CallSizes(
+                shape=runtime.model.shape, batch=1, context=prompt + 64, block_length=32, dtype="float32", answer=64
+            )
+            needed = Workload(runtime.policy, sizes).needed()
+            planned = call_time(runtime.policy, sizes, needed, rates_of(rates), tokens_per_forward=tokens).seconds
+            ratios[policy, prompt, tokens].append(planned / measured)
     torch.set_num_threads(threads)
-    assert max(ratios) <= 1.5 * min(ratios), [*zip(calls, ratios, strict=True)]
+    middle = {call: median(of) for call, of in ratios.items()}
+    assert max(middle.values()) <= 1.5 * min(middle.values()), ratios

@@ -19,7 +19,7 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.rows import Rows
 from tiered.decoding.loop import Denoiser
-from tiered.decoding.observers import Inspector, Streamer, check_streamer
+from tiered.decoding.observers import Inspector, Streamer, check_streamer, ending
 from tiered.decoding.publishing import Denoised
 from tiered.denoising import denoiser
 from tiered.forward.forward import Flow
@@ -153,18 +153,16 @@ class Runtime:
         """
         check_inspector(inspector)
         check_streamer(streamer)
-        asked = self.ask(
-            inputs, generation_config=generation_config, attention_mask=attention_mask, raw=raw, prior=prior, **options
-        )
-        for warning in self.warnings(asked):
-            warnings.warn(warning, stacklevel=3)  # the caller's line, behind `no_grad`
-        self.ledger.restart_peaks()
-        restart_allocator_peak(self.device)
-        with self.begin(asked, streamer=streamer, inspector=inspector) as (denoiser, tiers):
-            denoised = denoiser.run()
-            moved = None if tiers is None else tiers.ended()
-        if streamer is not None:
-            streamer.end()
+        given: dict[str, Any] = {"generation_config": generation_config, "attention_mask": attention_mask}
+        with ending(streamer):
+            asked = self.ask(inputs, raw=raw, prior=prior, **given, **options)
+            for warning in self.warnings(asked):
+                warnings.warn(warning, stacklevel=3)  # the caller's line, behind `no_grad`
+            self.ledger.restart_peaks()
+            restart_allocator_peak(self.device)
+            with self.begin(asked, streamer=streamer, inspector=inspector) as (denoiser, tiers):
+                denoised = denoiser.run()
+                moved = None if tiers is None else tiers.ended()
         return self.output(asked, denoised, moved)
 
     def ask(

@@ -38,11 +38,16 @@ def random_llada(setting: Setting) -> LLaDA:
     draws = torch.Generator(setting.on).manual_seed(setting.seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # of a norm
-                parameter.fill_(1.0)
-            else:
-                parameter.normal_(std=_STD, generator=draws)
+            draw(parameter, draws)
     return model
+
+
+def draw(weight: torch.Tensor, draws: torch.Generator) -> None:
+    """Fill `weight`, which is a norm's where it has one dimension."""
+    if weight.dim() == 1:
+        weight.fill_(1.0)
+    else:
+        weight.normal_(std=_STD, generator=draws)
 
 
 @cache

@@ -194,8 +194,9 @@ def counting() -> Iterator[Counting]:
 
 def count(policy: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     """A small call of `policy` under `options`: a row for each kind of forward, {"kind", "forwards", "launches",
-    "reads"}, and one for each range in it, {"kind", "op", "launches", "reads"}. Launches are those of one layer, the
-    mean over all but the first and the last; reads those inside all layers of a forward."""
+    "outside", "reads"}, and one for each range in it, {"kind", "op", "launches", "reads"}. Launches are those of one
+    layer, the mean over all but the first and the last, and those "outside" of layers; reads those inside all layers of
+    a forward."""
     model = random_model(WIDTH, LAYERS, CONTEXT + CALL["max_new_tokens"]).to(torch.bfloat16)
     runtime = Runtime(model, policy=make_policy(policy, **OPTIONS.get(policy, {}) | options), name="random")
     prompt = torch.randint(0, VOCABULARY - 2, (1, CONTEXT), generator=torch.Generator().manual_seed(0))
@@ -204,14 +205,17 @@ def count(policy: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for kind in dict.fromkeys(found.kinds):
         forwards, launches, reads = found.kinds.count(kind), Counter[Op](), Counter[Op]()
+        outside = 0
         for (forward, layer, op, _), number in found.launches.items():
             if forward is not None and layer in range(1, LAYERS - 1) and found.kinds[forward] == kind:
                 launches[op] += number
+            elif forward is not None and layer is None and found.kinds[forward] == kind:
+                outside += number
         for (forward, layer, op, _), number in found.reads.items():
             if forward is not None and layer is not None and found.kinds[forward] == kind:
                 reads[op] += number
-        of_kind = {"launches": launches.total() / forwards / (LAYERS - 2), "reads": reads.total() / forwards}
-        rows.append({"kind": kind, "forwards": forwards} | of_kind)
+        of_kind = {"launches": launches.total() / forwards / (LAYERS - 2), "outside": outside / forwards}
+        rows.append({"kind": kind, "forwards": forwards, "reads": reads.total() / forwards} | of_kind)
         for op, number in launches.most_common():
             of_op = {"launches": number / forwards / (LAYERS - 2), "reads": reads[op] / forwards}
             rows.append({"kind": kind, "op": op.value} | of_op)

@@ -51,10 +51,10 @@ def clients(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
     with refusing():
         runtime = _runtime(settings, paths)
         calls = [_asked(runtime, settings, number) for number in range(settings["requests"])]
-    _served(runtime, calls[:2], clients=2, max_running=2)  # thread pools, and the math library's workspaces
+    served(runtime, calls[:2], clients=2, max_running=2)  # thread pools, and the math library's workspaces
     # Which comes first changes nothing but what the machine does meanwhile; each in turn would need rounds of its own.
     for way, most in ((IN_TURN, 1), (TOGETHER, settings["clients"])):
-        yield {"way": way} | _served(runtime, calls, clients=settings["clients"], max_running=most)
+        yield {"way": way} | served(runtime, calls, clients=settings["clients"], max_running=most)
 
 
 def join(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[dict[str, Any]]:
@@ -109,7 +109,7 @@ def _asked(runtime: Runtime, settings: Mapping[str, Any], number: int) -> AskedC
     return runtime.ask(asked, **call, **rule)
 
 
-def _served(runtime: Runtime, calls: list[AskedCall], *, clients: int, max_running: int) -> dict[str, Any]:
+def served(runtime: Runtime, calls: list[AskedCall], *, clients: int, max_running: int) -> dict[str, Any]:
     """Answer all calls, of which as many are asked at a time as there are clients."""
     scheduler, left, done = Scheduler(runtime, max_running=max_running), [*reversed(calls)], list[Request]()
     watches: dict[int, Watch] = {}

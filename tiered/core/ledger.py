@@ -147,6 +147,11 @@ class Ledger:
             raise ValueError(f"a transfer cannot move a negative number of bytes: {nbytes}")
         self._moved[source, destination] += nbytes
 
+    @property
+    def moved(self) -> Mapping[tuple[Tier, Tier], int]:
+        """Bytes that moved since `restart_peaks`, by source and destination; a copy."""
+        return dict(self._moved)
+
     def restart_peaks(self) -> None:
         """Forget earlier peaks and transfers: what is held now is where the next report begins."""
         self._at_peak = {tier: self._used(tier) for tier in Tier}

@@ -1,6 +1,7 @@
 """What a caller may pass to look on while a canvas is denoised: at its tokens, or into the caches."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Bool, Int
@@ -23,13 +24,24 @@ class Streamer(Protocol):
         """The prompts first, then every block once it is final, up to where the last of its sequences ends."""
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Nothing more comes, of a call that has failed as of any other."""
 
 
 def check_streamer(streamer: object) -> None:
     """Raise `TypeError` for what is neither a streamer nor None."""
     if streamer is not None and not isinstance(streamer, Streamer):
         raise TypeError(f"a streamer has the methods put and end (and may have put_draft), not {streamer!r}")
+
+
+@contextmanager
+def ending(streamer: Streamer | None) -> Iterator[None]:
+    """Tell `streamer` at the block's end that nothing more comes, also behind an error: a thread that reads from it,
+    as from transformers' `TextIteratorStreamer`, would wait for ever."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
 
 
 @runtime_checkable

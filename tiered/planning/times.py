@@ -150,7 +150,9 @@ def forward_seconds(
         "weights": parts * work.weight_bytes / rates.bytes_per_second,
         "keys and values": parts * work.kv_bytes / rates.bytes_per_second,
     }
-    launched = sizes.shape.layers * policy.launches(kind) / PLAIN_LAUNCHES
+    # Nominal rates were fitted to whole calls: in a layer's share they have what is outside layers.
+    outside = policy.launches_outside(kind) if rates.measured else 0
+    launched = (sizes.shape.layers * policy.launches(kind) + outside) / PLAIN_LAUNCHES
     paces = {
         max(reading, key=lambda name: reading[name]): sum(reading.values()),
         "products": products * (1 + rates.half_rows / at_once) + attention * (1 + rates.attention_half_rows / at_once),

@@ -27,6 +27,7 @@ from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.record_bytes import RecordBytes
 
 PLAIN_LAUNCHES = 18  # of a layer without a program
+OUTSIDE_LAUNCHES = 53  # of a forward: proposing and committing tokens, most of them
 _FLOAT32 = 4
 
 
@@ -244,3 +245,7 @@ class Policy(ABC):
         """Operations that a layer launches on CUDA in such a forward, on average over layers (`bench/measure.py update
         --part launches`)."""
         return PLAIN_LAUNCHES
+
+    def launches_outside(self, kind: StepKind) -> int:
+        """Those of such a forward outside its layers, from its proposals to its commit."""
+        return OUTSIDE_LAUNCHES

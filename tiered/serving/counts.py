@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tiered.output import GenerationOutput
-from tiered.tiers.stats import ENDS
 
 
 class Work(StrEnum):
@@ -56,8 +55,8 @@ class Counts:
         taken: forwards that requests took part in, each by itself.
         tokens: of answers that are done, without those from the end-of-sequence token on.
         clock: seconds of rounds in which there was something to do.
-        moved: bytes by tiers, of answers that are done.
-        copy_ns, exposed_ns: time of these copies, and how long compute stood still for them.
+        copy_ns, exposed_ns: time of copies of features, of answers that are done, and how long compute stood still for
+            them.
     """
 
     ended: Counter[str] = field(default_factory=Counter)
@@ -65,7 +64,6 @@ class Counts:
     taken: int = 0
     tokens: int = 0
     clock: Clock = field(default_factory=Clock)
-    moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     copy_ns: int = 0
     exposed_ns: int = 0
 
@@ -74,9 +72,7 @@ class Counts:
         self.tokens += output.timings.tokens
         if output.tiers is None:
             return
-        for lane, way in output.tiers.ways.items():
-            source, destination = ENDS[lane]
-            self.moved[source.value, destination.value] += way.nbytes
+        for way in output.tiers.ways.values():
             self.copy_ns += way.busy_ns
             self.exposed_ns += way.exposed_ns
 
@@ -87,5 +83,5 @@ class Counts:
 
     @property
     def hidden_share(self) -> float:
-        """Of the time of copies, that in which compute went on; 1.0 where nothing was copied."""
+        """Of the time of these copies, that in which compute went on; 1.0 where nothing was copied."""
         return max(0.0, 1 - self.exposed_ns / self.copy_ns) if self.copy_ns else 1.0

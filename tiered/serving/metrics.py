@@ -52,10 +52,10 @@ class SchedulerMetrics(Collector):
         moved = CounterMetricFamily(
             "tiered_moved_bytes", "Bytes copied between tiers", labels=["source", "destination"]
         )
-        for (source, destination), nbytes in [*counts.moved.items()]:
-            moved.add_metric([source, destination], nbytes)
+        for (source, destination), nbytes in ledger.moved.items():
+            moved.add_metric([source.value, destination.value], nbytes)
         yield moved
-        share = "Of the time of copies, that in which compute went on"
+        share = "Of the time that features were copied, that in which compute went on"
         yield GaugeMetricFamily("tiered_hidden_copy_share", share, counts.hidden_share)
 
 
