@@ -43,6 +43,7 @@ test: .venv/.dev
 
 test-long: .venv/.long
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m long $(ARGS)
+	$(BIN)/pytest -m alone $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -239,7 +239,7 @@ class TestPlan:
         assert seconds[0] > seconds[1] > seconds[2]
 
 
-@pytest.mark.long
+@pytest.mark.alone
 def test_the_times_of_a_plan_stand_to_each_other_as_those_of_calls(tmp_path: Path):
     """Ten calls; each over the first, planned over measured, within a factor of 1.5."""
     threads, models = torch.get_num_threads(), {prompt: random_model(256, 4, prompt + 64) for prompt in (512, 1024)}
