@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_models import SDAR, batch, prompt
 from torch import Tensor
 
 import tiered
@@ -26,30 +27,13 @@ from tiered.policies.block_causal import BlockCausal
 from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
 
-CONFIG: dict[str, Any] = {
-    "model_type": "sdar",
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "intermediate_size": 48,
-    "vocab_size": 128,
-    "max_position_embeddings": 2048,
-    "rope_theta": 1e6,
-    "mask_token_id": 127,
-    "eos_token_id": 126,
-    "pad_token_id": 125,
-}
-LENGTHS = (29, 9, 18, 4)
-
 
 @pytest.fixture(scope="module")
 def make(random_model: Callable[[Mapping[str, Any]], DiffusionModel]) -> Callable[..., Runtime]:
     def runtime(policy: str = "auto", memory: Any = None, options: Mapping[str, Any] | None = None, **config: Any):
         ledger = None if memory is None else Ledger(memory)
         made = make_policy(policy, **(options or {}))
-        return Runtime(random_model({**CONFIG, **config}), policy=made, ledger=ledger, name="small")
+        return Runtime(random_model({**SDAR, **config}), policy=made, ledger=ledger, name="small")
 
     return runtime
 
@@ -57,19 +41,6 @@ def make(random_model: Callable[[Mapping[str, Any]], DiffusionModel]) -> Callabl
 @pytest.fixture(scope="module")
 def runtime(make: Callable[..., Runtime]) -> Runtime:
     return make()
-
-
-def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 5) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 120, (length,), generator=generator) for length in lengths]
-
-
-def batch(lengths: tuple[int, ...] = LENGTHS, *, left: bool = False) -> tuple[Tensor, Tensor]:
-    rows = prompts(lengths)
-    side = "left" if left else "right"
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=3, padding_side=side)
-    ones = [torch.ones_like(row) for row in rows]
-    return ids, torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_value=0, padding_side=side)
 
 
 class Steps:
@@ -112,7 +83,7 @@ def test_the_exact_cache_gives_the_logits_of_the_uncached_model(
 
 
 def test_a_prompt_is_written_in_chunks(runtime: Runtime):
-    ids = prompts((90,))[0][None]
+    ids = prompt(90)
     call: dict[str, Any] = {"max_new_tokens": 6, "block_length": 4, "stop_at_eos": False}
     whole = runtime.generate(ids, **call)
     parts = runtime.with_policy("block_causal", prefill_rows=24).generate(ids, **call)
@@ -126,17 +97,17 @@ def test_a_prompt_is_written_in_chunks(runtime: Runtime):
 
 @pytest.mark.parametrize("policy", ["block_causal", "none"])
 def test_a_call_takes_what_was_planned(make: Callable[..., Runtime], policy: str):
-    ids, (context, answer) = prompts((700,))[0][None], (720, 24)
+    ids, (context, answer) = prompt(700), (720, 24)
     planned = tiered.plan(
-        CONFIG, context=context, max_new_tokens=answer, policy=policy, block_length=4, dtype="float32"
+        SDAR, context=context, max_new_tokens=answer, policy=policy, block_length=4, dtype="float32"
     ).tiers[Tier.DEVICE]
     out = make(policy).generate(ids[:, :696], max_new_tokens=answer, block_length=4)
     weights = planned.accounts[Account.WEIGHTS]
     assert planned.total - weights == out.memory.peak_device_bytes
     if policy == "block_causal":  # the hidden states of a chunk, not of the prompt
-        rows, width = BlockCausal().prefill_rows, CONFIG["hidden_size"]
+        rows, width = BlockCausal().prefill_rows, SDAR["hidden_size"]
         plain = tiered.plan(
-            CONFIG, context=context, max_new_tokens=answer, policy="block_causal", block_length=4, prefill_rows=720
+            SDAR, context=context, max_new_tokens=answer, policy="block_causal", block_length=4, prefill_rows=720
         ).tiers[Tier.DEVICE]
         assert plain.total - planned.total == (696 - rows) * width * 4
 
@@ -161,13 +132,13 @@ def test_answers_end_with_their_last_block(runtime: Runtime):
     # 8 + 6 → 16, 11 + 6 → 20, 13 + 6 → 20: answers of 8, 9 and 7 tokens, and padding up to the longest.
     answers = out.sequences[:, ids.shape[1] :]
     assert answers.shape[1] == 9
-    assert ((answers == 125).long().cumsum(1) == 0).sum(1).tolist() == [8, 9, 7]
+    assert (answers.flip(1) == 125).long().cumprod(1).sum(1).tolist() == [1, 0, 2]
     assert out.timings.tokens == 24
 
 
 def test_blocks_of_a_prompt_count_from_its_first_token(runtime: Runtime):
     # The prompt's last token shares its block with three of the answer.
-    ids = prompts((9,))[0][None]
+    ids = prompt(9)
     out = runtime.generate(ids, max_new_tokens=3, block_length=4, stop_at_eos=False, output_history=True)
     assert out.rows_per_forward == [8, 4, 4, 4] and out.sequences.shape[1] == 12
     moved = runtime.generate(ids[:, 1:], max_new_tokens=3, block_length=4, stop_at_eos=False)
@@ -189,7 +160,7 @@ def test_a_model_that_predicts_masks_leaves_none(make: Callable[..., Runtime]):
     runtime.model.logits = masks  # type: ignore[method-assign]
     rules: list[dict[str, Any]] = [{}, {"threshold": 0.5}, {"commit": "sequential"}, {"block_steps": 3}]
     for rule in rules:
-        out = runtime.generate(prompts((9,))[0][None], max_new_tokens=10, block_length=4, stop_at_eos=False, **rule)
+        out = runtime.generate(prompt(9), max_new_tokens=10, block_length=4, stop_at_eos=False, **rule)
         assert not (out.sequences == mask).any()
         assert out.num_forwards <= 2 + 3 + 2 + 4 + 4 + 4
 
@@ -197,7 +168,7 @@ def test_a_model_that_predicts_masks_leaves_none(make: Callable[..., Runtime]):
 @pytest.mark.parametrize(("token", "tokens"), [(126, 0), (7, 12)])
 def test_an_end_in_the_prompt_ends_no_answer(make: Callable[..., Runtime], token: int, tokens: int):
     runtime = make()
-    ids = prompts((10,))[0][None]
+    ids = prompt(10)
     ids[0, 3] = ids[0, 8] = ids[0, 9] = 126
     logits = runtime.model.logits
 
@@ -217,7 +188,7 @@ def test_an_end_in_the_prompt_ends_no_answer(make: Callable[..., Runtime], token
 
 
 def test_other_tokens_may_end_an_answer(runtime: Runtime):
-    ids = prompts((10,))[0][None]
+    ids = prompt(10)
     whole = runtime.generate(ids, max_new_tokens=14, block_length=4, stop_at_eos=False)
     answer = whole.sequences[0, 10:].tolist()
     end = answer[5]
@@ -264,13 +235,13 @@ def test_what_is_not_finite_is_named(make: Callable[..., Runtime]):
     runtime = make(options={"prefill_rows": 8}, policy="block_causal")
     runtime.model.get_parameter(runtime.model.parameter_name("model.layers.1.self_attn.v_proj.weight"))[0, 0] = math.nan
     with pytest.raises(NonFiniteError, match="layer 1"):
-        runtime.generate(prompts((30,))[0][None], max_new_tokens=8, block_length=4)
+        runtime.generate(prompt(30), max_new_tokens=8, block_length=4)
 
 
 @pytest.mark.parametrize("policy", sorted({*policies_for("canvas")} - {*policies_for("blocks")}))
 def test_policies_that_approximate_are_refused_by_name(runtime: Runtime, policy: str):
     with pytest.raises(ValueError, match=f"policy '{policy}' .*allowed: auto, none, block_causal"):
-        runtime.with_policy(policy).generate(prompts()[0][None], block_length=4)
+        runtime.with_policy(policy).generate(prompt(), block_length=4)
 
 
 def test_the_exact_cache_is_for_no_canvas():
@@ -303,24 +274,24 @@ def test_a_bad_call_is_named(
     make: Callable[..., Runtime], config: dict[str, Any], options: dict[str, Any], message: str
 ):
     with pytest.raises(ValueError, match=message):
-        make(**config).generate(prompts()[0][None], **options)
+        make(**config).generate(prompt(), **options)
 
 
 def test_steps_of_options_made_before_are_those_of_an_answer(runtime: Runtime):
     with pytest.raises(ValueError, match="steps = 64 of a whole answer; 'small' takes block_steps"):
-        runtime.generate(prompts()[0][None], generation_config=tiered.GenerationOptions(steps=64), block_length=4)
+        runtime.generate(prompt(), generation_config=tiered.GenerationOptions(steps=64), block_length=4)
 
 
 def test_the_checkpoint_s_block_length_needs_no_option(make: Callable[..., Runtime]):
-    out = make(block_size=4).generate(prompts((8,))[0][None], max_new_tokens=8, stop_at_eos=False)
+    out = make(block_size=4).generate(prompt(8), max_new_tokens=8, stop_at_eos=False)
     assert out.rows_per_forward[:2] == [8, 4]
-    assert tiered.plan({**CONFIG, "block_size": 4}, context=64).sizes.block_length == 4
+    assert tiered.plan({**SDAR, "block_size": 4}, context=64).sizes.block_length == 4
 
 
 def test_what_looks_at_whole_canvases_is_refused_by_name(runtime: Runtime):
     for inspector in (RegionInspector(), StalenessInspector()):
         with pytest.raises(ValueError, match="rows of 'sdar' see blocks"):
-            runtime.generate(prompts()[0][None], block_length=4, inspector=inspector)
+            runtime.generate(prompt(), block_length=4, inspector=inspector)
     with pytest.raises(NotImplementedError, match=r"'small' \(sdar\) sees blocks: tasks that generate"):
         Likelihood(runtime).score([1, 2], [3])
 

@@ -5,65 +5,24 @@ from typing import Any
 
 import pytest
 import torch
+from block_models import NEMOTRON, ROPE, batch, ministral3, prompt, prompts
 from torch import Tensor
-from transformers.models.ministral3 import Ministral3Config, Ministral3ForCausalLM
+from transformers.models.ministral3 import Ministral3ForCausalLM
 
 import tiered
 from tiered.models.families import family_of
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
-# Queries grow from position 8 on, and the rotation is stretched.
-ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 8,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
-CONFIG: dict[str, Any] = {
-    "model_type": "nemotron_labs_diffusion",
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "intermediate_size": 48,
-    "vocab_size": 160,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": ROPE,
-    "sliding_window": None,
-    "block_size": 4,
-    "dlm_paradigm": "bidirectional",
-    "bos_token_id": 1,
-}
-OFFICIAL = {"encoder.": "model.", "diffusion_head": "lm_head"}
-
 
 @pytest.fixture(scope="module")
 def runtime(random_model: Any) -> Runtime:
-    return Runtime(random_model(CONFIG), policy=make_policy("auto"), name="small")
+    return Runtime(random_model(NEMOTRON), policy=make_policy("auto"), name="small")
 
 
 @pytest.fixture(scope="module")
 def oracle(random_weights: Any) -> Ministral3ForCausalLM:
-    known = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-    more = ("intermediate_size", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "sliding_window")
-    given: dict[str, Any] = {key: CONFIG[key] for key in (*known, *more)} | {"attn_implementation": "eager"}
-    config = Ministral3Config(**given)
-    model = Ministral3ForCausalLM(config).eval()
-    weights = {}
-    for name, weight in random_weights(CONFIG).items():
-        for ours, theirs in OFFICIAL.items():
-            name = name.replace(ours, theirs)
-        weights[name] = weight
-    model.load_state_dict(weights)
-    return model
+    return ministral3(NEMOTRON, random_weights(NEMOTRON))
 
 
 def official(oracle: Ministral3ForCausalLM, ids: Tensor, clean: int) -> Tensor:
@@ -73,10 +32,6 @@ def official(oracle: Ministral3ForCausalLM, ids: Tensor, clean: int) -> Tensor:
     mask = torch.zeros(ids.shape[1], ids.shape[1]).masked_fill(~sees, -torch.inf)[None, None]
     with torch.no_grad():
         return oracle(input_ids=ids, attention_mask=mask, use_cache=False).logits
-
-
-def prompt(length: int, seed: int = 3) -> Tensor:
-    return torch.randint(0, 99, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("length", [3, 16, 27, 40])
@@ -137,13 +92,12 @@ def test_every_step_is_that_of_the_uncached_model(
 
 @pytest.mark.parametrize("edges", ["sequence", "prompt"])
 def test_a_batch_answers_as_its_prompts_alone(runtime: Runtime, edges: str):
-    rows, call = [prompt(length, length)[0] for length in (22, 7, 16, 2)], {"max_new_tokens": 10, "block_edges": edges}
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=5)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    lengths, call = (22, 7, 16, 2), {"max_new_tokens": 10, "block_edges": edges}
+    ids, mask = batch(lengths)
     for policy in ("auto", "none"):
         some: Any = runtime.with_policy(policy)
         out = some.generate(ids, attention_mask=mask, stop_at_eos=False, **call)
-        for number, row in enumerate(rows):
+        for number, row in enumerate(prompts(lengths)):
             alone = some.generate(row[None], stop_at_eos=False, **call)
             assert torch.equal(out.sequences[number, 22:], alone.sequences[0, len(row) :])
 
@@ -171,12 +125,12 @@ def test_a_prompt_in_chunks(runtime: Runtime):
 )
 def test_a_bad_config_is_named(changes: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        family_of(CONFIG).read({**CONFIG, **changes})
+        family_of(NEMOTRON).read({**NEMOTRON, **changes})
 
 
 def test_edges_at_the_prompt_are_for_causal_contexts(random_model: Any):
     of_sdar = {"model_type": "sdar", "rope_parameters": None, "mask_token_id": 159, "eos_token_id": 2}
-    sdar = Runtime(random_model({**CONFIG, **of_sdar}), policy=make_policy("auto"), name="small")
+    sdar = Runtime(random_model({**NEMOTRON, **of_sdar}), policy=make_policy("auto"), name="small")
     with pytest.raises(ValueError, match="block_edges = 'prompt', but blocks of 'small' count from a sequence's first"):
         sdar.generate(prompt(9), block_edges="prompt")
     with pytest.raises(ValueError, match="unknown block_edges 'promt'; did you mean 'prompt'"):
@@ -184,5 +138,5 @@ def test_edges_at_the_prompt_are_for_causal_contexts(random_model: Any):
 
 
 def test_released_keys_load(write_checkpoint: Any, random_weights: Any, runtime: Runtime):
-    directory = write_checkpoint(CONFIG, random_weights(CONFIG), shards=3)
+    directory = write_checkpoint(NEMOTRON, random_weights(NEMOTRON), shards=3)
     assert torch.equal(tiered.from_pretrained(directory).logits(prompt(20)), runtime.logits(prompt(20)))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from block_models import NEMOTRON, SIZES, batch, ministral3, prompt, prompts
 from torch import Tensor
-from transformers.models.ministral3 import Ministral3Config, Ministral3ForCausalLM
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 
 from tiered.forward.sight import Sight
@@ -17,40 +17,19 @@ from tiered.models.families import family_of
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "intermediate_size": 48,
-    "vocab_size": 160,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": 7,
-}
-ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
-TOKENS = {"mask_token_id": 159, "eos_token_id": 2, "block_size": 4}
 CONFIGS: dict[str, dict[str, Any]] = {
     # A window in the middle layer alone.
     "blocks": {
         **SIZES,
-        **TOKENS,
         "model_type": "sdar",
+        "mask_token_id": 159,
+        "eos_token_id": 2,
+        "block_size": 4,
+        "sliding_window": 7,
         "use_sliding_window": True,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
-    "context": {**SIZES, **TOKENS, "model_type": "nemotron_labs_diffusion", "rope_parameters": ROPE},
+    "context": {**NEMOTRON, "sliding_window": 7},
 }
 WINDOWS = {"blocks": (None, 7, None), "context": (7, 7, 7)}
 
@@ -122,19 +101,12 @@ def test_windows_count_from_each_sequence_s_first_token(runtimes: dict[str, Runt
 
 def official(sight: str, random_weights: Callable[..., dict[str, Tensor]]) -> Any:
     """transformers' model of the same weights."""
-    config: dict[str, Any] = {key: CONFIGS[sight][key] for key in SIZES} | {"attn_implementation": "eager"}
-    if sight == "blocks":
-        config |= {key: CONFIGS[sight][key] for key in ("use_sliding_window", "layer_types")}
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**config)).eval()
-    else:
-        config["rope_parameters"] = ROPE
-        model = Ministral3ForCausalLM(Ministral3Config(**config)).eval()
-    names = {"encoder.": "model.", "diffusion_head": "lm_head"}
-    weights = {}
-    for name, weight in random_weights(CONFIGS[sight]).items():
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs) if sight == "context" else name
-        weights[name] = weight
+    config, weights = CONFIGS[sight], random_weights(CONFIGS[sight])
+    if sight == "context":
+        return ministral3(config, weights)
+    names = (*SIZES, "sliding_window", "use_sliding_window", "layer_types")
+    given: dict[str, Any] = {name: config[name] for name in names} | {"attn_implementation": "eager"}
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**given)).eval()
     model.load_state_dict(weights)
     return model
 
@@ -146,7 +118,7 @@ def test_logits_of_transformers_model(
 ):
     runtime, model = runtimes[sight], official(sight, random_weights)
     assert runtime.model.shape.windows == WINDOWS[sight]
-    ids = torch.randint(0, 99, (1, length), generator=torch.Generator().manual_seed(3))
+    ids = prompt(length)
     clean = (length - 1) // 4 * 4
     masks = {
         kind: torch.zeros(1, 1, length, length).masked_fill(
@@ -168,17 +140,13 @@ def test_the_exact_cache_changes_no_token(
     random_model: Callable[..., DiffusionModel], sight: str, rows: int, kv: RowCode | None
 ):
     runtime = Runtime(random_model(CONFIGS[sight]), policy=make_policy("none"), name="small", kv=kv)
-    generator = torch.Generator().manual_seed(7)
-    prompts = [torch.randint(0, 99, (length,), generator=generator) for length in (29, 9, 18, 4)]
-    ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=5, padding_side="left")
-    ones = [torch.ones_like(prompt) for prompt in prompts]
-    mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_side="left")
+    ids, mask = batch(left=True)
     call: dict[str, Any] = {"max_new_tokens": 14, "stop_at_eos": False}
     plain = runtime.generate(ids, attention_mask=mask, **call)
     cached = runtime.with_policy("block_causal", prefill_rows=rows)
     assert torch.equal(cached.generate(ids, attention_mask=mask, **call).sequences, plain.sequences)
-    for number, prompt in enumerate(prompts):
-        alone = cached.generate(prompt[None], **call).sequences[0, len(prompt) :]
+    for number, row in enumerate(prompts()):
+        alone = cached.generate(row[None], **call).sequences[0, len(row) :]
         assert torch.equal(alone, plain.sequences[number, ids.shape[1] :][: len(alone)])
 
 

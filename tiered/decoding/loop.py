@@ -168,13 +168,12 @@ class Denoiser:
         left, ended, broken = self._where_sequences_stand(step, candidates)
         if any(broken):
             raise self._not_finite(step, broken, self._first_broken(step))
-        told = self._ended
-        if self._model.shape.cuts_answers:
-            told = self._ended = [was or now for was, now in zip(told, ended, strict=True)]
-        else:  # a block with an end is finished as any other, and looked through then
-            self._ended = [was or (now and not count) for was, now, count in zip(told, ended, left, strict=True)]
+        # Where answers are over with blocks, a block with an end is finished as any other, and looked through then.
+        cuts, before = self._model.shape.cuts_answers, self._ended
+        standing = zip(before, ended, left, strict=True)
+        self._ended = [was or (now and (cuts or not count)) for was, now, count in standing]
         draft = None if isinstance(self.rule, RewritingState) else candidates
-        self._publisher.step(step.start, step.stop, told, draft, final=final)
+        self._publisher.step(step.start, step.stop, self._ended if cuts else before, draft, final=final)
         return [0 if done else count for count, done in zip(left, self._ended, strict=True)]
 
     def _logits(

@@ -40,7 +40,7 @@ class Sight:
         block_length: columns of a block; None where rows see the whole canvas.
         positions: of every column by sequence, ascending, where blocks begin in other columns of each; None: they begin
             in those of `first`.
-        first: a column that a block begins with.
+        first: a column that a block begins with; 0 where `positions` say it.
     """
 
     shape: ModelShape
@@ -59,7 +59,7 @@ class Sight:
         if self.shape.block_causal:
             first, end = start + others.start, self._block_end(stop - 1)
             front = Seen(final, start + cut, _since(start, window), by_row=True)
-            behind = Seen(others, end, _since(self._block_begin(first), window), by_row=self._block_end(first) < end)
+            behind = Seen(others, end, _since(self._begin(first), window), by_row=self._block_end(first) < end)
         else:
             front, behind = Seen(final, clean), Seen(others, self.length)
         parts = [front, behind] if apart else [behind]
@@ -83,9 +83,8 @@ class Sight:
         that see their block to its end all begin with the same column, as those of a canvas of DiffusionGemma do."""
         if window is None:
             return None
-        assert self.block_length is not None, "blocks have a length"
         at = columns if self.positions is None else self.positions[: len(columns)].gather(1, columns)
-        begins = at - (at - self.first) % self.block_length
+        begins = self._begin(at)
         if self.shape.sight == "context":
             begins = at.where(columns < _border(columns, clean), begins)
         since = begins - window + 1
@@ -99,33 +98,30 @@ class Sight:
 
     def last_block(self) -> Clean:
         """How many columns stand in front of the last block that has any; 0 where rows see the whole canvas."""
-        block = self.block_length
-        if block is None:
+        if self.block_length is None:
             return 0
         if self.positions is None:
-            return (self.length - 1) // block * block
-        return torch.searchsorted(self.positions, self.positions[:, -1:] // block * block)[:, 0]
+            return self._begin(self.length - 1)
+        return torch.searchsorted(self.positions, self._begin(self.positions[:, -1:]))[:, 0]
 
     def _block_ends(self, columns: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"]:
-        assert self.block_length is not None, "blocks have a length"
         if self.positions is None:
-            return (columns + self._left(columns)).clamp_(max=self.length)
+            return (self._begin(columns) + self._block).clamp_(max=self.length)
         positions = self.positions[: len(columns)]
-        ends = (positions.gather(1, columns) // self.block_length + 1) * self.block_length
         # The first column of the next block is as many columns in.
-        return torch.searchsorted(positions, ends)
-
-    def _block_begin(self, column: int) -> int:
-        assert self.block_length is not None, "blocks have a length"
-        return column + self._left(column) - self.block_length
+        return torch.searchsorted(positions, self._begin(positions.gather(1, columns)) + self._block)
 
     def _block_end(self, column: int) -> int:
-        return min(column + self._left(column), self.length)
+        return min(self._begin(column) + self._block, self.length)
 
-    def _left(self, column: C) -> C:
-        """Columns from `column` to its block's end."""
+    def _begin(self, at: C) -> C:
+        """What the block of a column begins with, or that of a position, where blocks count by those."""
+        return at - (at - self.first) % self._block
+
+    @property
+    def _block(self) -> int:
         assert self.block_length is not None, "blocks have a length"
-        return self.block_length - (column - self.first) % self.block_length
+        return self.block_length
 
 
 def _border(columns: Int[Tensor, "batch rows"], clean: Clean) -> Int[Tensor, "#batch 1"]:

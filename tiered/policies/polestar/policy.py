@@ -19,7 +19,7 @@ from tiered.forward.sizes import CallSizes
 from tiered.kernels.host_values import on_device
 from tiered.offload.codec_bytes import codec_bytes
 from tiered.offload.slabs import UNIT
-from tiered.policies.base import PLAIN_LAUNCHES, Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import OUTSIDE_LAUNCHES, PLAIN_LAUNCHES, Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.polestar.cache import HiddenCache, Refresh
 from tiered.policies.polestar.cluster_sizes import ClusterSizes
 from tiered.policies.polestar.options import PolestarOptions
@@ -87,6 +87,10 @@ class Polestar(PolestarOptions):
             return PLAIN_LAUNCHES
         full, drift = (200, 238) if kind is StepKind.REFRESH else (36, 44)
         return full if self.refresh == "full" else drift
+
+    def launches_outside(self, kind: StepKind) -> int:
+        # Which sequences are due an update.
+        return OUTSIDE_LAUNCHES + (0 if not self.top_m or kind is StepKind.REFRESH else 11)
 
     def _renewed(self, asked: StepRows, sizes: CallSizes) -> float:
         """Rows of a layer and sequence that an update is expected to renew beside those of the step."""
