@@ -87,7 +87,7 @@ class Slot:
 
 
 class Arena:
-    """Slots over slabs of `slab_bytes`, in chunks. Its memory grows up to `capacity` and stays until `close`.
+    """Slots over slabs of `slab_bytes`, in chunks. Its memory grows up to `capacity` and stays until `trim` or `close`.
 
     For the manager's caller alone: not for several threads. Slots in one chunk are neighbours in memory where their
     offsets are; across chunks they are not.
@@ -123,8 +123,8 @@ class Arena:
         self._expected_slabs = expected_bytes // slab_bytes
         self._fences = SlabFences(region)
         self.actual_bytes = 0  # what the chunks take from the system
-        self._chunks: list[Chunk] = []
-        self._homes: list[tuple[Chunk, int]] = []  # slab → its chunk and first byte there
+        self._chunks: dict[int, Chunk] = {}  # by their first slab
+        self._homes: dict[int, tuple[Chunk, int]] = {}  # slab → its chunk and first byte there
         self._slots: dict[int, Slot] = {}  # in use, by offset
         self._closed = False
 
@@ -156,15 +156,28 @@ class Arena:
             requested_bytes=0 if self._closed else self.book.requested_bytes,
             held_bytes=0 if self._closed else self.book.held_bytes,
             actual_bytes=self.actual_bytes,
-            pinned_bytes=sum(chunk.actual_bytes for chunk in self._chunks if chunk.pinned),
+            pinned_bytes=sum(chunk.actual_bytes for chunk in self._chunks.values() if chunk.pinned),
         )
+
+    def trim(self) -> None:
+        """Wait for what is under way in chunks without a slot in use, and free them."""
+        self._check_open()
+        for first, chunk in list(self._chunks.items()):
+            slabs = chunk.bytes.numel() // self.slab_bytes
+            if self.book.is_empty(first, slabs):
+                settle([fence for slab in range(first, first + slabs) for fence in self._fences.end(slab)])
+                self.book.drop_slabs(first, slabs)
+                for slab in range(first, first + slabs):
+                    del self._homes[slab]
+                self._free(first)
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` with the numbers where the books are not what the chunks hold."""
         self.book.check_integrity()
         stats = self.stats()
         booked = 0 if self._closed else self.book.capacity_bytes
-        obtained = sum(chunk.bytes.numel() for chunk in self._chunks), sum(chunk.actual_bytes for chunk in self._chunks)
+        chunks = self._chunks.values()
+        obtained = sum(chunk.bytes.numel() for chunk in chunks), sum(chunk.actual_bytes for chunk in chunks)
         if obtained != (booked, self.actual_bytes) or (self.capacity is not None and obtained[1] > self.capacity):
             raise RuntimeError(f"chunks of {obtained} bytes, slabs of {booked}, capacity {self.capacity}, {stats}")
         held = sum(slot.nbytes for slot in self._slots.values()), sum(slot.room_bytes for slot in self._slots.values())
@@ -184,11 +197,14 @@ class Arena:
         for slot in self._slots.values():
             slot._bytes = None
         self._slots.clear()
-        while self._chunks:
-            chunk = self._chunks.pop()
-            chunk.free()
-            self.actual_bytes -= chunk.actual_bytes
+        for first in list(self._chunks):
+            self._free(first)
         self._homes.clear()
+
+    def _free(self, first: int) -> None:
+        chunk = self._chunks.pop(first)
+        chunk.free()
+        self.actual_bytes -= chunk.actual_bytes
 
     def _release(self, slot: Slot) -> None:
         self._check_open()
@@ -224,11 +240,11 @@ class Arena:
             raise self._full(chunk.actual_bytes, self.capacity - self.actual_bytes)
         slabs = chunk.bytes.numel() // self.slab_bytes
         self.actual_bytes += chunk.actual_bytes
-        self._chunks.append(chunk)
-        for slab in range(len(self._homes), len(self._homes) + slabs):
-            self._fences.begin(slab, self.slab_bytes, chunk.earlier)
-        self._homes += [(chunk, slab * self.slab_bytes) for slab in range(slabs)]
-        self.book.add_slabs(slabs)
+        first = self.book.add_slabs(slabs)
+        self._chunks[first] = chunk
+        for slab in range(slabs):
+            self._fences.begin(first + slab, self.slab_bytes, chunk.earlier)
+            self._homes[first + slab] = chunk, slab * self.slab_bytes
 
     def _full(self, needed: int, available: int) -> ArenaFullError:
         return ArenaFullError(needed, available, self.capacity or 0, f"the arena of {self.region}s")

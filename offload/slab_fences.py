@@ -19,6 +19,12 @@ class SlabFences:
         """A new slab: `earlier` is under way on its bytes already."""
         self._former[slab] = [(0, slab_bytes, Fence(self.region, earlier))]
 
+    def end(self, slab: int) -> list[Fence]:
+        """A slab goes. Returns its fences with an access under way."""
+        self._rooms.pop(slab, None)
+        fences = [*self._fences.pop(slab, {}).values(), *(fence for _, _, fence in self._former.pop(slab, []))]
+        return [fence for fence in fences if not fence.idle()]
+
     def fence(self, booked: BookedSlot) -> Fence:
         """The fence of a slot that was just booked. It waits for every unfinished access to any of its bytes.
 

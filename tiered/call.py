@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from tiered.inputs import Prompts
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
 from tiered.models.weight_form import FIXED_WEIGHTS
-from tiered.offload.device import computing_on
+from tiered.offload.device import computing_on, restart_allocator_peak
 from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
 from tiered.planning.call_bytes import CallBytes
@@ -85,7 +86,7 @@ class CallSpace:
         self._pool = HostPool(ledger, self._device) if weights is None else weights.pool
         self._weights = weights
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
-        self._standing = {tier: ledger.held(tier) - own[tier] for tier in Tier}  # what there is beside both
+        self._standing = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}  # what there is beside both
 
     @property
     def model(self) -> DiffusionModel:
@@ -162,17 +163,39 @@ class CallSpace:
 
     def check_alone(self, policy: Policy, sizes: CallSizes) -> None:
         """Raise `TierCapacityError` where a tier has no room for such a call even while no other is there."""
-        ledger, held, weights = self._ledger, self._standing, self._weights
-        needed = CallBytes.of(policy, sizes, ledger.budget, held, None if weights is None else weights.now.streaming(0))
-        for tier, amounts in needed.tiers(ledger.budget).items():
-            if (lacking := ledger.lacking(sum(amounts.values()), held[tier], tier, _hint(needed))) is not None:
-                raise lacking
+        self._needed(policy, sizes, self._standing, self._weights)
+
+    def _needed(
+        self,
+        policy: Policy,
+        sizes: CallSizes,
+        held: Mapping[Tier, int],
+        weights: StreamedWeights | None,
+        inspected: Mapping[Account, int] = MappingProxyType({}),
+    ) -> CallBytes:
+        """What a call takes beside `held` bytes of each tier, with `weights` moved as it needs them, and an inspector.
+
+        Raises:
+            TierCapacityError: a tier has no room for all of it.
+        """
+        hint = PLAIN_HINT if policy.record_bytes(sizes) is None else HINT
+        needed = CallBytes.fitting(
+            policy,
+            sizes,
+            self._ledger.budget,
+            {**held, Tier.DEVICE: held[Tier.DEVICE] + sum(inspected.values())},
+            None if weights is None else weights.now.streaming(0),
+            own={} if weights is None else weights.held(),
+            hint=hint + (", or generate without the inspector" if inspected else ""),
+        )
+        return replace(needed, steps=added(needed.steps, inspected))
 
     @contextmanager
     def booked(
         self, policy: Policy, sizes: CallSizes, inspector: Inspector | None = None
     ) -> Iterator[tuple[TierManager | None, StreamBytes | None]]:
-        """Book what a call takes, and an inspector, while the `with` lasts, which computes on the model's device.
+        """Book what a call takes, and an inspector, while the `with` lasts, which computes on the model's device. The
+        ledger counts peaks anew, unless another call is under way.
 
         Gives the call's tiers, and the features that are streamed through them, as few as the budget needs; None where
         nothing leaves the device.
@@ -190,21 +213,20 @@ class CallSpace:
         weights = None if self._calls else self._weights
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
         held = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}
-        held[Tier.DEVICE] += sum(inspected.values())
-        needed = CallBytes.of(policy, sizes, ledger.budget, held, None if weights is None else weights.now.streaming(0))
-        hint = _hint(needed)
-        if inspected:
-            hint += ", or generate without the inspector"
-        # A call that cannot end does not begin: all that it will book as records come, and its inspector, must fit.
-        for tier, amounts in needed.tiers(ledger.budget).items():
-            beside = sum(inspected.values()) if tier is Tier.DEVICE else 0
-            ledger.require(sum(amounts.values()) + beside - own[tier], tier, hint=hint)
+        needed = self._needed(policy, sizes, held, weights, inspected)
         if weights is not None and needed.weights is not None:
             weights.settle(needed.weights)
             weights.restart()
+            own = weights.held()
+        if not self._calls:  # a call's report has nothing of the load, or of the call before
+            ledger.restart_peaks()
+            restart_allocator_peak(self._device)
+        # A call that cannot end does not begin: all that it will book as records come must fit.
+        for tier, amounts in needed.tiers(ledger.budget).items():
+            ledger.require(sum(amounts.values()) - own[tier], tier)
         self._calls += 1
         try:
-            with ledger.holding(added(needed.steps, inspected)), computing_on(self._device), self._tiers(needed) as of:
+            with ledger.holding(needed.steps), computing_on(self._device), self._tiers(needed) as of:
                 yield of, needed.streams
         finally:
             self._calls -= 1
@@ -311,7 +333,3 @@ class CallSpace:
         return Forward(
             traced(self.model), store, positions, key_mask, tiers, first, sight, policy.most_rows(sizes), self._weights
         )
-
-
-def _hint(needed: CallBytes) -> str:
-    return PLAIN_HINT if needed.records is None else HINT

@@ -39,7 +39,10 @@ from tiered.runtime import Runtime
 from tiered.tiers.host_pool import HostPool
 from tiered.tiers.opening import check_disk
 
-LEAST_HINT = "raise `memory`, or keep the weights in fewer bits: weights = 'fp8', 'int4', 'int4+head', …"
+LEAST_HINT = (
+    "that loads the model, and calls take more (`tiered.plan` says how much); or keep the weights in fewer bits: "
+    "weights = 'fp8', 'int4', 'int4+head', …"
+)
 
 
 def from_pretrained(
@@ -161,9 +164,8 @@ def load_weights(
     tables = [(shape.vocab_size, shape.width)] if form.head else []
     largest = max(map(prod, [*shape.matrices.values(), *tables])) * dtype.itemsize if form.code else 0
     beside = {Tier.DEVICE: max(0, largest - sum(NoCache().device_bytes(least).values()))}
-    needed = CallBytes.of(NoCache(), least, ledger.budget, beside, whole)
-    for tier, amounts in needed.tiers(ledger.budget).items():
-        ledger.require(sum(amounts.values()) + beside.get(tier, 0), tier, hint=LEAST_HINT)
+    held = {tier: ledger.held(tier) + beside.get(tier, 0) for tier in Tier}
+    needed = CallBytes.fitting(NoCache(), least, ledger.budget, held, whole, hint=LEAST_HINT)
     assert needed.weights is not None, "they were given"
     weights = StreamedWeights(
         model, ledger, HostPool(ledger, device), dtype=dtype, device=device, form=form, now=needed.weights, files=files,
@@ -180,6 +182,7 @@ def load_weights(
                 # The head alone may be in a code in the files: it is kept as the embedding is.
                 decoded = isinstance(weight, CodedWeight) and not weights.may_be_coded(own)
                 weights.place(own, weight.values() if decoded else weight)
+        weights.note()
     except BaseException:
         weights.close()
         raise

@@ -29,7 +29,7 @@ from tiered.forward.streamed_weights import StreamedWeights
 from tiered.inputs import Inputs, Prompts, read_inputs
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import TOKENIZER_SOURCES
-from tiered.offload.device import allocator_peak, restart_allocator_peak
+from tiered.offload.device import allocator_peak
 from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
 from tiered.output import GenerationOutput
@@ -158,8 +158,6 @@ class Runtime:
             asked = self.ask(inputs, raw=raw, prior=prior, **given, **options)
             for warning in self.warnings(asked):
                 warnings.warn(warning, stacklevel=3)  # the caller's line, behind `no_grad`
-            self.ledger.restart_peaks()
-            restart_allocator_peak(self.device)
             with self.begin(asked, streamer=streamer, inspector=inspector) as (denoiser, tiers):
                 denoised = denoiser.run()
                 moved = None if tiers is None else tiers.ended()

@@ -19,6 +19,18 @@ def columns_in_blocks(lengths: Sequence[int], block_length: int, new: int) -> tu
     return front, max(_blocks(length % block_length, block_length, new) for length in lengths) * block_length
 
 
+def most_columns_in_blocks(columns: int, block_length: int, new: int | None, batch: int) -> tuple[int, int | None]:
+    """Columns of the canvas, and of them from the first block on, that `columns` of the longest of `batch` prompts and
+    of its `new` tokens become at most, if the lengths of the other prompts are not known. A prompt that ends one token
+    before a block takes the most; `new` = None: any number of tokens, of which nothing is said."""
+    last = block_length - 1
+    if new is None:
+        return -(-(columns + (last if batch > 1 else 0)) // block_length) * block_length, None
+    longest = columns - new
+    front, answer = columns_in_blocks([longest, min(longest, last)][:batch], block_length, new)
+    return front + answer, answer
+
+
 def _blocks(tail: int, block_length: int, new: int) -> int:
     return -(-(tail + new) // block_length)
 

@@ -4,8 +4,9 @@ One layer is used right where it has arrived, while the next one comes. Which la
 call; what is settled on the device again comes back.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -113,11 +114,14 @@ class StreamedWeights:
             return
         number = int(layer)
         assign(self._model, own, None)
-        if number in self.files and self._is_below(number):
-            if self._key(number) not in self._manager:  # the first of its matrices: the files have all of them
-                self._sink(number)
+        room = len(self.now.layers) - self.now.below
+        if self._key(number) in self._manager:  # the files have it: of the first of its matrices on
             return
         if number not in self._coming:
+            if number in self.files and len(self._on_host()) == room:
+                self._manager.adopt(self._key(number), self.files[number])
+                return
+            self._make_room(room - 1)
             self._coming[number] = self._manager.reserve(self._key(number), self._record), set(self._places)
         record, missing = self._coming[number]
         self._copy(weight, record, name)
@@ -125,11 +129,10 @@ class StreamedWeights:
         if not missing:
             del self._coming[number]
             self._manager.commit(self._key(number))
-            if self._is_below(number):
-                self._sink(number)
 
     def settle(self, then: WeightBytes) -> None:
-        """Let those layers be streamed, and those lie below the host, that `then` says.
+        """Let those layers be streamed that `then` says, and as many of them lie below the host. If that fails, `now`
+        says how far it came.
 
         Raises:
             TierCapacityError: a tier has no room for what comes to it.
@@ -138,22 +141,25 @@ class StreamedWeights:
         if then == self.now:
             return
         self._rest()
-        before, self.now = self.now, then
-        stay = [layer for layer in then.layers if layer in before.layers]
-        for layer in filter(self._is_below, stay):  # first: they make room
-            self._sink(layer)
-        for layer in (layer for layer in then.layers if layer not in before.layers):
-            self._leave(layer)
-        if not then.layers:
-            self._of_ring.close()
-            self._ring = None
-            self._views.clear()
-        for layer in (layer for layer in before.layers if layer not in then.layers):
-            self._return(layer)
-        if stay:
-            self._manager.load([self._key(layer) for layer in stay if not self._is_below(layer)])
-        if then.layers and self._ring is None:
-            self._open_ring()
+        before, room = self.now.layers, len(then.layers) - then.below
+        try:
+            for layer in (layer for layer in then.layers if layer not in before):
+                self._leave(layer, room)
+            if not then.layers:
+                self._of_ring.close()
+                self._ring = None
+                self._views.clear()
+            for layer in (layer for layer in before if layer not in then.layers):
+                self._return(layer)
+            self._make_room(room)
+            if then.layers:
+                here = self._on_host()
+                below = [self._key(layer) for layer in then.layers if layer not in here]
+                self._manager.load(below[: room - len(here)])
+                if self._ring is None:
+                    self._open_ring()
+        finally:
+            self.note()
         if not then.layers:
             self._of_tiers.close()
             self._tiers = None
@@ -202,8 +208,9 @@ class StreamedWeights:
         """Raise `RuntimeError` where the books of the streamed layers contradict themselves."""
         if self._tiers is not None:
             self._tiers.check_integrity()
-            if sorted(key.layer for key in self._keys()) != list(self.now.layers):
-                raise RuntimeError(f"layers {self.now.layers} are streamed, there are records of {self._keys()}")
+            there = [key.layer for key in self._keys()]
+            if there != list(self.now.layers) or len(there) - len(self._on_host()) != self.now.below:
+                raise RuntimeError(f"streamed is {self.now}, there are records of {there}, on the host {self._on_host()}")
 
     def close(self) -> None:
         """Give everything back that lies below the device, and the ring. May be called again."""
@@ -223,7 +230,6 @@ class StreamedWeights:
                     transport=None if self._transport is None else self._transport(), pool=self.pool,
                     slot_bytes=UNIT, slab_bytes=slot, fetch_slots=1, store_slots=1,
                     load_bytes=slot if self.now.passes_host(self._ledger.budget) else None, promote=False,
-                    expected_bytes={Tier.HOST: (len(self.now.layers) - self.now.below) * slot},
                 )
             )  # fmt: skip
         return self._tiers
@@ -259,12 +265,13 @@ class StreamedWeights:
         for layer in list(self._here):
             self._give_back(layer)
 
-    def _leave(self, layer: int) -> None:
-        """Take a layer from the device down."""
+    def _leave(self, layer: int, room: int) -> None:
+        """Take a layer from the device down, with at most `room` layers on the host."""
         key = self._key(layer)
-        if layer in self.files and self._is_below(layer):
-            self._sink(layer)
+        if layer in self.files and len(self._on_host()) == room:
+            self._manager.adopt(key, self.files[layer])
         else:
+            self._make_room(room - 1)
             record = self._manager.reserve(key, self._record)
             for name in self._places:
                 self._copy(getattr(self._model.blocks[layer], name).weight, record, name)
@@ -276,20 +283,38 @@ class StreamedWeights:
         """Bring a layer back to stay."""
         self._ledger.allocate({Account.WEIGHTS: self.now.layer})
         room, fence = torch.empty(self._record, dtype=torch.uint8, device=self._device), Fence(Region.DEVICE_SLOT)
-        self._manager.fetch([self._key(layer)], room.view(1, -1), fence=fence).wait()
+        try:
+            self._manager.fetch([self._key(layer)], room.view(1, -1), fence=fence).wait()
+        except BaseException:
+            self._ledger.release({Account.WEIGHTS: self.now.layer})
+            raise
         for name, weight in zip(self._places, self._matrices(room), strict=True):
             assign(self._model, f"blocks.{layer}.{name}.weight", weight)
         self._manager.forget([self._key(layer)])
 
-    def _sink(self, layer: int) -> None:
-        """Let the record of a layer leave host memory."""
-        if layer in self.files:
-            self._manager.adopt(self._key(layer), self.files[layer])
-        else:
-            self._manager.evict([self._key(layer)])
+    def _make_room(self, room: int) -> None:
+        """Let records leave host memory until at most `room` are there."""
+        here = self._on_host()
+        while len(here) > room:
+            layer = here.pop()
+            if layer in self.files:
+                self._manager.adopt(self._key(layer), self.files[layer])
+            else:
+                self._manager.evict([self._key(layer)])
 
-    def _is_below(self, layer: int) -> bool:
-        return layer in self.now.layers[: self.now.below]
+    def _on_host(self) -> list[int]:
+        """The streamed layers whose records are in host memory."""
+        return [key.layer for key in self._keys() if self._manager.holds(key, Tier.HOST)]
+
+    def note(self) -> None:
+        """Let `now` say what there is, where a layer on the device has no record; give back memory without records."""
+        for key in self._keys():
+            if self._owners[key.layer][0].weight is not None:
+                self._manager.forget([key])
+        streamed = [key.layer for key in self._keys()]
+        self.now = replace(self.now, layers=tuple(streamed), below=len(streamed) - len(self._on_host()))
+        if self._tiers is not None:
+            self._tiers.trim()
 
     def _matrices(self, record: UInt8[Tensor, " record"]) -> list[Tensor | CodedWeight]:
         """The matrices of the layer that stands in `record`."""
@@ -313,8 +338,10 @@ class StreamedWeights:
         stored = weight.bytes if isinstance(weight, CodedWeight) else weight.detach().view(torch.uint8)
         record[start : start + nbytes].copy_(stored.flatten())
 
-    def _keys(self) -> Iterator[RecordKey]:
-        return (self._key(layer) for layer in self.now.layers if self._key(layer) in self._manager)
+    def _keys(self) -> list[RecordKey]:
+        """Of the streamed layers, ascending."""
+        keys = map(self._key, range(self.now.of_layers))
+        return [] if self._tiers is None else [key for key in keys if key in self._tiers]
 
     @staticmethod
     def _key(layer: int) -> RecordKey:

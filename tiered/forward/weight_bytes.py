@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
-from tiered.forward.stream_bytes import spread
 from tiered.models.shape import ModelShape
 from tiered.models.weight_form import WeightForm, layer_bytes, places, weight_bytes
 from tiered.offload.slabs import UNIT
@@ -15,6 +15,16 @@ from tiered.tiers.record_bytes import LOAD_SLOTS
 
 RING_SLOTS = 2  # one layer is used while the next one comes
 FEWEST = RING_SLOTS + 1  # so many layers as the ring has slots save nothing
+
+
+@cache
+def apart(layers: int) -> tuple[int, ...]:
+    """All layers of a stack that forwards go round and round, each as far from those before it as can be."""
+    order = [layers // 2]
+    while len(order) < layers:
+        left = [layer for layer in range(layers) if layer not in order]
+        order.append(max(left, key=lambda layer: min(min(abs(layer - o), layers - abs(layer - o)) for o in order)))
+    return tuple(order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +40,7 @@ class WeightBytes:
         fixed: no layer may be streamed.
         in_files: the checkpoint's files hold these very bytes, so that layers may be read from there.
         layers: that are streamed, ascending.
-        below: how many of them the host has no room for: those in front.
+        below: how many of them the host has no room for.
     """
 
     whole: int
@@ -55,8 +65,9 @@ class WeightBytes:
         )
 
     def streaming(self, count: int, below: int = 0) -> "WeightBytes":
-        """With so many layers streamed, spread evenly over the stack, of which the host has no room for `below`."""
-        return replace(self, layers=spread(count, self.of_layers), below=below)
+        """With so many layers streamed, of which the host has no room for `below`. They lie apart, so that copies run
+        beside the layers between them; and fewer are among more, so that another call moves the difference alone."""
+        return replace(self, layers=tuple(sorted(apart(self.of_layers)[:count])), below=below)
 
     @property
     def slot_bytes(self) -> int:

@@ -4,8 +4,11 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 
 from tiered.core.budget import MemoryBudget
+from tiered.core.byte_size import enough
+from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import added
 from tiered.forward.sizes import CallSizes
@@ -48,8 +51,58 @@ class CallBytes:
         """What a call of `sizes` takes beside `held` bytes of each tier, with as few layers streamed as `budget` needs:
         of features, where that is enough; else of `weights`, if they may be; else of both. What has to come up is the
         same, and features that are streamed go down as well, but of them a few layers often do, which are smaller.
-        Where it does not fit at all: with what takes the least of the device that the tiers below have room for.
+        If it does not fit at all, it is the call that fits the device, where a lower tier is too small for it; or that
+        takes the least of the device with what the lower tiers have room for.
         """
+        call = cls._fewest(policy, sizes, budget, held, weights)
+        if budget.cap(Tier.HOST) is None or call._fits(budget, held):
+            return call
+        roomy = cls._fewest(policy, sizes, replace(budget, host=None), held, weights)
+        if roomy.weights is not None and roomy.weights.layers:
+            roomy = roomy._streaming(len(roomy.weights.layers), budget, held)
+        return roomy if roomy._fits(budget, held, Tier.DEVICE) else call
+
+    @classmethod
+    def fitting(
+        cls,
+        policy: Policy,
+        sizes: CallSizes,
+        budget: MemoryBudget,
+        held: Mapping[Tier, int],
+        weights: WeightBytes | None,
+        *,
+        own: Mapping[Tier, int] = MappingProxyType({}),
+        hint: str,
+    ) -> "CallBytes":
+        """As `of`; `own`: bytes of each tier that `weights` hold already.
+
+        Raises:
+            TierCapacityError: a tier has no room for it. If that is a lower one, the error also says with how much of
+                the device nothing would have to go there.
+        """
+        call, resident = cls.of(policy, sizes, budget, held, weights), replace(budget, device=None)
+        for tier, amounts in call.tiers(budget).items():
+            cap, used, needed = budget.cap(tier), held.get(tier, 0), sum(amounts.values())
+            if cap is None or used + needed <= cap:
+                continue
+            if tier is not Tier.DEVICE:
+                other = cls._fewest(policy, sizes, resident, held, weights)
+                if other._fits(resident, held):
+                    enough_device = enough(other.total(Tier.DEVICE) + held.get(Tier.DEVICE, 0))
+                    hint = f'pass device="{enough_device}" instead, with which nothing goes there; {hint}'
+            before = own.get(tier, 0)
+            raise TierCapacityError(needed - before, cap - used - before, tier, hint, used + needed)
+        return call
+
+    @classmethod
+    def _fewest(
+        cls,
+        policy: Policy,
+        sizes: CallSizes,
+        budget: MemoryBudget,
+        held: Mapping[Tier, int] | None,
+        weights: WeightBytes | None,
+    ) -> "CallBytes":
         features = cls._of_features(policy, sizes, budget, held, weights)
         if weights is None or weights.fixed or features._fits(budget, held):
             return features

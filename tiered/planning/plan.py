@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered.core.budget import MemoryBudget
+from tiered.core.canvas import most_columns_in_blocks
 from tiered.core.checks import check_multiple, check_switch, plain_number, unknown_name
 from tiered.core.features import Tier
 from tiered.core.rates import Rates, rates_of
@@ -56,7 +57,8 @@ def plan(
     Args:
         path_or_config: a name, path or config that `tiered.models.config_source.read_config` takes.
         context: positions of the canvas, prompt and answer together, up to what the model was made for, or its
-            rotation is stretched to.
+            rotation is stretched to. A model that sees blocks takes whole ones: `context` is rounded up as `generate`
+            does, and in a batch as for the prompt lengths that take the most.
         batch: sequences.
         policy: name of a policy, with its options as further keywords, or a policy. What it leaves open is chosen as
             `generate` chooses it: by the rates of `device`, or by nominal ones where it names no machine, for a call
@@ -93,12 +95,16 @@ def plan(
     answer = None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens)
     code = kv_code(kv, shape)
     block = _block(shape, block_length, context if answer is None else answer, name)
-    if answer is not None and shape.block_causal:
-        answer = -(-answer // block) * block  # as a call rounds it up
+    batch, context = _size("batch", batch), _size("context", context)
+    if answer is not None and context <= answer:
+        raise ValueError(f"context = {context} has no room for a prompt and max_new_tokens = {answer}")
+    if shape.block_causal:  # as `CallSpace.sizes_of` counts them
+        rounded, answer = most_columns_in_blocks(context, block, answer, batch)
+        context = max(context, min(rounded, shape.max_context // block * block))
     sizes = CallSizes(
         shape=shape,
-        batch=_size("batch", batch),
-        context=_size("context", context),
+        batch=batch,
+        context=context,
         block_length=block,
         dtype=_dtype(dtype, shape),
         weights=RAW_WEIGHTS if weights == AUTO else WeightForm.of(weights),
@@ -197,8 +203,6 @@ def _check(policy: Policy, sizes: CallSizes, name: str) -> None:
     shape, context, block = sizes.shape, sizes.context, sizes.block_length
     if sizes.answer is not None:
         check_multiple("max_new_tokens", sizes.answer, block, f"block_length = {block}")
-        if context <= sizes.answer:
-            raise ValueError(f"context = {context} has no room for a prompt and max_new_tokens = {sizes.answer}")
     if context < block:
         raise ValueError(f"context = {context} has no room for block_length = {block}")
     check_positions(shape, context, "context =")

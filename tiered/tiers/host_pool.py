@@ -76,8 +76,8 @@ class HostPool:
         return sum(chunk.actual_bytes for chunk in self._idle)
 
     def take(self, nbytes: int, unit: int | None = None) -> Chunk:
-        """A chunk of `nbytes` with undefined content, which `free` brings back; with `unit`, one of any multiple of it
-        if there is one, the largest up to `nbytes` or else the next.
+        """A chunk of `nbytes` with undefined content, which `free` brings back. With `unit`, a smaller one of a multiple
+        of it, if there is one: the largest. Never a larger one: a call holds no more than it booked.
 
         Raises:
             PinError: the system refused.
@@ -88,9 +88,9 @@ class HostPool:
             if self._closed:
                 raise ValueError("this pool is closed")
             sizes = {chunk.bytes.numel(): chunk for chunk in self._idle}
-            fitting = [size for size in sizes if size == nbytes or (unit is not None and size % unit == 0)]
+            fitting = [size for size in sizes if size == nbytes or (unit and size < nbytes and size % unit == 0)]
             if fitting:
-                chunk = sizes[min(fitting, key=lambda size: (size > nbytes, abs(size - nbytes)))]
+                chunk = sizes[max(fitting)]
                 self._idle.remove(chunk)
                 self._ledger.note_peak(Tier.HOST)
             else:

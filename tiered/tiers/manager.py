@@ -99,6 +99,10 @@ class TierManager:
     def __contains__(self, key: object) -> bool:
         return key in self._book
 
+    def holds(self, key: RecordKey, tier: Tier) -> bool:
+        """Whether `tier` has the bytes of a record that there is."""
+        return tier in self._book.find(key).slots
+
     def bank(self, centroids: Float[Tensor, "clusters width"], version: int = 0) -> CentroidBank:
         """Book `centroids` as what records may be decoded against. The caller is a holder and releases it in the end.
 
@@ -169,6 +173,7 @@ class TierManager:
         """
         self._check_open()
         self.progress()
+        self._slots.leave(self._reserved.pop(key, None))  # the caller failed to write it
         entry = self._entry(key, nbytes)
         self._slots.enter(entry, Tier.HOST)
         self._reserved[key] = entry
@@ -227,7 +232,7 @@ class TierManager:
         return self._fetches.begin(keys, entries, Destination(out, rows, fence))
 
     def load(self, keys: Iterable[RecordKey]) -> None:
-        """Bring records that are on disk alone to the host tier, where they stay.
+        """Bring records that are on disk alone to the host tier. The disk tier has them no more.
 
         Raises:
             KeyError, RecordLostError: as `fetch`.
@@ -236,7 +241,7 @@ class TierManager:
         self._check_open()
         for entry in map(self._find, keys):
             if entry.slots.keys() == {Tier.DISK}:
-                self._slots.load(entry)
+                self._slots.load(entry, keep=False)
 
     def evict(self, keys: Iterable[RecordKey]) -> int:
         """Move records one tier down, from the highest tier that holds them. Returns how many moved: those that a
@@ -266,6 +271,11 @@ class TierManager:
         self._check_open()
         for key in keys:
             self._slots.leave(self._book.remove(key))
+
+    def trim(self) -> None:
+        """Give memory back in which no record lies. Waits for the copies that are under way there."""
+        self._check_open()
+        self._slots.trim()
 
     def progress(self) -> None:
         """Note which copies have ended, and send what waits for a staging slot. Never blocks."""

@@ -68,6 +68,11 @@ class Slots:
         """What the host tier holds."""
         return self._arenas[Tier.HOST].stats()
 
+    def trim(self) -> None:
+        """Give the memory back in which no record lies."""
+        for arena in self._arenas.values():
+            arena.trim()
+
     def adopt(self, entry: Entry, pieces: FileRecord) -> None:
         """Give a new entry bytes that stand in files which are not the tiers': they take no room of the disk tier."""
         self._book.put(entry, Tier.DISK, pieces)
@@ -104,8 +109,8 @@ class Slots:
         self._vacate(entry, tier)
         self._record(Evicted(tier=tier, records=1, nbytes=entry.form.nbytes, clean=clean))
 
-    def load(self, entry: Entry) -> None:
-        """Bring `entry` from disk to the host tier; it stays on disk too, and so is clean.
+    def load(self, entry: Entry, *, keep: bool = True) -> None:
+        """Bring `entry` from disk to the host tier; with `keep` it stays on disk too, and so is clean.
 
         Raises:
             TierCapacityError: no room in the host tier. Nothing has changed.
@@ -119,6 +124,8 @@ class Slots:
 
         self.read(entry, slot.bytes, slot.fence, failed)
         self._book.put(entry, Tier.HOST, slot)
+        if not keep and isinstance(source, DiskSlot):
+            self._vacate(entry, Tier.DISK)
 
     def read(
         self,
