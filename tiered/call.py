@@ -1,7 +1,7 @@
 """What one call takes of every tier, booked before it begins, and the forward that it runs on."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from tiered.core.canvas import Canvas, columns_in_blocks
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger, added
+from tiered.core.turn import Turn
 from tiered.decoding.attention_shift import AttentionShift
 from tiered.decoding.observers import Inspector
 from tiered.forward.feature_store import FeatureStore
@@ -27,7 +28,7 @@ from tiered.inputs import Prompts
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
 from tiered.models.weight_form import FIXED_WEIGHTS
-from tiered.offload.device import computing_on
+from tiered.offload.device import computing_on, restart_allocator_peak
 from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
 from tiered.planning.call_bytes import CallBytes
@@ -62,7 +63,11 @@ class AskedCall:
 
 
 class CallSpace:
-    """Makes what calls of one model run in, within one ledger."""
+    """Makes what calls of one model run in, within one ledger.
+
+    Calls are booked one after another. Those of one thread may take turns; those of several threads run side by side,
+    unless layers of the weights are streamed: their ring, and the matrices of the model, serve one thread at a time.
+    """
 
     def __init__(
         self,
@@ -81,7 +86,8 @@ class CallSpace:
         self._device, self._dtype = of.device, of.dtype
         self._dtype_name = str(self._dtype).removeprefix("torch.")
         self._gpu = gpu_of(self._device)
-        self._calls = 0  # under way
+        self._turn = Turn()
+        self._under_way: set[object] = set()
         self._pool = HostPool(ledger, self._device) if weights is None else weights.pool
         self._weights = weights
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
@@ -170,12 +176,48 @@ class CallSpace:
 
     @contextmanager
     def booked(
-        self, policy: Policy, sizes: CallSizes, inspector: Inspector | None = None
+        self,
+        policy: Policy,
+        sizes: CallSizes,
+        inspector: Inspector | None = None,
+        *,
+        reported: ExitStack | None = None,
     ) -> Iterator[tuple[TierManager | None, StreamBytes | None]]:
-        """Book what a call takes, and an inspector, while the `with` lasts, which computes on the model's device.
+        """Book what a call takes, and an inspector, while the `with` lasts, which computes on the model's device. It
+        waits while layers of the weights are streamed to another thread.
+
+        `reported`: of a call whose memory is to be reported. The ledger counts peaks anew, unless another call is under
+        way; and where layers of the weights are streamed, no other thread's call begins before the stack is closed.
 
         Gives the call's tiers, and the features that are streamed through them, as few as the budget needs; None where
         nothing leaves the device.
+
+        Raises:
+            TierCapacityError: a tier has no room for all of it.
+        """
+        with ExitStack() as own, ExitStack() as call:
+            turn = own if reported is None else reported
+            turn.enter_context(self._turn.held())
+            if reported is not None and not self._under_way:
+                self._ledger.restart_peaks()
+                restart_allocator_peak(self._device)
+            needed, inspected = self._settled(policy, sizes, inspector)
+            key = object()
+            self._under_way.add(key)
+            call.callback(self._under_way.discard, key)
+            call.enter_context(self._ledger.holding(added(needed.steps, inspected)))
+            call.enter_context(computing_on(self._device))
+            tiers = call.enter_context(self._tiers(needed))
+            if self._weights is None or not self._weights.now.layers:
+                turn.close()
+            else:
+                call.callback(self._weights.rest)
+            yield tiers, needed.streams
+
+    def _settled(
+        self, policy: Policy, sizes: CallSizes, inspector: Inspector | None
+    ) -> tuple[CallBytes, Mapping[Account, int]]:
+        """What a call takes, for which the weights have made room, and what the inspector takes.
 
         Raises:
             TierCapacityError: a tier has no room for all of it.
@@ -187,7 +229,7 @@ class CallSpace:
             )
         ledger = self._ledger
         # The layers that another call uses stay where they are.
-        weights = None if self._calls else self._weights
+        weights = None if self._under_way else self._weights
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
         held = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}
         held[Tier.DEVICE] += sum(inspected.values())
@@ -202,12 +244,7 @@ class CallSpace:
         if weights is not None and needed.weights is not None:
             weights.settle(needed.weights)
             weights.restart()
-        self._calls += 1
-        try:
-            with ledger.holding(added(needed.steps, inspected)), computing_on(self._device), self._tiers(needed) as of:
-                yield of, needed.streams
-        finally:
-            self._calls -= 1
+        return needed, inspected
 
     @contextmanager
     def _tiers(self, needed: CallBytes) -> Iterator[TierManager | None]:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ from tiered.forward.streamed_weights import StreamedWeights
 from tiered.inputs import Inputs, Prompts, read_inputs
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import TOKENIZER_SOURCES
-from tiered.offload.device import allocator_peak, restart_allocator_peak
+from tiered.offload.device import allocator_peak
 from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
 from tiered.output import GenerationOutput
@@ -130,7 +130,8 @@ class Runtime:
         inspector: Inspector | None = None,
         **options: Any,
     ) -> GenerationOutput:
-        """Denoise an answer to every prompt.
+        """Denoise an answer to every prompt. Several threads may call it at a time; where layers of the weights are
+        streamed, one call waits for the calls of another thread to end.
 
         Args:
             inputs: a string, strings, chat messages, several chats, or ids [batch, length]. A string is a user's
@@ -154,16 +155,15 @@ class Runtime:
         check_inspector(inspector)
         check_streamer(streamer)
         given: dict[str, Any] = {"generation_config": generation_config, "attention_mask": attention_mask}
-        with ending(streamer):
+        with ending(streamer), ExitStack() as reported:
             asked = self.ask(inputs, raw=raw, prior=prior, **given, **options)
             for warning in self.warnings(asked):
                 warnings.warn(warning, stacklevel=3)  # the caller's line, behind `no_grad`
-            self.ledger.restart_peaks()
-            restart_allocator_peak(self.device)
-            with self.begin(asked, streamer=streamer, inspector=inspector) as (denoiser, tiers):
+            begun = self.begin(asked, streamer=streamer, inspector=inspector, reported=reported)
+            with begun as (denoiser, tiers):
                 denoised = denoiser.run()
                 moved = None if tiers is None else tiers.ended()
-        return self.output(asked, denoised, moved)
+            return self.output(asked, denoised, moved)
 
     def ask(
         self,
@@ -198,15 +198,22 @@ class Runtime:
 
     @contextmanager
     def begin(
-        self, asked: AskedCall, *, streamer: Streamer | None = None, inspector: Inspector | None = None
+        self,
+        asked: AskedCall,
+        *,
+        streamer: Streamer | None = None,
+        inspector: Inspector | None = None,
+        reported: ExitStack | None = None,
     ) -> Iterator[tuple[Denoiser, TierManager | None]]:
         """Book what the call takes while the `with` lasts. Gives its loop, which has not begun, and its tiers (None:
-        everything is on the device). Calls that have begun may take turns, in one thread.
+        everything is on the device). Calls that have begun may take turns, in one thread. `reported`: see
+        `CallSpace.booked`.
 
         Raises:
             TierCapacityError: the call does not fit beside what is booked.
         """
-        with self._call.booked(asked.choice.policy, asked.sizes, inspector) as (tiers, streams):
+        booked = self._call.booked(asked.choice.policy, asked.sizes, inspector, reported=reported)
+        with booked as (tiers, streams):
             yield (
                 denoiser(
                     self.model,

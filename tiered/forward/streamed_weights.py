@@ -137,7 +137,7 @@ class StreamedWeights:
         """
         if then == self.now:
             return
-        self._rest()
+        self._empty()
         before, self.now = self.now, then
         stay = [layer for layer in then.layers if layer in before.layers]
         for layer in filter(self._is_below, stay):  # first: they make room
@@ -189,6 +189,12 @@ class StreamedWeights:
         if after not in self._here and len(self._here) < RING_SLOTS:
             self._send(after)
 
+    def rest(self) -> None:
+        """A call is over: no layer is in use. The next call may compute on another stream, whose end would not say
+        when this one's last use has ended."""
+        if self._using is not None:
+            self._give_back(self._using)
+
     def stats(self) -> TierStats | None:
         """What moved since `restart`; None: nothing is streamed."""
         return None if self._tiers is None else self._tiers.stats()
@@ -207,7 +213,7 @@ class StreamedWeights:
 
     def close(self) -> None:
         """Give everything back that lies below the device, and the ring. May be called again."""
-        self._rest()
+        self._empty()
         self._of_ring.close()
         self._of_tiers.close()
         self._tiers = self._ring = None
@@ -254,8 +260,8 @@ class StreamedWeights:
             self._manager.used(slot.fence)
         slot.release()
 
-    def _rest(self) -> None:
-        """Empty the ring."""
+    def _empty(self) -> None:
+        """No slot of the ring is held."""
         for layer in list(self._here):
             self._give_back(layer)
 
