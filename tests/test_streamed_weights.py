@@ -228,6 +228,20 @@ def test_a_layer_comes_back_where_a_call_leaves_it_room(checkpoints: Callable[[s
     assert torch.equal(runtime.hidden_states(ids), resident.hidden_states(ids))
 
 
+def test_loading_and_calls_may_differ_in_their_mode(checkpoints: Callable[[str], Path]):
+    resident = loaded(checkpoints("llada"))
+    ids = torch.randint(0, 120, (1, 5), generator=torch.Generator().manual_seed(1))
+    expected = resident.logits(ids)
+    for loading in (True, False):
+        with torch.inference_mode(loading):
+            runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS))
+        for calling in (True, False):
+            with torch.inference_mode(calling):
+                answer(runtime, steps=2)
+                assert torch.equal(runtime.logits(ids), expected)
+                assert len(streamed_layers(runtime).layers) < LAYERS
+
+
 def test_a_layer_that_is_elsewhere_cannot_be_used(checkpoints: Callable[[str], Path]):
     resident = loaded(checkpoints("llada"))
     runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS))

@@ -17,6 +17,7 @@ from tiered.call_checks import check_call, check_inspector, check_prior, read_bl
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
+from tiered.core.modes import without_gradients
 from tiered.core.rows import Rows
 from tiered.decoding.loop import Denoiser
 from tiered.decoding.observers import Inspector, Streamer, check_streamer, ending
@@ -117,7 +118,7 @@ class Runtime:
         parts = [str(self.policy), f"{str(self.dtype).removeprefix('torch.')} on {self.device}", *tiers]
         return f"<Runtime {self.name!r}: {', '.join(parts)}>"
 
-    @torch.no_grad()
+    @without_gradients
     def generate(
         self,
         inputs: Inputs,
@@ -158,7 +159,7 @@ class Runtime:
         with ending(streamer), ExitStack() as reported:
             asked = self.ask(inputs, raw=raw, prior=prior, **given, **options)
             for warning in self.warnings(asked):
-                warnings.warn(warning, stacklevel=3)  # the caller's line, behind `no_grad`
+                warnings.warn(warning, stacklevel=3)  # the caller's line, behind the decorator
             begun = self.begin(asked, streamer=streamer, inspector=inspector, reported=reported)
             with begun as (denoiser, tiers):
                 denoised = denoiser.run()
@@ -253,7 +254,7 @@ class Runtime:
         """
         return self.ask(inputs, **asked).choice
 
-    @torch.no_grad()
+    @without_gradients
     def logits(
         self,
         input_ids: Int[Tensor, "batch length"],
@@ -284,7 +285,7 @@ class Runtime:
             clean = forward.sight.last_block() if clean is None else clean
             return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length), clean=clean)
 
-    @torch.no_grad()
+    @without_gradients
     def hidden_states(
         self,
         input_ids: Int[Tensor, "batch length"],
