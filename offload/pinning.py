@@ -25,7 +25,7 @@ from tiered.offload.errors import PinError
 MOST_REGISTERED_BYTES = 64 << 30  # a call; no copy may span two registrations, so a chunk is one
 _PORTABLE_AND_MAPPED = 3  # cudaHostRegister flags: for every context, and readable by kernels through its address
 _POPULATE_WRITE = 23  # madvise, Linux 5.14
-_WIPE_ON_FORK = 18  # madvise, Linux 4.14
+_WIPE_ON_FORK = 18  # madvise, Linux 4.14; sandboxes such as gVisor lack it
 
 
 @runtime_checkable
@@ -100,9 +100,11 @@ class RegisteredPinner:
         try:
             mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             # A fork would share the pages copy-on-write, and the next write of ours would leave them to the child while
-            # the device still reads there.
-            mapping.madvise(_WIPE_ON_FORK)
-            _touch(mapping)
+            # the device still reads there. Without the first advice the child has no such pages at all.
+            if not _advise(mapping, _WIPE_ON_FORK):
+                _advise(mapping, mmap.MADV_DONTFORK)
+            if not _advise(mapping, _POPULATE_WRITE):
+                np.frombuffer(mapping, np.uint8)[:: mmap.PAGESIZE] = 0
         except (OSError, ValueError) as error:
             raise _refused(nbytes, self.name, error) from error
         pages = torch.from_numpy(np.frombuffer(mapping, np.uint8))
@@ -193,14 +195,15 @@ def _check_size(nbytes: int) -> None:
         raise ValueError(f"cannot allocate {nbytes} bytes of host memory: 1 or more")
 
 
-def _touch(mapping: mmap.mmap) -> None:
-    """Make the system find every page now: registering an untouched one takes longer, and fails later."""
+def _advise(mapping: mmap.mmap, advice: int) -> bool:
+    """Whether the system took the advice; False where it does not know it, as an older kernel or a sandbox."""
     try:
-        mapping.madvise(_POPULATE_WRITE)
+        mapping.madvise(advice)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # an older kernel does not know the advice
+        if error.errno != errno.EINVAL:
             raise
-        np.frombuffer(mapping, np.uint8)[:: mmap.PAGESIZE] = 0
+        return False
+    return True
 
 
 def _drain_error(device: torch.device) -> None:

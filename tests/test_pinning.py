@@ -239,11 +239,13 @@ def test_a_chunk_that_nobody_holds_is_unregistered(cudart: FakeCudart):
     del view
 
 
-@pytest.mark.parametrize("error", [22, 12])
-def test_touching_pages_on_an_older_kernel(error: int, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("unknown", "error"), [((23,), 22), ((18,), 22), ((18, 23), 22), ((23,), 12), ((18,), 12)])
+def test_advice_that_a_system_does_not_know(
+    unknown: tuple[int, ...], error: int, cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch
+):
     class OldMmap(mmap.mmap):
         def madvise(self, advice: int, *_: int) -> None:
-            if advice == 23:
+            if advice in unknown:
                 raise OSError(error, os.strerror(error))
             super().madvise(advice)
 

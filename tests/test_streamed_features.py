@@ -149,6 +149,16 @@ def test_a_smaller_device_changes_no_bit(model: LLaDA, unlimited: Unlimited, nam
     assert moved[0] or "confidence_threshold" in options  # where one forward may commit a block, nothing is reread
 
 
+@pytest.mark.parametrize("name", ["polestar", "dkv_decode", "elastic_cache"])
+def test_a_caller_in_inference_mode_gets_the_same_bits(model: LLaDA, unlimited: Unlimited, name: str):
+    """There tensors do not count how often they were written."""
+    budget = MemoryBudget(device=least_and_resident(model, policy_of(name))[0])
+    with torch.inference_mode():
+        out = run(model, policy_of(name), budget, **CALLS["four a step"])
+        assert torch.is_inference_mode_enabled()
+    assert out.tiers is not None and same(out, unlimited(name, "four a step"))
+
+
 @pytest.mark.parametrize("name", STREAMABLE)
 def test_a_byte_less_than_enough_is_told_before_any_work(model: LLaDA, name: str, monkeypatch: pytest.MonkeyPatch):
     policy = policy_of(name)

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -226,6 +228,20 @@ def test_a_layer_comes_back_where_a_call_leaves_it_room(checkpoints: Callable[[s
     assert torch.equal(runtime.hidden_states(ids), resident.hidden_states(ids))
 
 
+def test_loading_and_calls_may_differ_in_their_mode(checkpoints: Callable[[str], Path]):
+    resident = loaded(checkpoints("llada"))
+    ids = torch.randint(0, 120, (1, 5), generator=torch.Generator().manual_seed(1))
+    expected = resident.logits(ids)
+    for loading in (True, False):
+        with torch.inference_mode(loading):
+            runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS))
+        for calling in (True, False):
+            with torch.inference_mode(calling):
+                answer(runtime, steps=2)
+                assert torch.equal(runtime.logits(ids), expected)
+                assert len(streamed_layers(runtime).layers) < LAYERS
+
+
 def test_a_layer_that_is_elsewhere_cannot_be_used(checkpoints: Callable[[str], Path]):
     resident = loaded(checkpoints("llada"))
     runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS))
@@ -416,3 +432,53 @@ def test_weights_that_another_call_uses_stay_where_they_are(checkpoints: Callabl
             answer(runtime)
         assert streamed_layers(runtime) == before
     assert isinstance(space.weights, StreamedWeights) and same(answer(runtime), answer(resident))
+
+
+# ---- several threads ----
+
+
+@pytest.mark.parametrize("streamed", [0, LAYERS])
+def test_threads_that_call_one_runtime_get_what_each_gets_alone(checkpoints: Callable[[str], Path], streamed: int):
+    runtime = resident = loaded(checkpoints("llada"))
+    if streamed:
+        runtime = loaded(checkpoints("llada"), budget=budget_for(resident, streamed))
+    expected, ids = answer(runtime, steps=4), torch.randint(0, 120, (1, 21), generator=torch.Generator().manual_seed(6))
+    logits, got = resident.logits(ids), []
+
+    def calls() -> None:
+        for _ in range(2):
+            got.append(answer(runtime, steps=4))
+            assert torch.equal(runtime.logits(ids), logits)
+        got.append(None)
+
+    threads = [threading.Thread(target=calls) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    outs = [out for out in got if out is not None]
+    assert len(outs) == 4 and len(got) == 6 and all(same(out, expected) for out in outs)
+    runtime.ledger.check_integrity()
+    runtime.close()
+    assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
+
+
+def test_a_call_that_waits_for_another_thread_can_be_interrupted(checkpoints: Callable[[str], Path]):
+    resident = loaded(checkpoints("llada"))
+    runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS))
+    space, begun, over = runtime._call, threading.Event(), threading.Event()
+
+    def call() -> None:
+        with space.booked(runtime.policy, space.sizes(1, 32, 16, answer=16)):
+            begun.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert begun.wait(60)
+    threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        answer(runtime, steps=2)
+    over.set()
+    thread.join()
+    assert answer(runtime, steps=2).num_forwards

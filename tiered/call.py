@@ -1,7 +1,7 @@
 """What one call takes of every tier, booked before it begins, and the forward that it runs on."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from tiered.core.canvas import Canvas, columns_in_blocks
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger, added
+from tiered.core.turn import Turn
 from tiered.decoding.attention_shift import AttentionShift
 from tiered.decoding.observers import Inspector
 from tiered.forward.feature_store import FeatureStore
@@ -63,7 +64,11 @@ class AskedCall:
 
 
 class CallSpace:
-    """Makes what calls of one model run in, within one ledger."""
+    """Makes what calls of one model run in, within one ledger.
+
+    Calls are booked one after another. Those of one thread may take turns; those of several threads run side by side,
+    unless layers of the weights are streamed: their ring, and the matrices of the model, serve one thread at a time.
+    """
 
     def __init__(
         self,
@@ -82,11 +87,13 @@ class CallSpace:
         self._device, self._dtype = of.device, of.dtype
         self._dtype_name = str(self._dtype).removeprefix("torch.")
         self._gpu = gpu_of(self._device)
-        self._calls = 0  # under way
+        self._turn = Turn()
+        self._under_way: set[object] = set()
         self._pool = HostPool(ledger, self._device) if weights is None else weights.pool
         self._weights = weights
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
-        self._standing = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}  # what there is beside both
+        # What there is beside both.
+        self._standing = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}
 
     @property
     def model(self) -> DiffusionModel:
@@ -192,13 +199,43 @@ class CallSpace:
 
     @contextmanager
     def booked(
-        self, policy: Policy, sizes: CallSizes, inspector: Inspector | None = None
+        self,
+        policy: Policy,
+        sizes: CallSizes,
+        inspector: Inspector | None = None,
+        *,
+        reported: ExitStack | None = None,
     ) -> Iterator[tuple[TierManager | None, StreamBytes | None]]:
-        """Book what a call takes, and an inspector, while the `with` lasts, which computes on the model's device. The
-        ledger counts peaks anew, unless another call is under way.
+        """Book what a call takes, and an inspector, while the `with` lasts, which computes on the model's device. It
+        waits while layers of the weights are streamed to another thread.
+
+        `reported`: of a call whose memory is to be reported. The ledger counts peaks anew, unless another call is under
+        way; and where layers of the weights are streamed, no other thread's call begins before the stack is closed.
 
         Gives the call's tiers, and the features that are streamed through them, as few as the budget needs; None where
         nothing leaves the device.
+
+        Raises:
+            TierCapacityError: a tier has no room for all of it.
+        """
+        with ExitStack() as own, ExitStack() as call:
+            turn = own if reported is None else reported
+            turn.enter_context(self._turn.held())
+            needed = self._settled(policy, sizes, inspector, reported=reported is not None)
+            key = object()
+            self._under_way.add(key)
+            call.callback(self._under_way.discard, key)
+            call.enter_context(self._ledger.holding(needed.steps))
+            call.enter_context(computing_on(self._device))
+            tiers = call.enter_context(self._tiers(needed))
+            if self._weights is None or not self._weights.now.layers:
+                turn.close()
+            else:
+                call.callback(self._weights.rest)
+            yield tiers, needed.streams
+
+    def _settled(self, policy: Policy, sizes: CallSizes, inspector: Inspector | None, *, reported: bool) -> CallBytes:
+        """What a call and its inspector take, for which the weights have made room.
 
         Raises:
             TierCapacityError: a tier has no room for all of it.
@@ -210,7 +247,7 @@ class CallSpace:
             )
         ledger = self._ledger
         # The layers that another call uses stay where they are.
-        weights = None if self._calls else self._weights
+        weights = None if self._under_way else self._weights
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
         held = {tier: ledger.held(tier) - ledger.idle(tier) - own[tier] for tier in Tier}
         needed = self._needed(policy, sizes, held, weights, inspected)
@@ -218,18 +255,13 @@ class CallSpace:
             weights.settle(needed.weights)
             weights.restart()
             own = weights.held()
-        if not self._calls:  # a call's report has nothing of the load, or of the call before
+        if reported and not self._under_way:  # the report has nothing of the load, or of the call before
             ledger.restart_peaks()
             restart_allocator_peak(self._device)
         # A call that cannot end does not begin: all that it will book as records come must fit.
         for tier, amounts in needed.tiers(ledger.budget).items():
             ledger.require(sum(amounts.values()) - own[tier], tier)
-        self._calls += 1
-        try:
-            with ledger.holding(needed.steps), computing_on(self._device), self._tiers(needed) as of:
-                yield of, needed.streams
-        finally:
-            self._calls -= 1
+        return needed
 
     @contextmanager
     def _tiers(self, needed: CallBytes) -> Iterator[TierManager | None]:

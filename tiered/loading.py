@@ -11,6 +11,7 @@ import torch
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
+from tiered.core.modes import without_gradients
 from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import AUTO, RAW, CallSizes, kv_code
 from tiered.forward.streamed_weights import StreamedWeights
@@ -138,6 +139,7 @@ def _form(
     return form
 
 
+@without_gradients
 def load_weights(
     model: DiffusionModel,
     checkpoint: Checkpoint,

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from tiered.call_checks import check_call, check_inspector, check_prior, read_bl
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
+from tiered.core.modes import without_gradients
 from tiered.core.rows import Rows
 from tiered.decoding.loop import Denoiser
 from tiered.decoding.observers import Inspector, Streamer, check_streamer, ending
@@ -117,7 +118,7 @@ class Runtime:
         parts = [str(self.policy), f"{str(self.dtype).removeprefix('torch.')} on {self.device}", *tiers]
         return f"<Runtime {self.name!r}: {', '.join(parts)}>"
 
-    @torch.no_grad()
+    @without_gradients
     def generate(
         self,
         inputs: Inputs,
@@ -130,7 +131,8 @@ class Runtime:
         inspector: Inspector | None = None,
         **options: Any,
     ) -> GenerationOutput:
-        """Denoise an answer to every prompt.
+        """Denoise an answer to every prompt. Several threads may call it at a time; where layers of the weights are
+        streamed, one call waits for the calls of another thread to end.
 
         Args:
             inputs: a string, strings, chat messages, several chats, or ids [batch, length]. A string is a user's
@@ -154,14 +156,15 @@ class Runtime:
         check_inspector(inspector)
         check_streamer(streamer)
         given: dict[str, Any] = {"generation_config": generation_config, "attention_mask": attention_mask}
-        with ending(streamer):
+        with ending(streamer), ExitStack() as reported:
             asked = self.ask(inputs, raw=raw, prior=prior, **given, **options)
             for warning in self.warnings(asked):
-                warnings.warn(warning, stacklevel=3)  # the caller's line, behind `no_grad`
-            with self.begin(asked, streamer=streamer, inspector=inspector) as (denoiser, tiers):
+                warnings.warn(warning, stacklevel=3)  # the caller's line, behind the decorator
+            begun = self.begin(asked, streamer=streamer, inspector=inspector, reported=reported)
+            with begun as (denoiser, tiers):
                 denoised = denoiser.run()
                 moved = None if tiers is None else tiers.ended()
-        return self.output(asked, denoised, moved)
+            return self.output(asked, denoised, moved)
 
     def ask(
         self,
@@ -196,15 +199,22 @@ class Runtime:
 
     @contextmanager
     def begin(
-        self, asked: AskedCall, *, streamer: Streamer | None = None, inspector: Inspector | None = None
+        self,
+        asked: AskedCall,
+        *,
+        streamer: Streamer | None = None,
+        inspector: Inspector | None = None,
+        reported: ExitStack | None = None,
     ) -> Iterator[tuple[Denoiser, TierManager | None]]:
         """Book what the call takes while the `with` lasts. Gives its loop, which has not begun, and its tiers (None:
-        everything is on the device). Calls that have begun may take turns, in one thread.
+        everything is on the device). Calls that have begun may take turns, in one thread. `reported`: see
+        `CallSpace.booked`.
 
         Raises:
             TierCapacityError: the call does not fit beside what is booked.
         """
-        with self._call.booked(asked.choice.policy, asked.sizes, inspector) as (tiers, streams):
+        booked = self._call.booked(asked.choice.policy, asked.sizes, inspector, reported=reported)
+        with booked as (tiers, streams):
             yield (
                 denoiser(
                     self.model,
@@ -244,7 +254,7 @@ class Runtime:
         """
         return self.ask(inputs, **asked).choice
 
-    @torch.no_grad()
+    @without_gradients
     def logits(
         self,
         input_ids: Int[Tensor, "batch length"],
@@ -275,7 +285,7 @@ class Runtime:
             clean = forward.sight.last_block() if clean is None else clean
             return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length), clean=clean)
 
-    @torch.no_grad()
+    @without_gradients
     def hidden_states(
         self,
         input_ids: Int[Tensor, "batch length"],

@@ -7,6 +7,7 @@ never exceeded: the booking fails before the allocation happens.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
@@ -37,7 +38,7 @@ class Lender(Protocol):
 
 
 class Ledger:
-    """Current and peak bytes by tier and account, under the caps of `budget`."""
+    """Current and peak bytes by tier and account, under the caps of `budget`. For several threads."""
 
     def __init__(self, budget: MemoryBudget | None = None) -> None:
         self.budget = budget or MemoryBudget()
@@ -46,12 +47,13 @@ class Ledger:
         self._lenders: dict[Tier, WeakSet[Lender]] = {tier: WeakSet() for tier in Tier}
         self._required: Counter[Tier] = Counter()
         self._moved: Counter[tuple[Tier, Tier]] = Counter()
+        self._lock = RLock()  # not held while a lender gives up, who has a lock of its own
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_lenders": None}  # they lend memory of this process
+        return vars(self) | {"_lenders": None, "_lock": None}  # both are of this process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state | {"_lenders": {tier: WeakSet() for tier in Tier}})
+        vars(self).update(state | {"_lenders": {tier: WeakSet() for tier in Tier}, "_lock": RLock()})
 
     def held(self, tier: Tier, account: Account | None = None) -> int:
         """Bytes that `tier` holds now, in all or under one account."""
@@ -80,11 +82,15 @@ class Ledger:
             raise ValueError(f"amounts of bytes cannot be negative: {dict(amounts)}")
         needed = sum(amounts.values())
         self.require(needed, tier, hint=hint)
-        while (lacking := self.lacking(needed, self.held(tier), tier, hint)) is not None:
+        while True:
+            with self._lock:
+                lacking = self.lacking(needed, self.held(tier), tier, hint)
+                if lacking is None:
+                    self._current[tier].update(amounts)
+                    self.note_peak(tier)
+                    return
             if not any(lender.give_up() for lender in self._lenders[tier]):
                 raise lacking
-        self._current[tier].update(amounts)
-        self.note_peak(tier)
 
     def require(self, needed: int, tier: Tier, *, hint: str = "") -> None:
         """Look whether `tier` has room for `needed` bytes more, or would have if lenders gave up what is idle; they are
@@ -112,13 +118,14 @@ class Ledger:
         Raises:
             ValueError: more than is booked under an account.
         """
-        for account, amount in amounts.items():
-            if amount < 0 or amount > self._current[tier][account]:
-                raise ValueError(
-                    f"cannot release {amount} bytes of {account} in the {tier} tier: "
-                    f"{self._current[tier][account]} are booked"
-                )
-        self._current[tier].subtract(amounts)
+        with self._lock:
+            for account, amount in amounts.items():
+                if amount < 0 or amount > self._current[tier][account]:
+                    raise ValueError(
+                        f"cannot release {amount} bytes of {account} in the {tier} tier: "
+                        f"{self._current[tier][account]} are booked"
+                    )
+            self._current[tier].subtract(amounts)
 
     def rebook(self, source: Account, destination: Account, amount: int, tier: Tier) -> None:
         """Move `amount` bytes of `tier` from one account to another; what the tier holds in all stays the same.
@@ -126,10 +133,11 @@ class Ledger:
         Raises:
             ValueError: more than is booked under `source`, or a negative amount.
         """
-        self.release({source: amount}, tier)
-        self._current[tier][destination] += amount
-        if destination is not Account.SPARE:  # what a record leaves behind makes the arena no fuller
-            self.note_peak(tier)
+        with self._lock:
+            self.release({source: amount}, tier)
+            self._current[tier][destination] += amount
+            if destination is not Account.SPARE:  # what a record leaves behind makes the arena no fuller
+                self.note_peak(tier)
 
     @contextmanager
     def holding(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE, *, hint: str = "") -> Iterator[None]:
@@ -145,7 +153,8 @@ class Ledger:
         """Count `nbytes` that moved from `source` to `destination`."""
         if nbytes < 0:
             raise ValueError(f"a transfer cannot move a negative number of bytes: {nbytes}")
-        self._moved[source, destination] += nbytes
+        with self._lock:
+            self._moved[source, destination] += nbytes
 
     @property
     def moved(self) -> Mapping[tuple[Tier, Tier], int]:
@@ -182,9 +191,10 @@ class Ledger:
     def note_peak(self, tier: Tier) -> None:
         """See whether `tier` holds more than ever; for a lender, who puts idle bytes to use without booking any."""
         # Of equal heights the last one counts: an arena is as high when it is obtained as when records fill it.
-        used = self._used(tier)
-        if used.total() >= self._at_peak[tier].total():
-            self._at_peak[tier] = used
+        with self._lock:
+            used = self._used(tier)
+            if used.total() >= self._at_peak[tier].total():
+                self._at_peak[tier] = used
 
     def _used(self, tier: Tier) -> Counter[Account]:
         """What `tier` holds by account, without what is idle."""

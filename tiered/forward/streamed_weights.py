@@ -118,7 +118,7 @@ class StreamedWeights:
         if self._key(number) in self._manager:  # the files have it: of the first of its matrices on
             return
         if number not in self._coming:
-            if number in self.files and len(self._on_host()) == room:
+            if number in self.files and len(self._on_host()) >= room:
                 self._manager.adopt(self._key(number), self.files[number])
                 return
             self._make_room(room - 1)
@@ -140,7 +140,7 @@ class StreamedWeights:
         """
         if then == self.now:
             return
-        self._rest()
+        self._empty()
         before, room = self.now.layers, len(then.layers) - then.below
         try:
             for layer in (layer for layer in then.layers if layer not in before):
@@ -195,6 +195,12 @@ class StreamedWeights:
         if after not in self._here and len(self._here) < RING_SLOTS:
             self._send(after)
 
+    def rest(self) -> None:
+        """A call is over: no layer is in use. The next call may compute on another stream, whose end would not say
+        when this one's last use has ended."""
+        if self._using is not None:
+            self._give_back(self._using)
+
     def stats(self) -> TierStats | None:
         """What moved since `restart`; None: nothing is streamed."""
         return None if self._tiers is None else self._tiers.stats()
@@ -210,11 +216,11 @@ class StreamedWeights:
             self._tiers.check_integrity()
             there = [key.layer for key in self._keys()]
             if there != list(self.now.layers) or len(there) - len(self._on_host()) != self.now.below:
-                raise RuntimeError(f"streamed is {self.now}, there are records of {there}, on the host {self._on_host()}")
+                raise RuntimeError(f"streamed: {self.now}; records of {there}, on the host {self._on_host()}")
 
     def close(self) -> None:
         """Give everything back that lies below the device, and the ring. May be called again."""
-        self._rest()
+        self._empty()
         self._of_ring.close()
         self._of_tiers.close()
         self._tiers = self._ring = None
@@ -260,15 +266,15 @@ class StreamedWeights:
             self._manager.used(slot.fence)
         slot.release()
 
-    def _rest(self) -> None:
-        """Empty the ring."""
+    def _empty(self) -> None:
+        """No slot of the ring is held."""
         for layer in list(self._here):
             self._give_back(layer)
 
     def _leave(self, layer: int, room: int) -> None:
         """Take a layer from the device down, with at most `room` layers on the host."""
         key = self._key(layer)
-        if layer in self.files and len(self._on_host()) == room:
+        if layer in self.files and len(self._on_host()) >= room:
             self._manager.adopt(key, self.files[layer])
         else:
             self._make_room(room - 1)

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 
-import torch
 from torch import Tensor
 
 from tiered.call import AskedCall
 from tiered.core.checks import check_integer, check_number
 from tiered.core.errors import TierCapacityError
+from tiered.core.modes import without_gradients
 from tiered.decoding.observers import Streamer, check_streamer
 from tiered.forward.ask import Ask, groups_of, logits_together
 from tiered.offload.device import computing_on
@@ -131,7 +131,7 @@ class Scheduler:
             self._changed.notify_all()
         return request
 
-    @torch.no_grad()
+    @without_gradients
     def step(self) -> bool:
         """One round. Returns whether a request is left."""
         with computing_on(self.runtime.device):

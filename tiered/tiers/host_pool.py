@@ -76,8 +76,8 @@ class HostPool:
         return sum(chunk.actual_bytes for chunk in self._idle)
 
     def take(self, nbytes: int, unit: int | None = None) -> Chunk:
-        """A chunk of `nbytes` with undefined content, which `free` brings back. With `unit`, a smaller one of a multiple
-        of it, if there is one: the largest. Never a larger one: a call holds no more than it booked.
+        """A chunk of `nbytes` with undefined content, which `free` brings back. With `unit`, it may be smaller: the
+        largest idle one of a multiple of `unit`. It is never larger: a call holds no more than it booked.
 
         Raises:
             PinError: the system refused.
