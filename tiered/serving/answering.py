@@ -9,7 +9,7 @@ from threading import Lock
 from tiered.call import AskedCall
 from tiered.core.features import Tier
 from tiered.serving.answer_text import AnswerText
-from tiered.serving.feed import ChoiceStreamer, Draft, DraftStreamer, Event, Feed, Final, Over
+from tiered.serving.feed import ChoiceStreamer, Draft, DraftStreamer, Event, Failed, Feed, Final, OfChoice, Over
 from tiered.serving.openai_fields import Limits, RefusedBody, Wanted
 from tiered.serving.replies import DONE, Replies, event, told, usage_of
 from tiered.serving.request import Request
@@ -64,6 +64,10 @@ class Answering:
         for request in self._requests:
             request.cancel()
 
+    def fail(self, error: Exception) -> None:
+        """End it in `error`, behind what is final already."""
+        self._feed.put(Failed(error))
+
     async def gathered(self, replies: Replies, gone: Callable[[], Awaitable[object]]) -> dict[str, object]:
         """The whole answer.
 
@@ -94,16 +98,16 @@ class Answering:
             return
         except Exception as error:
             yield event(told(logged(error))[1])
-        finally:
-            self.cancel()
 
-    async def _told(self, gone: Callable[[], Awaitable[object]]) -> AsyncIterator[tuple[Event, str]]:
+    async def _told(self, gone: Callable[[], Awaitable[object]]) -> AsyncIterator[tuple[OfChoice, str]]:
         """What happens, with the text that it makes final, until every choice is over."""
         left = set(range(len(self._calls)))
         leaving = asyncio.ensure_future(gone())
         try:
             while left:
                 happens = await self._next(leaving)
+                if isinstance(happens, Failed):
+                    raise happens.error
                 text = self._texts[happens.index]
                 if happens.index not in left:
                     continue

@@ -1,6 +1,7 @@
 """From the scheduler's thread to a server's event loop: what becomes of the choices of one HTTP request."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -35,11 +36,19 @@ class Over:
     request: Request
 
 
-Event = Final | Draft | Over
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """No choice is answered any further."""
+
+    error: Exception
+
+
+OfChoice = Final | Draft | Over
+Event = OfChoice | Failed
 
 
 class Feed:
-    """A queue that other threads put into. Once the loop is gone, nobody listens."""
+    """A queue that other threads put into. What comes once the loop is closed is dropped."""
 
     def __init__(self) -> None:
         """In the event loop that listens."""
@@ -48,7 +57,8 @@ class Feed:
 
     def put(self, event: Event) -> None:
         """From any thread."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def next(self) -> Event:
         """In the loop."""
