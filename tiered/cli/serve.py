@@ -52,7 +52,7 @@ def add_parser(subparsers: "argparse._SubParsersAction") -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     with Extra("serve"):
-        from tiered.serving.server import LOCAL, Server, Service, listen
+        from tiered.serving.server import LOCAL, Server, Service, check_api_key, listen
     from tiered.cli.option_flags import generation_options
     from tiered.core.checks import check_integer, check_number
     from tiered.serving.openai_fields import Limits
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_prompt_tokens is not None:
         check_integer("max_prompt_tokens", args.max_prompt_tokens, least=1)
     defaults, key = generation_options(args), os.environ.get(KEY) or None
+    check_api_key(KEY, key)
     if args.host not in LOCAL and key is None:
         print(f"tiered: anybody who reaches {args.host} may ask: {KEY} is not set", file=sys.stderr)
     with load_runtime(args) as runtime:

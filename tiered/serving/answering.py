@@ -7,10 +7,11 @@ from contextlib import suppress
 from threading import Lock
 
 from tiered.call import AskedCall
+from tiered.core.errors import ContextLengthError
 from tiered.core.features import Tier
 from tiered.serving.answer_text import AnswerText
 from tiered.serving.feed import ChoiceStreamer, Draft, DraftStreamer, Event, Failed, Feed, Final, OfChoice, Over
-from tiered.serving.openai_fields import Limits, RefusedBody, Wanted
+from tiered.serving.openai_fields import Limits, Wanted, sampler_seed
 from tiered.serving.replies import DONE, Replies, event, told, usage_of
 from tiered.serving.request import Request
 from tiered.serving.scheduler import Scheduler
@@ -166,20 +167,21 @@ def asked_calls(scheduler: Scheduler, wanted: Wanted, limits: Limits, lock: Lock
     """A call for each choice; `lock`: a tokenizer is of one thread at a time.
 
     Raises:
-        TypeError, ValueError: as `Runtime.ask`, and a prompt that is too long.
+        RefusedBody: as `Runtime.ask` raises, and a prompt that is too long.
     """
     calls = []
     for prompt in wanted.prompts:
         raw = wanted.raw and isinstance(prompt, str)
         for number in range(wanted.n):
-            seed = None if wanted.seed is None else wanted.seed + number
-            with lock:
-                call = scheduler.runtime.ask(prompt, raw=raw, **wanted.options, seed=seed)
+            seed = None if wanted.seed is None else sampler_seed(wanted.seed + number)
+            try:
+                with lock:
+                    call = scheduler.runtime.ask(prompt, raw=raw, **wanted.options, seed=seed)
+            except (TypeError, ValueError) as error:
+                raise wanted.refusal(error) from None
             if limits.prompt_tokens is not None and call.prompts.longest > limits.prompt_tokens:
-                raise RefusedBody(
-                    f"the prompt has {call.prompts.longest} tokens; at most {limits.prompt_tokens} are allowed",
-                    code="context_length_exceeded",
-                )
+                what = f"the prompt has {call.prompts.longest} tokens; at most {limits.prompt_tokens} are allowed"
+                raise wanted.refusal(ContextLengthError(what))
             calls.append(call)
     return calls
 
