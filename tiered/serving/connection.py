@@ -3,6 +3,7 @@ many."""
 
 import json
 import sys
+import time
 from asyncio import TimerHandle, Transport
 from typing import Any
 
@@ -42,7 +43,7 @@ class Connection(H11Protocol):
         super().__init__(*args, **more)
         self._header_seconds, self._most = header_seconds, most
         self._late: TimerHandle | None = None
-        self._since = self.loop.time()
+        self._since = time.monotonic()
 
     @property
     def idle(self) -> bool:
@@ -68,7 +69,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         """See uvicorn."""
-        self._since = self.loop.time()
+        self._since = time.monotonic()
         super().on_response_complete()
         self._restart_timer()
 

@@ -216,8 +216,8 @@ def _options(
 
 
 def _fields(given: Mapping[str, Any]) -> dict[str, str]:
-    lengths = dict.fromkeys(("max_completion_tokens", "max_tokens"), "max_new_tokens")
-    own = {name: ALIASES.get(name, lengths.get(name, name)) for name in given}
+    aliases = {**ALIASES, "max_completion_tokens": "max_new_tokens", "max_tokens": "max_new_tokens"}
+    own = {name: aliases.get(name, name) for name in given}
     return {option: name for name, option in own.items() if option in OPTION_NAMES}
 
 

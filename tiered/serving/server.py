@@ -286,6 +286,7 @@ class Server(uvicorn.Server):
                 app,
                 http=cast("type[asyncio.Protocol]", connection),
                 ws="none",
+                loop="asyncio",
                 backlog=BACKLOG,
                 log_level="warning",
                 access_log=False,
