@@ -147,7 +147,7 @@ class Answering:
 
     def _usage(self) -> dict[str, int]:
         # A prompt counts once, however often it is answered.
-        prompts = sum(int(call.prompts.mask.sum()) for call in self._calls[:: self._wanted.n])
+        prompts = sum(call.prompts.longest for call in self._calls[:: self._wanted.n])
         return usage_of(prompts, sum(text.tokens for text in self._texts))
 
     def _draft(self, draft: Draft) -> dict[str, object]:
