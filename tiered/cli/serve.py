@@ -9,8 +9,9 @@ from tiered.core.extras import Extra
 
 KEY = "TIERED_API_KEY"
 DESCRIPTION = f"""Serve a checkpoint: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and at / a
-page that shows the canvas. Requests share forwards, and each is answered as it would be alone. Options of `generate`
-given here are the defaults of requests. With {KEY} set, requests bear it."""
+page that shows the canvas. Requests share forwards. On the CPU each answer is that of the request alone, bit for bit;
+on CUDA last bits can differ. Options of `generate` given here are the defaults of requests. With {KEY} set, requests
+bear it."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction") -> None:
