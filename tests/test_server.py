@@ -143,7 +143,9 @@ def test_drafts_come_where_they_are_asked_for(client: openai.OpenAI):
     drafts = [chunk.draft for chunk in stream if not chunk.choices]  # type: ignore[attr-defined]
     assert all(len(draft["tokens"]) == len(draft["open"]) == 32 and draft["columns"] == TOKENS for draft in drafts)
     assert [sum(draft["open"]) for draft in drafts] == [*range(31, 31 - len(drafts), -1)]
-    assert drafts[0]["memory"]["device"]["bytes"] > 0
+    assert "".join(drafts[-1]["tokens"]).startswith("Ben Cleo Ivan Nora")
+    device = drafts[0]["memory"]["device"]
+    assert device["bytes"] == sum(device["accounts"].values()) > device["accounts"]["weights"] > 0
 
 
 def test_curl(served: Served):

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         from tiered.serving.server import LOCAL, Server, Service, check_api_key, listen
     from tiered.cli.option_flags import generation_options
     from tiered.core.checks import check_integer, check_number
+    from tiered.models.locate import EMBEDDED_MODELS
     from tiered.serving.openai_fields import Limits
     from tiered.serving.scheduler import Scheduler
 
@@ -89,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
             defaults=defaults,
             limits=limits,
             key=key,
+            **({"example": "sort: Nora Ben Ivan Cleo"} if args.model in EMBEDDED_MODELS else {}),
             hosts=LOCAL if args.host in LOCAL else None,
         )
         server = Server(service, grace_seconds=args.grace)

@@ -9,7 +9,7 @@ from threading import Lock
 from tiered.call import AskedCall
 from tiered.core.errors import ContextLengthError
 from tiered.core.features import Tier
-from tiered.serving.answer_text import AnswerText
+from tiered.serving.answer_text import AnswerText, token_texts
 from tiered.serving.feed import ChoiceStreamer, Draft, DraftStreamer, Event, Failed, Feed, Final, OfChoice, Over
 from tiered.serving.openai_fields import Limits, Wanted, sampler_seed
 from tiered.serving.replies import DONE, Replies, event, told, usage_of
@@ -157,9 +157,16 @@ class Answering:
             "index": draft.index,
             "first": draft.first,
             "columns": self._calls[draft.index].chosen.max_new_tokens,
-            "tokens": self._tokenizer.batch_decode([[token] for token in draft.ids], skip_special_tokens=True),
+            "tokens": token_texts(self._tokenizer, draft.ids, draft.before),
             "open": draft.open,
-            "memory": {tier.value: {"bytes": ledger.held(tier), "cap": ledger.budget.cap(tier)} for tier in Tier},
+            "memory": {
+                tier.value: {
+                    "bytes": ledger.held(tier),
+                    "cap": ledger.budget.cap(tier),
+                    "accounts": {account.value: count for account, count in ledger.accounts(tier).items() if count},
+                }
+                for tier in Tier
+            },
         }
 
 

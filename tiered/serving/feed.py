@@ -19,11 +19,12 @@ class Final:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A block of choice `index` after a forward: its first column behind the prompt, its tokens, proposals where they
-    are open, and which are."""
+    """A block of choice `index` after a forward: its first column behind the prompt, the token in front of that (None:
+    the prompt's), its tokens, proposals where they are open, and which are."""
 
     index: int
     first: int
+    before: int | None
     ids: list[int]
     open: list[bool]
 
@@ -97,11 +98,19 @@ class ChoiceStreamer:
 class DraftStreamer(ChoiceStreamer):
     """The same, with every draft."""
 
+    _before: int | None = None
+
+    def put(self, value: Tensor) -> None:
+        """See `ChoiceStreamer`."""
+        if self._blocks >= 0:
+            self._before = value[0].tolist()[-1]
+        super().put(value)
+
     def put_draft(self, value: Tensor) -> None:
         """Comes in front of `put_open`."""
         self._draft = value
 
     def put_open(self, value: Tensor, still: Tensor) -> None:
         """See `ChoiceStreamer`."""
-        self._feed.put(Draft(self.index, self._blocks, self._draft[0].tolist(), still[0].tolist()))
+        self._feed.put(Draft(self.index, self._blocks, self._before, self._draft[0].tolist(), still[0].tolist()))
         super().put_open(value, still)

@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import html
 import logging
 import math
 import re
@@ -50,6 +51,7 @@ class Service:
         defaults: options of `generate` that a request may overrule.
         limits: of a request.
         key: that requests must bear; None: none.
+        example: a prompt that the page offers.
         hosts: names that the server may be called by; None: any. A page of somebody else's, in a browser here, could
             call a local server by a name of its own.
     """
@@ -59,6 +61,7 @@ class Service:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     key: str | None = field(default=None, repr=False)
+    example: str = "Why is the sky blue? Answer in two sentences."
     hosts: tuple[str, ...] | None = None
 
 
@@ -108,6 +111,8 @@ def make_app(service: Service) -> FastAPI:
     places = asyncio.Semaphore(scheduler.max_running + scheduler.max_waiting)
     registry, created = registry_of(scheduler), Replies(model=service.model, chat=True).created
     page = files("tiered.serving").joinpath("page.html").read_text(encoding="utf-8")
+    for name, text in (("model", service.model), ("policy", scheduler.runtime.policy), ("example", service.example)):
+        page = page.replace(f"<!-- {name} -->", html.escape(str(text)))
 
     def check_key(request: Request) -> None:
         if service.key is None:
