@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ class Served:
     url: str
     port: int
     scheduler: Scheduler
+    server: Server
 
     def held(self) -> dict[Tier, int]:
         """Bytes by tier once nothing is under way."""
@@ -33,18 +34,23 @@ class Served:
 
 @contextmanager
 def serving(
-    runtime: Runtime, *, key: str | None = None, limits: Limits | None = None, **of_scheduler: Any
+    runtime: Runtime,
+    *,
+    key: str | None = None,
+    limits: Limits | None = None,
+    of_server: Mapping[str, Any] | None = None,
+    **of_scheduler: Any,
 ) -> Iterator[Served]:
     """Serve `runtime` as "embedded" as long as the block lasts."""
     scheduler = Scheduler(runtime, **of_scheduler)
     service = Service(scheduler=scheduler, model="embedded", key=key, limits=limits or Limits(), hosts=LOCAL)
-    server = Server(service, grace_seconds=1)
+    server = Server(service, **{"grace_seconds": 1} | dict(of_server or {}))
     with listen("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
         thread = threading.Thread(target=server.serve_at, args=(listening,))
         thread.start()
         try:
-            yield Served(f"http://127.0.0.1:{port}", port, scheduler)
+            yield Served(f"http://127.0.0.1:{port}", port, scheduler, server)
         finally:
             server.should_exit = True
             thread.join(30)

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from tiered.serving.answer_text import AnswerText
+from tiered.serving.answer_text import AnswerText, token_texts
 
 END = 0
 
@@ -52,3 +52,23 @@ def test_half_a_character_waits_for_its_rest():
 def test_half_a_character_at_the_end_is_shown_as_such():
     text = text_of()
     assert text.put("aé".encode()[:2]) == "a" and text.end() == "\N{REPLACEMENT CHARACTER}"
+
+
+class Words:
+    """A tokenizer whose tokens are words, with a space between two, and 0 the end."""
+
+    def batch_decode(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        return [" ".join(f"w{token}" for token in row if token != END) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("ids", "before", "texts"),
+    [
+        ([1, 2], None, ["w1", " w2"]),
+        ([1, 2], 3, [" w1", " w2"]),
+        ([1, END, 2, 2], None, ["w1", "", "w2", " w2"]),
+        ([], 1, []),
+    ],
+)
+def test_the_texts_of_tokens_join_to_that_of_all(ids: list[int], before: int | None, texts: list[str]):
+    assert token_texts(cast(Any, Words()), ids, before) == texts

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiered.serving.openai_fields import Limits, RefusedBody, Wanted, read_body, read_json
+from tiered.serving.openai_fields import Limits, RefusedBody, Wanted, read_body, read_json, sampler_seed
 
 HELLO = [{"role": "user", "content": "hello"}]
 PARTS = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
@@ -28,6 +28,7 @@ def read(*, chat: bool = True, **body: Any) -> Wanted:
         ({"max_new_tokens": 64}, {"options": {"steps": 8, "max_new_tokens": 64}, "most": None}),
         ({"gen_length": 64, "threshold": 0.9}, {"most": None}),
         ({"steps": 4, "temperature": 0.5, "top_p": 0.9}, {"options": {"steps": 4, "temperature": 0.5, "top_p": 0.9}}),
+        ({"seed": -(2**63)}, {"seed": -(2**63)}),
         ({"seed": 5, "n": 3, "user": "me", "metadata": {"a": "b"}}, {"seed": 5, "n": 3}),
         ({"stop": "x"}, {"stop": ["x"]}),
         ({"stop": None, "logprobs": None, "tools": [], "logit_bias": {}, "presence_penalty": 0.0}, {"stop": []}),
@@ -79,7 +80,8 @@ def test_the_prompts_of_completions(prompt: object, prompts: list[object]):
         ({"n": 0}, "n", "n = 0"),
         ({"n": 5}, "n", "are 5; at most 4"),
         ({"n": True}, "n", "n = True"),
-        ({"seed": -1}, "seed", "seed = -1"),
+        ({"seed": 2**63}, "seed", "seed = 9223372036854775808"),
+        ({"seed": -(2**63) - 1}, "seed", "seed = -9223372036854775809"),
         ({"seed": 1.5}, "seed", "seed = 1.5"),
         ({"stream": 1}, "stream", "stream = 1"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "beside stream = true"),
@@ -92,7 +94,7 @@ def test_the_prompts_of_completions(prompt: object, prompts: list[object]):
         ({"max_new_tokens": 128}, "max_new_tokens", "at most 100"),
         ({"max_tokens": 10, "max_completion_tokens": 20}, "max_completion_tokens", "different lengths"),
         ({"max_tokens": 10, "block_length": 0}, "block_length", "block_length = 0"),
-        ({"steps": 4, "diffusion_steps": 5}, None, "steps"),
+        ({"steps": 4, "diffusion_steps": 5}, "diffusion_steps", "contradicts steps = 4"),
         ({"messages": []}, "messages", "with a message"),
         ({"messages": "hello"}, "messages", "with a message"),
         ({"messages": ["hello"]}, "messages", "a message is an object"),
@@ -107,6 +109,19 @@ def test_what_is_refused_by_name(body: dict[str, Any], field: str | None, words:
     with pytest.raises(RefusedBody, match=words) as refused:
         read(**body)
     assert (refused.value.field, refused.value.status) == (field, 400)
+
+
+def test_a_seed_in_the_samplers_range_stays_and_others_meet_none_of_them():
+    assert [sampler_seed(seed) for seed in (0, 7, 2**62)] == [0, 7, 2**62]
+    obvious = [
+        *range(-100, 100),
+        *(sign * 2**power + by for power in (31, 32, 62, 63) for sign in (1, -1) for by in (-1, 0)),
+    ]
+    others = [sampler_seed(seed) for seed in obvious if not 0 <= seed <= 2**62]
+    assert all(0 <= seed <= 2**62 for seed in others)
+    # The CPU's generator looks at 32 bits alone.
+    low = [seed % 2**32 for seed in [*others, *range(100)]]
+    assert len({*low}) == len(low)
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [1, "a"], {"a": 1}, [[1], "a"], [-1], [True]])

@@ -1,34 +1,65 @@
-"""Workers by Ray on a local cluster: answers are those of single calls, in order, whoever dies; and the server as a
-deployment."""
+"""Workers by Ray: answers are those of single calls, in order, and a row without an answer has its error; on a local
+cluster, where Ray is installed, also while a worker dies; and the server as a deployment."""
 
 import os
+import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 import tiered
 from tiered.embedded.tasks import TASKS, sample
 from tiered.ray import Answerer, answered, deployment
 
-ray: Any = pytest.importorskip("ray")
-
 OPTIONS: dict[str, Any] = {"max_new_tokens": 32, "confidence_threshold": 0.8}
 PROMPTS = [sample(task, "test", number).prompt for number in range(50) for task in [*TASKS][:6]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    ray: Any = pytest.importorskip("ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 * 1024**2, log_to_driver=False)
-    yield
+    yield ray
     ray.shutdown()
+
+
+def test_a_row_that_cannot_be_answered_comes_back_with_its_error():
+    chat = [{"role": "user", "content": PROMPTS[0]}]
+    prompts = [PROMPTS[0], "", np.array([3, 9999]), np.array(chat, dtype=object), PROMPTS[1], "x " * 5000, 5]
+    column = np.empty(len(prompts), dtype=object)
+    column[:] = prompts
+    worker = Answerer("embedded", policy="fast_dllm_dual", options=OPTIONS)
+    told = worker({"prompt": column})
+    with tiered.from_pretrained("embedded", policy="fast_dllm_dual") as runtime:
+        alone = [runtime.generate(prompt, **OPTIONS) for prompt in PROMPTS[:2]]
+    texts = [(output.text or [""])[0] for output in alone]
+    assert told["answer"].tolist() == [texts[0], "", "", texts[0], texts[1], "", ""]
+    words = ["^$", "prompt 0 is empty", "token id 9999", "^$", "^$", "positions", "not int"]
+    assert all(re.search(word, error) for word, error in zip(words, told["error"], strict=True)), told["error"]
+    first, second = (output.num_forwards for output in alone)
+    assert told["forwards"].tolist() == [first, 0, 0, first, second, 0, 0]
+    with pytest.raises(ValueError, match="did you mean 'max_new_tokens'"):  # whatever the row
+        Answerer("embedded", options={"max_new_token": 8})
+
+
+@pytest.mark.parametrize("make", [partial(answered, None), deployment])
+def test_workers_do_not_answer_on_the_cpu_unasked(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    with pytest.raises(ValueError, match=r"num_gpus = (None|0) hides this machine's GPUs .* device='cpu'"):
+        make("embedded")
+    with pytest.raises(ValueError, match=r"num_gpus = 0.5 lets workers share a GPU: pass memory"):
+        make("embedded", num_gpus=0.5)
 
 
 class Named(Answerer):
@@ -46,7 +77,7 @@ class Named(Answerer):
 
 
 @pytest.mark.long
-def test_a_worker_that_is_killed_loses_and_doubles_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_that_is_killed_loses_and_doubles_no_answer(ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tiered.ray, "Answerer", Named)  # type: ignore[attr-defined]
     rows = [{"number": number, "prompt": PROMPTS[number % len(PROMPTS)], "seed": number} for number in range(500)]
     dataset = ray.data.from_items(rows, override_num_blocks=20)
@@ -77,6 +108,7 @@ def test_a_worker_that_is_killed_loses_and_doubles_no_answer(tmp_path: Path, mon
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("ray")
 def test_the_server_is_a_deployment():
     from ray import serve  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 

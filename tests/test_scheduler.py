@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,16 @@ def test_one_in_the_middle_of_its_first_pass_can_leave(seconds: float | None, st
     assert request.state is state and isinstance(request.error, error) and request.output is None
     scheduler.run()
     assert held(runtime) == before
+
+
+def test_what_asks_and_what_waits_touches_no_tensor_of_the_device():
+    runtime = copy(runtime_of("llada", "fast_dllm_dual", {}))
+    runtime.device = torch.device("meta")  # a tensor there has no value to be read
+    ids = torch.nn.functional.pad(ids_of(20), (3, 0))
+    asked = runtime.ask(ids, attention_mask=(torch.arange(23) >= 3)[None], max_new_tokens=16)
+    assert (asked.prompts.longest, asked.prompts.shortest, asked.sizes.context) == (20, 20, 36)
+    request = Scheduler(runtime).submit(asked)
+    assert asked.prompts.ids.device.type == asked.prompts.mask.device.type == "cpu" and request.ask is None
 
 
 def test_threads_submit_and_the_scheduler_has_its_own():

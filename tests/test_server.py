@@ -23,6 +23,7 @@ from serving import Served, serving
 from workloads.scoring import score_examples
 
 import tiered
+from tiered.cli.main import main
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
 from tiered.embedded.tasks import sample
@@ -35,6 +36,7 @@ from tiered.serving.scheduler import Scheduler
 PROMPTS = ["sort: Nora Ben Ivan Cleo", "reverse: Max Ada Zoe", "copy: Tara Uma Vera Will Xena"]
 TOKENS = 64
 JSON = {"Content-Type": "application/json"}
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # An answer that takes a second or more.
 LONG: dict[str, Any] = {"max_tokens": 512, "extra_body": {"stop_at_eos": False}}
 
@@ -141,7 +143,9 @@ def test_drafts_come_where_they_are_asked_for(client: openai.OpenAI):
     drafts = [chunk.draft for chunk in stream if not chunk.choices]  # type: ignore[attr-defined]
     assert all(len(draft["tokens"]) == len(draft["open"]) == 32 and draft["columns"] == TOKENS for draft in drafts)
     assert [sum(draft["open"]) for draft in drafts] == [*range(31, 31 - len(drafts), -1)]
-    assert drafts[0]["memory"]["device"]["bytes"] > 0
+    assert "".join(drafts[-1]["tokens"]).startswith("Ben Cleo Ivan Nora")
+    device = drafts[0]["memory"]["device"]
+    assert device["bytes"] == sum(device["accounts"].values()) > device["accounts"]["weights"] > 0
 
 
 def test_curl(served: Served):
@@ -177,26 +181,59 @@ def test_bytes_of_streamed_weights_are_among_those_that_moved():
 
 
 @pytest.mark.parametrize(
-    ("request_", "status", "words"),
+    ("request_", "status", "field", "words"),
     [
-        ({"json": {}}, 400, "messages is missing"),
-        ({"json": {"messages": chat("x"), "model": "gpt"}}, 404, "no model 'gpt' is served here, but 'embedded'"),
-        ({"json": {"messages": chat("x"), "block_length": 5, "max_new_tokens": 12}}, 400, "10 or 15 would be"),
-        ({"json": {"messages": chat("x"), "commit": "treshold"}}, 400, "did you mean 'threshold'"),
-        ({"content": json.dumps({"messages": chat("\ud800")}), "headers": JSON}, 400, "surrogate"),
-        ({"json": {"messages": chat("0" * 9_000), "max_tokens": 8}}, 400, "positions"),
-        ({"json": {"messages": chat("x" * 21_000)}}, 413, "larger than 20000 bytes"),
-        ({"content": "{", "headers": JSON}, 400, "not JSON"),
-        ({"content": "{}", "headers": {"Content-Type": "text/plain"}}, 415, "application/json, not 'text/plain'"),
-        ({"json": {}, "headers": {"Host": "evil.example"}}, 400, ""),
+        ({"json": {}}, 400, "messages", "messages is missing"),
+        ({"json": {"messages": chat("x"), "model": "gpt"}}, 404, "model", "no model 'gpt' is served"),
+        ({"json": {"messages": chat("x"), "block_size": 5, "max_new_tokens": 12}}, 400, "max_new_tokens", "10 or 15"),
+        ({"json": {"messages": chat("x"), "commit": "treshold"}}, 400, "commit", "did you mean 'threshold'"),
+        ({"json": {"messages": chat("x"), "diffusion_steps": -1}}, 400, "diffusion_steps", "steps = -1"),
+        ({"content": json.dumps({"messages": chat("\ud800")}), "headers": JSON}, 400, "messages", "surrogate"),
+        ({"url": COMPLETIONS, "json": {"prompt": [5, 4000]}}, 400, "prompt", "token id 4000 is out of range"),
+        ({"json": {"messages": chat("x" * 21_000)}}, 413, None, "larger than 20000 bytes"),
+        ({"content": "{", "headers": JSON}, 400, None, "not JSON"),
+        ({"content": "{}", "headers": {"Content-Type": "text/plain"}}, 415, None, "application/json, not 'text/plain'"),
+        ({"json": {}, "headers": {"Host": "evil.example"}}, 400, None, "names 'evil.example'; allowed: 127.0.0.1"),
+        ({"url": "/nothing", "json": {}}, 404, None, "Not Found"),
+        ({"method": "PUT", "json": {}}, 405, None, "Method Not Allowed"),
+        ({"url": "/", "json": {}}, 405, None, "Method Not Allowed"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_in_openais_shape(served: Served, request_: dict[str, Any], status: int, words: str):
-    told = httpx.post(f"{served.url}/v1/chat/completions", **request_)
+def test_what_is_wrong_is_told_in_openais_shape(
+    served: Served, request_: dict[str, Any], status: int, field: str | None, words: str
+):
+    told = httpx.request(**{"method": "POST", **request_, "url": served.url + request_.get("url", CHATS)})
     assert told.status_code == status
-    if words:
-        assert {*told.json()["error"]} == {"message", "type", "param", "code"}
-        assert words in told.json()["error"]["message"]
+    error = told.json()["error"]
+    assert {*error} == {"message", "type", "param", "code"} and error["param"] == field
+    assert words in error["message"]
+    assert (status == 405) == ("Allow" in told.headers)
+
+
+@pytest.mark.parametrize("chats", [True, False])
+def test_a_prompt_that_is_too_long_is_told_by_openais_code(runtime: Runtime, chats: bool):
+    with serving(runtime, limits=Limits(prompt_tokens=50)) as served:
+        for count in (100, 9_000):
+            source = {"messages": chat("0" * count)} if chats else {"prompt": "0" * count}
+            told = httpx.post(served.url + (CHATS if chats else COMPLETIONS), json={**source, "max_tokens": 8})
+            error = told.json()["error"]
+            assert (told.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert error["param"] == ("messages" if chats else "prompt")
+
+
+def test_any_seed_of_64_bits_is_taken(client: openai.OpenAI):
+    for seed in (-(2**63), -1, 2**62, 2**63 - 1):
+        call: dict[str, Any] = {"prompt": "x", "max_tokens": 4, "seed": seed, "n": 2, "temperature": 1.0}
+        texts = [
+            [choice.text for choice in client.completions.create(model="embedded", **call).choices] for _ in range(2)
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_all_that_is_looked_at_has_a_head(served: Served):
+    for path in ("/", "/health", "/metrics", "/v1/models", "/v1/models/embedded"):
+        told = httpx.head(served.url + path)
+        assert (told.status_code, told.content) == (200, b"") and int(told.headers["Content-Length"]) > 0
 
 
 def test_the_clients_own_errors(client: openai.OpenAI):
@@ -217,8 +254,19 @@ def test_a_key_is_asked_for(runtime: Runtime):
             else:
                 with pytest.raises(openai.AuthenticationError):
                     client.completions.create(model="embedded", prompt="x")
-        assert httpx.get(f"{served.url}/metrics").status_code == 401
+        told = httpx.get(f"{served.url}/metrics")
+        assert (told.status_code, told.headers["WWW-Authenticate"]) == (401, "Bearer")
         assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("key", ["sécret", "two words", "line\n", "\udce9"])
+def test_a_key_that_no_client_can_send_is_refused_at_the_start(
+    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("TIERED_API_KEY", key)
+    assert main(["serve", "no model is looked for"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("tiered: error: TIERED_API_KEY has characters") and told.count("\n") == 1 and key not in told
 
 
 def test_what_never_fits_is_refused_with_the_numbers(runtime: Runtime):

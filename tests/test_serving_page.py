@@ -29,7 +29,8 @@ SHOWN = """({
   state: document.body.dataset.state, answer: at("answer").textContent, error: at("error").textContent,
   status: at("status").textContent, tiers: at("tiers").textContent, canvas: at("canvas").textContent,
   columns: at("canvas").childElementCount, ahead: document.querySelectorAll(".ahead").length,
-  open: document.querySelectorAll(".open").length,
+  open: document.querySelectorAll(".open").length, model: at("model").textContent, policy: at("policy").textContent,
+  example: at("example").textContent, prompt: (at("example").click(), at("prompt").value),
 })"""
 
 
@@ -97,9 +98,10 @@ def test_a_prompt_is_answered_before_ones_eyes(served: Served, devtools: str):
     url = f"{served.url}/?prompt=sort:%20Nora%20Ben%20Ivan%20Cleo"
     page, asked, wrong = asyncio.run(shown(devtools, url))
     assert (page["state"], page["answer"], page["error"]) == ("done", "Ben Cleo Ivan Nora", "")
-    assert page["canvas"].startswith("BenCleoIvanNora·") and page["columns"] == 64 and page["ahead"] == 32
+    assert page["canvas"].startswith("Ben Cleo Ivan Nora·") and page["columns"] == 64 and page["ahead"] == 32
     assert re.fullmatch(r"4 tokens, \d+ forwards, [\d.]+ s", page["status"])
-    assert re.search(r"device[\d.]+ MiB", page["tiers"])
+    assert re.search(r"device\s+weights\s7\.\d\sMiB .*[\d.]+ MiB, most [\d.]+ MiB, no cap", page["tiers"])
+    assert (page["model"], page["policy"], page["example"]) == ("embedded", "fast_dllm_dual", page["prompt"])
     own = [each.removeprefix(served.url) for each in asked]
     assert {*own} <= {"/?prompt=sort:%20Nora%20Ben%20Ivan%20Cleo", "/v1/chat/completions", "/favicon.ico"}
     assert not [each for each in wrong if "favicon" not in each]

@@ -50,7 +50,7 @@ class AskedCall:
     """A call of `generate` that is checked, and not begun: nothing is booked for it.
 
     Attributes:
-        prompts: on the model's device.
+        prompts: on the host, so that asking waits for no device.
         chosen: its options.
         sizes, choice: what it will take, and run under.
         prior: what answers begin as; None: what the model's noise is.

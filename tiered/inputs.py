@@ -34,6 +34,10 @@ class Prompts:
         """Tokens of the shortest."""
         return int(self.mask.sum(dim=1).min())
 
+    def to(self, device: torch.device | str) -> "Prompts":
+        """The same prompts on `device`."""
+        return Prompts(ids=self.ids.to(device), mask=self.mask.to(device))
+
     def packed(self) -> tuple[Int[Tensor, "batch longest"], Int[Tensor, " batch"]]:
         """The same prompts padded on the left to the longest one, and the number of pads of each."""
         lengths = self.mask.sum(dim=1)

@@ -7,17 +7,22 @@
 
     serve.run(deployment("GSAI-ML/LLaDA-8B-Instruct", replicas=4, num_gpus=1, memory="20GiB"))
 
-What moves, what is retried and where work runs is Ray's; a worker is one runtime, with one budget, under one scheduler.
+Ray moves rows, places workers and starts them again; a worker is one runtime with one budget.
 """
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from tiered.core.errors import TierCapacityError
 from tiered.core.extras import Extra
 from tiered.loading import from_pretrained
+from tiered.offload.device import pick_device
+from tiered.output import GenerationOutput
 from tiered.serving.openai_fields import Limits
+from tiered.serving.request import Request
 from tiered.serving.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -25,13 +30,15 @@ if TYPE_CHECKING:
     from ray.serve import Application  # pyright: ignore[reportMissingImports]
 
 Columns = dict[str, np.ndarray]
+_COLUMNS: Mapping[str, Any] = {"answer": object, "tokens": np.int64, "forwards": np.int64, "error": object}
+_OF_ROW = (TypeError, ValueError, TierCapacityError)
 
 
 class Answerer:
     """The worker of `answered`, for `ray.data.Dataset.map_batches`: loads once, and answers batch after batch.
 
-    Every row is a request of its own, and its answer that of `Runtime.generate` for it alone: which worker has it, with
-    which others, and whether it is the first to try changes nothing.
+    Each row is a request of its own. On the CPU its answer is that of `Runtime.generate` for it alone, whichever worker
+    and rows it shares. On CUDA libraries choose kernels by the number of rows, so that last bits can differ.
     """
 
     def __init__(
@@ -47,39 +54,59 @@ class Answerer:
         """
         Args:
             model: as for `from_pretrained`, on the worker's machine; `loading`: the rest of its arguments.
-            prompt: the column that has them: text, or chats.
-            seed: the column that has the seed of each row; None: `options` has it.
+            prompt: the column of prompts: text, chats, or ids.
+            seed: the column of seeds; None for that of `options`.
             options: of `Runtime.generate`.
             max_running: rows that are denoised at a time, if the budget has room.
+
+        Raises:
+            TypeError, ValueError: the model or `options` are wrong, for whatever row.
         """
         self._prompt, self._seed, self._options = prompt, seed, dict(options or {})
         self._max_running = max_running
         self._runtime = from_pretrained(model, **loading)
+        self._runtime.ask(torch.tensor([[0]]), **self._options)
 
     def __call__(self, batch: Columns) -> Columns:
-        """The columns of a batch, and beside them "answer", and its "tokens" and "forwards".
-
-        Raises:
-            TypeError, ValueError, TierCapacityError, NonFiniteError: a row that cannot be answered.
-        """
-        prompts, runtime = batch[self._prompt].tolist(), self._runtime
-        scheduler = Scheduler(runtime, max_running=self._max_running, max_waiting=max(1, len(prompts)))
-        requests = []
-        for number, prompt in enumerate(prompts):
-            own: dict[str, Any] = {} if self._seed is None else {"seed": int(batch[self._seed][number])}
-            requests.append(scheduler.submit(runtime.ask(prompt, **self._options | own)))
+        """The columns of a batch, and beside them "answer", "tokens", "forwards" and "error": empty if there is
+        an answer, and else says why there is none."""
+        prompts = batch[self._prompt]
+        seeds = [None] * len(prompts) if self._seed is None else batch[self._seed].tolist()
+        scheduler = Scheduler(self._runtime, max_running=self._max_running, max_waiting=max(1, len(prompts)))
+        asked = [self._submitted(scheduler, *row) for row in zip(prompts, seeds, strict=True)]
         scheduler.run()
-        outputs = []
-        for request in requests:
-            if request.error is not None:
-                raise request.error
-            assert request.output is not None, "it has run"
-            outputs.append(request.output)
-        return batch | {
-            "answer": np.array([(output.text or [""])[0] for output in outputs], dtype=object),
-            "tokens": np.array([output.timings.tokens for output in outputs]),
-            "forwards": np.array([output.num_forwards for output in outputs]),
-        }
+        rows = [_row(each.output or each.error if isinstance(each, Request) else each) for each in asked]
+        return batch | {name: np.array([row[name] for row in rows], dtype=kind) for name, kind in _COLUMNS.items()}
+
+    def _submitted(self, scheduler: Scheduler, prompt: Any, seed: int | None) -> Request | Exception:
+        if isinstance(prompt, np.ndarray):  # a list in Arrow: of ids, or of messages
+            prompt = torch.from_numpy(prompt)[None] if prompt.dtype.kind == "i" else prompt.tolist()
+        own: dict[str, Any] = {} if seed is None else {"seed": seed}
+        try:
+            return scheduler.submit(self._runtime.ask(prompt, **self._options | own))
+        except _OF_ROW as error:
+            return error
+
+
+def _row(end: GenerationOutput | Exception | None) -> dict[str, Any]:
+    if isinstance(end, GenerationOutput):
+        text, tokens = (end.text or [""])[0], end.timings.tokens
+        return {"answer": text, "tokens": tokens, "forwards": end.num_forwards, "error": ""}
+    if isinstance(end, _OF_ROW):
+        return {"answer": "", "tokens": 0, "forwards": 0, "error": str(end)}
+    assert end is not None, "it has run"
+    raise end
+
+
+def _check_gpus(num_gpus: float | None, loading: Mapping[str, Any]) -> None:
+    # Ray hides all GPUs from a worker that asks for none.
+    if not num_gpus and loading.get("device", "auto") == "auto" and pick_device("auto").type == "cuda":
+        raise ValueError(
+            f"num_gpus = {num_gpus} hides this machine's GPUs from the workers, which would answer on the CPU: pass "
+            "num_gpus=1, or device='cpu'"
+        )
+    if num_gpus and num_gpus < 1 and loading.get("memory") is None:
+        raise ValueError(f"num_gpus = {num_gpus} lets workers share a GPU: pass memory, the bytes of each")
 
 
 def answered(
@@ -92,19 +119,21 @@ def answered(
     num_cpus: float | None = None,
     **of_worker: Any,
 ) -> "Dataset":
-    """`dataset` with an answer to each of its rows, in its order.
+    """`dataset` with an answer, or an error, to each of its rows, in its order.
 
-    Ray shows progress, and gives the batches of a worker that dies to another, which answers them the same.
+    If a worker dies, Ray gives its batches to another, which answers them again.
 
     Args:
         workers: actors, each with a runtime and a budget of its own.
         batch_size: rows that a worker gets at a time, and loses with its machine.
-        num_gpus, num_cpus: of each worker.
+        num_gpus, num_cpus: of each worker. Workers that share a GPU need `memory`.
         of_worker: as for `Answerer`: options, memory, policy.
 
     Raises:
         ModuleNotFoundError: Ray is not installed.
+        ValueError: `num_gpus` hides this machine's GPUs from workers that may use them, or shares one without `memory`.
     """
+    _check_gpus(num_gpus, of_worker)
     with Extra("ray"):
         from ray.data import ActorPoolStrategy  # pyright: ignore[reportMissingImports]
 
@@ -138,13 +167,15 @@ def deployment(
     Args:
         model: as for `from_pretrained`, on the replicas' machines; `loading`: the rest of its arguments.
         name: of the model for clients; None: `model`.
-        num_gpus, num_cpus: of each replica.
+        num_gpus, num_cpus: of each replica. Replicas that share a GPU need `memory`.
         defaults, limits, key: as in `tiered.serving.server.Service`.
         scheduler: arguments of `Scheduler`.
 
     Raises:
         ModuleNotFoundError: Ray Serve is not installed.
+        ValueError: as `answered`.
     """
+    _check_gpus(num_gpus, loading)
     with Extra("ray"):
         from ray import serve  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     options, of_scheduler = dict(defaults or {}), dict(scheduler or {})

@@ -218,7 +218,7 @@ class Runtime:
             yield (
                 denoiser(
                     self.model,
-                    asked.prompts,
+                    asked.prompts.to(self.device),
                     asked.chosen,
                     asked.choice.policy,
                     lambda canvas: self._call.forward(canvas, asked.choice.policy, asked.sizes, tiers, streams),
@@ -346,7 +346,7 @@ class Runtime:
         are (None: there are none)."""
         if not isinstance(input_ids, Tensor):
             raise TypeError(f"input_ids are a LongTensor [batch, length], not {type(input_ids).__name__}")
-        prompts = self._read(input_ids, attention_mask)
+        prompts = self._read(input_ids, attention_mask).to(self.device)
         batch, length = prompts.ids.shape
         check_positions(self.model.shape, length, "the ids make")
         clean = read_noise_mask(noise_mask, self.model.shape, (batch, length), self.device)
@@ -362,4 +362,4 @@ class Runtime:
             vocab_size=self.model.shape.vocab_size,
             raw=raw,
         )
-        return Prompts(ids=prompts.ids.to(self.device), mask=prompts.mask.to(self.device))
+        return prompts.to("cpu")

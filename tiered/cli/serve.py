@@ -9,8 +9,9 @@ from tiered.core.extras import Extra
 
 KEY = "TIERED_API_KEY"
 DESCRIPTION = f"""Serve a checkpoint: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and at / a
-page that shows the canvas. Requests share forwards, and each is answered as it would be alone. Options of `generate`
-given here are the defaults of requests. With {KEY} set, requests bear it."""
+page that shows the canvas. Requests share forwards. On the CPU each answer is that of the request alone, bit for bit;
+on CUDA last bits can differ. Options of `generate` given here are the defaults of requests. With {KEY} set, requests
+bear it."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction") -> None:
@@ -52,9 +53,10 @@ def add_parser(subparsers: "argparse._SubParsersAction") -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     with Extra("serve"):
-        from tiered.serving.server import LOCAL, Server, Service, listen
+        from tiered.serving.server import LOCAL, Server, Service, check_api_key, listen
     from tiered.cli.option_flags import generation_options
     from tiered.core.checks import check_integer, check_number
+    from tiered.models.locate import EMBEDDED_MODELS
     from tiered.serving.openai_fields import Limits
     from tiered.serving.scheduler import Scheduler
 
@@ -65,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.max_prompt_tokens is not None:
         check_integer("max_prompt_tokens", args.max_prompt_tokens, least=1)
     defaults, key = generation_options(args), os.environ.get(KEY) or None
+    check_api_key(KEY, key)
     if args.host not in LOCAL and key is None:
         print(f"tiered: anybody who reaches {args.host} may ask: {KEY} is not set", file=sys.stderr)
     with load_runtime(args) as runtime:
@@ -87,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
             defaults=defaults,
             limits=limits,
             key=key,
+            **({"example": "sort: Nora Ben Ivan Cleo"} if args.model in EMBEDDED_MODELS else {}),
             hosts=LOCAL if args.host in LOCAL else None,
         )
         server = Server(service, grace_seconds=args.grace)

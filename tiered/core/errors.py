@@ -44,6 +44,10 @@ class TierCapacityError(RuntimeError):
         )
 
 
+class ContextLengthError(ValueError):
+    """Prompt and answer have more positions than the model was made for."""
+
+
 class NonFiniteError(ValueError):
     """NaN or infinity where a model needs numbers: in a weight as it is loaded, or in the logits of a forward. It is a
     `ValueError` like all that is wrong with a checkpoint. The runtime goes on working.

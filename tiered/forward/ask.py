@@ -1,8 +1,9 @@
 """What calls want of a model next, and the layers that several of them go through together.
 
 Norms, projections, the MLP and the head are of all rows at once, so each weight is read once for all calls. Attention
-and the store are each call's own. What a row comes out as hangs on nobody: as long as all are `FEW_ROWS`, a CPU's
+and the store are each call's own. On the CPU a row's result does not depend on the other rows: within `FEW_ROWS` the
 library sums the products of a row in one order, however many rows there are. Calls with fewer or more rows go alone.
+On CUDA libraries choose kernels by the number of rows, so the last bits of a row can differ; not measured on a GPU.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,16 @@
 """Whether a call of some sizes runs at all: what `generate` and a plan refuse alike."""
 
+from tiered.core.errors import ContextLengthError
 from tiered.models.shape import MOST_SIZE, ModelShape
 from tiered.policies.base import Policy
 from tiered.policies.registry import policies_for
 
 
 def check_positions(shape: ModelShape, positions: int, what: str) -> None:
-    """Raise `ValueError` where the model was not made for so many `positions`, which come from `what`."""
+    """Raise `ContextLengthError` if the model was not made for so many `positions`, which come from `what`."""
     if positions > shape.max_context:
         hint = f"; rope_scaling = 'ntk:{-(-positions // shape.trained_context)}' would stretch it, without training"
-        raise ValueError(
+        raise ContextLengthError(
             f"{what} {positions} positions; the model was made for {shape.max_context} (config.json)"
             f"{hint if positions <= MOST_SIZE else ''}"
         )

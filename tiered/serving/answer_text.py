@@ -8,6 +8,18 @@ from transformers import PreTrainedTokenizerBase
 _HALF = "\N{REPLACEMENT CHARACTER}"  # what bytes look like of which the rest is still to come
 
 
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], before: int | None) -> list[str]:
+    """The text that each token adds behind the one in front of it; `before`: in front of the first. None for none."""
+    pairs = [[*([] if head is None else [head]), token] for head, token in zip([before, *ids], ids, strict=False)]
+    heads, whole, own = (
+        tokenizer.batch_decode(rows, skip_special_tokens=True)
+        for rows in ([pair[:-1] for pair in pairs], pairs, [[token] for token in ids])
+    )
+    return [
+        both[len(head) :] if both.startswith(head) else text for head, both, text in zip(heads, whole, own, strict=True)
+    ]
+
+
 class AnswerText:
     """Gives text out once nothing behind it can change it: whole characters, and none that may begin a stop string.
 

@@ -7,10 +7,11 @@ from contextlib import suppress
 from threading import Lock
 
 from tiered.call import AskedCall
+from tiered.core.errors import ContextLengthError
 from tiered.core.features import Tier
-from tiered.serving.answer_text import AnswerText
-from tiered.serving.feed import ChoiceStreamer, Draft, DraftStreamer, Event, Feed, Final, Over
-from tiered.serving.openai_fields import Limits, RefusedBody, Wanted
+from tiered.serving.answer_text import AnswerText, token_texts
+from tiered.serving.feed import ChoiceStreamer, Draft, DraftStreamer, Event, Failed, Feed, Final, OfChoice, Over
+from tiered.serving.openai_fields import Limits, Wanted, sampler_seed
 from tiered.serving.replies import DONE, Replies, event, told, usage_of
 from tiered.serving.request import Request
 from tiered.serving.scheduler import Scheduler
@@ -64,6 +65,10 @@ class Answering:
         for request in self._requests:
             request.cancel()
 
+    def fail(self, error: Exception) -> None:
+        """End it in `error`, behind what is final already."""
+        self._feed.put(Failed(error))
+
     async def gathered(self, replies: Replies, gone: Callable[[], Awaitable[object]]) -> dict[str, object]:
         """The whole answer.
 
@@ -94,16 +99,16 @@ class Answering:
             return
         except Exception as error:
             yield event(told(logged(error))[1])
-        finally:
-            self.cancel()
 
-    async def _told(self, gone: Callable[[], Awaitable[object]]) -> AsyncIterator[tuple[Event, str]]:
+    async def _told(self, gone: Callable[[], Awaitable[object]]) -> AsyncIterator[tuple[OfChoice, str]]:
         """What happens, with the text that it makes final, until every choice is over."""
         left = set(range(len(self._calls)))
         leaving = asyncio.ensure_future(gone())
         try:
             while left:
                 happens = await self._next(leaving)
+                if isinstance(happens, Failed):
+                    raise happens.error
                 text = self._texts[happens.index]
                 if happens.index not in left:
                     continue
@@ -142,7 +147,7 @@ class Answering:
 
     def _usage(self) -> dict[str, int]:
         # A prompt counts once, however often it is answered.
-        prompts = sum(int(call.prompts.mask.sum()) for call in self._calls[:: self._wanted.n])
+        prompts = sum(call.prompts.longest for call in self._calls[:: self._wanted.n])
         return usage_of(prompts, sum(text.tokens for text in self._texts))
 
     def _draft(self, draft: Draft) -> dict[str, object]:
@@ -152,9 +157,16 @@ class Answering:
             "index": draft.index,
             "first": draft.first,
             "columns": self._calls[draft.index].chosen.max_new_tokens,
-            "tokens": self._tokenizer.batch_decode([[token] for token in draft.ids], skip_special_tokens=True),
+            "tokens": token_texts(self._tokenizer, draft.ids, draft.before),
             "open": draft.open,
-            "memory": {tier.value: {"bytes": ledger.held(tier), "cap": ledger.budget.cap(tier)} for tier in Tier},
+            "memory": {
+                tier.value: {
+                    "bytes": ledger.held(tier),
+                    "cap": ledger.budget.cap(tier),
+                    "accounts": {account.value: count for account, count in ledger.accounts(tier).items() if count},
+                }
+                for tier in Tier
+            },
         }
 
 
@@ -162,20 +174,21 @@ def asked_calls(scheduler: Scheduler, wanted: Wanted, limits: Limits, lock: Lock
     """A call for each choice; `lock`: a tokenizer is of one thread at a time.
 
     Raises:
-        TypeError, ValueError: as `Runtime.ask`, and a prompt that is too long.
+        RefusedBody: as `Runtime.ask` raises, and a prompt that is too long.
     """
     calls = []
     for prompt in wanted.prompts:
         raw = wanted.raw and isinstance(prompt, str)
         for number in range(wanted.n):
-            seed = None if wanted.seed is None else wanted.seed + number
-            with lock:
-                call = scheduler.runtime.ask(prompt, raw=raw, **wanted.options, seed=seed)
+            seed = None if wanted.seed is None else sampler_seed(wanted.seed + number)
+            try:
+                with lock:
+                    call = scheduler.runtime.ask(prompt, raw=raw, **wanted.options, seed=seed)
+            except (TypeError, ValueError) as error:
+                raise wanted.refusal(error) from None
             if limits.prompt_tokens is not None and call.prompts.longest > limits.prompt_tokens:
-                raise RefusedBody(
-                    f"the prompt has {call.prompts.longest} tokens; at most {limits.prompt_tokens} are allowed",
-                    code="context_length_exceeded",
-                )
+                what = f"the prompt has {call.prompts.longest} tokens; at most {limits.prompt_tokens} are allowed"
+                raise wanted.refusal(ContextLengthError(what))
             calls.append(call)
     return calls
 

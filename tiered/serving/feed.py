@@ -1,6 +1,7 @@
 """From the scheduler's thread to a server's event loop: what becomes of the choices of one HTTP request."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,11 +19,12 @@ class Final:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A block of choice `index` after a forward: its first column behind the prompt, its tokens, proposals where they
-    are open, and which are."""
+    """A block of choice `index` after a forward: its first column behind the prompt, the token in front of that (None:
+    the prompt's), its tokens, proposals where they are open, and which are."""
 
     index: int
     first: int
+    before: int | None
     ids: list[int]
     open: list[bool]
 
@@ -35,11 +37,19 @@ class Over:
     request: Request
 
 
-Event = Final | Draft | Over
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """No choice is answered any further."""
+
+    error: Exception
+
+
+OfChoice = Final | Draft | Over
+Event = OfChoice | Failed
 
 
 class Feed:
-    """A queue that other threads put into. Once the loop is gone, nobody listens."""
+    """A queue that other threads put into. What comes once the loop is closed is dropped."""
 
     def __init__(self) -> None:
         """In the event loop that listens."""
@@ -48,7 +58,8 @@ class Feed:
 
     def put(self, event: Event) -> None:
         """From any thread."""
-        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def next(self) -> Event:
         """In the loop."""
@@ -87,11 +98,19 @@ class ChoiceStreamer:
 class DraftStreamer(ChoiceStreamer):
     """The same, with every draft."""
 
+    _before: int | None = None
+
+    def put(self, value: Tensor) -> None:
+        """See `ChoiceStreamer`."""
+        if self._blocks >= 0:
+            self._before = value[0].tolist()[-1]
+        super().put(value)
+
     def put_draft(self, value: Tensor) -> None:
         """Comes in front of `put_open`."""
         self._draft = value
 
     def put_open(self, value: Tensor, still: Tensor) -> None:
         """See `ChoiceStreamer`."""
-        self._feed.put(Draft(self.index, self._blocks, self._draft[0].tolist(), still[0].tolist()))
+        self._feed.put(Draft(self.index, self._blocks, self._before, self._draft[0].tolist(), still[0].tolist()))
         super().put_open(value, still)

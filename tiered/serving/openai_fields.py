@@ -4,7 +4,9 @@ The names are those of OpenAI's API reference (chat completions, completions). O
 under every name that the library knows: where the `openai` package puts its `extra_body`.
 """
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from tiered.core.aliases import ALIASES, GIDD_ALIASES
 from tiered.core.checks import check_integer, check_switch, nearest
+from tiered.core.errors import ContextLengthError
 from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH
 from tiered.inputs import Inputs
 from tiered.options import OPTION_NAMES, own_names
@@ -90,16 +93,20 @@ class Wanted:
     """A body that was read.
 
     Attributes:
+        source: the field that has the prompts.
+        fields: names of the body's options of `generate`, by their own names.
         prompts: each to be answered `n` times.
         raw: strings are continued as they stand.
         options: of `generate`, under its own names, without the seed.
-        seed: of the first answer to each prompt; the others count on.
+        seed: of the first answer to each prompt, 64 bits with a sign; the others count on.
         most: tokens of an answer; None: as many as the canvas has.
         stop: strings that end an answer, and are no part of it.
         stream, usage, drafts: send what is final as it comes; with the sums at the end; with what is not final.
     """
 
     model: str | None
+    source: str
+    fields: Mapping[str, str]
     prompts: Sequence[Inputs]
     raw: bool
     options: Mapping[str, Any]
@@ -110,6 +117,12 @@ class Wanted:
     stream: bool
     usage: bool
     drafts: bool
+
+    def refusal(self, error: TypeError | ValueError) -> RefusedBody:
+        """`error`, which the runtime raised at this body, with the field that it is about."""
+        if isinstance(error, ContextLengthError):
+            return RefusedBody(str(error), self.source, code="context_length_exceeded")
+        return RefusedBody(str(error), _field_of(str(error), self.fields, self.source))
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -164,10 +177,11 @@ def read_body(
     options, most = _options(given, defaults, limits, mask_token_id)
     seed = options.pop("seed", None)
     if seed is not None:
-        _checked("seed", check_integer, seed, least=0, most=2**62)
+        _checked("seed", check_integer, seed, least=-(2**63), most=2**63 - 1)
     return Wanted(
-        model=model, prompts=prompts, raw=not chat, options=options, seed=seed, n=n, most=most,
-        stop=_stops(given.get("stop", [])), stream=stream, **_stream_options(given.get("stream_options"), stream),
+        model=model, source=source, fields=_fields(given), prompts=prompts, raw=not chat, options=options, seed=seed,
+        n=n, most=most, stop=_stops(given.get("stop", [])), stream=stream,
+        **_stream_options(given.get("stream_options"), stream),
     )  # fmt: skip
 
 
@@ -180,7 +194,7 @@ def _options(
     try:
         own = own_names(asked, mask_token_id=mask_token_id)
     except (TypeError, ValueError) as error:
-        raise RefusedBody(str(error)) from None
+        raise RefusedBody(str(error), _field_of(str(error), {name: name for name in asked}, None)) from None
     lengths = {name: given[name] for name in ("max_completion_tokens", "max_tokens") if name in given}
     if "max_new_tokens" in own:
         lengths["max_new_tokens"] = own["max_new_tokens"]
@@ -199,6 +213,25 @@ def _options(
         block = min(most, DEFAULT_BLOCK_LENGTH)
     _checked("block_length", check_integer, block, least=1)
     return options | {"max_new_tokens": -(-most // block) * block}, most
+
+
+def _fields(given: Mapping[str, Any]) -> dict[str, str]:
+    aliases = {**ALIASES, "max_completion_tokens": "max_new_tokens", "max_tokens": "max_new_tokens"}
+    own = {name: aliases.get(name, name) for name in given}
+    return {option: name for name, option in own.items() if option in OPTION_NAMES}
+
+
+def _field_of(message: str, fields: Mapping[str, str], source: str | None) -> str | None:
+    """The field of the body that `message` names first. If it names no option at all, it is about the prompt."""
+    named = [word for word in re.findall(r"\w+", message) if word in fields or word in OPTION_NAMES]
+    return next((fields[word] for word in named if word in fields), None if named else source)
+
+
+def sampler_seed(seed: int) -> int:
+    """`seed` as the sampler takes it, from 0 to 2^62: another number is replaced by a hash of it."""
+    if 0 <= seed <= 2**62:
+        return seed
+    return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=7).digest())
 
 
 def _stream_options(value: object, stream: bool) -> dict[str, bool]:

@@ -1,4 +1,6 @@
-"""Continuous batching: requests share the forwards of one runtime, and each is answered as it would be alone.
+"""Continuous batching: requests share the forwards of one runtime.
+
+On the CPU each answer is that of the request alone, bit for bit (`tiered.forward.ask` says why, and why not on CUDA).
 
 Every request has its own canvas, store, rule, seed and clock, and asks for one forward at a time. A round serves what
 is asked for: those that can go through the layers together do, the others go alone, and of the long ones, such as the
