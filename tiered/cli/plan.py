@@ -20,8 +20,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser("plan", help="what a call takes in each memory tier", description=DESCRIPTION)
     embedded, presets = ", ".join(EMBEDDED_MODELS), ", ".join(PRESETS)
     named = f"an embedded model ({embedded}), a preset ({presets})"
-    parser.add_argument("model", help=f"{named}, a directory, a config.json, or the id of a downloaded model")
-    parser.add_argument("--context", type=int, required=True, help="positions, prompt and answer together")
+    parser.add_argument(
+        "model", metavar="MODEL", help=f"{named}, a directory, a config.json, or the id of a downloaded model"
+    )
+    parser.add_argument("--context", type=int, required=True, metavar="N", help="positions, prompt and answer together")
     add_memory_options(parser)
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
     add_policy_options(parser)
@@ -29,15 +31,20 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--block-length", type=int, help="positions of a block (default: 32, or the answer's where that is shorter)"
     )
     parser.add_argument("--max-new-tokens", type=int, help="positions of the answer (default: any number of them)")
-    add_model_options(parser)
-    parser.add_argument("--cfg", action="store_true", help="classifier-free guidance, which doubles the sequences")
-    parser.add_argument(
+    add_model_options(
+        parser,
+        device=f"the machine to plan for: a GPU by name ({', '.join(DEVICES)}), a file of `tiered rates --out`, cpu, "
+        "cuda, cuda:N or auto (what is here)",
+    )
+    call = parser.add_argument_group("call")
+    call.add_argument("--cfg", action="store_true", help="classifier-free guidance, which doubles the sequences")
+    call.add_argument(
         "--sampled",
         action="store_true",
         help="a temperature above 0, top-p or top-k where they cut, confidence by entropy, or a rule that draws what "
         "it rewrites: all take room beside the logits",
     )
-    parser.add_argument(
+    call.add_argument(
         "--tokens-per-forward",
         type=int,
         default=1,
