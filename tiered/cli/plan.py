@@ -1,6 +1,7 @@
 """`tiered plan`: the bytes of a call, before anything is loaded."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from tiered.cli.memory_options import add_memory_options, memory_budget
 from tiered.cli.model_options import add_model_options, model_options
@@ -9,6 +10,9 @@ from tiered.cli.printing import add_json, print_result
 from tiered.core.rates import DEVICES
 from tiered.models.locate import EMBEDDED_MODELS
 from tiered.models.presets import PRESETS
+
+if TYPE_CHECKING:
+    from tiered.planning.card import Plan
 
 DESCRIPTION = f"""Count the bytes of a call from the model's config.json alone: nothing is loaded or downloaded. Where
 --device names a GPU ({", ".join(DEVICES)}) or a file of `tiered rates --out`, also the time that it takes.
@@ -57,9 +61,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Print the card."""
+    made = planned(args)
+    print_result(args, made, made.as_dict())
+    return 0
+
+
+def planned(args: argparse.Namespace) -> "Plan":
+    """The plan that the command line asks for."""
     from tiered.planning.plan import plan
 
-    made = plan(
+    return plan(
         args.model,
         context=args.context,
         batch=args.batch,
@@ -73,5 +84,3 @@ def run(args: argparse.Namespace) -> int:
         **model_options(args),
         **policy_options(args),
     )
-    print_result(args, made, made.as_dict())
-    return 0

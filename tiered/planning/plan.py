@@ -16,11 +16,11 @@ from tiered.models.config_source import read_config
 from tiered.models.families import Family, family_of
 from tiered.models.locate import find_directory
 from tiered.models.quantised import require_readable
-from tiered.models.rotation import stretched
+from tiered.models.rotation import rotation_of, stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, held_form
-from tiered.planning.advice import advise, next_best
-from tiered.planning.card import Plan, TierPlan
+from tiered.planning.advice import advise, next_best, too_slow
+from tiered.planning.card import Plan, TierPlan, machine_of
 from tiered.planning.checks import beyond_training, check_block, check_policy, check_positions
 from tiered.planning.choice import choose, choose_form
 from tiered.planning.times import TOKENS_PER_FORWARD, call_time
@@ -127,8 +127,17 @@ def plan(
     best = None
     if rates is not None:
         best = next_best(workload, budget, rates, tokens_per_forward=tokens, rewrites=rewrites)
+    times = () if rates is None else tuple(
+        call_time(chosen, sizes, needed, rates, tokens_per_forward=each)
+        for each in sorted({*TOKENS_PER_FORWARD, tokens})
+        if each <= sizes.block_length
+    )  # fmt: skip
+    shown = next((time for time in times if time.tokens_per_forward == tokens), None)
+    warnings = (beyond_training(shape, sizes.context), form_why, choice.kv_why, too_slow(shown))
     return Plan(
         model=name,
+        machine=machine_of(device, gpu, rates),
+        stretch=_stretch(config, shape),
         family=family.name,
         sizes=sizes,
         policy=chosen.name,
@@ -143,14 +152,8 @@ def plan(
         second=None if best is None or best[1] else best[0],
         rates=rates,
         tokens_per_forward=tokens,
-        times=()
-        if rates is None
-        else tuple(
-            call_time(chosen, sizes, needed, rates, tokens_per_forward=tokens)
-            for tokens in sorted({*TOKENS_PER_FORWARD, tokens})
-            if tokens <= sizes.block_length
-        ),
-        warnings=tuple(filter(None, [beyond_training(shape, sizes.context), form_why, choice.kv_why])),
+        times=times,
+        warnings=tuple(filter(None, warnings)),
     )
 
 
@@ -172,6 +175,14 @@ def _name(path_or_config: str | Path | Mapping[str, Any], config: Mapping[str, A
     if isinstance(path_or_config, Mapping):
         return str(config.get("_name_or_path") or f"a {family.name} config")
     return str(path_or_config)
+
+
+def _stretch(config: Mapping[str, Any], shape: ModelShape) -> str:
+    """How the rotation is stretched; "": it is not."""
+    rotation = rotation_of(config, head_dim=shape.head_dim, positions=shape.trained_context)
+    if rotation.factor == 1:
+        return ""
+    return "rope_theta" if rotation.kind == "default" else f"{rotation.kind}:{rotation.factor:g}"
 
 
 def _machine(device: str) -> tuple[Rates | None, Gpu | None]:
