@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
     """Enter a cap for each tier."""
-    parser.add_argument("--memory", metavar="SIZE", help="cap of the device tier, such as 24GiB")
+    parser.add_argument("--memory", metavar="SIZE", help="cap of the device tier, such as 22.5GiB on a card of 24 GiB")
     below = parser.add_argument_group("memory below the device")
     below.add_argument("--host-memory", metavar="SIZE", help="cap of the host tier (pinned memory)")
     below.add_argument("--disk-memory", metavar="SIZE", help="size of the disk tier; needs --disk-path")

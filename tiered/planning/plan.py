@@ -69,9 +69,10 @@ def plan(
         cfg: classifier-free guidance, which doubles the sequences.
         sampled: whether proposing tokens takes room beside the logits: at a temperature above 0, where `top_p` or
             `top_k` cut, with `confidence="entropy"`, and under a rule that draws what it rewrites.
-        device: as for `from_pretrained`: libraries take room on CUDA devices. "cuda" on a machine without one counts
-            the most that any card takes. Or what to tell the time of: a GPU by name (`tiered.core.rates.DEVICES`), as
-            its maker describes it, or a file that `tiered rates --out` wrote.
+        device: the machine that the plan is for. "auto", "cpu" and "cuda" mean this one, as for `from_pretrained`;
+            "cuda" on a machine without a GPU counts the most that libraries take on any card. A GPU by name
+            (`tiered.core.rates.DEVICES`), as its maker describes it, or a file that `tiered rates --out` wrote, brings
+            the time of the call as well.
         tokens_per_forward: that the call is expected to commit in each, of a sequence; by default one, as `generate`
             does.
         weights, kv, rope_theta, rope_scaling: as for `from_pretrained`.
