@@ -41,8 +41,9 @@ class CommandParser(argparse.ArgumentParser):
         if self.usage is None:
             needed = [action for action in self._actions if action.required and action.option_strings]
             places = [action for action in self._actions if not action.option_strings]
-            words = [f"[{place.metavar} ...]" if place.nargs == "*" else str(place.metavar) for place in places]
-            words += [f"{action.option_strings[0]} {action.metavar}" for action in needed]
+            words = [(place.metavar or place.dest, place.nargs) for place in places]
+            words = [f"[{name} ...]" if count == "*" else str(name) for name, count in words]
+            words += [f"{action.option_strings[0]} {action.metavar or action.dest.upper()}" for action in needed]
             self.usage = " ".join(["%(prog)s", *words, "[OPTION ...]"])
         return super().format_help()
 
