@@ -26,7 +26,7 @@ def import_faiss() -> ModuleType:
     try:
         return importlib.import_module("faiss")
     except ImportError as error:
-        raise ImportError("backend = 'faiss' needs faiss-cpu: pip install 'tiered[faiss]'") from error
+        raise ImportError("backend = 'faiss' needs its package: pip install 'faiss-cpu>=1.15'") from error
 
 
 def faiss_lloyd(units: UnitRows, start: Float32[Tensor, "groups clusters width"], iterations: int) -> Fit:

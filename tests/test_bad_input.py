@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -418,7 +419,19 @@ def test_the_call_is_good_before_the_damage(runtime: Runtime, inputs: Any):
         (IDS, torch.tensor([[0, 1, 2], [1, 1, 1]]), ValueError, ["attention_mask", "0 (padding) and 1 (token)"]),
         (IDS, torch.tensor([[0.0, NAN, 1], [1, 1, 1]]), ValueError, ["attention_mask", "0 (padding) and 1 (token)"]),
         (IDS, torch.tensor([[0, 1, 1], [0, 0, 0]]), ValueError, ["prompts [1] are empty", "attention_mask"]),
-        (IDS, [[1, 1, 1], [1, 1, 1]], TypeError, ["attention_mask", "list"]),
+        (IDS, "111", TypeError, ["attention_mask", "lists of ints", "'111'"]),
+        ([[1, 2], [3]], [[1], [1, 1]], ValueError, ["attention_mask", "rows of other lengths"]),
+        ([[1, 2], [3]], torch.ones(2, 2), ValueError, ["attention_mask", "rows of other lengths"]),
+        ([[1, 2], []], None, ValueError, ["prompt 1 is empty"]),
+        ([1, 2, 128], None, ValueError, ["token id 128", "[0, 128)"]),
+        ([1, 2**70], None, TypeError, ["lists of ints", "1180591620717411303424"]),
+        ([[1, [2]]], None, TypeError, ["lists of ints", "[[1, [2]]]"]),
+        ([1.5], None, ValueError, ["LongTensor", "torch.float64"]),
+        (np.ones(3, dtype=np.int64), None, ValueError, ["[batch, length]", "torch.int64 [3]"]),
+        (np.array([["a"]]), None, TypeError, ["a numpy array", "'a'"]),
+        ({"input_ids": IDS, "labels": IDS}, None, TypeError, ["'labels'", "input_ids, attention_mask"]),
+        ({"input_ids": IDS, "attention_mask": IDS}, IDS, TypeError, ["attention_mask is given twice"]),
+        ({"input_ids": IDS, "token_type_ids": IDS}, None, ValueError, ["token_type_ids", "other than 0"]),
         (IDS.to("meta"), None, ValueError, ["ids", "meta", "a dense one with values"]),
         (IDS.to_sparse(), None, ValueError, ["ids", "torch.sparse_coo"]),
         (torch.nested.nested_tensor([IDS, IDS], layout=torch.jagged), None, ValueError, ["ids", "nested"]),
@@ -426,7 +439,7 @@ def test_the_call_is_good_before_the_damage(runtime: Runtime, inputs: Any):
         (IDS, torch.ones(2, 3).to_sparse(), ValueError, ["attention_mask", "torch.sparse_coo"]),
     ],
 )
-def test_bad_ids(runtime: Runtime, inputs: Tensor, mask: Any, error: type[Exception], fragments: list[str]):
+def test_bad_ids(runtime: Runtime, inputs: Any, mask: Any, error: type[Exception], fragments: list[str]):
     refused(runtime, error, lambda: runtime.generate(inputs, attention_mask=mask), fragments)
     refused(runtime, error, lambda: runtime.logits(inputs, mask), fragments)
 
@@ -440,19 +453,31 @@ def test_bad_ids(runtime: Runtime, inputs: Tensor, mask: Any, error: type[Except
         ([], ValueError, ["inputs are empty"]),
         ((), ValueError, ["inputs are empty"]),
         ([[]], TypeError, ["a chat is a non-empty list", "[]"]),
-        ([1, 2, 3], TypeError, ["a chat is a non-empty list", "1"]),
         (["copy: Ada", 7], TypeError, ["a chat is a non-empty list", "'copy: Ada'"]),
         ([{"role": "user"}], TypeError, ["'role' and 'content'", "{'role': 'user'}"]),
         ([CHAT, [{"content": "copy: Ada"}]], TypeError, ["'role' and 'content'", "{'content': 'copy: Ada'}"]),
         ({"role": "user", "content": "copy: Ada"}, TypeError, ["chat messages", "dict"]),
         (["copy: Ada", "copy: \ud83d"], ValueError, ["'\\ud83d' at character 6", "surrogate", "'copy: \\ud83d'"]),
         ([{"role": "user", "content": "\udcff"}], ValueError, ["'\\udcff' at character 8", "surrogate"]),
-        (None, TypeError, ["LongTensor", "NoneType"]),
+        (None, TypeError, ["inputs are missing", "LongTensor"]),
         (7, TypeError, ["LongTensor", "int"]),
     ],
 )
 def test_bad_text(runtime: Runtime, inputs: Any, error: type[Exception], fragments: list[str]):
     refused(runtime, error, lambda: runtime.generate(inputs), fragments)
+
+
+@pytest.mark.parametrize(
+    ("given", "fragments"),
+    [
+        ({}, ["inputs are missing"]),
+        ({"inputs": IDS, "input_ids": IDS}, ["inputs and input_ids are both given"]),
+        ({"input_ids": "copy: Ada"}, ["input_ids", "lists of ints", "str"]),
+        ({"input_ids": ["copy: Ada"]}, ["input_ids", "lists of ints", "list"]),
+    ],
+)
+def test_prompts_come_by_one_name(runtime: Runtime, given: dict[str, Any], fragments: list[str]):
+    refused(runtime, TypeError, lambda: runtime.generate(**given), fragments)
 
 
 def test_a_mask_beside_text(runtime: Runtime):

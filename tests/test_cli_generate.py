@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -80,12 +81,16 @@ def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixtur
         (["generate", "x", "--fcator=2"], "unrecognized argument: --fcator=2; did you mean --factor?"),
         (["plan", "embedded", "--context", "64", "--polcy", "none"], "--polcy; did you mean --policy?"),
         (["generate", "x", "--zzz"], "unrecognized arguments: --zzz"),
+        (["serve", "embedded", "--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["plan", "embedded"], "the following arguments are required: --context"),
     ],
 )
-def test_a_flag_that_is_almost_right(line: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_flag_is_one_line(line: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="2"):
         main(line)
-    assert message in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith(f"tiered {line[0]}: error: ") and err.endswith(f" (help: tiered {line[0]} --help)\n")
+    assert message in err and err.count("\n") == 1
 
 
 # A value of each option that a command line carries. Ending at the end-of-sequence token is switched off by name; a
@@ -136,10 +141,14 @@ def test_help_names_every_commit_rule(capsys: pytest.CaptureFixture[str]):
     told = " ".join(capsys.readouterr().out.split())
     rules = told.partition("--commit COMMIT commit rule")[2].partition("--")[0]
     assert all(name in rules for name in COMMIT_RULES)
-    own, of_rules = told.partition("options of generate:")[2].split("options of commit rules:")
-    assert all(f"--{name.replace('_', '-')} {name.upper()} under " in of_rules for name in COMMIT_OPTIONS)
-    assert "--max-new-tokens MAX_NEW_TOKENS tokens of the answer; a multiple of `block_length` (default: 128)" in own
-    assert "at this confidence a candidate needs no rise; in [0, 1] (default: 0.9)" in of_rules
+    first, own, of_rules = re.split("options of generate:|options of commit rules:", told)
+    assert first.startswith("usage: tiered generate [PROMPT ...] [OPTION ...] Answer")
+    common = ("--model", "--memory", "--device", "--policy", "--max-new-tokens", "--watch", "--confidence-threshold")
+    assert all(f"{flag} " in first.partition("memory below the device:")[0] for flag in common)
+    assert all(f"--{name.replace('_', '-')} {name.upper()} under " in first + of_rules for name in COMMIT_OPTIONS)
+    assert "--max-new-tokens MAX_NEW_TOKENS tokens of the answer; a multiple of `block_length` (default: 128)" in first
+    assert "--seed" not in own and "under drift_aware: below it a rise is of no help; in [0, `confidence" in of_rules
+    assert "under threshold, quota, drift_aware: a candidate passes from this confidence on; in [0, 1] memory" in first
 
 
 def test_uniform_noise(capsys: pytest.CaptureFixture[str]):

@@ -14,6 +14,7 @@ from lm_eval.tasks import TaskManager
 from workloads.scoring import score_examples
 
 import tiered
+from tiered.core.extras import install_command
 from tiered.embedded.tasks import Example, sample, split_of
 from tiered.evaluation import TieredLM
 from tiered.evaluation import __main__ as command
@@ -155,7 +156,7 @@ assert "torch" not in sys.modules
 sys.exit(status)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    message = "lm_eval is not installed: pip install 'tiered[eval]'"
+    message = f"lm_eval is not installed: {install_command('eval')}"
     assert (done.returncode, done.stdout) == (2, message + "\n"), done.stderr
     assert done.stderr == f"tiered.evaluation: error: {message}\n"
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+import tiered
 from tiered.inputs import Prompts, read_inputs
 
 PAD = 125
@@ -120,3 +122,42 @@ def test_text_that_is_continued_as_it_stands(
         monkeypatch.setattr(tokenizer, "chat_template", None)
     prompts = read(inputs, tokenizer=tokenizer, raw=raw)
     assert unpadded(prompts) == [tokenizer(text)["input_ids"] for text in inputs]
+
+
+PROMPTS = ["<|user|>copy: Ada<|assistant|>", "<|user|>sort: Nora Ben Ivan<|assistant|>"]
+LISTS = [[7, 8, 9], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"inputs": [7, 8, 9]}, [[7, 8, 9]]),
+        ({"inputs": LISTS}, LISTS),
+        ({"input_ids": LISTS, "attention_mask": [[1, 1, 1], [0, 1]]}, [[7, 8, 9], [5]]),
+        ({"inputs": tuple(map(tuple, LISTS))}, LISTS),
+        ({"inputs": [np.array(row, dtype=np.uint16) for row in LISTS]}, LISTS),
+        ({"inputs": [torch.tensor(row) for row in LISTS]}, LISTS),
+        ({"inputs": np.array([[7, 8, 9]], dtype=np.int32)[:, ::-1]}, [[9, 8, 7]]),
+        ({"inputs": np.array([[7, 8, 9]]), "attention_mask": np.array([[True, True, False]])}, [[7, 8]]),
+        ({"inputs": {"input_ids": LISTS, "attention_mask": None}, "token_type_ids": [[0, 0, 0], [0, 0]]}, LISTS),
+        ({"input_ids": torch.tensor([[7, 8]]), "attention_mask": [[0, 1]]}, [[8]]),
+    ],
+)
+def test_ids_of_every_kind(given: dict[str, Any], meant: list[list[int]]):
+    named = {name: value for name, value in given.items() if name not in ("inputs", "attention_mask")}
+    prompts = read(given.get("inputs"), given.get("attention_mask"), **named)
+    assert prompts.ids.dtype == torch.long
+    assert unpadded(prompts) == meant
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"return_tensors": "pt", "padding": True}, {"return_tensors": "np", "padding": True}]
+)
+def test_what_a_tokenizer_returns(tokenizer: PreTrainedTokenizerBase, how: dict[str, Any]):
+    """By place and by name, with the answers of each prompt alone."""
+    runtime = tiered.from_pretrained("embedded")
+    encoded: Any = tokenizer(PROMPTS, return_token_type_ids=True, **how)
+    options: dict[str, Any] = {"max_new_tokens": 16, "block_length": 8}
+    for out in (runtime.generate(encoded, **options), runtime.generate(**encoded, **options)):
+        assert out.text == ["Ada", "Ben Ivan Nora"]
+    assert runtime.logits(**encoded).isfinite().all()

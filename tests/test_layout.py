@@ -1,11 +1,13 @@
 """The folders, the names they install under, and the page that says what each holds."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
@@ -77,10 +79,39 @@ def test_the_rooms_install_inside_tiered(tmp_path: Path):
     assert modules
 
 
-def test_a_missing_package_is_named_with_what_brings_it():
-    message = r"^no_such_package is not installed: pip install 'tiered\[bench\]'$"
-    with pytest.raises(ModuleNotFoundError, match=message), Extra("bench"):
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ({"url": ROOT.as_uri(), "dir_info": {}}, f"pip install '{ROOT}[bench]'"),
+        ({"url": ROOT.as_uri(), "dir_info": {"editable": True}}, f"pip install -e '{ROOT}[bench]'"),
+        ({"url": "file:///gone", "dir_info": {}}, "pip install '.[bench]' in the checkout"),
+        (
+            {"url": "https://example.org/x.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            "pip install 'tiered[bench] @ git+https://example.org/x.git@abc'",
+        ),
+        ({"url": "file:///x/tiered.whl", "archive_info": {}}, "pip install 'tiered[bench] @ file:///x/tiered.whl'"),
+        (None, "pip install '.[bench]' in the checkout"),
+    ],
+)
+def test_a_missing_package_is_named_with_what_brings_it(
+    origin: dict[str, object] | None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if origin is not None:
+        (tmp_path / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.setattr("tiered.core.extras.distribution", lambda _: PathDistribution(tmp_path))
+    message = re.escape(f"no_such_package is not installed: {command}")
+    with pytest.raises(ModuleNotFoundError, match=f"^{message}$"), Extra("bench"):
         importlib.import_module("no_such_package")
+
+
+def test_no_page_and_no_message_installs_the_name_from_an_index():
+    """The library is on no index: another project may have its name there."""
+    pattern = re.compile(r"pip install (?:[^\n]* )?['\"]?tiered(?:\[[\w,]*\])?['\"`\n]")
+    folders = ("docs", "tiered", "bench", *LINKED)
+    files = [path for name in folders for kind in ("*.py", "*.md") for path in (ROOT / name).rglob(kind)]
+    files += [ROOT / name for name in ("README.md", "Makefile", "constraints.txt", "pyproject.toml")]
+    assert [path for path in files if pattern.search(path.read_text(encoding="utf-8"))] == []
+    assert pattern.search("pip install 'tiered[serve]'") and pattern.search("pip install tiered\n")
 
 
 def test_every_package_is_listed():

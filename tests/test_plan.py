@@ -436,6 +436,7 @@ def test_the_card():
     made = plan(LONG_LLADA, context=32768, memory=alone("24GiB"), policy=DUAL)
     head, device, host, context, hidden, remarks = str(made).split("\n\n")
     assert head.splitlines() == [
+        "for a CPU",
         "llada-8b",
         "LLaDA, 8.02B parameters, 32 layers, width 4096, 32 heads (32 key/value)",
         "context 32768, batch 1, block 32, bfloat16",
@@ -455,7 +456,7 @@ def test_the_card():
         f"largest context     {made.largest_context} tokens",
     ]
     assert [line.split("  ")[0] for line in hidden.splitlines()[:1]] == [
-        "if hidden states were kept, as policy polestar does (no part of the totals above)"
+        "if hidden states were kept, as policy polestar does to renew keys and values (not in the totals)"
     ]
     kept = made.hidden
     assert kept is not None
@@ -491,8 +492,56 @@ def test_the_card_fits_the_screen(model: str, policy: str, memory: MemoryBudget 
 def test_the_largest_context_is_one_that_the_model_was_made_for():
     made = plan("llada-8b", context=1024, memory="40GiB")
     assert (made.largest_context, made.warnings) == (4096, ())
-    assert "largest context      4096 tokens   all of the 4096 that the model was made for" in str(made).splitlines()
+    assert "largest context      4096 tokens   all that the model was trained on" in str(made).splitlines()
     assert plan("llada-8b", context=1024, memory="40GiB", block_length=96).largest_context == 42 * 96
+
+
+SMALL = {"device": "rtx4090", "memory": "6GiB", "weights": "int4"}
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "said"),
+    [
+        (
+            "llada-8b",
+            {"rope_scaling": "ntk:32"},
+            "largest context     131072 tokens   4096 trained, stretched by ntk:32",
+        ),
+        ("llada-8b", {"device": "rtx4090"}, "for rtx4090 (Ada whitepaper)"),
+        ("llada-8b", {"device": "rtx4090"}, "  not measured), so a card of 24 GiB gets --memory 22.5GiB"),
+        ("llada-8b", SMALL, "moved to the device in 254 of 256 forwards, all but refreshes: the layers that it has no"),
+        ("llada-8b", SMALL, "  refresh: every row; update: also rows that the policy renews; step: the block's rows"),
+        ("llada-8b", SMALL, "  spare                 4.00 MiB           4,194,304 B   slots that no record fills"),
+        ("llada-8b", {"memory": "8GiB"}, "moved to the device in every forward: the layers that it "),
+        (
+            "llada-8b",
+            {"device": "cuda"},
+            'for a CUDA card of any kind. To plan for a card: --device rtx4090, or device="',
+        ),
+        (
+            "llada-8b",
+            {"device": "auto"},
+            'for this machine: a CPU, no GPU. To plan for a card: --device rtx4090, or device="rtx4090"',
+        ),
+        (
+            "nemotron-8b",
+            {"device": "rtx4090", "memory": "16GiB", "context": 131072, "policy": "block_causal"},
+            "warning: 0.58 tokens a second by this estimate, 1 a forward: a call of these sizes is too slow to be",
+        ),
+    ],
+)
+def test_the_card_says(model: str, arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tiered.forward.library_bytes.pick_device", lambda _: torch.device("cpu"))
+    call: dict[str, Any] = {"context": 4096, "memory": "400GiB", "policy": DUAL, **arguments}
+    call |= {"refresh_blocks": 4} if call["policy"] == DUAL else {}
+    made = plan(model, **call)
+    assert [line for line in str(made).splitlines() if line.startswith(said)]
+
+
+def test_a_gpu_that_is_here_is_named(monkeypatch: pytest.MonkeyPatch):
+    here = Gpu(workspace_bytes=32 << 20, multiprocessors=132, name="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("tiered.planning.plan.gpu_of", lambda _: here)
+    assert str(plan("llada-8b", context=64, device="auto")).startswith("for this machine: NVIDIA H100 80GB HBM3\n")
 
 
 @pytest.mark.parametrize("memory", [None, "16GiB"])

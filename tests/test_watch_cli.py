@@ -176,18 +176,20 @@ def test_what_others_say_meanwhile_comes_afterwards(terminal: Terminal, monkeypa
 
 
 def test_without_a_terminal_a_line_for_every_forward(capsys: pytest.CaptureFixture[str]):
-    assert main([*CALL, *UPDATES, "--watch", "--json"]) == 0
+    assert main([*CALL, *UPDATES, "--watch", "--slow", "0.05", "--json"]) == 0
     out, err = capsys.readouterr()
     told = json.loads(out)
     assert told["text"] == [ANSWER.strip()] and "\x1b" not in out + err
     *lines, last, figures = err.splitlines()
     assert [line.split()[1] for line in lines] == [f"forward={n + 1}" for n in range(told["num_forwards"])]
     assert figures.startswith(f"{told['num_forwards']} forwards, ") and last.startswith("watch end ")
+    assert told["timings"]["total_s"] > 0.05 * told["num_forwards"]  # waits in it, which the view's rate leaves out
     fields = [dict(word.split("=", 1) for word in line.partition(" text=")[0].split()[1:]) for line in lines]
     kinds = [field["kind"] for field in fields]
     assert {kind: kinds.count(kind) for kind in sorted(set(kinds))} == dict(sorted(told["passes"].items()))
     final = dict(word.split("=", 1) for word in last.split()[2:])
     assert int(final["device_peak"]) == told["memory"]["tiers"]["device"]["peak"]
+    assert f" {int(final['tokens']) / float(final['seconds']):.1f} tokens/s without the view's time, " in figures
     assert float(final["tokens_per_forward"]) == pytest.approx(told["tokens_per_forward"][0], abs=1e-3)
     assert sum(int(field["to_host"]) for field in fields) == int(final["to_host"]) > 0
     assert json.loads(lines[-1].partition(" text=")[2])[0]

@@ -3,8 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -14,7 +16,9 @@ from tiered.core.checks import check_switch
 
 Message = Mapping[str, Any]
 _SURROGATE = re.compile("[\ud800-\udfff]")
-Inputs = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]] | Tensor
+Ids = Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
+Inputs = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]] | Ids | Mapping[str, Any]
+_ALLOWED_IDS = "a LongTensor [batch, length], a numpy array or lists of ints"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,39 +64,119 @@ class Prompts:
 
 
 def read_inputs(
-    inputs: Inputs,
-    attention_mask: Tensor | None,
+    inputs: Inputs | None,
+    attention_mask: Ids | None,
     *,
     tokenizer: PreTrainedTokenizerBase | None,
     tokenizer_missing: str,
     pad_token_id: int,
     vocab_size: int,
     raw: bool = False,
+    input_ids: Ids | Mapping[str, Any] | None = None,
+    token_type_ids: Ids | None = None,
 ) -> Prompts:
-    """Prompts of a string, a list of strings, chat messages (one chat or a list of chats), or ids [batch, length].
+    """Prompts of a string, a list of strings, chat messages (one chat or a list of chats), or ids.
 
     A string is a user's message where the tokenizer has a chat template, and is continued as it stands where it has
-    none, or with `raw`. Ids always stay as they are.
+    none, or with `raw`. Ids always stay as they are: a tensor or a numpy array [batch, length], lists of ints (one
+    prompt, or several, padded on the left), or what a tokenizer returns (a mapping with `input_ids`).
+
+    Args:
+        inputs, input_ids: two names of one argument; text goes by the first alone.
+        attention_mask: of the ids' shape, 0 at padding on any side; None: what `inputs` hold, else no padding.
+        token_type_ids: zeros, which tokenizers return and models here have no embedding for.
 
     Raises:
-        TypeError: another kind of input, a mask beside text, or `raw` beside chats.
+        TypeError: no inputs, or two; another kind of input; a mask beside text, or `raw` beside chats.
         ValueError: an empty prompt, text that is no Unicode, ids out of range, a mask of another shape, or text
             without a tokenizer (`tokenizer_missing` says why there is none).
     """
     check_switch("raw", raw)
-    if isinstance(inputs, Tensor):
-        return _checked(inputs, attention_mask, vocab_size)
-    if attention_mask is not None:
-        raise TypeError("attention_mask goes with token ids; text is padded and masked here")
-    if tokenizer is None:
-        raise ValueError(f"text needs a tokenizer, and {tokenizer_missing}; pass token ids instead")
-    rows = [torch.tensor(row, dtype=torch.long) for row in _encode(inputs, tokenizer, raw)]
-    for i, row in enumerate(rows):
-        if not len(row):
-            raise ValueError(f"prompt {i} is empty: {inputs!r:.80} has no token")
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad_token_id, padding_side="left")
-    lengths = torch.tensor([len(row) for row in rows])
-    return _checked(ids, torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None], vocab_size)
+    encoded = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+    given, attention_mask = _given(inputs, encoded)
+    if not _are_ids(given):
+        if attention_mask is not None:
+            raise TypeError("attention_mask goes with token ids; text is padded and masked here")
+        if tokenizer is None:
+            raise ValueError(f"text needs a tokenizer, and {tokenizer_missing}; pass token ids instead")
+        rows = _encode(given, tokenizer, raw)
+        for i, row in enumerate(rows):
+            if not row:
+                raise ValueError(f"prompt {i} is empty: {given!r:.80} has no token")
+        given = rows
+    ids, filled = _padded("ids", given, pad_token_id)
+    if attention_mask is None:
+        return _checked(ids, filled, vocab_size)
+    mask, as_long = _padded("attention_mask", attention_mask, 0)
+    if mask.shape == ids.shape and not torch.equal(filled, as_long):
+        raise ValueError("attention_mask has rows of other lengths than the ids")
+    return _checked(ids, mask, vocab_size)
+
+
+def _given(inputs: object, encoded: dict[str, Any]) -> tuple[Any, Any]:
+    """The one argument that holds the prompts, and the mask that goes with it. `encoded`: what a tokenizer returns, by
+    name."""
+    if inputs is not None and encoded["input_ids"] is not None:
+        raise TypeError("inputs and input_ids are both given; one of them is allowed")
+    whole = encoded["input_ids"] if inputs is None else inputs
+    if isinstance(whole, Mapping) and "input_ids" in whole:
+        inputs, encoded = None, encoded | {"input_ids": None}
+        for name, value in whole.items():
+            if name not in encoded:
+                raise TypeError(f"inputs hold {name!r}; {', '.join(encoded)} are allowed")
+            if encoded[name] is not None:
+                raise TypeError(f"{name} is given twice: in the inputs, and by its name")
+            encoded[name] = value
+    ids, types = encoded["input_ids"], encoded["token_type_ids"]
+    if inputs is None and ids is None:
+        raise TypeError(f"inputs are missing; a string, strings, chat messages or ids are allowed: {_ALLOWED_IDS}")
+    if ids is not None and not _are_ids(ids):
+        raise TypeError(f"input_ids are {_ALLOWED_IDS}, not {type(ids).__name__}")
+    if types is not None and _padded("token_type_ids", types, 0)[0].any():
+        raise ValueError("token_type_ids hold values other than 0; the model has no embedding for them")
+    return inputs if ids is None else ids, encoded["attention_mask"]
+
+
+def _are_ids(given: object) -> bool:
+    """Whether these are numbers, or rows of numbers."""
+
+    def of_numbers(item: object) -> bool:
+        if isinstance(item, Sequence) and not isinstance(item, str):
+            return len(item) > 0 and isinstance(item[0], Real)
+        return isinstance(item, Tensor | np.ndarray)
+
+    return of_numbers(given) or (isinstance(given, Sequence) and any(map(of_numbers, given)))
+
+
+def _padded(name: str, given: Any, padding: int) -> tuple[Tensor, Bool[Tensor, "batch longest"]]:
+    """The argument `name` as a tensor: rows of several lengths are padded on the left. Also where it is not padding."""
+    if isinstance(given, Tensor):
+        check_readable(name, given)
+        return given, torch.ones(given.shape, dtype=torch.bool)
+    try:
+        if isinstance(given, np.ndarray):
+            return _tensor(given), torch.ones(given.shape, dtype=torch.bool)
+        rows = [_tensor(row) for row in ([given] if isinstance(given[0], Real) else given)]
+        lengths = [len(row) for row in rows]
+        parts = torch.cat(rows).split(lengths)
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise TypeError(f"{name} are {_ALLOWED_IDS}, not {given!r:.80}") from error
+    if 0 in lengths:
+        raise ValueError(f"prompt {lengths.index(0)} is empty: {name} have no token there")
+    padded = torch.nn.utils.rnn.pad_sequence([*parts], batch_first=True, padding_value=padding, padding_side="left")
+    longest = padded.shape[1]
+    return padded, torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
+
+
+def _tensor(row: Any) -> Tensor:
+    """Numbers as a tensor of their own. Raises `TypeError` or `ValueError` unless torch has their kind."""
+    if isinstance(row, Tensor):
+        return row
+    array = np.asarray(row)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"an array of {array.dtype}")
+    # torch has few operations on unsigned integers.
+    return torch.tensor(array.astype(np.int64) if array.dtype.kind in "iu" else array.copy())
 
 
 def _encode(inputs: object, tokenizer: PreTrainedTokenizerBase, raw: bool) -> list[list[int]]:
@@ -100,7 +184,7 @@ def _encode(inputs: object, tokenizer: PreTrainedTokenizerBase, raw: bool) -> li
     if isinstance(inputs, str):
         inputs = [inputs]
     if not isinstance(inputs, Sequence):
-        raise TypeError(f"inputs are a string, strings, chat messages or a LongTensor, not {type(inputs).__name__}")
+        raise TypeError(f"inputs are a string, strings, chat messages or {_ALLOWED_IDS}, not {type(inputs).__name__}")
     if not inputs:
         raise ValueError("inputs are empty; at least one prompt is needed")
     if all(isinstance(item, str) for item in inputs):
@@ -153,8 +237,7 @@ def check_readable(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} is a tensor of the kind {kind}; a dense one with values is allowed")
 
 
-def _checked(ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Prompts:
-    check_readable("ids", ids)
+def _checked(ids: Tensor, attention_mask: Tensor, vocab_size: int) -> Prompts:
     if ids.dim() != 2 or ids.dtype not in (torch.long, torch.int):
         raise ValueError(f"ids are a LongTensor [batch, length], not {ids.dtype} {list(ids.shape)}")
     if not ids.numel():
@@ -163,17 +246,12 @@ def _checked(ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Pro
     if lowest < 0 or highest >= vocab_size:
         bad = lowest if lowest < 0 else highest
         raise ValueError(f"token id {bad} is out of range; ids in [0, {vocab_size}) are allowed")
-    if attention_mask is None:
-        return Prompts(ids=ids.long(), mask=torch.ones_like(ids, dtype=torch.bool))
-    if not isinstance(attention_mask, Tensor):
-        raise TypeError(f"attention_mask is a tensor of the ids' shape, not {type(attention_mask).__name__}")
-    check_readable("attention_mask", attention_mask)
     if attention_mask.shape != ids.shape:
         raise ValueError(f"attention_mask has shape {list(attention_mask.shape)}; the ids have {list(ids.shape)}")
     if not ((attention_mask == 0) | (attention_mask == 1)).all():
         raise ValueError("attention_mask holds values other than 0 (padding) and 1 (token)")
-    mask = attention_mask.to(device=ids.device, dtype=torch.bool)
+    mask = attention_mask.bool()
     empty = (~mask.any(dim=1)).nonzero().flatten().tolist()
     if empty:
         raise ValueError(f"prompts {empty} are empty: their attention_mask is 0 everywhere")
-    return Prompts(ids=ids.long(), mask=mask)
+    return Prompts(ids=ids.long(), mask=mask.to(ids.device))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +27,7 @@ from tiered.forward.forward import Flow
 from tiered.forward.sight import Clean
 from tiered.forward.sizes import KV, CallSizes
 from tiered.forward.streamed_weights import StreamedWeights
-from tiered.inputs import Inputs, Prompts, read_inputs
+from tiered.inputs import Ids, Inputs, Prompts, read_inputs
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import TOKENIZER_SOURCES
 from tiered.offload.device import allocator_peak
@@ -121,10 +121,12 @@ class Runtime:
     @without_gradients
     def generate(
         self,
-        inputs: Inputs,
+        inputs: Inputs | None = None,
         *,
         generation_config: GenerationOptions | Mapping[str, Any] | None = None,
-        attention_mask: Tensor | None = None,
+        input_ids: Ids | None = None,
+        attention_mask: Ids | None = None,
+        token_type_ids: Ids | None = None,
         raw: bool = False,
         prior: Tensor | None = None,
         streamer: Streamer | None = None,
@@ -135,10 +137,14 @@ class Runtime:
         streamed, one call waits for the calls of another thread to end.
 
         Args:
-            inputs: a string, strings, chat messages, several chats, or ids [batch, length]. A string is a user's
-                message where the tokenizer has a chat template; ids are continued as they stand.
+            inputs: a string, strings, chat messages, several chats, or ids: a tensor or a numpy array [batch, length],
+                lists of ints (one prompt, or several, padded on the left), or what a tokenizer returns. A string is a
+                user's message where the tokenizer has a chat template; ids are continued as they stand.
             generation_config: options, or a mapping of them; `options` go on top.
-            attention_mask: beside ids, 0 at padding on any side. A padded prompt is answered as it would be alone.
+            input_ids: ids, in place of `inputs`: `generate(**tokenizer(texts))` works.
+            attention_mask: beside ids, of their shape: 0 at padding on any side. A padded prompt is answered as it
+                would be alone.
+            token_type_ids: zeros, as tokenizers return them.
             raw: strings are continued as they stand, whatever template there is.
             prior: ids [batch, max_new_tokens + trailing_noise] that answers begin as, in place of noise that `seed`
                 draws, for a rule that rewrites tokens: noise of one's own, or an answer to go on from.
@@ -155,9 +161,11 @@ class Runtime:
         """
         check_inspector(inspector)
         check_streamer(streamer)
-        given: dict[str, Any] = {"generation_config": generation_config, "attention_mask": attention_mask}
+        ids: dict[str, Any] = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids,
+        }  # fmt: skip
         with ending(streamer), ExitStack() as reported:
-            asked = self.ask(inputs, raw=raw, prior=prior, **given, **options)
+            asked = self.ask(inputs, generation_config=generation_config, raw=raw, prior=prior, **ids, **options)
             for warning in self.warnings(asked):
                 warnings.warn(warning, stacklevel=3)  # the caller's line, behind the decorator
             begun = self.begin(asked, streamer=streamer, inspector=inspector, reported=reported)
@@ -168,10 +176,12 @@ class Runtime:
 
     def ask(
         self,
-        inputs: Inputs,
+        inputs: Inputs | None = None,
         *,
         generation_config: GenerationOptions | Mapping[str, Any] | None = None,
-        attention_mask: Tensor | None = None,
+        input_ids: Ids | None = None,
+        attention_mask: Ids | None = None,
+        token_type_ids: Ids | None = None,
         raw: bool = False,
         prior: Tensor | None = None,
         **options: Any,
@@ -182,7 +192,7 @@ class Runtime:
             TypeError, ValueError: as `generate`.
         """
         chosen = self._options(generation_config, options)
-        prompts = self._read(inputs, attention_mask, raw=raw)
+        prompts = self._read(inputs, attention_mask, raw=raw, input_ids=input_ids, token_type_ids=token_type_ids)
         sizes, choice = self._chosen(chosen, prompts)
         if prior is not None:
             check_prior(prior, (sizes.batch, chosen.columns), chosen, vocab_size=self.model.shape.vocab_size)
@@ -244,7 +254,7 @@ class Runtime:
             weights=None if weights is None else weights.stats(),
         )
 
-    def choose(self, inputs: Inputs, **asked: Any) -> Choice:
+    def choose(self, inputs: Inputs | None = None, **asked: Any) -> Choice:
         """The policy that `generate` with these arguments runs under, and why: the runtime's own, unless that leaves
         something open (`policy="auto"`, `refresh="auto"`, `refresh_blocks="auto"`). The same arguments under the same
         budget on the same kind of machine have the same choice.
@@ -257,16 +267,18 @@ class Runtime:
     @without_gradients
     def logits(
         self,
-        input_ids: Int[Tensor, "batch length"],
-        attention_mask: Tensor | None = None,
+        input_ids: Ids | Mapping[str, Any],
+        attention_mask: Ids | None = None,
         noise_mask: Tensor | None = None,
         block_length: int | None = None,
+        *,
+        token_type_ids: Ids | None = None,
     ) -> Float[Tensor, "batch length vocab"]:
         """float32 logits of all rows from one uncached forward, as they are: NaN and infinity too, where `generate`
         raises. Those of padding rows mean nothing. With a prediction shift (Dream) row r predicts token r + 1.
 
         Args:
-            input_ids, attention_mask: as for `generate`.
+            input_ids, attention_mask, token_type_ids: ids and their mask, as for `generate`.
             noise_mask: [batch, length], in a family with one: 0 at clean tokens, padding among them, which see each
                 other alone; they stand in front of all others. None: no token is clean. Where contexts are causal,
                 clean tokens see those in front of them; None: all in front of the last block are clean.
@@ -278,7 +290,10 @@ class Runtime:
             TypeError, ValueError: ids or a mask of the wrong type, shape or range; a block length that is missing, or
                 not the checkpoint's.
         """
-        prompts, clean, block = self._read_ids(input_ids, attention_mask, noise_mask, block_length)
+        ids: dict[str, Any] = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids,
+        }  # fmt: skip
+        prompts, clean, block = self._read_ids(noise_mask, block_length, **ids)
         batch, length = prompts.ids.shape
         with self._call.booked(NoCache(), self._call.sizes(batch, length, length)):
             forward = self._call.uncached(prompts, block)
@@ -288,22 +303,27 @@ class Runtime:
     @without_gradients
     def hidden_states(
         self,
-        input_ids: Int[Tensor, "batch length"],
-        attention_mask: Tensor | None = None,
+        input_ids: Ids | Mapping[str, Any],
+        attention_mask: Ids | None = None,
         noise_mask: Tensor | None = None,
         block_length: int | None = None,
+        *,
+        token_type_ids: Ids | None = None,
     ) -> Float[Tensor, "layers batch length width"]:
         """The input rows of every layer in one uncached forward, in the model's dtype; those of padding rows mean
         nothing. They are what a hidden-state cache stores at a block's first step.
 
         Args:
-            input_ids, attention_mask, noise_mask, block_length: as for `logits`.
+            input_ids, attention_mask, noise_mask, block_length, token_type_ids: as for `logits`.
 
         Raises:
             TierCapacityError: the step, or what it returns, does not fit the budget.
             TypeError, ValueError: as `logits`.
         """
-        prompts, clean, block = self._read_ids(input_ids, attention_mask, noise_mask, block_length)
+        ids: dict[str, Any] = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids,
+        }  # fmt: skip
+        prompts, clean, block = self._read_ids(noise_mask, block_length, **ids)
         (batch, length), shape = prompts.ids.shape, self.model.shape
         kept = shape.layers * batch * length * shape.width * self.dtype.itemsize
         sizes = self._call.sizes(batch, length, 1)
@@ -340,19 +360,17 @@ class Runtime:
         return replace(sizes, kv=choice.kv), choice
 
     def _read_ids(
-        self, input_ids: Tensor, attention_mask: Tensor | None, noise_mask: Tensor | None, block_length: int | None
+        self, noise_mask: Tensor | None, block_length: int | None, **ids: Any
     ) -> tuple[Prompts, Clean | None, int | None]:
         """The ids as prompts, how many columns of each are clean (None: all but the last block), and how long blocks
         are (None: there are none)."""
-        if not isinstance(input_ids, Tensor):
-            raise TypeError(f"input_ids are a LongTensor [batch, length], not {type(input_ids).__name__}")
-        prompts = self._read(input_ids, attention_mask).to(self.device)
+        prompts = self._read(None, **ids)
         batch, length = prompts.ids.shape
         check_positions(self.model.shape, length, "the ids make")
         clean = read_noise_mask(noise_mask, self.model.shape, (batch, length), self.device)
         return prompts, clean, read_block(block_length, self.model.shape, name=self.name)
 
-    def _read(self, inputs: Inputs, attention_mask: Tensor | None, *, raw: bool = False) -> Prompts:
+    def _read(self, inputs: Inputs | None, attention_mask: Ids | None, **given: Any) -> Prompts:
         prompts = read_inputs(
             inputs,
             attention_mask,
@@ -360,6 +378,6 @@ class Runtime:
             tokenizer_missing=f"{self.name!r} has none ({TOKENIZER_SOURCES}, beside the weights)",
             pad_token_id=self.model.pad_token_id,
             vocab_size=self.model.shape.vocab_size,
-            raw=raw,
+            **given,
         )
         return prompts.to("cpu")

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tiered.cli.memory_options import add_memory_options, memory_budget
 from tiered.cli.model_options import add_model_options, model_options
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of a command. Arguments that come from code with torch in it are entered by `late` once the command is
-    asked for: the help of the others comes at once."""
+    """The parser of a command. An error is one line. Arguments that come from code with torch in it are entered by
+    `late` once the command is asked for: the help of the others comes at once."""
 
     late: Callable[[argparse.ArgumentParser], None] | None = None
 
@@ -32,19 +32,36 @@ class CommandParser(argparse.ArgumentParser):
         for flag in unknown:
             if flag.startswith("--") and (near := nearest(flag.partition("=")[0], shown)):
                 self.error(f"unrecognized argument: {flag}; did you mean {near}?")
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
+
+    def format_help(self) -> str:
+        """See argparse. The usage has what is required; groups list the rest."""
+        if self.usage is None:
+            needed = [action for action in self._actions if action.required and action.option_strings]
+            places = [action for action in self._actions if not action.option_strings]
+            words = [(place.metavar or place.dest, place.nargs) for place in places]
+            words = [f"[{name} ...]" if count == "*" else str(name) for name, count in words]
+            words += [f"{action.option_strings[0]} {action.metavar or action.dest.upper()}" for action in needed]
+            self.usage = " ".join(["%(prog)s", *words, "[OPTION ...]"])
+        return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and one line on stderr."""
+        self.exit(2, f"{self.prog}: error: {message} (help: {self.prog} --help)\n")
 
 
 def add_call(parser: CommandParser) -> None:
     """Enter what says which prompts are answered, by which model, and how."""
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="what to answer")
-    parser.add_argument("--prompt-file", type=Path, help="a file with one prompt a line")
-    parser.add_argument("--raw", action="store_true", help="no chat template")
     parser.add_argument(
         "--model",
         default="embedded",
         help=f"directory, id of a downloaded model, or {', '.join(EMBEDDED_MODELS)} (default: %(default)s)",
     )
+    parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with one prompt a line")
+    parser.add_argument("--raw", action="store_true", help="no chat template")
     add_how(parser)
 
 
@@ -53,7 +70,6 @@ def add_how(parser: CommandParser) -> None:
     add_policy_options(parser)
     add_memory_options(parser)
     add_model_options(parser)
-    parser.add_argument("--no-stop-at-eos", action="store_true", help="denoise every block, as the official scripts do")
 
     def late(parser: argparse.ArgumentParser) -> None:
         from tiered.cli.option_flags import add_option_flags

@@ -34,10 +34,13 @@ def run(args: argparse.Namespace) -> int:
         out = runtime.generate(prompts, raw=args.raw, **observers, **options)
     assert out.text is not None  # text went in, so there is a tokenizer
     print_result(args, "\n".join(out.text), {**as_asked(args, prompts, options), **out.as_dict()})
+    rate = f"{out.timings.tokens_per_second:.1f} tokens/s"
+    if args.watch and (seconds := observers["inspector"].seconds):
+        rate = f"{out.timings.tokens / seconds:.1f} tokens/s without the view's time"
     peaks = ((tier, report.peak) for tier, report in out.memory.tiers.items())
     print(
         f"{out.num_forwards} forwards, {out.tokens_per_forward.mean():.2f} tokens per forward, "
-        f"{out.timings.tokens_per_second:.1f} tokens/s, "
+        f"{rate}, "
         f"peak {', '.join(f'{format_bytes(peak)} {tier}' for tier, peak in peaks if peak)}, policy {out.choice}",
         file=sys.stderr,
     )

@@ -20,11 +20,13 @@ MODULES = ("generate", "serve", "measurement", "trace", "plan", "models", "rates
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    parser = argparse.ArgumentParser(
-        prog="tiered", description="Memory-tiered inference for diffusion language models."
+    parser = CommandParser(
+        prog="tiered",
+        usage="%(prog)s COMMAND [OPTION ...]",
+        description="Memory-tiered inference for diffusion language models. `tiered COMMAND --help` explains one.",
     )
     parser.add_argument("--version", action="version", version=f"tiered {tiered.__version__}")
-    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=CommandParser)
+    subparsers = parser.add_subparsers(title="commands", prog=parser.prog, required=True, metavar="COMMAND")
     for module in MODULES:
         importlib.import_module(f"tiered.cli.{module}").add_parser(subparsers)
     return parser

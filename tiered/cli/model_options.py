@@ -6,24 +6,27 @@ from typing import Any
 NAMES = ("dtype", "device", "weights", "kv", "rope_theta", "rope_scaling")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Enter them."""
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (what is here)")
+def add_model_options(
+    parser: argparse.ArgumentParser, *, device: str = "cpu, cuda, cuda:N or auto (what is here)"
+) -> None:
+    """Enter them. `device`: help of `--device`."""
+    parser.add_argument("--device", default="auto", help=device)
     parser.add_argument(
         "--weights",
         default="auto",
         help="how weights are kept: raw, int8, fp8, nvfp4, int4, with +head or without, or auto (default: %(default)s)",
     )
-    parser.add_argument(
+    form = parser.add_argument_group("form of the model")
+    form.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
+    form.add_argument(
         "--kv", default="raw", help="how keys and values are kept: raw, fp8, nvfp4 or auto (default: %(default)s)"
     )
-    parser.add_argument(
+    form.add_argument(
         "--rope-scaling",
         metavar="KIND:FACTOR",
         help="how the model's rotation is stretched past the positions that it was trained on: linear:F, ntk:F, yarn:F",
     )
-    parser.add_argument("--rope-theta", type=float, metavar="BASE", help="another base of the rotation")
+    form.add_argument("--rope-theta", type=float, metavar="BASE", help="another base of the rotation")
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -17,6 +17,8 @@ _KINDS: dict[str, type] = {
     for name, hint in get_type_hints(GenerationOptions).items()
     if hint is not bool
 }
+# The ones that stand first in the help.
+_COMMON = ("max_new_tokens", "confidence_threshold", "temperature", "seed")
 # The names that official scripts use, with their types.
 _OFFICIAL = {
     alias: _KINDS[name]
@@ -33,8 +35,10 @@ def add_option_flags(parser: argparse.ArgumentParser) -> None:
     for name in _KINDS.keys() - COMMIT_OPTIONS.keys():
         sentences[name] += _default(defaults[name])
     of_rules = parser.add_argument_group("options of commit rules")
+    own.add_argument("--no-stop-at-eos", action="store_true", help="denoise every block, as the official scripts do")
     for name, kind in _KINDS.items():
         group, text = (of_rules, _of_rules(name)) if name in COMMIT_OPTIONS else (own, sentences[name])
+        group = parser if name in _COMMON else group
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text.replace("%", "%%"))
     for name, kind in _OFFICIAL.items():
         flags = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
@@ -62,15 +66,11 @@ def attributes_of(cls: type) -> dict[str, str]:
 
 
 def _of_rules(name: str) -> str:
-    """What each rule with the option `name` says of it."""
-    told = {
-        rule.name: attributes_of(rule)[name] + _default(field.default)
-        for rule in COMMIT_RULES.values()
-        for field in rule_options(rule)
-        if field.name == name
-    }
-    alike = {text: [rule for rule in told if told[rule] == text] for text in told.values()}
-    return "; ".join(f"under {' and '.join(rules)}: {text}" for text, rules in alike.items())
+    """What the first rule with the option `name` says of it; the default, if all of them have the same one."""
+    rules = [(rule, field) for rule in COMMIT_RULES.values() for field in rule_options(rule) if field.name == name]
+    text, defaults = attributes_of(rules[0][0])[name], {field.default for _, field in rules}
+    names = ", ".join(rule.name for rule, _ in rules)
+    return f"under {names}: {text}{_default(defaults.pop()) if len(defaults) == 1 else ''}"
 
 
 def _default(value: object) -> str:

@@ -1,6 +1,7 @@
 """`tiered plan`: the bytes of a call, before anything is loaded."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from tiered.cli.memory_options import add_memory_options, memory_budget
 from tiered.cli.model_options import add_model_options, model_options
@@ -9,6 +10,9 @@ from tiered.cli.printing import add_json, print_result
 from tiered.core.rates import DEVICES
 from tiered.models.locate import EMBEDDED_MODELS
 from tiered.models.presets import PRESETS
+
+if TYPE_CHECKING:
+    from tiered.planning.card import Plan
 
 DESCRIPTION = f"""Count the bytes of a call from the model's config.json alone: nothing is loaded or downloaded. Where
 --device names a GPU ({", ".join(DEVICES)}) or a file of `tiered rates --out`, also the time that it takes.
@@ -20,8 +24,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser("plan", help="what a call takes in each memory tier", description=DESCRIPTION)
     embedded, presets = ", ".join(EMBEDDED_MODELS), ", ".join(PRESETS)
     named = f"an embedded model ({embedded}), a preset ({presets})"
-    parser.add_argument("model", help=f"{named}, a directory, a config.json, or the id of a downloaded model")
-    parser.add_argument("--context", type=int, required=True, help="positions, prompt and answer together")
+    parser.add_argument(
+        "model", metavar="MODEL", help=f"{named}, a directory, a config.json, or the id of a downloaded model"
+    )
+    parser.add_argument("--context", type=int, required=True, metavar="N", help="positions, prompt and answer together")
     add_memory_options(parser)
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
     add_policy_options(parser)
@@ -29,15 +35,20 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--block-length", type=int, help="positions of a block (default: 32, or the answer's where that is shorter)"
     )
     parser.add_argument("--max-new-tokens", type=int, help="positions of the answer (default: any number of them)")
-    add_model_options(parser)
-    parser.add_argument("--cfg", action="store_true", help="classifier-free guidance, which doubles the sequences")
-    parser.add_argument(
+    add_model_options(
+        parser,
+        device=f"the machine to plan for: a GPU by name ({', '.join(DEVICES)}), a file of `tiered rates --out`, cpu, "
+        "cuda, cuda:N or auto (what is here)",
+    )
+    call = parser.add_argument_group("call")
+    call.add_argument("--cfg", action="store_true", help="classifier-free guidance, which doubles the sequences")
+    call.add_argument(
         "--sampled",
         action="store_true",
         help="a temperature above 0, top-p or top-k where they cut, confidence by entropy, or a rule that draws what "
         "it rewrites: all take room beside the logits",
     )
-    parser.add_argument(
+    call.add_argument(
         "--tokens-per-forward",
         type=int,
         default=1,
@@ -50,9 +61,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(args: argparse.Namespace) -> int:
     """Print the card."""
+    made = planned(args)
+    print_result(args, made, made.as_dict())
+    return 0
+
+
+def planned(args: argparse.Namespace) -> "Plan":
+    """The plan that the command line asks for."""
     from tiered.planning.plan import plan
 
-    made = plan(
+    return plan(
         args.model,
         context=args.context,
         batch=args.batch,
@@ -66,5 +84,3 @@ def run(args: argparse.Namespace) -> int:
         **model_options(args),
         **policy_options(args),
     )
-    print_result(args, made, made.as_dict())
-    return 0

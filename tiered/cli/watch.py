@@ -18,10 +18,11 @@ def add_watch_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show the canvas, the caches and the tiers after every forward; without a terminal, a line each",
     )
-    parser.add_argument(
-        "--slow", type=float, metavar="SECONDS", help="with --watch: wait after every forward; its time counts"
+    watch = parser.add_argument_group("with --watch")
+    watch.add_argument(
+        "--slow", type=float, metavar="SECONDS", help="wait after every forward; the rates shown leave the wait out"
     )
-    parser.add_argument("--watch-svg", type=Path, metavar="FILE", help="with --watch: a picture of the best frame")
+    watch.add_argument("--watch-svg", type=Path, metavar="FILE", help="write a picture of the best frame")
 
 
 def check_watch_options(args: argparse.Namespace) -> None:

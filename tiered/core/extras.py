@@ -1,6 +1,11 @@
 """Packages that are optional: an error that says what to install where one is missing."""
 
+import json
+import shlex
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from types import TracebackType
+from urllib.parse import unquote, urlsplit
 
 
 class Extra:
@@ -15,5 +20,25 @@ class Extra:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, ModuleNotFoundError):
-            message = f"{error.name} is not installed: pip install 'tiered[{self._name}]'"
+            message = f"{error.name} is not installed: {install_command(self._name)}"
             raise ModuleNotFoundError(message, name=error.name) from None
+
+
+def install_command(extra: str) -> str:
+    """The command that installs the library once more, with `extra`, from where pip took it (PEP 610). It never names
+    a package of an index: another project may have the name there."""
+    try:
+        origin = json.loads(distribution("tiered").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        origin = {}
+    url = origin.get("url", "")
+    if "dir_info" in origin:
+        folder = Path(unquote(urlsplit(url).path))
+        if (folder / "pyproject.toml").is_file():
+            editable = "-e " if origin["dir_info"].get("editable") else ""
+            return f"pip install {editable}{shlex.quote(f'{folder}[{extra}]')}"
+    elif url:
+        version = origin.get("vcs_info")
+        url = f"{version['vcs']}+{url}@{version['commit_id']}" if version else url
+        return f"pip install {shlex.quote(f'tiered[{extra}] @ {url}')}"
+    return f"pip install '.[{extra}]' in the checkout"

@@ -5,7 +5,8 @@
 
     python -m tiered.evaluation run --model tiered --model_args pretrained=embedded --tasks gsm8k_cot …
 
-The harness comes with `pip install 'tiered[eval]'`, and is imported when the model is first asked for.
+The extra `eval` brings the harness (`pip install '.[eval]'` in the checkout); it is imported when the model is first
+asked for.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -14,7 +14,7 @@ from tiered.kernels.row_code import RowCode
 from tiered.models.weight_form import CODES, RAW_WEIGHTS, WeightForm
 from tiered.planning.choice import TIE, goes
 from tiered.planning.rehearsal import prompt_of
-from tiered.planning.times import call_time
+from tiered.planning.times import CallTime, call_time
 from tiered.planning.workload import Workload
 from tiered.policies.auto import Auto
 from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
@@ -52,6 +52,16 @@ def advise(workload: Workload, budget: MemoryBudget) -> list[Advice]:
     """The changes that bring `workload` within `budget`, cheapest in quality and speed first; empty where it fits
     already."""
     return list(_changes(workload, budget)) if workload.over(budget) else []
+
+
+def too_slow(time: CallTime | None) -> str:
+    """The warning of a call that fits and is of no use; "": it is fast enough, or there is no estimate."""
+    if time is None or time.tokens_per_second >= 1:
+        return ""
+    return (
+        f"{time.tokens_per_second:.2g} tokens a second by this estimate, {time.tokens_per_forward} a forward: a call "
+        "of these sizes is too slow to be of use"
+    )
 
 
 def next_best(

@@ -3,24 +3,43 @@
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from tiered.core.byte_size import format_bytes, format_count
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import KEY_VALUE, Account, Tier
 from tiered.core.rates import Rates
-from tiered.forward.sizes import RAW, CallSizes
+from tiered.forward.sizes import RAW, CallSizes, Gpu
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.models.shape import ModelShape
 from tiered.planning.advice import Advice
 from tiered.planning.times import CallTime
 from tiered.planning.workload import HiddenBytes
+from tiered.policies.base import StepKind
 
 COLUMNS = 100
 # What `as_dict` has of the model's shape.
 _TOLD = ("parameters", "layers", "width", "heads", "kv_heads", "head_dim", "vocab_size", "max_context", "noise")
 _LABEL, _SIZE, _EXACT = 20, 12, 20
+_ANOTHER = 'To plan for a card: --device rtx4090, or device="rtx4090"'
+_BESIDE = (
+    "  the CUDA context and a display come on top, in no account: leave them about 1.5 GiB (an estimate,",
+    "  not measured), so a card of 24 GiB gets --memory 22.5GiB",
+)
+_NOTES: Mapping[Account, str] = {
+    Account.STAGING: "buffers that copies pass through",
+    Account.SPARE: "slots that no record fills",
+    Account.LIBRARIES: "workspaces of products and attention",
+}
+_KINDS: Mapping[StepKind, str] = {
+    StepKind.REFRESH: "every row",
+    StepKind.UPDATE: "also rows that the policy renews",
+    StepKind.STEP: "the block's rows",
+    StepKind.PREFILL: "a part of the prompt",
+    StepKind.COMMIT: "a finished block",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +66,7 @@ class Plan:
 
     Attributes:
         model: what was asked for, by name.
+        machine: that the plan is for, in words.
         family: name of the model family.
         sizes: of the model and the call.
         policy: name of the policy.
@@ -56,6 +76,7 @@ class Plan:
             at most, since the sizes of clusters are not known before; with a disk tier, the share of the disk is close.
         largest_context: positions that fit every cap with all else equal, in whole blocks, up to what the model was
             made for; 0 where not even one block fits, None where no cap limits them.
+        stretch: how the model's rotation reaches past the positions that it was trained on; "": it does not.
         streams: the features of which some layers are streamed from the tiers below, so that the device's cap holds;
             None: all are on the device.
         weights: which of their layers are streamed.
@@ -79,6 +100,8 @@ class Plan:
     weights: WeightBytes | None
     hidden: HiddenBytes | None
     advice: tuple[Advice, ...]
+    machine: str = ""
+    stretch: str = ""
     why: str = ""
     second: Advice | None = None
     rates: Rates | None = None
@@ -102,6 +125,11 @@ class Plan:
         return all(tier.fits for tier in self.tiers.values())
 
     @property
+    def shown_time(self) -> CallTime | None:
+        """The one of `times` that commits `tokens_per_forward`; None: no machine was named."""
+        return next((time for time in self.times if time.tokens_per_forward == self.tokens_per_forward), None)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
         return self.shape.layers * sum(self.sizes.row_bytes(feature) for feature in KEY_VALUE)
@@ -118,6 +146,7 @@ class Plan:
         shape, sizes = self.shape, self.sizes
         return {
             "model": self.model,
+            "machine": self.machine,
             "family": self.family,
             **{name: getattr(shape, name) for name in _TOLD},
             "context": sizes.context,
@@ -143,6 +172,8 @@ class Plan:
             },
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "largest_context": self.largest_context,
+            "trained_context": shape.trained_context,
+            "stretch": self.stretch,
             "streamed": None if self.streams is None else self.streams.as_dict(),
             "streamed_weights": None if self.weights is None or not self.weights.layers else self.weights.as_dict(),
             "if_hidden_states_were_kept": None if self.hidden is None else self.hidden.as_dict(),
@@ -157,6 +188,15 @@ class Plan:
         return plan_card(self)
 
 
+def machine_of(device: object, gpu: Gpu | None, rates: Rates | None) -> str:
+    """The machine that `device` means, in words; `gpu` and `rates` as the plan has them."""
+    if rates is not None:
+        return f"{device} ({rates.source})"
+    if gpu is not None:
+        return f"this machine: {gpu.name}" if gpu.name else f"a CUDA card of any kind. {_ANOTHER}"
+    return f"this machine: a CPU, no GPU. {_ANOTHER}" if str(device) == "auto" else "a CPU"
+
+
 def plan_card(plan: Plan) -> str:
     """`plan` as plain text, at most 100 columns wide."""
     tiers = map(list, _tiers(plan))
@@ -169,6 +209,7 @@ def plan_card(plan: Plan) -> str:
 
 def _header(plan: Plan) -> Iterator[str]:
     shape, sizes = plan.shape, plan.sizes
+    yield from textwrap.wrap(f"for {plan.machine}", COLUMNS, subsequent_indent="  ")
     yield from textwrap.wrap(plan.model, COLUMNS)
     yield (
         f"{plan.family}, {format_count(shape.parameters)} parameters, {shape.layers} layers, width {shape.width}, "
@@ -189,14 +230,14 @@ def _header(plan: Plan) -> Iterator[str]:
 def _tiers(plan: Plan) -> Iterator[Iterator[str]]:
     for tier, tier_plan in plan.tiers.items():
         if tier is Tier.DEVICE or tier_plan.accounts or tier_plan.cap is not None:
-            yield _tier(tier, tier_plan)
+            yield chain(_tier(tier, tier_plan), _BESIDE if tier is Tier.DEVICE and plan.sizes.gpu is not None else ())
 
 
 def _tier(tier: Tier, plan: TierPlan) -> Iterator[str]:
     yield f"{tier} memory"
     for account, size in plan.accounts.items():
         if size:
-            yield _row(account.value, size)
+            yield _row(account.value, size, _NOTES.get(account, ""))
     yield _row("total", plan.total)
     if plan.cap is not None:
         left = plan.cap - plan.total
@@ -208,8 +249,10 @@ def _contexts(plan: Plan) -> Iterator[str]:
     yield f"{'KV per token':{_LABEL}}{format_bytes(plan.kv_bytes_per_token):>{_SIZE}}"
     if plan.largest_context is not None:
         largest = f"{plan.largest_context} tokens" if plan.largest_context else "none: not even one block fits"
-        last = plan.largest_context + plan.sizes.block_length > plan.shape.max_context
-        note = f"   all of the {plan.shape.max_context} that the model was made for" if last else ""
+        shape, last = plan.shape, plan.largest_context + plan.sizes.block_length > plan.shape.max_context
+        note = "   all that the model was trained on" if last else ""
+        if plan.largest_context > shape.trained_context:
+            note = f"   {shape.trained_context} trained, stretched by {plan.stretch}"
         yield f"{'largest context':{_LABEL}}{largest:>{_SIZE}}{note}"
 
 
@@ -221,17 +264,29 @@ def _streamed(plan: Plan) -> Iterator[str]:
         rows.insert(0, (Account.WEIGHTS.value, weights.moved, len(weights.layers), weights.of_layers, below))
     if not rows:
         return
-    yield "moved to the device in each forward that reads everything: the layers that it has no room for"
+    yield f"moved to the device in {_moving(plan)}: the layers that it has no room for"
     for name, size, count, of_layers, note in rows:
         yield _row(name, size, f"{count} of {of_layers} layers{note}")
     yield _row("total", sum(size for _, size, *_ in rows))
+
+
+def _moving(plan: Plan) -> str:
+    """The forwards that move all that is streamed. A refresh makes keys and values anew, and fetches weights alone."""
+    shown = plan.shown_time
+    if plan.streams is None or plan.shape.sight != "canvas":
+        return "every forward"
+    if shown is None:
+        return "every forward but a refresh"
+    forwards = sum(time.count for time in shown.kinds.values())
+    refreshes = shown.kinds[StepKind.REFRESH].count if StepKind.REFRESH in shown.kinds else 0
+    return f"{forwards - refreshes} of {forwards} forwards, all but refreshes"
 
 
 def _hidden(plan: Plan) -> Iterator[str]:
     hidden, tokens = plan.hidden, plan.sizes.context * plan.sizes.sequences
     if hidden is None:
         return
-    yield "if hidden states were kept, as policy polestar does (no part of the totals above)"
+    yield "if hidden states were kept, as policy polestar does to renew keys and values (not in the totals)"
     for codec, size in hidden.codecs.items():
         yield _row(codec.value, size, f"{format_bytes(size // tokens)} per token")
     yield _row("centroids", hidden.centroids, f"{hidden.clusters} clusters a layer and sequence")
@@ -239,16 +294,17 @@ def _hidden(plan: Plan) -> Iterator[str]:
 
 
 def _times(plan: Plan) -> Iterator[str]:
-    rates, times = plan.rates, plan.times
-    if rates is None:
+    rates, times, shown = plan.rates, plan.times, plan.shown_time
+    if rates is None or shown is None:
         return
-    shown = next(time for time in times if time.tokens_per_forward == plan.tokens_per_forward)
     kind = "measured rates" if rates.measured else "ESTIMATE, from datasheet rates"
     yield f"time of {shown.answer} tokens, {shown.tokens_per_forward} a forward: {kind} ({rates.source})"
     for forward, time in shown.kinds.items():
         seconds = f"{1e3 * time.seconds:,.1f} ms"
         rows = f"{time.count:>6} x {time.rows:,.0f} rows"
         yield f"  {forward.value:{_LABEL - 2}}{seconds:>{_SIZE}}{rows}, set by {time.bound}"
+    meanings = "; ".join(f"{forward.value}: {_KINDS[forward]}" for forward in shown.kinds)
+    yield from textwrap.wrap(f"  {meanings}", COLUMNS, subsequent_indent="  ")
     yield f"  {'a block':{_LABEL - 2}}{1e3 * shown.seconds / shown.blocks:>{_SIZE - 3},.1f} ms"
     paces = ", ".join(f"{time.tokens_per_second:.3g} at {time.tokens_per_forward}" for time in times)
     yield f"  tokens/s by tokens a forward: {paces}"

@@ -17,11 +17,11 @@ from tiered.models.config_source import read_config
 from tiered.models.families import Family, family_of
 from tiered.models.locate import find_directory
 from tiered.models.quantised import require_readable
-from tiered.models.rotation import stretched
+from tiered.models.rotation import rotation_of, stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, held_form
-from tiered.planning.advice import advise, next_best
-from tiered.planning.card import Plan, TierPlan
+from tiered.planning.advice import advise, next_best, too_slow
+from tiered.planning.card import Plan, TierPlan, machine_of
 from tiered.planning.checks import beyond_training, check_block, check_policy, check_positions
 from tiered.planning.choice import choose, choose_form
 from tiered.planning.times import TOKENS_PER_FORWARD, call_time
@@ -71,9 +71,10 @@ def plan(
         cfg: classifier-free guidance, which doubles the sequences.
         sampled: whether proposing tokens takes room beside the logits: at a temperature above 0, where `top_p` or
             `top_k` cut, with `confidence="entropy"`, and under a rule that draws what it rewrites.
-        device: as for `from_pretrained`: libraries take room on CUDA devices. "cuda" on a machine without one counts
-            the most that any card takes. Or what to tell the time of: a GPU by name (`tiered.core.rates.DEVICES`), as
-            its maker describes it, or a file that `tiered rates --out` wrote.
+        device: the machine that the plan is for. "auto", "cpu" and "cuda" mean this one, as for `from_pretrained`;
+            "cuda" on a machine without a GPU counts the most that libraries take on any card. A GPU by name
+            (`tiered.core.rates.DEVICES`), as its maker describes it, or a file that `tiered rates --out` wrote, brings
+            the time of the call as well.
         tokens_per_forward: that the call is expected to commit in each, of a sequence; by default one, as `generate`
             does.
         weights, kv, rope_theta, rope_scaling: as for `from_pretrained`.
@@ -133,8 +134,17 @@ def plan(
     best = None
     if rates is not None:
         best = next_best(workload, budget, rates, tokens_per_forward=tokens, rewrites=rewrites)
+    times = () if rates is None else tuple(
+        call_time(chosen, sizes, needed, rates, tokens_per_forward=each)
+        for each in sorted({*TOKENS_PER_FORWARD, tokens})
+        if each <= sizes.block_length
+    )  # fmt: skip
+    shown = next((time for time in times if time.tokens_per_forward == tokens), None)
+    warnings = (beyond_training(shape, sizes.context), form_why, choice.kv_why, too_slow(shown))
     return Plan(
         model=name,
+        machine=machine_of(device, gpu, rates),
+        stretch=_stretch(config, shape),
         family=family.name,
         sizes=sizes,
         policy=chosen.name,
@@ -149,14 +159,8 @@ def plan(
         second=None if best is None or best[1] else best[0],
         rates=rates,
         tokens_per_forward=tokens,
-        times=()
-        if rates is None
-        else tuple(
-            call_time(chosen, sizes, needed, rates, tokens_per_forward=tokens)
-            for tokens in sorted({*TOKENS_PER_FORWARD, tokens})
-            if tokens <= sizes.block_length
-        ),
-        warnings=tuple(filter(None, [beyond_training(shape, sizes.context), form_why, choice.kv_why])),
+        times=times,
+        warnings=tuple(filter(None, warnings)),
     )
 
 
@@ -178,6 +182,14 @@ def _name(path_or_config: str | Path | Mapping[str, Any], config: Mapping[str, A
     if isinstance(path_or_config, Mapping):
         return str(config.get("_name_or_path") or f"a {family.name} config")
     return str(path_or_config)
+
+
+def _stretch(config: Mapping[str, Any], shape: ModelShape) -> str:
+    """How the rotation is stretched; "": it is not."""
+    rotation = rotation_of(config, head_dim=shape.head_dim, positions=shape.trained_context)
+    if rotation.factor == 1:
+        return ""
+    return "rope_theta" if rotation.kind == "default" else f"{rotation.kind}:{rotation.factor:g}"
 
 
 def _machine(device: str) -> tuple[Rates | None, Gpu | None]:

@@ -37,7 +37,7 @@ def rehearse(policy: Policy, sizes: CallSizes, *, tokens_per_forward: int) -> It
     """The forwards of a call of `sizes` of one sequence, as the decoding loop would ask for them. The first pending
     tokens of a block are committed first, `tokens_per_forward` of them in each.
 
-    Where rows hang on what the model says (`Policy.layer_rows`), they are what the policy expects.
+    Where rows depend on what the model says (`Policy.layer_rows`), they are what the policy expects.
     """
     shape, block = sizes.shape, sizes.block_length
     answer = answer_of(sizes)

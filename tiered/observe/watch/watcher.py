@@ -52,6 +52,7 @@ class Watcher:
     Attributes:
         failed: whether an error has ended the view.
         own_seconds: that the hooks have taken; `entered`: when the last one was called.
+        seconds: of the call up to the last frame, without `own_seconds`.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Watcher:
         self._ledger, self._show, self._stop_at_eos = ledger, show, stop_at_eos
         self._forwards = 0
         self._moved = dict.fromkeys(Lane, (0, 0))  # bytes and ns until the last frame
-        self._seconds = 0.0
+        self.seconds = 0.0
 
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
         """A count of layers for each column, and as much again while one is added to."""
@@ -162,7 +163,7 @@ class Watcher:
 
     def _frame(self, forward: int, kind: str) -> Frame:
         seconds = max(0.0, self.entered - self._began - self.own_seconds)
-        before, self._seconds = self._seconds, seconds
+        before, self.seconds = self.seconds, seconds
         block, span, number = self._block
         return Frame(
             forward=forward,
