@@ -160,6 +160,16 @@ def test_what_is_no_folder_is_refused_and_left_alone(
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize("path", ["/proc", "/sys"])
+def test_a_file_system_that_keeps_no_files_is_refused(path: str, monkeypatch: pytest.MonkeyPatch):
+    if not os.path.isdir(path):
+        pytest.skip(f"the system has no {path}")
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    for size in (None, "1MiB"):
+        with pytest.raises(ValueError, match=f"disk_path = '{path}' must be a folder .* has no room for files"):
+            MemoryBudget(disk=size, disk_path=path)
+
+
 def test_a_folder_that_we_may_not_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tmp_path.chmod(0o555)
     if os.geteuid() == 0:  # who may write anywhere but on a disk that is mounted to be read

@@ -12,7 +12,6 @@ from tiered.core.byte_size import format_bytes, parse_bytes
     [
         (0, 0),
         (4096, 4096),
-        ("4096", 4096),
         ("7B", 7),
         ("12GiB", 12 * 2**30),
         ("12GB", 12 * 10**9),
@@ -25,7 +24,7 @@ from tiered.core.byte_size import format_bytes, parse_bytes
         ("1.9B", 1),  # a fraction of a byte is dropped
         ("1.001GB", 1_001_000_000),  # not what a float makes of it
         ("2.001kB", 2001),
-        ("9007199254740993", 2**53 + 1),  # beyond the integers that a float holds
+        ("9007199254740993B", 2**53 + 1),  # beyond the integers that a float holds
     ],
 )
 def test_parse(size: int | str, expected: int):
@@ -36,6 +35,7 @@ def test_parse(size: int | str, expected: int):
     "size",
     [
         *("", " ", "GiB", "12 GG", "12iB", "12 G iB", "12GiB!", "1 2GiB", "1,5GiB", ".5GiB", "5.GiB"),
+        *("24", "0", "1.5", " 4096 "),  # of no unit: bytes, or GiB?
         *("-1GiB", "+1GiB", "nan", "nanGiB", "inf", "1e3", "1_000", "0x10"),
     ],
 )

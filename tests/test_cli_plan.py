@@ -8,11 +8,13 @@ import subprocess
 import sys
 from contextlib import nullcontext, redirect_stdout, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import cards
 import pytest
 
 import tiered
+from tiered.__main__ import main as entry_point
 from tiered.cli.main import main
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
@@ -71,6 +73,13 @@ def test_what_does_not_fit_is_no_error(capsys: pytest.CaptureFixture[str]):
         (["llada-8b", "--context", "0"], "context = 0"),
         (["llada-8b", "--context", "32768"], "context = 32768 positions; the model was made for 4096 ("),
         (["llada-8b", "--context", "64", "--memory", "lots"], "'lots'"),
+        *(
+            (
+                ["llada-8b", "--context", "64", flag, "24"],
+                "cannot read '24' as a byte size; write a number and one of B",
+            )
+            for flag in ("--memory", "--host-memory", "--disk-memory")
+        ),
         (["llada-8b", "--context", "64", "--policy", "lru"], "unknown policy 'lru'"),
         (["llada-8b", "--context", "64", "--policy-option", "window"], "'window'; NAME=VALUE is allowed"),
         (["llada-8b", "--context", "64", "--policy-option", "window=x"], "'window'"),
@@ -192,6 +201,19 @@ def test_what_a_library_makes_of_an_interrupt(pressed: bool, monkeypatch: pytest
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_while_it_is_imported_is_silent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def find_spec(name: str, *_: object):
+        if name == "tiered.cli.main":
+            raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "tiered.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+    assert entry_point() == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]):

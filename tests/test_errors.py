@@ -72,7 +72,7 @@ def test_out_of_a_process():
     """What a pool's process refuses reaches whoever waits, and the pool goes on."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         small, large = (Ledger(MemoryBudget(device=cap)) for cap in (1, 2))
-        with pytest.raises(TierCapacityError, match='pass device="2" or more') as caught:
+        with pytest.raises(TierCapacityError, match='pass device="2B" or more') as caught:
             pool.submit(small.allocate, {Account.WEIGHTS: 2}).result(60)
         assert (caught.value.needed, caught.value.available, caught.value.tier) == (2, 1, Tier.DEVICE)
         assert pool.submit(large.allocate, {Account.WEIGHTS: 2}).result(60) is None

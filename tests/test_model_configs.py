@@ -67,6 +67,7 @@ SDAR: Mapping[str, Any] = {
     "mask_token_id": 63,
     "eos_token_id": 62,
 }
+NEMOTRON = SDAR | {"model_type": "nemotron_labs_diffusion"}
 CONFIGS = {"llada": LLADA, "Dream": DREAM, "gidd": GIDD, "sdar": SDAR}
 
 
@@ -192,6 +193,7 @@ def test_sizes_have_the_same_words_in_every_family(model_type: str, expected: di
         (LLADA, {"multi_query_attention": True}, {"kv_heads": 1}),
         (LLADA, {"mlp_hidden_size": ...}, {"mlp_width": 128}),
         (LLADA, {"embedding_size": 72}, {"vocab_size": 72}),
+        (LLADA, {"multi_query_attention": False, "n_kv_heads": 4}, {"kv_heads": 4}),
         (LLADA, {"torch_dtype": ...}, {"dtype": "float32"}),
         (DREAM, {"num_key_value_heads": ...}, {"kv_heads": 4}),
         (DREAM, {"torch_dtype": ..., "dtype": "torch.float16"}, {"dtype": "float16"}),
@@ -223,6 +225,10 @@ INERT: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "weight_tying": None,
     "attention_dropout": 0.1,
+    "clip_qkv": None,
+    "layer_types": ["full_attention", "full_attention"],
+    **dict.fromkeys(("embedding_dropout", "init_std", "initializer_range", "residual_dropout"), 0.1),
+    **dict.fromkeys(("flash_attention", "use_cache"), True),
 }
 
 
@@ -341,6 +347,50 @@ def test_switches_take_tensors_away(config: Mapping[str, Any], changes: dict[str
         (LLADA, {"attention_bias": True}, "attention_bias = True"),
         (LLADA, {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
         (DREAM, {"attention_bias": False}, "attention_bias = False"),
+        # What the official forward of a family reads, with a value for which it computes something else.
+        *(
+            (LLADA, {key: value}, rf"the LLaDA forward does not have: {key} = {value!r} \(allowed: ")
+            for key, value in {
+                "activation_type": "swiglu",
+                "alibi": True,
+                "attention_layer_norm": True,
+                "bias_for_layer_norm": True,
+                "block_group_size": 2,
+                "block_type": "sequential",
+                "include_bias": True,
+                "include_qkv_bias": True,
+                "input_emb_norm": True,
+                "layer_norm_type": "gemma_rms",
+                "layer_norm_with_affine": False,
+                "rope": False,
+                "rope_full_precision": False,
+                "scale_logits": True,
+            }.items()
+        ),
+        (LLADA, {"multi_query_attention": True, "n_kv_heads": 2}, "multi_query_attention = True means n_kv_heads = 1"),
+        (
+            LLADA,
+            {"multi_query_attention": False, "n_kv_heads": 2},
+            "multi_query_attention = False means n_kv_heads = 4",
+        ),
+        (SDAR, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        *((SDAR, {key: True}, f"{key} = True") for key in ("attention_bias", "mlp_bias")),
+        (NEMOTRON, {"dlm_paradigm": "block_diff"}, "dlm_paradigm = 'block_diff'"),
+        *in_every_family({"clip_qkv": 5}, r"clip_qkv = 5 \(allowed: null\)"),
+        *in_every_family({"clip_qkv": 0}, r"clip_qkv = 0 \(allowed: null\)"),
+        *in_every_family({"block_length": 0}, r"block_length = 0 \(allowed: null\)"),
+        *((config, {"block_size": 32}, r"block_size = 32 \(allowed: null\)") for config in (LLADA, DREAM, GIDD)),
+        *in_every_family({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        # The embedding may have more rows than there are tokens, none of which is a special one.
+        *(
+            (
+                LLADA,
+                {"vocab_size": 62, "embedding_size": 64, "mask_token_id": 5, "eos_token_id": 6, "pad_token_id": 7}
+                | {key: 62},
+                rf"{key} = 62; a token id in \[0, 62\)",
+            )
+            for key in ("mask_token_id", "eos_token_id", "pad_token_id")
+        ),
         (LLADA, {"weight_tying": "false"}, "weight_tying = 'false'; true or false"),
         (DREAM, {"tie_word_embeddings": 0}, "tie_word_embeddings = 0; true or false"),
         # Numbers that float32 cannot compute with.

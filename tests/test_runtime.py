@@ -1,9 +1,12 @@
 """Promises of the runtime: early stop, budget, interruption, repetition, and what the output object says."""
 
+import copy
 import gc
+import pickle
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -243,6 +246,14 @@ def test_a_policy_is_changed_without_loading_again(embedded: Runtime):
     assert other.model is embedded.model and other.ledger is embedded.ledger
     assert embedded.policy.name == "polestar"
     assert tiered.from_pretrained("embedded", policy="fast_dllm_dual", refresh_interval=4).policy.refresh_interval == 4  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_runtime_is_neither_copied_nor_pickled(embedded: Runtime, way: Callable[[object], object]):
+    with pytest.raises(
+        TypeError, match=r"<Runtime 'embedded': .* neither copied nor pickled.*`with_policy`.*each process"
+    ):
+        way(embedded)
 
 
 def test_closing_gives_the_weights_back():

@@ -1,8 +1,17 @@
-"""`python -m tiered`."""
+"""`tiered COMMAND …`, also as `python -m tiered COMMAND …`."""
 
 import sys
 
-from tiered.cli.main import main
+
+def main() -> int:
+    """`tiered.cli.main.main`. Ctrl-C ends it with 130 and no message, also while that module is imported."""
+    try:
+        from tiered.cli.main import main as run
+
+        return run()
+    except KeyboardInterrupt:
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -3,9 +3,8 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from jaxtyping import Float
@@ -81,9 +80,15 @@ class Runtime:
         Raises:
             TypeError, ValueError: no such policy or option, named.
         """
-        other = copy(self)
-        other.policy = make_policy(policy, **policy_options)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), policy=make_policy(policy, **policy_options))
         return other
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"{self!r} can be neither copied nor pickled, since it owns a model and the books of its memory: "
+            "`with_policy` makes another of the same model; each process loads its own with tiered.from_pretrained"
+        )
 
     @property
     def model(self) -> DiffusionModel:

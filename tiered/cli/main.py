@@ -1,4 +1,4 @@
-"""The entry point: `tiered COMMAND …`, also as `python -m tiered COMMAND …`."""
+"""The command line, from arguments to an exit status."""
 
 import argparse
 import importlib

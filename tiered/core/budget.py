@@ -1,6 +1,7 @@
 """How many bytes each tier may hold."""
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +13,16 @@ from tiered.core.features import Tier
 class MemoryBudget:
     """A hard cap, in bytes, on what the runtime allocates in each tier; `None` leaves a tier uncapped.
 
-    Sizes are ints or strings (`"12GiB"`). Weights, caches, logits, activations and staging all count.
+    Sizes are ints, in bytes, or strings with a unit (`"12GiB"`). Weights, caches, logits, activations and staging all
+    count.
 
     `disk_path` is an existing folder. The disk tier is a file without a name that takes its room there, as records need
     it; whatever lies in the folder stays as it is. Without a `disk` cap, or with one of 0, there is no disk tier.
 
     Raises:
         TypeError, ValueError: a size that is no byte size, a disk cap without a `disk_path`, or a `disk_path` that is
-            no existing folder, or none that we may write to; it is not opened.
+            no existing folder, or none that we may write to, or on a file system without room for files (`/proc`);
+            it is not opened.
     """
 
     device: int | str | None = None
@@ -55,3 +58,5 @@ def _check_folder(path: object) -> None:
         raise ValueError(f"disk_path = {str(path)!r} must be an existing folder; {found} is there")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ValueError(f"disk_path = {str(path)!r} must be a folder that we may write to")
+    if not shutil.disk_usage(path).total:
+        raise ValueError(f"disk_path = {str(path)!r} must be a folder on a disk; its file system has no room for files")

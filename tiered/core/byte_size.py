@@ -1,9 +1,9 @@
-"""Byte sizes, and counts, as people write them: `"12GiB"`, `"512 MB"`, `4096`."""
+"""Byte sizes, and counts, as people write them: `"12GiB"`, `"512 MB"`; an int is a number of bytes."""
 
 import re
 from fractions import Fraction
 
-_UNITS = {"": 1, "B": 1} | {
+_UNITS = {"B": 1} | {
     f"{prefix}{infix}B": base**power
     for infix, base in (("", 1000), ("i", 1024))
     for power, prefix in enumerate("KMGT", start=1)
@@ -15,7 +15,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 def parse_bytes(size: int | str) -> int:
     """Bytes in `size`: an int, or a string with a unit (`GB` = 10^9 bytes, `GiB` = 2^30 bytes; case is ignored).
 
-    A fraction of a byte is dropped.
+    A fraction of a byte is dropped. A string without a unit is refused: bytes and GiB are both written so.
 
     Raises:
         TypeError: neither int nor str.
@@ -30,7 +30,7 @@ def parse_bytes(size: int | str) -> int:
     match = _SIZE.fullmatch(size)
     unit = _UNIT_BY_LOWER_CASE.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ValueError(f"cannot read {size!r} as a byte size; write a number and one of {', '.join(_UNITS)[2:]}")
+        raise ValueError(f"cannot read {size!r} as a byte size; write a number and one of {', '.join(_UNITS)}")
     return int(Fraction(match[1]) * unit)
 
 
@@ -58,4 +58,4 @@ def enough(size: int) -> str:
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >> power >= 10:
             return f"{-(-size >> power)}{unit}"
-    return str(size)
+    return f"{size}B"

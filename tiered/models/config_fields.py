@@ -8,14 +8,18 @@ from tiered.models.shape import BYTES_PER_ELEMENT, MOST_LAYERS, MOST_SIZE
 # float32's range: what norms and rotations are computed in, whatever the model's dtype.
 _LEAST, _MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 # Switches of other models, by their usual names, with what leaves the function computed as it is. A family that has one
-# says so in its own table.
+# says so in its own table. Without any value null alone leaves it.
 _SWITCHES: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "attention_bias": (False,),
         "attn_logit_softcapping": (False,),
+        "block_length": (),
+        "block_size": (),
+        "clip_qkv": (),
         "compression_config": (False,),
         "final_logit_softcapping": (False,),
         "is_causal": (False,),
+        "layer_types": ("full_attention",),
         "mlp_bias": (False,),
         "num_experts": (0,),
         "num_local_experts": (0,),
@@ -84,7 +88,7 @@ def windows_of(config: Mapping[str, object], *, used: bool) -> tuple[tuple[int |
     if width is None and _SLIDING in kinds:
         raise ValueError(f"config.json: layer_types has {_SLIDING!r}, but no sliding_window is in use")
     windows = tuple(width if kind == _SLIDING else None for kind in kinds) if _SLIDING in kinds else ()
-    return windows, {**config, "sliding_window": None, "use_sliding_window": None}
+    return windows, {**config, "layer_types": None, "sliding_window": None, "use_sliding_window": None}
 
 
 def checkpoint_dtype(config: Mapping[str, object]) -> str:
@@ -101,15 +105,16 @@ def checkpoint_dtype(config: Mapping[str, object]) -> str:
 
 def require(config: Mapping[str, object], allowed: Mapping[str, tuple[object, ...]], family: str) -> None:
     """Check that each key of `allowed`, and each switch of other models, holds a value that our forward implements
-    where config.json has it; null is as good as absent.
+    where config.json has it, or a list of such values; null is as good as absent.
 
     Raises:
         ValueError: names every key, its value and what is allowed.
     """
     wrong = [
-        f"{key} = {config[key]!r} (allowed: {', '.join(map(repr, values))})"
+        f"{key} = {value!r} (allowed: {', '.join(map(repr, values)) or 'null'})"
         for key, values in {**_SWITCHES, **allowed}.items()
-        if config.get(key) is not None and config[key] not in values
+        if (value := config.get(key)) is not None
+        and any(each not in values for each in (value if isinstance(value, list) else [value]))
     ]
     if wrong:
         raise ValueError(f"config.json asks for what the {family} forward does not have: {'; '.join(wrong)}")

@@ -113,6 +113,7 @@ class Layout:
         config: Mapping[str, object],
         *,
         defaults: Mapping[str, int] | None = None,
+        tokens: int | None = None,
         biases: Iterable[str] = (),
         more: Mapping[str, tuple[str, ...]] | None = None,
         mlp_matrices: int = 2,
@@ -123,6 +124,7 @@ class Layout:
         Args:
             defaults: sizes that stand for absent keys; without them a model has as many key heads as heads, and heads
                 of an even share of the width.
+            tokens: how many there are, where the embedding has more rows than that; None: as many as rows.
             biases: the projections of a block that have a bias.
             more: weights of a block beside the usual ones, in its sizes.
             mlp_matrices, facts: of `ModelShape`.
@@ -182,7 +184,7 @@ class Layout:
             "head_tied": head_tied,
             "biases": biases,
             "parameter_names": names,
-            **special_tokens(config, shape.vocab_size, keys, self.tokens),
+            **special_tokens(config, tokens or shape.vocab_size, keys, self.tokens),
         }
 
     def _weights(

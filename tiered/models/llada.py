@@ -53,9 +53,15 @@ def read_llada_config(config: Mapping[str, object]) -> ModelConfig:
     # `mlp_ratio` is official too, and official code ignores it where `mlp_hidden_size` is set.
     defaults = {"mlp_width": positive(config, "mlp_ratio", 4) * positive(config, "d_model")}
     defaults["vocab_size"] = tokens = positive(config, "vocab_size")
-    if switch(config, "multi_query_attention"):
-        defaults["kv_heads"] = 1
-    read = ModelConfig(**_LAYOUT.read(config, defaults=defaults))
+    if config.get("multi_query_attention") is not None:
+        # The official code has it name the number of key heads where `n_kv_heads` does not, and agree with it else.
+        defaults["kv_heads"] = heads = 1 if switch(config, "multi_query_attention") else positive(config, "n_heads")
+        if positive(config, "n_kv_heads", heads) != heads:
+            raise ValueError(
+                f"config.json: multi_query_attention = {config['multi_query_attention']} means n_kv_heads = {heads}, "
+                f"not {config['n_kv_heads']}"
+            )
+    read = ModelConfig(**_LAYOUT.read(config, defaults=defaults, tokens=tokens))
     if read.shape.vocab_size < tokens:
         raise ValueError(
             f"config.json: embedding_size = {read.shape.vocab_size} must be at least vocab_size = {tokens}"

@@ -43,7 +43,7 @@ def read_nemotron_config(config: Mapping[str, object]) -> ModelConfig:
     windows, given = windows_of({**config, "max_window_layers": 0}, used=True)
     # Where no token is named for padding, the end is: what stands there is never looked at.
     pad = value_of(config, "pad_token_id", value_of(config, "eos_token_id", _LAYOUT.tokens[1]))
-    given["pad_token_id"], length = pad, length_or_none(config, "block_size")
+    given, length = {**given, "block_size": None, "pad_token_id": pad}, length_or_none(config, "block_size")
     return ModelConfig(**_LAYOUT.read(given, sight="context", block_length=length, windows=windows))
 
 

@@ -40,7 +40,7 @@ def read_sdar_config(config: Mapping[str, object]) -> ModelConfig:
     pad = value_of(config, "pad_token_id", value_of(config, "eos_token_id", _LAYOUT.tokens[1]))
     return ModelConfig(
         **_LAYOUT.read(
-            {**given, "pad_token_id": pad},
+            {**given, "block_size": None, "pad_token_id": pad},
             more={"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)},
             sight="blocks",
             cuts_answers=False,
