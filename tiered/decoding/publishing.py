@@ -99,16 +99,16 @@ class Publisher:
         if self._keeps_history and not torch.equal(state := self._snapshot(), self.result.history[-1]):
             self.result.history.append(state)
         if self._put_draft is not None:
-            offset, numbers = self._canvas.prompt_length, self._canvas.numbers
+            offset, places = self._canvas.prompt_length, self._places()
             draft = self._columns[:, start - offset : stop - offset].clone()
             if candidates is not None:
-                draft[numbers] = candidates.tokens.where(candidates.pending, draft[numbers])
+                draft[places] = candidates.tokens.where(candidates.pending, draft[places])
             self._put_draft(self._from_prompts(draft, start).cpu())
         if self._put_open is not None:
             offset, pending = self._canvas.prompt_length, self._canvas.pending(start, stop)
             columns = self._columns[:, start - offset : stop - offset]
             still = torch.zeros_like(columns, dtype=torch.bool)
-            still[self._canvas.numbers] = pending if final else True
+            still[self._places()] = pending if final else True
             self._put_open(self._from_prompts(columns, start).cpu(), self._from_prompts(still, start).cpu())
 
     def block(self, start: int, stop: int, ended: list[bool], *, final: bool) -> None:
@@ -130,15 +130,18 @@ class Publisher:
     def publish(self, start: int, stop: int, ended: list[bool]) -> None:
         """Bring the result's columns of a block up to date; `ended`: by place in the canvas."""
         canvas, answers = self._canvas, self._columns
-        tokens, offset = canvas.tokens[:, start:stop].clone(), canvas.prompt_length
+        tokens, offset, places = canvas.tokens[:, start:stop].clone(), canvas.prompt_length, self._places()
         if self.stop_at_eos:
             over = on_device(ended, tokens.device)[:, None]
             ends = canvas.ends(start, stop, self.ends).int()
             tokens.masked_fill_(over & (ends.cumsum(dim=1) - ends > 0), self._pad)
-            rest = answers[canvas.numbers, stop - offset :]
-            answers[canvas.numbers, stop - offset :] = rest.masked_fill(over, self._pad)
-        answers[canvas.numbers, start - offset : stop - offset] = tokens
+            answers[places, stop - offset :] = answers[places, stop - offset :].masked_fill(over, self._pad)
+        answers[places, start - offset : stop - offset] = tokens
         self.result.answers = self._answers()
+
+    def _places(self) -> Int[Tensor, " sequences"]:
+        """The answers' rows of the sequences that are on the canvas: an index that is a list waits for the device."""
+        return on_device(self._canvas.numbers, self._columns.device)
 
     def _answers(self) -> Int[Tensor, "batch answer"]:
         """The answers as they are told: each from its first token on."""

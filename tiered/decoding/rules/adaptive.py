@@ -54,8 +54,9 @@ class _MostWanted(RewritingState):
     def propose(self, block: OpenBlock) -> Candidates:
         process, level, _ = self.levels(block)
         # How likely noise at this level is to put each token where it stands: π(z).
-        of_token, of_mask = map(block.logits.new_tensor, process.probability(level))
-        noise = torch.where(block.tokens == block.mask_token_id, of_mask, of_token).masked_fill_(~block.pending, 0.0)
+        of_token, of_mask = process.probability(level)
+        noise = block.logits.new_full(block.tokens.shape, of_token)
+        noise.masked_fill_(block.tokens == block.mask_token_id, of_mask).masked_fill_(~block.pending, 0.0)
         self._settles = block.sampling.temperature == 0
         # A token that noise does not make is no noise any more once it stands.
         self._fixes = process.of_tokens(level) == 0
