@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiered.policies.dllm_cache.verify import Similarity, distances, farthest_first
+from tiered.policies.dllm_cache.verify import Similarity, distances, farthest_first, turns_of
 
 COSINE, L2 = Similarity.COSINE, Similarity.L2
 
@@ -61,16 +61,16 @@ def test_what_goes_in_stays():
 
 
 @pytest.mark.parametrize(
-    ("apart", "first", "order"),
+    ("apart", "start", "order"),
     [
-        ([0.1, 0.3, 0.2], 0, [1, 2, 0]),
-        ([0.0, 0.0, 0.0, 0.0], 0, [0, 1, 2, 3]),
-        ([0.0, 0.0, 0.0, 0.0], 2, [2, 3, 0, 1]),
-        ([0.0, 0.5, 0.0, 0.5], 2, [3, 1, 2, 0]),
-        ([0.2, 0.0, 0.1, 0.0], 3, [0, 2, 3, 1]),
+        ([0.1, 0.3, 0.2, 0.4], 0, [3, 1, 2, 0]),
+        ([0.0, 0.0, 0.0, 0.0], 0, [1, 2, 3, 0]),
+        ([0.0, 0.0, 0.0, 0.0], 1, [2, 1, 3, 0]),
+        ([0.0, 0.5, 0.0, 0.5], 1, [1, 3, 2, 0]),
+        ([0.2, 0.0, 0.1, 0.0], 1, [0, 2, 1, 3]),
     ],
 )
-def test_farthest_first(apart: list[float], first: int, order: list[int]):
-    other = [float(row) for row in range(len(apart))]
-    found = farthest_first(torch.tensor([apart, other]), first).tolist()
-    assert found == [order, list(range(len(apart)))[::-1]]
+def test_the_block_takes_turns_among_rows_that_have_moved_alike(apart: list[float], start: int, order: list[int]):
+    other = [float(row) for row in range(4)]
+    turns = turns_of(torch.tensor([start, 0]), 4, (1, 3))
+    assert farthest_first(torch.tensor([apart, other]), turns).tolist() == [order, [3, 2, 1, 0]]

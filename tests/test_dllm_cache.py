@@ -172,7 +172,7 @@ class Oracle:
                 if new is None:
                     columns = self.drawn.pop(0)
                 else:
-                    columns = self.farthest(new[prompt:], cache[layer, policy.verify][prompt:], count, block[0])
+                    columns = self.farthest(new[prompt:], cache[layer, policy.verify][prompt:], count, block, clock)
                 if policy.parity:
                     cache[layer, "value"][prompt:] = values[prompt:]
                 chosen[layer, number] = columns
@@ -189,16 +189,19 @@ class Oracle:
             hidden = hidden + self.kept(cache, (layer, "mlp"), branch, rows)
         return self.norm(hidden, "ln_f") @ self.weights["ff_out.weight"].T, chosen
 
-    def farthest(self, new: Tensor, cached: Tensor, count: int, first: int) -> Tensor:
-        """Columns of the `count` rows that have moved most; of equal ones, those from column `first` on come first."""
+    def farthest(self, new: Tensor, cached: Tensor, count: int, block: tuple[int, int], clock: int) -> Tensor:
+        """Columns of the `count` rows that have moved most. Of equal ones, those of the block come first, which take
+        turns, then those behind it."""
         if self.policy.similarity == "cosine":
             moved = (2 - 2 * F.cosine_similarity(new, cached, dim=-1)).clamp(min=0).sqrt()
             moved[moved <= STILL] = 0
         else:
             moved = (new - cached).norm(dim=-1)
             moved[moved <= STILL * cached.norm(dim=-1)] = 0
-        answer, first = len(new), max(0, first - self.prompt)
-        order = sorted(range(answer), key=lambda row: (-moved[row].item(), (row - first) % answer))
+        own = [column - self.prompt for column in range(*block) if column >= self.prompt]
+        turn = clock * max(1, count - 1) % len(own)
+        turns = own[turn:] + own[:turn] + [*range(own[-1] + 1, len(new))] + [*range(own[0])]
+        order = sorted(turns, key=lambda row: -moved[row].item())
         if moved[order[count - 1]]:
             self.gap = min(self.gap, (moved[order[count - 1]] - moved[order[count]]).item())
         return torch.tensor(order[:count]) + self.prompt
@@ -367,7 +370,7 @@ BATCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "guided": ({}, {"cfg_scale": 0.7}),
     "guided at times": ({"guidance_interval": 3}, {"cfg_scale": 0.7}),
     "guided at times, parity": ({"guidance_interval": 7, "parity": True}, {"cfg_scale": 0.7}),
-    "drift-aware": ({}, {"early_threshold": 0.2, "drift_slope": 0.1, "drift_ceiling": 9.0}),
+    "drift-aware": ({}, {"early_threshold": 0.25, "drift_slope": 0.1, "drift_ceiling": 9.0}),
     "shifted, parity": ({"parity": True}, {"shift": 1, "confidence_threshold": 0.6}),
     "shifted, parity, some end, guided": ({"parity": True}, {"shift": 1, "stop_at_eos": True, "cfg_scale": 0.7}),
     "some end": ({}, {"stop_at_eos": True}),

@@ -19,6 +19,6 @@ def branch_bytes(sizes: CallSizes) -> int:
     # The rows while they go through the MLP, their angles during attention.
     copied = part * max(sizes.shape.width * sizes.element, sizes.shape.head_dim * _FLOAT32 + _INT64)
     spare = part_bytes(sizes) - part_bytes(replace(sizes, context=answer))
-    # Distances turned to the block and as they are, the order, and the sort's own; whether a row counts.
-    ranks = sizes.sequences * answer * (3 * _FLOAT32 + 3 * _INT64 + 1)
+    # Distances in turn and as they are, the turns, the order, and the sort's own; whether a row counts.
+    ranks = sizes.sequences * answer * (3 * _FLOAT32 + 4 * _INT64 + 1)
     return max(0, copied - spare) + ranks

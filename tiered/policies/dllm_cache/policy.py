@@ -136,7 +136,12 @@ class Clocks(PolicyState):
         if policy.parity and shift and self._edge is None:
             self._edge = PromptEdge(shift)
         program = BranchStep(
-            work, answer, self._verifier, block=step.first_row, whole_layers=whole_layers, edge=self._edge
+            work,
+            answer,
+            self._verifier,
+            block=(step.first_row, step.last_row),
+            whole_layers=whole_layers,
+            edge=self._edge,
         )
         rows = replace(rows, program=program, refreshed=tuple(whole[:batch]))
         if not policy.skips_guidance():

@@ -18,7 +18,7 @@ from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.forward.forward import Flow, Forward, add_branch
 from tiered.kernels.host_values import on_device
-from tiered.policies.dllm_cache.verify import Verifier
+from tiered.policies.dllm_cache.verify import Verifier, turns_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class BranchStep:
         answer: tuple[int, int],
         verifier: Verifier,
         *,
-        block: int,
+        block: tuple[int, int],
         whole_layers: int = 0,
         edge: PromptEdge | None = None,
     ) -> None:
@@ -100,14 +100,14 @@ class BranchStep:
             work: what is due.
             answer: its columns, first and behind the last, the canvas's length.
             verifier: ranks rows.
-            block: the current block's first row, by its column.
+            block: columns of the rows whose logits the step is for, first and behind the last.
             whole_layers: layers, the first ones, in which every sequence that takes part renews the whole answer.
             edge: keeps the rows in front of the answer that a step takes in where the prompt is not due; None: they are
                 recomputed.
         """
         self._work, self._verifier, self._whole_layers, self._edge = work, verifier, whole_layers, edge
         self._start, self._stop = answer
-        self._block = max(0, block - self._start)
+        self._block = (max(0, block[0] - self._start), block[1] - self._start)
 
     def expected_rows(self, span: int, layers: int) -> float:
         """Rows of the first sequence that a layer recomputes, of the `span` that the step goes over, on average."""
@@ -149,6 +149,11 @@ class BranchStep:
         everywhere = all(column == flow.rows.start for column in work.first[:batch])
         self._span = Rows(flow.rows.count, flow.rows.start, valid=None if everywhere else columns >= first)
         self._head = self._start - flow.rows.start  # rows in front of the answer
+        # A row that stands still may attend to rows that have moved, as a mask does in the first layer: still rows take
+        # turns. One of the chosen rows is usually the token that was committed last.
+        length = self._block[1] - self._block[0]
+        starts = [clock * max(1, rows - 1) % length for clock, rows in zip(work.clocks, self._rows, strict=False)]
+        self._turns = turns_of(on_device(starts, columns.device), self._stop - self._start, self._block)
 
     def _first_needed(self, forward: Forward, layer: int, flow: Flow) -> int:
         """Of the rows in front of the answer, those from here on are needed behind the layer."""
@@ -211,7 +216,7 @@ class BranchStep:
         if not most:
             return Rows.at(torch.empty(len(hidden), 0, dtype=torch.int64, device=hidden.device), within=span)
         clocks = self._work.clocks[: len(hidden)]
-        ranked = self._verifier.ranked(forward, layer, self._span[self._head :], hidden, clocks, self._block)
+        ranked = self._verifier.ranked(forward, layer, self._span[self._head :], hidden, clocks, self._turns)
         index, valid = ranked[:, :most] + self._start, None
         if min(counts) < most:
             numbers = torch.arange(most, device=index.device)

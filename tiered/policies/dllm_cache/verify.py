@@ -65,21 +65,21 @@ class Verifier:
         answer: Rows,
         hidden: Float[Tensor, "batch rows width"],
         clocks: Sequence[int],
-        first: int,
+        turns: Int[Tensor, "batch rows"],
     ) -> Int[Tensor, "batch rows"]:
         """Places in `answer`, a span, of the rows from the one that has moved most to the one that has least.
 
         Args:
             hidden: the layer's input of these rows.
             clocks: forwards that each sequence has taken part in, which random ranks are drawn by.
-            first: place from which on rows come first among those that have moved alike.
+            turns: all places, in the order in which rows come that have moved alike.
         """
         if self.verify is Verify.RANDOM:
             lots = torch.stack([self._lots(layer, clock, answer.count) for clock in clocks])
-            return farthest_first(on_device(lots, hidden.device), first)
+            return farthest_first(on_device(lots, hidden.device), turns)
         parts = forward.parts(answer.count, len(hidden))
         moved = [self._moved(forward, layer, answer[part], hidden[:, part]) for part in parts]
-        return farthest_first(torch.cat(moved, dim=1), first)
+        return farthest_first(torch.cat(moved, dim=1), turns)
 
     def _moved(
         self, forward: Forward, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
@@ -124,11 +124,17 @@ def distances(
     return apart.masked_fill_(apart <= STILL * length[:, 0, :, 0], 0.0)
 
 
-def farthest_first(apart: Float32[Tensor, "batch rows"], first: int) -> Int[Tensor, "batch rows"]:
-    """The rows by falling distance. Of equal ones, those from row `first` on come first, in ascending order, and then
-    those in front of it: rows of the block that is being denoised, before what lies behind it or is finished."""
-    order = apart.roll(-first, dims=1).argsort(dim=1, descending=True, stable=True)
-    return order.add_(first).remainder_(apart.shape[1])
+def farthest_first(apart: Float32[Tensor, "batch rows"], turns: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"]:
+    """The rows by falling distance; those of equal distance in the order of `turns`, which has every row once."""
+    return turns.gather(1, apart.gather(1, turns).argsort(dim=1, descending=True, stable=True))
+
+
+def turns_of(starts: Int[Tensor, " batch"], rows: int, block: tuple[int, int]) -> Int[Tensor, "batch rows"]:
+    """The rows of `block`, the one that is being denoised (first, and behind the last), from number `starts[b]` of it
+    on and round; then those behind it, then those in front of it."""
+    first, count = block[0], block[1] - block[0]
+    numbers = torch.arange(rows, device=starts.device)
+    return (first + torch.where(numbers < count, (numbers + starts[:, None]) % count, numbers)) % rows
 
 
 def _length(rows: Float[Tensor, "batch heads rows elements"]) -> Float32[Tensor, "batch 1 rows 1"]:
