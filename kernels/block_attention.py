@@ -1,5 +1,7 @@
 """Attention of a block's rows in Triton: columns are split between programs, and a second kernel merges the splits."""
 
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,7 @@ from torch import Tensor
 from tiered.kernels.attention_splits import splits, tile_of
 from tiered.kernels.block_attention_ref import checked_code
 from tiered.kernels.coded_rows import CodedRows
-from tiered.kernels.launch import Compilation, launch
+from tiered.kernels.launch import VECTOR, Compilation, launch
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.proxy_attention import elements_block, soft_capped
 from tiered.kernels.row_bits import fp8_values, nvfp4_values, row_scales
@@ -23,18 +25,20 @@ MERGED = 8  # rows of a tile of the second kernel
 @triton.jit
 def _rows_at(
     start, column, column_stride, element_stride, seen,
-    CODE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
+    CODE: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of keys or values [BLOCK_KEYS, BLOCK_ELEMENTS], twice; in NVFP4 their even elements, and the odd ones."""
+    """Rows of keys or values [BLOCK_KEYS, BLOCK_ELEMENTS], twice; in NVFP4 their even elements, and the odd ones. Each
+    begins at a multiple of ALIGNED bytes, which is a hint here: the compiler drops hints on a helper's arguments."""
     at = column.to(tl.int64) * column_stride
     element = tl.arange(0, BLOCK_ELEMENTS)
     if CODE == _RAW:
         own = seen[:, None] & (element < HEAD_DIM)[None, :]
-        even = tl.load(start + at[:, None] + (element * element_stride)[None, :], own, other=0.0)
+        row = tl.multiple_of(start + at, [ALIGNED])
+        even = tl.load(row[:, None] + (element * element_stride)[None, :], own, other=0.0)
         odd = even
     else:
-        # In whole words: the compiler must know it, to load four codes at once.
-        row = tl.multiple_of(start, [4]) + at * 4
+        row = tl.multiple_of(start + at * 4, [ALIGNED])
         if CODE == _FP8:
             codes = tl.load(row[:, None] + element[None, :], seen[:, None] & (element < HEAD_DIM)[None, :], other=0)
             scale = row_scales(tl.load(row + HEAD_DIM, seen, other=1))
@@ -54,16 +58,11 @@ def _rows_at(
 # What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
 @triton.jit(
     do_not_specialize=[
-        "rows",
-        "length",
-        "span",
-        "sinks",
-        "mask_batch",
-        "first_batch",
-        "first_row",
-        "visible_batch",
-        "visible_row",
-    ]
+        *("rows", "length", "span", "sinks"),
+        *("key_batch", "key_head", "key_column", "value_batch", "value_head", "value_column"),
+        *("mask_batch", "first_batch", "first_row", "visible_batch", "visible_row"),
+    ],
+    do_not_specialize_on_alignment=["keys", "values", "key_mask", "first", "visible"],
 )
 def _block_attention(
     queries,
@@ -113,6 +112,7 @@ def _block_attention(
     LATER: tl.constexpr,
     PARTLY: tl.constexpr,
     UPCAST: tl.constexpr,
+    ALIGNED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -177,7 +177,7 @@ def _block_attention(
         if MASKED:
             seen &= tl.load(key_mask + batch * mask_batch + column * mask_column, seen, other=0) != 0
         key, odd_key = _rows_at(
-            key_start, column, key_column, key_element, seen, CODE, HEAD_DIM, BLOCK_KEYS, BLOCK_ELEMENTS
+            key_start, column, key_column, key_element, seen, CODE, ALIGNED, HEAD_DIM, BLOCK_KEYS, BLOCK_ELEMENTS
         )
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
         if CODE == _NVFP4:
@@ -196,7 +196,7 @@ def _block_attention(
         faded, weights = tl.exp(peak - base), tl.exp(scores - base[:, None])
         peak, mass = grown, mass * faded + tl.sum(weights, 1)
         value, odd_value = _rows_at(
-            value_start, column, value_column, value_element, seen, CODE, HEAD_DIM, BLOCK_KEYS, BLOCK_ELEMENTS
+            value_start, column, value_column, value_element, seen, CODE, ALIGNED, HEAD_DIM, BLOCK_KEYS, BLOCK_ELEMENTS
         )
         weights = weights.to(query.dtype)
         total = tl.dot(weights, value.to(query.dtype), total * faded[:, None], input_precision="ieee")
@@ -265,7 +265,7 @@ def block_attention(
     if mixed.numel() == 0:
         return mixed, whole
     (key_memory, *key_strides), (value_memory, *value_strides) = _memory(keys), _memory(values)
-    tile = tile_of(group * rows, element_bytes=queries.element_size(), coded=code is not None)
+    tile = tile_of(group * rows, head_dim=head_dim, element_bytes=queries.element_size(), code=code)
     tiles = -(-group * rows // tile.rows)
     count = splits(tiles * batch * kv_heads, length)
     parts, sums = mixed[None], whole
@@ -311,11 +311,13 @@ def block_attention(
         LATER=first is not None,
         PARTLY=visible is not None,
         UPCAST=not queries.is_cuda or (code is None and queries.dtype != key_memory.dtype),
+        ALIGNED=min(_alignment(keys), _alignment(values)),
         HEAD_DIM=head_dim,
         BLOCK_ROWS=tile.rows,
         BLOCK_KEYS=tile.columns,
         BLOCK_ELEMENTS=elements(head_dim, code),
         num_warps=tile.warps,
+        num_stages=tile.stages,
         on=queries,
     )
     if count > 1:
@@ -348,59 +350,88 @@ def _memory(rows: Tensor | CodedRows) -> tuple[Tensor, int, int, int, int]:
     return rows.bytes, batch, head, column // WORD, byte
 
 
+def _alignment(rows: Tensor | CodedRows) -> int:
+    """Bytes that each row begins at a multiple of: a whole vector, unless the head or a slice is an odd one. Rows in
+    codes begin at whole words, whatever their number, so that one kernel serves all calls."""
+    if isinstance(rows, CodedRows):
+        return WORD
+    return gcd(VECTOR, rows.data_ptr(), *(number * rows.element_size() for number in rows.stride()[:3]))
+
+
 def elements(head_dim: int, code: RowCode | None) -> int:
     """Elements of a tile: of NVFP4 those of even columns, or of odd ones."""
     return elements_block(head_dim // (2 if code is RowCode.NVFP4 else 1))
 
 
-_OF_QUERIES, _OF_MIXED = "query_batch query_head query_row", "mixed_split mixed_batch mixed_head mixed_row"
-_OF_STORES = "key_batch key_head key_column value_batch value_head value_column"
-_SIZES = "mask_batch mask_column first_batch first_row visible_batch visible_row kv_heads group rows length span sinks"
+def _compilation(
+    dtype: str, code: RowCode | None, head_dim: int, folded: int, *, capped: bool, split: bool
+) -> Compilation:
+    element_bytes = 4 if dtype == "fp32" else 2
+    tile = tile_of(folded, head_dim=head_dim, element_bytes=element_bytes, code=code)
+    of_queries, of_mixed = "query_batch query_head query_row", "mixed_split mixed_batch mixed_head mixed_row"
+    of_stores = "key_batch key_head key_column value_batch value_head value_column"
+    of_limits = "mask_batch mask_column first_batch first_row visible_batch visible_row"
+    return Compilation(
+        kernel=_block_attention,
+        types={
+            "queries sink_keys sink_values": f"*{dtype}",
+            "keys values": "*u8" if code else f"*{dtype}",
+            "key_mask": "*u8",
+            "first visible": "*i64",
+            "mixed": "*fp32" if split else f"*{dtype}",
+            "peaks masses": "*fp32",
+            f"{of_queries} {of_stores} {of_mixed} {of_limits} kv_heads group rows length span sinks": "i32",
+            "scale soft_cap": "fp32",
+        },
+        constexprs={
+            "query_element": 1,
+            "key_element": 1,
+            "value_element": 1,
+            "CODE": _CODES[code],
+            "CAPPED": capped,
+            "MASKED": capped,
+            "LATER": not capped,
+            "PARTLY": capped,
+            "UPCAST": False,
+            "ALIGNED": WORD if code else VECTOR,
+            "HEAD_DIM": head_dim,
+            "BLOCK_ROWS": tile.rows,
+            "BLOCK_KEYS": tile.columns,
+            "BLOCK_ELEMENTS": elements(head_dim, code),
+        },
+        multiples=f"queries mixed {of_queries} {of_mixed}",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        # A product in float32 has whole rows of both factors in registers.
+        spills=dtype == "fp32" and head_dim == 512,
+        copied=2 * tile.columns * head_dim // (2 if code is RowCode.NVFP4 else 1) if code else 0,
+    )
+
+
 COMPILATIONS = (
     *(
-        Compilation(
-            kernel=_block_attention,
-            types={
-                "queries sink_keys sink_values": f"*{dtype}",
-                "keys values": "*u8" if code else f"*{dtype}",
-                "key_mask": "*u8",
-                "first visible": "*i64",
-                "mixed": "*fp32" if split else f"*{dtype}",
-                "peaks masses": "*fp32",
-                f"{_OF_QUERIES} {_OF_STORES} {_OF_MIXED} {_SIZES}": "i32",
-                "scale soft_cap": "fp32",
-            },
-            constexprs={
-                "query_element": 1,
-                "key_element": 1,
-                "value_element": 1,
-                "CODE": _CODES[code],
-                "CAPPED": capped,
-                "MASKED": capped,
-                "LATER": not capped,
-                "PARTLY": capped,
-                "UPCAST": False,
-                "HEAD_DIM": 128,
-                "BLOCK_ROWS": tile.rows,
-                "BLOCK_KEYS": tile.columns,
-                "BLOCK_ELEMENTS": elements(128, code),
-            },
-            multiples=f"queries keys values mixed {_OF_QUERIES} {_OF_MIXED}" + ("" if code else f" {_OF_STORES}"),
-            num_warps=tile.warps,
-        )
-        for dtype, element_bytes, folded, capped, split in (
-            ("bf16", 2, 32, True, True),
-            ("bf16", 2, 32, False, True),
-            ("bf16", 2, 512, False, False),
-            ("bf16", 2, 512, True, False),
-            ("fp32", 4, 32, True, False),
+        _compilation(dtype, code, 128, folded, capped=capped, split=split)
+        for dtype, folded, capped, split in (
+            ("bf16", 32, True, True),
+            ("bf16", 32, False, True),
+            ("bf16", 512, False, False),
+            ("bf16", 512, True, False),
+            ("fp32", 32, True, False),
         )
         for code in _CODES
-        for tile in (tile_of(folded, element_bytes=element_bytes, coded=code is not None),)
     ),
-    Compilation(
-        kernel=_merge_splits,
-        types={"totals peaks masses peak mass": "*fp32", "mixed": "*bf16", "sums heads rows splits": "i32"},
-        constexprs={"HEAD_DIM": 128, "BLOCK": MERGED, "BLOCK_ELEMENTS": 128},
+    *(
+        _compilation(dtype, code, head_dim, folded, capped=True, split=False)
+        for head_dim in (64, 256, 512)
+        for dtype, folded in (("bf16", 32), ("bf16", 512), ("fp32", 32))
+        for code in _CODES
+    ),
+    *(
+        Compilation(
+            kernel=_merge_splits,
+            types={"totals peaks masses peak mass": "*fp32", "mixed": "*bf16", "sums heads rows splits": "i32"},
+            constexprs={"HEAD_DIM": head_dim, "BLOCK": MERGED, "BLOCK_ELEMENTS": head_dim},
+        )
+        for head_dim in (128, 512)
     ),
 )

@@ -8,6 +8,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from tiered.kernels.silu_mul_ref import silu_mul
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -15,7 +17,35 @@ R = TypeVar("R")
 def for_device(reference: Callable[P, R], device: torch.device) -> Callable[P, R]:
     """The op `reference` (of a module `x_ref`) as it runs on `device`: the function of its name in module `x`, which
     has the same signature, on CUDA with triton installed; else `reference` itself."""
-    return _triton(reference) if device.type == "cuda" and _has_triton() else reference
+    return _triton(reference) if runs_kernels(device) else reference
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run on `device`; else their references do."""
+    return device.type == "cuda" and _has_triton()
+
+
+def check_kernels(device: torch.device) -> None:
+    """Compile and launch the smallest kernel on `device`, if kernels run there.
+
+    Raises:
+        OSError: the kernel cannot be compiled or launched, most often for want of a C compiler or of Python.h.
+    """
+    if not runs_kernels(device):
+        return
+    try:
+        _launch_smallest(device)
+    except Exception as error:
+        raise OSError(
+            f"Triton cannot compile and launch a kernel for {device} here ({type(error).__name__}: {error}). "
+            "It needs a C compiler and Python's headers: install gcc and python3-dev (Python.h), or name the compiler "
+            "in CC. Without the package triton, plain torch runs in place of kernels"
+        ) from error
+
+
+def _launch_smallest(device: torch.device) -> None:
+    one = torch.ones(1, 1, device=device)
+    _triton(silu_mul)(one, one).item()  # waits for the kernel, whose failure shows then
 
 
 @functools.cache

@@ -1,13 +1,12 @@
 """Packed NVFP4 records to rows, each beside its centroid, in one Triton kernel."""
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.delta_decode_ref import check_out
-from tiered.kernels.launch import Compilation
+from tiered.kernels.launch import Compilation, launch
 from tiered.kernels.nvfp4_bits import bf16_values, decode_groups, record_rows
 from tiered.kernels.record_layout import GROUP
 from tiered.kernels.record_table import RecordTable
@@ -16,7 +15,8 @@ BLOCK_ROWS = 4
 BLOCK_GROUPS = 64
 
 
-@triton.jit(do_not_specialize=["total"])
+# What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
+@triton.jit(do_not_specialize=["total", "out_size"], do_not_specialize_on_alignment=["out_rows"])
 def _decode(
     buffer,
     total,
@@ -81,26 +81,28 @@ def delta_decode(
         centroids = centroids if centroids.stride(1) == 1 else centroids.contiguous()
     groups = -(-table.width // GROUP)
     block_groups = min(BLOCK_GROUPS, triton.next_power_of_2(groups))
-    with torch.cuda.device_of(out):
-        _decode[triton.cdiv(table.total, BLOCK_ROWS), triton.cdiv(groups, block_groups)](
-            buffer,
-            table.total,
-            table.starts,
-            table.at,
-            table.record_of_row,
-            centroids,
-            0 if centroids is None else centroids.stride(0),
-            centroid_of_record,
-            out,
-            out.stride(0),
-            out.shape[0],
-            out_rows,
-            WIDTH=table.width,
-            GROUPS=groups,
-            BLOCK_ROWS=BLOCK_ROWS,
-            BLOCK_GROUPS=block_groups,
-            enable_fp_fusion=False,
-        )
+    launch(
+        _decode,
+        (triton.cdiv(table.total, BLOCK_ROWS), triton.cdiv(groups, block_groups)),
+        buffer,
+        table.total,
+        table.starts,
+        table.at,
+        table.record_of_row,
+        centroids,
+        0 if centroids is None else centroids.stride(0),
+        centroid_of_record,
+        out,
+        out.stride(0),
+        out.shape[0],
+        out_rows,
+        WIDTH=table.width,
+        GROUPS=groups,
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_GROUPS=block_groups,
+        enable_fp_fusion=False,
+        on=out,
+    )
 
 
 def _compilation(dtype: str, width: int, absent: tuple[str, ...]) -> Compilation:

@@ -14,7 +14,8 @@ TILE_WORDS = 4096  # 32 KiB a program, 4 loads of 16 bytes a thread
 WARPS = 16
 
 
-@triton.jit
+# One kernel serves all records: no fetch waits for a compilation, which would hold its lane.
+@triton.jit(do_not_specialize=["source", "destination", "segments"])
 def _copy_segments(
     source,
     source_offsets,

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+VECTOR = 16  # bytes that a thread loads or stores at once, at most
+
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, on: Tensor, **options: Any) -> None:
     """`kernel[grid](*arguments, **options)` on the current stream of the device of `on`, whichever device is current.
@@ -30,6 +32,8 @@ class Compilation:
         constexprs: value by name of each constexpr argument, which may be one of those in `types`.
         multiples: names of arguments that are multiples of 16, spaces between: addresses and strides of whole vectors.
         num_warps: warps a program.
+        num_stages: tiles that a loop of a program has under way.
+        copied: bytes that one turn of its loops copies to shared memory at least, past the registers.
         spills: whether it may use more than the registers of a thread, which memory then stands in for.
         fp_fusion: whether `a * b + c` may become one fused instruction, which rounds once instead of twice.
     """
@@ -39,6 +43,8 @@ class Compilation:
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     multiples: str = ""
     num_warps: int = 4
+    num_stages: int = 3
+    copied: int = 0
     spills: bool = False
     fp_fusion: bool = True
 

@@ -12,7 +12,11 @@ from tiered.kernels.rotate_ref import check_rotation
 TILE = 512  # pairs of elements that a program rotates
 
 
-@triton.jit(do_not_specialize=["rows", "length"])
+# What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
+@triton.jit(
+    do_not_specialize=["table_batch", "column_batch", "rows", "length"],
+    do_not_specialize_on_alignment=["columns"],
+)
 def _rotate(
     heads,
     cos,

@@ -1,18 +1,29 @@
 """Write rows of keys or values into their columns of a layer's store, in Triton: each valid row once, no other."""
 
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.kernels.launch import Compilation, launch
+from tiered.kernels.launch import VECTOR, Compilation, launch
+from tiered.kernels.row_code import WORD
 
 TILE = 4096  # elements that a program moves: more of them do not fit its registers
 WARPS = 8
 
 
-@triton.jit
+# What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts. The
+# alignment of rows is an argument of its own, because rows in codes begin at whole words.
+@triton.jit(
+    do_not_specialize=[
+        *("target_batch", "target_head", "target_column", "value_batch", "value_head", "value_row"),
+        *("index_batch", "valid_batch", "rows", "length"),
+    ],
+    do_not_specialize_on_alignment=["target", "values", "index", "valid"],
+)
 def _scatter(
     target,
     values,
@@ -34,6 +45,7 @@ def _scatter(
     length,
     elements,
     MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_ELEMENTS: tl.constexpr,
 ):
@@ -49,9 +61,11 @@ def _scatter(
     element = tl.arange(0, BLOCK_ELEMENTS)
     mask = written[:, None] & (element < elements)[None, :]
     value_at = batch * value_batch + head * value_head + row.to(tl.int64) * value_row
-    value = tl.load(values + value_at[:, None] + (element * value_element)[None, :], mask)
+    value_start = tl.multiple_of(values + value_at, [ALIGNED])
+    value = tl.load(value_start[:, None] + (element * value_element)[None, :], mask)
     target_at = batch * target_batch + head * target_head + column * target_column
-    tl.store(target + target_at[:, None] + (element * target_element)[None, :], value, mask)
+    target_start = tl.multiple_of(target + target_at, [ALIGNED])
+    tl.store(target_start[:, None] + (element * target_element)[None, :], value, mask)
 
 
 def scatter_rows(
@@ -70,13 +84,12 @@ def scatter_rows(
         )
     if values.numel() == 0:
         return
-    block_elements = 1 << (elements - 1).bit_length()
-    block_rows = max(1, TILE // block_elements)
+    tile = tile_of(elements)
     # Without flags the kernel reads none; any pointer does.
     flags = index if valid is None else valid.view(torch.uint8)
     launch(
         _scatter,
-        (-(-rows // block_rows), heads, batch),
+        (-(-rows // tile["BLOCK_ROWS"]), heads, batch),
         target,
         values,
         index,
@@ -89,11 +102,24 @@ def scatter_rows(
         length,
         elements,
         MASKED=valid is not None,
-        BLOCK_ROWS=block_rows,
-        BLOCK_ELEMENTS=block_elements,
+        ALIGNED=min(_alignment(target), _alignment(values)),
+        **tile,
         num_warps=WARPS,
         on=target,
     )
+
+
+def tile_of(elements: int) -> dict[str, int]:
+    """Rows and elements of a program."""
+    block = 1 << (elements - 1).bit_length()
+    return {"BLOCK_ROWS": max(1, TILE // block), "BLOCK_ELEMENTS": block}
+
+
+def _alignment(rows: Tensor) -> int:
+    """Bytes that each row begins at a multiple of, no more than a row has in whole vectors or words: so all calls of
+    a model have the same."""
+    nbytes = (number * rows.element_size() for number in (rows.shape[3], *rows.stride()[:3]))
+    return gcd(VECTOR, rows.data_ptr(), *nbytes)
 
 
 _STRIDES = "target_batch target_head target_column value_batch value_head value_row index_batch valid_batch"
@@ -109,8 +135,8 @@ COMPILATIONS = tuple(
         constexprs={
             **dict.fromkeys(["target_element", "value_element", "index_row", "valid_row"], 1),
             "MASKED": masked,
-            "BLOCK_ROWS": TILE // elements,
-            "BLOCK_ELEMENTS": elements,
+            "ALIGNED": VECTOR if dtype != "u8" else WORD,
+            **tile_of(elements),
         },
         num_warps=WARPS,
     )
@@ -122,5 +148,7 @@ COMPILATIONS = tuple(
         ("bf16", 4096, True),
         ("bf16", 4096, False),
         ("fp32", 4096, True),
+        # Rows in codes.
+        ("u8", 132, True),
     ]
 )

@@ -46,6 +46,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "large scores": {"scale": 20.0, "soft_cap": None, "sinks": None, "code": RowCode.NVFP4},
     "bfloat16": {"dtype": torch.bfloat16},
     "bfloat16, fp8": {"dtype": torch.bfloat16, "code": RowCode.FP8},
+    **{
+        f"heads of {head_dim}, {code}": {"head_dim": head_dim, "code": code, "rows": 3, "length": 37, "batch": 1}
+        for head_dim in (256, 512)
+        for code in CODES
+    },
     "float16, nvfp4": {"dtype": torch.float16, "code": RowCode.NVFP4, "soft_cap": None, "sinks": None},
 }
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -16,6 +16,7 @@ from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import AUTO, RAW, CallSizes, kv_code
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import WeightBytes
+from tiered.kernels.choice import check_kernels
 from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.weight_code import WeightCode
 from tiered.models.base import DiffusionModel
@@ -86,7 +87,8 @@ def from_pretrained(
     Raises:
         TierCapacityError: the device budget has no room for the embedding, the head, two layers and a forward, or the
             disk has less free than the disk budget; nothing has been loaded.
-        OSError: no file can be made in the budget's `disk_path`.
+        OSError: no file can be made in the budget's `disk_path`; or Triton, where it is installed, cannot compile a
+            kernel for a CUDA device: the error says what to install, and nothing has been read.
         NonFiniteError: a weight is NaN or infinite, or would be in `dtype`.
         ValueError, TypeError, FileNotFoundError: anything wrong with the checkpoint or an argument, named.
     """
@@ -96,6 +98,7 @@ def from_pretrained(
     check_disk(budget)
     ledger = Ledger(budget)
     target = pick_device(device)
+    check_kernels(target)
     directory = checkpoint_directory(path_or_name)
     config = stretched(read_config(directory), rope_theta, rope_scaling)
     family = family_of(config)

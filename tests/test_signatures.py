@@ -1,0 +1,105 @@
+"""Calls of other sizes compile nothing: a kernel has the same signature in all calls of a model."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.record_table import RecordTable
+from tiered.kernels.row_code import RowCode
+
+# Sizes of calls: 1, multiples of 16 and others, which Triton tells apart unless it may not.
+SIZES = (1, 2, 3, 5, 16, 23, 48)
+HEAD_DIM = 64
+
+
+def calls_of_attention(code: RowCode | None) -> Iterator[Callable[[Any], object]]:
+    for size in SIZES:
+        batch = 1 + size % 2
+        room = torch.zeros(batch, 2, 2 * size + 1, HEAD_DIM, dtype=torch.bfloat16)
+        rows = room if code is None else CodedRows.of(room, code)
+        queries, stored = torch.zeros(batch, 4, size, HEAD_DIM, dtype=torch.bfloat16), rows[:, :, 1 : size + 2]
+        mask = torch.ones(batch, 2 * size + 1, dtype=torch.bool)[:, 1 : size + 2]
+        seen = torch.ones(batch, 1 + size).long()
+        yield lambda op, q=queries, kv=stored, mask=mask, seen=seen: op(
+            q, kv, kv, key_mask=mask, first=seen[:, :1], visible=seen[:, 1:]
+        )
+
+
+def calls_of_scatter(code: RowCode | None) -> Iterator[Callable[[Any], object]]:
+    for size in SIZES:
+        room, rows = (torch.zeros(2, 2, length, HEAD_DIM) for length in (size + 7, size))
+        if code is not None:
+            room, rows = CodedRows.of(room, code).bytes, CodedRows.of(rows, code).bytes
+        index, valid = torch.zeros(2, size + 1).long()[:, 1:], torch.ones(2, 2 * size, dtype=torch.bool)[:, :size]
+        yield lambda op, to=room[:, :, 1:], rows=rows, index=index, valid=valid: op(to, rows, index, valid)
+
+
+def calls_of_rotate() -> Iterator[Callable[[Any], object]]:
+    for size in SIZES:
+        heads, table = torch.zeros(2, 4, size, HEAD_DIM), torch.zeros(1, 1, size + 5, HEAD_DIM // 2)
+        numbers = torch.zeros(2, size + 1).long()[:, 1:]
+        yield lambda op, heads=heads, table=table, numbers=numbers: op(heads, table, table, numbers)
+
+
+def calls_of_gather() -> Iterator[Callable[[Any], object]]:
+    for size in SIZES:
+        source, target = torch.zeros(64 * size + 64, dtype=torch.uint8), torch.zeros(64 * size, dtype=torch.uint8)
+        at = torch.arange(size) * 64
+        yield lambda op, source=source[64:], to=target, at=at: op(source, at, to, at, torch.full_like(at, 64))
+
+
+def calls_of_decode() -> Iterator[Callable[[Any], object]]:
+    for size in SIZES:
+        table = RecordTable.build([size, 3], [0, 1 << 16], width=64, delta=False, device="cpu")
+        records, out = torch.zeros(1 << 17, dtype=torch.uint8), torch.zeros(2 * size + 7, 64)
+        numbers = torch.arange(size + 4)[1:]
+        yield lambda op, table=table, records=records, out=out, at=numbers: op(records, table, None, None, out, at)
+
+
+# Attention has two tiles: of few rows and of many.
+CALLS: dict[str, tuple[str, Iterator[Callable[[Any], object]], int]] = {
+    **{f"block_attention, {code}": ("block_attention", calls_of_attention(code), 2) for code in (None, *RowCode)},
+    **{f"scatter_rows, {code}": ("scatter_rows", calls_of_scatter(code), 1) for code in (None, *RowCode)},
+    "rotate": ("rotate", calls_of_rotate(), 1),
+    "gather_copy": ("gather_copy", calls_of_gather(), 1),
+    "delta_decode": ("delta_decode", calls_of_decode(), 1),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_of_all_sizes_have_one_signature(case: str, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    name, calls, tiles = CALLS[case]
+    module = importlib.import_module(f"tiered.kernels.{name}")
+    found: dict[str, set[str]] = {}
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, on: Tensor, **options: Any) -> None:
+        found.setdefault(kernel.fn.__name__, set()).add(signature(kernel, arguments, options))
+
+    monkeypatch.setattr(module, "launch", launch)
+    for call in calls:
+        call(getattr(module, name))
+    assert found and {kernel: len(signatures) for kernel, signatures in found.items()} == dict.fromkeys(found, tiles)
+
+
+def signature(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
+    """The name that Triton gives to a compiled kernel, whether or not kernels are interpreted here."""
+    return repr(binder(kernel)(*arguments, **options)[1:])
+
+
+@cache
+def binder(kernel: Any) -> Callable[..., Any]:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    names = ("do_not_specialize", "do_not_specialize_on_alignment")
+    kept = getattr(kernel, "kwargs", None) or {name: getattr(kernel, name) for name in names}
+    compiled = JITFunction(kernel.fn, **{name: kept[name] for name in names})
+    return create_function_from_signature(compiled.signature, compiled.params, make_backend(GPUTarget("cuda", 90, 32)))
