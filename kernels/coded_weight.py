@@ -28,9 +28,11 @@ class CodedWeight:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, values: Float[Tensor, "out inner"], code: WeightCode) -> "CodedWeight":
-        """`values`, all finite, in `code`."""
-        return cls(encode_weight(values, code), code, values.shape[1], values.dtype)
+    def of(
+        cls, values: Float[Tensor, "out inner"], code: WeightCode, into: UInt8[Tensor, "out row_bytes"] | None = None
+    ) -> "CodedWeight":
+        """`values`, all finite, in `code`. `into`: where its bytes go; None: memory of their own."""
+        return cls(encode_weight(values, code, into), code, values.shape[1], values.dtype)
 
     @property
     def shape(self) -> tuple[int, int]:

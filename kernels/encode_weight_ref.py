@@ -13,10 +13,13 @@ from tiered.kernels.weight_code import WORD, WeightCode
 _INT8_MAX, _INT4_MIN, _INT4_MAX = 127.0, -8.0, 7.0
 
 
-def encode_weight(values: Float[Tensor, "out inner"], code: WeightCode) -> UInt8[Tensor, "out row_bytes"]:
-    """`values`, all finite, row by row, a bounded number of elements at a time. To nearest, ties to even."""
+def encode_weight(
+    values: Float[Tensor, "out inner"], code: WeightCode, into: UInt8[Tensor, "out row_bytes"] | None = None
+) -> UInt8[Tensor, "out row_bytes"]:
+    """`values`, all finite, row by row, a bounded number of elements at a time. To nearest, ties to even. `into`: where
+    they go; None: memory of their own, on the device of `values`."""
     out, inner = values.shape
-    coded = torch.empty(out, code.row_bytes(inner), dtype=torch.uint8, device=values.device)
+    coded = torch.empty(out, code.row_bytes(inner), dtype=torch.uint8, device=values.device) if into is None else into
     for part in chunks(out, inner):
         coded[part] = packed(code, inner, *_ENCODE[code](values[part].float()))
     return coded

@@ -91,6 +91,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def available_bytes(device: torch.device) -> int | None:
+    """Bytes that this process may still allocate on the CUDA `device`, whose context has been made: those that the
+    driver has free, and those that torch's allocator keeps for later. None on the CPU."""
+    if device.type != "cuda":
+        return None
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
 def restart_allocator_peak(device: torch.device) -> None:
     """Begin a new measurement of `allocator_peak`."""
     if device.type == "cuda":

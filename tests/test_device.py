@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import tiered
 import tiered.call
 from tiered.forward.library_bytes import LARGEST_GPU, Gpu, gpu_of
-from tiered.offload.device import computing_on, cublas_workspace_bytes, reads_host_addresses
+from tiered.offload.device import available_bytes, computing_on, cublas_workspace_bytes, reads_host_addresses
 from tiered.policies.none import NoCache
 from tiered.runtime import Runtime
 
@@ -127,3 +129,16 @@ def test_gpu_of_a_plan_on_a_machine_without_one(device: str, expected: Gpu | Non
     assert gpu_of(device) == expected
     with pytest.raises(ValueError, match="unknown device 'gpu'"):
         gpu_of("gpu")
+
+
+@pytest.mark.parametrize(("free", "warns"), [(1 << 30, False), (48 << 20, False), (40 << 20, True)])
+def test_a_budget_that_the_card_has_no_room_for_is_told(free: int, warns: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 18 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 << 20)
+    assert available_bytes(CPU) is None
+    monkeypatch.setattr("tiered.loading.available_bytes", lambda device: available_bytes(CUDA))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        tiered.from_pretrained("embedded", device="cpu", memory="64MiB").close()
+    assert [(str(each.message)[:17], each.filename) for each in told] == [("memory = 64.00 MiB"[:17], __file__)] * warns

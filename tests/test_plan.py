@@ -97,20 +97,25 @@ def test_a_plan_is_what_a_run_reserves():
 
 
 def test_libraries_are_planned_booked_and_capped_on_cuda(monkeypatch: pytest.MonkeyPatch):
-    for module in ("tiered.call", "tiered.planning.plan"):
-        monkeypatch.setattr(f"{module}.gpu_of", lambda device: LARGEST_GPU if device == "cuda" else None)
+    monkeypatch.setattr("tiered.planning.plan.gpu_of", lambda device: LARGEST_GPU if device == "cuda" else None)
     sizes = {"context": 64, "block_length": 16, "policy": "fast_dllm_dual", "dtype": "bfloat16"}
     made, without = (plan_for("embedded", **sizes, device=device) for device in ("cuda", "cpu"))  # pyright: ignore[reportArgumentType]
-    libraries = device_bytes(made) - device_bytes(without)
-    assert libraries == made.tiers[Tier.DEVICE].accounts[Account.LIBRARIES] > LARGEST_GPU.workspace_bytes
+    accounts, exact = made.tiers[Tier.DEVICE].accounts, without.tiers[Tier.DEVICE].accounts
+    libraries = accounts[Account.LIBRARIES]
+    assert libraries > LARGEST_GPU.workspace_bytes and accounts[Account.WEIGHTS] > exact[Account.WEIGHTS]
+    assert {name: size for name, size in accounts.items() if name not in (Account.LIBRARIES, Account.WEIGHTS)} == {
+        name: size for name, size in exact.items() if name is not Account.WEIGHTS
+    }
     assert "libraries" in str(made) and "libraries" not in str(without)
 
-    monkeypatch.setattr("tiered.call.gpu_of", lambda device: LARGEST_GPU)
+    for module in ("tiered.call", "tiered.loading"):
+        monkeypatch.setattr(f"{module}.gpu_of", lambda device: LARGEST_GPU)
     ids = torch.arange(5, 37)[None]
     for memory, fits in ((device_bytes(made), True), (device_bytes(made) - 1, False)):
         runtime = tiered.from_pretrained(
-            "embedded", policy=DUAL, device="cpu", dtype="bfloat16", memory=MemoryBudget(device=memory, host=0)
-        )
+            "embedded", policy=DUAL, device="cpu", dtype="bfloat16", weights="raw",
+            memory=MemoryBudget(device=memory, host=0),
+        )  # fmt: skip
         with nullcontext() if fits else pytest.raises(TierCapacityError):
             out = runtime.generate(ids, max_new_tokens=32, block_length=16)
             assert out.memory.tiers[Tier.DEVICE].at_peak[Account.LIBRARIES] == libraries

@@ -34,6 +34,7 @@ from tiered.loading import load_weights
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.families import family_of
 from tiered.models.weight_form import CODES, RAW_WEIGHTS, WeightForm
+from tiered.offload.chunk import Chunk
 from tiered.offload.delay import Point
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Fence, Region
@@ -228,6 +229,50 @@ def test_a_layer_comes_back_where_a_call_leaves_it_room(checkpoints: Callable[[s
     assert torch.equal(runtime.hidden_states(ids), resident.hidden_states(ids))
 
 
+class FormerOwner:
+    """Kernels that still write where new memory is: they end when a copy waits for them, and spoil what came before."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory, self._ended = memory, False
+
+    def done(self) -> bool:
+        return self._ended
+
+    def synchronize(self) -> None:
+        if not self._ended:
+            self._memory.fill_(0x55)
+        self._ended = True
+
+
+def test_a_copy_waits_for_those_who_had_its_memory_before(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    owners: list[FormerOwner] = []
+
+    def obtained(device: torch.device) -> Callable[[int], Chunk]:
+        def allocate(nbytes: int) -> Chunk:
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+            owners.append(FormerOwner(memory))
+            return Chunk(memory, pinned=False, actual_bytes=nbytes, earlier=owners[-1])
+
+        return allocate
+
+    resident = loaded(checkpoints("llada"))
+    runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS))
+    ids = torch.randint(0, 120, (1, 5), generator=torch.Generator().manual_seed(1))
+    expected = resident.logits(ids)
+    for module in ("tiered.forward.streamed_weights", "tiered.tiers.opening"):
+        monkeypatch.setattr(f"{module}.device_chunks", obtained)
+    for _ in range(2):
+        answer(runtime, steps=2)
+        assert torch.equal(runtime.logits(ids), expected)
+        assert len(streamed_layers(runtime).layers) < LAYERS and owners
+        for owner in owners:
+            owner.synchronize()
+        assert torch.equal(runtime.logits(ids), expected)
+        owners.clear()
+
+
 def test_loading_and_calls_may_differ_in_their_mode(checkpoints: Callable[[str], Path]):
     resident = loaded(checkpoints("llada"))
     ids = torch.randint(0, 120, (1, 5), generator=torch.Generator().manual_seed(1))
@@ -291,7 +336,7 @@ def test_less_than_two_layers_and_a_forward_is_refused_before_anything_is_read(
     sizes = resident._call.sizes(1, 1, 1)
     weights = WeightBytes.of(sizes.shape, sizes.dtype, RAW_WEIGHTS)
     least = CallBytes.of(make_policy("none"), sizes, MemoryBudget(device=1), weights=weights).total(Tier.DEVICE)
-    rest = sizes.shape.parameters * 4 - LAYERS * weights.layer
+    rest = sizes.shape.parameters * 4 - LAYERS * weights.record
     assert least <= rest + 2 * weights.slot_bytes + 16 * UNIT  # embedding, head and norms; two layers; a forward
     assert tiered.from_pretrained(checkpoints("llada"), weights="raw", memory=least).ledger.held(Tier.HOST)
     monkeypatch.setattr(Checkpoint, "read", lambda *_, **__: pytest.fail("a weight was read"))
@@ -329,7 +374,7 @@ def test_auto_streams_raw_weights_where_the_link_is_as_fast_as_the_rest(checkpoi
     rates = replace(rates_of("rtx4090"), link_bytes_per_second=1e15)
     shape = loaded(checkpoints("llada")).model.shape
     whole = tiered.plan(checkpoints("llada"), context=64, weights="raw").tiers[Tier.DEVICE].total
-    budget = MemoryBudget(device=whole - 2 * WeightBytes.of(shape, "float32", RAW_WEIGHTS).layer)
+    budget = MemoryBudget(device=whole - 2 * WeightBytes.of(shape, "float32", RAW_WEIGHTS).record)
     assert choose_form(make_policy("none"), shape, "float32", None, budget, rates=rates) == (RAW_WEIGHTS, "")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tiered.core.budget import MemoryBudget
+from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.modes import without_gradients
@@ -28,7 +29,7 @@ from tiered.models.rotation import stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.tokenizer import load_tokenizer
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, held_form, places
-from tiered.offload.device import pick_device
+from tiered.offload.device import available_bytes, pick_device, synchronize
 from tiered.offload.file_record import FileRecord, Piece, ReadFile
 from tiered.offload.transport import Transport
 from tiered.planning.call_bytes import CallBytes
@@ -111,10 +112,23 @@ def from_pretrained(
         model: DiffusionModel = family.resolve_loader().from_config(config)
     tokenizer = load_tokenizer(directory, vocab_size=shape.vocab_size)
     checkpoint = Checkpoint(directory, shape, config)
+    if (why := _too_large(budget, target)) is not None:
+        warnings.warn(why, stacklevel=2)
     form = _form(weights, chosen, checkpoint.codes, shape, dtype_name, budget, target)
     of_model = load_weights(model, checkpoint, ledger, dtype=getattr(torch, dtype_name), device=target, form=form)
     return Runtime(
         model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name), kv=code, weights=of_model
+    )
+
+
+def _too_large(budget: MemoryBudget, device: torch.device) -> str | None:
+    """Why the budget is more than the device has; None: it is not, or the device is no GPU."""
+    cap, free = budget.cap(Tier.DEVICE), available_bytes(device)
+    if cap is None or free is None or cap <= free:
+        return None
+    return (
+        f"memory = {format_bytes(cap)} for {device}, which has {format_bytes(free)} left for this process: the CUDA "
+        "context and other programs take the rest, and a call that needs it will run out of memory"
     )
 
 
@@ -164,7 +178,7 @@ def load_weights(
     shape, name = model.shape, str(dtype).removeprefix("torch.")
     files = {} if form.code else layers_in_files(checkpoint, model, dtype)
     least = CallSizes(shape=shape, batch=1, context=1, block_length=1, dtype=name, weights=form, gpu=gpu_of(device))
-    whole = WeightBytes.of(shape, name, form, in_files=bool(files))
+    whole = WeightBytes.of(shape, name, form, in_files=bool(files), gpu=least.gpu is not None)
     # While it loads there is no call yet; but the raw tensor stands beside what it becomes, which may take more.
     tables = [(shape.vocab_size, shape.width)] if form.head else []
     largest = max(map(prod, [*shape.matrices.values(), *tables])) * dtype.itemsize if form.code else 0
@@ -183,7 +197,7 @@ def load_weights(
             if code is not None:  # the raw tensor stands beside what it becomes
                 room = prod(shape.weight_shapes[official]) * dtype.itemsize
             with ledger.holding({Account.ACTIVATIONS: room}):
-                weight = checkpoint.read(official, dtype=dtype, device=device, code=code)
+                weight = checkpoint.read(official, dtype=dtype, device=device, code=code, into=weights.room(own))
                 # The head alone may be in a code in the files: it is kept as the embedding is.
                 decoded = isinstance(weight, CodedWeight) and not weights.may_be_coded(own)
                 weights.place(own, weight.values() if decoded else weight)
@@ -193,6 +207,7 @@ def load_weights(
         raise
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not left, f"weights that the shape does not list: {left}"
+    synchronize(device)  # the first call may compute on another stream than this one
     return weights
 
 

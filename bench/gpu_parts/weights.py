@@ -131,12 +131,20 @@ class _Drawn:
         """They are in no file."""
 
     def read(
-        self, name: str, *, dtype: torch.dtype, device: torch.device, code: WeightCode | None = None
+        self,
+        name: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        code: WeightCode | None = None,
+        into: Tensor | None = None,
     ) -> Tensor | CodedWeight:
         """See `Checkpoint`."""
         weight = torch.empty(self._shapes[name], dtype=dtype, device=device)
         draw(weight, torch.Generator(device).manual_seed(self._setting.seed))
-        return weight if code is None else CodedWeight.of(weight, code)
+        if code is not None:
+            return CodedWeight.of(weight, code, None if into is None else into.view(len(weight), -1))
+        return weight if into is None else into.view(dtype).view(weight.shape).copy_(weight)
 
 
 def _runtime(setting: Setting, plan: Plan, budget: MemoryBudget) -> Runtime:

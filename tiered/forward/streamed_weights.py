@@ -13,6 +13,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.ops import Op
@@ -23,6 +24,9 @@ from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import assign
 from tiered.models.weight_form import WeightForm, places
 from tiered.offload.arena import device_chunks
+from tiered.offload.chunk import Chunk
+from tiered.offload.device import synchronize
+from tiered.offload.errors import ArenaFullError
 from tiered.offload.fence import Fence, Region
 from tiered.offload.file_record import FileRecord
 from tiered.offload.ring import Ring, RingSlot
@@ -88,8 +92,12 @@ class StreamedWeights:
         self._views: dict[int, list[Tensor | CodedWeight]] = {}
         self._here: dict[int, _Here] = {}  # the layer that has rested longest first
         self._using: int | None = None
-        self._coming: dict[int, tuple[UInt8[Tensor, " record"], set[str]]] = {}  # records that `place` fills
+        # Records that are being filled, and the names of matrices that are not there yet.
+        self._coming: dict[int, tuple[UInt8[Tensor, " record"], set[str]]] = {}
         ledger.allocate({Account.WEIGHTS: now.device[Account.WEIGHTS]})
+        # Before anything is read: in between, tensors that are to be coded would leave gaps that no record fills.
+        resident = [layer for layer in range(model.shape.layers) if layer not in now.layers]
+        self._coming = {layer: (self._on_device().bytes, set(self._places)) for layer in resident}
         if now.layers:
             self._open_ring()
 
@@ -100,35 +108,41 @@ class StreamedWeights:
 
     def may_be_coded(self, own: str) -> bool:
         """Whether the weight that we call `own` is in the form's code, if it has one."""
-        root, _, rest = own.partition(".")
-        if root == "blocks":
-            return rest.partition(".")[2].removesuffix(".weight") in self._places
-        return self.form.head and own in ("wte.weight", "ff_out.weight")
+        in_record = self._of_record(own)[0] is not None
+        return in_record or (self.form.head and own in ("wte.weight", "ff_out.weight"))
+
+    def room(self, own: str) -> UInt8[Tensor, " nbytes"] | None:
+        """Where the bytes of the weight that we call `own` belong: in the record of its layer, on the device or in the
+        host tier; None: it is in no record."""
+        layer, name = self._of_record(own)
+        if layer is None:
+            return None
+        start, nbytes = self._places[name]
+        if layer in self.files and self._is_below(layer):  # it is read to be looked at alone
+            return torch.empty(nbytes, dtype=torch.uint8)
+        if layer not in self._coming:
+            self._coming[layer] = self._manager.reserve(self._key(layer), self._record), set(self._places)
+        return self._coming[layer][0][start : start + nbytes]
 
     def place(self, own: str, weight: Tensor | CodedWeight) -> None:
-        """Put a weight where it belongs: into the model, or the record of its layer. `own`: our name of it."""
-        root, _, rest = own.partition(".")
-        layer, _, name = rest.removesuffix(".weight").partition(".")
-        if root != "blocks" or name not in self._places or int(layer) not in self.now.layers:
-            assign(self._model, own, weight)
+        """The weight that we call `own` is there, in its `room` if it has one."""
+        layer, name = self._of_record(own)
+        streamed = layer is not None and layer in self.now.layers
+        assign(self._model, own, None if streamed else weight)
+        if layer is None:
             return
-        number = int(layer)
-        assign(self._model, own, None)
-        room = len(self.now.layers) - self.now.below
-        if self._key(number) in self._manager:  # the files have it: of the first of its matrices on
+        if layer in self.files and self._is_below(layer):
+            if self._key(layer) not in self._manager:  # the first of its matrices: the files have all of them
+                self._sink(layer)
             return
-        if number not in self._coming:
-            if number in self.files and len(self._on_host()) >= room:
-                self._manager.adopt(self._key(number), self.files[number])
-                return
-            self._make_room(room - 1)
-            self._coming[number] = self._manager.reserve(self._key(number), self._record), set(self._places)
-        record, missing = self._coming[number]
-        self._copy(weight, record, name)
+        missing = self._coming[layer][1]
         missing.discard(name)
         if not missing:
-            del self._coming[number]
-            self._manager.commit(self._key(number))
+            del self._coming[layer]
+            if streamed:
+                self._manager.commit(self._key(layer))
+            if self._is_below(layer):
+                self._sink(layer)
 
     def settle(self, then: WeightBytes) -> None:
         """Let those layers be streamed that `then` says, and as many of them lie below the host. If that fails, `now`
@@ -151,6 +165,8 @@ class StreamedWeights:
                 self._views.clear()
             for layer in (layer for layer in before if layer not in then.layers):
                 self._return(layer)
+            if len(then.layers) < len(before):
+                synchronize(self._device)  # the next call may compute on another stream than those layers came to
             self._make_room(room)
             if then.layers:
                 here = self._on_host()
@@ -224,6 +240,7 @@ class StreamedWeights:
         self._of_ring.close()
         self._of_tiers.close()
         self._tiers = self._ring = None
+        self._coming.clear()
 
     @property
     def _manager(self) -> TierManager:
@@ -283,30 +300,49 @@ class StreamedWeights:
                 self._copy(getattr(self._model.blocks[layer], name).weight, record, name)
             self._manager.commit(key)
         self._unbind(layer)
-        self._ledger.release({Account.WEIGHTS: self.now.layer})
+        self._ledger.release({Account.WEIGHTS: self.now.record})
 
     def _return(self, layer: int) -> None:
         """Bring a layer back to stay."""
-        self._ledger.allocate({Account.WEIGHTS: self.now.layer})
-        room, fence = torch.empty(self._record, dtype=torch.uint8, device=self._device), Fence(Region.DEVICE_SLOT)
+        self._ledger.allocate({Account.WEIGHTS: self.now.record})
         try:
-            self._manager.fetch([self._key(layer)], room.view(1, -1), fence=fence).wait()
+            chunk = self._on_device()
+            fence = Fence(Region.DEVICE_SLOT, chunk.earlier)
+            self._manager.fetch([self._key(layer)], chunk.bytes.view(1, -1), fence=fence).wait()
         except BaseException:
-            self._ledger.release({Account.WEIGHTS: self.now.layer})
+            self._ledger.release({Account.WEIGHTS: self.now.record})
             raise
-        for name, weight in zip(self._places, self._matrices(room), strict=True):
+        for name, weight in zip(self._places, self._matrices(chunk.bytes), strict=True):
             assign(self._model, f"blocks.{layer}.{name}.weight", weight)
         self._manager.forget([self._key(layer)])
+
+    def _on_device(self) -> Chunk:
+        """Memory for the record of a layer that stays.
+
+        Raises:
+            TierCapacityError: the device has none.
+        """
+        try:
+            return device_chunks(self._device)(self._record)
+        except ArenaFullError as error:
+            raise TierCapacityError(error.needed, error.available, Tier.DEVICE, str(error)) from error
+
+    def _sink(self, layer: int) -> None:
+        """Let the record of a layer leave host memory."""
+        if layer in self.files:
+            self._manager.adopt(self._key(layer), self.files[layer])
+        else:
+            self._manager.evict([self._key(layer)])
 
     def _make_room(self, room: int) -> None:
         """Let records leave host memory until at most `room` are there."""
         here = self._on_host()
         while len(here) > room:
-            layer = here.pop()
-            if layer in self.files:
-                self._manager.adopt(self._key(layer), self.files[layer])
-            else:
-                self._manager.evict([self._key(layer)])
+            self._sink(here.pop())
+
+    def _is_below(self, layer: int) -> bool:
+        """Whether the host has no room for a layer that is about to be placed."""
+        return layer in self.now.layers[: self.now.below]
 
     def _on_host(self) -> list[int]:
         """The streamed layers whose records are in host memory."""
@@ -333,6 +369,12 @@ class StreamedWeights:
             else:
                 found.append(CodedWeight(stored.view(out, -1), code, inner, self._dtype))
         return found
+
+    def _of_record(self, own: str) -> tuple[int | None, str]:
+        """The layer whose record has the weight that we call `own`, None: no record has it; and its name there."""
+        root, _, rest = own.partition(".")
+        layer, _, name = rest.removesuffix(".weight").partition(".")
+        return (int(layer), name) if root == "blocks" and name in self._places else (None, own)
 
     def _unbind(self, layer: int) -> None:
         for owner in self._owners[layer]:

@@ -8,7 +8,8 @@ from typing import Any
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
 from tiered.models.shape import ModelShape
-from tiered.models.weight_form import WeightForm, layer_bytes, places, weight_bytes
+from tiered.models.weight_form import WeightForm, beside_layers, places
+from tiered.offload.segments import reserved_bytes
 from tiered.offload.slabs import UNIT
 from tiered.offload.spill_record import HEADER_BYTES
 from tiered.tiers.record_bytes import LOAD_SLOTS
@@ -33,9 +34,8 @@ class WeightBytes:
     layer, the embedding and the head stay on the device.
 
     Attributes:
-        whole: of all weights.
-        layer: of the matrices of a layer.
-        record: of the same below the device.
+        whole: of all weights on the device. On a GPU: of the allocator's segments that they are in.
+        record: of the matrices of a layer, which lie in one piece in every tier.
         of_layers: of the model.
         fixed: no layer may be streamed.
         in_files: the checkpoint's files hold these very bytes, so that layers may be read from there.
@@ -44,7 +44,6 @@ class WeightBytes:
     """
 
     whole: int
-    layer: int
     record: int
     of_layers: int
     in_files: bool
@@ -53,12 +52,15 @@ class WeightBytes:
     below: int = 0
 
     @classmethod
-    def of(cls, shape: ModelShape, dtype: str, form: WeightForm, *, in_files: bool | None = None) -> "WeightBytes":
-        """All on the device. `in_files`: None: where a checkpoint of the model would have them."""
+    def of(
+        cls, shape: ModelShape, dtype: str, form: WeightForm, *, in_files: bool | None = None, gpu: bool = False
+    ) -> "WeightBytes":
+        """All on the device. `in_files`: None: where a checkpoint of the model would have them. `gpu`: it is one."""
+        record, beside = places(shape, dtype, form)[1], beside_layers(shape, dtype, form)
+        every = [*beside, *shape.layers * [record]]
         return cls(
-            whole=weight_bytes(shape, dtype, form),
-            layer=layer_bytes(shape, dtype, form),
-            record=places(shape, dtype, form)[1],
+            whole=reserved_bytes(every) if gpu else sum(every),
+            record=record,
             of_layers=shape.layers,
             fixed=form.fixed,
             in_files=form.code is None and dtype == shape.dtype if in_files is None else in_files,
@@ -82,7 +84,7 @@ class WeightBytes:
     @property
     def device(self) -> dict[Account, int]:
         """Bytes of the device by account."""
-        resident = {Account.WEIGHTS: self.whole - len(self.layers) * self.layer}
+        resident = {Account.WEIGHTS: self.whole - len(self.layers) * self.record}
         return resident | ({Account.STAGING: RING_SLOTS * self.slot_bytes + 2 * UNIT} if self.layers else {})
 
     def passes_host(self, budget: MemoryBudget) -> bool:

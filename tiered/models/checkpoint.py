@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from jaxtyping import UInt8
 from torch import Tensor, nn
 
 from tiered.core.errors import NonFiniteError
@@ -56,30 +57,52 @@ class Checkpoint:
         return stored.file, stored.start, stored.nbytes
 
     def read(
-        self, name: str, *, dtype: torch.dtype, device: torch.device, code: WeightCode | None = None
+        self,
+        name: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        code: WeightCode | None = None,
+        into: UInt8[Tensor, " nbytes"] | None = None,
     ) -> Tensor | CodedWeight:
-        """The weight `name` in memory of its own on `device`, as `dtype`; in `code` where one is given, made there of
-        what `dtype` holds. What the files hold in codes comes in these codes, whatever is asked for.
+        """The weight `name` on `device`, as `dtype`; in `code` where one is given, made there of what `dtype` holds.
+        What the files hold in codes comes in these codes, whatever is asked for. `into`: its bytes, on any device;
+        None: it has memory of its own.
 
         Raises:
             NonFiniteError: it holds NaN or infinity, in the file or because `dtype` cannot hold what is there.
             ValueError: a `code` for what is no matrix, or codes in the file that none of ours can hold.
         """
         if name in self._coded:
-            return self._read_coded(name, self._coded[name], dtype, device)
+            return self._read_coded(name, self._coded[name], dtype, device, into)
         stored = self._stored[name]
         if code is not None and len(stored.shape) != 2:
             raise ValueError(f"the weight {name} {list(stored.shape)} is no matrix, which {code} is for")
         values = stored.read(name)
         # A copy even where dtype and device are the same: the values are the mapped file.
-        weight = torch.empty(stored.shape, dtype=dtype, device=device).copy_(values)
+        if into is None or code is not None:
+            weight = torch.empty(stored.shape, dtype=dtype, device=device)
+        else:
+            weight = into.view(dtype).view(stored.shape)
+        weight.copy_(values)
         if not _is_finite(weight):
             raise _not_finite(name, stored.file, values, dtype)
-        return weight if code is None else CodedWeight.of(weight, code)
+        if code is None:
+            return weight
+        return CodedWeight.of(weight, code, None if into is None else into.view(len(weight), -1))
 
-    def _read_coded(self, name: str, parts: CodedParts, dtype: torch.dtype, device: torch.device) -> CodedWeight:
+    def _read_coded(
+        self,
+        name: str,
+        parts: CodedParts,
+        dtype: torch.dtype,
+        device: torch.device,
+        into: UInt8[Tensor, " nbytes"] | None,
+    ) -> CodedWeight:
         out, inner = self._shapes[name]
         coded = coded_bytes(parts, (out, inner), lambda part: self._stored[part.name].read(part.name).to(device))
+        if into is not None:
+            coded = into.view(out, -1).copy_(coded)
         weight = CodedWeight(coded, parts.code, inner, dtype)
         if not all(_is_finite(weight.values(rows)) for rows in chunks(out, inner)):
             raise NonFiniteError(

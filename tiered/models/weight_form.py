@@ -1,5 +1,6 @@
 """Books: how the weights of a model are kept, and what they take so."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -105,6 +106,17 @@ def places(shape: ModelShape, dtype: str, form: WeightForm) -> tuple[dict[str, t
         found[name] = end, nbytes
         end += -(-nbytes // ALIGNED) * ALIGNED
     return found, end
+
+
+def beside_layers(shape: ModelShape, dtype: str, form: WeightForm) -> list[int]:
+    """Bytes of each weight that is in no layer's record: norms, biases, sinks, the embedding and the head."""
+    in_records = Counter(shape.layers * [*shape.matrices.values()])
+    sizes = Counter(shape.weight_shapes.values()) - in_records
+    table = shape.vocab_size, shape.width
+    return [
+        table_bytes(shape, dtype, form) if each == table else prod(each) * BYTES_PER_ELEMENT[dtype]
+        for each in sizes.elements()
+    ]
 
 
 def held_form(codes: Mapping[str, WeightCode], shape: ModelShape) -> WeightForm:

@@ -33,7 +33,8 @@ class Workload:
     def needed(self, budget: MemoryBudget = UNCAPPED) -> CallBytes:
         """What the call takes, with as few layers streamed as `budget` needs."""
         sizes = self.sizes
-        return CallBytes.of(self.policy, sizes, budget, weights=WeightBytes.of(sizes.shape, sizes.dtype, sizes.weights))
+        weights = WeightBytes.of(sizes.shape, sizes.dtype, sizes.weights, gpu=sizes.gpu is not None)
+        return CallBytes.of(self.policy, sizes, budget, weights=weights)
 
     def accounts(self, budget: MemoryBudget = UNCAPPED) -> dict[Tier, dict[Account, int]]:
         """Bytes of every tier by account. `budget` decides which layers are streamed, and what goes to disk."""
