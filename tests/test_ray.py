@@ -104,7 +104,7 @@ def test_a_worker_that_is_killed_loses_and_doubles_no_answer(ray: Any, tmp_path:
     with tiered.from_pretrained("embedded", policy="fast_dllm_dual") as runtime:
         for row in answers:
             alone = runtime.generate(row["prompt"], **OPTIONS, **more, seed=row["seed"])
-            assert ([row["answer"]], row["forwards"]) == (alone.text, alone.num_forwards)
+            assert ([row["answer"]], row["forwards"], row["error"]) == (alone.text, alone.num_forwards, "")
 
 
 @pytest.mark.long

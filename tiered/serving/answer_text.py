@@ -78,7 +78,7 @@ class AnswerText:
         elif not rest:
             whole = whole.rstrip(_HALF)
             whole = whole[: len(whole) - self._may_be_stop(whole)]
-        if not whole.startswith(self.text):  # a tokenizer whose text of the first tokens hangs on those behind them
+        if not whole.startswith(self.text):  # the tokenizer's text of the first tokens depends on those behind them
             return ""
         given, self.text = whole[len(self.text) :], whole
         return given

@@ -1,4 +1,4 @@
-"""One HTTP request from its body to its answer: submitted, gathered or streamed, and cancelled when nobody waits."""
+"""One HTTP request from its body to its answer: submitted, gathered or streamed, and cancelled when its client goes."""
 
 import asyncio
 import logging
@@ -20,13 +20,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class Gone(ConnectionError):
-    """Nobody waits for the answer any more."""
+    """The client has closed the connection."""
 
 
 class Answering:
     """The answers to one request.
 
-    As a context manager it cancels, at the end, whatever is not over.
+    As a context manager it cancels, at the end, the choices that are not over.
     """
 
     def __init__(self, scheduler: Scheduler, wanted: Wanted, calls: Sequence[AskedCall]) -> None:
@@ -61,7 +61,7 @@ class Answering:
         self.cancel()
 
     def cancel(self) -> None:
-        """Want no more of it."""
+        """Cancel the choices that are not over."""
         for request in self._requests:
             request.cancel()
 
@@ -194,7 +194,7 @@ def asked_calls(scheduler: Scheduler, wanted: Wanted, limits: Limits, lock: Lock
 
 
 def logged(error: Exception) -> Exception:
-    """`error`, in the log where who asked cannot help it."""
+    """`error`, which is written to the log if the request is not to blame."""
     if told(error)[0] == 500:
         _LOG.error("a request failed", exc_info=error)
     return error

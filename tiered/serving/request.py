@@ -30,7 +30,7 @@ class State(StrEnum):
 
 
 class CancelledRequest(RuntimeError):
-    """Whoever asked wants no answer any more."""
+    """The request was cancelled."""
 
 
 class LateRequest(TimeoutError):
@@ -84,7 +84,7 @@ class Request:
         return self.state not in (State.WAITING, State.RUNNING)
 
     def cancel(self) -> None:
-        """Want no answer any more: what it holds is free before the next step. Of one that is over nothing changes."""
+        """End it, and free what it holds before the next step. A request that is over does not change."""
         self._cancelled = True
 
     def why_leave(self) -> CancelledRequest | LateRequest | None:

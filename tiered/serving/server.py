@@ -50,10 +50,10 @@ class Service:
         model: the name that it is served under.
         defaults: options of `generate` that a request may overrule.
         limits: of a request.
-        key: that requests must bear; None: none.
+        key: API key that requests bear, printable ASCII without spaces; None for none.
         example: a prompt that the page offers.
-        hosts: names that the server may be called by; None: any. A page of somebody else's, in a browser here, could
-            call a local server by a name of its own.
+        hosts: names that the Host header may have; None for any. Another site's page, in a browser on this machine,
+            could call a local server by a name of its own.
     """
 
     scheduler: Scheduler
@@ -72,7 +72,7 @@ def check_api_key(name: str, key: str | None) -> None:
 
 
 class _Gate:
-    """What no endpoint is to see is refused in front of them all."""
+    """Middleware that answers a request itself if `refusal` of its headers is a response."""
 
     def __init__(self, app: ASGIApp, refusal: Callable[[Headers], Response | None]) -> None:
         self._app, self._refusal = app, refusal
@@ -255,7 +255,7 @@ async def _body_of(request: Request, most: int) -> bytes:
 
 
 def _gone(request: Request) -> Callable[[], Awaitable[object]]:
-    """What returns once nobody listens to `request`, whose body was read."""
+    """A function that returns once the client of `request` has gone. Its body was read."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
