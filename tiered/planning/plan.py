@@ -90,6 +90,7 @@ def plan(
     budget = MemoryBudget.of(memory)
     name = _name(path_or_config, config, family)
     rates, gpu = _machine(device)
+    context, batch = _size("context", context), _size("batch", batch)
     answer = None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens)
     code = kv_code(kv, shape)
     block = _block(shape, block_length, context if answer is None else answer, name)
@@ -97,8 +98,8 @@ def plan(
         answer = -(-answer // block) * block  # as a call rounds it up
     sizes = CallSizes(
         shape=shape,
-        batch=_size("batch", batch),
-        context=_size("context", context),
+        batch=batch,
+        context=context,
         block_length=block,
         dtype=_dtype(dtype, shape),
         weights=RAW_WEIGHTS if weights == AUTO else WeightForm.of(weights),
