@@ -126,6 +126,14 @@ print(peak() - before, len(model.shape.weight_shapes))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's count of resident pages")
+@pytest.mark.parametrize("name", ["wte", "ff_out"])
+def test_a_table_of_zeros_is_refused(name: str, write_checkpoint: Callable[..., Path], tiny_weights: dict[str, Tensor]):
+    official = f"model.transformer.{name}.weight"
+    tiny_weights[official].zero_()
+    with pytest.raises(ValueError, match=f"the weight {official} holds zeros alone"):
+        tiered.from_pretrained(write_checkpoint(weights=tiny_weights))
+
+
 def test_loading_takes_the_model_and_one_shard(write_checkpoint: Callable[..., Path], tiny_config: Mapping[str, Any]):
     large = {**tiny_config, "d_model": 768, "mlp_hidden_size": 2048, "n_layers": 3}
     names = LLaDA.read_config(large).shape.weight_shapes

@@ -1,10 +1,12 @@
 """A plan counts what the runtime books, finds the largest context, and gives advice that works when it is followed."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -604,6 +606,36 @@ def test_counts(number: int, text: str):
 def test_bad_arguments_are_named(arguments: dict[str, Any], error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         plan(**{"path_or_config": "llada-8b", "context": 64, **arguments})
+
+
+# Of arguments that are not called so in their errors.
+SAID = {
+    "path_or_config": "model|config",
+    "path_or_name": "model|checkpoint",
+    "memory": "byte size",
+    "inputs": "input|chat|string|ids|token|prompt",
+}
+
+
+def test_an_argument_of_another_type_is_named(monkeypatch: pytest.MonkeyPatch):
+    runtime = tiered.from_pretrained(Path(__file__).parent / "goldens" / "llada" / "llada_tiny_gqa", policy="none")
+    monkeypatch.setattr("tiered.loading.load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
+    calls: list[tuple[Callable[..., object], dict[str, Any]]] = [
+        (plan_for, {"path_or_config": "embedded", "context": 64, "policy": "none"}),
+        (tiered.from_pretrained, {"path_or_name": "embedded", "policy": "none"}),
+        (runtime.generate, {"inputs": torch.tensor([[5, 6]]), "max_new_tokens": 1}),
+    ]
+    unnamed: list[str] = []
+    for call, usual in calls:
+        for name, parameter in signature(call).parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                continue
+            for value in (b"5", object(), {1}, "5" if name in ("context", "batch") else 1.5j):
+                with pytest.raises((TypeError, ValueError)) as caught:
+                    call(**{**usual, name: value})
+                if not re.search(SAID.get(name, name), str(caught.value)):
+                    unnamed.append(f"{call.__name__}({name}={value!r}): {caught.value}")
+    assert not unnamed
 
 
 @pytest.mark.parametrize(

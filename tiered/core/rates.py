@@ -106,8 +106,10 @@ def rates_of(device: str | Path) -> Rates:
     """Those of a GPU by name, or of the file that `tiered rates --out` wrote.
 
     Raises:
-        ValueError: neither a name nor such a file.
+        TypeError, ValueError: neither a name nor such a file.
     """
+    if not isinstance(device, str | Path):
+        raise TypeError(f"device = {device!r}; the name of a device, or a file of rates, is allowed")
     name = str(device).lower().replace(" ", "").replace("-", "").removeprefix("nvidia").removeprefix("geforce")
     if name in DEVICES:
         return DEVICES[name]

@@ -39,6 +39,7 @@ class Checkpoint:
         """
         self._stored, metadata = read_headers(shards_in(directory))
         self._shapes = shape.weight_shapes
+        self._tables = (shape.vocab_size, shape.width)
         dtypes = {name: stored.dtype for name, stored in self._stored.items()}
         self._coded = coded_parts(config, dtypes, metadata, self._shapes)
         self._check()
@@ -71,7 +72,8 @@ class Checkpoint:
 
         Raises:
             NonFiniteError: it holds NaN or infinity, in the file or because `dtype` cannot hold what is there.
-            ValueError: a `code` for what is no matrix, or codes in the file that none of ours can hold.
+            ValueError: a `code` for what is no matrix, codes in the file that none of ours can hold, or an embedding or
+                a head of zeros alone.
         """
         if name in self._coded:
             return self._read_coded(name, self._coded[name], dtype, device, into)
@@ -84,9 +86,14 @@ class Checkpoint:
             weight = torch.empty(stored.shape, dtype=dtype, device=device)
         else:
             weight = into.view(dtype).view(stored.shape)
-        weight.copy_(values)
-        if not _is_finite(weight):
+        ends = torch.stack(weight.copy_(values).aminmax())  # one pass, without a copy; NaN is the least and the most
+        if not ends.isfinite().all():
             raise _not_finite(name, stored.file, values, dtype)
+        if stored.shape == self._tables and not ends.any():
+            raise ValueError(
+                f"the weight {name} holds zeros alone, so that all tokens are alike: {stored.file} is damaged, or was "
+                "never filled"
+            )
         if code is None:
             return weight
         return CodedWeight.of(weight, code, None if into is None else into.view(len(weight), -1))

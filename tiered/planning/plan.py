@@ -93,6 +93,7 @@ def plan(
     budget = MemoryBudget.of(memory)
     name = _name(path_or_config, config, family)
     rates, gpu = _machine(device)
+    context, batch = _size("context", context), _size("batch", batch)
     answer = None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens)
     code = kv_code(kv, shape)
     block = _block(shape, block_length, context if answer is None else answer, name)
