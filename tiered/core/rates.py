@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tiered.core.checks import check_number, unknown_name
+from tiered.kernels.weight_code import WeightCode
 
 # Of what a datasheet says: an H200 reached 790 of 989 TFLOP/s in a product of large matrices, and 4.3 of 4.8 TB/s in a
 # copy of its memory.
@@ -18,8 +19,14 @@ PRODUCTS_REACH, MEMORY_REACHES = 0.8, 0.9
 ATTENTION_REACHES = 0.5
 # Bytes a second and direction over 16 lanes: what is reached of 31.5 and 63 · 10⁹ (vllm #42212, ktransformers).
 PCIE_4, PCIE_5 = 25e9, 50e9
-# Of a layer that the host launches kernel by kernel: 20 launches of 6 µs.
-LAUNCHED_LAYER = 1.2e-4
+# Of a layer that the host launches kernel by kernel. An estimate by counting, not measured on a GPU: 18 launches, of
+# which 11 are a library's at 10 µs and 7 Triton's at 70 µs, most of it Python.
+LAUNCHED_LAYER = 6e-4
+# The share of `flops_per_second` that a product reaches with its weights in a code: estimates, not measured on a GPU,
+# from counted cycles of the kernel that decodes weights and multiplies them.
+CODED_PRODUCTS: Mapping[WeightCode, float] = MappingProxyType(
+    {WeightCode.FP8: 0.5, WeightCode.INT8: 0.5, WeightCode.INT4: 0.4, WeightCode.NVFP4: 0.3}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

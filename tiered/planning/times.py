@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from tiered.core.features import Feature
-from tiered.core.rates import Rates
+from tiered.core.rates import CODED_PRODUCTS, Rates
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import ForwardWork, forward_work
 from tiered.forward.sizes import CallSizes
@@ -143,7 +143,8 @@ def forward_seconds(
     work = work_of(policy, sizes, rows)
     # A layer goes over its rows in parts, each of which reads all of it.
     parts = max(1.0, rows / part_rows(sizes.sequences))
-    products = (work.flops - work.attention_flops) / rates.flops_per_second
+    reached = 1.0 if sizes.weights.code is None or not rates.multiprocessors else CODED_PRODUCTS[sizes.weights.code]
+    products = (work.flops - work.attention_flops) / (reached * rates.flops_per_second)
     attention = work.attention_flops / rates.attention_flops_per_second
     at_once = min(rows, part_rows(sizes.sequences)) * sizes.sequences
     reading = {
