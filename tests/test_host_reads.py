@@ -69,14 +69,17 @@ def test_clusters_that_are_cut(reads: list[str]):
 
 
 def test_values_of_the_host_go_to_the_device_without_a_wait():
-    """`torch.tensor(values, device=…)` copies from ordinary memory, which waits on CUDA: `on_device` does not."""
+    """`torch.tensor(values, device=…)` and `like.new_tensor(values)` copy from ordinary memory, which waits on CUDA:
+    `on_device` does not."""
     found = set()
     for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("torch.tensor", "torch.as_tensor"):
+            if not isinstance(node, ast.Call):
                 continue
-            if any(keyword.arg == "device" for keyword in node.keywords):
+            function = ast.unparse(node.func)
+            there = any(keyword.arg == "device" for keyword in node.keywords)
+            if function.endswith(".new_tensor") or (function in ("torch.tensor", "torch.as_tensor") and there):
                 found.add(name)
     assert found == MADE_THERE
 

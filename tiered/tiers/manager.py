@@ -10,7 +10,6 @@ back as soon as its last job is submitted, and its next holder finds that job in
 caller uses a manager; copies run on the transport's streams and threads.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
@@ -29,7 +28,6 @@ from tiered.core.ops import Op
 from tiered.core.spans import spanned
 from tiered.offload.arena import Arena
 from tiered.offload.codec_bytes import Codec
-from tiered.offload.errors import TransferError
 from tiered.offload.fence import Fence, settle
 from tiered.offload.file_record import FileRecord
 from tiered.offload.spill_file import SpillFile
@@ -85,12 +83,10 @@ class TierManager:
         self._traffic = jobs = traffic(transport, record)
         self._slots = slots = Slots(ledger, arenas, spill, book, jobs, record)
         self._shipping = shipping = Shipping(jobs, slots, rings, ledger, device=device, dtype=dtype, promote=promote)
-        self._fetches = Fetches(book, slots, jobs, shipping, record, self._check_open)
+        self._fetches = Fetches(book, slots, jobs, shipping, record)
         self._reserved: dict[RecordKey, Entry] = {}
         self._on_close = on_close
         self._versions = 0
-        self._process = os.getpid()
-        self._closed = False
 
     def __len__(self) -> int:
         """How many records there are."""
@@ -110,7 +106,7 @@ class TierManager:
             ValueError: not of the manager's dtype and device, or closed.
             TierCapacityError: the device budget has no room for them.
         """
-        self._check_open()
+        self._fetches.check_open()
         check_rows("centroids", centroids, self.dtype, self.device)
         return CentroidBank(centroids, version, self._ledger)
 
@@ -143,7 +139,7 @@ class TierManager:
                 not finite (looked for on the CPU alone: on CUDA that would stall the stream).
             TierCapacityError: no room. The records before the one that found none are stored, it and the rest are not.
         """
-        self._check_open()
+        self._fetches.check_open()
         check_rows("rows", rows, self.dtype, self.device)
         forms = checked_forms(keys, rows, sizes, codec=codec, bank=bank, clusters=clusters, tier=tier)
         bases: Sequence[Base | None] = [None] * len(keys)
@@ -171,7 +167,7 @@ class TierManager:
             TierCapacityError: no record that may leave makes enough room.
             ValueError: closed.
         """
-        self._check_open()
+        self._fetches.check_open()
         self.progress()
         self._slots.leave(self._reserved.pop(key, None))  # the caller failed to write it
         entry = self._entry(key, nbytes)
@@ -190,7 +186,7 @@ class TierManager:
     def adopt(self, key: RecordKey, pieces: FileRecord) -> None:
         """A record whose bytes stand in files that are not the tiers'. They are read when it is fetched, and never
         written; nothing is booked for them."""
-        self._check_open()
+        self._fetches.check_open()
         entry = self._entry(key, pieces.nbytes)
         self._slots.adopt(entry, pieces)
         self._slots.leave(self._book.commit(entry))
@@ -224,7 +220,7 @@ class TierManager:
             RecordLostError: a record's bytes went with a copy that failed.
             ValueError: no keys, records of different widths, or `out` or `rows` does not fit; or closed.
         """
-        self._check_open()
+        self._fetches.check_open()
         self.progress()
         entries = [self._find(key) for key in keys]
         if fence is not None and any(entry.form.codec is not Codec.RAW for entry in entries):
@@ -238,7 +234,7 @@ class TierManager:
             KeyError, RecordLostError: as `fetch`.
             TierCapacityError: the host tier has no room for them.
         """
-        self._check_open()
+        self._fetches.check_open()
         for entry in map(self._find, keys):
             if entry.slots.keys() == {Tier.DISK}:
                 self._slots.load(entry, keep=False)
@@ -251,7 +247,7 @@ class TierManager:
             KeyError, RecordLostError: as `fetch`.
             TierCapacityError: the tier below is full, or there is none.
         """
-        self._check_open()
+        self._fetches.check_open()
         self.progress()
         moved = 0
         for key in keys:
@@ -268,7 +264,7 @@ class TierManager:
         Raises:
             KeyError: nothing is stored under a key.
         """
-        self._check_open()
+        self._fetches.check_open()
         for key in keys:
             self._slots.leave(self._book.remove(key))
 
@@ -312,9 +308,8 @@ class TierManager:
     def close(self) -> None:
         """Wait for the copies under way, then give everything back: open tickets, records, memory, file and threads.
         May be called again."""
-        if self._closed:
+        if self._fetches.closed:
             return
-        self._closed = True
         with ExitStack() as closing:  # the last one first, and every one whatever becomes of another
             closing.callback(self._on_close)
             closing.callback(self._leave_all)
@@ -372,9 +367,3 @@ class TierManager:
         entry = self._book.find(key)
         entry.check_there()
         return entry
-
-    def _check_open(self) -> None:
-        if os.getpid() != self._process:
-            raise TransferError("the threads of a tier manager do not survive a fork: open tiers in this process")
-        if self._closed:
-            raise ValueError("this tier manager is closed")

@@ -1,5 +1,6 @@
 """Fetches under way: where each has got to and where its rows go; which of them hold staging slots, and which wait."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -142,11 +143,9 @@ class Fetches:
         traffic: Traffic,
         shipping: Shipping,
         record: Callable[[Event], None],
-        check_open: Callable[[], None],
     ) -> None:
-        """`check_open` raises once the manager cannot be used any more."""
         self._book, self._slots, self._traffic, self._shipping = book, slots, traffic, shipping
-        self._record, self.check_open = record, check_open
+        self._record, self.closed, self._process = record, False, os.getpid()
         self._tickets: set[Ticket] = set()
         self._waiting: list[Batch] = []
         self._air: list[Batch] = []  # with a staging slot, in the order in which they set out
@@ -237,8 +236,16 @@ class Fetches:
                 raise RuntimeError(f"{entry.key} has {entry.readers} readers, open tickets {readers[id(entry)]}")
         self._shipping.check_integrity(len(self._air))
 
+    def check_open(self) -> None:
+        """Raise `ValueError` once the manager is closed, and `TransferError` in a forked process."""
+        if os.getpid() != self._process:
+            raise TransferError("the threads of a tier manager do not survive a fork: open tiers in this process")
+        if self.closed:
+            raise ValueError("this tier manager is closed")
+
     def close(self) -> None:
-        """Close every ticket."""
+        """Close every ticket; there will be no others."""
+        self.closed = True
         for ticket in list(self._tickets):
             ticket.close()
 

@@ -85,8 +85,7 @@ def posterior(
     # What noise adds between s and t, by the token that it puts there.
     added_token = max(0.0, (1 - clean_t) * of_token_t - kept * (1 - clean_s) * of_token_s)
     added_mask = max(0.0, (1 - clean_t) * of_mask_t - kept * (1 - clean_s) * of_mask_s)
-    masks = current == process.mask_token_id
-    added = torch.where(masks, expected.new_tensor(added_mask), expected.new_tensor(added_token))
+    added = expected.new_full(current.shape, added_token).masked_fill_(current == process.mask_token_id, added_mask)
     weights = marginal * added[:, None]
     own = current[:, None]
     weights.scatter_add_(-1, own, kept * marginal.gather(-1, own))
