@@ -177,6 +177,7 @@ class Runtime:
             with begun as (denoiser, tiers):
                 denoised = denoiser.run()
                 moved = None if tiers is None else tiers.ended()
+            del denoiser  # it keeps the call's features, which are off the books
             return self.output(asked, denoised, moved)
 
     def ask(

@@ -270,7 +270,7 @@ class TierManager:
 
     def trim(self) -> None:
         """Give memory back in which no record lies. Waits for the copies that are under way there."""
-        self._check_open()
+        self._fetches.check_open()
         self._slots.trim()
 
     def progress(self) -> None:
