@@ -52,8 +52,9 @@ class Chunk:
         return self._bytes
 
     def lent(self, back: Callable[[], object]) -> "Chunk":
-        """The same memory for a holder whose `free` calls `back`, which sees to this chunk."""
-        lent = Chunk(self.bytes, pinned=self.pinned, actual_bytes=self.actual_bytes, after=back)
+        """The same memory for a holder. `back` is called once, by its `free` or when the holder is gone without, in
+        whatever thread: Ctrl-C may come before anything could be said of a chunk."""
+        lent = Chunk(self.bytes, pinned=self.pinned, actual_bytes=self.actual_bytes, before=back)
         lent.earlier = self.earlier
         return lent
 

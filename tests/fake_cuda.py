@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.spans import Recorder, active
+from tiered.forward import weight_bytes
 from tiered.kernels import choice, nvfp4_decode_ref
 from tiered.offload import routes
 
@@ -122,6 +123,7 @@ class FakeCuda:
         self.books: Ledger | None = None
         self.owner: int | None = threading.get_ident()
         self._storages: dict[int, int] = {}
+        self._lock = threading.RLock()  # lanes free what they copied
         self.pinned: dict[int, int] = {}
 
     # Operations.
@@ -205,12 +207,13 @@ class FakeCuda:
 
     def _made(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._storages:
-            return
-        self._storages[key] = storage.nbytes()
-        weakref.finalize(storage, self._freed, key)
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
+        with self._lock:
+            if key in self._storages:
+                return
+            self._storages[key] = storage.nbytes()
+            weakref.finalize(storage, self._freed, key)
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
         if self.books is not None:
             of = self.books
             above = self.live - of.held(Tier.DEVICE) + of.held(Tier.DEVICE, Account.LIBRARIES)
@@ -218,7 +221,8 @@ class FakeCuda:
                 self.over = above, _line()
 
     def _freed(self, key: int) -> None:
-        self.live -= self._storages.pop(key)
+        with self._lock:
+            self.live -= self._storages.pop(key)
 
     def pin(self, host: Tensor) -> Tensor:
         """`host`, whose memory is pinned as long as it lives."""
@@ -358,7 +362,8 @@ def fake_cuda() -> Iterator[FakeCuda]:
             torch.cuda: {
                 "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
                 "get_device_name": lambda device=None: "none", "get_device_properties": lambda device=None: properties,
-                "get_device_capability": lambda device=None: (9, 0), "mem_get_info": lambda device=None: (0, 0),
+                "get_device_capability": lambda device=None: (9, 0),
+                "mem_get_info": lambda device=None: (1 << 40, 1 << 40),
                 "device": lambda device: _NOTHING, "device_of": lambda tensor: _NOTHING, "cudart": lambda: runtime,
                 "current_stream": lambda device=None: _Stream(), "stream": lambda stream: _NOTHING,
                 "Stream": _Stream, "Event": _Event, "synchronize": lambda device=None: fake.wait("device"),
@@ -370,6 +375,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
             choice: {"_triton": functools.cache(fake.kernel), "_has_triton": lambda: True},
             GridExecutor: {"__call__": lambda *args, **kwargs: fake.launch(*args, **kwargs)},
             threading.Thread: {"run": run_there},
+            weight_bytes: {"reserved_bytes": sum},  # this allocator rounds nothing
         }.items():  # fmt: skip
             stack.enter_context(patch.multiple(owner, create=True, **doubles))
         stack.enter_context(patch.dict(routes._crossovers, {"none": 0}))

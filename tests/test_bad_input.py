@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 import tiered
 from tiered.core.budget import MemoryBudget
-from tiered.core.errors import TierCapacityError
+from tiered.core.errors import ContextLengthError, TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.decoding.rules.drift_aware import DriftAware
@@ -505,7 +505,7 @@ def test_logits_take_ids_alone(runtime: Runtime):
 def test_a_prompt_longer_than_the_context(runtime: Runtime):
     ids = torch.zeros(1, 225, dtype=torch.long)
     numbers = ["225 tokens", "max_new_tokens = 32", "257", "256"]
-    refused(runtime, ValueError, lambda: runtime.generate(ids, max_new_tokens=32), numbers)
+    refused(runtime, ContextLengthError, lambda: runtime.generate(ids, max_new_tokens=32), numbers)
     with pytest.raises(pytest.fail.Exception, match="work has started"):
         runtime.generate(ids[:, 1:], max_new_tokens=32)
 
@@ -650,7 +650,7 @@ def test_weights_beyond_the_budget(
     least = tiered.plan(directory, context=1, block_length=1, policy="none", dtype=name).tiers[Tier.DEVICE]
     needed = least.total
     assert least.accounts[Account.WEIGHTS] == element * sum(weight.numel() for weight in tiny_weights.values())
-    with pytest.raises(TierCapacityError, match="raise `memory`") as caught:
+    with pytest.raises(TierCapacityError, match="that loads the model, and calls take more") as caught:
         tiered.from_pretrained(directory, memory=needed - 1, dtype=dtype)
     error = caught.value
     assert (error.needed, error.available, error.tier) == (needed, needed - 1, Tier.DEVICE)

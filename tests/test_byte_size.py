@@ -35,7 +35,7 @@ def test_parse(size: int | str, expected: int):
     "size",
     [
         *("", " ", "GiB", "12 GG", "12iB", "12 G iB", "12GiB!", "1 2GiB", "1,5GiB", ".5GiB", "5.GiB"),
-        *("24", "0", "1.5", " 4096 "),  # of no unit: bytes, or GiB?
+        *("24", "00", "1.5", " 4096 "),  # of no unit: bytes, or GiB?
         *("-1GiB", "+1GiB", "nan", "nanGiB", "inf", "1e3", "1_000", "0x10"),
     ],
 )

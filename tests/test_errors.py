@@ -19,7 +19,7 @@ import tiered
 import tiered.core.errors
 import tiered.offload.errors
 from tiered.core.budget import MemoryBudget
-from tiered.core.errors import NonFiniteError, RecordLostError, TierCapacityError
+from tiered.core.errors import ContextLengthError, NonFiniteError, RecordLostError, TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.errors import ArenaFullError, CorruptRecordError, PinError, TransferError
@@ -34,6 +34,7 @@ ERRORS: dict[type[Exception], tuple[tuple[Any, ...], str]] = {
         "the weight w is not finite; load float32",
     ),
     RecordLostError: (("gone",), "gone"),
+    ContextLengthError: (("too long",), "too long"),
     ArenaFullError: ((5, 4, 8, "the arena"), "the arena of 8 bytes has no room for 5 bytes (4 are free)"),
     PinError: ((5, "raise ulimit -l"), "raise ulimit -l"),
     TransferError: (("closed",), "closed"),

@@ -167,8 +167,9 @@ def test_what_was_fixed_before_is_kept(variant: str):
     here, there = (set(sequence[17:].tolist()) for sequence in healthy[-1])
     found = [state[1, 17:].tolist() for state in healthy]
     first = {token: min(n for n, state in enumerate(found) if token in state) for token in there - here - {*range(34)}}
-    late = max(first, key=lambda token: first[token] if first[token] < 12 else -1)
-    assert 2 < first[late] < 12
+    last = 10 if variant == "dllm_cache" else 12  # there rows see a token some forwards later
+    late = max(first, key=lambda token: first[token] if first[token] < last else -1)
+    assert 2 < first[late] < last
 
     def damage(weight: Tensor):
         weight[late] = math.nan

@@ -62,7 +62,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         return ticket
 
     def watched_close(self: TierManager) -> None:
-        if not self._closed:
+        if not self._fetches.closed:
             watching.open_at_close.append(len(self._fetches._tickets))
             self.check_integrity()
         close(self)

@@ -3,7 +3,6 @@
 import random
 import threading
 from collections.abc import Callable, Mapping
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +302,7 @@ def test_one_in_the_middle_of_its_first_pass_can_leave(seconds: float | None, st
 
 
 def test_what_asks_and_what_waits_touches_no_tensor_of_the_device():
-    runtime = copy(runtime_of("llada", "fast_dllm_dual", {}))
+    runtime = runtime_of("llada", "fast_dllm_dual", {}).with_policy("fast_dllm_dual")
     runtime.device = torch.device("meta")  # a tensor there has no value to be read
     ids = torch.nn.functional.pad(ids_of(20), (3, 0))
     asked = runtime.ask(ids, attention_mask=(torch.arange(23) >= 3)[None], max_new_tokens=16)

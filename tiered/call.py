@@ -231,7 +231,8 @@ class CallSpace:
             if self._weights is None or not self._weights.now.layers:
                 turn.close()
             else:
-                call.callback(self._weights.rest)
+                weights = self._weights
+                call.push(lambda kind, *_: weights.rest(failed=kind is not None))
             yield tiers, needed.streams
 
     def _settled(self, policy: Policy, sizes: CallSizes, inspector: Inspector | None, *, reported: bool) -> CallBytes:

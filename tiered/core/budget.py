@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,12 @@ class MemoryBudget:
     def cap(self, tier: Tier) -> int | None:
         """The cap of `tier` in bytes, or None where it has none."""
         return getattr(self, tier.value)
+
+    def with_cap(self, tier: Tier, cap: int | None) -> "MemoryBudget":
+        """The same with another cap. It does not look at `disk_path` again, which may have gone in between."""
+        other = copy(self)
+        object.__setattr__(other, tier.value, cap)
+        return other
 
     @classmethod
     def of(cls, memory: "MemoryBudget | int | str | None") -> "MemoryBudget":

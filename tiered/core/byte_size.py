@@ -15,7 +15,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 def parse_bytes(size: int | str) -> int:
     """Bytes in `size`: an int, or a string with a unit (`GB` = 10^9 bytes, `GiB` = 2^30 bytes; case is ignored).
 
-    A fraction of a byte is dropped. A string without a unit is refused: bytes and GiB are both written so.
+    A fraction of a byte is dropped. A string without a unit is refused, unless it is "0": bytes and GiB are both
+    written so.
 
     Raises:
         TypeError: neither int nor str.
@@ -28,7 +29,7 @@ def parse_bytes(size: int | str) -> int:
             raise ValueError(f"a byte size cannot be negative: {size}")
         return size
     match = _SIZE.fullmatch(size)
-    unit = _UNIT_BY_LOWER_CASE.get(match[2].lower()) if match else None
+    unit = _UNIT_BY_LOWER_CASE.get(match[2].lower() or "b" * (match[1] == "0")) if match else None
     if match is None or unit is None:
         raise ValueError(f"cannot read {size!r} as a byte size; write a number and one of {', '.join(_UNITS)}")
     return int(Fraction(match[1]) * unit)

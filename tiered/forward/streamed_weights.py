@@ -92,6 +92,7 @@ class StreamedWeights:
         self._views: dict[int, list[Tensor | CodedWeight]] = {}
         self._here: dict[int, _Here] = {}  # the layer that has rested longest first
         self._using: int | None = None
+        self._broken_off = False  # unless `rest` and `settle` get to their ends: Ctrl-C may come anywhere
         # Records that are being filled, and the names of matrices that are not there yet.
         self._coming: dict[int, tuple[UInt8[Tensor, " record"], set[str]]] = {}
         ledger.allocate({Account.WEIGHTS: now.device[Account.WEIGHTS]})
@@ -152,8 +153,11 @@ class StreamedWeights:
             TierCapacityError: a tier has no room for what comes to it.
             RecordLostError, TransferError: a layer that is to come back does not.
         """
+        if self._broken_off:
+            self._recover()
         if then == self.now:
             return
+        self._broken_off = True
         self._empty()
         before, room = self.now.layers, len(then.layers) - then.below
         try:
@@ -179,6 +183,7 @@ class StreamedWeights:
         if not then.layers:
             self._of_tiers.close()
             self._tiers = None
+        self._broken_off = False
 
     @spanned(Op.WEIGHTS)
     def enter(self, layer: int) -> None:
@@ -190,6 +195,7 @@ class StreamedWeights:
         """
         if not self.now.layers:
             return
+        self._broken_off = True
         if self._using is not None and self._using != layer:
             self._give_back(self._using)
         if layer in self.now.layers and self._using != layer:
@@ -211,11 +217,12 @@ class StreamedWeights:
         if after not in self._here and len(self._here) < RING_SLOTS:
             self._send(after)
 
-    def rest(self) -> None:
+    def rest(self, *, failed: bool) -> None:
         """A call is over: no layer is in use. The next call may compute on another stream, whose end would not say
         when this one's last use has ended."""
         if self._using is not None:
             self._give_back(self._using)
+        self._broken_off = self._broken_off and failed
 
     def stats(self) -> TierStats | None:
         """What moved since `restart`; None: nothing is streamed."""
@@ -305,13 +312,9 @@ class StreamedWeights:
     def _return(self, layer: int) -> None:
         """Bring a layer back to stay."""
         self._ledger.allocate({Account.WEIGHTS: self.now.record})
-        try:
-            chunk = self._on_device()
-            fence = Fence(Region.DEVICE_SLOT, chunk.earlier)
-            self._manager.fetch([self._key(layer)], chunk.bytes.view(1, -1), fence=fence).wait()
-        except BaseException:
-            self._ledger.release({Account.WEIGHTS: self.now.record})
-            raise
+        chunk = self._on_device()
+        fence = Fence(Region.DEVICE_SLOT, chunk.earlier)
+        self._manager.fetch([self._key(layer)], chunk.bytes.view(1, -1), fence=fence).wait()
         for name, weight in zip(self._places, self._matrices(chunk.bytes), strict=True):
             assign(self._model, f"blocks.{layer}.{name}.weight", weight)
         self._manager.forget([self._key(layer)])
@@ -349,14 +352,37 @@ class StreamedWeights:
         return [key.layer for key in self._keys() if self._manager.holds(key, Tier.HOST)]
 
     def note(self) -> None:
-        """Let `now` say what there is, where a layer on the device has no record; give back memory without records."""
+        """Let `now` and the books say what there is. A layer on the device has no record; memory without records goes
+        back."""
         for key in self._keys():
             if self._owners[key.layer][0].weight is not None:
                 self._manager.forget([key])
         streamed = [key.layer for key in self._keys()]
         self.now = replace(self.now, layers=tuple(streamed), below=len(streamed) - len(self._on_host()))
+        there, booked = self.now.device[Account.WEIGHTS], self._ledger.held(Tier.DEVICE, Account.WEIGHTS)
+        self._ledger.allocate({Account.WEIGHTS: max(0, there - booked)})
+        self._ledger.release({Account.WEIGHTS: max(0, booked - there)})
         if self._tiers is not None:
             self._tiers.trim()
+
+    def _recover(self) -> None:
+        """Nothing is under way, in whatever state a call was broken off."""
+        if self._tiers is not None:
+            self._tiers.close_tickets()
+            self._tiers.synchronize()
+        views = {id(weight) for matrices in self._views.values() for weight in matrices}
+        for layer, owners in enumerate(self._owners):
+            if any(id(owner.weight) in views for owner in owners):
+                self._unbind(layer)
+        self._here.clear()
+        self._views.clear()
+        self._using = None
+        self._of_ring.close()
+        self._ring = None
+        self.note()
+        if self.now.layers:
+            self._open_ring()
+        self._broken_off = False
 
     def _matrices(self, record: UInt8[Tensor, " record"]) -> list[Tensor | CodedWeight]:
         """The matrices of the layer that stands in `record`."""

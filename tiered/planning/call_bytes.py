@@ -51,16 +51,31 @@ class CallBytes:
         """What a call of `sizes` takes beside `held` bytes of each tier, with as few layers streamed as `budget` needs:
         of features, where that is enough; else of `weights`, if they may be; else of both. What has to come up is the
         same, and features that are streamed go down as well, but of them a few layers often do, which are smaller.
-        If it does not fit at all, it is the call that fits the device, where a lower tier is too small for it; or that
-        takes the least of the device with what the lower tiers have room for.
+        If it does not fit at all, it is the call that lacks the least: it takes the least of the device with what the
+        lower tiers have room for, or fits the device and takes more of the host.
         """
         call = cls._fewest(policy, sizes, budget, held, weights)
-        if budget.cap(Tier.HOST) is None or call._fits(budget, held):
+        if call._fits(budget, held):
             return call
-        roomy = cls._fewest(policy, sizes, replace(budget, host=None), held, weights)
-        if roomy.weights is not None and roomy.weights.layers:
-            roomy = roomy._streaming(len(roomy.weights.layers), budget, held)
-        return roomy if roomy._fits(budget, held, Tier.DEVICE) else call
+        lower = cls._with_more_host(policy, sizes, budget, held, weights)
+        return call if lower is None else min((call, lower), key=lambda each: each._lacks(budget, held))
+
+    @classmethod
+    def _with_more_host(
+        cls,
+        policy: Policy,
+        sizes: CallSizes,
+        budget: MemoryBudget,
+        held: Mapping[Tier, int] | None,
+        weights: WeightBytes | None,
+    ) -> "CallBytes | None":
+        """What would fit the device if the host were larger; None if nothing would, or the host has no cap."""
+        if budget.cap(Tier.HOST) is None:
+            return None
+        call = cls._fewest(policy, sizes, budget.with_cap(Tier.HOST, None), held, weights)
+        if call.weights is not None and call.weights.layers:
+            call = call._streaming(len(call.weights.layers), budget, held)
+        return call if call._fits(budget, held, Tier.DEVICE) else None
 
     @classmethod
     def fitting(
@@ -77,22 +92,32 @@ class CallBytes:
         """As `of`; `own`: bytes of each tier that `weights` hold already.
 
         Raises:
-            TierCapacityError: a tier has no room for it. If that is a lower one, the error also says with how much of
-                the device nothing would have to go there.
+            TierCapacityError: a tier has no room for it. The error also says with how much of the other tier it would
+                fit, if it would.
         """
-        call, resident = cls.of(policy, sizes, budget, held, weights), replace(budget, device=None)
+        asked = policy, sizes, budget, held, weights
+        call = cls.of(*asked)
         for tier, amounts in call.tiers(budget).items():
             cap, used, needed = budget.cap(tier), held.get(tier, 0), sum(amounts.values())
             if cap is None or used + needed <= cap:
                 continue
-            if tier is not Tier.DEVICE:
-                other = cls._fewest(policy, sizes, resident, held, weights)
-                if other._fits(resident, held):
-                    enough_device = enough(other.total(Tier.DEVICE) + held.get(Tier.DEVICE, 0))
-                    hint = f'pass device="{enough_device}" instead, with which nothing goes there; {hint}'
+            if tier is Tier.DEVICE:
+                other, instead = cls._with_more_host(*asked), Tier.HOST
+            else:
+                resident = budget.with_cap(Tier.DEVICE, None)
+                other, instead = cls._fewest(policy, sizes, resident, held, weights), Tier.DEVICE
+                other = other if other._fits(resident, held) else None
+            if other is not None:
+                total = sum(other.tiers(budget)[instead].values()) + held.get(instead, 0)
+                hint = f'pass {instead}="{enough(total)}" instead; {hint}'
             before = own.get(tier, 0)
             raise TierCapacityError(needed - before, cap - used - before, tier, hint, used + needed)
         return call
+
+    def _lacks(self, budget: MemoryBudget, held: Mapping[Tier, int] | None) -> int:
+        """Bytes for which the tiers have no room."""
+        totals = {tier: (held or {}).get(tier, 0) + sum(of.values()) for tier, of in self.tiers(budget).items()}
+        return sum(max(0, total - cap) for tier, total in totals.items() if (cap := budget.cap(tier)) is not None)
 
     @classmethod
     def _fewest(
@@ -107,8 +132,8 @@ class CallBytes:
         if weights is None or weights.fixed or features._fits(budget, held):
             return features
         most = weights.of_layers
-        least = cls._of_features(policy, sizes, replace(budget, device=0), held, weights)
-        for call in (cls._of_features(policy, sizes, replace(budget, device=None), held, weights), least):
+        least = cls._of_features(policy, sizes, budget.with_cap(Tier.DEVICE, 0), held, weights)
+        for call in (cls._of_features(policy, sizes, budget.with_cap(Tier.DEVICE, None), held, weights), least):
             found = bisect_left(
                 range(most + 1), True, lo=min(FEWEST, most),
                 key=lambda count, call=call: call._streaming(count, budget, held)._fits(budget, held, Tier.DEVICE),

@@ -1,6 +1,7 @@
 """Memory under the books, and host memory that outlives a call."""
 
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from threading import RLock
@@ -66,6 +67,7 @@ class HostPool:
         self._ledger = ledger
         self._obtain = booked(ledger, Tier.HOST, pick_pinner(pinner, device).allocate)
         self._idle: list[Chunk] = []  # smallest first
+        self._returned: deque[Chunk] = deque()  # not among them yet: a chunk may come back while others have the lock
         self._closed = False
         self._lock = RLock()  # a chunk that is booked may have another given up
         ledger.add_lender(self, Tier.HOST)
@@ -73,7 +75,7 @@ class HostPool:
     @property
     def idle_bytes(self) -> int:
         """Bytes that no call holds."""
-        return sum(chunk.actual_bytes for chunk in self._idle)
+        return sum(chunk.actual_bytes for chunk in (*self._idle, *self._returned))
 
     def take(self, nbytes: int, unit: int | None = None) -> Chunk:
         """A chunk of `nbytes` with undefined content, which `free` brings back. With `unit`, it may be smaller: the
@@ -87,19 +89,20 @@ class HostPool:
         with self._lock:
             if self._closed:
                 raise ValueError("this pool is closed")
+            self._sort()
             sizes = {chunk.bytes.numel(): chunk for chunk in self._idle}
             fitting = [size for size in sizes if size == nbytes or (unit and size < nbytes and size % unit == 0)]
+            chunk = sizes[max(fitting)] if fitting else self._obtained(nbytes)
+            lent = chunk.lent(partial(self._back, chunk))
             if fitting:
-                chunk = sizes[max(fitting)]
                 self._idle.remove(chunk)
                 self._ledger.note_peak(Tier.HOST)
-            else:
-                chunk = self._obtained(nbytes)
-        return chunk.lent(partial(self._back, chunk))
+        return lent
 
     def give_up(self) -> bool:
         """Give the smallest chunk that no call holds back to the system; False where there is none."""
         with self._lock:
+            self._sort()
             if self._idle:
                 self._idle.pop(0).free()
                 return True
@@ -121,8 +124,10 @@ class HostPool:
                     raise
 
     def _back(self, chunk: Chunk) -> None:
-        with self._lock:
-            if self._closed:
-                chunk.free()
-            else:
-                insort(self._idle, chunk, key=lambda chunk: chunk.actual_bytes)
+        self._returned.append(chunk)
+        if self._closed:
+            self.close()
+
+    def _sort(self) -> None:
+        while self._returned:
+            insort(self._idle, self._returned.popleft(), key=lambda chunk: chunk.actual_bytes)

@@ -268,6 +268,10 @@ class TierManager:
         for key in keys:
             self._slots.leave(self._book.remove(key))
 
+    def close_tickets(self) -> None:
+        """Close every ticket that is open."""
+        self._fetches.close_tickets()
+
     def trim(self) -> None:
         """Give memory back in which no record lies. Waits for the copies that are under way there."""
         self._fetches.check_open()

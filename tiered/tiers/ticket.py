@@ -243,11 +243,15 @@ class Fetches:
         if self.closed:
             raise ValueError("this tier manager is closed")
 
+    def close_tickets(self) -> None:
+        """Close every ticket."""
+        for ticket in list(self._tickets):
+            ticket.close()
+
     def close(self) -> None:
         """Close every ticket; there will be no others."""
         self.closed = True
-        for ticket in list(self._tickets):
-            ticket.close()
+        self.close_tickets()
 
     def _free_a_slot(self) -> None:
         """Let a batch give up its staging slot where none is free."""
