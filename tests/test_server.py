@@ -429,3 +429,17 @@ def test_the_harness_scores_through_it_as_the_tasks_do(
     expected = score_examples(runtime, examples, confidence_threshold=0.5, max_new_tokens=32)
     assert results["results"][names[0]]["exact_match,none"] == expected.exact_match
     assert 0 < expected.correct < 8, "a score that a mistake would change"
+
+
+def test_what_was_answered_once_is_answered_again_under_a_budget_that_streams(tmp_path: Path):
+    prompt = "sort: " + "Ada Ben Cleo Eva Gus Hana Ivan Nora Leo Mia " * 6
+    memory = MemoryBudget(device="4000KiB", host="4872KiB", disk="32MiB", disk_path=tmp_path)
+    options: dict[str, Any] = {"max_tokens": 32, "block_length": 8, "seed": 3}
+    with tiered.from_pretrained("embedded", policy="fast_dllm_dual", weights="raw") as free:
+        expected = free.generate(prompt, max_new_tokens=32, block_length=8, seed=3, raw=True).text
+    with tiered.from_pretrained("embedded", policy="fast_dllm_dual", weights="raw", memory=memory) as runtime:
+        with serving(runtime) as served:
+            for _ in range(3):
+                answer = httpx.post(f"{served.url}{COMPLETIONS}", json={"prompt": prompt, **options}, timeout=60)
+                assert (answer.status_code, [each["text"] for each in answer.json()["choices"]]) == (200, expected)
+        assert runtime.generate(prompt, max_new_tokens=32, block_length=8, seed=3, raw=True).text == expected
