@@ -9,9 +9,10 @@ from typing import Any
 
 from tiered.core.features import Tier
 from tiered.runtime import Runtime
+from tiered.serving.app import LOCAL, Service
 from tiered.serving.openai_fields import Limits
 from tiered.serving.scheduler import Scheduler
-from tiered.serving.server import LOCAL, Server, Service, listen
+from tiered.serving.server import Server, listen
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tiered.serving.openai_fields import Limits, RefusedBody, Wanted, read_body, read_json, sampler_seed
+from tiered.serving.openai_fields import Limits, Wanted, read_body, read_json, sampler_seed
+from tiered.serving.prompts import RefusedBody
 
 HELLO = [{"role": "user", "content": "hello"}]
 PARTS = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]

@@ -22,8 +22,8 @@ from tiered.output import GenerationOutput
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from tiered.serving.counts import Work
-from tiered.serving.request import CancelledRequest, LateRequest, Request, State
-from tiered.serving.scheduler import BusyError, ClosedError, Scheduler
+from tiered.serving.request import BusyError, CancelledRequest, ClosedError, LateRequest, Request, State
+from tiered.serving.scheduler import Scheduler
 
 GOLDENS = Path(__file__).parent / "goldens"
 CHECKPOINTS = {

@@ -183,7 +183,7 @@ def deployment(
     def app() -> Any:
         """Made on the replica."""
         with Extra("serve"):
-            from tiered.serving.server import Service, make_app
+            from tiered.serving.app import Service, make_app
 
         scheduler = Scheduler(from_pretrained(model, **loading), **of_scheduler)
         scheduler.start()

@@ -53,7 +53,8 @@ def add_parser(subparsers: "argparse._SubParsersAction") -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     with Extra("serve"):
-        from tiered.serving.server import LOCAL, Server, Service, check_api_key, listen
+        from tiered.serving.app import LOCAL, Service, check_api_key
+        from tiered.serving.server import Server, listen
     from tiered.cli.option_flags import generation_options
     from tiered.core.checks import check_integer, check_number
     from tiered.models.locate import EMBEDDED_MODELS

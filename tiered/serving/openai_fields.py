@@ -1,7 +1,7 @@
-"""What the bodies of OpenAI's endpoints may say here: read into what a runtime is asked, or refused by name.
+"""Bodies of OpenAI's endpoints, read into arguments of `generate`, or refused by the name of the field.
 
 The names are those of OpenAI's API reference (chat completions, completions). Options of `generate` stand beside them,
-under every name that the library knows: where the `openai` package puts its `extra_body`.
+under every name that the library knows: the `openai` package puts its `extra_body` there.
 """
 
 import hashlib
@@ -11,16 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tiered.core.aliases import ALIASES, GIDD_ALIASES
 from tiered.core.checks import check_integer, check_switch, nearest
 from tiered.core.errors import ContextLengthError
 from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH
 from tiered.inputs import Inputs
 from tiered.options import OPTION_NAMES, own_names
+from tiered.serving.prompts import RefusedBody, check_field, read_messages, read_prompts, read_stops
 
-# Values with which a field asks for nothing that is not there; None is one for all of them.
+# Fields that are not served, with their values that change nothing. None is such a value of every field.
 REFUSED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -50,36 +49,20 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# For the books of whoever asks: no answer hangs on them.
+# For the client's own books: no answer depends on them.
 UNREAD = ("metadata", "prompt_cache_key", "safety_identifier", "user")
 _READ = ("model", "n", "stop", "stream", "stream_options", "max_tokens", "max_completion_tokens")
-_MOST_STOPS, _MOST_STOP_LENGTH = 4, 256
-_ROLES = ("system", "developer", "user", "assistant")
-
-
-class RefusedBody(ValueError):
-    """A request that cannot be answered as it stands.
-
-    Attributes:
-        field: of the body; None: no one field.
-        status: of HTTP.
-        code: for programs.
-    """
-
-    def __init__(self, message: str, field: str | None = None, *, status: int = 400, code: str | None = None) -> None:
-        super().__init__(message)
-        self.field, self.status, self.code = field, status, code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a request may ask for at most.
+    """Limits of one request.
 
     Attributes:
-        body: bytes of the body.
-        prompt_tokens: of a prompt; None: as the model allows.
-        answer_tokens: of an answer.
-        choices: answers of a request: prompts times `n`.
+        body: most bytes of the body.
+        prompt_tokens: most tokens of a prompt; None for the model's own limit.
+        answer_tokens: most tokens of an answer.
+        choices: most answers: prompts times `n`.
     """
 
     body: int = 1 << 20
@@ -93,15 +76,19 @@ class Wanted:
     """A body that was read.
 
     Attributes:
-        source: the field that has the prompts.
-        fields: names of the body's options of `generate`, by their own names.
-        prompts: each to be answered `n` times.
-        raw: strings are continued as they stand.
-        options: of `generate`, under its own names, without the seed.
-        seed: of the first answer to each prompt, 64 bits with a sign; the others count on.
-        most: tokens of an answer; None: as many as the canvas has.
+        model: name of the model; None for the one that is served.
+        source: field with the prompts.
+        fields: the body's names for options of `generate`, by their own names.
+        prompts: prompts, each answered `n` times.
+        raw: whether strings are continued as they stand.
+        options: options of `generate` under its own names, without the seed.
+        seed: seed of the first answer to each prompt, 64 bits with a sign; the others count on.
+        n: answers to each prompt.
+        most: most tokens of an answer; None for all of the canvas.
         stop: strings that end an answer, and are no part of it.
-        stream, usage, drafts: send what is final as it comes; with the sums at the end; with what is not final.
+        stream: whether final text is sent as it comes.
+        usage: whether the stream ends with token counts.
+        drafts: whether the stream also has tokens that are not final.
     """
 
     model: str | None
@@ -163,9 +150,9 @@ def read_body(
     given = {name: value for name, value in body.items() if value is not None and name not in REFUSED}
     if source not in given:
         raise RefusedBody(f"{source} is missing", source)
-    prompts = [_chat(given[source])] if chat else _prompts(given[source])
+    prompts = [read_messages(given[source])] if chat else read_prompts(given[source])
     n = given.get("n", 1)
-    _checked("n", check_integer, n, least=1)
+    check_field("n", check_integer, n, least=1)
     if len(prompts) * n > limits.choices:
         what = f"n = {n} answers to {len(prompts)} prompts"
         raise RefusedBody(f"{what} are {n * len(prompts)}; at most {limits.choices} are allowed", "n")
@@ -173,14 +160,14 @@ def read_body(
     if model is not None and not isinstance(model, str):
         raise RefusedBody(f"model = {model!r:.80} is no string", "model")
     stream = given.get("stream", False)
-    _checked("stream", check_switch, stream)
+    check_field("stream", check_switch, stream)
     options, most = _options(given, defaults, limits, mask_token_id)
     seed = options.pop("seed", None)
     if seed is not None:
-        _checked("seed", check_integer, seed, least=-(2**63), most=2**63 - 1)
+        check_field("seed", check_integer, seed, least=-(2**63), most=2**63 - 1)
     return Wanted(
         model=model, source=source, fields=_fields(given), prompts=prompts, raw=not chat, options=options, seed=seed,
-        n=n, most=most, stop=_stops(given.get("stop", [])), stream=stream,
+        n=n, most=most, stop=read_stops(given.get("stop", [])), stream=stream,
         **_stream_options(given.get("stream_options"), stream),
     )  # fmt: skip
 
@@ -199,7 +186,7 @@ def _options(
     if "max_new_tokens" in own:
         lengths["max_new_tokens"] = own["max_new_tokens"]
     for name, length in lengths.items():
-        _checked(name, check_integer, length, least=1)
+        check_field(name, check_integer, length, least=1)
         if length > limits.answer_tokens:
             raise RefusedBody(f"{name} = {length}; at most {limits.answer_tokens} are allowed", name)
     if len({*lengths.values()}) > 1:
@@ -211,7 +198,7 @@ def _options(
     block = options.get("block_length")
     if block is None:
         block = min(most, DEFAULT_BLOCK_LENGTH)
-    _checked("block_length", check_integer, block, least=1)
+    check_field("block_length", check_integer, block, least=1)
     return options | {"max_new_tokens": -(-most // block) * block}, most
 
 
@@ -244,85 +231,11 @@ def _stream_options(value: object, stream: bool) -> dict[str, bool]:
     for name, switch in value.items():
         if name not in known:
             raise RefusedBody(f"stream_options has no {name!r}; allowed: {', '.join(known)}", "stream_options")
-        _checked("stream_options", check_switch, switch)
+        check_field("stream_options", check_switch, switch)
         if (field := known[name]) is not None:
             read[field] = switch
     return read
 
 
-def _stops(value: object) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise RefusedBody(f"stop = {value!r:.80} is a string, or a list of strings", "stop")
-    if len(stops) > _MOST_STOPS or any(not 0 < len(stop) <= _MOST_STOP_LENGTH for stop in stops):
-        raise RefusedBody(
-            f"stop has {len(stops)} strings; up to {_MOST_STOPS} of 1 to {_MOST_STOP_LENGTH} characters are allowed",
-            "stop",
-        )
-    return stops
-
-
-def _chat(messages: object) -> list[dict[str, str]]:
-    """Messages with plain text."""
-    if not isinstance(messages, list) or not messages:
-        raise RefusedBody("messages is a list with a message at least", "messages")
-    return [_message(message) for message in messages]
-
-
-def _message(message: object) -> dict[str, str]:
-    if not isinstance(message, Mapping):
-        raise RefusedBody(f"a message is an object, not {message!r:.80}", "messages")
-    for name, value in message.items():
-        # lm-evaluation-harness calls messages of text so.
-        if name not in ("role", "content", "name") and value and (name, value) != ("type", "text"):
-            raise RefusedBody(f"{name} in a message is not served here, and not ignored: leave it out", "messages")
-    role = message.get("role")
-    if role not in _ROLES:
-        raise RefusedBody(f"role = {role!r:.80}; allowed: {', '.join(_ROLES)}", "messages")
-    return {"role": "system" if role == "developer" else role, "content": _text(message.get("content"))}
-
-
-def _text(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RefusedBody(f"content is text, not {content!r:.80}", "messages")
-    texts: list[str] = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise RefusedBody(
-                f"a content part is of type 'text', not {kind!r:.80}: no file, image or URL is read", "messages"
-            )
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _prompts(prompt: object) -> list[Inputs]:
-    """Strings, or ids as tensors."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and prompt:
-        if all(isinstance(each, str) for each in prompt):
-            return [*prompt]
-        ids = [prompt] if all(_is_id(each) for each in prompt) else prompt
-        if all(isinstance(each, list) and each and all(_is_id(one) for one in each) for each in ids):
-            return [torch.tensor([each]) for each in ids]
-    raise RefusedBody(
-        "prompt is a string, token ids, or a list of strings or of lists of ids; none of them empty", "prompt"
-    )
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-
-
 def _same(value: object, allowed: object) -> bool:
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
-
-
-def _checked(field: str, check: Any, value: object, **bounds: Any) -> None:
-    try:
-        check(field, value, **bounds)
-    except (TypeError, ValueError) as error:
-        raise RefusedBody(str(error), field) from None

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiered.core.errors import TierCapacityError
-from tiered.serving.openai_fields import RefusedBody
-from tiered.serving.request import LateRequest
-from tiered.serving.scheduler import BusyError, ClosedError
+from tiered.serving.prompts import RefusedBody
+from tiered.serving.request import BusyError, ClosedError, LateRequest
 
 DONE = b"data: [DONE]\n\n"
 

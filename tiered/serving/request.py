@@ -1,4 +1,4 @@
-"""One call on its way through a scheduler: it waits, runs, and ends in an output or in an error."""
+"""A request of a scheduler: it waits, runs, and ends in an output or in an error."""
 
 import time
 from collections.abc import Callable, Generator
@@ -19,7 +19,7 @@ from tiered.tiers.manager import TierManager
 
 
 class State(StrEnum):
-    """Where a request stands. The last four are for good."""
+    """State of a request. The last four are final."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -29,26 +29,34 @@ class State(StrEnum):
     LATE = "late"
 
 
+class BusyError(RuntimeError):
+    """The queue is full."""
+
+
+class ClosedError(RuntimeError):
+    """The scheduler accepts no more requests."""
+
+
 class CancelledRequest(RuntimeError):
     """The request was cancelled."""
 
 
 class LateRequest(TimeoutError):
-    """A request was not over in its time."""
+    """The request took longer than its limit."""
 
 
 class Request:
-    """Made by `Scheduler.submit`. What is public here may be read in any thread; `cancel` may be called in any.
+    """Made by `Scheduler.submit`. Attributes may be read, and `cancel` called, in any thread.
 
     Attributes:
-        number: by arrival, from 0 on.
-        asked: the call.
-        state: where it stands.
-        output: of one that is done.
-        error: of one that ended otherwise.
-        arrived, began, ended: of `time.monotonic`; None before.
-        ask: what it wants of the model next.
-        turn: the round in which it was last served.
+        number: number by arrival, from 0 on.
+        asked: the prepared call.
+        state: its state.
+        output: the output; None unless the request is done.
+        error: the error; None unless the request ended in one.
+        arrived, began, ended: times of `time.monotonic`; None before.
+        ask: the next forward; None if there is none.
+        turn: round in which it was last served.
     """
 
     def __init__(
@@ -60,7 +68,8 @@ class Request:
         on_end: Callable[["Request"], object] | None = None,
         seconds: float | None = None,
     ) -> None:
-        """`on_end` is called once, in the scheduler's thread. `seconds`: it may take, waiting included."""
+        """`on_end` is called once, in the scheduler's thread. `seconds`: most seconds, in the queue included; None for
+        no limit."""
         self.number, self.asked, self.state = number, asked, State.WAITING
         self.output: GenerationOutput | None = None
         self.error: Exception | None = None
@@ -84,11 +93,11 @@ class Request:
         return self.state not in (State.WAITING, State.RUNNING)
 
     def cancel(self) -> None:
-        """End it, and free what it holds before the next step. A request that is over does not change."""
+        """End the request and free its memory before its next step. A request that is over does not change."""
         self._cancelled = True
 
     def why_leave(self) -> CancelledRequest | LateRequest | None:
-        """Why it is not to go on; None: it is."""
+        """The error that ends the request before its next step; None if it goes on."""
         if self._cancelled:
             return CancelledRequest("the request was cancelled")
         if self._seconds is not None and time.monotonic() - self.arrived > self._seconds:
@@ -96,10 +105,10 @@ class Request:
         return None
 
     def begin(self, runtime: Runtime) -> None:
-        """Book what the call takes, and let it ask for its first forward.
+        """Book the call's bytes, and run its loop up to its first forward.
 
         Raises:
-            TierCapacityError: there is no room now.
+            TierCapacityError: the budget has no room now.
         """
         shared = {Account.ACTIVATIONS: shared_bytes(self.asked.sizes)}
         with ExitStack() as held:
@@ -111,7 +120,7 @@ class Request:
         self.state, self.began = State.RUNNING, time.monotonic()
 
     def advance(self, runtime: Runtime, answer: Tensor | ValueError) -> None:
-        """Commit what the logits say, or hear the error in place of them; it asks for the next forward, or is done."""
+        """Give the loop its logits, or the error in place of them. It goes on to its next forward, or to its end."""
         assert self._steps is not None, "it has begun"
         try:
             send: Any = self._steps.throw if isinstance(answer, ValueError) else self._steps.send
@@ -123,7 +132,7 @@ class Request:
             self._end(State.DONE)
 
     def leave(self, error: Exception) -> None:
-        """End in an error, and give back what it holds."""
+        """End in an error, and free the request's memory."""
         states = {CancelledRequest: State.CANCELLED, LateRequest: State.LATE}
         self.error = error
         try:

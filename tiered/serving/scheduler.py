@@ -2,10 +2,10 @@
 
 On the CPU each answer is that of the request alone, bit for bit (`tiered.forward.ask` says why, and why not on CUDA).
 
-Every request has its own canvas, store, rule, seed and clock, and asks for one forward at a time. A round serves what
-is asked for: those that can go through the layers together do, the others go alone, and of the long ones, such as the
-first pass over a long prompt, one a round. While that is under way the others go on: it stops every
-`max_prefill_rows` rows times layers, and a round of the others runs in between.
+Every request has its own canvas, store, rule, seed and clock, and yields one forward at a time. A round runs one
+forward of each request. Forwards that can go through the layers together do; the others go alone. Of long forwards,
+such as the first pass over a long prompt, a round runs one. It stops after every `max_prefill_rows` rows times layers,
+and a round of the other requests runs in between.
 """
 
 import logging
@@ -25,27 +25,19 @@ from tiered.forward.ask import Ask, groups_of, logits_together
 from tiered.offload.device import computing_on
 from tiered.runtime import Runtime
 from tiered.serving.counts import Counts, Work
-from tiered.serving.request import Request
+from tiered.serving.request import BusyError, ClosedError, Request
 
 _LOG = logging.getLogger(__name__)
 
 
-class BusyError(RuntimeError):
-    """As many requests wait as may."""
-
-
-class ClosedError(RuntimeError):
-    """The scheduler takes no requests any more."""
-
-
 class Scheduler:
-    """Answers requests of one runtime, whose policy and codecs are those of all.
+    """Answers requests of one runtime under its policy and codes.
 
-    `submit` and `Request.cancel` may be called in any thread; rounds run in one: the caller's (`step`), or its own
-    (`start`). As a context manager it starts, and closes itself.
+    `submit` and `Request.cancel` may be called in any thread. Rounds run in one thread: the caller's (`step`), or the
+    scheduler's own (`start`). As a context manager it starts and closes itself.
 
     Attributes:
-        counts: what it has done.
+        counts: requests, tokens, forwards and times so far.
     """
 
     def __init__(
@@ -59,11 +51,11 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            max_running: requests that are denoised at a time, if the budget has room for them.
-            max_waiting: requests that wait for their turn.
-            max_prefill_rows: rows that go through all layers, or as many times more through fewer of them, before
-                others that are denoised have their next step.
-            seconds: that a request may take, waiting included; None: any number.
+            max_running: most requests that are denoised at a time; the budget may allow fewer.
+            max_waiting: most requests in the queue.
+            max_prefill_rows: rows times layers of a long forward, over the number of layers, between two steps of the
+                other requests.
+            seconds: most seconds of a request, in the queue included; None for no limit.
 
         Raises:
             TypeError, ValueError: a number of the wrong type, or out of range.
@@ -82,12 +74,12 @@ class Scheduler:
         self._changed = threading.Condition()  # guards `_waiting` and `_closed`
         self._closed: str | None = None
         self._thread: threading.Thread | None = None
-        self._full = False  # the next one had no room, and nobody has left since
-        self._long: Request | None = None  # whose forward is under way, while others have theirs
+        self._full = False  # the next request had no room, and none has left since
+        self._long: Request | None = None  # the request whose long forward is under way
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their turn."""
+        """Requests in the queue."""
         return len(self._waiting)
 
     @property
@@ -107,15 +99,15 @@ class Scheduler:
         streamer: Streamer | None = None,
         on_end: Callable[[Request], object] | None = None,
     ) -> Request:
-        """Let a call of one prompt (`Runtime.ask`) wait for its turn.
+        """Put a call of one prompt (`Runtime.ask`) into the queue.
 
         Args:
             streamer: as for `Runtime.generate`; called in the scheduler's thread.
-            on_end: called once, when the request is over: there, or by `drain`.
+            on_end: called once at the request's end, in the scheduler's thread or by `drain`.
 
         Raises:
-            TierCapacityError: the budget has no room for it, even alone.
-            BusyError: as many wait as may.
+            TierCapacityError: the budget has no room for the call, even alone.
+            BusyError: the queue is full.
             ClosedError: the scheduler is closed.
             ValueError: several prompts.
         """
@@ -135,7 +127,7 @@ class Scheduler:
 
     @without_gradients
     def step(self) -> bool:
-        """One round. Returns whether a request is left."""
+        """Run one round. Returns whether a request is left."""
         with computing_on(self.runtime.device):
             self._turn_over()
             if self._running:
@@ -145,7 +137,7 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def run(self) -> None:
-        """Rounds, until no request is left."""
+        """Run rounds until no request is left."""
         while self.step():
             pass
 
@@ -165,7 +157,7 @@ class Scheduler:
                 self._thread.start()
 
     def drain(self, why: str = "the scheduler is closed") -> None:
-        """Take no more requests, and refuse those that wait; those that run go on."""
+        """Stop accepting requests, reject waiting ones, finish running ones."""
         with self._changed:
             self._closed = self._closed or why
             refused = [*self._waiting]
@@ -175,8 +167,7 @@ class Scheduler:
             self._end(request, ClosedError(why))
 
     def close(self, *, cancel: bool = False) -> None:
-        """`drain`, and wait until nothing runs any more; with `cancel`, cancel what does. A second time does
-        nothing."""
+        """`drain`, and wait for the running requests; with `cancel`, cancel them. A second call does nothing."""
         self.drain()
         if cancel:
             for request in [*self._running]:
@@ -201,7 +192,7 @@ class Scheduler:
                     return
             try:
                 self.step()
-            except Exception as error:  # of ours: what runs cannot be trusted, and whoever waits for it must hear of it
+            except Exception as error:  # a defect: running requests cannot go on, and have to end
                 _LOG.exception("a round failed")
                 for request in self._running:
                     self._end(request, error)
@@ -211,7 +202,7 @@ class Scheduler:
     # A round.
 
     def _turn_over(self) -> None:
-        """Let those leave that are not to go on, and those begin that the budget has room for, by arrival."""
+        """End requests that are cancelled or late, and begin waiting ones, by arrival, as the budget has room."""
         self._let_leave()
         while len(self._running) < self.max_running:
             with self._changed:
@@ -231,18 +222,18 @@ class Scheduler:
                 self._end(request, error)
 
     def _wait_on(self, request: Request) -> bool:
-        """Let it be the next again; False: there is no next any more."""
+        """Put `request` back in front of the queue. Returns False if the scheduler is closed."""
         with self._changed:
             if self._closed is None:
                 self._waiting.appendleft(request)
             return self._closed is None
 
     def _let_leave(self) -> None:
-        """Let go of what is over, and end what is not to go on."""
+        """Drop requests that are over, and end those that are cancelled or late."""
         with self._changed:
             every = [*self._running, *self._waiting]
         for request in every:
-            # One whose forward is under way hears of it there.
+            # A request whose long forward is under way ends inside that forward.
             why = None if request.over or request is self._long else request.why_leave()
             if why is None and not request.over:
                 continue
@@ -255,8 +246,7 @@ class Scheduler:
                 self._end(request, why)
 
     def _serve(self, requests: Sequence[Request]) -> None:
-        """One forward for each of `requests`, but of the long ones for one alone, and for none while one is under
-        way."""
+        """One forward for each of `requests`; of long forwards one, and none while one is under way."""
         self._round += 1
         asking = [
             (request, ask) for request in requests if (ask := request.ask) is not None and request is not self._long
@@ -273,7 +263,7 @@ class Scheduler:
             self._forward_long(*min(long, key=lambda each: (each[0].turn, each[0].number)))
 
     def _forward_long(self, request: Request, ask: Ask) -> None:
-        """A forward, with rounds of the others in between."""
+        """A long forward, with rounds of the others in between."""
         most, passed = self.runtime.model.shape.layers * self.max_prefill_rows, 0.0
 
         def between(rows: float) -> None:
@@ -296,14 +286,14 @@ class Scheduler:
             self._long, ask.forward.between = None, None
 
     def _forward(self, group: Sequence[tuple[Request, Ask]]) -> None:
-        """One forward for all of a group, and what each commits by it."""
+        """One forward for all of a group, and the commits of each."""
         with self.counts.clock.of(Work.MODEL):
             self.counts.forwards += 1
             self.counts.taken += len(group)
             try:
                 answers: Sequence[Tensor | Exception] = logits_together([ask for _, ask in group])
             except Exception as error:
-                if len(group) > 1:  # whose it is shows when each goes alone
+                if len(group) > 1:  # alone, only the request fails that has caused it
                     _LOG.warning("a shared forward failed", exc_info=error)
                     for each in group:
                         self._forward([each])
@@ -326,8 +316,8 @@ class Scheduler:
                 self.counts.ended[request.state] += 1
 
     def _end(self, request: Request, error: Exception) -> None:
-        """End a request in an error, whatever its own callbacks raise."""
-        if request.over:  # its answer is there, and a callback has raised
+        """End a request in an error, even if its callbacks raise."""
+        if request.over:  # the answer is there; a callback has raised
             _LOG.exception("a callback of %r failed", request)
             return
         try:

@@ -1,0 +1,267 @@
+"""The application of the HTTP server: OpenAI's endpoints, health, metrics and the page, over one scheduler."""
+
+import asyncio
+import hmac
+import html
+import re
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tiered.serving.answering import Answering, Gone, asked_calls, logged
+from tiered.serving.metrics import registry_of
+from tiered.serving.openai_fields import Limits, read_body, read_json
+from tiered.serving.prompts import RefusedBody
+from tiered.serving.replies import Replies, error_body, told
+from tiered.serving.request import BusyError, ClosedError
+from tiered.serving.scheduler import Scheduler
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+_BODY_SECONDS = 30.0
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
+_PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What is served, and to whom.
+
+    Attributes:
+        scheduler: answers; it is started and closed by who serves.
+        model: the name that it is served under.
+        defaults: options of `generate` that a request may overrule.
+        limits: of a request.
+        key: API key that requests bear, printable ASCII without spaces; None for none.
+        example: a prompt that the page offers.
+        hosts: names that the Host header may have; None for any. Another site's page, in a browser on this machine,
+            could call a local server by a name of its own.
+    """
+
+    scheduler: Scheduler
+    model: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+    key: str | None = field(default=None, repr=False)
+    example: str = "Why is the sky blue? Answer in two sentences."
+    hosts: tuple[str, ...] | None = None
+
+
+def check_api_key(name: str, key: str | None) -> None:
+    """Raise `ValueError` where no client can send `key`, which `name` is called. The error does not show it."""
+    if key is not None and not re.fullmatch("[!-~]+", key):
+        raise ValueError(f"{name} has characters beside printable ASCII without spaces, which alone are allowed")
+
+
+class _Gate:
+    """Middleware that answers a request itself if `refusal` of its headers is a response."""
+
+    def __init__(self, app: ASGIApp, refusal: Callable[[Headers], Response | None]) -> None:
+        self._app, self._refusal = app, refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
+
+
+class _Stream(StreamingResponse):
+    """Events of an answer, which is wanted as long as they are sent."""
+
+    def __init__(self, events: AsyncIterator[bytes], wanted: AbstractContextManager[object]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._wanted = wanted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._wanted:
+            await super().__call__(scope, receive, send)
+
+
+class _Endpoints:
+    """The answers of the application, by endpoint.
+
+    Attributes:
+        responding: answers under way.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._scheduler, self._tokens = service, service.scheduler, threading.Lock()
+        self.responding: set[Answering] = set()
+        # The queue has its own limit; this one counts prompts on their way there.
+        self._places = asyncio.Semaphore(self._scheduler.max_running + self._scheduler.max_waiting)
+        self._registry = registry_of(self._scheduler)
+        created = Replies(model=service.model, chat=True).created
+        self._model = {"id": service.model, "object": "model", "created": created, "owned_by": "tiered"}
+        page = files("tiered.serving").joinpath("page.html").read_text(encoding="utf-8")
+        shown = {"model": service.model, "policy": self._scheduler.runtime.policy, "example": service.example}
+        for name, text in shown.items():
+            page = page.replace(f"<!-- {name} -->", html.escape(str(text)))
+        self._page = page
+
+    def gate(self, headers: Headers) -> Response | None:
+        """The response to a request that is refused by its headers, or while the server ends."""
+        if (hosts := self._service.hosts) is not None:
+            host = re.sub(r":\d*$", "", headers.get("host", "")).strip("[]").lower()
+            if host not in hosts:
+                what = f"the Host header names {host!r:.80}; allowed: {', '.join(hosts)}"
+                return refused(RefusedBody(what, code="invalid_host"))
+        return refused(ClosedError("the server ends")) if self._scheduler.closed else None
+
+    async def answer(self, request: Request, *, chat: bool) -> Response:
+        """Chat completions (`chat`), or completions."""
+        try:
+            return await self._answer(request, chat=chat)
+        except Exception as error:
+            return refused(error)
+
+    async def models(self, request: Request) -> Response:
+        """The list of models: the one."""
+        self._check_key(request)
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def model(self, request: Request) -> Response:
+        """The model of that name."""
+        self._check_key(request)
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model)
+
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus."""
+        self._check_key(request)
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def health(self, request: Request) -> Response:
+        """Whether the server takes requests: it answers."""
+        return JSONResponse({"status": "ok"})
+
+    async def index(self, request: Request) -> Response:
+        """The page."""
+        return HTMLResponse(self._page, headers={"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"})
+
+    async def _answer(self, request: Request, *, chat: bool) -> Response:
+        self._check_key(request)
+        service, scheduler = self._service, self._scheduler
+        body = read_json(await _body_of(request, service.limits.body))
+        mask = scheduler.runtime.model.mask_token_id
+        wanted = read_body(body, chat=chat, defaults=service.defaults, limits=service.limits, mask_token_id=mask)
+        self._check_model(wanted.model)
+        if self._places.locked():
+            raise BusyError("too many prompts are read at a time")
+        async with self._places:
+            calls = await run_in_threadpool(asked_calls, scheduler, wanted, service.limits, self._tokens)
+        answering, replies = Answering(scheduler, wanted, calls), Replies(model=service.model, chat=chat)
+        gone = _gone(request)
+        if wanted.stream:
+            return _Stream(answering.streamed(replies, gone), self._under_way(answering))
+        with self._under_way(answering):
+            return JSONResponse(await answering.gathered(replies, gone))
+
+    @contextmanager
+    def _under_way(self, answering: Answering) -> Iterator[None]:
+        self.responding.add(answering)
+        try:
+            with answering:
+                yield
+        finally:
+            self.responding.discard(answering)
+
+    def _check_key(self, request: Request) -> None:
+        if (key := self._service.key) is None:
+            return
+        scheme, _, borne = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(borne.strip().encode(), key.encode()):
+            what = "no API key, or a wrong one: Authorization: Bearer KEY"
+            raise RefusedBody(what, status=401, code="invalid_api_key")
+
+    def _check_model(self, model: str | None) -> None:
+        if model not in (None, self._service.model):
+            what = f"no model {model!r:.80} is served here, but {self._service.model!r}"
+            raise RefusedBody(what, "model", status=404, code="model_not_found")
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application. `app.state.answering` has the answers under way.
+
+    Raises:
+        ValueError: the model has no tokenizer, or no client can send the key.
+    """
+    check_api_key("key", service.key)
+    if service.scheduler.runtime.tokenizer is None:
+        raise ValueError(f"{service.model!r} has no tokenizer, and a server answers in text")
+    app, endpoints = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), _Endpoints(service)
+    app.state.answering = endpoints.responding
+    for path, chat in (("/v1/chat/completions", True), ("/v1/completions", False)):
+        app.add_route(path, partial(endpoints.answer, chat=chat), methods=["POST"])
+    for path, endpoint in (
+        ("/v1/models", endpoints.models),
+        ("/v1/models/{name:path}", endpoints.model),
+        ("/health", endpoints.health),
+        ("/metrics", endpoints.metrics),
+        ("/", endpoints.index),
+    ):
+        app.add_route(path, endpoint, methods=["GET", "HEAD"])
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        return refused(error)
+
+    for kind in (HTTPException, RefusedBody, Exception):
+        app.add_exception_handler(kind, on_error)
+    app.add_middleware(_Gate, refusal=endpoints.gate)
+    return app
+
+
+def refused(error: Exception) -> Response:
+    """What a request gets in place of an answer."""
+    if isinstance(error, HTTPException):
+        body = error_body(str(error.detail), "invalid_request_error")
+        return JSONResponse(body, error.status_code, error.headers)
+    if isinstance(error, Gone | ClientDisconnect):
+        return Response(status_code=499)
+    status, body = told(logged(error))
+    return JSONResponse(body, status, _HEADERS.get(status))
+
+
+async def _body_of(request: Request, most: int) -> bytes:
+    """The body, of which no more than `most` bytes are read."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a browser asks first before it sends this to another site's server
+        raise RefusedBody(f"the body is application/json, not {kind or 'of no type'!r:.80}", status=415)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise RefusedBody(f"the body is larger than {most} bytes", status=413)
+                parts.append(part)
+    except TimeoutError:
+        raise RefusedBody(f"the body did not come in {_BODY_SECONDS:g} s", status=408) from None
+    return b"".join(parts)
+
+
+def _gone(request: Request) -> Callable[[], Awaitable[object]]:
+    """A function that returns once the client of `request` has gone. Its body was read."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    return gone

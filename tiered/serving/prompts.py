@@ -1,0 +1,101 @@
+"""Prompts and stop strings in the bodies of OpenAI's endpoints, and the error for a body that is refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tiered.inputs import Inputs
+
+_MOST_STOPS, _MOST_STOP_LENGTH = 4, 256
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+class RefusedBody(ValueError):
+    """A body that cannot be answered as it stands.
+
+    Attributes:
+        field: field of the body; None for no single field.
+        status: HTTP status.
+        code: OpenAI's error code; None for none.
+    """
+
+    def __init__(self, message: str, field: str | None = None, *, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field, self.status, self.code = field, status, code
+
+
+def check_field(field: str, check: Any, value: object, **bounds: Any) -> None:
+    """Run `check` on the value of a field. Raises `RefusedBody` for the field if it raises."""
+    try:
+        check(field, value, **bounds)
+    except (TypeError, ValueError) as error:
+        raise RefusedBody(str(error), field) from None
+
+
+def read_stops(value: object) -> list[str]:
+    """Stop strings, from one or a list."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise RefusedBody(f"stop = {value!r:.80} is a string, or a list of strings", "stop")
+    if len(stops) > _MOST_STOPS or any(not 0 < len(stop) <= _MOST_STOP_LENGTH for stop in stops):
+        raise RefusedBody(
+            f"stop has {len(stops)} strings; up to {_MOST_STOPS} of 1 to {_MOST_STOP_LENGTH} characters are allowed",
+            "stop",
+        )
+    return stops
+
+
+def read_messages(messages: object) -> list[dict[str, str]]:
+    """Messages of a chat, which hold text alone."""
+    if not isinstance(messages, list) or not messages:
+        raise RefusedBody("messages is a list with a message at least", "messages")
+    return [_message(message) for message in messages]
+
+
+def _message(message: object) -> dict[str, str]:
+    if not isinstance(message, Mapping):
+        raise RefusedBody(f"a message is an object, not {message!r:.80}", "messages")
+    for name, value in message.items():
+        # lm-evaluation-harness sends type = text.
+        if name not in ("role", "content", "name") and value and (name, value) != ("type", "text"):
+            raise RefusedBody(f"{name} in a message is not served here, and not ignored: leave it out", "messages")
+    role = message.get("role")
+    if role not in _ROLES:
+        raise RefusedBody(f"role = {role!r:.80}; allowed: {', '.join(_ROLES)}", "messages")
+    return {"role": "system" if role == "developer" else role, "content": _text(message.get("content"))}
+
+
+def _text(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RefusedBody(f"content is text, not {content!r:.80}", "messages")
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise RefusedBody(
+                f"a content part is of type 'text', not {kind!r:.80}: no file, image or URL is read", "messages"
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def read_prompts(prompt: object) -> list[Inputs]:
+    """Prompts of completions: strings, or ids as tensors."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(each, str) for each in prompt):
+            return [*prompt]
+        ids = [prompt] if all(_is_id(each) for each in prompt) else prompt
+        if all(isinstance(each, list) and each and all(_is_id(one) for one in each) for each in ids):
+            return [torch.tensor([each]) for each in ids]
+    raise RefusedBody(
+        "prompt is a string, token ids, or a list of strings or of lists of ids; none of them empty", "prompt"
+    )
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
