@@ -6,7 +6,7 @@ from typing import Any, ClassVar, get_args
 
 from tiered.core.checks import check_integer, unknown_name
 from tiered.forward.sizes import CallSizes
-from tiered.policies.base import PLAIN_LAUNCHES, Policy, PolicyState, StepKind, StepRows
+from tiered.policies.base import Policy, PolicyState
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.recipe import Recipe, RecipeState, RowsOf
 from tiered.policies.schedule import Interval, blocks_of, check_interval, check_interval_or_blocks
@@ -83,18 +83,6 @@ class Composed(Policy):
                 next_block_interval=self.next_block_interval,
             )
         )
-
-    def rehearsal(self) -> PolicyState:
-        return self.start() if self.updates is None else self._drifting().rehearsal()
-
-    def layer_rows(self, asked: StepRows, sizes: CallSizes) -> float:
-        return float(asked.rows.count) if self.updates is None else self._drifting().layer_rows(asked, sizes)
-
-    def fetched_bytes(self, asked: StepRows, sizes: CallSizes) -> float:
-        return 0.0 if self.updates is None else self._drifting().fetched_bytes(asked, sizes)
-
-    def launches(self, kind: StepKind) -> int:
-        return PLAIN_LAUNCHES if self.updates is None else self._drifting().launches(kind)
 
     def _drifting(self) -> Polestar:
         assert isinstance(self.updates, Polestar), "checked on construction"

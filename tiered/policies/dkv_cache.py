@@ -10,7 +10,7 @@ from typing import ClassVar, get_args
 
 from tiered.core.checks import check_integer, check_switch, unknown_name
 from tiered.policies.areas import ShiftCaching
-from tiered.policies.base import OUTSIDE_LAUNCHES, Policy, PolicyState, StepKind
+from tiered.policies.base import Policy, PolicyState
 from tiered.policies.recipe import Recipe, RecipeState
 from tiered.policies.schedule import check_interval
 
@@ -64,10 +64,6 @@ class _Delayed(Policy):
                 "shift_caching = 'right' with parity: the authors' code answers with id 0 what a kept row predicts; "
                 "'un' and 'un_right' are allowed, or parity = False, which recomputes that row"
             )
-
-    def launches_outside(self, kind: StepKind) -> int:
-        # Which rows are recomputed, and where they stand among those that are proposed.
-        return OUTSIDE_LAUNCHES + (0 if kind is StepKind.REFRESH else 75)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

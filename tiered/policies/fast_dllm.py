@@ -5,15 +5,14 @@ otherwise where a family predicts a token from the row in front of it (Dream) is
 without a refresh (`refresh_blocks`) are beyond the paper.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from tiered.core.checks import check_integer, check_switch
 from tiered.core.rows import Rows
-from tiered.forward.sizes import CallSizes
 from tiered.kernels.host_values import on_device
 from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
-from tiered.policies.schedule import LEAST_STALE_PROMPT, SELDOM, check_interval
+from tiered.policies.schedule import check_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +42,6 @@ class _BlockCache(Policy):
                 f"refresh_blocks = {self.refresh_blocks} saves refreshes, refresh_interval adds some; give one of them"
             )
         check_switch("parity", self.parity)
-
-    def candidates(self, sizes: CallSizes, prompt: int) -> tuple[Policy, ...]:
-        if self.refresh_blocks != "auto":
-            return (self,)
-        blocks = (1, SELDOM) if prompt >= LEAST_STALE_PROMPT else (1,)
-        return tuple(replace(self, refresh_blocks=count) for count in blocks)
 
     def begins(self, step: Step) -> bool:
         """Whether more than the rows of any step are due: where a block begins, and at the interval."""
