@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from measuring.device_timer import stand_still
 from torch import Tensor
 
 from tiered.core.budget import MemoryBudget
@@ -23,7 +24,6 @@ from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.codecs import CODECS
 from tiered.offload.cuda_transport import CudaTransport
 from tiered.offload.delay import Point
-from tiered.offload.device_timer import stand_still
 from tiered.offload.errors import CorruptRecordError, TransferError
 from tiered.offload.fence import Event, Fence, Region
 from tiered.offload.thread_transport import ThreadTransport
@@ -74,7 +74,7 @@ def run_schedule(
 ) -> Outcome:
     """One schedule of `steps` operations drawn from `seed`. `asynchronous` False: every job ends before the next.
 
-    On a CUDA `device` records take either route over the bus, and half of the delays hold up a stream, not the host.
+    On a CUDA `device` half of the delays hold up a stream, not the host.
     """
     with TemporaryDirectory() as folder:
         # With its number, as tensors say it.
@@ -114,7 +114,7 @@ class _Schedule:
         delay = self.delay if asynchronous else None
         if self.device.type != "cuda":
             return ThreadTransport(compute_thread=asynchronous, delay=delay)
-        return CudaTransport(self.device, crossover=self.draw.choice([0, SLOT_BYTES + 1]), delay=delay)
+        return CudaTransport(self.device, delay=delay)
 
     def delay(self, point: Point, lane: Lane | None) -> float:
         slowest = self.slowest[lane]

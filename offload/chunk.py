@@ -19,7 +19,6 @@ class Chunk:
         actual_bytes: what the system gave up for it, rounding included.
         earlier: ends with what those who had the memory before may have left under way in it; None: nothing.
         before: called once, before the memory goes; never in a forked child, where CUDA is not usable.
-        after: called by `free` once the memory is gone.
     """
 
     def __init__(
@@ -30,13 +29,11 @@ class Chunk:
         actual_bytes: int,
         earlier: Event | None = None,
         before: Callable[[], object] = lambda: None,
-        after: Callable[[], object] = lambda: None,
     ) -> None:
         self._bytes: Tensor | None = bytes
         self.pinned = pinned
         self.actual_bytes = actual_bytes
         self.earlier = () if earlier is None else (earlier,)
-        self._after = after
         self._finalizer = weakref.finalize(self, _in_process, os.getpid(), before)
         self._finalizer.atexit = False  # the system takes everything back then
 
@@ -64,7 +61,6 @@ class Chunk:
             return
         self._finalizer()  # the registration ends before the mapping does
         self._bytes = None
-        self._after()
 
 
 def _in_process(process: int, action: Callable[[], object]) -> None:

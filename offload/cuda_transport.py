@@ -1,4 +1,10 @@
-"""The transport of CUDA devices: a stream for each direction over the bus, threads for the disk."""
+"""The transport of CUDA devices: a stream for each direction over the bus, threads for the disk.
+
+Copy engines carry all bytes over the bus. A kernel that gathers small records from pinned memory would take
+multiprocessors from the model. Published comparisons of the two (vLLM's on offloading keys and values) see the same
+speed in one direction, and the engines ahead in both directions at once and beside a model that computes. Records that
+lie side by side move as one copy. This choice rests on those publications; this project has not measured it on a GPU.
+"""
 
 import os
 from collections import deque
@@ -10,11 +16,9 @@ import torch
 
 from tiered.offload.cuda_event import CudaClock, CudaEvent, host_part, mark, stream_part
 from tiered.offload.delay import Delay, Point, hold_up
-from tiered.offload.device import reads_host_addresses
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Event
 from tiered.offload.host_event import HostEvent
-from tiered.offload.routes import gather_of
 from tiered.offload.thread_transport import LaneTransport, total_bytes
 from tiered.offload.transport import Copy, Lane, TransferEvent, check_copies
 
@@ -28,15 +32,12 @@ class CudaTransport(LaneTransport):
 
     Args:
         device: a CUDA device.
-        crossover: record size in bytes below which several pieces are fetched by a kernel, see `crossover_for`; none
-            are where kernels cannot read host memory by its address (`reads_host_addresses`).
         delay: holds up the host's part of the work, see `Point`.
     """
 
-    def __init__(self, device: torch.device, *, crossover: int = 0, delay: Delay | None = None) -> None:
+    def __init__(self, device: torch.device, *, delay: Delay | None = None) -> None:
         super().__init__(device, delay=delay)
         self._pid = os.getpid()
-        self._crossover = crossover if crossover and reads_host_addresses(device) else 0
         # Priority 0 is the lowest there is: where both want an engine or a processor, the model's stream may be first.
         self._streams = {lane: torch.cuda.Stream(device, priority=0) for lane in (Lane.FETCH, Lane.STORE)}
         self._clock = CudaClock(device)
@@ -85,12 +86,6 @@ class CudaTransport(LaneTransport):
         return event.nbytes
 
     def _copy(self, lane: Lane, pieces: Sequence[Copy]) -> None:
-        small = lane is Lane.FETCH and len(pieces) > 1 and total_bytes(pieces) < self._crossover * len(pieces)
-        # A kernel that reads pageable memory by its address kills the device.
-        if small and pieces[0].source.is_pinned() and (gather := gather_of(pieces)) is not None:
-            hold_up(self._delay, Point.COPY, lane)
-            gather.launch(self.device)
-            return
         for piece in pieces:
             hold_up(self._delay, Point.COPY, lane)
             piece.destination.copy_(piece.source, non_blocking=True)

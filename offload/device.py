@@ -1,15 +1,12 @@
 """The compute device: which one, what it can do, and what its allocator has seen."""
 
-import ctypes
-import functools
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
-
-_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91  # of CUdevice_attribute
 
 
 def pick_device(device: str | torch.device) -> torch.device:
@@ -52,18 +49,6 @@ def computing_on(device: torch.device) -> Iterator[None]:
         yield
 
 
-@functools.cache
-def reads_host_addresses(device: torch.device) -> bool:
-    """Whether kernels on the CUDA `device` may read registered host memory by the host's own address. Under WSL it has
-    another one there."""
-    answer, index = ctypes.c_int(0), torch.cuda.current_device() if device.index is None else device.index
-    with suppress(OSError):  # no driver of that name, and so no yes
-        ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(
-            ctypes.byref(answer), _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, index
-        )
-    return bool(answer.value)
-
-
 def cublas_workspace_bytes(device: torch.device) -> int:
     """What torch gives cuBLAS on the CUDA `device`, once for each thread and stream: as it says itself, and before 2.13
     as it documents it."""
@@ -89,6 +74,20 @@ def synchronize(device: torch.device) -> None:
     """Block the host until `device` has done all that it was given; a CPU has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def best_seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
+    """Seconds of the fastest of `rounds` calls of `work`, after one that does not count. On CUDA the device is idle
+    when a call begins, and has ended its work when the time is taken."""
+    work()
+    times = []
+    for _ in range(rounds):
+        synchronize(device)
+        begin = time.perf_counter()
+        work()
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def available_bytes(device: torch.device) -> int | None:

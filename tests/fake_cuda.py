@@ -29,7 +29,6 @@ from tiered.core.ledger import Ledger
 from tiered.core.spans import Recorder, active
 from tiered.forward import weight_bytes
 from tiered.kernels import choice, nvfp4_decode_ref
-from tiered.offload import routes
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("tiered", "clustering", "kernels", "offload"))
@@ -378,7 +377,6 @@ def fake_cuda() -> Iterator[FakeCuda]:
             weight_bytes: {"reserved_bytes": sum},  # this allocator rounds nothing
         }.items():  # fmt: skip
             stack.enter_context(patch.multiple(owner, create=True, **doubles))
-        stack.enter_context(patch.dict(routes._crossovers, {"none": 0}))
         for cached in (nvfp4_decode_ref._pairs, nvfp4_decode_ref._e4m3):
             cached.cache_clear()
             stack.callback(cached.cache_clear)

@@ -1,11 +1,9 @@
 """What a CUDA device is made ready by, on faked ones."""
 
 import contextlib
-import ctypes
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 import tiered
 import tiered.call
 from tiered.forward.library_bytes import LARGEST_GPU, Gpu, gpu_of
-from tiered.offload.device import available_bytes, computing_on, cublas_workspace_bytes, reads_host_addresses
+from tiered.offload.device import available_bytes, computing_on, cublas_workspace_bytes
 from tiered.policies.none import NoCache
 from tiered.runtime import Runtime
 
@@ -70,34 +68,6 @@ def test_the_models_device_is_current_in_every_pass(call: str, tiny_model: Any, 
     runtime = Runtime(tiny_model, policy=NoCache())
     getattr(runtime, call)(torch.arange(9)[None], **({"max_new_tokens": 2} if call == "generate" else {}))
     assert passes and all(devices == [CPU] for devices in passes) and not inside
-
-
-@pytest.mark.parametrize(
-    ("code", "value", "expected"), [(0, 1, True), (0, 0, False), (1, None, False), (None, None, False)]
-)
-def test_host_addresses_are_read_where_the_driver_says_so(
-    code: int | None, value: int | None, expected: bool, monkeypatch: pytest.MonkeyPatch
-):
-    """WSL's says no; a driver that fails, or is not found, has not said yes."""
-    asked: list[tuple[int, int]] = []
-
-    def attribute(answer: Any, which: int, device: int) -> int:
-        asked.append((which, device))
-        if value is not None:
-            answer._obj.value = value
-        assert code is not None
-        return code
-
-    def library(name: str) -> SimpleNamespace:
-        if code is None:
-            raise OSError(name)
-        return SimpleNamespace(cuDeviceGetAttribute=attribute)
-
-    monkeypatch.setattr(ctypes, "CDLL", library)
-    reads_host_addresses.cache_clear()
-    assert reads_host_addresses(CUDA) is expected
-    assert asked == ([] if code is None else [(91, 1)])
-    reads_host_addresses.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -368,8 +368,16 @@ def test_a_killed_day_leaves_a_whole_file(worker: str, processes: Path, tmp_path
         ("block step", {}, ("not measured", None, "")),
         ("update step", {"polestar_raw 1024": 1.5, "polestar_delta 32768": 1.2}, ("ok", 1.5, "polestar_raw 1024")),
         ("update step", {"polestar_raw 1024": 1.0, "polestar_delta 32768": 1.6}, ("missed", 1.6, "polestar_delta")),
-        ("fetches", {"16 KiB chosen": 0.1, "64 KiB chosen": 0.9, "1024 KiB chosen": 0.95}, ("ok", 0.9, "64 KiB")),
-        ("fetches", {"64 KiB engine": 0.1, "64 KiB chosen": 0.95, "144 KiB chosen": 0.8}, ("missed", 0.8, "144 KiB")),
+        (
+            "fetches",
+            {"16 KiB scattered": 0.1, "64 KiB scattered": 0.9, "1024 KiB scattered": 0.95},
+            ("ok", 0.9, "64 KiB"),
+        ),
+        (
+            "fetches",
+            {"64 KiB merged": 0.1, "64 KiB scattered": 0.95, "144 KiB scattered": 0.8},
+            ("missed", 0.8, "144 KiB"),
+        ),
         ("hidden", {"polestar_raw 32768": 0.96, "polestar_delta 32768": 0.94}, ("missed", 0.94, "polestar_delta")),
         ("hidden", {"polestar_raw 32768": 0.96, "polestar_raw 1024": 0.2}, ("ok", 0.96, "polestar_raw")),
         ("bit for bit", {"raw, offloaded, resident": True, "twice the same": False}, ("ok", 1, "raw")),

@@ -55,7 +55,6 @@ def test_all_cases(exactness: Any, setting: Any):
         ("raw, offloaded, resident", None),
         ("delta, offloaded, resident", None),
         ("copies on time, late", "_delta"),
-        ("by either way, by kernel", "_delta"),
     ],
 )
 def test_wrong_bytes_are_found(
@@ -158,4 +157,4 @@ def test_on_a_device_copies_wait_on_their_own_streams(exactness: Any, monkeypatc
         delay(Point.COPY, Lane.FETCH)
     assert 5 < len(slept) < 30 and all(isinstance(cycles, int) and 0 <= cycles <= 2_000_000 for cycles in slept)
     monkeypatch.setattr(slow, "CudaTransport", lambda device, **given: (device, given))
-    assert slow.transport(cuda, crossover=7, delay=delay) == (cuda, {"crossover": 7, "delay": delay})
+    assert slow.transport(cuda, delay=delay) == (cuda, {"delay": delay})

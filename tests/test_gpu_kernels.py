@@ -298,10 +298,6 @@ def test_bytes_are_those_that_must_move():
     count = sum(map(sum, given.valid.tolist()))
     assert 0 < count < 20
     assert flagged.moved(given) == 2 * (count * 3 * 16 * 4) + 2 * 10 * 9
-    gather = copies.GatherCopy(segments=3)
-    given = gather.draw(generator)
-    assert given.tables[2, :2].tolist() == [147_584, 16]
-    assert gather.moved(given) == 2 * sum(given.tables[2].tolist()) + 3 * 24
 
     linear = part("kernel_cases_linear").Linear(rows=3, inputs=16, outputs=5, dtype=torch.bfloat16)
     assert moved(linear) == 2 * (16 * 5 + 3 * 16 + 3 * 5)

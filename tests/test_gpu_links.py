@@ -4,7 +4,6 @@ import importlib
 import itertools
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from measuring import device_timer
+from measuring.device_timer import device_times, stand_still
 
-from tiered.offload import device_timer
 from tiered.offload.codec_bytes import Codec, codec_bytes
-from tiered.offload.device_timer import device_times, stand_still
 from tiered.offload.thread_transport import LaneTransport
 from tiered.tiers.ticket import Ticket
 
@@ -44,7 +42,7 @@ def nothing_cached(module: Callable[[str], ModuleType]) -> Iterator[None]:
     yield
     for name, keepers in {
         "copies": ("_host_memory", "_device_memory"),
-        "fetches": ("_measured_crossover", "_memory", "_peak_times"),
+        "fetches": ("_memory", "_peak_times"),
         "moved_bytes": ("copy_bandwidth",),
     }.items():
         for keeper in keepers:
@@ -147,7 +145,7 @@ def test_bandwidth_counts_both_sides(module: Callable[[str], ModuleType], monkey
 def test_every_copy_has_a_row(module: Callable[[str], ModuleType], setting: Any):
     copies = module("copies")
     rows = {case: copies.measure(setting, case) for case in copies.cases(setting)}
-    assert len(rows) == 13 and json.dumps(rows, allow_nan=False)
+    assert len(rows) == 10 and json.dumps(rows, allow_nan=False)
     ran = {case: row for case, row in rows.items() if "status" not in row}
     assert list(ran) == ["pageable to device", "pageable to host", "pageable both ways", "device to device"]
     assert all("'pageable'" in row["why"] for case, row in rows.items() if case not in ran)
@@ -247,24 +245,20 @@ def test_records_are_scattered(module: Callable[[str], ModuleType], size: int, r
 def test_every_fetch_has_a_row(module: Callable[[str], ModuleType], setting: Any):
     fetches = module("fetches")
     rows = {case: fetches.measure(setting, case) for case in fetches.cases(setting)}
-    assert len(rows) == 2 + 24 + 2 + 2 and json.dumps(rows, allow_nan=False)
-    assert rows["copy peak"]["pinner"] == "pageable" and rows["crossover"] == {"crossover_bytes": 0}
+    assert len(rows) == 1 + 12 + 2 and json.dumps(rows, allow_nan=False)
+    assert rows["copy peak"]["pinner"] == "pageable"
     peak = fetches.peak(setting) / 1e9
-    for case, row in list(rows.items())[2:]:
+    for case, row in list(rows.items())[1:]:
         assert row["ok"] is True, case
-        if "by programs" not in case:
-            assert row["over_peak"] == pytest.approx(row["gb_per_s"] / peak) and row["peak_gb_per_s"] == peak
+        assert row["over_peak"] == pytest.approx(row["gb_per_s"] / peak) and row["peak_gb_per_s"] == peak
     for size in (4, 16, 64, 144, 256, 1024):
-        assert rows[f"{size} KiB engine"]["record_bytes"] == size * KIB
+        assert rows[f"{size} KiB scattered"]["record_bytes"] == size * KIB
         count = 1024 // size
-        assert [rows[f"{size} KiB {route}"]["copies"] for route in ("engine", "merged")] == [
-            count,
-            math.ceil(count / 4),
-        ]
-    assert set(rows["16 KiB by programs"]["gb_per_s_by_programs"]) == {"1", "2", "4", "8", "16"}
+        assert rows[f"{size} KiB scattered"]["copies"] == count
+        assert rows[f"{size} KiB merged"]["copies"] == math.ceil(count / 4)
 
 
-@pytest.mark.parametrize("case", ["4 KiB engine", "144 KiB merged", "1024 KiB chosen", "delta fetch 2 clusters"])
+@pytest.mark.parametrize("case", ["4 KiB scattered", "144 KiB merged", "1024 KiB scattered", "delta fetch 2 clusters"])
 def test_a_wrong_fetch_is_found(
     module: Callable[[str], ModuleType], setting: Any, monkeypatch: pytest.MonkeyPatch, case: str
 ):
@@ -279,23 +273,6 @@ def test_a_wrong_fetch_is_found(
     monkeypatch.setattr(LaneTransport, "_move", wrong)
     row = module("fetches").measure(setting, case)
     assert row["ok"] is False and ("bytes are wrong" in row["why"] or "rows are not" in row["why"])
-
-
-def test_a_wrong_gather_is_found(module: Callable[[str], ModuleType], setting: Any, monkeypatch: pytest.MonkeyPatch):
-    fetches = module("fetches")
-
-    def for_device(op: Callable[..., None], device: torch.device) -> Callable[..., None]:
-        def leaves_some_out(*tensors: Tensor, programs: int) -> None:
-            source, starts, target, places, sizes = tensors
-            keep = slice(None) if programs != 8 else slice(1, None)
-            op(source, starts[keep], target, places[keep], sizes[keep], programs=programs)
-
-        return leaves_some_out
-
-    monkeypatch.setattr(fetches, "for_device", for_device)
-    row = fetches.measure(setting, "16 KiB by programs")
-    # Here and there what a record holds is the poison.
-    assert row["ok"] is False and re.match(r"16[23]\d\d of 1048576 bytes are wrong, the first at \d$", row["why"])
 
 
 def test_a_fetch_that_writes_nothing_is_found(

@@ -48,7 +48,7 @@ print({says!r}, flush=True)
 sys.exit({status})
 """
 OUT_OF_BOUNDS = """========= Invalid __global__ read of size 4 bytes
-=========     at _copy_segments+0x1b0 in gather_copy.py:40
+=========     at _decode+0x1b0 in delta_decode.py:54
 =========     by thread (31,0,0) in block (0,0,0)
 =========     Saved host backtrace up to driver entry point at kernel launch time
 =========     Host Frame: [0x331bda] in libcuda.so.1
@@ -134,7 +134,7 @@ def test_a_clean_run(fake: Fake):
 SUMMARY = "========= ERROR SUMMARY: {} errors"
 RACES = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, {} warnings)"
 FOUND = {
-    "out of bounds": ({"before": OUT_OF_BOUNDS, "after": SUMMARY.format(1), "status": 99}, 1, "_copy_segments+0x1b0"),
+    "out of bounds": ({"before": OUT_OF_BOUNDS, "after": SUMMARY.format(1), "status": 99}, 1, "_decode+0x1b0"),
     "one error": ({"before": OUT_OF_BOUNDS, "after": "========= ERROR SUMMARY: 1 error", "status": 99}, 1, "block (0"),
     "more than printed": (
         {
@@ -173,7 +173,7 @@ PLANTED = {
     "found": ({"before": OUT_OF_BOUNDS, "after": SUMMARY.format(1), "says": "CUDA error", "program_status": 1}, True),
     "not found": ({}, False),
     "found elsewhere": (
-        {"before": OUT_OF_BOUNDS.replace("_copy_segments", "cub"), "after": SUMMARY.format(1), "status": 99},
+        {"before": OUT_OF_BOUNDS.replace("_decode", "cub"), "after": SUMMARY.format(1), "status": 99},
         False,
     ),
 }
@@ -348,13 +348,13 @@ CPU = torch.device("cpu")
 
 def test_transports_are_right(sanitized: ModuleType):
     ran = sanitized.run_transports(CPU, 3, schedules=2, end=0.0)
-    assert ran["ran"] == ["route engine", "route gather", *(f"tiers {codec}" for codec in Codec)]
+    assert ran["ran"] == ["copies", *(f"tiers {codec}" for codec in Codec)]
     assert ran["wrong"] == [] and ran["schedules"] == 1 and ran["answers"] >= 0
 
 
 @pytest.mark.parametrize("one_wrong_byte", [Lane.FETCH, Lane.STORE], indirect=True)
 def test_a_wrong_copy_is_found(sanitized: ModuleType, one_wrong_byte: None):
-    assert not sanitized.copies_are_right(CPU, 3, 0)
+    assert not sanitized.copies_are_right(CPU, 3)
 
 
 @pytest.mark.parametrize("one_wrong_byte", [Lane.FETCH, Lane.STORE], indirect=True)
@@ -365,7 +365,7 @@ def test_a_wrong_record_is_found(sanitized: ModuleType, one_wrong_byte: None, co
 
 @pytest.mark.parametrize("one_wrong_byte", [Lane.FETCH], indirect=True)
 def test_what_is_found_is_told(sanitized: ModuleType, one_wrong_byte: None):
-    assert sanitized.run_transports(CPU, 3, schedules=0, end=0.0)["wrong"] == ["route engine: bytes differ"]
+    assert sanitized.run_transports(CPU, 3, schedules=0, end=0.0)["wrong"] == ["copies: bytes differ"]
 
 
 def test_a_wrong_schedule_is_found(sanitized: ModuleType, monkeypatch: pytest.MonkeyPatch):
@@ -394,18 +394,6 @@ def test_on_cuda_half_of_the_delays_hold_up_a_stream(monkeypatch: pytest.MonkeyP
             assert (60 < len(held) < 140) if place in on_stream else not held, place
 
 
-def test_on_cuda_records_take_either_route(monkeypatch: pytest.MonkeyPatch):
-    schedule = object.__new__(fuzz._Schedule)
-    schedule.device, schedule.draw = torch.device("cuda"), random.Random(1)
-    made: list[tuple[int, bool]] = []
-    monkeypatch.setattr(
-        fuzz, "CudaTransport", lambda device, *, crossover, delay: made.append((crossover, delay is None))
-    )
-    for number in range(40):
-        schedule.transport(number % 2 == 0)
-    assert set(made) == {(crossover, late) for crossover in (0, fuzz.SLOT_BYTES + 1) for late in (False, True)}
-
-
 @pytest.mark.parametrize("wrong", [[], ["a"]])
 def test_what_is_wrong_is_an_exit_status(
     sanitized: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: list[str]
@@ -426,7 +414,7 @@ def test_kernels_run_once_each(sanitized: ModuleType, monkeypatch: pytest.Monkey
 
 
 def test_what_is_planted_is_refused_where_it_can_be_seen(sanitized: ModuleType):
-    with pytest.raises(ValueError, match="ends at byte 65536 of a destination of 64 bytes"):
+    with pytest.raises(IndexError, match="out of range"):
         sanitized.run_planted(CPU)
 
 

@@ -48,7 +48,7 @@ class System:
         def gone() -> None:
             self.held -= actual
 
-        return Chunk(torch.empty(nbytes, dtype=torch.uint8), pinned=True, actual_bytes=actual, after=gone)
+        return Chunk(torch.empty(nbytes, dtype=torch.uint8), pinned=True, actual_bytes=actual, before=gone)
 
 
 @pytest.fixture

@@ -51,7 +51,6 @@ BOOKS = [
     "offload/slabs.py",
     "offload/spill_record.py",
     "clustering/allocation.py",
-    "kernels/byte_segments.py",
     "kernels/record_layout.py",
 ]
 TENSORS = {"torch", "transformers", "safetensors", "cupy", "triton"}

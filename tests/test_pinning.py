@@ -172,22 +172,22 @@ def test_auto_where_cupy_cannot_be_imported(cudart: FakeCudart, monkeypatch: pyt
 
 def test_auto_without_cupy(cudart: FakeCudart, no_cupy: None):
     assert pick_pinner("auto", CUDA).name == "registered"
-    with pytest.raises(ValueError, match=r"'cupy' does not work .* 'registered', 'torch', 'pageable'"):
+    with pytest.raises(ValueError, match=r"'cupy' does not work .* 'registered', 'pageable'"):
         pick_pinner("cupy", CUDA)
 
 
-@pytest.mark.parametrize("name", ["cupy", "registered", "torch"])
+@pytest.mark.parametrize("name", ["cupy", "registered"])
 def test_pinning_for_the_cpu_is_refused(name: str):
     with pytest.raises(ValueError, match=f"'{name}' does not work for device cpu here; these do: 'pageable'"):
         pick_pinner(name, CPU)
 
 
 def test_an_unknown_name():
-    with pytest.raises(ValueError, match="'pinned'; allowed: 'auto', 'cupy', 'registered', 'torch', 'pageable'"):
+    with pytest.raises(ValueError, match="'pinned'; allowed: 'auto', 'cupy', 'registered', 'pageable'"):
         pick_pinner("pinned", CPU)
 
 
-@pytest.mark.parametrize("name", ["cupy", "registered", "torch", "pageable"])
+@pytest.mark.parametrize("name", ["cupy", "registered", "pageable"])
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_sizes_that_do_not_work(name: str, nbytes: int, cudart: FakeCudart, cupy: FakeCupy):
     with pytest.raises(ValueError, match=f"cannot allocate {nbytes} bytes"):
@@ -274,7 +274,7 @@ def refuse_registration(cudart: FakeCudart, cupy: FakeCupy, monkeypatch: pytest.
     cudart.refuse_at = 0
 
 
-def refuse_torch(cudart: FakeCudart, cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+def refuse_memory(cudart: FakeCudart, cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
     def empty(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
@@ -286,8 +286,7 @@ def refuse_torch(cudart: FakeCudart, cupy: FakeCupy, monkeypatch: pytest.MonkeyP
     [
         ("cupy", refuse_cupy, "cudaErrorMemoryAllocation"),
         ("registered", refuse_registration, "cudaHostRegister returned 2"),
-        ("torch", refuse_torch, "out of memory"),
-        ("pageable", refuse_torch, "out of memory"),
+        ("pageable", refuse_memory, "out of memory"),
     ],
 )
 def test_a_refusal_says_what_there_is_and_what_to_change(
@@ -318,8 +317,7 @@ def test_a_refusal_says_what_there_is_and_what_to_change(
     assert not cudart.registered
     assert cudart.drained == (name == "registered")
     cupy.refuse = False
-    if name != "torch":  # the next request is served
-        assert pinner.allocate(PAGE).actual_bytes == PAGE
+    assert pinner.allocate(PAGE).actual_bytes == PAGE  # the next request is served
 
 
 def test_a_refused_chunk_of_an_arena(cudart: FakeCudart):
@@ -334,26 +332,6 @@ def test_a_refused_chunk_of_an_arena(cudart: FakeCudart):
     assert arena.stats().pinned_bytes == 3 * PAGE
     arena.close()
     assert not cudart.registered
-
-
-def test_torch_rounds_up(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch):
-    asked: list[bool] = []
-    emptied: list[int] = []
-    empty = torch.empty
-
-    def pinned(nbytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        asked.append(pin_memory)
-        return empty(nbytes, dtype=dtype)
-
-    monkeypatch.setattr(torch, "empty", pinned)
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: emptied.append(1), raising=False)
-    for nbytes, actual in [(1, 1), (4096, 4096), (4097, 8192), (3 << 20, 4 << 20)]:
-        chunk = pick_pinner("torch", CUDA).allocate(nbytes)
-        assert (chunk.pinned, chunk.actual_bytes, chunk.bytes.shape) == (True, actual, (nbytes,))
-        chunk.free()
-        chunk.free()
-    assert asked == [True] * 4
-    assert len(emptied) == 4
 
 
 def in_a_child(check: Callable[[], bool]) -> bool:
@@ -393,14 +371,14 @@ def test_a_chunk_is_released_before_its_memory_goes():
     def before() -> None:
         order.append("before" if chunk.bytes.data_ptr() == address else "too late")
 
-    chunk = Chunk(memory, pinned=False, actual_bytes=8, before=before, after=lambda: order.append("after"))
+    chunk = Chunk(memory, pinned=False, actual_bytes=8, before=before)
     for _ in range(2):
         chunk.free()
-    assert order == ["before", "after"]
+    assert order == ["before"]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["cupy", "registered", "torch", "auto"])
+@pytest.mark.parametrize("name", ["cupy", "registered", "auto"])
 def test_pinned_memory_reaches_the_device(name: str):
     if name == "cupy":
         pytest.importorskip("cupy")

@@ -182,12 +182,12 @@ def left_by(runtime: Runtime) -> tuple[GenerationOutput, Tensor]:
     return out, torch.stack(stores.left).view(torch.int32)
 
 
-def carrier(device: str, delay: Delay, crossover: int = 0) -> Transport:
+def carrier(device: str, delay: Delay) -> Transport:
     if device == "cpu":
         return ThreadTransport(delay=delay)
     from tiered.offload.cuda_transport import CudaTransport
 
-    return CudaTransport(torch.device(device), crossover=crossover, delay=delay)
+    return CudaTransport(torch.device(device), delay=delay)
 
 
 def jitter(device: str, seed: int) -> Delay:
@@ -209,7 +209,6 @@ def test_who_carries_the_rows_and_when_changes_no_bit(device: str, codec: Codec)
     ways: dict[str, Callable[[], Transport] | None] = {
         "on time": None,
         "late": lambda: carrier(device, jitter(device, 1)),
-        "by kernel, late": lambda: carrier(device, jitter(device, 2), crossover=1 << 40),
     }
     for way, make in ways.items():
         offloaded, stores = left_by(Runtime(model, policy=policy(), transport=make))

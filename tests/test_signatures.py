@@ -47,13 +47,6 @@ def calls_of_rotate() -> Iterator[Callable[[Any], object]]:
         yield lambda op, heads=heads, table=table, numbers=numbers: op(heads, table, table, numbers)
 
 
-def calls_of_gather() -> Iterator[Callable[[Any], object]]:
-    for size in SIZES:
-        source, target = torch.zeros(64 * size + 64, dtype=torch.uint8), torch.zeros(64 * size, dtype=torch.uint8)
-        at = torch.arange(size) * 64
-        yield lambda op, source=source[64:], to=target, at=at: op(source, at, to, at, torch.full_like(at, 64))
-
-
 def calls_of_decode() -> Iterator[Callable[[Any], object]]:
     for size in SIZES:
         table = RecordTable.build([size, 3], [0, 1 << 16], width=64, delta=False, device="cpu")
@@ -67,7 +60,6 @@ CALLS: dict[str, tuple[str, Iterator[Callable[[Any], object]], int]] = {
     **{f"block_attention, {code}": ("block_attention", calls_of_attention(code), 2) for code in (None, *RowCode)},
     **{f"scatter_rows, {code}": ("scatter_rows", calls_of_scatter(code), 1) for code in (None, *RowCode)},
     "rotate": ("rotate", calls_of_rotate(), 1),
-    "gather_copy": ("gather_copy", calls_of_gather(), 1),
     "delta_decode": ("delta_decode", calls_of_decode(), 1),
 }
 

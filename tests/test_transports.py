@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered.offload import cuda_transport
 from tiered.offload.arena import Arena, device_chunks
 from tiered.offload.cuda_event import CudaEvent
 from tiered.offload.cuda_transport import CudaTransport
@@ -27,7 +26,6 @@ from tiered.offload.delay import Point
 from tiered.offload.errors import CorruptRecordError, TransferError
 from tiered.offload.fence import Event, Fence, Region
 from tiered.offload.ring import Ring
-from tiered.offload.routes import Gather
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane, Settled, TransferEvent, Transport
 
@@ -763,39 +761,6 @@ def test_pieces_live_until_they_are_copied(on_fakes: Callable[..., CudaTransport
     transport.copy(Lane.STORE, [])
     gc.collect()
     assert all(reference() is None for reference in held)
-
-
-@pytest.mark.parametrize(
-    ("lane", "count", "size", "pinned", "by_address", "gathered"),
-    [
-        (Lane.FETCH, 3, 32, True, True, True),
-        (Lane.FETCH, 3, 32, True, False, False),  # the device has another address for it
-        (Lane.FETCH, 3, 64, True, True, False),  # from the crossover on the engine is as fast
-        (Lane.FETCH, 1, 32, True, True, False),  # one piece costs the engine no more than a kernel its launch
-        (Lane.FETCH, 3, 32, False, True, False),  # a kernel cannot read pageable memory
-        (Lane.STORE, 3, 32, True, True, False),  # measured for fetches
-    ],
-)
-def test_small_records_are_gathered(
-    on_fakes: Callable[..., CudaTransport],
-    monkeypatch: pytest.MonkeyPatch,
-    lane: Lane,
-    count: int,
-    size: int,
-    pinned: bool,
-    by_address: bool,
-    gathered: bool,
-):
-    launched = []
-    monkeypatch.setattr(Gather, "launch", lambda self, device: launched.append(self))
-    monkeypatch.setattr(Tensor, "is_pinned", lambda _: pinned)
-    monkeypatch.setattr(cuda_transport, "reads_host_addresses", lambda device: by_address)
-    source, destination = torch.arange(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
-    pieces = [Copy(source[i * 64 :][:size], destination[i * size :][:size]) for i in range(count)]
-    end(on_fakes(crossover=64).copy(lane, pieces))
-    assert len(launched) == gathered
-    copied = torch.cat([piece.source for piece in pieces])
-    assert gathered or torch.equal(destination[: count * size], copied)
 
 
 # --- random schedules

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from jaxtyping import UInt8
+from measuring.device_timer import device_times
 from torch import Tensor
 
 from gpu_parts.moved_bytes import copy_bandwidth, difference, fill_at_random, poison, random_memory, speeds
 from gpu_parts.setting import Setting, checked, skipped
 from tiered.offload.chunk import Chunk
-from tiered.offload.device_timer import device_times
 from tiered.offload.pinning import pick_pinner
 
-KINDS = ("cupy", "registered", "torch", "pageable")
+KINDS = ("cupy", "registered", "pageable")
 DIRECTIONS = ("to device", "to host", "both ways")
 WITHIN = "device to device"
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from torch import Tensor
 from gpu_parts.policy_calls import BLOCK, Kinds, one_after_another
 from gpu_parts.random_llada import few_layers, random_ids
 from gpu_parts.setting import Setting, checked
-from gpu_parts.slow_transports import BY_KERNEL, Damaging, Synchronous, random_delays, transport
+from gpu_parts.slow_transports import Damaging, Synchronous, random_delays, transport
 from tiered.core.features import Feature, Tier
 from tiered.forward.forward import Forward
 from tiered.models.base import DiffusionModel
@@ -162,13 +162,12 @@ def _resident(setting: Setting, codec: Codec) -> Left:
     return _call(setting, _policy(setting, codec=codec, hidden_tier=Tier.DEVICE))
 
 
-def _by(setting: Setting, codec: Codec = Codec.NVFP4_DELTA, late: bool = False, **given: Any) -> Left:
-    if late:
-        given["delay"] = random_delays(setting.on, setting.seed)
-    return _call(setting, _policy(setting, codec=codec), partial(transport, setting.on, **given))
+def _by(setting: Setting, codec: Codec = Codec.NVFP4_DELTA, late: bool = False) -> Left:
+    delay = random_delays(setting.on, setting.seed) if late else None
+    return _call(setting, _policy(setting, codec=codec), partial(transport, setting.on, delay=delay))
 
 
-# Two calls that leave the same. Synchronous and late copies are all by the engine.
+# Two calls that leave the same.
 _LAWS: Mapping[str, tuple[Callable[[Setting], Left], Callable[[Setting], Left]]] = {
     "twice the same": (_delta, _by),
     "raw, offloaded, resident": (_raw, lambda setting: _resident(setting, Codec.RAW)),
@@ -179,7 +178,6 @@ _LAWS: Mapping[str, tuple[Callable[[Setting], Left], Callable[[Setting], Left]]]
     ),
     "copies on time, late": (_delta, lambda setting: _by(setting, late=True)),
     "raw copies on time, late": (_raw, lambda setting: _by(setting, Codec.RAW, late=True)),
-    "by either way, by kernel": (_delta, lambda setting: _by(setting, crossover=BY_KERNEL)),
 }
 
 

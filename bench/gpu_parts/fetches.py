@@ -1,11 +1,10 @@
-"""How fast scattered records are fetched, by their size and the route that they take.
+"""How fast records are fetched, by their size and by how they lie.
 
-16 MiB of records at a time, every second one of a stretch of pinned memory, or, for `merged`, runs of four out of eight
-that are copied as one piece each; another stretch each round, so that no cache of the host serves them again.
+16 MiB of records at a time from pinned memory: `scattered`, every second one of a stretch, or `merged`, runs of four
+out of eight that are copied as one piece each. Each round takes another stretch, so no cache of the host serves it.
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from contextlib import closing
 from functools import cache, partial
@@ -13,7 +12,8 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Float, UInt8
+from measuring.device_timer import device_times
 from measuring.statistics import spread
 from tier_fuzz import round_trip
 from torch import Tensor
@@ -24,33 +24,25 @@ from gpu_parts.setting import Setting, checked
 from gpu_parts.slow_transports import transport
 from tiered.clustering.cluster_index import ClusterIndex
 from tiered.core.ledger import Ledger
-from tiered.kernels.choice import for_device
-from tiered.kernels.gather_copy_ref import gather_copy
-from tiered.offload import routes
 from tiered.offload.chunk import Chunk
 from tiered.offload.codec_bytes import Codec
-from tiered.offload.device_timer import device_times
 from tiered.offload.pinning import pick_pinner
-from tiered.offload.routes import Route, Segment, measure_crossover, neighbours_merged
-from tiered.offload.transport import Copy, Lane, Transport
+from tiered.offload.transport import Copy, Lane, Segment, Transport, merge_neighbours
 from tiered.policies.polestar.hidden_records import HiddenRecords
 from tiered.tiers.opening import open_tiers
 
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 9
-PEAK, CROSSOVER = "copy peak", "crossover"
+PEAK = "copy peak"
 _RUN = 4  # records that lie side by side, for `merged`
-_PROGRAMS = (1, 2, 4, 8, 16)
 _SIZES = (4, 16, 64, 144, 256, 1024)  # KiB of a record; 144: LLaDA's of 64 rows, with its room
-_BY_ROUTE = [f"{size} KiB {route}" for size in _SIZES for route in ("engine", "gather", "chosen", "merged")]
-_BY_PROGRAMS = [f"{size} KiB by programs" for size in (16, 144)]
+_BY_LAYOUT = [f"{size} KiB {layout}" for size in _SIZES for layout in ("scattered", "merged")]
 
 
 def cases(setting: Setting) -> list[str]:
-    """The peak, where the routes cross, every size by every route, gathers of more or fewer programs, and last what
-    the tier manager makes of it."""
+    """The peak, every size by how the records lie, and last what the tier manager makes of it."""
     fetched = (f"delta fetch {count} clusters" for count in ((2, 6) if setting.tiny else (4, 16, 64, 256)))
-    return [PEAK, CROSSOVER, *_BY_ROUTE, *_BY_PROGRAMS, *fetched]
+    return [PEAK, *_BY_LAYOUT, *fetched]
 
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
@@ -58,12 +50,9 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
     if case == PEAK:
         pinner = pick_pinner("auto", setting.on).name
         return {"pinner": pinner, "bytes": len(_source(setting)), **speeds(len(_source(setting)), _peak_times(setting))}
-    if case == CROSSOVER:
-        return _crossover(setting)
     if case.startswith("delta fetch"):
         return tier_fetch(setting, int(case.split()[2]), peak(setting))
-    size, route = int(case.split()[0]) * KIB, case.split()[-1]
-    return _by_programs(setting, size) if route == "programs" else _by_route(setting, size, route)
+    return _by_layout(setting, int(case.split()[0]) * KIB, case.split()[-1])
 
 
 def peak(setting: Setting) -> float:
@@ -89,20 +78,19 @@ def _stretches(setting: Setting, size: int, run: int = 1) -> tuple[list[list[Seg
     return windows, torch.empty(total // size * size, dtype=torch.uint8, device=setting.on), wanted
 
 
-def _by_route(setting: Setting, size: int, route: str) -> dict[str, Any]:
-    source, run = _source(setting), min(_RUN, _total(setting) // size) if route == "merged" else 1
+def _by_layout(setting: Setting, size: int, layout: str) -> dict[str, Any]:
+    source, run = _source(setting), min(_RUN, _total(setting) // size) if layout == "merged" else 1
     windows, target, wanted = _stretches(setting, size, run)
     stretches = []
     for records in windows:
-        pieces = neighbours_merged(records) if route == "merged" else records
+        pieces = merge_neighbours(records) if layout == "merged" else records
         stretches.append([Copy(source[at:][:nbytes], target[place:][:nbytes]) for at, place, nbytes in pieces])
-    crossover = {"engine": 0, "gather": sys.maxsize}.get(route, _measured_crossover(setting))
-    with closing(transport(setting.on, crossover=crossover)) as carrier:
-        _seconds(carrier, stretches[0])  # compiles
+    with closing(transport(setting.on)) as carrier:
+        _seconds(carrier, stretches[0])
         times = [_seconds(carrier, stretches[number % len(stretches)]) for number in range(ROUNDS)]
         poison(target)
         _seconds(carrier, stretches[0])
-    row = {"record_bytes": size, "route": route, "copies": len(stretches[0]), **speeds(len(target), times)}
+    row = {"record_bytes": size, "layout": layout, "copies": len(stretches[0]), **speeds(len(target), times)}
     row |= {"peak_gb_per_s": peak(setting) / 1e9, "over_peak": 1e9 * row["gb_per_s"] / peak(setting)}
     return row | checked(difference(target, wanted))
 
@@ -114,43 +102,6 @@ def _seconds(carrier: Transport, copies: Sequence[Copy]) -> float:
     started, ended = event.times.started, event.times.ended
     assert started is not None and ended is not None, "a job that has ended has its times"
     return max(ended - started, 1) / 1e9
-
-
-def _by_programs(setting: Setting, size: int) -> dict[str, Any]:
-    """The kernel alone: where each record lies is on the device before the time counts."""
-    windows, target, wanted = _stretches(setting, size)
-    tables = [torch.tensor(list(zip(*of, strict=True)), dtype=torch.int64, device=setting.on) for of in windows]
-    copy, turns = for_device(gather_copy, setting.on), cycle(tables)
-    found, faults = dict[str, float](), []
-
-    def fetch(table: Int64[Tensor, "3 records"], programs: int) -> None:
-        starts, places, sizes = table
-        copy(_source(setting), starts, target, places, sizes, programs=programs)
-
-    for programs in _PROGRAMS:
-        times = device_times(lambda: fetch(next(turns), programs), setting.on, rounds=ROUNDS, hold=True)  # noqa: B023
-        found[str(programs)] = speeds(len(target), times)["gb_per_s"]
-        poison(target)
-        fetch(tables[0], programs)
-        faults.append(difference(target, wanted))
-    over_peak = {programs: 1e9 * speed / peak(setting) for programs, speed in found.items()}
-    row = {"record_bytes": size, "gb_per_s_by_programs": found, "over_peak_by_programs": over_peak}
-    return row | {"programs_in_use": routes.PROGRAMS, **checked(*faults)}
-
-
-def _crossover(setting: Setting) -> dict[str, Any]:
-    """What the runtime would measure, and what it rests on, by record size. None: the gather is always faster."""
-    taken = _measured_crossover(setting)
-    row: dict[str, Any] = {"crossover_bytes": taken if taken < sys.maxsize else None}
-    if setting.on.type != "cuda":
-        return row
-    time_of = routes.timer_for(setting.on)
-    times = {(route, size): time_of(route, size) for size in routes.SIZES for route in Route}
-    again = measure_crossover(lambda route, size: times[route, size], routes.SIZES)
-    row |= {"crossover_again_bytes": again if again < sys.maxsize else None, "records": routes.RECORDS}
-    return row | {
-        f"{route.value}_us": {str(size): 1e6 * times[route, size] for size in routes.SIZES} for route in Route
-    }
 
 
 def tier_fetch(setting: Setting, wanted: int, peak: float) -> dict[str, Any]:
@@ -177,7 +128,7 @@ def tier_fetch(setting: Setting, wanted: int, peak: float) -> dict[str, Any]:
     encoded = torch.cat([round_trip(of_cluster, Codec.NVFP4_DELTA, centroid) for of_cluster, centroid in given])
     wrong, there = int((out != encoded).any(dim=1).sum()), torch.cat([of_cluster for of_cluster, _ in given]).double()
     error, nbytes = float((out.double() - there).norm() / there.norm()), ticket.nbytes
-    row = {"record_bytes": nbytes // wanted, "route": "tier manager", "bytes": nbytes, **speeds(nbytes, times)}
+    row = {"record_bytes": nbytes // wanted, "layout": "tier manager", "bytes": nbytes, **speeds(nbytes, times)}
     row |= {"fetch_us": 1e-3 * nbytes / row["gb_per_s"], "floor_us": 1e6 * nbytes / peak, "peak_gb_per_s": peak / 1e9}
     row |= {"over_peak": 1e9 * row["gb_per_s"] / peak, "error": error if math.isfinite(error) else None}
     return row | checked(f"{wrong} of {len(out)} rows are not the encoded ones" if wrong else None)
@@ -204,11 +155,6 @@ def _clustered(
 def _total(setting: Setting) -> int:
     """Bytes of one fetch; in a rehearsal one record of every size fits."""
     return MIB if setting.tiny else 16 * MIB
-
-
-@cache
-def _measured_crossover(setting: Setting) -> int:
-    return routes.crossover_for(setting.on)
 
 
 @cache

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from measuring.device_timer import device_times
 from measuring.statistics import spread
 from torch import Tensor
 
 from gpu_parts.kernel_case import KernelCase, generator_of, interpret, sized
 from gpu_parts.moved_bytes import copy_bandwidth
 from gpu_parts.setting import Setting
-from tiered.offload.device_timer import device_times
 
 Work = Callable[[], object]
 Inputs = list[tuple[Any, tuple[Tensor, ...]]]  # of a case, each with room for its results

@@ -1,4 +1,4 @@
-"""Cases of what moves bytes and computes nothing: rows into a store, segments over the bus."""
+"""Cases of the kernel that moves bytes and computes nothing: rows into a store."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from gpu_parts.kernel_case import KernelCase, normal, op, random_bytes, shuffled, size
+from gpu_parts.kernel_case import KernelCase, normal, op, shuffled, size
 from gpu_parts.kernel_cases_attention import CHECKED_KEYS, TIMED_KEYS
 
-_RECORD = 147_584  # bytes of 64 rows of LLaDA-8B
 _INVALID = 0.3  # share of rows that do not count, where there are flags
 
 
@@ -68,60 +67,6 @@ class ScatterRows(KernelCase):
         return 2 * count * size(given.values[0, :, 0]) + size(given.columns, given.valid)
 
 
-class Segmented(NamedTuple):
-    """`tables`: starts, places and sizes on the device; buffers on either side of the bus."""
-
-    source: Tensor
-    destination: Tensor
-    tables: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatherCopy(KernelCase):
-    """Segments of unequal sizes, out of order, with gaps; `down`: to pinned host memory, else from it."""
-
-    kernel, into = "gather_copy", "destination"
-    segments: int
-    largest: int = _RECORD
-    down: bool = False
-
-    def tiny(self) -> Self:
-        return replace(self, segments=3, largest=64)
-
-    def draw(self, generator: torch.Generator) -> Segmented:
-        device, words = generator.device, self.largest // 16
-        # The first is the largest, the next the smallest.
-        counts = torch.randint(1, words + 1, (self.segments,), generator=generator, device=device).tolist()
-        sizes = [16 * count for count in [words, 1, *counts][: self.segments]]
-        rooms = [nbytes + 16 * (k % 2) for k, nbytes in enumerate(sizes)]
-        sides = [scattered(generator, rooms, first=16) for _ in range(2)]
-        source, destination = (random_bytes(generator, 16 + sum(rooms)) for _ in range(2))
-        if device.type == "cuda":
-            source, destination = (
-                tensor.cpu().pin_memory() if on_host else tensor
-                for tensor, on_host in ((source, not self.down), (destination, self.down))
-            )
-        return Segmented(source, destination, torch.tensor([*sides, sizes]).to(device))
-
-    def room(self, given: Segmented) -> tuple[Tensor, ...]:
-        room = super().room(given)
-        return (room[0].pin_memory(),) if given.destination.is_pinned() else room
-
-    def run(self, given: Segmented, room: Sequence[Tensor]) -> Sequence[Tensor]:
-        starts, places, sizes = given.tables
-        op(self.kernel)(given.source, starts, room[0], places, sizes)
-        return room
-
-    def law(self, given: Segmented) -> tuple[Tensor, ...]:
-        source, expected = given.source.cpu(), given.destination.cpu().clone()
-        for start, place, nbytes in given.tables.T.tolist():
-            expected[place : place + nbytes] = source[start : start + nbytes]
-        return (expected,)
-
-    def moved(self, given: Segmented) -> int:
-        return 2 * int(given.tables[2].sum()) + size(given.tables)
-
-
 def scattered(generator: torch.Generator, rooms: Sequence[int], *, first: int) -> list[int]:
     """Where each of `rooms` begins, if they stand in random order one after another from byte `first`."""
     order = shuffled(generator, len(rooms)).tolist()
@@ -134,7 +79,5 @@ CHECKED: tuple[KernelCase, ...] = (
     ScatterRows(**_LLADA),
     ScatterRows(heads=1, elements=4096),
     ScatterRows(heads=4, elements=75, dtype=torch.float32, masked=True),
-    GatherCopy(segments=40),
-    GatherCopy(segments=40, down=True),
 )
 TIMED: tuple[KernelCase, ...] = (ScatterRows(layers=1, batch=1, length=TIMED_KEYS, **_LLADA),)

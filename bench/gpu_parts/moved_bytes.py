@@ -6,10 +6,9 @@ from functools import cache
 import numpy as np
 import torch
 from jaxtyping import UInt8
+from measuring.device_timer import device_times
 from measuring.statistics import spread
 from torch import Tensor
-
-from tiered.offload.device_timer import device_times
 
 POISON = 0xA5
 _COPY_BYTES, _TINY_COPY_BYTES = 1 << 30, 1 << 20  # the first is far more than any cache holds

@@ -89,14 +89,10 @@ class ProfiledCall:
         return {kind: self._of_kind(kind) for kind in dict.fromkeys(self.kinds)}
 
     def fetches(self) -> dict[str, Any]:
-        """Copies to the device beside the stream that computes, by the copy engine or a kernel: their time, and the
-        share of it in which a kernel computes."""
+        """Copies to the device beside the stream that computes: their time, and the share of it in which a kernel
+        computes."""
         kernels = [event.span for event in self.device if event.category == "kernel" and event.computes]
-        spans = [
-            event.span
-            for event in self.device
-            if not event.computes and (event.category == "kernel" or " HtoD" in event.name)
-        ]
+        spans = [event.span for event in self.device if not event.computes and " HtoD" in event.name]
         total = covered(spans)
         under = total + covered(kernels) - covered([*spans, *kernels])
         share = {"under_kernels_share": round(under / total, 4)} if total else {}

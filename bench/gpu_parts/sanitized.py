@@ -31,7 +31,8 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.features import Feature
 from tiered.core.ledger import Ledger
 from tiered.kernels.choice import for_device
-from tiered.kernels.gather_copy_ref import gather_copy
+from tiered.kernels.delta_decode_ref import delta_decode
+from tiered.kernels.record_table import RecordTable
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.device import synchronize
 from tiered.offload.fence import Fence, Region
@@ -41,7 +42,6 @@ from tiered.tiers.opening import open_tiers
 from tiered.tiers.record_book import RecordKey
 
 KIB = 1 << 10
-_ROUTES = {"engine": 0, "gather": 1 << 30}  # `crossover` of a transport that takes no other
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,19 +74,19 @@ def run_kernels(device: torch.device) -> dict[str, Any]:
 
 
 def run_planted(device: torch.device) -> dict[str, Any]:
-    """A gather that writes behind the end of its target, which only who looks at every access can tell; the kernel has
-    no way to know. It refuses such a thing where it can see it: on a CPU."""
-    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in (1 << 16, 64))
-    start, size = torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), 1 << 16, device=device)
-    for_device(gather_copy, device)(source, start, target, start, size)
+    """Decoding against a centroid that does not exist: the kernel reads 1 MiB behind the only one and cannot know it.
+    The reference refuses the number on a CPU."""
+    table = RecordTable.build([1], [0], width=64, delta=True, device=device)
+    record, rows = torch.zeros(256, dtype=torch.uint8, device=device), torch.zeros(1, 64, device=device)
+    for_device(delta_decode, device)(record, table, rows.clone(), torch.full((1,), 1 << 12, device=device), rows)
     synchronize(device)
     return {"ran": ["planted"], "wrong": []}
 
 
 def run_transports(device: torch.device, seed: int, *, schedules: int, end: float) -> dict[str, Any]:
-    """Copies by either route, tiers in every codec, then random schedules until `end` of the monotonic clock."""
+    """Copies, tiers in every codec, then random schedules until `end` of the monotonic clock."""
     device = torch.empty(0, device=device).device  # with its number, as tensors say it
-    checks = {f"route {route}": partial(copies_are_right, device, seed, size) for route, size in _ROUTES.items()}
+    checks = {"copies": partial(copies_are_right, device, seed)}
     checks |= {f"tiers {codec}": partial(tiers_are_right, device, seed, codec) for codec in Codec}
     wrong = []
     for name, right in checks.items():
@@ -102,22 +102,22 @@ def run_transports(device: torch.device, seed: int, *, schedules: int, end: floa
     return {"ran": list(checks), "schedules": done, "answers": answers, "wrong": wrong}
 
 
-def copies_are_right(device: torch.device, seed: int, crossover: int) -> bool:
+def copies_are_right(device: torch.device, seed: int) -> bool:
     """Six turns through one small buffer of host memory that each turn uses again: down, up, and out by a kernel, every
-    job told by fences what it waits for. `crossover`: as of `CudaTransport`."""
+    job told by fences what it waits for."""
     turns, size, count = 6, 4 * KIB, 8
     generator = torch.Generator(device).manual_seed(seed)
     given = torch.randint(256, (turns, count * size), dtype=torch.uint8, device=device, generator=generator)
     found, arrived = torch.full_like(given, POISON), torch.full_like(given[0], POISON)
     chunk = pick_pinner("auto", device).allocate(2 * count * size)
-    # Every second record of the buffer; the last one lies at an odd address, where no kernel can take it.
+    # Every second record of the buffer; the last one lies at an odd address.
     host = [chunk.bytes[2 * number * size + number // (count - 1) :][:size] for number in range(count)]
     there, landing = Fence(Region.HOST_SLOT), Fence(Region.FETCH_SLOT)
 
     def leave(turn: int) -> None:
         found[turn] = arrived
 
-    with closing(transport(device, crossover=crossover)) as lanes:
+    with closing(transport(device)) as lanes:
         for turn in range(turns):
             ready = lanes.compute(lambda: None)  # `given` is there
             down = [Copy(row, place) for row, place in zip(given[turn].view(count, size), host, strict=True)]

@@ -1,4 +1,4 @@
-"""Transports that carry the same bytes at other times or by other ways, and one that does not."""
+"""Transports that carry the same bytes at other times, and one that damages them."""
 
 import random
 import time
@@ -12,16 +12,15 @@ from tiered.offload.fence import Event
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane, TransferEvent, Transport
 
-BY_KERNEL = 1 << 40  # a record size that none reaches: all are fetched by the kernel
 _CYCLES = 2_000_000  # of the device, a millisecond
 _SECONDS = 0.002
 
 
-def transport(device: torch.device, *, crossover: int = 0, delay: Delay | None = None) -> Transport:
-    """The transport of `device`; `crossover`: see `CudaTransport`, nothing on a CPU."""
+def transport(device: torch.device, *, delay: Delay | None = None) -> Transport:
+    """The transport of `device`."""
     if device.type != "cuda":
         return ThreadTransport(delay=delay)
-    return CudaTransport(device, crossover=crossover, delay=delay)
+    return CudaTransport(device, delay=delay)
 
 
 def random_delays(device: torch.device, seed: int) -> Delay:

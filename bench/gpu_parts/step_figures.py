@@ -11,6 +11,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
+from measuring.device_timer import device_times
 from measuring.statistics import spread
 
 from gpu_parts.moved_bytes import copy_bandwidth
@@ -19,7 +20,6 @@ from gpu_parts.setting import Setting
 from tiered.core.rates import Rates
 from tiered.forward.forward_work import ForwardWork, forward_work
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.offload.device_timer import device_times
 from tiered.offload.lane import Lane
 from tiered.output import GenerationOutput
 from tiered.policies.base import StepKind

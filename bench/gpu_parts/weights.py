@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from baselines.bidirectional_llama import forward, llama_of
+from measuring.device_timer import device_times
 from torch import Tensor
 
 import tiered
@@ -27,7 +28,6 @@ from tiered.loading import load_weights
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.shape import ModelShape
 from tiered.models.weight_form import read_bytes
-from tiered.offload.device_timer import device_times
 from tiered.offload.lane import Lane
 from tiered.planning.plan import Plan
 from tiered.policies.base import StepKind

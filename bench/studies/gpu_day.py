@@ -98,7 +98,7 @@ TARGETS = (
     Target("an update step, over its own floor", "steps", "polestar_.*", "kinds.update.over_floor", 1.5),
     Target(
         "fetches of records from 64 KiB, over the copy peak",
-        *("fetches", r"(64|[7-9]\d|[1-9]\d\d+) KiB chosen", "over_peak", 0.9, True),
+        *("fetches", r"(64|[7-9]\d|[1-9]\d\d+) KiB scattered", "over_peak", 0.9, True),
     ),
     Target(
         "fetch time that is hidden at 32k positions",

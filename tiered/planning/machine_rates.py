@@ -11,8 +11,7 @@ from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.models.llada import LLaDA
-from tiered.offload.device import multiprocessors
-from tiered.offload.device_timer import device_times
+from tiered.offload.device import best_seconds, multiprocessors
 
 _SIDE = {"cpu": 768, "cuda": 8192}  # of the matrices that are multiplied
 _BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # that are summed up, and copied: more than any cache holds
@@ -39,13 +38,13 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> Rates:
         F.scaled_dot_product_attention(heads[:, :, :rows], heads, heads)
 
     def rate(flops: float, work: Callable[[], object]) -> float:
-        return flops / min(device_times(work, device, rounds=5))
+        return flops / best_seconds(work, device)
 
     attention = 4 * heads.numel()  # of a row
     products = rate(2 * side**3, lambda: matrix @ matrix), rate(2 * _FEW * wide.numel(), lambda: few @ wide)
     attentions = [rate(rows * attention, lambda rows=rows: attend(rows)) for rows in (_MANY, _FEW)]
     works = (vector.sum, lambda: vector.copy_(source, non_blocking=True), _least_step(device, dtype))
-    total, copy, least = (min(device_times(work, device, rounds=5)) for work in works)
+    total, copy, least = (best_seconds(work, device) for work in works)
     return Rates(
         flops_per_second=products[0],
         half_rows=_half_rows(*products),

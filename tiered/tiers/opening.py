@@ -132,9 +132,8 @@ def _transport_for(device: torch.device) -> Transport:
     if device.type != "cuda":
         return ThreadTransport()
     from tiered.offload.cuda_transport import CudaTransport
-    from tiered.offload.routes import crossover_for
 
-    return CudaTransport(device, crossover=crossover_for(device))
+    return CudaTransport(device)
 
 
 def _arena(

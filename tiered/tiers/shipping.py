@@ -19,8 +19,7 @@ from tiered.offload.arena import Slot
 from tiered.offload.codecs import CODECS
 from tiered.offload.fence import Fence, Region
 from tiered.offload.ring import Ring, RingSlot
-from tiered.offload.routes import neighbours_merged
-from tiered.offload.transport import Copy, Lane, TransferEvent
+from tiered.offload.transport import Copy, Lane, TransferEvent, merge_neighbours
 from tiered.tiers.batches import Batch, memory_slot
 from tiered.tiers.record_book import Entry
 from tiered.tiers.slots import Slots
@@ -275,7 +274,7 @@ def _pieces(spans: Sequence[_Span], offsets: Sequence[int], staging: RingSlot) -
     for _, group in groupby(pairs, key=lambda pair: id(pair[0].buffer)):
         members = list(group)
         buffer = members[0][0].buffer
-        for start, offset, size in neighbours_merged((span.start, offset, span.room) for span, offset in members):
+        for start, offset, size in merge_neighbours((span.start, offset, span.room) for span, offset in members):
             yield buffer[start : start + size], staging.bytes[offset : offset + size]
 
 
