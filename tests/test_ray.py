@@ -43,11 +43,9 @@ def test_a_row_that_cannot_be_answered_comes_back_with_its_error():
     with tiered.from_pretrained("embedded", policy="fast_dllm_dual") as runtime:
         alone = [runtime.generate(prompt, **OPTIONS) for prompt in PROMPTS[:2]]
     texts = [(output.text or [""])[0] for output in alone]
-    assert told["answer"].tolist() == [texts[0], "", "", texts[0], texts[1], "", ""]
+    assert told["answer"] == [texts[0], "", "", texts[0], texts[1], "", ""]
     words = ["^$", "prompt 0 is empty", "token id 9999", "^$", "^$", "positions", "not int"]
     assert all(re.search(word, error) for word, error in zip(words, told["error"], strict=True)), told["error"]
-    first, second = (output.num_forwards for output in alone)
-    assert told["forwards"].tolist() == [first, 0, 0, first, second, 0, 0]
     with pytest.raises(ValueError, match="did you mean 'max_new_tokens'"):  # whatever the row
         Answerer("embedded", options={"max_new_token": 8})
 
@@ -56,10 +54,8 @@ def test_a_row_that_cannot_be_answered_comes_back_with_its_error():
 def test_workers_do_not_answer_on_the_cpu_unasked(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    with pytest.raises(ValueError, match=r"num_gpus = (None|0) hides this machine's GPUs .* device='cpu'"):
+    with pytest.raises(ValueError, match=r"num_gpus = 0 hides this machine's GPUs .* device='cpu'"):
         make("embedded")
-    with pytest.raises(ValueError, match=r"num_gpus = 0.5 lets workers share a GPU: pass memory"):
-        make("embedded", num_gpus=0.5)
 
 
 class Named(Answerer):
@@ -83,9 +79,8 @@ def test_a_worker_that_is_killed_loses_and_doubles_no_answer(ray: Any, tmp_path:
     dataset = ray.data.from_items(rows, override_num_blocks=20)
     more: dict[str, Any] = {"temperature": 0.5}
     told = answered(
-        dataset, "embedded", workers=2, batch_size=10, num_cpus=1, seed="seed", policy="fast_dllm_dual",
-        options=OPTIONS | more, folder=str(tmp_path),
-    )  # fmt: skip
+        dataset, "embedded", workers=2, policy="fast_dllm_dual", options=OPTIONS | more, folder=str(tmp_path)
+    )
     killed: list[int] = []
 
     def kill() -> None:
@@ -104,7 +99,7 @@ def test_a_worker_that_is_killed_loses_and_doubles_no_answer(ray: Any, tmp_path:
     with tiered.from_pretrained("embedded", policy="fast_dllm_dual") as runtime:
         for row in answers:
             alone = runtime.generate(row["prompt"], **OPTIONS, **more, seed=row["seed"])
-            assert ([row["answer"]], row["forwards"], row["error"]) == (alone.text, alone.num_forwards, "")
+            assert ([row["answer"]], row["error"]) == (alone.text, "")
 
 
 @pytest.mark.long
@@ -116,7 +111,7 @@ def test_the_server_is_a_deployment():
         port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:
-        serve.run(deployment("embedded", policy="fast_dllm_dual", defaults=OPTIONS), route_prefix="/")
+        serve.run(deployment("embedded", policy="fast_dllm_dual", service={"defaults": OPTIONS}), route_prefix="/")
         body = {"messages": [{"role": "user", "content": "sort: Nora Ben Ivan Cleo"}], "stream": True}
         told = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60)
         assert "Nora" in told.text and told.text.endswith("data: [DONE]\n\n")
