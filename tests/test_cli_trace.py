@@ -21,7 +21,7 @@ def test_a_trace_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert {"step", "mlp/L0", "mlp/L4", "clustering/L1", "store/L1", "head", "commit"} <= names
     first, head, *rows = capsys.readouterr().out.splitlines()
-    assert "in 8 forwards" in first and head.split() == ["operation", "ms", "share", "ranges"]
+    assert "in 8 forwards" in first and head.split() == ["operation", "ms", "share", "device", "ranges"]
     assert any(row.startswith("attention ") for row in rows) and any(row.startswith("copies ") for row in rows)
 
 

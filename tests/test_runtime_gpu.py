@@ -314,9 +314,9 @@ def test_no_wait_inside_the_layers_of_a_plain_step(device: str, policy: str, mon
     answer(runtime, output_history=False)
 
     def at() -> str:
-        open_now = [span for span in recorder.spans if span.ended is None]
-        inside = "layers" if open_now and open_now[-1].layer is not None else "elsewhere"
-        return f"{inside} of {recorder.kinds[-1] if open_now else 'nothing'}"
+        now = recorder.innermost
+        inside = "layers" if now is not None and now.layer is not None else "elsewhere"
+        return f"{inside} of {'nothing' if now is None else recorder.kinds[-1]}"
 
     found: Counter[str] = Counter()
     lines: Counter[str] = Counter()

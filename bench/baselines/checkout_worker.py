@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from workloads.timing import Timed, Timing
 
 import tiered
 from baselines.official_worker import serve
 from tiered.core.ops import CONTAINERS, Op
-from tiered.core.spans import Recorder, Span, recording
+from tiered.core.spans import recording
 
 ROOT = Path(tiered.__file__).resolve().parents[1]
 
@@ -43,7 +44,8 @@ class Answers:
             torch.tensor([request["prompt"]]),
         )
         began = time.perf_counter()
-        with recording(Recorder()) as recorder:  # a range takes a few microseconds
+        timing = Timing()
+        with recording(timing):
             out = runtime.generate(ids, stop_at_eos=False, **request["call"])
         seconds = time.perf_counter() - began
         return {
@@ -51,17 +53,17 @@ class Answers:
             "seconds": seconds,
             "forwards": out.num_forwards,
             "rows": sum(out.rows_per_forward),
-            "kinds": by_kind(recorder, out.rows_per_forward, out.timings.steps),
+            "kinds": by_kind(timing, out.rows_per_forward, out.timings.steps),
         }
 
 
-def by_kind(recorder: Recorder, rows: list[float], seconds: list[float]) -> dict[str, dict[str, Any]]:
+def by_kind(timing: Timing, rows: list[float], seconds: list[float]) -> dict[str, dict[str, Any]]:
     """The forwards of each kind, and the time of each operation in them, without that of ranges inside it."""
-    kinds = recorder.kinds
+    kinds = timing.kinds
     ops: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
-    for span in recorder.spans:
-        if in_step(span) and span.op not in CONTAINERS:
-            ops[kinds[span.forward]][span.op.value] += span.own_ns
+    for each in timing.ranges:
+        if each.forward is not None and in_step(each) and each.op not in CONTAINERS:
+            ops[kinds[each.forward]][each.op.value] += each.own_ns
     return {
         kind: {
             "forwards": kinds.count(kind),
@@ -73,11 +75,11 @@ def by_kind(recorder: Recorder, rows: list[float], seconds: list[float]) -> dict
     }
 
 
-def in_step(span: Span) -> bool:
-    """Not so of what comes between two steps, as when a block is published."""
-    while span.parent is not None:
-        span = span.parent
-    return span.op is Op.STEP
+def in_step(timed: Timed) -> bool:
+    """False for a range between two steps, such as that of a block that is published."""
+    while timed.outer is not None:
+        timed = timed.outer
+    return timed.op is Op.STEP
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ taken from the profiled call and set against the wall clock of one that nobody w
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -22,7 +21,7 @@ from gpu_parts.random_llada import few_layers, random_ids
 from gpu_parts.setting import Setting, checked
 from tiered.core.ops import Op
 from tiered.core.spans import Recorder, active, recording
-from tiered.observe.trace.trace_call import trace_call
+from tiered.observe.trace import trace_call
 from tiered.policies.base import Policy
 from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.polestar.policy import Polestar
@@ -64,8 +63,8 @@ def _warm(setting: Setting, policy: Policy) -> tuple[Runtime, Tensor, Sequence[f
 
 def _profiled(setting: Setting, policy: Policy, stem: str | None) -> dict[str, Any]:
     runtime, ids, seconds = _warm(setting, policy)
-    traced = trace_call(runtime, ids, profiled=True, **OPTIONS)
-    call = ProfiledCall(traced.trace, traced.recorder.kinds)
+    traced = trace_call(runtime, ids, **OPTIONS)
+    call = ProfiledCall(traced.trace, traced.kinds)
     steps = call.by_kind()
     for kind, figures in steps.items():
         wall = 1000 * median(each for each, of in zip(seconds, call.kinds, strict=True) if of == kind)
@@ -105,10 +104,7 @@ def _at() -> str:
     """The number of the step under way; whether it is in a layer, else in the forward, else only in the step; the
     innermost range."""
     recorder = active()
-    span = None
-    if recorder is not None:
-        with suppress(StopIteration):
-            span = next(span for span in reversed(recorder.spans) if span.ended is None)
+    span = None if recorder is None else recorder.innermost
     if span is None or span.forward is None:
         return f"-1 {_OUTSIDE} -"
     place, holder = "layer" if span.layer is not None else "step", span

@@ -5,14 +5,14 @@ from typing import Any
 
 from measuring.worker import refusing
 
-from tiered.core.spans import Recorder, recording
+from tiered.core.spans import recording
 from tiered.forward.forward_work import forward_work
 from tiered.models.shape import BYTES_PER_ELEMENT
-from tiered.observe.trace.op_times import op_times
 from tiered.offload.device import synchronize
 from tiered.planning.machine_rates import machine_rates
 from tiered.runtime import Runtime
 from workloads.subjects import loaded, prompts, variant_named
+from workloads.timing import Timing
 
 OF = ("op",)
 TIMED = (
@@ -33,13 +33,14 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
         plain = runtime.generate(asked, **call).timings.total
     device = runtime.device
     # On CUDA a range ends when the device is done with it, so that its time is its own.
-    with recording(Recorder(synchronize=None if device.type == "cpu" else lambda: synchronize(device))) as recorder:
+    timing = Timing() if device.type == "cpu" else Timing(lambda: synchronize(device))
+    with recording(timing):
         out = runtime.generate(asked, **call)
-    wall, times = 1e3 * out.timings.total, op_times(recorder)
-    of_call = {"plain_ms": 1e3 * plain, "wall_ms": wall, "covered": sum(time.ns for time in times) / 1e6 / wall}
+    wall, times = 1e3 * out.timings.total, timing.by_op()
+    of_call = {"plain_ms": 1e3 * plain, "wall_ms": wall, "covered": sum(ns for ns, _ in times.values()) / 1e6 / wall}
     of_call |= {"forwards": out.num_forwards} | card(runtime, settings, out.sequences.shape[1])
-    for time in times:
-        yield of_call | {"op": time.op.value, "ms": time.ns / 1e6, "share": time.ns / 1e6 / wall, "count": time.count}
+    for op, (ns, count) in times.items():
+        yield of_call | {"op": op.value, "ms": ns / 1e6, "share": ns / 1e6 / wall, "count": count}
 
 
 def card(runtime: Runtime, settings: Mapping[str, Any], positions: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from measuring.worker import refusing
 
 from tiered.core.ops import Op
-from tiered.core.spans import Recorder, recording
+from tiered.core.spans import recording
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.lane import Lane
 from tiered.offload.link import Link, LinkSpeed
@@ -21,6 +21,7 @@ from tiered.output import GenerationOutput
 from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 from workloads.subjects import loaded, prompts
+from workloads.timing import Timing
 
 # Bytes a second: of the memory, from data sheets; of the link, what pinned copies reach of 31.5 and 63 GB/s.
 GPUS = {
@@ -67,11 +68,12 @@ def answered(runtime: Runtime, settings: Mapping[str, Any], link: Link) -> tuple
     runtime = Runtime(runtime.model, policy=policy, transport=lambda: ThreadTransport(link=link))
     answer = settings["answer"]
     call = {"max_new_tokens": answer, "block_length": answer, "steps": settings["steps"], "stop_at_eos": False}
-    with recording(Recorder()) as recorder:
+    timing = Timing()
+    with recording(timing):
         out = runtime.generate(prompts(settings, settings["positions"] - answer), **call)
     # The first in a layer is the block's, the next that of renewed rows; and the first forward's is of all rows.
     of_block = dict[tuple[int, int | None], int]()
-    for span in recorder.spans:
-        if span.op is Op.ATTENTION and span.forward:
-            of_block.setdefault((span.forward, span.layer), span.own_ns)
+    for each in timing.ranges:
+        if each.op is Op.ATTENTION and each.forward:
+            of_block.setdefault((each.forward, each.layer), each.own_ns)
     return out, median(of_block.values()) / 1e9

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 from measuring.worker import refusing
 
 from tiered.core.ops import Op
-from tiered.core.spans import Recorder, recording
+from tiered.core.spans import recording
 from tiered.output import GenerationOutput
 from tiered.policies.base import Policy, StepKind
 from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.none import NoCache
 from tiered.runtime import Runtime
 from workloads.subjects import loaded, prompts, variant_named
+from workloads.timing import Timing
 
 BLOCK_FORWARDS = 7  # of the block-only call, whose steps are all alike
 KINDS = (StepKind.REFRESH, StepKind.UPDATE, StepKind.STEP)  # of policies for canvases
@@ -33,17 +34,18 @@ class Pass(NamedTuple):
 
 
 def passes(runtime: Runtime, policy: Policy, prompt: Any, **call: Any) -> tuple[GenerationOutput, list[Pass]]:
-    """A call under a recorder, whose ranges take a few microseconds each."""
-    with recording(Recorder()) as recorder:
+    """A call, and its forwards."""
+    timing = Timing()
+    with recording(timing):
         out = runtime.with_policy(policy).generate(prompt, stop_at_eos=False, **call)
     layers, plans = [0] * out.num_forwards, dict[int, int]()
-    for span in recorder.spans:
-        if span.forward is not None and span.ended is not None:
-            if span.op is Op.POLICY:  # the first of a forward; the second learns from its commit
-                plans.setdefault(span.forward, span.ended - span.began)
-            elif span.op is Op.LAYER and span.layer != runtime.model.shape.layers - 1:
-                layers[span.forward] += span.ended - span.began
-    figures = zip(recorder.kinds, out.rows_per_forward, out.timings.steps, layers, strict=True)
+    for each in timing.ranges:
+        if each.forward is not None:
+            if each.op is Op.POLICY:  # the first of a forward; the second learns from its commit
+                plans.setdefault(each.forward, each.ns)
+            elif each.op is Op.LAYER and each.layer != runtime.model.shape.layers - 1:
+                layers[each.forward] += each.ns
+    figures = zip(timing.kinds, out.rows_per_forward, out.timings.steps, layers, strict=True)
     return out, [
         Pass(StepKind(kind), rows, 1e3 * seconds, (plans[number] + ns) / 1e6)
         for number, (kind, rows, seconds, ns) in enumerate(figures)

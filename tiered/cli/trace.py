@@ -1,4 +1,4 @@
-"""`tiered trace`: when a call computes, copies and waits, as a trace to look at."""
+"""`tiered trace`: the compute, the copies and the waits of a call as a trace."""
 
 import argparse
 from dataclasses import asdict
@@ -7,9 +7,10 @@ from pathlib import Path
 from tiered.cli.call import add_call, as_asked, load_runtime, read_prompts
 from tiered.cli.printing import add_json, print_result
 
-DESCRIPTION = """Answer prompts as `tiered generate` does, and write what happened when: ranges of compute by operation,
-layer and forward, copies between the tiers on a track for each way, and where compute waited for one. Open the file at
-https://ui.perfetto.dev. On CUDA torch's profiler makes it, with ranges of the same names."""
+SUFFIXES = (".json", ".json.gz")  # of files that Perfetto opens
+DESCRIPTION = """Answer prompts as `tiered generate` does, under torch's profiler, and write its trace: ranges by
+operation and layer, copies between the tiers on a track for each direction, and waits for copies. Open the file at
+https://ui.perfetto.dev."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction") -> None:
@@ -19,40 +20,40 @@ def add_parser(subparsers: "argparse._SubParsersAction") -> None:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE", help="write the trace there: *.json or *.json.gz"
     )
-    parser.add_argument(
-        "--synchronize",
-        action="store_true",
-        help="on CUDA, wait for the device at both ends of every range: times by operation are the device's, and "
-        "nothing overlaps",
-    )
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the trace, and print the time of each operation and of the copies."""
-    from tiered.observe.trace.trace_file import check_trace_path, write_trace
-
-    check_trace_path(args.out)
+    _check_path(args.out)
     prompts = read_prompts(args)
     from tiered.cli.option_flags import generation_options
     from tiered.cli.progress import progress_bar
-    from tiered.observe.trace.op_times import op_times, trace_report
-    from tiered.observe.trace.trace_call import trace_call
+    from tiered.observe.trace import op_times, trace_call, trace_report, write_trace
 
     options = generation_options(args)
     runtime = load_runtime(args)
     with progress_bar(options) as streamer:
-        call = trace_call(runtime, prompts, raw=args.raw, synchronized=args.synchronize, streamer=streamer, **options)
+        call = trace_call(runtime, prompts, raw=args.raw, streamer=streamer, **options)
     write_trace(args.out, call.trace)
     print_result(
         args,
-        trace_report(call.recorder, call.out.timings.total, call.out.tiers),
+        trace_report(call),
         {
             **as_asked(args, prompts, options),
             "trace": str(args.out),
-            "operations": [asdict(time) for time in op_times(call.recorder)],
+            "operations": [asdict(time) for time in op_times(call.trace)],
             **call.out.as_dict(),
         },
     )
     return 0
+
+
+def _check_path(path: Path) -> None:
+    if not path.name.endswith(SUFFIXES) or path.name in SUFFIXES:
+        raise ValueError(f"a trace is a file named *.json or *.json.gz, not {str(path)!r}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no directory {path.parent}")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory")

@@ -1,19 +1,19 @@
-"""Books: the names of the ranges that a recorder sees."""
+"""Books: the names of the ranges of the code."""
 
 from enum import StrEnum
 
 
 class Op(StrEnum):
-    """What a range is of. The time of a range is without those inside it, so that no time counts twice."""
+    """The operation of a range. Its time excludes ranges inside it, so no time counts twice."""
 
-    # What only holds others: time of their own is time that no name covers.
+    # They only hold other ranges.
     STEP = "step"  # one round of the denoising loop
     FORWARD = "forward"
-    # Layers, their pieces, and what goes in front of the first and behind the last.
+    # Layers, their pieces, and the model's two ends.
     EMBED = "embed"
-    LAYER = "layer"  # between the pieces: rows are cut into parts and put together
+    LAYER = "layer"  # between the pieces, rows are split and joined
     QKV = "qkv"  # norm, projections, rotary angles
-    WRITE = "write"  # to the cache: keys and values, hidden states, branches
+    WRITE = "write"  # keys, values, hidden states and branches go to the cache
     ATTENTION = "attention"
     ATTENTION_OUT = "attention_out"
     MLP = "mlp"
@@ -21,20 +21,20 @@ class Op(StrEnum):
     HEAD = "head"
     # Records.
     CLUSTERING = "clustering"  # k-means and the layout of clusters
-    STORE = "store"  # rows are gathered and handed to the tiers
+    STORE = "store"  # rows are gathered and given to the tiers
     ENCODE = "encode"
-    FETCH = "fetch"  # records are chosen and asked for
-    WAIT = "wait"  # compute stands still for a copy
+    FETCH = "fetch"  # records are chosen and requested
+    WAIT = "wait"  # compute waits for a copy
     DECODE = "decode"
-    PAGES = "pages"  # of a streamed feature: which have to come and go
-    WEIGHTS = "weights"  # of a streamed layer: they are bound, and those of the next one asked for
+    PAGES = "pages"  # pages of a streamed feature are chosen, to fetch and to evict
+    WEIGHTS = "weights"  # a streamed layer's are bound, and the next layer's are requested
     # Policies.
-    POLICY = "policy"  # the rows of a step, and what the policy learns from its commit
-    DRIFT = "drift"  # attention of centroids, or of a block's rows, beside what it was
-    GATHER = "gather"  # rows are brought together from where they are
-    PATCH = "patch"  # stored rows and centroids follow the rows that were recomputed
-    VERIFY = "verify"  # dLLM-Cache: which rows have moved
-    WATCH = "watch"  # Elastic-Cache: whose attention has moved
+    POLICY = "policy"  # chooses the rows of a step, and observes the commit
+    DRIFT = "drift"  # attention of centroids, or of a block's rows, is compared with the last one
+    GATHER = "gather"  # rows are gathered
+    PATCH = "patch"  # stored rows and centroids are renewed from recomputed rows
+    VERIFY = "verify"  # dLLM-Cache finds rows that have changed
+    WATCH = "watch"  # Elastic-Cache finds rows whose attention has changed
     # Tokens.
     GUIDANCE = "guidance"
     PROPOSE = "propose"

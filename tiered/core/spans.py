@@ -1,8 +1,8 @@
-"""Books: named ranges in the code, recorded while a recorder is active in the thread, and next to nothing otherwise."""
+"""Books: named ranges of the code. A recorder sees them while it is active in the thread; otherwise they cost next to
+nothing."""
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import ParamSpec, TypeVar
@@ -15,32 +15,26 @@ R = TypeVar("R")
 
 
 class Span:
-    """A range of compute, and the context manager that measures it.
+    """A range of the code, and the context manager that reports it.
 
     Attributes:
-        op, layer: what it is of; a range inside a layer's is of that layer.
-        forward: number of the step that it is in, from 0 on; None before the first.
-        parent: the range that it is in.
-        began, ended: ns; `ended` is None while it lasts.
-        inside_ns: of the ranges directly inside it.
+        op: the operation.
+        layer: index of the layer. A range inside a layer's range is of that layer; None outside layers.
+        forward: number of the step, from 0; None before the first.
+        parent: the range around this one; None for an outermost range.
     """
 
-    __slots__ = ("_mark", "_recorder", "began", "ended", "forward", "inside_ns", "layer", "op", "parent")
+    __slots__ = ("_recorder", "forward", "layer", "op", "parent")
 
     def __init__(self, recorder: "Recorder", op: Op, layer: int | None) -> None:
         self._recorder, self.op, self.layer = recorder, op, layer
-        self.ended: int | None = None
-        self.inside_ns = 0
+        self.forward: int | None = None
+        self.parent: Span | None = None
 
     @property
     def name(self) -> str:
-        """As it is shown: "mlp/L3"."""
+        """The operation and the layer: "mlp/L3"."""
         return self.op.value if self.layer is None else f"{self.op.value}/L{self.layer}"
-
-    @property
-    def own_ns(self) -> int:
-        """Without the ranges inside it; 0 while it lasts."""
-        return 0 if self.ended is None else self.ended - self.began - self.inside_ns
 
     def __enter__(self) -> "Span":
         self._recorder.enter(self)
@@ -51,34 +45,20 @@ class Span:
 
 
 class Recorder:
-    """What happens in one thread while it is active (`recording`). No tensors.
-
-    All times are ns of `time.monotonic_ns`, the clock that transports put their copies on.
+    """Follows the ranges, copies and waits of one thread while it is active (`recording`). Subclasses extend `enter`
+    and `leave`. No tensors.
 
     Attributes:
-        spans: ranges, in the order in which they began.
-        copies, waits: as the tiers report them, in the order in which they were counted.
-        kinds: what the forward of each step was for; "" where it had none.
+        innermost: the open range that no other open range is inside of; None outside all ranges.
+        kinds: the kind of each step's forward; "" for a step without one.
+        copies, waits: events of the tiers, in the order of their report. Times are ns of `time.monotonic_ns`.
     """
 
-    def __init__(
-        self,
-        *,
-        synchronize: Callable[[], object] | None = None,
-        mark: Callable[[str], AbstractContextManager[object]] | None = None,
-    ) -> None:
-        """
-        Args:
-            synchronize: called at both ends of every range, so that it has all of its own work and nothing else's:
-                blocks the host until the device is done. None: what the host does counts.
-            mark: makes a range of the same name for a profiler.
-        """
-        self.spans: list[Span] = []
+    def __init__(self) -> None:
+        self.innermost: Span | None = None
+        self.kinds: list[str] = []
         self.copies: list[CopyEnded] = []
         self.waits: list[Waited] = []
-        self.kinds: list[str] = []
-        self._synchronize, self._mark = synchronize, mark
-        self._innermost: Span | None = None
 
     def span(self, op: Op, layer: int | None = None, kind: str | None = None) -> Span:
         """A range that begins when it is entered. `kind`: see `kinds`."""
@@ -87,7 +67,7 @@ class Recorder:
         return Span(self, op, layer)
 
     def add(self, event: Event) -> None:
-        """Keep what is to be shown of what the tiers report."""
+        """Keep `event` if it is a copy or a wait."""
         if isinstance(event, CopyEnded):
             self.copies.append(event)
         elif isinstance(event, Waited):
@@ -95,41 +75,25 @@ class Recorder:
 
     def enter(self, span: Span) -> None:
         """`span` begins."""
-        # What keeping books costs is in the range: nothing is left between ranges but the code there.
-        if self._synchronize is not None:
-            self._synchronize()
-        span.began = time.monotonic_ns()
         if span.op is Op.STEP:
             self.kinds.append("")
-        parent = span.parent = self._innermost
+        span.parent = self.innermost
         span.forward = len(self.kinds) - 1 if self.kinds else None
-        if span.layer is None and parent is not None:
-            span.layer = parent.layer
-        self._innermost = span
-        self.spans.append(span)
-        span._mark = None if self._mark is None else self._mark(span.name)
-        if span._mark is not None:
-            span._mark.__enter__()
+        if span.layer is None and span.parent is not None:
+            span.layer = span.parent.layer
+        self.innermost = span
 
     def leave(self, span: Span) -> None:
         """`span` ends."""
-        self._innermost = span.parent
-        try:
-            if self._synchronize is not None:
-                self._synchronize()
-        finally:
-            if span._mark is not None:
-                span._mark.__exit__(None, None, None)
-            span.ended = time.monotonic_ns()
-            if span.parent is not None:
-                span.parent.inside_ns += span.ended - span.began
+        self.innermost = span.parent
 
 
+AnyRecorder = TypeVar("AnyRecorder", bound=Recorder)
 _ACTIVE: ContextVar[Recorder | None] = ContextVar("active recorder", default=None)  # each thread has its own
 
 
 class _Nothing:
-    """A range while nothing is recorded."""
+    """A range while no recorder is active."""
 
     __slots__ = ()
 
@@ -142,19 +106,18 @@ _NOTHING = _Nothing()
 
 
 def active() -> Recorder | None:
-    """The recorder of this thread, if there is one."""
+    """The recorder of this thread; None if it has none."""
     return _ACTIVE.get()
 
 
 def span(op: Op, layer: int | None = None, kind: str | None = None) -> Span | _Nothing:
-    """`with span(Op.MLP, layer):` is a range of that name. Without `layer` it is of the layer that it is inside of.
-    `kind`: what the forward is for."""
+    """`with span(Op.MLP, layer):` is a range of that name. `layer` and `kind` are as in `Span` and `Recorder.span`."""
     recorder = _ACTIVE.get()
     return _NOTHING if recorder is None else recorder.span(op, layer, kind)
 
 
 def spanned(op: Op) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Every call of the decorated function is a range."""
+    """Makes every call of the decorated function a range."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -168,9 +131,8 @@ def spanned(op: Op) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[Recorder]:
-    """Let `recorder` see what this thread does as long as the block lasts. One inside another replaces it
-    meanwhile."""
+def recording(recorder: AnyRecorder) -> Iterator[AnyRecorder]:
+    """Make `recorder` the active one of this thread for the block. An inner recorder replaces an outer one."""
     token = _ACTIVE.set(recorder)
     try:
         yield recorder

@@ -1,1 +1,0 @@
-"""What a call does when: named ranges of compute, copies and waits on one clock."""
