@@ -22,7 +22,7 @@ MODEL_NAME = "tiered"
 
 
 def register() -> None:
-    """Make `--model tiered`, and `simple_evaluate(model="tiered")`, known to the harness, which looks for no plugins.
+    """Add `--model tiered`, and `simple_evaluate(model="tiered")`, to the harness, which looks for no plugins.
 
     Raises:
         ImportError: the harness is not installed; the error says how to get it.

@@ -75,8 +75,10 @@ def chat_text(
     """`messages` as one prompt, at whose end the answer begins. Without `add_generation_prompt` the last message is the
     answer's own beginning (a task's `gen_prefix`), and stays open. Raises `ValueError` as `template`."""
     template(tokenizer, True)
-    begins: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **begins))
+    options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
+    if not add_generation_prompt:
+        options["continue_final_message"] = True
+    return str(tokenizer.apply_chat_template(list(messages), **options))
 
 
 def answer_text(
