@@ -17,11 +17,9 @@ from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
 from tiered.embedded.tasks import sample
 from tiered.evaluation import TieredLM
-from tiered.evaluation.answering import Job, answer_in_batches, parse_batch_size
-from tiered.evaluation.arguments import RequestSettings
-from tiered.evaluation.text import answer_text, cut_text
-from tiered.policies.registry import make_policy
+from tiered.evaluation.text import answer_text
 from tiered.runtime import Runtime
+from tiered.serving.request import Request
 
 GREEDY = {"until": [], "do_sample": False, "max_gen_toks": 32}
 EXAMPLES = [
@@ -83,7 +81,7 @@ def test_a_prompt_is_answered_under_the_policy_that_it_would_have_alone(runtime:
     lm = TieredLM(other, confidence_threshold=0.5, batch_size=12)
     prompts = [*PROMPTS[:3], *(sample("lookup", "test", seed, size=300).prompt for seed in range(2))]
     assert ask(lm, [chat(lm, prompt) for prompt in prompts]) == [direct(other, prompt) for prompt in prompts]
-    (plain, three), (_, two) = lm._answering.totals.policies.items()
+    (plain, three), (_, two) = lm.totals.policies.items()
     assert (plain, three, two) == ("none", 3, 2)
 
 
@@ -105,7 +103,6 @@ def test_requests_with_different_options_in_one_call(runtime: Runtime):
             text = runtime.tokenizer.decode(runtime.tokenizer(text)["input_ids"][:3])  # type: ignore[index]
         expected.append(text)
     assert lm.generate_until(instances(requests), disable_tqdm=True) == expected
-    assert lm._answering.totals.calls == 2  # stop strings and cuts share calls
 
 
 def test_no_requests_no_answers(lm: TieredLM):
@@ -127,44 +124,23 @@ def test_what_is_drawn_is_each_answers_own(runtime: Runtime):
     assert ask(fixed, chats(fixed), sampled) == texts[5]
 
 
-@pytest.mark.parametrize("size", [1, 5, 12])
-def test_seeds_go_by_place_and_not_by_batch(runtime: Runtime, size: int, monkeypatch: pytest.MonkeyPatch):
-    seen: list[tuple[int, int]] = []
+def test_seeds_go_by_place(runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
+    lm, ask_of, seeds = TieredLM(runtime, batch_size=5, confidence_threshold=0.5), runtime.ask, []
 
-    def generate(ids: torch.Tensor, *, attention_mask: torch.Tensor, seed: int, **options: Any) -> Any:
-        seen.extend((int(length), seed + row) for row, length in enumerate(attention_mask.sum(dim=1)))
-        return original(ids, attention_mask=attention_mask, seed=seed, **options)
+    def asked(ids: torch.Tensor, *, seed: int, **options: Any) -> Any:
+        seeds.append(seed)
+        return ask_of(ids, seed=seed, **options)
 
-    lm, original = TieredLM(runtime, batch_size=size, confidence_threshold=0.5), runtime.generate
-    monkeypatch.setattr(lm.runtime, "generate", generate)
+    monkeypatch.setattr(lm.runtime, "ask", asked)
     torch.manual_seed(7)
     ask(lm, chats(lm))
-    lengths = sorted((len(lm.tokenizer(text)["input_ids"]) for text in chats(lm)), reverse=True)
-    assert seen == [(length, 7 + i) for i, length in enumerate(lengths)]
+    assert seeds == [7 + i for i in range(len(PROMPTS))]
 
 
 def test_the_seed_leaves_torchs_own_stream_alone(lm: TieredLM):
     torch.manual_seed(0)
     ask(lm, chats(lm)[:1], {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4})
     assert torch.equal(torch.rand(3), torch.manual_seed(0) and torch.rand(3))
-
-
-@pytest.mark.parametrize(
-    ("text", "until", "expected"),
-    [
-        ("one two three", [], "one two three"),
-        ("one two three", ["four"], "one two three"),
-        ("one two three", [" three", " two"], "one"),
-        ("one two three", ["three", "two", "two"], "one "),
-        ("one two three", ["wo t", "two three"], "one "),  # the one that begins first, though it ends last
-        ("one two three", ["", "three"], "one two "),
-        ("one two three", ["one"], ""),
-        ("two two two", [" two"], "two"),
-    ],
-)
-def test_text_ends_where_the_first_stop_string_begins(text: str, until: list[str], expected: str):
-    assert cut_text(text, until) == expected
-    assert cut_text(text, until[::-1]) == expected
 
 
 @pytest.mark.parametrize(
@@ -176,6 +152,9 @@ def test_text_ends_where_the_first_stop_string_begins(text: str, until: list[str
         (["<|user|>"], 1, "Ada"),
         (["<|mask|>"], 6, "Ada Ben Cleo"),
         ([], 2, "Ada Ben"),
+        (["", " Cleo", " Ben"], 6, "Ada"),  # the one that begins first
+        (["en Cl", "Ben Cleo"], 6, "Ada "),  # though another ends first
+        (["Ada"], 6, ""),
     ],
 )
 def test_special_tokens_stop_an_answer(tokenizer: Any, until: list[str], most: int, expected: str):
@@ -214,7 +193,7 @@ def test_stop_strings_of_a_request(lm: TieredLM, runtime: Runtime):
     ],
 )
 def test_lengths(runtime: Runtime, gen_kwargs: dict[str, Any], arguments: dict[str, Any], tokens: int, columns: int):
-    settings = TieredLM(runtime, **arguments)._answering.defaults.settings(gen_kwargs)
+    settings = TieredLM(runtime, **arguments).defaults.settings(gen_kwargs)
     assert (settings.max_gen_toks, settings.columns) == (tokens, columns)
 
 
@@ -244,7 +223,7 @@ def test_a_canvas_of_whole_blocks_is_cut_to_the_tokens_asked_for(runtime: Runtim
 def test_options_of_a_request(
     runtime: Runtime, gen_kwargs: dict[str, Any], arguments: dict[str, Any], expected: dict[str, Any]
 ):
-    options = dict(TieredLM(runtime, **arguments)._answering.defaults.settings(gen_kwargs).options)
+    options = dict(TieredLM(runtime, **arguments).defaults.settings(gen_kwargs).options)
     assert options.pop("max_new_tokens") == 256
     assert options == expected
 
@@ -312,10 +291,7 @@ def test_model_arguments_of_a_command_line(caplog: pytest.LogCaptureFixture):
     assert str(lm.runtime.policy).startswith("polestar(clusters=4, top_m=1")
     budget = lm.runtime.ledger.budget
     assert (budget.cap(Tier.DEVICE), budget.cap(Tier.HOST)) == (64 * 2**20, 8 * 2**20)
-    assert (
-        dict(lm._answering.defaults.options) == {"confidence_threshold": 0.9}
-        and lm._answering.defaults.max_gen_toks == 64
-    )
+    assert dict(lm.defaults.options) == {"confidence_threshold": 0.9} and lm.defaults.max_gen_toks == 64
     if not torch.cuda.is_available():
         assert lm.device == torch.device("cpu") and "there is no CUDA here" in caplog.text
 
@@ -325,20 +301,24 @@ def test_a_model_without_a_tokenizer(write_checkpoint: Any):
         TieredLM(write_checkpoint(), policy="none")
 
 
-def test_a_prompt_that_is_too_long_loses_its_beginning(lm: TieredLM, caplog: pytest.LogCaptureFixture):
-    tokenizer, words = lm.tokenizer, "Ada " * 4085 + "Ben Cleo"
-    short, long, longer = lm._answering.jobs([("Ada", GREEDY), (words, GREEDY), (words, {"max_gen_toks": 64})])
+def test_a_prompt_that_is_too_long_loses_its_beginning(
+    lm: TieredLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    tokenizer, words, seen = lm.tokenizer, "Ada " * 4085 + "Ben Cleo", []
+
+    def asked(ids: torch.Tensor, **_: Any) -> Any:
+        seen.append(ids[0].tolist())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lm.runtime, "ask", asked)
+    for context, tokens in (("Ada", 32), (words, 32), (words, 64), ("", 32)):
+        with pytest.raises(KeyboardInterrupt):
+            ask(lm, [context], {"max_gen_toks": tokens})
     ids = tokenizer(words)["input_ids"]
     assert len(ids) == 4087  # of 4096, of which 32 and 64 are the answer's
-    assert (short.ids, long.ids, longer.ids) == (tokenizer("Ada")["input_ids"], ids[-4064:], ids[-4032:])
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "2 of 3 prompts" in caplog.text and "78 tokens in all, at most 55 (request 2, of 4087" in caplog.text
-
-
-def test_an_empty_context_is_one_token(lm: TieredLM):
-    (job,) = lm._answering.jobs([("", GREEDY)])
-    assert job.ids == [lm.eot_token_id]
-    assert len(ask(lm, [""])) == 1
+    assert seen == [tokenizer("Ada")["input_ids"], ids[-4064:], ids[-4032:], [lm.eot_token_id]]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "1 of 1 prompts" in caplog.text and "55 tokens in all, at most 55 (request 0, of 4087" in caplog.text
 
 
 class Beginning:
@@ -392,25 +372,28 @@ def test_chats(lm: TieredLM, runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
 def test_answers_come_from_the_cache_where_it_has_them(lm: TieredLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     requests = instances([(text, GREEDY) for text in chats(lm)])
     expected = lm.generate_until(requests, disable_tqdm=True)
-    asked, generate = [], lm.runtime.generate
+    begin, answered = Request.begin, []
 
-    def interrupted(ids: torch.Tensor, **options: Any) -> Any:
-        if len(asked) == 2:
+    def interrupted(request: Request, runtime: Runtime) -> None:
+        if request.number == 7:
             raise RuntimeError("interrupted")
-        asked.append(len(ids))
-        return generate(ids, **options)
+        begin(request, runtime)
 
-    monkeypatch.setattr(lm.runtime, "generate", interrupted)
     before = lm.cache_hook
     caching = CachingLM(lm, str(tmp_path / "answers"))
     try:
-        with pytest.raises(RuntimeError, match="interrupted"):
-            caching.generate_until(requests)
-        assert asked == [5, 5]
-        # The ten that were done before are there already.
-        asked.clear()
-        assert caching.generate_until(requests) == expected and asked == [2]
-        assert caching.generate_until(requests) == expected and asked == [2]
+        for fails in (True, False, False):
+            done = lm.totals.sequences
+            with monkeypatch.context() as patched:
+                if fails:
+                    patched.setattr(Request, "begin", interrupted)
+                    with pytest.raises(RuntimeError, match="interrupted"):
+                        caching.generate_until(requests)
+                else:
+                    assert caching.generate_until(requests) == expected
+            answered.append(lm.totals.sequences - done)
+        # Those that were done before the interruption are in the cache; afterwards all are.
+        assert 0 < answered[0] < 12 and answered[1:] == [12 - answered[0], 0]
     finally:
         lm.set_cache_hook(before)
 
@@ -422,49 +405,16 @@ def test_progress(lm: TieredLM, disable: bool, monkeypatch: pytest.MonkeyPatch):
     assert ("2/2" in stream.getvalue()) == (not disable)
 
 
-def job(index: int, length: int, policy: str = "none", **options: Any) -> Job:
-    settings = RequestSettings(max_gen_toks=1, until=(), options=options)
-    return Job(index=index, ids=[0] * length, settings=settings, policy=make_policy(policy))
-
-
-def answer_at_most(fitting: int, calls: list[tuple[list[int], int]]):
-    def answer(batch: list[Job], number: int) -> torch.Tensor:
-        if len(batch) > fitting:
-            raise TierCapacityError(2, 1, Tier.DEVICE, "less")
-        calls.append(([job.index for job in batch], number))
-        return torch.tensor([[job.index] for job in batch])
-
-    return answer
-
-
-def test_batches_are_of_one_kind_longest_first():
-    jobs = [job(0, 3, steps=1), job(1, 9), job(2, 5, steps=1), job(3, 9), job(4, 1), job(5, 20), job(6, 2, "dkv_pd")]
-    calls: list[tuple[list[int], int]] = []
-    done = [(done.index, ids) for done, ids in answer_in_batches(jobs, 3, answer_at_most(3, calls), auto=False)]
-    assert calls == [([2, 0], 0), ([5, 1, 3], 2), ([4], 5), ([6], 6)]
-    assert done == [(i, [i]) for i in (2, 0, 5, 1, 3, 4, 6)]
-
-
-def test_fewer_at_once_where_memory_is_short():
-    jobs = [job(i, 1) for i in range(9)]
-    calls: list[tuple[list[int], int]] = []
-    assert len(list(answer_in_batches(jobs, 64, answer_at_most(2, calls), auto=True))) == 9
-    assert calls == [([0, 1], 0), ([2, 3], 2), ([4, 5], 4), ([6, 7], 6), ([8], 8)]
-    for size, fitting, auto in ((3, 2, False), (64, 0, True)):
-        with pytest.raises(TierCapacityError):
-            list(answer_in_batches(jobs, size, answer_at_most(fitting, []), auto=auto))
-
-
 @pytest.mark.parametrize(
     ("given", "most", "expected"),
-    [(4, None, (4, False)), ("4", 2, (4, False)), ("auto", None, (64, True)), ("auto:4", 16, (16, True))],
+    [(4, None, 4), ("4", 2, 4), ("auto", None, 64), ("auto:4", 16, 16)],
 )
-def test_batch_sizes(given: int | str, most: int | None, expected: tuple[int, bool]):
-    assert parse_batch_size(given, most) == expected
+def test_batch_sizes(runtime: Runtime, given: int | str, most: int | None, expected: int):
+    assert TieredLM(runtime, batch_size=given, max_batch_size=most).batch_size == expected
 
 
-def test_a_budget_halves_an_automatic_batch(runtime: Runtime):
-    # Room for the calls of a few sequences, not for all twelve at once.
+def test_a_budget_lets_fewer_requests_run_at_a_time(runtime: Runtime):
+    # Room for a few requests, not for all twelve at once.
     one = TieredLM(runtime, batch_size=1, confidence_threshold=0.5)
     expected = ask(one, chats(one))
     budget = runtime.generate([[{"role": "user", "content": PROMPTS[-1]}]] * 4, max_new_tokens=32).memory
@@ -478,9 +428,10 @@ def test_a_budget_halves_an_automatic_batch(runtime: Runtime):
         confidence_threshold=0.5,
     )
     assert ask(lm, chats(lm)) == expected
-    assert 1 < lm._answering.totals.calls < 12
+    cap = lm.runtime.ledger.budget.cap(Tier.DEVICE)
+    assert cap is not None and lm.totals.peak_bytes["device"] <= cap
     with pytest.raises(TierCapacityError):
-        ask(TieredLM(lm.runtime, batch_size=12), chats(lm))
+        ask(lm, [chat(lm, "copy: " + "Ada " * 3000)])
 
 
 def test_what_the_results_say_of_the_model(runtime: Runtime):
@@ -495,7 +446,7 @@ def test_what_the_results_say_of_the_model(runtime: Runtime):
         lm.runtime.generate([{"role": "user", "content": p}], max_new_tokens=32, confidence_threshold=0.5)
         for p in PROMPTS
     ]
-    assert (totals["calls"], totals["sequences"]) == (3, 12)
+    assert totals["sequences"] == 12
     assert totals["forwards"] == sum(out.num_forwards for out in outs)
     assert totals["tokens"] == sum(out.timings.tokens for out in outs)
     assert totals["tokens_per_forward"] == pytest.approx(totals["tokens"] / totals["forwards"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness_tasks import METRIC, main, write_tasks
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from workloads.scoring import score_examples
@@ -18,7 +19,6 @@ import tiered
 from tiered.embedded.tasks import Example, sample, split_of
 from tiered.evaluation import TieredLM
 from tiered.evaluation import __main__ as command
-from tiered.evaluation.embedded_tasks import main, process_results, write_tasks
 from tiered.runtime import Runtime
 
 TASKS = {"sort": 16, "chain": 6}
@@ -77,7 +77,7 @@ def test_the_folder_holds_examples_of_the_test_split(tmp_path: Path, capsys: pyt
     assert main([str(folder), "--tasks", "lookup", "copy", "--examples", "5", "--seed", "3"]) == 0
     assert capsys.readouterr().out == "tiered_embedded tiered_embedded_lookup tiered_embedded_copy\n"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "_tiered_embedded.yaml", "copy.jsonl", "copy.yaml", "lookup.jsonl", "lookup.yaml",
+        "_tiered_embedded.yaml", "copy.jsonl", "copy.yaml", "lookup.jsonl", "lookup.yaml", "metric.py",
     ]  # fmt: skip
     for task in ("lookup", "copy"):
         rows = [json.loads(line) for line in (folder / f"{task}.jsonl").read_text().splitlines()]
@@ -91,9 +91,10 @@ def test_the_folder_holds_examples_of_the_test_split(tmp_path: Path, capsys: pyt
 
 
 def test_white_space_is_no_mistake_and_everything_else_is():
-    doc = {"task": "copy", "prompt": "copy: Ada Ben", "answer": "Ada Ben"}
+    doc, metric = {"task": "copy", "prompt": "copy: Ada Ben", "answer": "Ada Ben"}, {}
+    exec(METRIC, metric)
     for text, right in (("Ada Ben", 1.0), (" Ada\n Ben", 1.0), ("AdaBen", 0.0), ("ada Ben", 0.0), ("Ada Ben.", 0.0)):
-        assert process_results(doc, [text]) == {"exact_match": right}
+        assert metric["process_results"](doc, [text]) == {"exact_match": right}
 
 
 def test_the_command_line(

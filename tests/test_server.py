@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from harness_tasks import write_tasks
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from serving import Served, serving
@@ -27,7 +28,6 @@ from tiered.cli.main import main
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
 from tiered.embedded.tasks import sample
-from tiered.evaluation.embedded_tasks import write_tasks
 from tiered.runtime import Runtime
 from tiered.serving.metrics import registry_of
 from tiered.serving.openai_fields import Limits

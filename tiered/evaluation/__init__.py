@@ -5,24 +5,44 @@
 
     python -m tiered.evaluation run --model tiered --model_args pretrained=embedded --tasks gsm8k_cot …
 
-The extra `eval` brings the harness (`pip install '.[eval]'` in the checkout); it is imported when the model is first
-asked for.
+The extra `eval` installs the harness (`pip install '.[eval]'` in the checkout); it is imported with the model.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
+
+from tiered.core.extras import Extra
 
 if TYPE_CHECKING:
     from tiered.evaluation.lm import TieredLM
 
-__all__ = ["TieredLM"]
+__all__ = ["TieredLM", "register"]
+
+MODEL_NAME = "tiered"
+
+
+def register() -> None:
+    """Add `--model tiered`, and `simple_evaluate(model="tiered")`, to the harness, which looks for no plugins.
+
+    Raises:
+        ImportError: the harness is not installed; the error says how to get it.
+    """
+    _require_harness()
+    from lm_eval.api.registry import model_registry
+
+    if MODEL_NAME not in model_registry:
+        model_registry.register(MODEL_NAME, target="tiered.evaluation.lm:TieredLM")
+
+
+def _require_harness() -> None:
+    with Extra("eval"):
+        importlib.import_module("lm_eval")
 
 
 def __getattr__(name: str) -> Any:
     if name != "TieredLM":
         raise AttributeError(f"module 'tiered.evaluation' has no attribute {name!r}")
-    from tiered.evaluation.harness import require_harness
-
-    require_harness()
+    _require_harness()
     from tiered.evaluation.lm import TieredLM
 
     return TieredLM

@@ -2,9 +2,8 @@
 
     log p(x | c) >= -E_l E_m [ L / l · Σ over the l masked positions of -log p(x_i | c, what is not masked) ]
 
-with l uniform in 1 … L and m any l of the L positions: LLaDA's estimator (arXiv 2502.09992).
-It is noisy, and takes `mc_num` uncached forwards over the whole text, whatever the policy. A model of uniform noise
-(GIDD) has a bound of its own, which is not this one.
+with l uniform in 1 … L and m any l of the L positions: LLaDA's estimator (arXiv 2502.09992). The bound is noisy, and
+takes `mc_num` uncached forwards over the whole text under any policy. Models of uniform noise (GIDD) have another one.
 """
 
 import math
@@ -20,8 +19,8 @@ from tiered.runtime import Runtime
 
 
 def draw_masks(length: int, count: int, *, seed: int) -> Bool[Tensor, "count length"]:
-    """`count` masks: the numbers of masked positions spread evenly over 1 … `length` from a random offset on, the
-    positions by chance. Each alone is distributed as the bound asks for; together they are less noisy."""
+    """`count` masks. The numbers of masked positions are spread evenly over 1 … `length` from a random offset on, which
+    makes the sum less noisy; the positions are random."""
     generator = torch.Generator().manual_seed(seed)
     time = (torch.arange(count) + torch.rand((), generator=generator, dtype=torch.float64)) / count
     masked = (time * length).long().clamp_(max=length - 1) + 1
@@ -45,12 +44,11 @@ class Likelihood:
         """
         Args:
             runtime: of a masked model.
-            mc_num: masks drawn for each text.
+            mc_num: masks of each text.
             batch_size: masks in a forward.
-            check_greedy: also find out whether greedy decoding, one token a step, would give the continuation, in as
-                many forwards as it has tokens; False: say that it would not.
-            cfg_scale: classifier-free guidance; above 0 the prefix is masked in a second forward of each mask.
-            seed: of the masks; texts of one length get the same ones, so that choices are compared alike.
+            check_greedy: whether `score` also runs greedy decoding, one forward a token. If not, it returns False.
+            cfg_scale: classifier-free guidance; above 0 each mask takes a second forward, with the prefix masked.
+            seed: of the masks. Texts of one length get the same masks, so that choices are compared alike.
 
         Raises:
             TypeError, ValueError: an option of the wrong type or out of range.
@@ -70,16 +68,16 @@ class Likelihood:
             TierCapacityError: a forward does not fit the budget.
             NonFiniteError: it is NaN or infinite.
         """
-        model = self._runtime.model
-        if model.shape.noise != "mask":
-            raise NotImplementedError(
-                f"loglikelihood is bounded for masked models; {self._runtime.name!r} ({model.shape.family}) knows "
-                f"{model.shape.noise} noise: tasks that generate (generate_until) are allowed"
+        shape = self._runtime.model.shape
+        if shape.noise != "mask" or shape.block_causal:
+            bounded, other = (
+                ("for masked models", f"knows {shape.noise} noise")
+                if shape.noise != "mask"
+                else ("where every row sees the whole answer", "sees blocks")
             )
-        if model.shape.block_causal:
             raise NotImplementedError(
-                f"loglikelihood is bounded where every row sees the whole answer; {self._runtime.name!r} "
-                f"({model.shape.family}) sees blocks: tasks that generate (generate_until) are allowed"
+                f"loglikelihood is bounded {bounded}; {self._runtime.name!r} ({shape.family}) {other}: "
+                "tasks that generate (generate_until) are allowed"
             )
         if not target:
             return 0.0, True
@@ -93,18 +91,17 @@ class Likelihood:
     def losses(
         self, prefix: Sequence[int], target: Sequence[int], masks: Bool[Tensor, "draws length"]
     ) -> Float[Tensor, " draws"]:
-        """What each mask says of -log p(target | prefix): L / l times the sum over its masked positions; float64."""
+        """The term of each mask, float64: L / l times the sum over its masked positions."""
         device, model, start = self._runtime.device, self._runtime.model, len(prefix)
         masks = masks.to(device)
         ids = torch.tensor([*prefix, *target], device=device).repeat(len(masks), 1)
         wanted = ids[:, start:].clone()
         ids[:, start:][masks] = model.mask_token_id
-        logits = self._logits(ids, start)
-        taken = logits.log_softmax(dim=-1).gather(2, wanted[..., None])[..., 0].double()
+        taken = self._logits(ids, start).log_softmax(dim=-1).gather(2, wanted[..., None])[..., 0].double()
         return -(taken * masks).sum(dim=1) * len(target) / masks.sum(dim=1)
 
     def _logits(self, ids: Tensor, start: int) -> Float[Tensor, "draws length vocab"]:
-        """Those that predict the columns from `start` on, guided."""
+        """Guided logits that predict the columns from `start` on."""
         first = start - self._runtime.model.shape.prediction_shift
         rows = slice(first, first + ids.shape[1] - start)
         logits = self._runtime.logits(ids)[:, rows]
@@ -116,11 +113,7 @@ class Likelihood:
         return logits
 
     def _is_greedy(self, prefix: Sequence[int], target: Sequence[int]) -> bool:
-        out = self._runtime.generate(
-            torch.tensor([list(prefix)]),
-            max_new_tokens=len(target),
-            block_length=len(target),
-            cfg_scale=self._cfg_scale,
-            stop_at_eos=False,
-        )
+        size, cfg = len(target), self._cfg_scale
+        options = {"max_new_tokens": size, "block_length": size, "cfg_scale": cfg, "stop_at_eos": False}
+        out = self._runtime.generate(torch.tensor([list(prefix)]), **options)
         return out.sequences[0, len(prefix) :].tolist() == list(target)

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Mapping
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,24 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from tiered.core.budget import MemoryBudget
-from tiered.core.checks import check_switch
-from tiered.evaluation.answering import Answering, answer_in_batches, parse_batch_size
-from tiered.evaluation.arguments import split_options
+from tiered.core.checks import check_integer, check_switch, unknown_name
 from tiered.evaluation.likelihood import Likelihood
-from tiered.evaluation.text import answer_text, chat_text, encode_pair, fit, template
+from tiered.evaluation.settings import MODEL_NAMES, CallTotals, Defaults, RequestSettings
+from tiered.evaluation.text import answer_text, chat_text, encode, encode_pair, fit, template
 from tiered.loading import from_pretrained
 from tiered.models.tokenizer import TOKENIZER_SOURCES
 from tiered.offload.device import pick_device
-from tiered.policies import DEFAULT_POLICY
-from tiered.policies.base import Policy
 from tiered.runtime import Runtime
+from tiered.serving.request import Request
+from tiered.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+AUTO_BATCH_SIZE = 64
+POLICY_PREFIX = "policy_"
+_SEEDS = 2**62
+_CAPS = {"memory": "device", "host_memory": "host", "disk_memory": "disk", "disk_path": "disk_path"}
+_LOADING = inspect.signature(from_pretrained).parameters.keys() - {"path_or_name", "policy_options", "memory"}
 
 
 class TieredLM(LM):
@@ -35,17 +40,6 @@ class TieredLM(LM):
         self,
         pretrained: str | Path | Runtime = "embedded",
         *,
-        policy: str | Policy | None = None,
-        memory: MemoryBudget | int | str | None = None,
-        host_memory: int | str | None = None,
-        disk_memory: int | str | None = None,
-        disk_path: str | Path | None = None,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device | None = None,
-        weights: str = "auto",
-        kv: str = "raw",
-        rope_theta: float | None = None,
-        rope_scaling: Mapping[str, Any] | str | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         add_bos_token: bool = False,
@@ -53,63 +47,45 @@ class TieredLM(LM):
         is_check_greedy: bool = True,
         **options: Any,
     ) -> None:
-        """Load the model; every option is checked here, before any task is.
+        """Load the model. Every option is checked here, before the first task.
 
         Args:
-            pretrained, policy, memory, dtype, device, weights, kv, rope_theta, rope_scaling: as in
-                `tiered.from_pretrained`; `pretrained` may be a `Runtime`. On a machine without CUDA, "cuda:0", which
-                the harness asks for by default, is "auto".
-            host_memory, disk_memory, disk_path: the other tiers of `memory`, where that is a size.
-            batch_size: sequences of a call. "auto": `max_batch_size` (64), and half as many whenever memory is short.
+            pretrained: as in `tiered.from_pretrained`, or a `Runtime`.
+            batch_size: requests that are denoised at a time, at most; the budget may allow fewer. "auto" is
+                `max_batch_size`, or 64.
             add_bos_token: put the beginning-of-sequence token in front of prompts that do not begin with it.
             mc_num, is_check_greedy: of `loglikelihood`; see `Likelihood`.
-            **options: those of `Runtime.generate`, also under the names of official scripts, for requests that do not
-                set them; `max_gen_toks` and its aliases are the answer's length; `policy_<option>` goes to the policy.
+            **options: those of `tiered.from_pretrained`; `host_memory`, `disk_memory` and `disk_path` beside `memory`;
+                `policy_<option>` of the policy; and those of `Runtime.generate`, also under the names of official
+                scripts, for requests that do not set them. `max_gen_toks` and its aliases are the answer's length. On
+                a machine without CUDA, "cuda:0", which the harness asks for by default, is "auto".
 
         Raises:
             TierCapacityError, TypeError, ValueError, FileNotFoundError: as `tiered.from_pretrained`; also an unknown
                 option (names the nearest), options that do not go together, or a model without a tokenizer.
         """
         super().__init__()
-        policy_options, generation = split_options(options, inspect.signature(TieredLM).parameters.keys() - {"options"})
-        self.batch_size, self._auto_batch = parse_batch_size(batch_size, max_batch_size)
+        self.batch_size = _batch_size(batch_size, max_batch_size)
         check_switch("add_bos_token", add_bos_token)
-        device, caps = _present(device), (memory, host_memory, disk_memory)
-        loading = {"dtype": dtype, "device": device, "weights": weights, "kv": kv}
-        loading |= {"rope_theta": rope_theta, "rope_scaling": rope_scaling}
-        if isinstance(pretrained, Runtime):
-            if any(size is not None for size in caps) or any(
-                value not in (None, "auto", "raw") for value in loading.values()
-            ):
-                raise ValueError(
-                    "the runtime is loaded already: its memory, dtype, device and rotation are those it was loaded with"
-                )
-            self.runtime = pretrained
-            if policy is not None or policy_options:
-                self.runtime = pretrained.with_policy(policy or pretrained.policy, **policy_options)
-        else:
-            if not isinstance(memory, MemoryBudget):
-                memory = MemoryBudget(device=memory, host=host_memory, disk=disk_memory, disk_path=disk_path)
-            self.runtime = from_pretrained(
-                pretrained, policy=policy or DEFAULT_POLICY, memory=memory, **loading, **policy_options
-            )
+        loading, policy, generation = _split(options)
+        self.runtime = _runtime(pretrained, loading, policy)
         if self.runtime.tokenizer is None:
             raise ValueError(f"{self.runtime.name!r} has no tokenizer ({TOKENIZER_SOURCES}, beside the weights)")
-        self.tokenizer, self._device = self.runtime.tokenizer, self.runtime.device
+        self.tokenizer, self._device, self._bos = self.runtime.tokenizer, self.runtime.device, add_bos_token
         self.max_length, self.eot_token_id = self.runtime.model.shape.max_context, self.runtime.model.eos_token_id
-        self._answering = Answering(self.runtime, self.tokenizer, generation, add_bos_token=add_bos_token)
-        own = self._answering.defaults.options
+        self.defaults, self.totals = Defaults(self.runtime, generation), CallTotals()
+        own = self.defaults.options
         self._likelihood = Likelihood(
             self.runtime, mc_num=mc_num, batch_size=self.batch_size, check_greedy=is_check_greedy,
-            cfg_scale=own.get("cfg_scale", 0.0), seed=self._answering.seed(own),
+            cfg_scale=own.get("cfg_scale", 0.0), seed=_seed(own),
         )  # fmt: skip
 
     @classmethod
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> "TieredLM":
-        """The model of `--model_args`. They win over `--batch_size` and `--device`, which the command line always has,
-        given or not."""
+        """The model of `--model_args`. They win over `--batch_size` and `--device`, which the command line always
+        passes, given or not."""
         return cls(**{name: value for name, value in (additional_config or {}).items() if value is not None} | arg_dict)
 
     @classmethod
@@ -120,35 +96,54 @@ class TieredLM(LM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The answers to (context, gen_kwargs), in the order of the requests.
 
-        Requests with the same options are answered together, `batch_size` at a time and longest first. How they are
-        batched changes no answer: where anything is drawn, the n-th of them has the seed + n.
+        Up to `batch_size` requests share forwards. No answer depends on the others: if anything is drawn, request n
+        has the seed + n.
 
         Raises:
             TypeError, ValueError: bad `gen_kwargs`, named, before any request is answered.
-            TierCapacityError: a batch does not fit the budget.
+            TierCapacityError: the budget has no room for a request, even alone.
         """
-        arguments: list[Any] = [request.args for request in requests]
-        jobs = self._answering.jobs(arguments)
+        settings = self.defaults.all_settings([request.args[1] for request in requests])  # type: ignore[index]
+        rooms = [self.max_length - own.columns for own in settings]
+        prompts = fit([self.encode(request.args[0]) for request in requests], rooms)  # type: ignore[index]
         answers: dict[int, str] = {}
-        with tqdm(total=len(jobs), disable=disable_tqdm, desc="Running generate_until requests") as bar:
-            for job, ids in answer_in_batches(jobs, self.batch_size, self._answering.answer, auto=self._auto_batch):
-                text = answer_text(
-                    self.tokenizer, ids, most=job.settings.max_gen_toks, eos_token_id=self.eot_token_id,
-                    until=job.settings.until,
-                )  # fmt: skip
-                answers[job.index] = text
-                self.cache_hook.add_partial("generate_until", requests[job.index].args, text)
-                bar.update()
+        waiting: dict[int, Request] = {}
+        began = time.perf_counter()
+        scheduler = Scheduler(self.runtime, max_running=self.batch_size, max_waiting=max(1, len(requests)))
+        try:
+            for index, (ids, own) in enumerate(zip(prompts, settings, strict=True)):
+                options: dict[str, Any] = {**own.options, "seed": (_seed(own.options) + index) % _SEEDS}
+                waiting[index] = scheduler.submit(self.runtime.ask(torch.tensor([ids]), **options))
+            with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
+                while waiting:
+                    scheduler.step()
+                    for index in [index for index, request in waiting.items() if request.over]:
+                        answers[index] = text = self._text(waiting.pop(index), settings[index])
+                        self.cache_hook.add_partial("generate_until", requests[index].args, text)
+                        bar.update()
+        finally:
+            scheduler.close(cancel=True)
+            self.totals.seconds += time.perf_counter() - began
         return [answers[index] for index in range(len(requests))]
+
+    def _text(self, request: Request, settings: RequestSettings) -> str:
+        """The answer of a request that is over. Raises its error if it has one."""
+        if request.output is None:
+            raise request.error or RuntimeError(f"{request!r} has no answer")
+        self.totals.add(request.output)
+        ids = request.output.sequences[0, request.asked.prompts.ids.shape[1] :].tolist()
+        return answer_text(
+            self.tokenizer, ids, most=settings.max_gen_toks, eos_token_id=self.eot_token_id, until=settings.until
+        )
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Of every (context, continuation): a lower bound on its log-probability in nats, and whether greedy decoding
-        would give it; see `Likelihood`. Slow and noisy: tasks that generate are the better ones for these models.
+        would give it; see `Likelihood`. Slow and noisy: prefer tasks that generate.
 
         Raises:
             NotImplementedError: a model of uniform noise, or one that sees blocks.
         """
-        pairs = [encode_pair(self._answering.encode, *request.args) for request in requests]
+        pairs = [encode_pair(self.encode, *request.args) for request in requests]
         wholes = fit([prefix + target for prefix, target in pairs], [self.max_length] * len(pairs))
         results = []
         for request, whole, (_, target) in zip(
@@ -160,52 +155,100 @@ class TieredLM(LM):
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of every (text,): the sum of the bounds of windows as long as the model's context, each given what the one
-        before it leaves room for, as the harness cuts them."""
+        """Of every (text,): the sum of the bounds of windows as long as the model's context, as the harness cuts
+        them."""
         results = []
         for request in tqdm(requests, disable=disable_tqdm, desc="Running loglikelihood_rolling requests"):
             (text,) = request.args
             windows = get_rolling_token_windows(
-                self._answering.encode(text),
-                prefix_token=self._answering.encode("")[0],
+                self.encode(text),
+                prefix_token=self.encode("")[0],
                 max_seq_len=self.max_length - 1,  # and one for the prefix, which is no input of a causal model's last
                 context_len=1,
             )
-            scores = [self._likelihood.score(*make_disjoint_window(window))[0] for window in windows]
-            results.append(sum(scores))
+            results.append(sum(self._likelihood.score(*make_disjoint_window(window))[0] for window in windows))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, results[-1])
         return results
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt."""
+        return encode(self.tokenizer, text, eos_token_id=self.eot_token_id, add_bos_token=self._bos)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A chat as one prompt, by the tokenizer's own template; see `chat_text`."""
         return chat_text(self.tokenizer, chat_history, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's text, for the results; None where none is applied."""
+        """The template's text, for the results; None if none is applied."""
         return template(self.tokenizer, chat_template)
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells cached requests of one tokenizer from those of another."""
+        """The key of cached requests by tokenizer."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the results: what answered, and at what price."""
+        """For the results: the model's settings, and the price of its answers."""
         return {
             "model_dtype": str(self.runtime.dtype).removeprefix("torch."),
             "policy": str(self.runtime.policy),
             "memory_budget": str(self.runtime.ledger.budget),
-            "max_gen_toks": self._answering.defaults.max_gen_toks,
-            "generation": {name: repr(value) for name, value in self._answering.defaults.options.items()},
-            "totals": self._answering.totals.as_dict(),
+            "max_gen_toks": self.defaults.max_gen_toks,
+            "generation": {name: repr(value) for name, value in self.defaults.options.items()},
+            "totals": self.totals.as_dict(),
         }
 
 
-def _present(device: str | torch.device | None) -> str | torch.device:
-    """The device asked for, or "auto" where it is a CUDA device and there is none."""
-    if device is None:
-        return "auto"
-    if str(device).startswith("cuda") and pick_device("auto").type != "cuda":
-        logger.warning("device = %r, but there is no CUDA here: going on on the CPU", str(device))
-        return "auto"
-    return device
+def _batch_size(batch_size: int | str, most: int | None) -> int:
+    """Requests at a time of `batch_size`: a number, "auto" or "auto:N"."""
+    if isinstance(batch_size, str):
+        if batch_size.partition(":")[0] == "auto":
+            batch_size = AUTO_BATCH_SIZE if most is None else most
+        elif not batch_size.isdecimal():
+            raise ValueError(f"batch_size = {batch_size!r}; a positive int or 'auto' is allowed")
+    check_integer("batch_size", int(batch_size) if isinstance(batch_size, str) else batch_size, least=1)
+    return int(batch_size)
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The options of loading, of the policy and of `generate`.
+
+    Raises:
+        ValueError: an option that is none of them (names the nearest).
+    """
+    loading, policy, generation = {}, {}, {}
+    for name, value in options.items():
+        if name in _LOADING or name in _CAPS:
+            loading[name] = value
+        elif name.startswith(POLICY_PREFIX):
+            policy[name.removeprefix(POLICY_PREFIX)] = value
+        elif name in MODEL_NAMES:
+            generation[name] = value
+        else:
+            own = inspect.signature(TieredLM).parameters.keys() - {"options"}
+            error = unknown_name("model argument", name, {*own, *_LOADING, *_CAPS, *MODEL_NAMES})
+            raise ValueError(f"{error}; an option of the policy is written {POLICY_PREFIX}<option>")
+    return loading, policy, generation
+
+
+def _runtime(pretrained: str | Path | Runtime, loading: dict[str, Any], policy: dict[str, Any]) -> Runtime:
+    """The runtime of these arguments; one that is loaded takes another policy only."""
+    given = {name: value for name, value in loading.items() if value is not None}
+    named = given.pop("policy", None)
+    if isinstance(pretrained, Runtime):
+        if any(value not in ("auto", "raw") for value in given.values()):
+            raise ValueError(
+                "the runtime is loaded already: its memory, dtype, device and rotation are those it was loaded with"
+            )
+        return pretrained.with_policy(named or pretrained.policy, **policy) if named or policy else pretrained
+    caps = {_CAPS[name]: given.pop(name) for name in _CAPS if name in given}
+    memory = caps["device"] if isinstance(caps.get("device"), MemoryBudget) else MemoryBudget(**caps)
+    if str(given.get("device", "")).startswith("cuda") and pick_device("auto").type != "cuda":
+        logger.warning("device = %r, but there is no CUDA here: going on on the CPU", str(given.pop("device")))
+    return from_pretrained(pretrained, **({} if named is None else {"policy": named}), memory=memory, **given, **policy)
+
+
+def _seed(options: Any) -> int:
+    """The option `seed`. If it is not given, torch's own seed, which the harness sets by `--seed`."""
+    given = options.get("seed")
+    return torch.initial_seed() % _SEEDS if given is None else given

@@ -1,11 +1,12 @@
-"""Between text and ids as the harness wants them: prompts that leave room for their answer, chats, and where an answer
-ends."""
+"""Text and ids as the harness wants them: prompts that leave room for their answer, chats, and the ends of answers."""
 
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+from tiered.serving.answer_text import AnswerText
 
 logger = logging.getLogger(__name__)
 
@@ -15,9 +16,8 @@ def encode(
 ) -> list[int]:
     """Ids of `text`, which may have gone through a chat template.
 
-    A text that begins with the tokenizer's own beginning-of-sequence token gets no second one. `add_bos_token` puts it
-    in front of the others. An empty text is that token alone, or `eos_token_id` where the tokenizer has none: the
-    harness asks for a prompt of one token there.
+    A text that begins with the tokenizer's beginning-of-sequence token gets no second one; `add_bos_token` adds it to
+    the others. An empty text is that token, or `eos_token_id` if the tokenizer has none.
     """
     bos = str(tokenizer.bos_token or "")
     if add_bos_token and not text.startswith(bos):
@@ -27,8 +27,8 @@ def encode(
 
 
 def encode_pair(encoded: Callable[[str], list[int]], context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Ids of both, with the border where it is in the whole text. Spaces at the context's end begin the continuation,
-    since a token carries the space in front of it; an empty context is one token, as in `encode`."""
+    """Ids of both, split where the ids of the whole text split. Spaces at the context's end begin the continuation,
+    because a token carries the space in front of it. An empty context is one token, as in `encode`."""
     kept = context.rstrip()
     continuation = context[len(kept) :] + continuation
     if not kept:
@@ -39,8 +39,8 @@ def encode_pair(encoded: Callable[[str], list[int]], context: str, continuation:
 
 
 def fit(prompts: Sequence[list[int]], rooms: Sequence[int]) -> list[list[int]]:
-    """The last `rooms[i]` ids of prompt i: in few-shot prompts the question stands at the end. One warning says how
-    many were cut, and by how much."""
+    """The last `rooms[i]` ids of prompt i: in few-shot prompts the question stands at the end. One warning counts the
+    prompts and tokens that were cut."""
     cuts = {i: len(ids) - room for i, (ids, room) in enumerate(zip(prompts, rooms, strict=True)) if len(ids) > room}
     if cuts:
         worst = max(cuts, key=lambda i: cuts[i])
@@ -53,33 +53,12 @@ def fit(prompts: Sequence[list[int]], rooms: Sequence[int]) -> list[list[int]]:
     return [ids[len(ids) - room :] if len(ids) > room else ids for ids, room in zip(prompts, rooms, strict=True)]
 
 
-def chat_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool
-) -> str:
-    """`messages` as one prompt, at whose end the answer begins.
-
-    Without `add_generation_prompt` the last message is the answer's own beginning, which goes on (a task's
-    `gen_prefix`): it is left open.
-
-    Raises:
-        ValueError: the tokenizer has no template.
-    """
-    template(tokenizer, True)
-    text = tokenizer.apply_chat_template(
-        list(messages),
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=not add_generation_prompt,
-    )
-    return str(text)
-
-
 def template(tokenizer: PreTrainedTokenizerBase, chosen: bool | str | None) -> str | None:
-    """The template that `--apply_chat_template` asks for: the tokenizer's own, or none.
+    """The template of `--apply_chat_template`: the tokenizer's own, or None.
 
     Raises:
-        ValueError: the tokenizer has no template, or one is asked for by name: the harness tells a model the name for
-            its results alone, not when it applies a template.
+        ValueError: the tokenizer has no template, or `chosen` is a name: the harness passes it for the results alone,
+            and not when it applies a template.
     """
     if not chosen:
         return None
@@ -90,27 +69,33 @@ def template(tokenizer: PreTrainedTokenizerBase, chosen: bool | str | None) -> s
     return tokenizer.get_chat_template()
 
 
-def cut_text(text: str, until: Sequence[str]) -> str:
-    """`text` up to the first character of any stop string. Where two overlap, the one that begins first counts,
-    whatever their order; "" stops nothing."""
-    return text[: min((at for stop in until if stop and (at := text.find(stop)) >= 0), default=len(text))]
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool
+) -> str:
+    """`messages` as one prompt, at whose end the answer begins. Without `add_generation_prompt` the last message is the
+    answer's own beginning (a task's `gen_prefix`), and stays open. Raises `ValueError` as `template`."""
+    template(tokenizer, True)
+    options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tokenize": False}
+    if not add_generation_prompt:
+        options["continue_final_message"] = True
+    return str(tokenizer.apply_chat_template(list(messages), **options))
 
 
 def answer_text(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, most: int, eos_token_id: int, until: Sequence[str]
 ) -> str:
-    """The answer in `ids` as the harness wants it.
+    """The answer in `ids` (the canvas behind the prompt), as the harness wants it.
 
     Args:
-        tokenizer: decodes, without special tokens.
-        ids: of the whole canvas behind the prompt.
-        most: so many tokens count at most (`max_gen_toks`).
+        most: most tokens of the answer (`max_gen_toks`).
         eos_token_id: ends an answer.
-        until: stop strings; they are no part of it, and neither is what follows.
+        until: stop strings. The one that begins first cuts the text, and is no part of it.
     """
     # Decoding drops special tokens, so that a stop string such as "<|eot_id|>" would never be seen in text.
     special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ends = {eos_token_id, *(special[stop] for stop in until if stop in special)}
-    kept = list(ids[:most])
-    end = next((at for at, token in enumerate(kept) if token in ends), len(kept))
-    return cut_text(str(tokenizer.decode(kept[:end], skip_special_tokens=True)), until)
+    ends = {special[stop] for stop in until if stop in special}
+    kept = next((at for at, token in enumerate(ids) if token in ends), len(ids))
+    answer = AnswerText(tokenizer, eos_token_id=eos_token_id, stop=[stop for stop in until if stop], most=most)
+    answer.put(ids[:kept])
+    answer.end()
+    return answer.text

@@ -1,32 +1,37 @@
-"""The embedded model's tasks as task files of the harness, which then need no download: a folder for `--include_path`.
+"""The embedded model's tasks as task files of lm-evaluation-harness, which then need no download.
 
-    python -m tiered.evaluation.embedded_tasks tasks/ --examples 100
+    python bench/harness_tasks.py tasks/ --examples 100
     python -m tiered.evaluation run --model tiered --model_args pretrained=embedded --apply_chat_template \\
         --tasks tiered_embedded --include_path tasks/
 
-The folder holds `<task>.jsonl` and `<task>.yaml` for each task, named `tiered_embedded_<task>`, and one group of them
-all, `tiered_embedded`. Examples are of the test split: no model was trained on them. The task files name the folder's
-absolute path, so write the folder again rather than move it.
+The folder holds `<task>.jsonl` and `<task>.yaml` for each task, named `tiered_embedded_<task>`, one group of them all,
+`tiered_embedded`, and their metric. Examples are of the test split: no model was trained on them. The task files name
+the folder's absolute path, so write the folder again rather than move it.
 """
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from tiered.core.checks import check_integer, unknown_name
 from tiered.core.whole_file import write_then_rename
-from tiered.embedded.tasks import TASKS, Example, sample, score
+from tiered.embedded.tasks import TASKS, sample
 
 GROUP = "tiered_embedded"
 
 
-def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """The harness's metric for one example: exact match as `tiered.embedded.tasks.score` takes it."""
+# The harness finds the functions of a task file beside it.
+METRIC = '''"""Exact match of an answer, as `tiered.embedded.tasks.score` takes it."""
+
+from tiered.embedded.tasks import Example, score
+
+
+def process_results(doc, results):
     example = Example(task=doc["task"], prompt=doc["prompt"], answer=doc["answer"])
     return {"exact_match": float(score(example, results[0]))}
+'''
 
 
 def write_tasks(
@@ -38,18 +43,18 @@ def write_tasks(
     size: int | None = None,
     max_gen_toks: int = 32,
 ) -> list[str]:
-    """Write the folder, made where it is not there.
+    """Write the task files into `folder`.
 
     Args:
-        folder: where.
+        folder: made if it is missing.
         tasks: names in `tiered.embedded.tasks.TASKS`.
-        examples: of each task: `sample(task, "test", seed)` and the seeds behind it.
-        seed: of the first.
-        size: of every example, in the task's unit; None: drawn within its bounds.
+        examples: number of examples of each task: `sample(task, "test", seed)` and the seeds behind it.
+        seed: of the first example.
+        size: size of every example, in the task's unit; None for sizes drawn within its bounds.
         max_gen_toks: tokens of an answer.
 
     Returns:
-        The names of the tasks as the harness knows them, the group's first.
+        The harness's names of the tasks, the group's first.
 
     Raises:
         TypeError, ValueError: no such task, or a number out of range.
@@ -60,6 +65,7 @@ def write_tasks(
     check_integer("examples", examples, least=1)
     check_integer("max_gen_toks", max_gen_toks, least=1)
     folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "metric.py", METRIC)
     names = []
     for task in tasks:
         drawn = [sample(task, "test", seed + number, size=size) for number in range(examples)]
@@ -88,7 +94,7 @@ def _task_file(name: str, rows: Path, max_gen_toks: int) -> str:
         "metadata": {"version": 1.0},
     }
     # JSON is YAML, but for the one tag.
-    return f"process_results: !function {__name__}.process_results\n" + "".join(
+    return "process_results: !function metric.process_results\n" + "".join(
         f"{key}: {json.dumps(value)}\n" for key, value in settings.items()
     )
 
@@ -100,7 +106,7 @@ def _write(path: Path, text: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write a folder, and print the names of its tasks."""
     parser = argparse.ArgumentParser(
-        prog="python -m tiered.evaluation.embedded_tasks",
+        prog="bench/harness_tasks.py",
         description="Write the embedded model's tasks as task files of lm-evaluation-harness.",
     )
     parser.add_argument("folder", type=Path)
