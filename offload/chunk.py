@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from jaxtyping import UInt8
 from torch import Tensor
@@ -19,6 +20,7 @@ class Chunk:
         actual_bytes: what the system gave up for it, rounding included.
         earlier: ends with what those who had the memory before may have left under way in it; None: nothing.
         before: called once, before the memory goes; never in a forked child, where CUDA is not usable.
+        dropped: called instead of `before` if no reference is left and `free` was not called. None for `before`.
     """
 
     def __init__(
@@ -29,12 +31,14 @@ class Chunk:
         actual_bytes: int,
         earlier: Event | None = None,
         before: Callable[[], object] = lambda: None,
+        dropped: Callable[[], object] | None = None,
     ) -> None:
         self._bytes: Tensor | None = bytes
         self.pinned = pinned
         self.actual_bytes = actual_bytes
         self.earlier = () if earlier is None else (earlier,)
-        self._finalizer = weakref.finalize(self, _in_process, os.getpid(), before)
+        self._before = partial(_in_process, os.getpid(), before)
+        self._finalizer = weakref.finalize(self, _in_process, os.getpid(), dropped or before)
         self._finalizer.atexit = False  # the system takes everything back then
 
     @property
@@ -48,10 +52,10 @@ class Chunk:
             raise ValueError("the chunk is freed")
         return self._bytes
 
-    def lent(self, back: Callable[[], object]) -> "Chunk":
-        """The same memory for a holder. `back` is called once, by its `free` or when the holder is gone without, in
-        whatever thread: Ctrl-C may come before anything could be said of a chunk."""
-        lent = Chunk(self.bytes, pinned=self.pinned, actual_bytes=self.actual_bytes, before=back)
+    def lent(self, back: Callable[[], object], dropped: Callable[[], object] | None = None) -> "Chunk":
+        """The same memory for a holder. Its `free` calls `back`. If the holder is gone without, `dropped` is called, in
+        any thread (None for `back`): Ctrl-C comes before an arena has the chunk, or a runtime is never closed."""
+        lent = Chunk(self.bytes, pinned=self.pinned, actual_bytes=self.actual_bytes, before=back, dropped=dropped)
         lent.earlier = self.earlier
         return lent
 
@@ -59,7 +63,8 @@ class Chunk:
         """Give the memory back. A view that is still held keeps it mapped, but not pinned. May be called again."""
         if self._bytes is None:
             return
-        self._finalizer()  # the registration ends before the mapping does
+        if self._finalizer.detach() is not None:
+            self._before()  # the registration ends before the mapping does
         self._bytes = None
 
 

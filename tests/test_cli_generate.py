@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import sys
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -73,6 +74,14 @@ def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     assert not out
     assert err.startswith("tiered: error: ") and message in err
+
+
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delitem(sys.modules, "tiered.serving.server", raising=False)
+    assert main(["serve", "embedded"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and re.fullmatch(r"tiered: error: fastapi is not installed: pip install .*\[serve\].*\n", err)
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,20 @@ def test_two_runtimes_on_one_folder(load: Load, tmp_path: Path):
     assert not list(tmp_path.glob("[!c]*"))  # the checkpoint alone
 
 
+@pytest.mark.parametrize("load", POLICIES, indirect=True)
+@pytest.mark.parametrize("weights", [False, True], ids=["features", "weights"])
+def test_a_runtime_that_is_dropped_without_close_goes_in_silence(
+    load: Load, weights: bool, monkeypatch: pytest.MonkeyPatch
+):
+    errors: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: errors.append(repr(told.exc_value)))
+    runtime = load(MemoryBudget(device=least(load, weights=weights)))
+    answers(runtime)
+    del runtime
+    gc.collect()
+    assert not errors
+
+
 def keeps_books(frame: FrameType | None) -> bool:
     while frame is not None:
         if BOOKS.search(frame.f_code.co_filename) or frame.f_code.co_name in ("__enter__", "__exit__", "close"):

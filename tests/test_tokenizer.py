@@ -1,6 +1,7 @@
 """Tokenizers of checkpoints: tokenizer.json, or a vocabulary with merges, and never code that a repository brings."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 import tiered
 from tiered.models.dream import read_dream_config
+from tiered.models.locate import checkpoint_directory
 from tiered.models.tokenizer import load_tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -158,6 +160,15 @@ def test_what_cannot_be_read_is_an_error(
     with pytest.raises(ValueError, match=message) as caught:
         load_tokenizer(directory)
     assert "trust_remote_code" not in str(caught.value)  # there is no such argument here
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path: Path):
+    """LLaDA's embedding may have more rows than there are tokens, and the tokenizer has no more tokens than those."""
+    shutil.copytree(checkpoint_directory("embedded"), tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"vocab_size": 10}))
+    with pytest.raises(ValueError, match=r"tokens up to \d+, the model \(config\.json\) those in \[0, 10\)"):
+        tiered.from_pretrained(tmp_path / "model")
 
 
 def test_text_in_and_out(write: Callable[..., Path], tmp_path: Path):

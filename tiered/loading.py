@@ -110,7 +110,7 @@ def from_pretrained(
         raise ValueError(f"dtype = {dtype!r}; allowed: 'auto', {', '.join(map(repr, BYTES_PER_ELEMENT))}")
     with torch.device("meta"):
         model: DiffusionModel = family.resolve_loader().from_config(config)
-    tokenizer = load_tokenizer(directory, vocab_size=shape.vocab_size)
+    tokenizer = load_tokenizer(directory, vocab_size=min(shape.vocab_size, config.get("vocab_size", shape.vocab_size)))
     checkpoint = Checkpoint(directory, shape, config)
     if (why := _too_large(budget, target)) is not None:
         warnings.warn(why, stacklevel=2)

@@ -4,8 +4,8 @@ from typing import Any
 
 from tiered import TierCapacityError, from_pretrained
 from tiered.offload.device import pick_device
-from tiered.serving.scheduler import Scheduler
 from tiered.serving.app import Service, make_app
+from tiered.serving.scheduler import Scheduler
 
 
 def answered(dataset: Any, model: str, *, workers: int = 1, num_gpus: float = 0, **worker: Any) -> Any:

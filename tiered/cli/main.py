@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import tiered
 from tiered.cli.call import CommandParser
 from tiered.core.errors import TierCapacityError
+from tiered.core.extras import MissingPackageError
 
 # Each is a module beside this one with `add_parser(subparsers)`, which sets `run(args) -> int`. What needs torch they
 # import when their command is asked for.
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (ValueError, TypeError, TierCapacityError, OSError) as error:
+    except (ValueError, TypeError, TierCapacityError, OSError, MissingPackageError) as error:
         print(f"tiered: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

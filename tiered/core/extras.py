@@ -8,8 +8,12 @@ from types import TracebackType
 from urllib.parse import unquote, urlsplit
 
 
+class MissingPackageError(ModuleNotFoundError):
+    """An optional package is not installed; the message has the command that brings it."""
+
+
 class Extra:
-    """`with Extra("bench"): import pyarrow`. Raises `ModuleNotFoundError` with the command that brings it."""
+    """`with Extra("bench"): import pyarrow`. Raises `MissingPackageError` with the command that brings it."""
 
     def __init__(self, name: str) -> None:
         """`name`: of the extra in pyproject.toml."""
@@ -21,7 +25,7 @@ class Extra:
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, ModuleNotFoundError):
             message = f"{error.name} is not installed: {install_command(self._name)}"
-            raise ModuleNotFoundError(message, name=error.name) from None
+            raise MissingPackageError(message, name=error.name) from None
 
 
 def install_command(extra: str) -> str:

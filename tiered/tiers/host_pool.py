@@ -42,7 +42,12 @@ def booked(
             chunk.free()
             ledger.release({Account.SPARE: chunk.actual_bytes}, tier)
 
-        return chunk.lent(back)
+        def dropped() -> None:  # a runtime that was never closed leaves the bytes under the accounts of its records
+            chunk.free()
+            spare = ledger.held(tier, Account.SPARE)
+            ledger.release({Account.SPARE: min(chunk.actual_bytes, spare)}, tier)
+
+        return chunk.lent(back, dropped)
 
     return obtain
 
