@@ -18,6 +18,7 @@ from tiered.core.canvas import Canvas
 from tiered.core.features import Account, Tier
 from tiered.core.rows import Rows
 from tiered.decoding import proposer
+from tiered.denoising import feature_store
 from tiered.forward.forward import Forward
 from tiered.models.llada import LLaDA
 from tiered.policies.base import Step, StepKind
@@ -99,7 +100,7 @@ def test_logits_of_the_official_code(tiny: Runtime):
     canvas = Canvas(ids[:1, :24].long(), torch.zeros(1), max_new_tokens=32, block_length=32, mask_token_id=511)
     policy = DLLMCache(prompt_interval=8, response_interval=4, update_ratio=0.25, parity=True)
     state = policy.start()
-    store = tiny._call.store(policy, 1, canvas.length, canvas.prompt_length)
+    store = feature_store(tiny._call, policy, 1, canvas.length, canvas.prompt_length)
     forward = Forward(tiny.model, store, canvas.positions())
     for number, tokens in enumerate(ids.long()):
         canvas.tokens = tokens[None]

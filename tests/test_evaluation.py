@@ -125,13 +125,13 @@ def test_what_is_drawn_is_each_answers_own(runtime: Runtime):
 
 
 def test_seeds_go_by_place(runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
-    lm, ask_of, seeds = TieredLM(runtime, batch_size=5, confidence_threshold=0.5), runtime.ask, []
+    lm, prepare, seeds = TieredLM(runtime, batch_size=5, confidence_threshold=0.5), runtime.prepare, []
 
     def asked(ids: torch.Tensor, *, seed: int, **options: Any) -> Any:
         seeds.append(seed)
-        return ask_of(ids, seed=seed, **options)
+        return prepare(ids, seed=seed, **options)
 
-    monkeypatch.setattr(lm.runtime, "ask", asked)
+    monkeypatch.setattr(lm.runtime, "prepare", asked)
     torch.manual_seed(7)
     ask(lm, chats(lm))
     assert seeds == [7 + i for i in range(len(PROMPTS))]
@@ -310,7 +310,7 @@ def test_a_prompt_that_is_too_long_loses_its_beginning(
         seen.append(ids[0].tolist())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lm.runtime, "ask", asked)
+    monkeypatch.setattr(lm.runtime, "prepare", asked)
     for context, tokens in (("Ada", 32), (words, 32), (words, 64), ("", 32)):
         with pytest.raises(KeyboardInterrupt):
             ask(lm, [context], {"max_gen_toks": tokens})

@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import tiered
-from tiered.call import AskedCall
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
 from tiered.core.spans import recording
@@ -34,6 +33,7 @@ from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.kernels.silu_mul_ref import silu_mul
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.registry import POLICIES, make_policy, policies_for
+from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
 from tiered.serving.scheduler import Scheduler
 
@@ -153,11 +153,11 @@ def load(case: Case, directory: Path, device: str, memory: MemoryBudget | None =
     )  # fmt: skip
 
 
-def asked(runtime: Runtime, case: Case) -> list[AskedCall]:
+def asked(runtime: Runtime, case: Case) -> list[PreparedCall]:
     if case.served:
-        return [runtime.ask(row[None], **RULES[case.rule], **SIZES) for row in block_models.prompts(LENGTHS)]
+        return [runtime.prepare(row[None], **RULES[case.rule], **SIZES) for row in block_models.prompts(LENGTHS)]
     ids, mask = block_models.batch(LENGTHS, left=True)
-    return [runtime.ask(ids, attention_mask=mask, **RULES[case.rule], **SIZES)]
+    return [runtime.prepare(ids, attention_mask=mask, **RULES[case.rule], **SIZES)]
 
 
 def least(runtime: Runtime, case: Case) -> MemoryBudget:
@@ -236,7 +236,7 @@ def test_a_scheduler_is_the_only_one_that_touches_the_device(checkpoint: Callabl
         assert scheduler._thread is not None
         device.owner = scheduler._thread.ident
         device.strangers.clear()
-        requests = [scheduler.submit(runtime.ask(row[None], **SIZES)) for row in block_models.prompts(LENGTHS)]
+        requests = [scheduler.submit(runtime.prepare(row[None], **SIZES)) for row in block_models.prompts(LENGTHS)]
         while not all(request.over for request in requests):
             time.sleep(0.01)
     assert all(request.output is not None for request in requests)

@@ -12,6 +12,7 @@ import tiered
 from tiered.core.rows import Rows
 from tiered.decoding.rules import ancestral
 from tiered.decoding.rules.adaptive import Adaptive
+from tiered.denoising import feature_store
 from tiered.forward.forward import Forward
 from tiered.models.gidd import Gidd
 from tiered.runtime import Runtime
@@ -110,7 +111,7 @@ def test_ancestral_sequence(runtimes: dict[str, Runtime], monkeypatch: pytest.Mo
 
 def forward(runtime: Runtime, positions: torch.Tensor, key_mask: torch.Tensor | None = None) -> Forward:
     batch, length = key_mask.shape if key_mask is not None else (1, positions.shape[1])
-    return Forward(runtime.model, runtime._call.store(runtime.policy, batch, length), positions, key_mask)
+    return Forward(runtime.model, feature_store(runtime._call, runtime.policy, batch, length), positions, key_mask)
 
 
 def test_logits_of_clean_and_noisy_rows(runtimes: dict[str, Runtime]):

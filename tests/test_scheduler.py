@@ -91,7 +91,7 @@ def check_arrivals(runtime: Runtime, *, requests: int, max_prefill_rows: int, sh
     while len(sent) < requests or scheduler.running or scheduler.waiting:
         if len(sent) < requests and generator.random() < 0.7:
             wanted = asking(runtime, generator)
-            sent.append((wanted, scheduler.submit(runtime.ask(**wanted))))
+            sent.append((wanted, scheduler.submit(runtime.prepare(**wanted))))
         if sent and generator.random() < 0.03:
             generator.choice(sent)[1].cancel()
         scheduler.step()
@@ -152,9 +152,9 @@ def test_those_that_run_have_their_steps_while_a_long_prompt_has_its_first_pass(
     short = {"inputs": ids_of(8, 1), "max_new_tokens": 64, "block_length": 32}
     alone = [runtime.generate(**each) for each in (short, prompt)]
     scheduler, heard, late = Scheduler(runtime, max_prefill_rows=40), Heard(), Heard()
-    first = scheduler.submit(runtime.ask(**short), streamer=heard)
+    first = scheduler.submit(runtime.prepare(**short), streamer=heard)
     scheduler.step()
-    second = scheduler.submit(runtime.ask(**prompt), streamer=late)
+    second = scheduler.submit(runtime.prepare(**prompt), streamer=late)
     before = heard.forwards
     scheduler.step()
     # In the round one step, and one whenever 40 rows times three layers have passed: 212 rows pass each but the last,
@@ -170,7 +170,7 @@ def test_the_long_take_turns():
     runtime = runtime_of("llada", "none", {})
     scheduler, heard = Scheduler(runtime, max_prefill_rows=64), [Heard() for _ in range(3)]
     for number, each in enumerate(heard):
-        scheduler.submit(runtime.ask(ids_of(100, number), max_new_tokens=16), streamer=each)
+        scheduler.submit(runtime.prepare(ids_of(100, number), max_new_tokens=16), streamer=each)
     for _ in range(6):
         scheduler.step()
     assert [each.forwards for each in heard] == [2, 2, 2]
@@ -186,13 +186,13 @@ def budgeted(model: DiffusionModel, calls: float) -> Runtime:
 
 def test_the_budget_admits(tiny_model: DiffusionModel):
     runtime = budgeted(tiny_model, 2.5)
-    scheduler, asked = Scheduler(runtime), runtime.ask(ids_of(20) % 120, max_new_tokens=16)
+    scheduler, asked = Scheduler(runtime), runtime.prepare(ids_of(20) % 120, max_new_tokens=16)
     requests = [scheduler.submit(asked) for _ in range(5)]
     scheduler.step()
     assert (scheduler.running, scheduler.waiting) == (2, 3)
     assert [request.state for request in requests] == [State.RUNNING] * 2 + [State.WAITING] * 3
     with pytest.raises(TierCapacityError) as refused:
-        scheduler.submit(runtime.ask(ids_of(150) % 120, max_new_tokens=96))
+        scheduler.submit(runtime.prepare(ids_of(150) % 120, max_new_tokens=96))
     assert (
         refused.value.tier is Tier.DEVICE
         and refused.value.needed > refused.value.available == runtime.ledger.budget.device
@@ -205,7 +205,7 @@ def test_requests_together_take_no_more_than_they_have_booked(random_model: Any,
     model = random_model(tiny_config | {"d_model": 64, "mlp_hidden_size": 1024, "vocab_size": 4096})
     runtime = Runtime(model, policy=make_policy("fast_dllm_dual"))
     scheduler = Scheduler(runtime)
-    asked = [runtime.ask(ids_of(16, seed) % 120, max_new_tokens=32) for seed in range(5)]
+    asked = [runtime.prepare(ids_of(16, seed) % 120, max_new_tokens=32) for seed in range(5)]
     runtime.ledger.restart_peaks()
     with Allocations() as allocated:
         for each in asked:
@@ -223,14 +223,14 @@ def test_requests_whose_layers_are_streamed_are_answered_the_same():
     device = alone[0].memory.tiers[Tier.DEVICE]
     weights = device.at_peak[Account.WEIGHTS]
     # A whole call, and one of which layers are streamed, but no two whole ones.
-    cap = weights + int(1.85 * (device.peak - weights)) + 2 * shared_bytes(free.ask(**calls[0]).sizes)
+    cap = weights + int(1.85 * (device.peak - weights)) + 2 * shared_bytes(free.prepare(**calls[0]).sizes)
     budget = MemoryBudget(device=cap)
     runtime = tiered.from_pretrained(
         GOLDENS / CHECKPOINTS["llada"], dtype="float32", policy="fast_dllm_dual", memory=budget
     )
     before = held(runtime)
     scheduler = Scheduler(runtime)
-    requests = [scheduler.submit(runtime.ask(**call)) for call in calls]
+    requests = [scheduler.submit(runtime.prepare(**call)) for call in calls]
     scheduler.step()
     assert scheduler.running == 2
     scheduler.run()
@@ -244,7 +244,7 @@ def test_as_many_wait_as_may_and_a_closed_one_takes_none(tiny_model: DiffusionMo
     runtime = budgeted(tiny_model, 9)
     scheduler, asked = (
         Scheduler(runtime, max_running=1, max_waiting=2),
-        runtime.ask(ids_of(20) % 120, max_new_tokens=16),
+        runtime.prepare(ids_of(20) % 120, max_new_tokens=16),
     )
     first = scheduler.submit(asked)
     scheduler.step()
@@ -273,7 +273,7 @@ def test_one_that_fails_takes_nobody_with_it(tiny_model: DiffusionModel):
     broken = Heard()
     broken.each = raises
     first, wrong, second, deaf = (
-        scheduler.submit(runtime.ask(ids, max_new_tokens=16), streamer=streamer)
+        scheduler.submit(runtime.prepare(ids, max_new_tokens=16), streamer=streamer)
         for ids, streamer in ((good, None), (bad, None), (good, None), (good, broken))
     )
     scheduler.run()
@@ -290,9 +290,9 @@ def test_one_in_the_middle_of_its_first_pass_can_leave(seconds: float | None, st
     runtime = runtime_of("llada", "fast_dllm_dual", {})
     before, heard = held(runtime), Heard()
     scheduler = Scheduler(runtime, max_prefill_rows=48)
-    scheduler.submit(runtime.ask(ids_of(8), max_new_tokens=32), streamer=heard)
+    scheduler.submit(runtime.prepare(ids_of(8), max_new_tokens=32), streamer=heard)
     scheduler.step()
-    request = scheduler.submit(runtime.ask(ids_of(180), max_new_tokens=32))
+    request = scheduler.submit(runtime.prepare(ids_of(180), max_new_tokens=32))
     request._seconds = seconds
     heard.each = request.cancel if seconds is None else None
     scheduler.step()
@@ -305,7 +305,7 @@ def test_what_asks_and_what_waits_touches_no_tensor_of_the_device():
     runtime = runtime_of("llada", "fast_dllm_dual", {}).with_policy("fast_dllm_dual")
     runtime.device = torch.device("meta")  # a tensor there has no value to be read
     ids = torch.nn.functional.pad(ids_of(20), (3, 0))
-    asked = runtime.ask(ids, attention_mask=(torch.arange(23) >= 3)[None], max_new_tokens=16)
+    asked = runtime.prepare(ids, attention_mask=(torch.arange(23) >= 3)[None], max_new_tokens=16)
     assert (asked.prompts.longest, asked.prompts.shortest, asked.sizes.context) == (20, 20, 36)
     request = Scheduler(runtime).submit(asked)
     assert asked.prompts.ids.device.type == asked.prompts.mask.device.type == "cpu" and request.ask is None
@@ -313,7 +313,7 @@ def test_what_asks_and_what_waits_touches_no_tensor_of_the_device():
 
 def test_threads_submit_and_the_scheduler_has_its_own():
     runtime = runtime_of("llada", "fast_dllm_dual", {})
-    asked = [runtime.ask(ids_of(20, seed), max_new_tokens=32) for seed in range(6)]
+    asked = [runtime.prepare(ids_of(20, seed), max_new_tokens=32) for seed in range(6)]
     outputs: dict[int, GenerationOutput | None] = {}
     with Scheduler(runtime) as scheduler:
 
@@ -353,4 +353,4 @@ def test_bad_numbers_are_named(options: dict[str, Any], error: type[Exception], 
 def test_a_request_is_one_prompt():
     runtime = runtime_of("llada", "none", {})
     with pytest.raises(ValueError, match="one prompt, not 2"):
-        Scheduler(runtime).submit(runtime.ask(ids_of(8).repeat(2, 1), max_new_tokens=16))
+        Scheduler(runtime).submit(runtime.prepare(ids_of(8).repeat(2, 1), max_new_tokens=16))

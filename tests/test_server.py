@@ -172,7 +172,7 @@ def test_bytes_of_streamed_weights_are_among_those_that_moved():
     memory = MemoryBudget(device="6MiB")
     with tiered.from_pretrained("embedded", policy="none", weights="raw", memory=memory) as runtime:
         scheduler = Scheduler(runtime)
-        scheduler.submit(runtime.ask(chat(PROMPTS[0]), max_new_tokens=TOKENS))
+        scheduler.submit(runtime.prepare(chat(PROMPTS[0]), max_new_tokens=TOKENS))
         scheduler.run()
         told = registry_of(scheduler).get_sample_value(
             "tiered_moved_bytes_total", {"source": "host", "destination": "device"}

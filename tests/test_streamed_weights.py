@@ -124,7 +124,7 @@ def sizes_of(runtime: Runtime) -> CallSizes:
 
 def budget_for(runtime: Runtime, streamed: int, **lower: Any) -> MemoryBudget:
     """With which so many layers of the weights have to be streamed, or more where features are not."""
-    sizes = replace(sizes_of(runtime), kv=runtime._call._kv)
+    sizes = replace(sizes_of(runtime), kv=runtime._call.kv)
     weights = WeightBytes.of(sizes.shape, sizes.dtype, sizes.weights)
     call = CallBytes.of(runtime.policy, sizes, MemoryBudget(device=0))
     streaming = replace(call, weights=weights.streaming(streamed))

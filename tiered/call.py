@@ -2,41 +2,26 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from tiered.core.canvas import Canvas, columns_in_blocks
+from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger, added
 from tiered.core.turn import Turn
-from tiered.decoding.attention_shift import AttentionShift
 from tiered.decoding.observers import Inspector
-from tiered.forward.feature_store import FeatureStore
-from tiered.forward.forward import Forward
-from tiered.forward.forward_bytes import compared_at_a_time
 from tiered.forward.library_bytes import gpu_of
-from tiered.forward.sight import Sight
 from tiered.forward.sizes import AUTO, KV, CallSizes
 from tiered.forward.stream_bytes import StreamBytes
-from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.forward.streamed_weights import StreamedWeights
-from tiered.forward.traced_model import traced
-from tiered.inputs import Prompts
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
 from tiered.models.weight_form import FIXED_WEIGHTS
 from tiered.offload.device import computing_on, restart_allocator_peak
 from tiered.offload.transport import Transport
-from tiered.options import GenerationOptions
 from tiered.planning.call_bytes import CallBytes
-from tiered.planning.checks import check_positions
-from tiered.planning.choice import Choice, choose
 from tiered.policies.base import Policy
-from tiered.policies.none import NoCache
 from tiered.tiers.host_pool import HostPool
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
@@ -45,25 +30,7 @@ PLAIN_HINT = "raise `memory`, shorten the prompt or max_new_tokens, or pass fewe
 HINT = "raise `memory`, lower `clusters`, narrow `window_blocks`, shorten the prompt or pass fewer sequences at once"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedCall:
-    """A call of `generate` that is checked, and not begun: nothing is booked for it.
-
-    Attributes:
-        prompts: on the host, so that asking waits for no device.
-        chosen: its options.
-        sizes, choice: what it will take, and run under.
-        prior: what answers begin as; None: what the model's noise is.
-    """
-
-    prompts: Prompts
-    chosen: GenerationOptions
-    sizes: CallSizes
-    choice: Choice
-    prior: Tensor | None = None
-
-
-class CallSpace:
+class CallContext:
     """Makes what calls of one model run in, within one ledger.
 
     Calls are booked one after another. Those of one thread may take turns; those of several threads run side by side,
@@ -82,14 +49,14 @@ class CallSpace:
         values. `weights`: of the model, where they may lie below the device; None: all of them stay on it."""
         self._loaded: DiffusionModel | None = model
         self._ledger, self._transport = ledger, transport
-        self._kv, self._kv_open = kv if isinstance(kv, RowCode) else None, kv == AUTO
+        self.kv, self.kv_open = kv if isinstance(kv, RowCode) else None, kv == AUTO
         of = next(model.parameters())
-        self._device, self._dtype = of.device, of.dtype
-        self._dtype_name = str(self._dtype).removeprefix("torch.")
-        self._gpu = gpu_of(self._device)
+        self.device, self.dtype = of.device, of.dtype
+        self._dtype_name = str(self.dtype).removeprefix("torch.")
+        self._gpu = gpu_of(self.device)
         self._turn = Turn()
         self._under_way: set[object] = set()
-        self._pool = HostPool(ledger, self._device) if weights is None else weights.pool
+        self._pool = HostPool(ledger, self.device) if weights is None else weights.pool
         self._weights = weights
         own = dict.fromkeys(Tier, 0) if weights is None else weights.held()
         # What there is beside both.
@@ -101,6 +68,11 @@ class CallSpace:
         if self._loaded is None:
             raise ValueError("the runtime is closed; load the model again with tiered.from_pretrained")
         return self._loaded
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """The budget of the ledger."""
+        return self._ledger.budget
 
     @property
     def closed(self) -> bool:
@@ -125,46 +97,9 @@ class CallSpace:
             block_length=block_length,
             dtype=self._dtype_name,
             weights=FIXED_WEIGHTS if self._weights is None else self._weights.form,
-            kv=self._kv,
+            kv=self.kv,
             gpu=self._gpu,
             **more,
-        )
-
-    def sizes_of(self, chosen: GenerationOptions, prompts: Prompts) -> CallSizes:
-        """The sizes of a call that denoises answers to `prompts`.
-
-        Raises:
-            ValueError: the model was not made for so many positions.
-        """
-        rule, front, answer = chosen.rule(), prompts.longest, chosen.columns
-        if self.model.shape.block_causal:
-            lengths: list[int] = prompts.mask.sum(dim=1).tolist()
-            whole, answer = columns_in_blocks(lengths, chosen.block, chosen.max_new_tokens)
-            if chosen.block_edges == "sequence":
-                front = whole
-            else:
-                _, answer = columns_in_blocks([0], chosen.block, chosen.max_new_tokens)
-        check_positions(self.model.shape, front + answer, chosen.told_columns(prompts.longest))
-        return self.sizes(
-            len(prompts.ids),
-            front + answer,
-            chosen.block,
-            answer=answer,
-            guidance=chosen.cfg_scale > 0,
-            sampled=chosen.sampling().needs_room or (rule.rewrites and rule.draws),
-            compared=rule.needs_shift,
-        )
-
-    def choose(self, policy: Policy, chosen: GenerationOptions, sizes: CallSizes, shortest: int) -> Choice:
-        """What a call of `sizes`, whose shortest prompt has so many tokens, runs under. Neither what else is booked at
-        the time nor who looks on plays a part in it."""
-        return choose(
-            policy,
-            sizes,
-            self._ledger.budget,
-            prompt=shortest,
-            kv_open=self._kv_open,
-            tokens_per_forward=chosen.tokens_per_forward,
         )
 
     def check_alone(self, policy: Policy, sizes: CallSizes) -> None:
@@ -225,7 +160,7 @@ class CallSpace:
             self._under_way.add(key)
             call.callback(self._under_way.discard, key)
             call.enter_context(self._ledger.holding(needed.steps))
-            call.enter_context(computing_on(self._device))
+            call.enter_context(computing_on(self.device))
             tiers = call.enter_context(self._tiers(needed))
             if self._weights is None or not self._weights.now.layers:
                 turn.close()
@@ -257,7 +192,7 @@ class CallSpace:
             own = weights.held()
         if reported and not self._under_way:  # the report has nothing of the load, or of the call before
             ledger.restart_peaks()
-            restart_allocator_peak(self._device)
+            restart_allocator_peak(self.device)
         # A call that cannot end does not begin: all that it will book as records come must fit.
         for tier, amounts in needed.tiers(ledger.budget).items():
             ledger.require(sum(amounts.values()) - own[tier], tier)
@@ -277,8 +212,8 @@ class CallSpace:
             self._ledger.holding(beside, hint=HINT),
             open_tiers(
                 self._ledger,
-                device=self._device,
-                dtype=self._dtype,
+                device=self.device,
+                dtype=self.dtype,
                 transport=None if self._transport is None else self._transport(),
                 slot_bytes=needed.slot_bytes,
                 store_bytes=needed.store_bytes,
@@ -291,77 +226,7 @@ class CallSpace:
         ):
             yield tiers
 
-    def store(
-        self,
-        policy: Policy,
-        batch: int,
-        length: int,
-        answer_start: int = 0,
-        *,
-        kv: RowCode | None = None,
-        streams: StreamBytes | None = None,
-        tiers: TierManager | None = None,
-    ) -> FeatureStore:
-        """Where a policy's features are; with `streams`, some of them in `tiers`."""
-        features = policy.features(self.model.shape)
-        sizes: dict[str, Any] = {"batch": batch, "length": length, "answer_start": answer_start, "kv": kv}
-        if streams is not None and tiers is not None:
-            return StreamedFeatureStore(self.model.shape, features, streams, tiers, **sizes)
-        return FeatureStore(self.model.shape, features, **sizes, dtype=self._dtype, device=self._device)
-
     @property
     def weights(self) -> StreamedWeights | None:
         """Those of the model, where they may lie below the device."""
         return self._weights
-
-    def attention_shift(self, sizes: CallSizes) -> AttentionShift | None:
-        """What measures the shift of the sequences asked for, the first of those that go through a forward; None where
-        none is measured."""
-        if not sizes.compared:
-            return None
-        return AttentionShift(
-            sizes.batch,
-            sizes.shape.heads,
-            sizes.block_length,
-            sizes.context,
-            chunk=compared_at_a_time(sizes),
-            device=self._device,
-            soft_cap=sizes.shape.soft_cap,
-            sink_keys=self.model.sink_keys(sizes.shape.layers - 1),
-        )
-
-    def uncached(self, prompts: Prompts, block_length: int | None = None) -> Forward:
-        """One forward over `prompts`, with a store that every layer overwrites; `block_length`: of blocks that rows
-        see."""
-        batch, length = prompts.ids.shape
-        padded = not bool(prompts.mask.all())
-        positions = prompts.mask.long().cumsum(dim=1).sub_(1).clamp_(min=0) if padded else None
-        return Forward(
-            self.model,
-            self.store(NoCache(), batch, length, kv=self._kv),
-            torch.arange(length, device=self._device)[None] if positions is None else positions,
-            prompts.mask if padded else None,
-            weights=self._weights,
-            sight=Sight(self.model.shape, length, block_length, positions),
-        )
-
-    def forward(
-        self,
-        canvas: Canvas,
-        policy: Policy,
-        sizes: CallSizes,
-        tiers: TierManager | None,
-        streams: StreamBytes | None = None,
-    ) -> Forward:
-        """The forward of a call of `sizes`."""
-        sequences = sizes.sequences
-        positions, key_mask, first = canvas.positions(), canvas.key_mask(), canvas.pads if canvas.padded else None
-        if key_mask is not None and sequences > canvas.batch:
-            positions, key_mask, first = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
-        of_call = sequences, canvas.length, canvas.prompt_length
-        store = self.store(policy, *of_call, kv=sizes.kv, streams=streams, tiers=tiers)
-        block = canvas.block_length if sizes.shape.block_causal else None
-        sight = Sight(sizes.shape, canvas.length, block, first=canvas.prompt_length)
-        return Forward(
-            traced(self.model), store, positions, key_mask, tiers, first, sight, policy.most_rows(sizes), self._weights
-        )

@@ -1,10 +1,8 @@
-"""One call of `generate` put together: its canvas, how tokens are drawn and committed, and the loop over both."""
-
-from collections.abc import Callable
+"""A prepared call put together: its features, its forward, its canvas, and the loop over them."""
 
 import torch
-from torch import Tensor
 
+from tiered.call import CallContext
 from tiered.core.canvas import Canvas
 from tiered.decoding.attention_shift import AttentionShift
 from tiered.decoding.guidance import Guidance
@@ -14,73 +12,153 @@ from tiered.decoding.proposer import Proposer
 from tiered.decoding.publishing import Publisher
 from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.adaptive import Adaptive
+from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
+from tiered.forward.forward_bytes import compared_at_a_time
+from tiered.forward.sight import Sight
+from tiered.forward.sizes import CallSizes
+from tiered.forward.stream_bytes import StreamBytes
+from tiered.forward.streamed_store import StreamedFeatureStore
+from tiered.forward.traced_model import traced
 from tiered.inputs import Prompts
 from tiered.models.base import DiffusionModel
-from tiered.options import GenerationOptions
 from tiered.policies.base import Policy
+from tiered.policies.none import NoCache
+from tiered.prepare import PreparedCall
+from tiered.tiers.manager import TierManager
 
 
 def denoiser(
-    model: DiffusionModel,
-    prompts: Prompts,
-    chosen: GenerationOptions,
-    policy: Policy,
-    make_forward: Callable[[Canvas], Forward],
+    context: CallContext,
+    call: PreparedCall,
+    tiers: TierManager | None,
+    streams: StreamBytes | None,
     *,
-    prior: Tensor | None = None,
-    shift: AttentionShift | None = None,
     streamer: Streamer | None = None,
     inspector: Inspector | None = None,
 ) -> Denoiser:
-    """What answers `prompts`, which are on the model's device.
+    """The loop of a call, whose bytes are booked; `tiers`, `streams`: from `CallContext.booked`."""
+    model, options, policy = context.model, call.options, call.choice.policy
+    # A call that draws nothing leaves torch's default stream alone.
+    draws = options.draws or (call.prior is None and model.shape.noise == "uniform")
+    generators = RandomStreams(options.seed if draws else 0, len(call.prompts.ids), context.device)
+    canvas = _canvas(model, call, context.device, generators)
+    if streamer is not None:
+        streamer.put(call.prompts.ids)
+    ends = options.ends(model.eos_token_id)
+    rules = [options.rule().start(options.steps_per_block, generators)]
+    if options.correction_steps:
+        rules.append(Adaptive().start(options.correction_steps))
+    publisher = Publisher(
+        canvas,
+        model,
+        max_new_tokens=options.max_new_tokens,
+        ends=ends,
+        stop_at_eos=options.stop_at_eos,
+        output_history=options.output_history,
+        streamer=streamer,
+    )
+    return Denoiser(
+        _forward(context, canvas, policy, call.sizes, tiers, streams),
+        policy.start(),
+        rules,
+        Proposer(model, options.sampling(), generators, min_new_tokens=options.min_new_tokens, ends=ends),
+        publisher,
+        guidance=Guidance(options.cfg_scale, model.mask_token_id) if options.cfg_scale else None,
+        shift=_attention_shift(context, call.sizes),
+        inspector=inspector,
+    )
 
-    Args:
-        make_forward: the forward over a canvas, within what is booked for the call.
-        prior: what answers begin as; None: masks, or noise that the seed draws.
-        shift: measures for a rule that needs it (`CommitRule.needs_shift`).
-    """
-    if model.shape.block_causal and chosen.block_edges == "sequence":
-        ids, pads, tails = prompts.in_blocks(chosen.block)
+
+def uncached(context: CallContext, prompts: Prompts, block_length: int | None = None) -> Forward:
+    """A forward over all of `prompts`, with a store that every layer overwrites. `block_length`: length of the blocks
+    that rows see; None for a model whose rows see the whole canvas."""
+    batch, length = prompts.ids.shape
+    padded = not bool(prompts.mask.all())
+    positions = prompts.mask.long().cumsum(dim=1).sub_(1).clamp_(min=0) if padded else None
+    return Forward(
+        context.model,
+        feature_store(context, NoCache(), batch, length),
+        torch.arange(length, device=context.device)[None] if positions is None else positions,
+        prompts.mask if padded else None,
+        weights=context.weights,
+        sight=Sight(context.model.shape, length, block_length, positions),
+    )
+
+
+def feature_store(context: CallContext, policy: Policy, batch: int, length: int, answer_start: int = 0) -> FeatureStore:
+    """A store on the device for the features of `policy`, in the context's code of keys and values."""
+    shape = context.model.shape
+    return FeatureStore(
+        shape,
+        policy.features(shape),
+        batch=batch,
+        length=length,
+        answer_start=answer_start,
+        kv=context.kv,
+        dtype=context.dtype,
+        device=context.device,
+    )
+
+
+def _canvas(model: DiffusionModel, call: PreparedCall, device: torch.device, random: RandomStreams) -> Canvas:
+    prompts, options, shape = call.prompts.to(device), call.options, model.shape
+    if shape.block_causal and options.block_edges == "sequence":
+        ids, pads, tails = prompts.in_blocks(options.block)
     else:
         ids, pads = prompts.packed()
-        tails = torch.zeros_like(pads) if model.shape.block_causal else None
-    batch, device = len(ids), ids.device
-    # A call that draws nothing leaves torch's default stream alone.
-    draws = chosen.draws or (prior is None and model.shape.noise == "uniform")
-    streams = RandomStreams(chosen.seed if draws else 0, batch, device)
+        tails = torch.zeros_like(pads) if shape.block_causal else None
+    prior = call.prior
     if prior is None and model.noise is not None:
-        prior = streams.prior(chosen.columns, model.noise)
-    canvas = Canvas(
+        prior = random.prior(options.columns, model.noise)
+    return Canvas(
         ids,
         pads,
-        max_new_tokens=chosen.max_new_tokens,
-        trailing=chosen.trailing_noise,
-        block_length=chosen.block,
+        max_new_tokens=options.max_new_tokens,
+        trailing=options.trailing_noise,
+        block_length=options.block,
         mask_token_id=model.mask_token_id,
         prior=None if prior is None else prior.to(device),
         tails=tails,
     )
-    if streamer is not None:
-        streamer.put(prompts.ids.cpu())
-    ends = chosen.ends(model.eos_token_id)
-    return Denoiser(
-        canvas,
-        make_forward(canvas),
-        policy.start(),
-        chosen.rule().start(chosen.steps_per_block, streams),
-        Proposer(model, chosen.sampling(), streams, min_new_tokens=chosen.min_new_tokens, ends=ends),
-        Publisher(
-            canvas,
-            model,
-            max_new_tokens=chosen.max_new_tokens,
-            ends=ends,
-            stop_at_eos=chosen.stop_at_eos,
-            output_history=chosen.output_history,
-            streamer=streamer,
-        ),
-        guidance=Guidance(chosen.cfg_scale, model.mask_token_id) if chosen.cfg_scale else None,
-        correction=Adaptive().start(chosen.correction_steps) if chosen.correction_steps else None,
-        shift=shift,
-        inspector=inspector,
+
+
+def _forward(
+    context: CallContext,
+    canvas: Canvas,
+    policy: Policy,
+    sizes: CallSizes,
+    tiers: TierManager | None,
+    streams: StreamBytes | None,
+) -> Forward:
+    shape, sequences = sizes.shape, sizes.sequences
+    positions, key_mask, first = canvas.positions(), canvas.key_mask(), canvas.pads if canvas.padded else None
+    if key_mask is not None and sequences > canvas.batch:
+        positions, key_mask, first = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
+    features, of_call = policy.features(shape), {"batch": sequences, "length": canvas.length, "kv": sizes.kv}
+    of_call["answer_start"] = canvas.prompt_length
+    if streams is not None and tiers is not None:
+        store = StreamedFeatureStore(shape, features, streams, tiers, **of_call)
+    else:
+        store = FeatureStore(shape, features, **of_call, dtype=context.dtype, device=context.device)
+    block = canvas.block_length if shape.block_causal else None
+    sight = Sight(shape, canvas.length, block, first=canvas.prompt_length)
+    return Forward(
+        traced(context.model), store, positions, key_mask, tiers, first, sight, policy.most_rows(sizes), context.weights
+    )
+
+
+def _attention_shift(context: CallContext, sizes: CallSizes) -> AttentionShift | None:
+    """The shift of the sequences of the batch, the first ones of a forward; None if the rule needs none."""
+    if not sizes.compared:
+        return None
+    return AttentionShift(
+        sizes.batch,
+        sizes.shape.heads,
+        sizes.block_length,
+        sizes.context,
+        chunk=compared_at_a_time(sizes),
+        device=context.device,
+        soft_cap=sizes.shape.soft_cap,
+        sink_keys=context.model.sink_keys(sizes.shape.layers - 1),
     )

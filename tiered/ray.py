@@ -40,7 +40,7 @@ def _check_gpus(num_gpus: float, loading: dict[str, Any]) -> None:
 class Answerer:  # of `answered`
     def __init__(self, model: str, *, options: dict[str, Any] | None = None, **loading: Any) -> None:
         self._runtime, self._options = from_pretrained(model, **loading), options or {}
-        self._runtime.ask([0], **self._options)  # an option that no row can have ends the job
+        self._runtime.prepare([0], **self._options)  # an option that no row can have ends the job
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         scheduler, requests = Scheduler(self._runtime, max_waiting=1 << 31), dict[int, Any]()
@@ -48,7 +48,7 @@ class Answerer:  # of `answered`
         for row, prompt in enumerate(p.tolist() if hasattr(p, "tolist") else p for p in batch["prompt"]):
             own: dict[str, Any] = {"seed": int(batch["seed"][row])} if "seed" in batch else {}
             try:
-                requests[row] = scheduler.submit(self._runtime.ask(prompt, **self._options | own))
+                requests[row] = scheduler.submit(self._runtime.prepare(prompt, **self._options | own))
             except (TypeError, ValueError, TierCapacityError) as error:
                 errors[row] = str(error)
         scheduler.run()

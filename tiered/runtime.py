@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -11,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tiered.call import AskedCall, CallSpace
-from tiered.call_checks import check_call, check_inspector, check_prior, read_block, read_noise_mask
+from tiered.call import CallContext
+from tiered.call_checks import check_inspector, read_block, read_noise_mask
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
@@ -21,10 +20,10 @@ from tiered.core.rows import Rows
 from tiered.decoding.loop import Denoiser
 from tiered.decoding.observers import Inspector, Streamer, check_streamer, ending
 from tiered.decoding.publishing import Denoised
-from tiered.denoising import denoiser
+from tiered.denoising import denoiser, uncached
 from tiered.forward.forward import Flow
 from tiered.forward.sight import Clean
-from tiered.forward.sizes import KV, CallSizes
+from tiered.forward.sizes import KV
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.inputs import Ids, Inputs, Prompts, read_inputs
 from tiered.models.base import DiffusionModel
@@ -33,11 +32,12 @@ from tiered.offload.device import allocator_peak
 from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
 from tiered.output import GenerationOutput
-from tiered.planning.checks import beyond_training, check_positions
+from tiered.planning.checks import check_positions
 from tiered.planning.choice import Choice
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
 from tiered.policies.registry import make_policy
+from tiered.prepare import PreparedCall, check_call, prepare
 from tiered.tiers.manager import TierManager
 from tiered.tiers.stats import TierStats
 
@@ -70,7 +70,7 @@ class Runtime:
         self.tokenizer = tokenizer
         self.name = name
         self.transport = transport
-        self._call = CallSpace(model, self.ledger, transport, kv, weights)
+        self._call = CallContext(model, self.ledger, transport, kv, weights)
         of_model = next(model.parameters())
         self.device, self.dtype = of_model.device, of_model.dtype
 
@@ -170,17 +170,16 @@ class Runtime:
             "input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids,
         }  # fmt: skip
         with ending(streamer), ExitStack() as reported:
-            asked = self.ask(inputs, generation_config=generation_config, raw=raw, prior=prior, **ids, **options)
-            for warning in self.warnings(asked):
+            call = self.prepare(inputs, generation_config=generation_config, raw=raw, prior=prior, **ids, **options)
+            for warning in call.warnings:
                 warnings.warn(warning, stacklevel=3)  # the caller's line, behind the decorator
-            begun = self.begin(asked, streamer=streamer, inspector=inspector, reported=reported)
-            with begun as (denoiser, tiers):
+            with self.begin(call, streamer=streamer, inspector=inspector, reported=reported) as (denoiser, tiers):
                 denoised = denoiser.run()
                 moved = None if tiers is None else tiers.ended()
             del denoiser  # it keeps the call's features, which are off the books
-            return self.output(asked, denoised, moved)
+            return self.output(call, denoised, moved)
 
-    def ask(
+    def prepare(
         self,
         inputs: Inputs | None = None,
         *,
@@ -191,69 +190,52 @@ class Runtime:
         raw: bool = False,
         prior: Tensor | None = None,
         **options: Any,
-    ) -> AskedCall:
+    ) -> PreparedCall:
         """A call of `generate` with these arguments, checked and not begun.
 
         Raises:
             TypeError, ValueError: as `generate`.
         """
-        chosen = self._options(generation_config, options)
+        model, name = self.model, self.name
+        chosen = GenerationOptions.of(
+            generation_config, options, mask_token_id=model.mask_token_id, shape=model.shape, name=name
+        )
+        check_call(chosen, model, self.policy, name=name)
         prompts = self._read(inputs, attention_mask, raw=raw, input_ids=input_ids, token_type_ids=token_type_ids)
-        sizes, choice = self._chosen(chosen, prompts)
-        if prior is not None:
-            check_prior(prior, (sizes.batch, chosen.columns), chosen, vocab_size=self.model.shape.vocab_size)
-        return AskedCall(prompts=prompts, chosen=chosen, sizes=sizes, choice=choice, prior=prior)
+        return prepare(self._call, self.policy, chosen, prompts, prior)
 
-    def warnings(self, asked: AskedCall) -> list[str]:
-        """What whoever asked should hear before the call."""
-        told = (beyond_training(asked.sizes.shape, asked.sizes.context), asked.choice.kv_why)
-        return [warning for warning in told if warning]
-
-    def check_alone(self, asked: AskedCall) -> None:
-        """Raise `TierCapacityError` where the budget has no room for the call even while no other is under way."""
-        self._call.check_alone(asked.choice.policy, asked.sizes)
+    def check_alone(self, call: PreparedCall) -> None:
+        """Raise `TierCapacityError` if the budget has no room for the call even while no other is under way."""
+        self._call.check_alone(call.choice.policy, call.sizes)
 
     @contextmanager
     def begin(
         self,
-        asked: AskedCall,
+        call: PreparedCall,
         *,
         streamer: Streamer | None = None,
         inspector: Inspector | None = None,
         reported: ExitStack | None = None,
     ) -> Iterator[tuple[Denoiser, TierManager | None]]:
-        """Book what the call takes while the `with` lasts. Gives its loop, which has not begun, and its tiers (None:
-        everything is on the device). Calls that have begun may take turns, in one thread. `reported`: see
-        `CallSpace.booked`.
+        """Book the bytes of a call while the `with` lasts. Gives the call's loop, which has not begun, and its tiers
+        (None if everything is on the device). Several calls that have begun may take turns in one thread. `reported`:
+        see `CallContext.booked`.
 
         Raises:
             TierCapacityError: the call does not fit beside what is booked.
         """
-        booked = self._call.booked(asked.choice.policy, asked.sizes, inspector, reported=reported)
+        booked = self._call.booked(call.choice.policy, call.sizes, inspector, reported=reported)
         with booked as (tiers, streams):
-            yield (
-                denoiser(
-                    self.model,
-                    asked.prompts.to(self.device),
-                    asked.chosen,
-                    asked.choice.policy,
-                    lambda canvas: self._call.forward(canvas, asked.choice.policy, asked.sizes, tiers, streams),
-                    prior=asked.prior,
-                    shift=self._call.attention_shift(asked.sizes),
-                    streamer=streamer,
-                    inspector=inspector,
-                ),
-                tiers,
-            )
+            yield denoiser(self._call, call, tiers, streams, streamer=streamer, inspector=inspector), tiers
 
-    def output(self, asked: AskedCall, denoised: Denoised, moved: TierStats | None) -> GenerationOutput:
-        """What `generate` returns of a call that is over."""
+    def output(self, call: PreparedCall, denoised: Denoised, moved: TierStats | None) -> GenerationOutput:
+        """The output of a call that is over."""
         weights = self._call.weights
         return GenerationOutput.of(
-            asked.prompts.ids,
+            call.prompts.ids,
             denoised,
-            choice=asked.choice,
-            ends=asked.chosen.ends(self.model.eos_token_id),
+            choice=call.choice,
+            ends=call.options.ends(self.model.eos_token_id),
             tokenizer=self.tokenizer,
             memory=self.ledger.report(allocator_peak=allocator_peak(self.device)),
             tiers=moved,
@@ -268,7 +250,7 @@ class Runtime:
         Raises:
             TypeError, ValueError: as `generate`.
         """
-        return self.ask(inputs, **asked).choice
+        return self.prepare(inputs, **asked).choice
 
     @without_gradients
     def logits(
@@ -302,7 +284,7 @@ class Runtime:
         prompts, clean, block = self._read_ids(noise_mask, block_length, **ids)
         batch, length = prompts.ids.shape
         with self._call.booked(NoCache(), self._call.sizes(batch, length, length)):
-            forward = self._call.uncached(prompts, block)
+            forward = uncached(self._call, prompts, block)
             clean = forward.sight.last_block() if clean is None else clean
             return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length), clean=clean)
 
@@ -334,7 +316,7 @@ class Runtime:
         kept = shape.layers * batch * length * shape.width * self.dtype.itemsize
         sizes = self._call.sizes(batch, length, 1)
         with self.ledger.holding({Account.HIDDEN: kept}), self._call.booked(NoCache(), sizes):
-            forward = self._call.uncached(prompts, block)
+            forward = uncached(self._call, prompts, block)
             forward.clean = forward.sight.last_block() if clean is None else clean
             states = torch.empty(shape.layers, batch, length, shape.width, dtype=self.dtype, device=self.device)
             flow = Flow(Rows.span(0, length), self.model.embed(prompts.ids), slice(0, length))
@@ -344,26 +326,6 @@ class Runtime:
                     forward.enter(layer)
                     flow = forward.dense(layer, flow)
             return states
-
-    def _options(
-        self, generation_config: GenerationOptions | Mapping[str, Any] | None, options: Mapping[str, Any]
-    ) -> GenerationOptions:
-        """Those of a call, which go with the model and the policy."""
-        chosen = GenerationOptions.of(
-            generation_config,
-            options,
-            mask_token_id=self.model.mask_token_id,
-            shape=self.model.shape,
-            name=self.name,
-        )
-        check_call(chosen, self.model, self.policy, name=self.name)
-        return chosen
-
-    def _chosen(self, chosen: GenerationOptions, prompts: Prompts) -> tuple[CallSizes, Choice]:
-        """The sizes of a call, and what it runs under."""
-        sizes = self._call.sizes_of(chosen, prompts)
-        choice = self._call.choose(self.policy, chosen, sizes, prompts.shortest)
-        return replace(sizes, kv=choice.kv), choice
 
     def _read_ids(
         self, noise_mask: Tensor | None, block_length: int | None, **ids: Any

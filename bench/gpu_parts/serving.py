@@ -22,7 +22,7 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
     runtime, clients = random_runtime(setting, FastDLLMDual()), 2 if setting.tiny else CLIENTS
     context, answer, steps = (32, 2 * BLOCK, 4) if setting.tiny else (CONTEXT, ANSWER, STEPS)
     asked = [
-        runtime.ask(random_ids(setting, context + number), **one_after_another(answer, steps))
+        runtime.prepare(random_ids(setting, context + number), **one_after_another(answer, steps))
         for number in range(2 * clients)
     ]
     served(runtime, asked[:clients], clients=clients, max_running=clients)  # kernels are compiled

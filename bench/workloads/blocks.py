@@ -16,6 +16,7 @@ import tiered
 from tiered.core.provenance import ROOT
 from tiered.core.rows import Rows
 from tiered.decoding.random_streams import RandomStreams
+from tiered.denoising import uncached
 from tiered.inputs import Prompts
 from tiered.models.sdar import Sdar
 from tiered.policies.registry import make_policy
@@ -72,7 +73,7 @@ def _full_pass(runtime: Runtime, positions: int) -> float:
     """Seconds of a forward in which every row sees every other, with logits of the last block's length."""
     ids = torch.zeros(1, positions, dtype=torch.long)
     # One block of all positions: attention is torch's own, as in a canvas.
-    forward = runtime._call.uncached(Prompts(ids=ids, mask=torch.ones_like(ids, dtype=torch.bool)), positions)
+    forward = uncached(runtime._call, Prompts(ids=ids, mask=torch.ones_like(ids, dtype=torch.bool)), positions)
     with torch.no_grad():
         began = time.perf_counter()
         forward.logits(ids, Rows.span(0, positions), slice(positions - 32, positions))

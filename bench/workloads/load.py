@@ -10,8 +10,8 @@ import numpy as np
 from measuring.worker import refusing
 from torch import Tensor
 
-from tiered.call import AskedCall
 from tiered.embedded import tasks
+from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
 from tiered.serving.counts import Work
 from tiered.serving.request import Request
@@ -96,7 +96,7 @@ def _runtime(settings: Mapping[str, Any], paths: Mapping[str, str]) -> Runtime:
     return loaded(settings, paths, settings["context"] + settings["answer"]).with_policy(variant.make())
 
 
-def _asked(runtime: Runtime, settings: Mapping[str, Any], number: int) -> AskedCall:
+def _asked(runtime: Runtime, settings: Mapping[str, Any], number: int) -> PreparedCall:
     """A call whose answer has several blocks, where it may be as long."""
     call: dict[str, Any] = {"max_new_tokens": settings["answer"], "block_length": settings["block"]}
     call |= {"stop_at_eos": False} if settings["model"] == RANDOM else {}
@@ -106,10 +106,10 @@ def _asked(runtime: Runtime, settings: Mapping[str, Any], number: int) -> AskedC
         asked = prompts({**settings, "seed": seed}, settings["context"])
     else:
         asked = tasks.sample("long_lookup", "test", seed, size=settings["context"]).prompt
-    return runtime.ask(asked, **call, **rule)
+    return runtime.prepare(asked, **call, **rule)
 
 
-def served(runtime: Runtime, calls: list[AskedCall], *, clients: int, max_running: int) -> dict[str, Any]:
+def served(runtime: Runtime, calls: list[PreparedCall], *, clients: int, max_running: int) -> dict[str, Any]:
     """Answer all calls, of which as many are asked at a time as there are clients."""
     scheduler, left, done = Scheduler(runtime, max_running=max_running), [*reversed(calls)], list[Request]()
     watches: dict[int, Watch] = {}

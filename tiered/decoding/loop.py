@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tiered.core.canvas import Canvas
 from tiered.core.errors import NonFiniteError
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
@@ -37,27 +36,30 @@ class Denoiser:
 
     def __init__(
         self,
-        canvas: Canvas,
         forward: Forward,
         policy: PolicyState,
-        rule: CommitState,
+        rules: Sequence[CommitState],
         proposer: Proposer,
         publisher: Publisher,
         *,
         guidance: Guidance | None = None,
-        correction: CommitState | None = None,
         shift: AttentionShift | None = None,
         inspector: Inspector | None = None,
     ) -> None:
-        """With `guidance`, `forward` serves twice the sequences: the second half sees masked prompts. `correction`: the
-        rule of a second go over the blocks, with every token of the answer open again. `shift` measures for a rule that
-        needs it."""
-        self.canvas, self.forward, self.policy, self.rule = canvas, forward, policy, rule
+        """
+        Args:
+            rules: the commit rule of each pass over the blocks. A second pass begins with every token open again.
+            guidance: classifier-free guidance. `forward` then has twice the sequences; the second half sees masked
+                prompts. None for no guidance.
+            shift: the attention shift that the rule compares; None for a rule that compares none.
+            inspector: sees every forward; None for none.
+        """
+        self.canvas, self.forward, self.policy, self.rule = publisher.canvas, forward, policy, rules[0]
         self._model = forward.model
         self._proposer, self._publisher, self._guidance = proposer, publisher, guidance
-        self._correction, self._shift, self._inspector = correction, shift, inspector
+        self._rules, self._shift, self._inspector = rules, shift, inspector
         self._result = publisher.result
-        self._ended = [False] * canvas.batch  # by place in the canvas
+        self._ended = [False] * self.canvas.batch  # by place in the canvas
         forward.attention_probe = None if shift is None else shift.observe
 
     def run(self) -> Denoised:
@@ -76,12 +78,12 @@ class Denoiser:
         began = time.perf_counter()
         if isinstance(self._inspector, CallInspector):
             self._inspector.begin(self.canvas, self.forward, self.policy)
-        yield from self._denoise(final=self._correction is None)
-        if self._correction is not None:
-            self.rule = self._correction
-            self.canvas.reopen()
-            self._ended = [False] * self.canvas.batch
-            yield from self._denoise(final=True)
+        for number, rule in enumerate(self._rules):
+            self.rule = rule
+            if number:
+                self.canvas.reopen()
+                self._ended = [False] * self.canvas.batch
+            yield from self._denoise(final=rule is self._rules[-1])
         self._result.updates = self.policy.updates
         self._result.seconds = time.perf_counter() - began
         return self._result

@@ -52,6 +52,7 @@ class Publisher:
     """Brings the answers of a call up to date with its canvas, and tells the history and a streamer of them.
 
     Attributes:
+        canvas: the canvas of the call.
         result: answers so far; the loop counts in it.
         ends: tokens that end an answer.
         stop_at_eos: behind a sequence's end comes padding.
@@ -80,7 +81,7 @@ class Publisher:
         lengths = [stop - tail for stop, tail in zip(stops, self._counts, strict=True)]
         self.result = Denoised(answers=self._answers(), lengths=lengths, forwards=[0] * canvas.batch)
         self.stop_at_eos = stop_at_eos
-        self._canvas, self._streamer = canvas, streamer
+        self.canvas, self._streamer = canvas, streamer
         self._put_draft = getattr(streamer, "put_draft", None)
         self._put_open = getattr(streamer, "put_open", None)
         self._keeps_history = output_history
@@ -99,13 +100,13 @@ class Publisher:
         if self._keeps_history and not torch.equal(state := self._snapshot(), self.result.history[-1]):
             self.result.history.append(state)
         if self._put_draft is not None:
-            offset, places = self._canvas.prompt_length, self._places()
+            offset, places = self.canvas.prompt_length, self._places()
             draft = self._columns[:, start - offset : stop - offset].clone()
             if candidates is not None:
                 draft[places] = candidates.tokens.where(candidates.pending, draft[places])
             self._put_draft(self._from_prompts(draft, start).cpu())
         if self._put_open is not None:
-            offset, pending = self._canvas.prompt_length, self._canvas.pending(start, stop)
+            offset, pending = self.canvas.prompt_length, self.canvas.pending(start, stop)
             columns = self._columns[:, start - offset : stop - offset]
             still = torch.zeros_like(columns, dtype=torch.bool)
             still[self._places()] = pending if final else True
@@ -117,8 +118,8 @@ class Publisher:
         if self._streamer is None or not final:
             return
         # Where answers begin in different columns of a block, what the shortest of them has so far.
-        whole = all(ended) or stop == self._canvas.prompt_length + self._columns.shape[1]
-        last = stop - self._canvas.prompt_length - (min(self._counts) if whole else max(self._counts))
+        whole = all(ended) or stop == self.canvas.prompt_length + self._columns.shape[1]
+        last = stop - self.canvas.prompt_length - (min(self._counts) if whole else max(self._counts))
         done = self.result.answers[:, :last].cpu()
         ends = is_any(done, self.ends)
         if self.stop_at_eos and ends.any(dim=1).all():
@@ -129,7 +130,7 @@ class Publisher:
     @spanned(Op.PUBLISH)
     def publish(self, start: int, stop: int, ended: list[bool]) -> None:
         """Bring the result's columns of a block up to date; `ended`: by place in the canvas."""
-        canvas, answers = self._canvas, self._columns
+        canvas, answers = self.canvas, self._columns
         tokens, offset, places = canvas.tokens[:, start:stop].clone(), canvas.prompt_length, self._places()
         if self.stop_at_eos:
             over = on_device(ended, tokens.device)[:, None]
@@ -141,7 +142,7 @@ class Publisher:
 
     def _places(self) -> Int[Tensor, " sequences"]:
         """The answers' rows of the sequences that are on the canvas: an index that is a list waits for the device."""
-        return on_device(self._canvas.numbers, self._columns.device)
+        return on_device(self.canvas.numbers, self._columns.device)
 
     def _answers(self) -> Int[Tensor, "batch answer"]:
         """The answers as they are told: each from its first token on."""
@@ -150,7 +151,7 @@ class Publisher:
     def _from_prompts(self, values: Shaped[Tensor, "batch block"], start: int) -> Shaped[Tensor, "batch columns"]:
         """What the block at `start` has of each answer: of the first one, which prompts reach into, from its first
         token on."""
-        if start != self._canvas.prompt_length:
+        if start != self.canvas.prompt_length:
             return values
         return self._behind_prompts(values, [values.shape[1]] * len(values))
 

@@ -113,7 +113,7 @@ class TieredLM(LM):
         try:
             for index, (ids, own) in enumerate(zip(prompts, settings, strict=True)):
                 options: dict[str, Any] = {**own.options, "seed": (_seed(own.options) + index) % _SEEDS}
-                waiting[index] = scheduler.submit(self.runtime.ask(torch.tensor([ids]), **options))
+                waiting[index] = scheduler.submit(self.runtime.prepare(torch.tensor([ids]), **options))
             with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
                 while waiting:
                     scheduler.step()
@@ -131,7 +131,7 @@ class TieredLM(LM):
         if request.output is None:
             raise request.error or RuntimeError(f"{request!r} has no answer")
         self.totals.add(request.output)
-        ids = request.output.sequences[0, request.asked.prompts.ids.shape[1] :].tolist()
+        ids = request.output.sequences[0, request.call.prompts.ids.shape[1] :].tolist()
         return answer_text(
             self.tokenizer, ids, most=settings.max_gen_toks, eos_token_id=self.eot_token_id, until=settings.until
         )

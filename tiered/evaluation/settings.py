@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tiered.call_checks import check_call
 from tiered.core.aliases import ALIASES, ALWAYS_NAMES, GIDD_ALIASES, MASK_NAMES, resolve_aliases
 from tiered.core.checks import check_integer, unknown_name
 from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH
 from tiered.options import OPTION_NAMES, GenerationOptions
 from tiered.output import GenerationOutput
+from tiered.prepare import check_call
 from tiered.runtime import Runtime
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from threading import Lock
 
-from tiered.call import AskedCall
 from tiered.core.errors import ContextLengthError
 from tiered.core.features import Tier
+from tiered.prepare import PreparedCall
 from tiered.serving.answer_text import AnswerText, token_texts
 from tiered.serving.feed import ChoiceStreamer, Draft, DraftStreamer, Event, Failed, Feed, Final, OfChoice, Over
 from tiered.serving.openai_fields import Limits, Wanted, sampler_seed
@@ -29,7 +29,7 @@ class Answering:
     As a context manager it cancels, at the end, the choices that are not over.
     """
 
-    def __init__(self, scheduler: Scheduler, wanted: Wanted, calls: Sequence[AskedCall]) -> None:
+    def __init__(self, scheduler: Scheduler, wanted: Wanted, calls: Sequence[PreparedCall]) -> None:
         """In the event loop. `calls`: one for each choice.
 
         Raises:
@@ -156,7 +156,7 @@ class Answering:
         return {
             "index": draft.index,
             "first": draft.first,
-            "columns": self._calls[draft.index].chosen.max_new_tokens,
+            "columns": self._calls[draft.index].options.max_new_tokens,
             "tokens": token_texts(self._tokenizer, draft.ids, draft.before),
             "open": draft.open,
             "memory": {
@@ -170,11 +170,11 @@ class Answering:
         }
 
 
-def asked_calls(scheduler: Scheduler, wanted: Wanted, limits: Limits, lock: Lock) -> list[AskedCall]:
+def prepared_calls(scheduler: Scheduler, wanted: Wanted, limits: Limits, lock: Lock) -> list[PreparedCall]:
     """A call for each choice; `lock`: a tokenizer is of one thread at a time.
 
     Raises:
-        RefusedBody: as `Runtime.ask` raises, and a prompt that is too long.
+        RefusedBody: as `Runtime.prepare` raises, and a prompt that is too long.
     """
     calls = []
     for prompt in wanted.prompts:
@@ -183,7 +183,7 @@ def asked_calls(scheduler: Scheduler, wanted: Wanted, limits: Limits, lock: Lock
             seed = None if wanted.seed is None else sampler_seed(wanted.seed + number)
             try:
                 with lock:
-                    call = scheduler.runtime.ask(prompt, raw=raw, **wanted.options, seed=seed)
+                    call = scheduler.runtime.prepare(prompt, raw=raw, **wanted.options, seed=seed)
             except (TypeError, ValueError) as error:
                 raise wanted.refusal(error) from None
             if limits.prompt_tokens is not None and call.prompts.longest > limits.prompt_tokens:

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tiered.serving.answering import Answering, Gone, asked_calls, logged
+from tiered.serving.answering import Answering, Gone, logged, prepared_calls
 from tiered.serving.metrics import registry_of
 from tiered.serving.openai_fields import Limits, read_body, read_json
 from tiered.serving.prompts import RefusedBody
@@ -166,7 +166,7 @@ class _Endpoints:
         if self._places.locked():
             raise BusyError("too many prompts are read at a time")
         async with self._places:
-            calls = await run_in_threadpool(asked_calls, scheduler, wanted, service.limits, self._tokens)
+            calls = await run_in_threadpool(prepared_calls, scheduler, wanted, service.limits, self._tokens)
         answering, replies = Answering(scheduler, wanted, calls), Replies(model=service.model, chat=chat)
         gone = _gone(request)
         if wanted.stream:

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tiered.call import AskedCall
 from tiered.core.features import Account
 from tiered.decoding.observers import Streamer
 from tiered.decoding.publishing import Denoised
 from tiered.forward.ask import Ask, shared_bytes
 from tiered.output import GenerationOutput
+from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
 from tiered.tiers.manager import TierManager
 
@@ -50,7 +50,7 @@ class Request:
 
     Attributes:
         number: number by arrival, from 0 on.
-        asked: the prepared call.
+        call: the prepared call.
         state: its state.
         output: the output; None unless the request is done.
         error: the error; None unless the request ended in one.
@@ -62,7 +62,7 @@ class Request:
     def __init__(
         self,
         number: int,
-        asked: AskedCall,
+        call: PreparedCall,
         *,
         streamer: Streamer | None = None,
         on_end: Callable[["Request"], object] | None = None,
@@ -70,7 +70,7 @@ class Request:
     ) -> None:
         """`on_end` is called once, in the scheduler's thread. `seconds`: most seconds, in the queue included; None for
         no limit."""
-        self.number, self.asked, self.state = number, asked, State.WAITING
+        self.number, self.call, self.state = number, call, State.WAITING
         self.output: GenerationOutput | None = None
         self.error: Exception | None = None
         self.arrived = time.monotonic()
@@ -110,10 +110,10 @@ class Request:
         Raises:
             TierCapacityError: the budget has no room now.
         """
-        shared = {Account.ACTIVATIONS: shared_bytes(self.asked.sizes)}
+        shared = {Account.ACTIVATIONS: shared_bytes(self.call.sizes)}
         with ExitStack() as held:
             held.enter_context(runtime.ledger.holding(shared, hint="raise `memory`"))
-            denoiser, self._tiers = held.enter_context(runtime.begin(self.asked, streamer=self._streamer))
+            denoiser, self._tiers = held.enter_context(runtime.begin(self.call, streamer=self._streamer))
             self._steps = denoiser.steps()
             self.ask = next(self._steps)
             self._held = held.pop_all()
@@ -128,7 +128,7 @@ class Request:
         except StopIteration as done:
             moved = None if self._tiers is None else self._tiers.ended()
             self._free()
-            self.output = runtime.output(self.asked, done.value, moved)
+            self.output = runtime.output(self.call, done.value, moved)
             self._end(State.DONE)
 
     def leave(self, error: Exception) -> None:

@@ -16,13 +16,13 @@ from itertools import count
 
 from torch import Tensor
 
-from tiered.call import AskedCall
 from tiered.core.checks import check_integer, check_number
 from tiered.core.errors import TierCapacityError
 from tiered.core.modes import without_gradients
 from tiered.decoding.observers import Streamer, check_streamer
 from tiered.forward.ask import Ask, groups_of, logits_together
 from tiered.offload.device import computing_on
+from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
 from tiered.serving.counts import Counts, Work
 from tiered.serving.request import BusyError, ClosedError, Request
@@ -94,12 +94,12 @@ class Scheduler:
 
     def submit(
         self,
-        asked: AskedCall,
+        call: PreparedCall,
         *,
         streamer: Streamer | None = None,
         on_end: Callable[[Request], object] | None = None,
     ) -> Request:
-        """Put a call of one prompt (`Runtime.ask`) into the queue.
+        """Put a call of one prompt (`Runtime.prepare`) into the queue.
 
         Args:
             streamer: as for `Runtime.generate`; called in the scheduler's thread.
@@ -111,16 +111,16 @@ class Scheduler:
             ClosedError: the scheduler is closed.
             ValueError: several prompts.
         """
-        if len(asked.prompts.ids) != 1:
-            raise ValueError(f"a request is one prompt, not {len(asked.prompts.ids)}: submit each by itself")
+        if len(call.prompts.ids) != 1:
+            raise ValueError(f"a request is one prompt, not {len(call.prompts.ids)}: submit each by itself")
         check_streamer(streamer)
-        self.runtime.check_alone(asked)
+        self.runtime.check_alone(call)
         with self._changed:
             if self._closed is not None:
                 raise ClosedError(self._closed)
             if len(self._waiting) >= self.max_waiting:
                 raise BusyError(f"{len(self._waiting)} requests wait; at most {self.max_waiting} may")
-            request = Request(next(self._numbers), asked, streamer=streamer, on_end=on_end, seconds=self._seconds)
+            request = Request(next(self._numbers), call, streamer=streamer, on_end=on_end, seconds=self._seconds)
             self._waiting.append(request)
             self._changed.notify_all()
         return request

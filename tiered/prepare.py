@@ -1,0 +1,140 @@
+"""A call of `generate` that is checked and counted before it begins."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tiered.call import CallContext
+from tiered.core.canvas import columns_in_blocks
+from tiered.decoding.rules.registry import COMMIT_RULES, fitting_rules
+from tiered.forward.sizes import CallSizes
+from tiered.inputs import Prompts, check_readable
+from tiered.models.base import DiffusionModel
+from tiered.options import GenerationOptions
+from tiered.planning.checks import beyond_training, check_policy, check_positions
+from tiered.planning.choice import Choice, choose
+from tiered.policies.base import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedCall:
+    """A call that is checked, and not begun: nothing is booked for it.
+
+    Attributes:
+        prompts: prompts on the host, so that preparing waits for no device.
+        options: options of the call.
+        sizes: numbers from which its bytes follow.
+        choice: policy and codes that it runs under.
+        prior: ids that answers begin as; None for the model's own noise.
+    """
+
+    prompts: Prompts
+    options: GenerationOptions
+    sizes: CallSizes
+    choice: Choice
+    prior: Tensor | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user should know before the call."""
+        found = (beyond_training(self.sizes.shape, self.sizes.context), self.choice.kv_why)
+        return [warning for warning in found if warning]
+
+
+def prepare(
+    context: CallContext, policy: Policy, options: GenerationOptions, prompts: Prompts, prior: Tensor | None = None
+) -> PreparedCall:
+    """The call that answers `prompts`. The choice depends neither on other calls nor on an inspector.
+
+    Raises:
+        TypeError, ValueError: a prior that does not fit, or more positions than the model was made for.
+    """
+    sizes = _sizes(context, options, prompts)
+    if prior is not None:
+        _check_prior(prior, (sizes.batch, options.columns), options, vocab_size=sizes.shape.vocab_size)
+    choice = choose(
+        policy,
+        sizes,
+        context.budget,
+        tokens_per_forward=options.tokens_per_forward,
+        prompt=prompts.shortest,
+        kv_open=context.kv_open,
+    )
+    return PreparedCall(
+        prompts=prompts, options=options, sizes=replace(sizes, kv=choice.kv), choice=choice, prior=prior
+    )
+
+
+def _sizes(context: CallContext, options: GenerationOptions, prompts: Prompts) -> CallSizes:
+    rule, front, answer, shape = options.rule(), prompts.longest, options.columns, context.model.shape
+    if shape.block_causal:
+        lengths: list[int] = prompts.mask.sum(dim=1).tolist()
+        whole, answer = columns_in_blocks(lengths, options.block, options.max_new_tokens)
+        if options.block_edges == "sequence":
+            front = whole
+        else:
+            _, answer = columns_in_blocks([0], options.block, options.max_new_tokens)
+    check_positions(shape, front + answer, options.told_columns(prompts.longest))
+    return context.sizes(
+        len(prompts.ids),
+        front + answer,
+        options.block,
+        answer=answer,
+        guidance=options.cfg_scale > 0,
+        sampled=options.sampling().needs_room or (rule.rewrites and rule.draws),
+        compared=rule.needs_shift,
+    )
+
+
+def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy, *, name: str) -> None:
+    """Raise `ValueError` where `options` asks for what the model, called `name`, or the policy cannot do."""
+    rule = options.rule()
+    if rule.rewrites and model.noise is None:
+        raise ValueError(
+            f"the commit rule {rule.name!r} follows the noise that models of GIDD are trained on; {name!r} knows masks "
+            f"alone, which go with {', '.join(fitting_rules('mask', rewriting=False))}"
+        )
+    check_policy(
+        policy,
+        model.shape,
+        name=name,
+        block_length=options.block,
+        guidance=f"cfg_scale = {options.cfg_scale}" if options.cfg_scale else None,
+        ordered=options.remasking == "random",
+        rewrites=rule.rewrites,
+    )
+    if unknown := [token for token in options.ends(0) if token >= model.shape.vocab_size]:
+        raise ValueError(f"stop_tokens {unknown}: ids in [0, {model.shape.vocab_size}) are allowed")
+    if rule.needs_shift and model.shape.block_causal:
+        fitting = [of for of in fitting_rules("mask", rewriting=False) if not COMMIT_RULES[of].needs_shift]
+        raise ValueError(
+            f"the commit rule {rule.name!r} compares attention over the whole canvas; {name!r} sees blocks, which go "
+            f"with {', '.join(fitting)}"
+        )
+    if options.correction_steps and model.shape.noise != "uniform":
+        raise ValueError(
+            f"correction_steps = {options.correction_steps} rewrites tokens, which models of uniform noise can; "
+            f"{name!r} knows masks alone, and allows 0"
+        )
+
+
+def _check_prior(prior: Tensor, shape: tuple[int, int], options: GenerationOptions, *, vocab_size: int) -> None:
+    """Check what answers are to begin as.
+
+    Raises:
+        TypeError: no LongTensor.
+        ValueError: no dense tensor with values, another shape, ids outside the vocabulary, or a commit rule that fixes
+            tokens once for all.
+    """
+    if not isinstance(prior, Tensor) or prior.dtype != torch.long:
+        raise TypeError(f"prior is a LongTensor of shape {shape}, not {prior!r}")
+    rule = options.rule()
+    if not rule.rewrites:
+        raise ValueError(f"a prior goes with a commit rule that rewrites tokens, not with {rule.name!r}")
+    check_readable("prior", prior)
+    if prior.shape != shape:
+        raise ValueError(f"prior has the shape {tuple(prior.shape)}; {shape} is allowed")
+    least, most = int(prior.min()), int(prior.max())
+    if least < 0 or most >= vocab_size:
+        raise ValueError(f"prior holds ids from {least} to {most}; ids in [0, {vocab_size}) are allowed")
