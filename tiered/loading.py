@@ -12,7 +12,7 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
-from tiered.core.modes import without_gradients
+from tiered.core.modes import call_modes, safe_point
 from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import AUTO, RAW, CallSizes, kv_code
 from tiered.forward.streamed_weights import StreamedWeights
@@ -156,7 +156,7 @@ def _form(
     return form
 
 
-@without_gradients
+@call_modes
 def load_weights(
     model: DiffusionModel,
     checkpoint: Checkpoint,
@@ -192,6 +192,7 @@ def load_weights(
     )  # fmt: skip
     try:
         for official in checkpoint.order():
+            safe_point()
             own = model.parameter_name(official)
             code, room = form.code if weights.may_be_coded(own) else None, 0
             if code is not None:  # the raw tensor stands beside what it becomes

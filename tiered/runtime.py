@@ -15,7 +15,7 @@ from tiered.call_checks import check_inspector, read_block, read_noise_mask
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
-from tiered.core.modes import without_gradients
+from tiered.core.modes import call_modes
 from tiered.core.rows import Rows
 from tiered.decoding.loop import Denoiser
 from tiered.decoding.observers import Inspector, Streamer, check_streamer, ending
@@ -95,6 +95,7 @@ class Runtime:
         """The loaded model. Raises `ValueError` once the runtime is closed."""
         return self._call.model
 
+    @call_modes
     def close(self) -> None:
         """Let the model go, and the host memory that calls share, and take both off the books. Nothing else outlives a
         call.
@@ -123,7 +124,7 @@ class Runtime:
         parts = [str(self.policy), f"{str(self.dtype).removeprefix('torch.')} on {self.device}", *tiers]
         return f"<Runtime {self.name!r}: {', '.join(parts)}>"
 
-    @without_gradients
+    @call_modes
     def generate(
         self,
         inputs: Inputs | None = None,
@@ -252,7 +253,7 @@ class Runtime:
         """
         return self.prepare(inputs, **asked).choice
 
-    @without_gradients
+    @call_modes
     def logits(
         self,
         input_ids: Ids | Mapping[str, Any],
@@ -288,7 +289,7 @@ class Runtime:
             clean = forward.sight.last_block() if clean is None else clean
             return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length), clean=clean)
 
-    @without_gradients
+    @call_modes
     def hidden_states(
         self,
         input_ids: Ids | Mapping[str, Any],

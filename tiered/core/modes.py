@@ -1,8 +1,11 @@
-"""The modes of torch that calls run in."""
+"""The modes that calls run in: of torch, and of Ctrl-C."""
 
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -10,13 +13,63 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def without_gradients(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` without gradients, and outside `torch.inference_mode`, whatever its caller is in: tensors of one call
-    are written by the next, which may come from the other mode, and there torch refuses that."""
+def call_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` without gradients, outside `torch.inference_mode`, and with Ctrl-C at safe points.
+
+    Tensors of one call are written by the next, which may come from another mode, and in inference mode torch refuses
+    that.
+    """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), _INTERRUPTS.deferred():
             return function(*args, **kwargs)
 
     return call
+
+
+def safe_point() -> None:
+    """Raise a Ctrl-C that has come in a call. Books, fences and buffers are whole where this is called."""
+    _INTERRUPTS.deliver()
+
+
+class _Interrupts:
+    """Ctrl-C in the main thread, the only one that Python runs signal handlers in.
+
+    A Ctrl-C between two lines that keep the books would leave them wrong for good. So it is noted, and raised at the
+    next safe point or at the end of the call. A second one is raised at once.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Callable[[int, Any], object] | None = None  # the caller's, while a call defers
+        self._came = False
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        handler = signal.getsignal(signal.SIGINT)
+        main = threading.current_thread() is threading.main_thread()
+        if not main or self._handler is not None or not callable(handler):
+            yield
+            return
+        self._handler, self._came = handler, False
+        signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            self._handler = None
+            if self._came:
+                handler(signal.SIGINT, None)
+
+    def deliver(self) -> None:
+        if self._came and self._handler is not None and threading.current_thread() is threading.main_thread():
+            self._came = False
+            self._handler(signal.SIGINT, None)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self._came:
+            self.deliver()
+        self._came = True
+
+
+_INTERRUPTS = _Interrupts()

@@ -4,9 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Condition, get_ident
 
+from tiered.core.modes import safe_point
+
+_SECONDS = 0.1  # between two looks for Ctrl-C
+
 
 class Turn:
-    """One thread has it at a time, any number of times over; another thread waits until all of these have ended.
+    """One thread holds the lock at a time, any number of times over; another thread waits until all holds have ended.
 
     A hold may end in another thread than it began in, and in any order: a call that is half done may be dropped
     anywhere. Ctrl-C ends the wait.
@@ -18,9 +22,11 @@ class Turn:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Have it while the `with` lasts."""
+        """Hold the lock while the `with` lasts."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._holds or self._thread == get_ident())
+            while self._holds and self._thread != get_ident():
+                self._changed.wait(_SECONDS)
+                safe_point()
             self._thread = get_ident()
             self._holds += 1
         try:

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tiered.core.features import Feature
+from tiered.core.modes import safe_point
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
@@ -185,6 +186,7 @@ class Forward:
         Raises:
             RecordLostError, TransferError: a copy between the tiers failed.
         """
+        safe_point()
         self._layer = layer
         if self._weights is not None:
             self._weights.enter(layer)
@@ -255,6 +257,7 @@ class Forward:
             self._passed(part, len(hidden), self._flops.mlp)
 
     def _passed(self, part: slice, batch: int, flops: int) -> None:
+        safe_point()
         if self.between is not None:
             self.between((part.stop - part.start) * batch * flops / self._flops.layer)
             self.enter(self._layer)  # others may have entered theirs

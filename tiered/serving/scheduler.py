@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tiered.core.checks import check_integer, check_number
 from tiered.core.errors import TierCapacityError
-from tiered.core.modes import without_gradients
+from tiered.core.modes import call_modes
 from tiered.decoding.observers import Streamer, check_streamer
 from tiered.forward.ask import Ask, groups_of, logits_together
 from tiered.offload.device import computing_on
@@ -125,7 +125,7 @@ class Scheduler:
             self._changed.notify_all()
         return request
 
-    @without_gradients
+    @call_modes
     def step(self) -> bool:
         """Run one round. Returns whether a request is left."""
         with computing_on(self.runtime.device):
