@@ -11,8 +11,7 @@ from torch import Tensor
 from tiered.offload.chunk import Chunk
 from tiered.offload.cuda_event import end_of_stream
 from tiered.offload.errors import ArenaFullError
-from tiered.offload.fence import Fence, Region, settle
-from tiered.offload.slab_fences import SlabFences
+from tiered.offload.fence import Fence, Region, SlabFences, settle
 from tiered.offload.slabs import BookedSlot, SlabBook
 
 CHUNK_BYTES = 64 << 20  # of one registration; from there on it costs by byte alone
