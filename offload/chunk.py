@@ -1,4 +1,4 @@
-"""A piece of memory that an arena is made of."""
+"""Memory that an arena cuts slots from."""
 
 import os
 import weakref
@@ -14,10 +14,10 @@ class Chunk:
     """Bytes that are there until `free`, or until no reference to the chunk is left.
 
     Args:
-        bytes: the memory; all of it is the arena's.
-        pinned: whether the device's copy engines may reach it.
-        actual_bytes: what the system gave up for it, rounding included.
-        earlier: ends with what those who had the memory before may have left under way in it; None: nothing.
+        bytes: the memory.
+        pinned: True if the device's copy engines reach it.
+        actual_bytes: bytes that the system gave up for it, rounding included.
+        earlier: ends with the accesses of earlier owners; None if there are none.
         before: called once, before the memory goes; never in a forked child, where CUDA is not usable.
     """
 
@@ -49,14 +49,14 @@ class Chunk:
         return self._bytes
 
     def lent(self, back: Callable[[], object]) -> "Chunk":
-        """The same memory for a holder. `back` is called once, by its `free` or when the holder is gone without, in
-        whatever thread: Ctrl-C may come before anything could be said of a chunk."""
+        """The same memory for a holder. `back` is called once, in any thread: by its `free`, or when the holder is
+        garbage, as after Ctrl-C."""
         lent = Chunk(self.bytes, pinned=self.pinned, actual_bytes=self.actual_bytes, before=back)
         lent.earlier = self.earlier
         return lent
 
     def free(self) -> None:
-        """Give the memory back. A view that is still held keeps it mapped, but not pinned. May be called again."""
+        """Give the memory back. A view keeps it mapped, but not pinned. May be called again."""
         if self._bytes is None:
             return
         self._finalizer()  # the registration ends before the mapping does
@@ -64,6 +64,5 @@ class Chunk:
 
 
 def _in_process(process: int, action: Callable[[], object]) -> None:
-    """Run `action`, unless this is a child of the process that it belongs to."""
     if os.getpid() == process:
         action()
