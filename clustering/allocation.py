@@ -11,15 +11,8 @@ MOST_ROWS_PER_CLUSTER = 4 * ROWS_PER_CLUSTER
 
 
 def auto_clusters(*area_rows: int) -> int:
-    """How many clusters `clusters="auto"` gives areas of these many rows in all: about one for 64 rows.
-
-    At least one for each area that has rows, so that `allocate_clusters` can always share them out.
-
-    Raises:
-        ValueError: a negative number of rows.
-    """
-    if any(rows < 0 for rows in area_rows):
-        raise ValueError(f"numbers of rows cannot be negative: {', '.join(map(str, area_rows))}")
+    """How many clusters `clusters="auto"` gives areas of these many rows in all: about one for 64 rows, and at least
+    one for each area that has rows."""
     nearest = (sum(area_rows) + ROWS_PER_CLUSTER // 2) // ROWS_PER_CLUSTER
     return max(nearest, sum(rows > 0 for rows in area_rows))
 
@@ -30,11 +23,9 @@ def allocate_clusters(clusters: int, prefix_rows: int, suffix_rows: int) -> tupl
     An area with rows gets at least one cluster, none gets more clusters than rows, and the two sum to `clusters`.
 
     Raises:
-        ValueError: negative numbers, fewer clusters than areas with rows, or more clusters than rows.
+        ValueError: fewer clusters than areas with rows, or more clusters than rows.
     """
     rows = prefix_rows + suffix_rows
-    if prefix_rows < 0 or suffix_rows < 0:
-        raise ValueError(f"numbers of rows cannot be negative: prefix {prefix_rows}, suffix {suffix_rows}")
     fewest = (prefix_rows > 0) + (suffix_rows > 0)
     if not fewest <= clusters <= rows:
         raise ValueError(
@@ -62,12 +53,7 @@ def pieces(sizes: Sequence[int], max_rows: int) -> tuple[Piece, ...]:
     """Clusters of `sizes` rows, laid one after the other, in as few pieces of at most `max_rows` as each allows.
 
     The pieces of a cluster differ by at most one row, larger ones first; an empty cluster has none.
-
-    Raises:
-        ValueError: a negative size, or `max_rows` below 1.
     """
-    if max_rows < 1 or any(size < 0 for size in sizes):
-        raise ValueError(f"max_rows = {max_rows} must be 1 or more, and sizes 0 or more: {list(sizes)}")
     cut = []
     start = 0
     for cluster, size in enumerate(sizes):

@@ -13,9 +13,9 @@ from torch import Tensor
 from tiered.clustering.allocation import Piece, allocate_clusters, auto_clusters, pieces
 from tiered.clustering.cluster_index import ClusterIndex
 from tiered.clustering.faiss_backend import Backend
-from tiered.clustering.spherical import check_options, kmeans, refuse_values
+from tiered.clustering.kmeans import kmeans
 from tiered.clustering.summaries import means_and_medoids
-from tiered.clustering.unit_rows import UnitRows, finite_norms
+from tiered.clustering.unit_rows import UnitRows
 from tiered.kernels.host_values import on_device
 
 Span = tuple[int, int]
@@ -28,7 +28,6 @@ def cluster_areas(
     clusters: int | Literal["auto"] = "auto",
     *,
     valid: Bool[Tensor, "groups length"] | None = None,
-    previous: Sequence[ClusterIndex] | None = None,
     iterations: int = 10,
     seed: int = 0,
     backend: Backend = "torch",
@@ -40,43 +39,35 @@ def cluster_areas(
     are valid, and after it the sizes of all clusters.
 
     Args:
-        hidden: rows of the canvas; what lies outside the areas, or is invalid, may hold anything.
+        hidden: rows of the canvas; rows outside the areas and invalid rows may hold anything.
         areas: columns (start, stop) of prefix and suffix, the prefix first; stop is exclusive, either may be empty.
         clusters: of a group, shared between its areas by their valid rows (`allocate_clusters`); "auto" for about one
             for 64 valid rows.
-        valid: False at padding.
-        previous: the groups' last indices. An area with as many clusters as it had starts from their centroids.
-        iterations, seed, backend: see `spherical_kmeans`.
+        valid: False at padding; None if all rows are valid.
+        iterations, seed, backend: see `kmeans`.
 
     Raises:
-        ValueError: areas outside the canvas or over each other, a number of clusters that a group cannot have,
-            `previous` for another number of groups or another width, and what `spherical_kmeans` refuses.
-        TypeError, ImportError: see `spherical_kmeans`.
+        ValueError: a number of clusters that a group cannot have, or a valid row that is not finite or whose norm
+            float32 cannot hold.
+        ImportError: backend "faiss" without faiss.
     """
-    groups, length, _ = hidden.shape
-    check_options(hidden.dtype, iterations, backend)
-    _check(hidden, areas, clusters, valid, previous)
-    units, rows = _look(hidden, areas, valid, previous)
+    units, rows = _look(hidden, areas, valid)
     shares = [allocate_clusters(auto_clusters(*counts) if clusters == "auto" else clusters, *counts) for counts in rows]
-    assignment = torch.full((groups, length), -1, dtype=torch.int64, device=hidden.device)
+    assignment = torch.full(hidden.shape[:2], -1, dtype=torch.int64, device=hidden.device)
     for area, (first, stop) in enumerate(areas):
-        # Groups of one call have the same number of clusters, and all start warm or all cold.
-        calls: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
+        calls: dict[tuple[int, int], list[int]] = defaultdict(list)  # groups with as many clusters from one number on
         for group, share in enumerate(shares):
-            warm = previous is not None and previous[group].shares[area] == share[area]
-            calls[share[area], sum(share[:area]), warm].append(group)
-        for (count, offset, warm), members in calls.items():
-            if count == 0:
-                continue
-            part = _selector(members)
+            if share[area]:
+                calls[share[area], sum(share[:area])].append(group)
+        for (count, offset), members in calls.items():
+            part, whole = _selector(members), all(rows[group][area] == stop - first for group in members)
             found = kmeans(
-                units.part(part, slice(first, stop), whole=all(rows[group][area] == stop - first for group in members)),
+                units.part(part, slice(first, stop), whole=whole),
                 count,
-                start=_starts(previous, members, area) if previous is not None and warm else None,
                 iterations=iterations,
                 seed=seed,
                 backend=backend,
-            ).assignment
+            )
             assignment[part, first:stop] = found.where(found < 0, found + offset)
     return _indices(hidden, assignment, shares)
 
@@ -87,12 +78,8 @@ def cut_clusters(
 ) -> list[ClusterIndex]:
     """`indices`, one for each group, with clusters of more than `most_rows` members cut into clusters of their own.
 
-    So what a few clusters hold is bounded, and with it the work and memory of an update, whatever the rows are like:
-    masked suffixes are all alike, and k-means may put them all in one. The host sends the new sizes to the device, and
-    reads nothing.
-
-    Raises:
-        ValueError: `most_rows` below 1.
+    This bounds the work and the memory of an update: rows of masks are all alike, and k-means may put them all in one
+    cluster. The host sends the new sizes to the device and reads nothing.
     """
     if all(size <= most_rows for index in indices for size in index.sizes):
         return list(indices)
@@ -111,7 +98,7 @@ def cut_clusters(
 
 
 def _resized(index: ClusterIndex, parts: Sequence[Piece]) -> ClusterIndex:
-    """With `parts` as clusters, whose centroids and medoids are still those of the clusters that they were part of."""
+    """`index` with `parts` as clusters, which keep the centroids and medoids of the clusters that they were part of."""
     ends = list(accumulate(index.shares, initial=0))
     sizes = tuple(part.stop - part.start for part in parts)
     cluster = on_device([part.cluster for part in parts], index.rows.device)
@@ -125,36 +112,10 @@ def _resized(index: ClusterIndex, parts: Sequence[Piece]) -> ClusterIndex:
     )
 
 
-def _check(
-    hidden: Tensor,
-    areas: tuple[Span, Span],
-    clusters: int | str,
-    valid: Tensor | None,
-    previous: Sequence[ClusterIndex] | None,
-) -> None:
-    groups, length, width = hidden.shape
-    (first, end), (suffix, last) = areas
-    if not 0 <= first <= end <= suffix <= last <= length:
-        raise ValueError(f"areas = {areas} must be two spans of {length} columns, in order and apart")
-    if isinstance(clusters, str) and clusters != "auto":
-        raise ValueError(f"clusters = {clusters!r}; allowed: an int or 'auto'")
-    if valid is not None and (valid.dtype != torch.bool or valid.shape != (groups, length)):
-        raise ValueError(f"valid is {valid.dtype} {list(valid.shape)}; allowed: torch.bool {[groups, length]}")
-    if previous is not None and len(previous) != groups:
-        raise ValueError(f"previous has {len(previous)} indices for {groups} groups")
-    for index in previous or ():
-        if index.centroids.shape[1] != width or len(index.shares) != len(areas):
-            raise ValueError(
-                f"an earlier index has width {index.centroids.shape[1]} and {len(index.shares)} areas; "
-                f"allowed: width {width} and {len(areas)} areas"
-            )
-
-
 def _look(
     hidden: Float[Tensor, "groups length width"],
     areas: tuple[Span, Span],
     valid: Bool[Tensor, "groups length"] | None,
-    previous: Sequence[ClusterIndex] | None,
 ) -> tuple[UnitRows, list[tuple[int, int]]]:
     """The rows of the areas as directions, and how many of each group's prefix and suffix are valid. Here is the one
     look at the device before work starts."""
@@ -164,28 +125,18 @@ def _look(
     if valid is not None:
         clustered &= valid
     units = UnitRows.of(hidden, clustered)
-    starts = finite_norms(torch.cat([index.centroids for index in previous])) if previous else units.finite
     counts = torch.stack([clustered[:, first:stop].sum(1) for first, stop in areas], dim=1)
-    finite, start_finite, *rows = torch.cat([torch.stack([units.finite, starts]).long(), counts.flatten()]).tolist()
-    refuse_values(finite, start_finite)
+    finite, *rows = torch.cat([units.finite.long()[None], counts.flatten()]).tolist()
+    if not finite:
+        raise ValueError("a valid row is not finite, or its norm is beyond float32")
     return units, list(zip(rows[::2], rows[1::2], strict=True))
 
 
 def _selector(groups: list[int]) -> slice | list[int]:
-    """`groups` (ascending) as a slice where they are evenly spaced, as the layers of one sequence are: their hidden
-    rows are a view then, and not copied."""
+    """`groups` (ascending) as a slice if they are evenly spaced: their hidden rows are then a view, not a copy."""
     step = groups[1] - groups[0] if len(groups) > 1 else 1
     evenly = list(range(groups[0], groups[-1] + 1, step)) == groups
     return slice(groups[0], groups[-1] + 1, step) if evenly else groups
-
-
-def _starts(previous: Sequence[ClusterIndex], groups: list[int], area: int) -> Float[Tensor, "groups clusters width"]:
-    parts = []
-    for group in groups:
-        index = previous[group]
-        offset = sum(index.shares[:area])
-        parts.append(index.centroids[offset : offset + index.shares[area]])
-    return torch.stack(parts)
 
 
 def _indices(

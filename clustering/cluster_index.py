@@ -37,17 +37,3 @@ class ClusterIndex:
         device = self.rows.device
         clusters = torch.arange(self.clusters, device=device).repeat_interleave(self.counts, output_size=len(self.rows))
         return torch.full((length,), -1, device=device).scatter_(0, self.rows, clusters)
-
-    def check(self) -> None:
-        """Assert that the parts agree. Copies the tensors' values to the host: for tests and debugging."""
-        rows, medoids = self.rows.tolist(), self.medoids.tolist()
-        assert sum(self.sizes) == len(rows) and all(size > 0 for size in self.sizes), self.sizes
-        assert self.counts.tolist() == list(self.sizes), f"sizes {self.sizes} on the device: {self.counts.tolist()}"
-        assert sum(self.shares) == self.clusters and all(share >= 0 for share in self.shares), self.shares
-        assert len(set(rows)) == len(rows) and all(row >= 0 for row in rows), "columns are distinct, none negative"
-        assert self.centroids.shape[0] == len(medoids) == self.clusters, "one centroid and one medoid a cluster"
-        assert self.centroids.isfinite().all(), "centroids are finite"
-        for cluster, (members, medoid) in enumerate(zip(self.rows.split(self.sizes), medoids, strict=True)):
-            members = members.tolist()
-            assert members == sorted(members), f"the members of cluster {cluster} ascend"
-            assert medoid in members, f"the medoid {medoid} of cluster {cluster} is a member"

@@ -5,10 +5,9 @@ from types import ModuleType
 from typing import Literal
 
 import torch
-from jaxtyping import Float32
+from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from tiered.clustering.lloyd import Fit
 from tiered.clustering.unit_rows import UnitRows, normalised
 
 Backend = Literal["torch", "faiss"]
@@ -29,8 +28,10 @@ def import_faiss() -> ModuleType:
         raise ImportError("backend = 'faiss' needs its package: pip install 'faiss-cpu>=1.15'") from error
 
 
-def faiss_lloyd(units: UnitRows, start: Float32[Tensor, "groups clusters width"], iterations: int) -> Fit:
-    """`lloyd` through faiss, with the same meaning. Everything is copied to the CPU and back.
+def faiss_lloyd(
+    units: UnitRows, start: Float32[Tensor, "groups clusters width"], iterations: int
+) -> tuple[Int64[Tensor, "groups n"], Float32[Tensor, "groups n"]]:
+    """`tiered.clustering.kmeans.lloyd` through faiss. All rows are copied to the CPU.
 
     faiss fills an empty cluster with half of a large one, `lloyd` with the farthest row: from there they differ.
 
@@ -40,20 +41,18 @@ def faiss_lloyd(units: UnitRows, start: Float32[Tensor, "groups clusters width"]
     groups, n, _ = units.rows.shape
     nearest = torch.zeros(groups, n, dtype=torch.int64)
     cosine = torch.zeros(groups, n, dtype=torch.float32)
-    directions = start.cpu().clone()
     for group in range(groups):
         one = units.part(slice(group, group + 1))
         columns = torch.arange(n) if one.valid is None else one.valid[0].nonzero()[:, 0].cpu()
         rows = one.take(columns[None].to(start.device))[0].cpu()
-        _train(rows, directions[group], iterations)
-        cosine[group, columns], nearest[group, columns] = _search(rows, directions[group])
-    return Fit(directions.to(start.device), nearest.to(start.device), cosine.to(start.device))
+        directions = _train(rows, start[group].cpu(), iterations)
+        cosine[group, columns], nearest[group, columns] = _search(rows, directions)
+    return nearest.to(start.device), cosine.to(start.device)
 
 
-def _train(rows: Float32[Tensor, "n width"], directions: Float32[Tensor, "clusters width"], iterations: int) -> None:
-    """Move `directions` in place."""
+def _train(rows: Float32[Tensor, "n width"], start: Float32[Tensor, "clusters width"], iterations: int) -> Tensor:
     faiss = import_faiss()
-    clusters, width = directions.shape
+    clusters, width = start.shape
     training = faiss.Clustering(width, clusters)
     training.niter = iterations
     training.spherical = True  # normalises the centroids alone: `rows` are unit rows already
@@ -61,11 +60,11 @@ def _train(rows: Float32[Tensor, "n width"], directions: Float32[Tensor, "cluste
     training.min_points_per_centroid = 1  # by default it warns on stderr below 39
     training.early_stop_threshold = -1.0  # all iterations
     training.check_input_data_for_NaNs = False  # the caller has checked
-    faiss.copy_array_to_vector(directions.numpy().ravel(), training.centroids)
+    faiss.copy_array_to_vector(start.numpy().ravel(), training.centroids)
     training.train(rows.numpy(), faiss.IndexFlatIP(width))
     found = torch.from_numpy(faiss.vector_to_array(training.centroids)).view(1, clusters, width)
     # A cluster of nothing but zero rows comes back as a zero vector.
-    directions.copy_(normalised(found, directions[None])[0])
+    return normalised(found, start[None])[0]
 
 
 def _search(rows: Float32[Tensor, "n width"], directions: Float32[Tensor, "clusters width"]) -> tuple[Tensor, Tensor]:

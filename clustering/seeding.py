@@ -16,8 +16,7 @@ from tiered.kernels.host_values import on_device
 SKETCH_WIDTH = 128
 # More than any squared distance between rows of unit norm: 4 before the projection.
 FARTHER_THAN_ANY = 16.0
-# Of draws that leave as much to gain but for this share, the first is best: two rows are as far from each other as the
-# other way round, and only rounding could tell which of them leaves less.
+# Of draws that leave as much to gain within this share, the first is best: only rounding could tell which leaves less.
 AS_GOOD = 2**-10
 
 
@@ -25,8 +24,8 @@ def kmeans_start(units: UnitRows, clusters: int, seed: int) -> Float32[Tensor, "
     """Directions of rows that are spread out: each pick is a row drawn in proportion to its 1 − cosine to the picks so
     far, the best of 4 + 2·ln(clusters) draws. Every group uses the same random numbers, so none depends on the others.
 
-    Rows that are alike but for rounding are one: a row that a pick is alike is never drawn. Where fewer rows have a
-    direction than there are clusters, some are repeated. No host synchronisation.
+    Rows that are alike except for rounding are one: a row that is like a pick is never drawn. If fewer rows have a
+    direction than there are clusters, some are repeated. The host reads nothing.
     """
     groups, n, width = units.rows.shape
     device = units.rows.device
@@ -39,13 +38,9 @@ def kmeans_start(units: UnitRows, clusters: int, seed: int) -> Float32[Tensor, "
     many = max(1, elements // (n * min(width, SKETCH_WIDTH)))
     parts = [units.part(slice(first, first + many)) for first in range(0, groups, many)]
     picks = torch.cat([_picks(_sketch(part, projection), part.usable, draws, units.rounding) for part in parts])
-    return normalised(units.take(picks), axes(groups, clusters, width, device))
-
-
-def axes(groups: int, clusters: int, width: int, device: torch.device) -> Float32[Tensor, "groups clusters width"]:
-    """A unit vector for each cluster, for want of a direction."""
-    columns = torch.arange(clusters, device=device) % width
-    return torch.nn.functional.one_hot(columns, width).float().expand(groups, -1, -1)
+    # For want of a direction, a unit vector for each cluster.
+    axes = torch.nn.functional.one_hot(torch.arange(clusters, device=device) % width, width).float()
+    return normalised(units.take(picks), axes.expand(groups, -1, -1))
 
 
 def _sketch(units: UnitRows, projection: Float[Tensor, "width sketch"] | None) -> Float32[Tensor, "groups n sketch"]:

@@ -16,25 +16,24 @@ ZERO_NORM = 1e-18
 def rounding(dtype: torch.dtype) -> float:
     """The distance 1 − cosine up to which rows of `dtype` count as one direction: δ²/2, with δ = 4ε, and at least 2⁻⁸.
 
-    Rows that ought to be equal, such as masks that see nothing but masks, differ by what rounding has left in them.
-    That depends on the machine and on the rest of the batch, so nothing may be chosen by it. An addition rounds a row
-    by about ε/5 of its length; the hundred of a forward, one after the other, come to 2ε, and between two rows to 3ε.
-    A float32 cosine sees no more than 2⁻⁸: it is 1 − 2⁻¹⁷ there, and off by a few 2⁻²³.
-
-    A divergence between distributions whose log-probabilities are δ apart is δ²/2 as well.
+    Rows that ought to be equal, such as masks that see only masks, differ by rounding. Rounding depends on the machine
+    and on the rest of the batch, so nothing may be chosen by it. An addition rounds a row by about ε/5 of its length;
+    the hundred additions of a forward come to 2ε, and between two rows to 3ε. A float32 cosine resolves δ = 2⁻⁸: it is
+    1 − 2⁻¹⁷ there, and off by a few 2⁻²³. A divergence between distributions whose log-probabilities are δ apart is
+    δ²/2 as well.
     """
     return max(2**-8, 4 * torch.finfo(dtype).eps) ** 2 / 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitRows:
-    """Rows of unit norm in float32, made from `rows` when they are looked at; zero and invalid rows are zeros.
+    """Rows of unit norm in float32, computed from `rows` at each use; zero rows and invalid rows are zeros.
 
     Attributes:
-        rows: as the caller has them.
-        valid: False at rows that are not there; None where all are.
-        inverse: 1 / norm of each row, 0 at zero rows and invalid ones.
-        finite: whether every valid row has a finite norm in float32; still on the device.
+        rows: the caller's tensor.
+        valid: False at invalid rows; None if all rows are valid.
+        inverse: 1 / norm of each row, 0 at zero rows and invalid rows.
+        finite: True if every valid row has a finite norm in float32; on the device.
     """
 
     rows: Float[Tensor, "groups n width"]
@@ -55,7 +54,7 @@ class UnitRows:
 
     @property
     def rounding(self) -> float:
-        """See `rounding`."""
+        """`rounding` of the rows' dtype."""
         return rounding(self.rows.dtype)
 
     @property
@@ -77,11 +76,6 @@ class UnitRows:
         inverse = self.inverse.gather(1, picks)[..., None]
         picked = self.rows.gather(1, picks[..., None].expand(-1, -1, self.rows.shape[2])).float()
         return picked.mul_(inverse)
-
-
-def finite_norms(vectors: Float[Tensor, "*_ width"]) -> Bool[Tensor, ""]:
-    """Whether all norms are finite in float32; still on the device."""
-    return torch.linalg.vector_norm(vectors.float(), dim=-1).isfinite().all()
 
 
 def normalised(

@@ -11,12 +11,11 @@ from torch import Tensor
 from tiered.offload.chunk import Chunk
 from tiered.offload.cuda_event import end_of_stream
 from tiered.offload.errors import ArenaFullError
-from tiered.offload.fence import Fence, Region, settle
-from tiered.offload.slab_fences import SlabFences
+from tiered.offload.fence import Fence, Region, SlabFences, settle
 from tiered.offload.slabs import BookedSlot, SlabBook
 
-CHUNK_BYTES = 64 << 20  # of one registration; from there on it costs by byte alone
-_CHUNKS = 8  # that an arena of the expected size is made of, where it is small
+CHUNK_BYTES = 64 << 20  # of one registration; larger ones cost by byte alone
+_CHUNKS = 8  # in a small arena of the expected size
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +23,10 @@ class ArenaStats:
     """What an arena holds, in bytes.
 
     Attributes:
-        requested_bytes: asked for by the records in it.
-        held_bytes: the rooms of their slots.
-        actual_bytes: what the system gave up for all chunks.
-        pinned_bytes: those of `actual_bytes` that are pinned.
+        requested_bytes: bytes of the records.
+        held_bytes: bytes of their slots.
+        actual_bytes: bytes of all chunks.
+        pinned_bytes: bytes of the pinned chunks.
     """
 
     requested_bytes: int
@@ -37,7 +36,7 @@ class ArenaStats:
 
     @property
     def pinned(self) -> bool:
-        """Whether there is memory, and all of it is pinned."""
+        """True if there is memory and all of it is pinned."""
         return 0 < self.actual_bytes == self.pinned_bytes
 
 
@@ -50,7 +49,7 @@ class Slot:
         offset: first byte in the arena's address space.
         chunk: the chunk that it lies in.
         start: first byte in the chunk.
-        fence: what is under way on these bytes, by earlier users too. Tell it of accesses before `release`.
+        fence: guards these bytes, against earlier users too. It has to know of every access before `release`.
     """
 
     __slots__ = ("_arena", "_booked", "_bytes", "chunk", "fence", "nbytes", "offset", "room_bytes", "start")
@@ -78,7 +77,7 @@ class Slot:
         return self._bytes
 
     def release(self) -> None:
-        """Give the slot back. What is under way on its bytes may go on: the next user waits for it.
+        """Give the slot back. Accesses under way may go on: the next user waits for them.
 
         Raises:
             ValueError: released already, or the arena is closed.
@@ -89,18 +88,16 @@ class Slot:
 class Arena:
     """Slots over slabs of `slab_bytes`, in chunks. Its memory grows up to `capacity` and stays until `trim` or `close`.
 
-    For the manager's caller alone: not for several threads. Slots in one chunk are neighbours in memory where their
-    offsets are; across chunks they are not.
+    Not for several threads. Slots with neighbouring offsets are neighbours in memory within a chunk only.
 
     Args:
-        region: what kind of bytes these are, for the fences.
-        slab_bytes: a multiple of 4096; the largest record.
-        capacity: the most bytes that all chunks may take from the system; None: no limit.
-        allocate_chunk: obtains memory of a size (a `Pinner`'s `allocate`, or `device_chunks`), or of another one in
-            whole slabs.
-        expected_bytes: what all records will take at most. Up to there `place` obtains an eighth of it at a time, in
-            whole slabs and `CHUNK_BYTES` at most, where `capacity` allows; else one slab. Pinning costs by call as well
-            as by byte, and neighbours move as one within a chunk only.
+        region: kind of the bytes, for the fences.
+        slab_bytes: bytes of the largest record, a multiple of 4096.
+        capacity: the most bytes that all chunks may take from the system; None for no limit.
+        allocate_chunk: obtains memory of a size, or of another size in whole slabs: `Pinner.allocate`, or the function
+            of `device_chunks`.
+        expected_bytes: the most bytes of all records. Up to it, `place` obtains an eighth at a time, in whole slabs and
+            at most `CHUNK_BYTES`, if `capacity` allows; beyond it, one slab. Pinning costs by call as well as by byte.
     """
 
     def __init__(
@@ -122,7 +119,7 @@ class Arena:
         self._allocate_chunk = allocate_chunk
         self._expected_slabs = expected_bytes // slab_bytes
         self._fences = SlabFences(region)
-        self.actual_bytes = 0  # what the chunks take from the system
+        self.actual_bytes = 0  # of all chunks
         self._chunks: dict[int, Chunk] = {}  # by their first slab
         self._homes: dict[int, tuple[Chunk, int]] = {}  # slab → its chunk and first byte there
         self._slots: dict[int, Slot] = {}  # in use, by offset
@@ -133,7 +130,7 @@ class Arena:
 
         Raises:
             ArenaFullError: no slot of its class is free, and `capacity` allows no other slab.
-            PinError: the system refused a chunk; or whatever else `allocate_chunk` raises.
+            PinError: the system refused a chunk. Other errors of `allocate_chunk` are raised too.
             ValueError: closed, or `nbytes` is not 1 to `slab_bytes`.
         """
         self._check_open()
@@ -151,7 +148,7 @@ class Arena:
         return slot
 
     def stats(self) -> ArenaStats:
-        """What is requested, held and obtained now; all 0 after `close`."""
+        """Bytes requested, held and obtained now; all 0 after `close`."""
         return ArenaStats(
             requested_bytes=0 if self._closed else self.book.requested_bytes,
             held_bytes=0 if self._closed else self.book.held_bytes,
@@ -160,7 +157,7 @@ class Arena:
         )
 
     def trim(self) -> None:
-        """Wait for what is under way in chunks without a slot in use, and free them."""
+        """Free the chunks without a slot in use, after the accesses that are under way there."""
         self._check_open()
         for first, chunk in list(self._chunks.items()):
             slabs = chunk.bytes.numel() // self.slab_bytes
@@ -172,7 +169,7 @@ class Arena:
                 self._free(first)
 
     def check_integrity(self) -> None:
-        """Raise `RuntimeError` with the numbers where the books are not what the chunks hold."""
+        """Raise `RuntimeError` with the numbers if the books differ from the chunks."""
         self.book.check_integrity()
         stats = self.stats()
         booked = 0 if self._closed else self.book.capacity_bytes
@@ -189,7 +186,7 @@ class Arena:
                 raise RuntimeError(f"the slot at offset {offset} is not at {slot.start} of its chunk")
 
     def close(self) -> None:
-        """Wait for what is under way in the slots, then free all chunks. May be called again."""
+        """Free all chunks, after the accesses that are under way. May be called again."""
         if self._closed:
             return
         self._closed = True
@@ -213,17 +210,15 @@ class Arena:
         slot._bytes = None
 
     def _chunk_slabs(self) -> int:
-        """Slabs to obtain at a time; 0 or less once there is what was expected."""
         left = self._expected_slabs - self.book.slabs
         return min(self._expected_slabs // _CHUNKS, CHUNK_BYTES // self.slab_bytes, left)
 
     def _allowed_slabs(self) -> int:
-        """Slabs that `capacity` still has room for."""
         return sys.maxsize if self.capacity is None else (self.capacity - self.actual_bytes) // self.slab_bytes
 
     def _grow_by_a_chunk(self, slabs: int) -> None:
-        """About `slabs` more: half as many, and half of that, where so many are refused, whoever refuses: `capacity`, a
-        budget that holds other things too, the pinning of pages, the system. What refuses one slab is the caller's."""
+        """About `slabs` more: half as many, and half of that, if so many are refused, by `capacity`, a budget or the
+        system. The error that refuses one slab is raised."""
         while True:
             try:
                 return self._grow(slabs)
@@ -233,7 +228,6 @@ class Arena:
             slabs //= 2
 
     def _grow(self, slabs: int) -> None:
-        """One more chunk."""
         chunk = self._allocate_chunk(slabs * self.slab_bytes)
         if self.capacity is not None and self.actual_bytes + chunk.actual_bytes > self.capacity:
             chunk.free()
@@ -255,13 +249,12 @@ class Arena:
 
 
 def device_chunks(device: torch.device) -> Callable[[int], Chunk]:
-    """What makes chunks of a device's own memory, for `Arena`.
+    """A function that allocates chunks of the device's memory, for `Arena`.
 
-    CUDA's allocator gives out memory again as soon as its owner drops it, though kernels that were launched before may
-    still use it: on the current stream, in whose order the new owner's come. A copy on another stream has to wait for
-    them, so the chunk says where that stream was.
+    CUDA's allocator gives out memory again as soon as its owner drops it, although kernels on the current stream may
+    still use it. A copy on another stream has to wait for them, so the chunk has an event of the current stream.
 
-    The function raises ArenaFullError where the device has no memory left.
+    The function raises ArenaFullError if the device has no memory left.
     """
 
     def allocate(nbytes: int) -> Chunk:

@@ -1,4 +1,4 @@
-"""A piece of memory that an arena is made of."""
+"""Memory that an arena cuts slots from."""
 
 import os
 import weakref
@@ -15,10 +15,10 @@ class Chunk:
     """Bytes that are there until `free`, or until no reference to the chunk is left.
 
     Args:
-        bytes: the memory; all of it is the arena's.
-        pinned: whether the device's copy engines may reach it.
-        actual_bytes: what the system gave up for it, rounding included.
-        earlier: ends with what those who had the memory before may have left under way in it; None: nothing.
+        bytes: the memory.
+        pinned: True if the device's copy engines reach it.
+        actual_bytes: bytes that the system gave up for it, rounding included.
+        earlier: ends with the accesses of earlier owners; None if there are none.
         before: called once, before the memory goes; never in a forked child, where CUDA is not usable.
         dropped: called instead of `before` if no reference is left and `free` was not called. None for `before`.
     """
@@ -53,14 +53,14 @@ class Chunk:
         return self._bytes
 
     def lent(self, back: Callable[[], object], dropped: Callable[[], object] | None = None) -> "Chunk":
-        """The same memory for a holder. Its `free` calls `back`. If the holder is gone without, `dropped` is called, in
-        any thread (None for `back`): Ctrl-C comes before an arena has the chunk, or a runtime is never closed."""
+        """The same memory for a holder. Its `free` calls `back`. If the holder becomes garbage without `free`, as after
+        Ctrl-C, `dropped` is called in its place, in any thread; None for `back`."""
         lent = Chunk(self.bytes, pinned=self.pinned, actual_bytes=self.actual_bytes, before=back, dropped=dropped)
         lent.earlier = self.earlier
         return lent
 
     def free(self) -> None:
-        """Give the memory back. A view that is still held keeps it mapped, but not pinned. May be called again."""
+        """Give the memory back. A view keeps it mapped, but not pinned. May be called again."""
         if self._bytes is None:
             return
         if self._finalizer.detach() is not None:
@@ -69,6 +69,5 @@ class Chunk:
 
 
 def _in_process(process: int, action: Callable[[], object]) -> None:
-    """Run `action`, unless this is a child of the process that it belongs to."""
     if os.getpid() == process:
         action()

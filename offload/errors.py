@@ -1,16 +1,15 @@
-"""What can go wrong below the tier manager. Each message names what to change, and is put together from an error's
-`args` when it is read, so that the error can be pickled."""
+"""Errors below the tier manager. A message is formatted from the error's `args`, so that the error can be pickled."""
 
 
 class ArenaFullError(RuntimeError):
     """An arena, or the disk under a spill file, has no room for a record.
 
     Attributes:
-        needed: bytes that the record takes there.
-        available: bytes that are free in pieces of that size.
+        needed: bytes of the record's slot.
+        available: free bytes in slots of that size.
         capacity: bytes of the arena.
-        what: the arena, or the file.
-        hint: what to change, where that is not the budget.
+        what: name of the arena or the file.
+        hint: the setting to change; "" for the budget.
     """
 
     def __init__(self, needed: int, available: int, capacity: int, what: str, hint: str = "") -> None:
@@ -29,8 +28,8 @@ class PinError(RuntimeError):
     """The system refused to pin host memory.
 
     Attributes:
-        needed: bytes that were asked for.
-        message: what the system said, and what to change.
+        needed: bytes that were requested.
+        message: the system's answer and the setting to change.
     """
 
     def __init__(self, needed: int, message: str) -> None:

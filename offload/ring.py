@@ -1,7 +1,7 @@
-"""Staging slots on the device that records arrive in or leave from, used over and over in turn.
+"""Staging slots that records arrive in or leave from, used over and over in turn.
 
-Release does not wait: a slot may be free in the books while the device still reads it. So the next holder's fence
-starts with whatever is unfinished, and its first write waits for that to be over, well or badly.
+Release does not wait: the device may still read a slot that is free in the books. So the next holder's fence starts
+with the unfinished accesses, and its first write waits until they have ended or failed.
 """
 
 from collections.abc import Iterable
@@ -15,11 +15,8 @@ from tiered.offload.transport import Settled
 
 
 class RingSlot:
-    """A slot from one acquire to its release. `fence` guards `bytes`; tell it of every access before `release`.
-
-    Attributes:
-        index: the slot's number in the ring.
-    """
+    """Slot number `index` from one acquire to its release. `fence` guards `bytes`; it has to know of every access
+    before `release`."""
 
     __slots__ = ("_ring", "bytes", "fence", "index")
 
@@ -30,7 +27,7 @@ class RingSlot:
         self._ring = ring
 
     def release(self) -> None:
-        """Give the slot back, at once, whatever is still under way in it.
+        """Give the slot back at once; accesses under way may go on.
 
         Raises:
             ValueError: released before.
@@ -39,8 +36,8 @@ class RingSlot:
 
 
 class Ring:
-    """`slots` equal parts of `buffer`, which the caller made on the device. Not for several threads. `earlier`: what is
-    under way on the buffer already (`Chunk.earlier`).
+    """`slots` equal parts of the caller's `buffer`. Not for several threads. `earlier`: events of accesses that are
+    under way on the buffer (`Chunk.earlier`).
 
     Raises:
         ValueError: fewer than one slot, a buffer that is not contiguous bytes, or one that does not divide into `slots`
@@ -69,11 +66,11 @@ class Ring:
 
     @property
     def held(self) -> int:
-        """Slots that are held now."""
+        """Slots in use."""
         return sum(holder is not None for holder in self._holders)
 
     def acquire(self) -> RingSlot | None:
-        """The next free slot, round robin; None where all are held. Never blocks."""
+        """The next free slot, round robin; None if all are in use. Never blocks."""
         turns = [(self._next + step) % self.slots for step in range(self.slots)]
         index = next((turn for turn in turns if self._holders[turn] is None), None)
         if index is None:
@@ -88,15 +85,15 @@ class Ring:
         return slot
 
     def idle(self) -> bool:
-        """Whether no copy and no reader is under way in any slot."""
+        """True if no copy and no reader is under way in any slot."""
         return all(fence.idle() for fence in self._fences)
 
     def settle(self) -> None:
-        """Block the host until no copy and no reader is under way in any slot; then its memory may go."""
+        """Block the host until no copy and no reader is under way in any slot."""
         settle(self._fences)
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError where the ring contradicts itself."""
+        """Raise RuntimeError if the ring contradicts itself."""
         for index, holder in enumerate(self._holders):
             if holder is not None and (holder.index != index or holder.fence is not self._fences[index]):
                 raise RuntimeError(f"slot {index} of a ring of {self.slots} is held as slot {holder.index}")

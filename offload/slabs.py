@@ -5,9 +5,9 @@ last slot of a slab is released, the slab may be cut anew for another class. The
 room are bits of integers, and the lowest bit is taken first: records that are stored one after another lie one after
 another, and what is stored later fills the gaps at low addresses.
 
-Costs: one step on an integer of a bit per slot of a slab, and one on an integer of a bit per slab (4 MiB slabs in
-64 GiB: 1024 and 16384 bits at most). Lost to padding: under one unit a record up to 64 units and at most 1/16 of it
-above; at the end of a slab, less than one slot.
+An operation takes one step on an integer of a bit per slot of a slab, and one on an integer of a bit per slab.
+Padding takes less than one unit of a record up to 64 units and at most 1/16 of a larger one, and less than one slot at
+the end of a slab.
 """
 
 from collections import Counter
@@ -67,7 +67,7 @@ class SlabBook:
 
     @property
     def slabs(self) -> int:
-        """How many there are."""
+        """Number of slabs."""
         return self._end - self._gone.bit_count()
 
     @property
@@ -86,11 +86,11 @@ class SlabBook:
         return min(size_class(nbytes, self.unit), self.slab_bytes)
 
     def slots_per_slab(self, nbytes: int) -> int:
-        """How many records of `nbytes` one slab holds."""
+        """Records of `nbytes` that one slab holds."""
         return self.slab_bytes // self.room_for(nbytes)
 
     def free_bytes(self, nbytes: int) -> int:
-        """Bytes that are free in pieces that a record of `nbytes` may take."""
+        """Free bytes in slots that a record of `nbytes` may take."""
         room = self.room_for(nbytes)
         return (self._empty.bit_count() * (self.slab_bytes // room) + self._spare[room]) * room
 
@@ -114,7 +114,7 @@ class SlabBook:
         return first
 
     def is_empty(self, first: int, count: int) -> bool:
-        """Whether no slot of the slabs `first` to `first + count - 1` is in use."""
+        """True if no slot of the slabs `first` to `first + count - 1` is in use."""
         slabs = (1 << count) - 1 << first
         return self._empty & slabs == slabs
 
@@ -131,7 +131,7 @@ class SlabBook:
         self._gone |= slabs
 
     def allocate(self, nbytes: int) -> BookedSlot | None:
-        """The lowest free slot for a record of `nbytes`, in a slab of its class or else in an empty one; None: full.
+        """The lowest free slot for a record of `nbytes`, in a slab of its class or else in an empty one; None if full.
 
         Raises:
             ValueError: `nbytes` is not positive, or above `slab_bytes`.
@@ -166,7 +166,7 @@ class SlabBook:
         self.requested_bytes -= slot.nbytes
 
     def check_integrity(self) -> None:
-        """Raise `RuntimeError` with the numbers where the books contradict themselves."""
+        """Raise `RuntimeError` with the numbers if the books contradict themselves."""
         end = 0
         taken, spare, partial = Counter[int](), Counter[int](), Counter[int]()
         for offset, slot in sorted(self._slots.items()):
@@ -191,7 +191,6 @@ class SlabBook:
             raise RuntimeError(f"{kept}; counted: {empty:b}, {spare}, {partial}")
 
     def _take(self, slab: int, index: int, room: int, nbytes: int) -> BookedSlot:
-        """Book a free slot."""
         if slab not in self._class:
             slots = self.slab_bytes // room
             self._empty ^= 1 << slab
@@ -211,5 +210,4 @@ class SlabBook:
 
 
 def _lowest(bits: int) -> int:
-    """The number of the lowest bit that is set."""
     return (bits & -bits).bit_length() - 1

@@ -1,8 +1,8 @@
-"""What carries bytes between the tiers: the contract of every transport.
+"""The contract of transports, which carry bytes between the tiers.
 
-Jobs of one lane run in the order of their submission. A job starts when every event in its `after` has ended; where one
-of them failed, the job fails too and never touches its destination. A job that fails takes only those with it that
-wait for it. `after` may mix events of any lane, of `compute`, and of anything else that is an `Event`.
+Jobs of one lane run in the order of their submission. A job starts when every event in its `after` has ended. If one
+of them failed, the job fails too and never touches its destination; other jobs of the lane go on. `after` may mix
+events of any lane, of `compute`, and any other `Event`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,9 +37,8 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When a job was handed over, when it began (all it waits for had ended) and when it ended: ns of
-    `time.monotonic_ns`, None where that has not happened. For `compute`, `started - submitted` is exposed time: the
-    compute stream stood still for a transfer.
+    """When a job was submitted, when it started (its `after` had ended) and when it ended: ns of `time.monotonic_ns`,
+    None before that. For `compute`, `started - submitted` is the time that the compute stream waited for transfers.
     """
 
     submitted: int | None
@@ -58,12 +57,12 @@ class TransferEvent(Event, Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the job moves; for `run`, what its work said once it has ended, and 0 before."""
+        """Bytes that the job moves; for `run`, the result of its work, and 0 before its end."""
         ...
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended badly. Never blocks."""
+        """True if it has failed. Never blocks."""
         ...
 
     @property
@@ -71,8 +70,8 @@ class TransferEvent(Event, Protocol):
 
 
 class Settled:
-    """Ends with `event`, and never fails. For what must only be over, well or badly: bytes that are about to be
-    overwritten do not care how their last write and reads went."""
+    """Ends with `event` and never fails: bytes that are about to be overwritten need their accesses to end, not to
+    succeed."""
 
     __slots__ = ("event",)
 
@@ -94,8 +93,8 @@ class Transport(Protocol):
     device: torch.device
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
-        """Copy every piece, in order. Never blocks. Pieces that `check_copies` refuses fail the job, before any byte
-        of it has moved."""
+        """Copy every piece, in order. Never blocks. Pieces that `check_copies` refuses fail the job before a byte has
+        moved."""
         ...
 
     def run(self, lane: Lane, work: Callable[[], int], after: Iterable[Event] = ()) -> TransferEvent:
@@ -103,28 +102,28 @@ class Transport(Protocol):
 
         Args:
             lane: LOAD or SPILL.
-            work: returns the bytes that it moved; what it raises is the job's failure.
+            work: returns the bytes that it moved; an exception of it fails the job.
 
         Raises:
-            ValueError: another lane; on a GPU those are streams, which the host's work would not be in order with.
+            ValueError: another lane. On a GPU those are streams, and the host's work has no order with them.
         """
         ...
 
     def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
         """Let the compute stream wait for `after`, then run `work` there; the event ends when that work has.
 
-        A failure is the event's, not raised here: where something in `after` failed, `work` does not run. On CUDA
-        `work` launches kernels on the caller's current stream.
+        If something in `after` failed, `work` does not run and the event fails. On CUDA `work` launches kernels on the
+        caller's current stream.
         """
         ...
 
     def close(self) -> None:
-        """Wait for what is under way and stop all threads. A second call does nothing; in a forked child, none does."""
+        """Wait for all jobs and stop all threads. A second call does nothing, and no call does in a forked child."""
         ...
 
 
 def check_copies(copies: Iterable[Copy]) -> None:
-    """Raise ValueError where a piece is not contiguous bytes on both sides, or its sides differ in length."""
+    """Raise ValueError if a piece is not contiguous bytes on both sides, or its sides differ in length."""
     for copy in copies:
         for name, side in (("source", copy.source), ("destination", copy.destination)):
             if side.dtype != torch.uint8 or side.dim() != 1 or not side.is_contiguous():

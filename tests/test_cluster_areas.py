@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cluster_checks import check_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -10,8 +11,9 @@ from tiered.clustering import tiles
 from tiered.clustering.allocation import allocate_clusters, auto_clusters
 from tiered.clustering.areas import cluster_areas
 from tiered.clustering.cluster_index import ClusterIndex
-from tiered.clustering.spherical import spherical_kmeans
+from tiered.clustering.kmeans import kmeans
 from tiered.clustering.summaries import means_and_medoids
+from tiered.clustering.unit_rows import UnitRows
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -28,7 +30,7 @@ def same(first: ClusterIndex, second: ClusterIndex) -> bool:
 
 def check_against_rows(index: ClusterIndex, hidden: Tensor) -> None:
     """Centroids are means of the raw rows, medoids the members nearest to them."""
-    index.check()
+    check_index(index)
     for cluster in range(index.clusters):
         columns = index.rows.split(index.sizes)[cluster]
         members = hidden[columns].double()
@@ -90,11 +92,9 @@ def test_each_area_is_clustered_by_k_means(elements: int | None, monkeypatch: py
     for group, index in enumerate(cluster_areas(hidden, ((4, 50), (58, 90)), 7, iterations=3, seed=5)):
         assert index.shares == (4, 3)
         for (first, stop), offset, share in (((4, 50), 0, 4), ((58, 90), 4, 3)):
-            alone = spherical_kmeans(hidden[group, None, first:stop], share, iterations=3, seed=5)
-            expected = torch.full((90,), -1)
-            expected[first:stop] = alone.assignment[0] + offset
-            found = index.cluster_of(90)
-            assert torch.equal(found[first:stop], expected[first:stop])
+            rows = UnitRows.of(hidden[group, None, first:stop])
+            alone = kmeans(rows, share, iterations=3, seed=5, backend="torch")
+            assert torch.equal(index.cluster_of(90)[first:stop], alone[0] + offset)
         check_against_rows(index, hidden[group])
 
 
@@ -127,38 +127,7 @@ def test_auto(prefix: int, suffix: int):
     index = cluster_areas(random(1, 310, 4), ((0, prefix), (310 - suffix, 310)))[0]
     assert index.shares == allocate_clusters(auto_clusters(prefix, suffix), prefix, suffix)
     assert index.clusters == auto_clusters(prefix, suffix)
-    index.check()
-
-
-def test_a_warm_start_goes_on_where_it_was():
-    hidden = random(2, 100, 10)
-    areas = ((0, 50), (58, 100))
-    first = cluster_areas(hidden, areas, 8, iterations=2)
-    more = cluster_areas(hidden, areas, 8, iterations=2, previous=first)
-    cold = cluster_areas(hidden, areas, 8, iterations=2, seed=9)
-    # The mean of the raw rows is not the mean direction: what a warm start continues from is the centroid.
-    for group in range(2):
-        found = more[group].cluster_of(100)
-        for (start, stop), offset in (((0, 50), 0), ((58, 100), 4)):
-            centroids = first[group].centroids[None, offset : offset + 4]
-            rows = hidden[group, None, start:stop]
-            alone = spherical_kmeans(rows, 4, start=centroids, iterations=2)
-            assert torch.equal(found[start:stop], alone.assignment[0] + offset)
-        assert not torch.equal(found, cold[group].cluster_of(100))
-        check_against_rows(more[group], hidden[group])
-
-
-def test_an_area_with_another_share_starts_cold():
-    hidden = random(2, 120, 10)
-    before = cluster_areas(hidden, ((0, 40), (48, 120)), 6, seed=3)
-    assert before[0].shares == (2, 4)
-    areas = ((0, 40), (40, 110))
-    warm = cluster_areas(hidden, areas, 7, iterations=1, previous=before)
-    cold = cluster_areas(hidden, areas, 7, iterations=1)
-    assert warm[0].shares == cold[0].shares == (3, 4)
-    for one, other in zip(warm, cold, strict=True):
-        assert torch.equal(one.cluster_of(120)[:40], other.cluster_of(120)[:40])
-        assert not torch.equal(one.cluster_of(120)[40:110], other.cluster_of(120)[40:110])
+    check_index(index)
 
 
 def test_centroids_are_of_the_rows_dtype_and_float32_sums():
@@ -218,28 +187,18 @@ def test_rows_that_are_equal_but_for_rounding_are_equal(name: str, dtype: torch.
 
 
 HIDDEN = random(2, 40, 6)
-INDICES = cluster_areas(HIDDEN, ((0, 16), (24, 40)), 4)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"areas": ((0, 16), (24, 41))}, "two spans of 40 columns"),
-        ({"areas": ((0, 25), (24, 40))}, "in order and apart"),
-        ({"areas": ((24, 40), (0, 16))}, "in order and apart"),
-        ({"areas": ((-1, 16), (24, 40))}, "two spans"),
-        ({"areas": ((9, 3), (24, 40))}, "two spans"),
-        ({"clusters": "many"}, "clusters = 'many'; allowed: an int or 'auto'"),
         ({"clusters": 1}, "clusters = 1 cannot be shared"),
         ({"clusters": 33}, "allowed: 2 to 32"),
         ({"clusters": 5, "valid": torch.arange(40).expand(2, -1) < 4}, "allowed: 1 to 4"),
-        ({"valid": torch.ones(2, 39, dtype=torch.bool)}, "valid"),
-        ({"valid": torch.ones(2, 40)}, "valid"),
-        ({"previous": INDICES[:1]}, "1 indices for 2 groups"),
-        ({"previous": cluster_areas(HIDDEN[..., :3], ((0, 16), (24, 40)), 4)}, "width 3 .* allowed: width 6"),
         ({"hidden": torch.full((2, 40, 6), torch.nan)}, "not finite"),
-        ({"backend": "scipy"}, "unknown backend 'scipy'"),
-        ({"iterations": -1}, "iterations = -1"),
+        ({"hidden": -torch.inf * HIDDEN}, "not finite"),
+        ({"hidden": 3e38 * HIDDEN}, "beyond float32"),
+        ({"hidden": 1e300 * HIDDEN.double()}, "beyond float32"),
     ],
 )
 def test_what_is_refused(arguments: dict, message: str):

@@ -1,10 +1,11 @@
-"""The index of clusters: look-ups against plain lists, and what its check sees."""
+"""The index of clusters: look-ups against plain lists."""
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError
 from itertools import pairwise
 
 import pytest
 import torch
+from cluster_checks import check_index
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -46,7 +47,7 @@ def partitions(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
 def test_look_ups(partition: tuple[int, list[list[int]]]):
     length, members = partition
     index = build(members)
-    index.check()
+    check_index(index)
     assert index.clusters == len(members)
     expected = [-1] * length
     for cluster, columns in enumerate(members):
@@ -58,27 +59,3 @@ def test_look_ups(partition: tuple[int, list[list[int]]]):
 def test_an_index_is_never_changed():
     with pytest.raises(FrozenInstanceError):
         build([[0]]).sizes = (2,)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"sizes": (2, 2)}, "2, 2"),
-        ({"sizes": (3, 0), "counts": torch.tensor([3, 0])}, "3, 0"),
-        ({"counts": torch.tensor([1, 2])}, "on the device"),
-        ({"shares": (1, 2)}, "1, 2"),
-        ({"shares": (3, -1)}, "3, -1"),
-        ({"rows": torch.tensor([0, 4, 4])}, "distinct"),
-        ({"rows": torch.tensor([-1, 4, 1])}, "negative"),
-        ({"rows": torch.tensor([4, 0, 1])}, "cluster 0 ascend"),
-        ({"medoids": torch.tensor([1, 1])}, "medoid 1 of cluster 0"),
-        ({"medoids": torch.tensor([0])}, "one medoid"),
-        ({"centroids": torch.zeros(3, WIDTH)}, "one centroid"),
-        ({"centroids": torch.full((2, WIDTH), torch.nan)}, "finite"),
-    ],
-)
-def test_the_check_sees(change: dict, message: str):
-    index = build([[0, 4], [1]])
-    index.check()
-    with pytest.raises(AssertionError, match=message):
-        replace(index, **change).check()

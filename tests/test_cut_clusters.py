@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cluster_checks import check_index
 from torch import Tensor
 
 from tiered.clustering.areas import cluster_areas, cut_clusters
@@ -32,7 +33,7 @@ def test_every_member_keeps_its_area_and_no_cluster_is_too_large(most: int, dtyp
     rows, indices = clustered(dtype)
     assert max(size for index in indices for size in index.sizes) > 7
     for group, (before, after) in enumerate(zip(indices, cut_clusters(rows, indices, most), strict=True)):
-        after.check()
+        check_index(after)
         assert max(after.sizes) <= most
         assert torch.equal(after.rows, before.rows)
         prefix = sum(after.sizes[: after.shares[0]])

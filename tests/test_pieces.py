@@ -31,9 +31,3 @@ def test_pieces_cover_every_cluster_evenly(sizes: list[int], max_rows: int):
         assert len(rows) == (size + max_rows - 1) // max_rows
         assert not rows or (max(rows) <= max_rows and max(rows) - min(rows) <= 1)
         assert rows == sorted(rows, reverse=True)
-
-
-@pytest.mark.parametrize(("sizes", "max_rows", "message"), [([3], 0, "max_rows = 0"), ([3, -1], 4, r"\[3, -1\]")])
-def test_what_cannot_be_cut(sizes: list[int], max_rows: int, message: str):
-    with pytest.raises(ValueError, match=message):
-        pieces(sizes, max_rows)

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tiered.offload.errors import TransferError
-from tiered.offload.fence import Fence, Region
-from tiered.offload.slab_fences import SlabFences
+from tiered.offload.fence import Fence, Region, SlabFences
 from tiered.offload.slabs import BookedSlot, SlabBook
 
 

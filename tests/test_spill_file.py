@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tiered.offload.errors import ArenaFullError, CorruptRecordError, TransferError
 from tiered.offload.fence import Region
-from tiered.offload.record_file import RecordFile
 from tiered.offload.spill_file import DiskSlot, SpillFile
 from tiered.offload.spill_record import HEADER_BYTES
 
@@ -43,7 +42,7 @@ def file(tmp_path: Path) -> Iterator[SpillFile]:
 
 def descriptor(file: SpillFile) -> int:
     """The file has no name."""
-    return file._file._file.fileno()
+    return file._file.fileno()
 
 
 def stored(file: SpillFile, name: str | bytes = "record", version: int = 3, nbytes: int = 5000) -> DiskSlot:
@@ -498,6 +497,6 @@ def test_a_fork_leaves_the_file_to_its_parent(file: SpillFile):
 
 
 def test_a_file_that_nobody_holds_is_closed(tmp_path: Path):
-    file = RecordFile(tmp_path)
+    file = SpillFile(tmp_path, SLAB)
     with pytest.warns(ResourceWarning):
         del file

@@ -145,7 +145,7 @@ def test_a_transport_that_is_gone_costs_no_slot(tiers: TierManager, ledger: Ledg
 def spill_descriptor(tiers: TierManager) -> int:
     """The file has no name."""
     assert tiers._slots._spill is not None
-    return tiers._slots._spill._file._file.fileno()
+    return tiers._slots._spill._file.fileno()
 
 
 @pytest.mark.parametrize("damage", ["flipped bit", "flipped header", "short file"])

@@ -13,7 +13,9 @@ from torch import Tensor
 
 import tiered
 from tiered.clustering.areas import cluster_areas
-from tiered.clustering.spherical import spherical_kmeans
+from tiered.clustering.faiss_backend import faiss_lloyd
+from tiered.clustering.kmeans import lloyd
+from tiered.clustering.unit_rows import UnitRows
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.embedded import tasks
@@ -146,10 +148,10 @@ def decode(rounds: int = 5) -> Iterator[Row]:
 def kmeans(width: int, clusters: int, rounds: int = 5) -> Iterator[Row]:
     """Time of our k-means over that of faiss: 4096 rows, the same start, ten iterations."""
     data = torch.randn(1, 4096, width)
-    start = data[:, :clusters].clone()
+    start = torch.nn.functional.normalize(data[:, :clusters], dim=-1)
     ours, theirs = (
-        seconds(lambda: spherical_kmeans(data, clusters, start=start, backend=backend), rounds)  # noqa: B023
-        for backend in ("torch", "faiss")
+        seconds(lambda: run(UnitRows.of(data), start, 10), rounds)  # noqa: B023
+        for run in (lloyd, faiss_lloyd)
     )
     yield {"over_faiss": ours / theirs}
 

@@ -11,9 +11,8 @@ from tiered.core.errors import NonFiniteError
 from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.record_layout import chunks
 from tiered.kernels.weight_code import WeightCode
-from tiered.models.coded_parts import CodedParts, Part
 from tiered.models.coded_reading import coded_bytes
-from tiered.models.quantised import coded_parts
+from tiered.models.quantised import CodedParts, Part, coded_parts
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.shards import read_headers, shards_in
 

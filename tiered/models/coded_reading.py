@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiered.kernels.encode_weight_ref import packed, paired
 from tiered.kernels.weight_code import WeightCode
-from tiered.models.coded_parts import CodedParts, Part
+from tiered.models.quantised import CodedParts, Part
 
 _NEGATIVE = 0x80  # from here on E4M3 has a sign
 
@@ -16,10 +16,10 @@ _NEGATIVE = 0x80  # from here on E4M3 has a sign
 def coded_bytes(
     parts: CodedParts, shape: tuple[int, int], read: Callable[[Part], Tensor]
 ) -> UInt8[Tensor, "out row_bytes"]:
-    """A weight of `shape` in the layout of weight_code.py, of its `parts`, where `read` puts them.
+    """A weight of `shape` in the layout of weight_code.py, on the device where `read` puts its `parts`.
 
     Raises:
-        ValueError: a zero point that is none, a code out of range, or a block scale below zero.
+        ValueError: a zero point that is not zero, a code out of range, or a block scale below zero.
     """
     out, inner = shape
     if parts.zeros and read(parts.zeros).any():

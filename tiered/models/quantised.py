@@ -10,22 +10,132 @@ made. Layouts as compressed-tensors 0.20 and torchao 0.18 (its safetensors suppo
     torchao, Intx… of int4 in groups of 32, bfloat16 scales      int4
     torchao, NVFP4Tensor, block scales swizzled or not           nvfp4
 
-Codes and scales are kept exactly, but for the scale of a tensor in the NVFP4 of compressed-tensors: there it is a
-divisor, and its reciprocal is rounded to float32. Activations stay as they are, whatever was to become of them.
+Codes and scales are kept exactly. One exception is the scale of a tensor in the NVFP4 of compressed-tensors: it is a
+divisor, and its reciprocal is rounded to float32. Activations are not quantised, whatever the checkpoint says of them.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import json
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from tiered.models.coded_parts import CodedParts
-from tiered.models.quantised_compressed import compressed_parts, compressed_problems
-from tiered.models.quantised_torchao import torchao_parts
+from tiered.kernels.weight_code import WeightCode
 
-_COMPRESSED, _TORCHAO = "compressed-tensors", "torchao"
+_COMPRESSED, _TORCHAO, _INTX = "compressed-tensors", "torchao", "IntxUnpackedToInt8Tensor"
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "nvfp4-pack-quantized", "mixed-precision")
+# Of the weights in a compressed-tensors config: bits, type, strategy, group size.
+_SCHEMES = {
+    (8, "float", "tensor", None): "FP8 by tensor",
+    (8, "float", "channel", None): "FP8 by channel",
+    (8, "int", "tensor", None): "INT8 by tensor",
+    (8, "int", "channel", None): "INT8 by channel",
+    (4, "float", "tensor_group", 16): "NVFP4",
+}
+# Tensors of activations that a weight may bring along; they are not read.
+_OF_ACTIVATIONS = {
+    _COMPRESSED: ("input_scale", "input_global_scale"),
+    _TORCHAO: ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of the files: its name, and the shapes and dtypes (safetensors' names) that it may have."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodedParts:
+    """The tensors of a weight in codes.
+
+    Attributes:
+        codes: one element each, or two a byte, as `code` has them; one a byte for int4.
+        scale: of each row, or one for all rows; None if it is 1.
+        block_scales: of each group of a row.
+        zeros: zero points, which have to be zeros.
+        divides: True if the product of code and block scale is divided by `scale`.
+        swizzled: True if the block scales lie as NVIDIA's tensor cores read them.
+        spare: names of tensors that come with the weight and are not read.
+    """
+
+    code: WeightCode
+    codes: Part
+    scale: Part | None = None
+    block_scales: Part | None = None
+    zeros: Part | None = None
+    divides: bool = False
+    swizzled: bool = False
+    spare: tuple[str, ...] = ()
+
+    @property
+    def read(self) -> tuple[Part, ...]:
+        """The parts that are there."""
+        return tuple(part for part in (self.codes, self.scale, self.block_scales, self.zeros) if part)
+
+
+class _Layout(NamedTuple):
+    """How a library writes a code: of each part the end of its name and its dtypes; () if there is no such part.
+    `optional` has the ends of parts that may be missing."""
+
+    code: WeightCode
+    codes: tuple[str, ...]
+    scale: tuple[str, ...] = ()
+    block_scales: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+    def parts(
+        self, shape: tuple[int, int], named: Callable[[str], str], held: Container[str] = (), **facts: Any
+    ) -> CodedParts:
+        """The parts of a weight of `shape`. `named`: the full name of an end; `held`: ends of the optional parts that
+        are there; `facts`: other fields of `CodedParts`."""
+        out, inner = shape
+        packed, groups = self.code is WeightCode.NVFP4, self.code.groups(inner)
+        # One scale a row, or one for all rows; NVFP4 has one for all rows alone.
+        rows = ((1,), ()) if packed else ((out, 1), (out,), (1, 1), (1,), ())
+        blocks = (32 * -(-out // 128), 16 * -(-groups // 4)) if facts.get("swizzled") else (out, groups)
+
+        def part(of: tuple[str, ...], *shapes: tuple[int, ...]) -> Part | None:
+            there = of and (of[0] not in self.optional or of[0] in held)
+            return Part(named(of[0]), shapes, of[1:]) if there else None
+
+        return CodedParts(
+            code=self.code,
+            codes=Part(
+                named(self.codes[0]), ((out, self.code.code_bytes(inner) if packed else inner),), self.codes[1:]
+            ),
+            scale=part(self.scale, *rows),
+            block_scales=part(self.block_scales, blocks),
+            zeros=part(self.zeros, *([(out, groups)] if self.block_scales else rows)),
+            **facts,
+        )
+
+
+_FLOATS = ("F32", "BF16", "F16")  # dtypes of scales that a float32 holds
+_SCALE, _ZEROS, _OF_TENSOR = ("scale", *_FLOATS), ("zero_point", "I8"), ("per_tensor_scale", "F32")
+_COMPRESSED_LAYOUTS = {
+    "I8": _Layout(WeightCode.INT8, ("", "I8"), ("_scale", *_FLOATS)),
+    "F8_E4M3": _Layout(WeightCode.FP8, ("", "F8_E4M3"), ("_scale", *_FLOATS)),
+    "packed": _Layout(WeightCode.NVFP4, ("_packed", "U8"), ("_global_scale", "F32"), ("_scale", "F8_E4M3")),
+}
+_INT8 = _Layout(WeightCode.INT8, ("qdata", "I8"), _SCALE, zeros=_ZEROS, optional=_ZEROS[:1])
+# By class, target dtype and block size: "row" for a row or the whole weight.
+_TORCHAO_LAYOUTS = {
+    ("Float8Tensor", None, "row"): _Layout(WeightCode.FP8, ("qdata", "F8_E4M3"), _SCALE),
+    ("Int8Tensor", None, "row"): _INT8,
+    (_INTX, "int8", "row"): _INT8,
+    (_INTX, "int4", "32 columns"): _Layout(WeightCode.INT4, ("qdata", "I8"), (), ("scale", "BF16"), _ZEROS),
+    ("NVFP4Tensor", None, "16"): _Layout(
+        WeightCode.NVFP4, ("qdata", "U8"), _OF_TENSOR, ("scale", "F8_E4M3"), optional=_OF_TENSOR[:1]
+    ),
+}
 
 
 def require_readable(config: Mapping[str, object]) -> str | None:
-    """The method by which config.json says that weights are quantised; None: they are not.
+    """The method by which config.json says that weights are quantised; None if they are not.
 
     Raises:
         ValueError: a method, format or scheme that no code of ours can hold, named.
@@ -36,7 +146,7 @@ def require_readable(config: Mapping[str, object]) -> str | None:
     method = wanted.get("quant_method") if isinstance(wanted, Mapping) else wanted
     if method not in (_COMPRESSED, _TORCHAO):
         raise ValueError(f"config.json: quantization_config = {method!r}; allowed: {_COMPRESSED!r}, {_TORCHAO!r}")
-    problems = compressed_problems(wanted) if method == _COMPRESSED else []
+    problems = _compressed_problems(wanted) if method == _COMPRESSED else []
     if problems:
         raise ValueError(f"config.json: quantization_config of {method} asks for {'; '.join(problems)}")
     return method
@@ -48,7 +158,7 @@ def coded_parts(
     metadata: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, CodedParts]:
-    """Of what the weights that files hold in codes are made, by their official names.
+    """The parts of each weight that the files hold in codes, by its official name.
 
     Args:
         found: dtype of every tensor of the files, by name.
@@ -61,12 +171,103 @@ def coded_parts(
     method = require_readable(config)
     if method is None:
         return {}
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+    matrices = {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
     if method == _COMPRESSED:
-        parts = {name: compressed_parts(name, *shape, found) for name, shape in matrices.items()}
+        parts = {name: _compressed_parts(name, shape, found) for name, shape in matrices.items()}
     else:
-        parts = {name: torchao_parts(name, *shape, metadata) for name, shape in matrices.items()}
+        parts = {name: _torchao_parts(name, shape, metadata) for name, shape in matrices.items()}
     coded = {name: of for name, of in parts.items() if of}
     if not coded:
         raise ValueError(f"config.json says that {method} has quantised the weights, but the files hold none in codes")
     return coded
+
+
+def _compressed_problems(wanted: Mapping[str, Any]) -> list[str]:
+    """What `quantization_config` asks for and no code of ours can hold."""
+    problems = [f"{key} = {wanted[key]!r}" for key in ("kv_cache_scheme", "transform_config") if wanted.get(key)]
+    if wanted.get("format") not in _FORMATS:
+        problems.append(f"format = {wanted.get('format')!r} (allowed: {', '.join(map(repr, _FORMATS))})")
+    sparsity = wanted.get("sparsity_config") or {"format": "dense"}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format") != "dense":
+        problems.append(f"sparsity_config = {sparsity!r} (allowed: format 'dense')")
+    if (status := wanted.get("quantization_status", "compressed")) != "compressed":
+        problems.append(f"quantization_status = {status!r} (allowed: 'compressed')")
+    groups = wanted.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        return [*problems, f"config_groups = {groups!r} (allowed: schemes by name)"]
+    for name, group in groups.items():
+        weights = group.get("weights")
+        if not isinstance(weights, Mapping):
+            problems.append(f"weights = {weights!r} in {name}, activations alone (allowed: a scheme of weights)")
+            continue
+        scheme = tuple(weights.get(key) for key in ("num_bits", "type", "strategy", "group_size"))
+        if scheme not in tuple(_SCHEMES):  # what is no number or word may have no hash
+            problems.append(
+                f"weights of num_bits, type, strategy, group_size = {scheme} in {name} (allowed: "
+                f"{', '.join(f'{what} {fields}' for fields, what in _SCHEMES.items())})"
+            )
+        problems += [
+            f"{key} = {weights[key]!r} of the weights in {name} (allowed: {allowed!r})"
+            for key, allowed in (("symmetric", True), ("dynamic", False))
+            if weights.get(key, allowed) is not allowed
+        ]
+        if group.get("output_activations"):
+            problems.append(f"output_activations in {name} (allowed: null)")
+    return problems
+
+
+def _compressed_parts(name: str, shape: tuple[int, int], found: Mapping[str, str]) -> CodedParts | None:
+    """The parts of the weight `name`, which stand beside it or in its place; None if it is in no codes."""
+    packed = f"{name}_packed" in found
+    if not packed and f"{name}_scale" not in found:
+        return None
+    layout = _COMPRESSED_LAYOUTS["packed" if packed else "I8" if found.get(name) == "I8" else "F8_E4M3"]
+    module = name.removesuffix(".weight")
+    spare = tuple(f"{module}.{of}" for of in _OF_ACTIVATIONS[_COMPRESSED] if f"{module}.{of}" in found)
+    return layout.parts(shape, lambda end: name + end, divides=packed, spare=spare)
+
+
+def _torchao_parts(name: str, shape: tuple[int, int], metadata: Mapping[str, str]) -> CodedParts | None:
+    """The parts of the weight `name`, which stand in its place; None if it is in no codes.
+
+    Raises:
+        ValueError: a tensor that no code of ours can hold, named.
+    """
+    described = _described(name, metadata)
+    if described is None:
+        return None
+    kind, facts, held = described["_type"], described["_data"], described["_tensor_data_names"]
+    if "act_pre_scale" in held:
+        raise ValueError(f"the weight {name}: a {kind} that scales activations (act_pre_scale) is not read")
+    (out, inner), block, target = shape, facts.get("block_size"), facts.get("target_dtype")
+    bits = str(target.get("_data")) if isinstance(target, Mapping) else None
+    blocks = {"row": ([1, inner], [out, inner]), "32 columns": ([1, 32],), "16": (16,)}
+    layouts = [of for key, of in _TORCHAO_LAYOUTS.items() if key[:2] == (kind, bits) and block in blocks[key[2]]]
+    if not layouts:
+        raise ValueError(
+            f"the weight {name} {[out, inner]}: a {kind}{f' of {bits}' if bits else ''} in blocks of {block} is not "
+            f"read; allowed: Float8Tensor, Int8Tensor and {_INTX} of int8 by tensor or row, {_INTX} of int4 in groups "
+            "of 32, NVFP4Tensor"
+        )
+    module, _, last = name.rpartition(".")
+
+    def named(end: str) -> str:
+        return f"{module}._{last}_{end}"
+
+    spare = tuple(named(of) for of in _OF_ACTIVATIONS[_TORCHAO] if of in held)
+    swizzled = kind == "NVFP4Tensor" and bool(facts.get("is_swizzled_scales"))
+    return layouts[0].parts(shape, named, held, swizzled=swizzled, spare=spare)
+
+
+def _described(name: str, metadata: Mapping[str, str]) -> Mapping[str, Any] | None:
+    """The metadata of the weight `name`; None if it is a plain tensor."""
+    try:
+        described = json.loads(metadata.get(name, "null"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the weight {name}: its metadata are no JSON: {error}") from error
+    if described is None or described == {"_type": "Tensor"}:
+        return None
+    kinds = {"_type": str, "_data": dict, "_tensor_data_names": list}
+    if not isinstance(described, dict) or not all(isinstance(described.get(key), of) for key, of in kinds.items()):
+        raise ValueError(f"the weight {name}: its metadata lack one of {', '.join(kinds)}: {described!r}")
+    return described

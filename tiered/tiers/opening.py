@@ -16,7 +16,6 @@ from tiered.offload.chunk import Chunk
 from tiered.offload.device import pick_device
 from tiered.offload.errors import ArenaFullError, PinError
 from tiered.offload.fence import Region
-from tiered.offload.record_file import RecordFile
 from tiered.offload.ring import Ring
 from tiered.offload.slabs import UNIT
 from tiered.offload.spill_file import SpillFile
@@ -124,7 +123,7 @@ def check_disk(budget: MemoryBudget) -> None:
     """
     cap = budget.cap(Tier.DISK)
     if cap and budget.disk_path is not None:
-        with told_by_tier(Tier.DISK), closing(RecordFile(budget.disk_path)) as file:
+        with told_by_tier(Tier.DISK), closing(SpillFile(budget.disk_path, UNIT)) as file:
             file.check_free(cap)
 
 
