@@ -42,7 +42,6 @@ BOOKS = [
     "tiered/tiers/stats.py",
     "tiered/observe/trace/chrome_trace.py",
     "tiered/observe/trace/op_times.py",
-    "tiered/observe/analysis/reports.py",
     "tiered/core/ops.py",
     "tiered/core/spans.py",
     "kernels/row_code.py",
