@@ -9,12 +9,11 @@ from functools import partial
 import torch
 
 from tiered.offload.cuda_event import CudaClock, CudaEvent, host_part, mark, stream_part
-from tiered.offload.delay import Delay, Point, hold_up
 from tiered.offload.device import reads_host_addresses
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Event
 from tiered.offload.host_event import HostEvent
-from tiered.offload.routes import gather_of
+from tiered.offload.routes import Gather, gather_of
 from tiered.offload.thread_transport import LaneTransport, total_bytes
 from tiered.offload.transport import Copy, Lane, TransferEvent, check_copies
 
@@ -30,11 +29,10 @@ class CudaTransport(LaneTransport):
         device: a CUDA device.
         crossover: record size in bytes below which several pieces are fetched by a kernel, see `crossover_for`; none
             are where kernels cannot read host memory by its address (`reads_host_addresses`).
-        delay: holds up the host's part of the work, see `Point`.
     """
 
-    def __init__(self, device: torch.device, *, crossover: int = 0, delay: Delay | None = None) -> None:
-        super().__init__(device, delay=delay)
+    def __init__(self, device: torch.device, *, crossover: int = 0) -> None:
+        super().__init__(device)
         self._pid = os.getpid()
         self._crossover = crossover if crossover and reads_host_addresses(device) else 0
         # Priority 0 is the lowest there is: where both want an engine or a processor, the model's stream may be first.
@@ -46,7 +44,6 @@ class CudaTransport(LaneTransport):
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
         if lane not in self._streams:
             return super().copy(lane, copies, after)
-        hold_up(self._delay, Point.SUBMIT, lane)
         pieces, after = tuple(copies), tuple(after)
         event = CudaEvent(HostEvent(lane, total_bytes(pieces)), self._clock)
         job = self._job(event.issued, partial(self._issue_copies, event, lane, pieces, after), after, host_part)
@@ -55,7 +52,6 @@ class CudaTransport(LaneTransport):
 
     def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
         self._lanes[None].check_open()
-        hold_up(self._delay, Point.SUBMIT, None)
         after, stream = tuple(after), torch.cuda.current_stream(self.device)
         event = CudaEvent(HostEvent(None), self._clock)
         with suppress(RuntimeError):  # a lost device fails the job, below
@@ -88,12 +84,19 @@ class CudaTransport(LaneTransport):
         small = lane is Lane.FETCH and len(pieces) > 1 and total_bytes(pieces) < self._crossover * len(pieces)
         # A kernel that reads pageable memory by its address kills the device.
         if small and pieces[0].source.is_pinned() and (gather := gather_of(pieces)) is not None:
-            hold_up(self._delay, Point.COPY, lane)
-            gather.launch(self.device)
+            self._launch(gather)
             return
         for piece in pieces:
-            hold_up(self._delay, Point.COPY, lane)
+            self._copy_piece(lane, piece)
+
+    def _launch(self, gather: Gather) -> None:
+        gather.launch(self.device)
+
+    def _copy_piece(self, lane: Lane, piece: Copy) -> None:
+        if lane in self._streams:
             piece.destination.copy_(piece.source, non_blocking=True)
+        else:
+            super()._copy_piece(lane, piece)
 
     def _issue(
         self, event: CudaEvent, stream: torch.cuda.Stream, work: Callable[[], None], after: Iterable[Event]

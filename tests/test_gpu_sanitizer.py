@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import pytest
 import tier_fuzz as fuzz
 import torch
+from simulation import Point
 
 from tiered.offload.codec_bytes import Codec
-from tiered.offload.delay import Point
 from tiered.offload.thread_transport import LaneTransport
 from tiered.offload.transport import Lane
 
@@ -399,7 +399,7 @@ def test_on_cuda_records_take_either_route(monkeypatch: pytest.MonkeyPatch):
     schedule.device, schedule.draw = torch.device("cuda"), random.Random(1)
     made: list[tuple[int, bool]] = []
     monkeypatch.setattr(
-        fuzz, "CudaTransport", lambda device, *, crossover, delay: made.append((crossover, delay is None))
+        fuzz, "SimulatedCuda", lambda device, *, crossover, delay: made.append((crossover, delay is None))
     )
     for number in range(40):
         schedule.transport(number % 2 == 0)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulation import Link, LinkSpeed, SimulatedThreads
 from torch import Tensor
 
 import tiered
@@ -29,7 +30,6 @@ from tiered.observe.trace.op_times import OpTime, op_times, trace_report
 from tiered.observe.trace.trace_call import trace_call
 from tiered.observe.trace.trace_file import write_trace
 from tiered.offload.lane import Lane
-from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Transport
 from tiered.output import GenerationOutput
@@ -52,7 +52,7 @@ def prompts(batch: int = 2, length: int = 40) -> Tensor:
 
 
 def slow_fetches() -> Transport:
-    return ThreadTransport(link=Link(fetch=LinkSpeed(latency=0.006), store=LinkSpeed(latency=0.001)))
+    return SimulatedThreads(link=Link(fetch=LinkSpeed(latency=0.006), store=LinkSpeed(latency=0.001)))
 
 
 @dataclass

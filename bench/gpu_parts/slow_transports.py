@@ -5,11 +5,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from simulation import Delay, Point, SimulatedCuda, SimulatedThreads
 
-from tiered.offload.cuda_transport import CudaTransport
-from tiered.offload.delay import Delay, Point
 from tiered.offload.fence import Event
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane, TransferEvent, Transport
 
 BY_KERNEL = 1 << 40  # a record size that none reaches: all are fetched by the kernel
@@ -20,8 +18,8 @@ _SECONDS = 0.002
 def transport(device: torch.device, *, crossover: int = 0, delay: Delay | None = None) -> Transport:
     """The transport of `device`; `crossover`: see `CudaTransport`, nothing on a CPU."""
     if device.type != "cuda":
-        return ThreadTransport(delay=delay)
-    return CudaTransport(device, crossover=crossover, delay=delay)
+        return SimulatedThreads(delay=delay)
+    return SimulatedCuda(device, crossover=crossover, delay=delay)
 
 
 def random_delays(device: torch.device, seed: int) -> Delay:
