@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tiered.kernels.byte_segments import ALIGNMENT
 from tiered.kernels.gather_copy_ref import check_copy
-from tiered.kernels.launch import Compilation, launch
+from tiered.kernels.launch import launch
 
 # A host read over PCIe takes a microsecond or two: to fill a link of 50 GB/s, about 100 KB must be under way at once.
 TILE_WORDS = 4096  # 32 KiB a program, 4 loads of 16 bytes a thread
@@ -72,13 +72,3 @@ def gather_copy(
         num_warps=WARPS,
         on=sizes,
     )
-
-
-COMPILATIONS = (
-    Compilation(
-        kernel=_copy_segments,
-        types={"source destination": "i64", "source_offsets destination_offsets sizes": "*i64", "segments": "i32"},
-        constexprs={"TILE_WORDS": TILE_WORDS},
-        num_warps=WARPS,
-    ),
-)
