@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from measuring.device_timer import stand_still
+from simulation import Point, SimulatedCuda, SimulatedThreads
 from torch import Tensor
 
 from tiered.core.budget import MemoryBudget
@@ -22,11 +23,8 @@ from tiered.core.features import Feature, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.codecs import CODECS
-from tiered.offload.cuda_transport import CudaTransport
-from tiered.offload.delay import Point
 from tiered.offload.errors import CorruptRecordError, TransferError
 from tiered.offload.fence import Event, Fence, Region
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane, Transport
 from tiered.tiers.opening import open_tiers
 from tiered.tiers.record_book import RecordKey
@@ -113,8 +111,8 @@ class _Schedule:
     def transport(self, asynchronous: bool) -> Transport:
         delay = self.delay if asynchronous else None
         if self.device.type != "cuda":
-            return ThreadTransport(compute_thread=asynchronous, delay=delay)
-        return CudaTransport(self.device, delay=delay)
+            return SimulatedThreads(compute_thread=asynchronous, delay=delay)
+        return SimulatedCuda(self.device, delay=delay)
 
     def delay(self, point: Point, lane: Lane | None) -> float:
         slowest = self.slowest[lane]

@@ -6,7 +6,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.delta_decode_ref import check_out
-from tiered.kernels.launch import Compilation, launch
+from tiered.kernels.launch import launch
 from tiered.kernels.nvfp4_bits import bf16_values, decode_groups, record_rows
 from tiered.kernels.record_layout import GROUP
 from tiered.kernels.record_table import RecordTable
@@ -103,27 +103,3 @@ def delta_decode(
         enable_fp_fusion=False,
         on=out,
     )
-
-
-def _compilation(dtype: str, width: int, absent: tuple[str, ...]) -> Compilation:
-    constexprs = {"WIDTH": width, "GROUPS": width // GROUP, "BLOCK_ROWS": BLOCK_ROWS, "BLOCK_GROUPS": BLOCK_GROUPS}
-    constexprs |= dict.fromkeys(absent)
-    return Compilation(
-        kernel=_decode,
-        types={
-            "buffer": "*u8",
-            "total centroid_stride out_stride out_size": "i32",
-            "starts at record_of_row centroid_of_record out_rows": "*i64",
-            "centroids out": f"*{dtype}",
-        },
-        constexprs=constexprs,
-        fp_fusion=False,
-    )
-
-
-COMPILATIONS = (
-    _compilation("bf16", 4096, ()),
-    _compilation("bf16", 3584, ()),
-    _compilation("fp32", 4096, ("out_rows",)),
-    _compilation("bf16", 4096, ("centroids", "centroid_of_record")),
-)

@@ -7,7 +7,6 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.delta_encode_ref import Base, check_rows
-from tiered.kernels.launch import Compilation
 from tiered.kernels.nvfp4_bits import bf16_bits, bf16_values, encode_groups, magnitude_bits, record_rows, record_scale
 from tiered.kernels.nvfp4_scale import E4M3_MIN
 from tiered.kernels.record_layout import GROUP
@@ -163,36 +162,3 @@ def delta_encode(
         _encode[tiles, triton.cdiv(groups, block_groups)](
             *arguments, **sizes, BLOCK_GROUPS=block_groups, enable_fp_fusion=False
         )
-
-
-def _compilation(kernel: object, dtype: str, delta: bool, extra: dict[str, object]) -> Compilation:
-    constexprs = {"WIDTH": 4096, "GROUPS": 256, "BLOCK_ROWS": BLOCK_ROWS, **extra}
-    if not delta:
-        constexprs |= {"centroids": None, "centroid_of_record": None}
-    return Compilation(
-        kernel=kernel,
-        types={
-            "rows centroids": f"*{dtype}",
-            "row_stride total centroid_stride": "i32",
-            "starts at record_of_row centroid_of_record": "*i64",
-            "out": "*u8",
-            "amax": "*i32",
-        },
-        constexprs=constexprs,
-        fp_fusion=False,
-    )
-
-
-COMPILATIONS = tuple(
-    _compilation(kernel, dtype, delta, extra)
-    for dtype, delta, project in [
-        ("bf16", True, True),
-        ("bf16", True, False),
-        ("fp32", True, True),
-        ("bf16", False, True),
-    ]
-    for kernel, extra in [
-        (_measure, {"PROJECT": project, "BLOCK_COLUMNS": GROUP * BLOCK_GROUPS}),
-        (_encode, {"BLOCK_GROUPS": BLOCK_GROUPS}),
-    ]
-)

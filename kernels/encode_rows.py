@@ -7,7 +7,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from tiered.kernels.encode_rows_ref import BIAS, LEAST, LEAST_OF_TWO
-from tiered.kernels.launch import Compilation, launch
+from tiered.kernels.launch import launch
 from tiered.kernels.nvfp4_bits import e4m3_codes, encode_groups, magnitude_bits
 from tiered.kernels.nvfp4_scale import E2M1_MAX, E4M3_MAX, E4M3_NORMAL
 from tiered.kernels.row_code import WORD
@@ -100,16 +100,3 @@ def tile_of(elements: int) -> dict[str, int]:
     """Rows and elements of a program."""
     block = max(16, triton.next_power_of_2(elements))
     return {"BLOCK_ROWS": max(1, TILE // block), "BLOCK_ELEMENTS": block}
-
-
-COMPILATIONS = tuple(
-    Compilation(
-        kernel=_encode_rows,
-        types={"values": f"*{dtype}", "coded": "*u8", "count": "i32"},
-        constexprs={"FP8": fp8, "ELEMENTS": elements, "ROW_BYTES": row_bytes, **tile_of(elements)},
-        multiples="values coded",
-        fp_fusion=False,
-    )
-    for dtype in ("bf16", "fp32")
-    for fp8, elements, row_bytes in ((False, 128, 76), (True, 128, 132), (True, 4096, 4100))
-)

@@ -6,7 +6,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.kernels.launch import Compilation, launch
+from tiered.kernels.launch import launch
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.proxy_scores import check_attention
 
@@ -262,49 +262,3 @@ def parts_block(parts: int) -> int:
 def upcast(queries: Tensor, keys: Tensor) -> bool:
     """Whether products need float32 operands: where dtypes differ, and in the interpreter, whose bfloat16 is wrong."""
     return queries.dtype != keys.dtype or not keys.is_cuda
-
-
-_STRIDES = "query_batch query_head query_cluster key_batch key_head key_column mask_batch mask_column part_batch"
-_SIZES = "part_column kv_heads group clusters length head_dim span parts"
-COMPILATIONS = (
-    *(
-        Compilation(
-            kernel=_partial_sums,
-            types={
-                "queries keys": f"*{dtype}",
-                "key_mask": "*u8",
-                "part": "*i64",
-                "peaks masses": "*fp32",
-                f"{_STRIDES} {_SIZES}": "i32",
-                "scale soft_cap": "fp32",
-            },
-            constexprs={
-                "query_element": 1,
-                "key_element": 1,
-                "MASKED": parts == 1,
-                "PARTED": parts > 1,
-                "CAPPED": capped,
-                "UPCAST": False,
-                "BLOCK_ROWS": attention_block(dtype == "bf16", parts),
-                "BLOCK_KEYS": attention_block(dtype == "bf16", parts),
-                "BLOCK_PARTS": parts_block(parts),
-                "BLOCK_ELEMENTS": 128,
-            },
-            num_warps=WARPS,
-        )
-        for dtype, parts, capped in [
-            ("bf16", 17, False),
-            ("bf16", 9, False),
-            ("bf16", 1, False),
-            ("bf16", 18, True),
-            ("bf16", 1, True),
-            ("fp32", 18, True),
-            ("fp32", 1, False),
-        ]
-    ),
-    Compilation(
-        kernel=_merge,
-        types={"peaks masses peak mass": "*fp32", "sums splits parts": "i32"},
-        constexprs={"BLOCK": MERGED, "BLOCK_SPLITS": SPLITS},
-    ),
-)

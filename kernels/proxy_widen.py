@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from tiered.kernels.drift_distribution import DriftDistribution
-from tiered.kernels.launch import Compilation, launch
+from tiered.kernels.launch import launch
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.proxy_attention import (
     WARPS,
@@ -222,42 +222,3 @@ def proxy_widen(
         on=keys,
     )
     return scores, places, LogSumExp(*sums), sizes
-
-
-_STRIDES = "query_batch query_head query_cluster key_batch key_head key_column index_batch index_row columns_batch"
-_SIZES = "columns_row valid_batch valid_row updating_batch group clusters changing extra parts length"
-COMPILATIONS = tuple(
-    Compilation(
-        kernel=_widen,
-        types={
-            "queries keys": f"*{dtype}",
-            "index columns part_of old_columns old_sizes new_columns new_sizes": "*i64",
-            "valid updating": "*u8",
-            "old_scores old_peaks old_masses new_scores new_peaks new_masses": "*fp32",
-            f"{_STRIDES} {_SIZES} head_dim": "i32",
-            "scale soft_cap": "fp32",
-        },
-        constexprs={
-            "query_element": 1,
-            "key_element": 1,
-            "INDEXED": flagged,
-            "VALID": flagged,
-            "UPDATING": flagged,
-            "CAPPED": capped,
-            "UPCAST": False,
-            "BLOCK_ROWS": block,
-            "BLOCK_KEYS": block,
-            "BLOCK_PARTS": parts_block(parts),
-            "BLOCK_ELEMENTS": 128,
-        },
-        num_warps=WARPS // 2 if block == 16 else WARPS,
-    )
-    for dtype, block, parts, capped, flagged in [
-        ("bf16", 32, 17, False, True),
-        ("bf16", 32, 9, False, False),
-        ("bf16", 32, 1, False, True),
-        ("bf16", 32, 18, True, True),
-        ("fp32", 16, 18, True, True),
-        ("fp32", 16, 1, False, True),
-    ]
-)

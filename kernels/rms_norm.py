@@ -6,7 +6,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from tiered.kernels.launch import Compilation, launch
+from tiered.kernels.launch import launch
 from tiered.kernels.rms_norm_ref import check_norm
 
 
@@ -71,22 +71,3 @@ def rms_norm(
 def _warps(block: int) -> int:
     """Warps of a program, each for 512 elements: a thread has 16 of them in registers."""
     return min(max(block // 512, 1), 32)
-
-
-COMPILATIONS = tuple(
-    Compilation(
-        kernel=_rms_norm,
-        types={"hidden weight normed": f"*{dtype}", "hidden_batch hidden_row rows width": "i32", "eps": "fp32"},
-        constexprs={"ZERO_CENTRED": zero_centred, "BLOCK": block},
-        num_warps=_warps(block),
-    )
-    for dtype, block, zero_centred in [
-        ("bf16", 4096, False),
-        ("bf16", 4096, True),
-        ("fp16", 4096, False),
-        ("fp32", 4096, False),
-        ("bf16", 8192, False),
-        ("fp32", 8192, True),
-        ("fp32", 64, False),
-    ]
-)

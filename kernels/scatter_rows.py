@@ -8,8 +8,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.kernels.launch import VECTOR, Compilation, launch
-from tiered.kernels.row_code import WORD
+from tiered.kernels.launch import VECTOR, launch
 
 TILE = 4096  # elements that a program moves: more of them do not fit its registers
 WARPS = 8
@@ -120,35 +119,3 @@ def _alignment(rows: Tensor) -> int:
     a model have the same."""
     nbytes = (number * rows.element_size() for number in (rows.shape[3], *rows.stride()[:3]))
     return gcd(VECTOR, rows.data_ptr(), *nbytes)
-
-
-_STRIDES = "target_batch target_head target_column value_batch value_head value_row index_batch valid_batch"
-COMPILATIONS = tuple(
-    Compilation(
-        kernel=_scatter,
-        types={
-            "target values": f"*{dtype}",
-            "index": "*i64",
-            "valid": "*u8",
-            f"{_STRIDES} rows length elements": "i32",
-        },
-        constexprs={
-            **dict.fromkeys(["target_element", "value_element", "index_row", "valid_row"], 1),
-            "MASKED": masked,
-            "ALIGNED": VECTOR if dtype != "u8" else WORD,
-            **tile_of(elements),
-        },
-        num_warps=WARPS,
-    )
-    # Keys and values, and hidden states.
-    for dtype, elements, masked in [
-        ("bf16", 128, True),
-        ("bf16", 128, False),
-        ("fp32", 256, True),
-        ("bf16", 4096, True),
-        ("bf16", 4096, False),
-        ("fp32", 4096, True),
-        # Rows in codes.
-        ("u8", 132, True),
-    ]
-)

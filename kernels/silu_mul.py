@@ -6,7 +6,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from tiered.kernels.launch import Compilation, launch
+from tiered.kernels.launch import launch
 from tiered.kernels.silu_mul_ref import check_gate
 
 TILE = 1024  # elements of a program
@@ -32,13 +32,3 @@ def silu_mul(gate: Float[Tensor, "*rows width"], up: Float[Tensor, "*rows width"
     if product.numel():
         launch(_silu_mul, (triton.cdiv(gate.numel(), TILE),), gate, up, product, gate.numel(), TILE=TILE, on=gate)
     return product
-
-
-COMPILATIONS = tuple(
-    Compilation(
-        kernel=_silu_mul,
-        types={"gate up product": f"*{dtype}", "total": "i32"},
-        constexprs={"TILE": TILE},
-    )
-    for dtype in ("bf16", "fp16", "fp32")
-)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tiered.kernels.coded_weight import CodedWeight
-from tiered.kernels.launch import Compilation, launch
+from tiered.kernels.launch import launch
 from tiered.kernels.nvfp4_bits import bf16_values
 from tiered.kernels.row_bits import fp8_values, nvfp4_values
 from tiered.kernels.weight_code import WeightCode
@@ -127,30 +127,3 @@ def tile_of(count: int, element_bytes: int) -> dict[str, int]:
 def warps_of(tile: dict[str, int]) -> int:
     """Of a program."""
     return 8 if tile["BLOCK_ROWS"] == 128 else 4
-
-
-COMPILATIONS = tuple(
-    Compilation(
-        kernel=_weight_product,
-        types={
-            "rows product": f"*{dtype}",
-            "coded": "*u8",
-            "shorts": "*i16",
-            "words": "*fp32",
-            "count out": "i32",
-        },
-        constexprs={**_layout(code, inner), "UPCAST": False, **tile},
-        multiples="rows coded shorts words product out",
-        num_warps=warps_of(tile),
-    )
-    for dtype, element_bytes, count, inner in (
-        ("bf16", 2, 32, 4096),
-        ("bf16", 2, 32, 12288),
-        ("bf16", 2, 1, 4096),
-        ("bf16", 2, 4096, 4096),
-        ("fp16", 2, 64, 4096),
-        ("fp32", 4, 32, 4096),
-    )
-    for code in WeightCode
-    for tile in (tile_of(count, element_bytes),)
-)

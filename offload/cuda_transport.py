@@ -15,7 +15,6 @@ from functools import partial
 import torch
 
 from tiered.offload.cuda_event import CudaClock, CudaEvent, host_part, mark, stream_part
-from tiered.offload.delay import Delay, Point, hold_up
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Event
 from tiered.offload.host_event import HostEvent
@@ -32,11 +31,10 @@ class CudaTransport(LaneTransport):
 
     Args:
         device: a CUDA device.
-        delay: holds up the host's part of the work, see `Point`.
     """
 
-    def __init__(self, device: torch.device, *, delay: Delay | None = None) -> None:
-        super().__init__(device, delay=delay)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self._pid = os.getpid()
         # Priority 0 is the lowest there is: where both want an engine or a processor, the model's stream may be first.
         self._streams = {lane: torch.cuda.Stream(device, priority=0) for lane in (Lane.FETCH, Lane.STORE)}
@@ -47,7 +45,6 @@ class CudaTransport(LaneTransport):
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
         if lane not in self._streams:
             return super().copy(lane, copies, after)
-        hold_up(self._delay, Point.SUBMIT, lane)
         pieces, after = tuple(copies), tuple(after)
         event = CudaEvent(HostEvent(lane, total_bytes(pieces)), self._clock)
         job = self._job(event.issued, partial(self._issue_copies, event, lane, pieces, after), after, host_part)
@@ -56,7 +53,6 @@ class CudaTransport(LaneTransport):
 
     def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
         self._lanes[None].check_open()
-        hold_up(self._delay, Point.SUBMIT, None)
         after, stream = tuple(after), torch.cuda.current_stream(self.device)
         event = CudaEvent(HostEvent(None), self._clock)
         with suppress(RuntimeError):  # a lost device fails the job, below
@@ -87,8 +83,13 @@ class CudaTransport(LaneTransport):
 
     def _copy(self, lane: Lane, pieces: Sequence[Copy]) -> None:
         for piece in pieces:
-            hold_up(self._delay, Point.COPY, lane)
+            self._copy_piece(lane, piece)
+
+    def _copy_piece(self, lane: Lane, piece: Copy) -> None:
+        if lane in self._streams:
             piece.destination.copy_(piece.source, non_blocking=True)
+        else:
+            super()._copy_piece(lane, piece)
 
     def _issue(
         self, event: CudaEvent, stream: torch.cuda.Stream, work: Callable[[], None], after: Iterable[Event]

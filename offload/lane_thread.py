@@ -32,14 +32,12 @@ class Job:
         event: ends with the job.
         work: returns the bytes that it moved.
         after: what has to end first.
-        before_wait: called before each wait for one of `after`.
-        host_part: what of an event the host waits for before the work; the work itself sees to the rest.
+        host_part: the part of an event that the host waits for before the work; the work itself waits for the rest.
     """
 
     event: HostEvent
     work: Callable[[], int]
     after: tuple[Event, ...]
-    before_wait: Callable[[], None]
     host_part: Callable[[Event], Event] = whole
 
     def ready(self) -> bool:
@@ -51,7 +49,6 @@ class Job:
         state = "not started, for what it waits for failed"
         try:
             for event in self.after:
-                self.before_wait()
                 self.host_part(event).synchronize()
             state = "failed"
             self.event.start()

@@ -13,7 +13,7 @@ from measuring.worker import RefusedError
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = {"device": "cpu", "threads": 1, "seed": 0}
 STUDIES = (
-    *("sweep", "compare", "accuracy", "token_drift", "tiers", "drops", "stretch"),
+    *("sweep", "compare", "accuracy", "token_drift", "tiers", "drops", "stretch", "areas"),
     *("contexts", "weights", "blocks", "load"),
 )
 PAGES = {
@@ -29,6 +29,7 @@ PAGES = {
     ("drops", "drops"): "docs/policies.md",
     **{("drops", mark): "docs/tiers.md" for mark in ("kv", "kv_tasks", "kv_logits")},
     ("stretch", "stretch"): "docs/models.md",
+    **{("areas", mark): "docs/analysis.md" for mark in ("areas_caches", "areas_steps")},
     ("blocks", "blocks"): "docs/policies.md",
     ("blocks", "blocks_answers"): "docs/embedded-model.md",
     **{("contexts", mark): "docs/benchmarks.md" for mark in ("contexts", "contexts_kv")},

@@ -9,6 +9,8 @@ import pytest
 import torch
 from block_models import SDAR, batch, prompt
 from torch import Tensor
+from workloads.staleness import StalenessInspector
+from workloads.step_drift import StepDriftInspector
 
 import tiered
 from tiered.core.errors import NonFiniteError
@@ -19,8 +21,6 @@ from tiered.embedded.tasks import sample, score
 from tiered.evaluation.likelihood import Likelihood
 from tiered.forward.forward import Forward
 from tiered.models.base import DiffusionModel
-from tiered.observe.analysis.regions_report import RegionInspector
-from tiered.observe.analysis.token_drift import StalenessInspector
 from tiered.observe.watch.watcher import Watcher
 from tiered.policies.base import Step, StepKind
 from tiered.policies.block_causal import BlockCausal
@@ -289,7 +289,7 @@ def test_the_checkpoint_s_block_length_needs_no_option(make: Callable[..., Runti
 
 
 def test_what_looks_at_whole_canvases_is_refused_by_name(runtime: Runtime):
-    for inspector in (RegionInspector(), StalenessInspector()):
+    for inspector in (StepDriftInspector(), StalenessInspector()):
         with pytest.raises(ValueError, match="rows of 'sdar' see blocks"):
             runtime.generate(prompt(), block_length=4, inspector=inspector)
     with pytest.raises(NotImplementedError, match=r"'small' \(sdar\) sees blocks: tasks that generate"):

@@ -16,6 +16,7 @@ from measuring.winners import contests, over_least
 from studies import regimes
 from workloads.calls import BLOCK, budget_of
 from workloads.models import random_model
+from workloads.staleness import StalenessInspector
 
 import tiered
 from tiered.cli.main import main
@@ -189,8 +190,6 @@ class TestAlike:
         assert out.memory.budget is not None
         tight = tiered.from_pretrained("embedded", device="cpu", memory=replace(out.memory.budget, host=0))
         assert tight.generate(ids, max_new_tokens=32).choice.policy == out.choice.policy
-        from tiered.observe.analysis.token_drift import StalenessInspector
-
         with pytest.raises(tiered.TierCapacityError):
             tight.generate(ids, max_new_tokens=32, inspector=StalenessInspector())
 

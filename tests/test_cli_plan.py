@@ -220,7 +220,7 @@ def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(command in out for command in ("generate", "drift", "regions", "trace", "plan", "models"))
+    assert all(command in out for command in ("generate", "serve", "trace", "plan", "models"))
 
 
 def test_models_lists_what_can_be_named(hub_cache: Path, capsys: pytest.CaptureFixture[str]):

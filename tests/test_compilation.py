@@ -1,6 +1,7 @@
 """Every Triton kernel compiles ahead of time, none spills unawares, and each has a reference.
 
-In short, one specialisation of each for the H100; in long, all of them for every architecture.
+tests/compilations lists the specialisations. In short, one of each kernel for the H100; in long, all of them for every
+architecture.
 """
 
 import ast
@@ -19,7 +20,8 @@ import torch
 
 from tiered.kernels.choice import for_device
 
-KERNELS = Path(__file__).resolve().parents[1] / "kernels"
+TESTS = Path(__file__).resolve().parent
+KERNELS = TESTS.parent / "kernels"
 
 # Runs where TRITON_INTERPRET is unset: the interpreter's kernels cannot be compiled. Prints what went wrong, by name.
 COMPILE = """
@@ -84,7 +86,7 @@ print(json.dumps({"failures": failures, "compiled": compiled}))
 KERNEL = """
 import triton
 import triton.language as tl
-from tiered.kernels.launch import Compilation
+from specialisation import Compilation
 
 OUTSIDE = 1.0
 
@@ -129,6 +131,11 @@ def ops() -> list[Path]:
     return [path for path in sorted(KERNELS.glob("*.py")) if not path.stem.endswith("_ref") and is_op(parsed(path))]
 
 
+def listed() -> list[Path]:
+    """The module of each op's specialisations."""
+    return [TESTS / "compilations" / path.name for path in ops()]
+
+
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -151,6 +158,8 @@ def compile_ahead(paths: list[Path], cache: Path, *, architecture: int = 90, eve
     """What failed of the compilations that the modules at `paths` list, by name, and how many did not: `every` one of
     them, or the first of each kernel."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    places = [str(TESTS / "compilations"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     asked = json.dumps([architecture, every, [str(path) for path in paths]])
     result = subprocess.run(
         [sys.executable, "-c", COMPILE, asked],
@@ -193,7 +202,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("refused")
     for name, source in SOURCES.items():
         (folder / f"{name}.py").write_text(source, encoding="utf-8")
-    return compile_ahead([*ops(), *sorted(folder.glob("*.py"))], folder / "cache")
+    return compile_ahead([*listed(), *sorted(folder.glob("*.py"))], folder / "cache")
 
 
 @pytest.mark.slow
@@ -219,7 +228,7 @@ def test_what_does_not_compile_is_reported(outcome: dict):
 @pytest.mark.long
 @pytest.mark.parametrize("architecture", [80, 86, 89, 90, 100, 120])
 def test_every_specialisation_compiles(architecture: int, tmp_path: Path):
-    outcome = compile_ahead(ops(), tmp_path, architecture=architecture, every=True)
+    outcome = compile_ahead(listed(), tmp_path, architecture=architecture, every=True)
     assert not outcome["failures"], json.dumps(outcome["failures"], indent=1)
 
 

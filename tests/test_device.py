@@ -51,7 +51,7 @@ def test_no_call_gets_cudnns_attention_in_whatever_order_calls_end(cudnn: Callab
     assert not cudnn()
 
 
-@pytest.mark.parametrize("call", ["generate", "logits", "hidden_states"])
+@pytest.mark.parametrize("call", ["generate", "logits"])
 def test_the_models_device_is_current_in_every_pass(call: str, tiny_model: Any, monkeypatch: pytest.MonkeyPatch):
     inside: list[torch.device] = []
     passes: list[list[torch.device]] = []

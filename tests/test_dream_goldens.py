@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from workloads.input_rows import hidden_states
 
 import tiered
 from tiered.decoding import sampling
@@ -48,7 +49,7 @@ def test_logits(runtimes: dict[str, Runtime], case: str):
 
 
 def test_hidden_states(runtimes: dict[str, Runtime]):
-    states = runtimes["dream_tiny"].hidden_states(LOGITS["dream_tiny.promptPlusMask.input_ids"].long())
+    states = hidden_states(runtimes["dream_tiny"], LOGITS["dream_tiny.promptPlusMask.input_ids"].long())
     assert len(states) == 4
     for layer, state in enumerate(states):
         expected = LOGITS[f"dream_tiny.promptPlusMask.hidden.{layer}"]

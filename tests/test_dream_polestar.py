@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from simulation import Point, SimulatedThreads
 from torch import Tensor
 
 import tiered
-from tiered.offload.delay import Point
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane, Transport
 from tiered.output import GenerationOutput
 from tiered.policies.polestar.policy import Polestar
@@ -68,7 +67,7 @@ def slow(point: Point, lane: Lane | None) -> float:
 
 TRANSPORTS: dict[str, Callable[[], Transport] | None] = {
     "plain": None,
-    "delayed": lambda: ThreadTransport(delay=slow),
+    "delayed": lambda: SimulatedThreads(delay=slow),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "raw": {"codec": "raw", "clusters": 5, "top_m": 2, "update_threshold": 0},

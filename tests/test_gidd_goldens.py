@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from workloads.input_rows import hidden_states
 
 import tiered
 from tiered.core.rows import Rows
@@ -123,7 +124,7 @@ def test_logits_of_clean_and_noisy_rows(runtimes: dict[str, Runtime]):
     expected = LOGITS["clean_prefix_mask.logits"]
     noisy = torch.arange(length)[None] >= clean
     torch.testing.assert_close(runtime.logits(ids.long(), noise_mask=noisy), expected, atol=5e-4, rtol=0)
-    states = runtime.hidden_states(ids.long(), noise_mask=noisy)
+    states = hidden_states(runtime, ids.long(), noise_mask=noisy)
     for layer, state in enumerate(states):
         torch.testing.assert_close(state, LOGITS[f"clean_prefix_mask.hidden.{layer}"], atol=5e-4, rtol=0)
     # Rows in any order, and a border by sequence.

@@ -165,7 +165,7 @@ def test_a_file_that_is_there_is_not_written_over(run, processes: Path, capsys: 
         (["--out", __file__], "test_gpu_day.py; a folder"),
         (["--out", str(BENCH / "gpu_parts" / ".." / "results")], "any folder but"),
         (["--show", "/no/such/file"], "/no/such/file"),
-        (["--show", str(BENCH / "results" / "regions.json")], "a file of a GPU day"),
+        (["--show", str(BENCH / "results" / "demo.json")], "a file of a GPU day"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from simulation import Point
 
-from tiered.offload.delay import Point
 from tiered.offload.thread_transport import LaneTransport
 from tiered.offload.transport import Copy, Lane, Transport
 from tiered.policies.base import StepKind
@@ -156,5 +156,5 @@ def test_on_a_device_copies_wait_on_their_own_streams(exactness: Any, monkeypatc
     for _ in range(50):
         delay(Point.COPY, Lane.FETCH)
     assert 5 < len(slept) < 30 and all(isinstance(cycles, int) and 0 <= cycles <= 2_000_000 for cycles in slept)
-    monkeypatch.setattr(slow, "CudaTransport", lambda device, **given: (device, given))
+    monkeypatch.setattr(slow, "SimulatedCuda", lambda device, **given: (device, given))
     assert slow.transport(cuda, delay=delay) == (cuda, {"delay": delay})

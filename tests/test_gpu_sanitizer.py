@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import pytest
 import tier_fuzz as fuzz
 import torch
+from simulation import Point
 
 from tiered.offload.codec_bytes import Codec
-from tiered.offload.delay import Point
 from tiered.offload.thread_transport import LaneTransport
 from tiered.offload.transport import Lane
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulation import SimulatedThreads
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
@@ -16,7 +17,6 @@ from tiered.models.llada import LLaDA
 from tiered.offload.chunk import Chunk
 from tiered.offload.errors import PinError, TransferError
 from tiered.offload.pinning import PageablePinner
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import TransferEvent
 from tiered.planning.workload import UNCAPPED, Workload
 from tiered.policies.polestar.fetching import Fetching
@@ -246,8 +246,8 @@ def test_a_call_that_fails_gives_its_memory_back(model: LLaDA, pinned: list[int]
     assert obtained == len(pinned) - obtained  # as many as a call that came first
 
 
-class Stubborn(ThreadTransport):
-    """Takes its time, and cannot be closed."""
+class Stubborn(SimulatedThreads):
+    """Slow, and it cannot be closed."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -291,7 +291,7 @@ def test_memory_comes_back_once_nothing_writes_it(interrupted: bool, monkeypatch
         tiers.close()
     assert done == [True]
     assert ledger.accounts(Tier.HOST) == {Account.SPARE: pool.idle_bytes} and not ledger.held(Tier.DEVICE)
-    ThreadTransport.close(transport)
+    SimulatedThreads.close(transport)
     pool.close()
     assert not ledger.held(Tier.HOST)
 

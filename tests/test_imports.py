@@ -40,7 +40,6 @@ BOOKS = [
     "tiered/tiers/arena_bytes.py",
     "tiered/tiers/record_bytes.py",
     "tiered/tiers/stats.py",
-    "tiered/observe/analysis/reports.py",
     "tiered/core/ops.py",
     "tiered/core/spans.py",
     "kernels/row_code.py",

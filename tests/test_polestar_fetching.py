@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulation import Link, LinkSpeed, Point, SimulatedThreads
 from torch import Tensor
 
 import tiered
@@ -16,9 +17,7 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.forward.forward import Forward
 from tiered.offload.codec_bytes import Codec, codec_bytes
-from tiered.offload.delay import Point
 from tiered.offload.errors import TransferError
-from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane, Transport
 from tiered.output import GenerationOutput
@@ -148,7 +147,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[GenerationOutput], None
 def test_late_clusters_are_left_as_they_were(
     model: Any, watch: Watch, choose: Callable[[GenerationOutput], None], options: dict[str, Any]
 ):
-    out = run(model, lambda: ThreadTransport(link=SLOW), **options)
+    out = run(model, lambda: SimulatedThreads(link=SLOW), **options)
     assert out.num_forwards == 8 and watch.open_at_close == [0]
     for layer in out.updates:
         wanted = sum(min(options.get("top_m", 2), len(drift)) for drift in layer.drift)
@@ -162,7 +161,7 @@ def test_late_clusters_are_left_as_they_were(
 
 def test_a_deadline_that_all_meet_is_as_good_as_waiting(model: Any):
     link = Link(fetch=LinkSpeed(latency=0.003))
-    out = run(model, lambda: ThreadTransport(link=link), late="deadline", deadline_ms=1e5)
+    out = run(model, lambda: SimulatedThreads(link=link), late="deadline", deadline_ms=1e5)
     assert same(out, run(model)) and not any(layer.skipped for layer in out.updates)
 
 
@@ -241,7 +240,7 @@ class Faults:
     ("lane", "number", "ahead"), [(Lane.FETCH, 0, 0), (Lane.FETCH, 9, 2), (Lane.STORE, 0, 2), (Lane.STORE, 9, 0)]
 )
 def test_after_a_failed_copy_the_next_call_is_right(model: Any, lane: Lane, number: int, ahead: int):
-    transports: Iterator[Transport] = iter([ThreadTransport(delay=Faults(lane, number)), ThreadTransport()])
+    transports: Iterator[Transport] = iter([SimulatedThreads(delay=Faults(lane, number)), ThreadTransport()])
     options: dict[str, Any] = {"prefetch_layers": ahead}
     runtime = make(model, lambda: next(transports), **options)
     with pytest.raises((TransferError, RecordLostError)):

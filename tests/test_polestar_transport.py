@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulation import Link, LinkSpeed, Point, SimulatedThreads
 from torch import Tensor
 
 import tiered
@@ -16,9 +17,7 @@ from tiered.core.features import Account, Feature, Tier
 from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.offload.codec_bytes import Codec
-from tiered.offload.delay import Point
 from tiered.offload.fence import Event
-from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane, TransferEvent, Transport
 from tiered.output import GenerationOutput
@@ -122,9 +121,9 @@ def test_codecs_do_differ(model: Any):
 SLOW = Link(fetch=LinkSpeed(latency=0.004), store=LinkSpeed(latency=0.002))
 TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "synchronous": Synchronous,
-    "slow": lambda: ThreadTransport(link=SLOW),
-    **{f"delays {seed}": lambda seed=seed: ThreadTransport(delay=jitter(seed)) for seed in range(2)},
-    "slow, with delays": lambda: ThreadTransport(link=SLOW, delay=jitter(9)),
+    "slow": lambda: SimulatedThreads(link=SLOW),
+    **{f"delays {seed}": lambda seed=seed: SimulatedThreads(delay=jitter(seed)) for seed in range(2)},
+    "slow, with delays": lambda: SimulatedThreads(link=SLOW, delay=jitter(9)),
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"codec": "nvfp4_delta", "clusters": 5, "top_m": 2, "update_threshold": 0},

@@ -274,7 +274,7 @@ def test_closing_gives_the_weights_back():
     for closed in (runtime, other, other.with_policy("none")):
         assert repr(closed) == "<Runtime 'embedded': closed>"
         closed.close()
-        for use in (closed.generate, closed.logits, closed.hidden_states):
+        for use in (closed.generate, closed.logits):
             with pytest.raises(ValueError, match="the runtime is closed"):
                 use(ids)
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from allocations import Allocations
 from host_waits import host_waits
+from simulation import Delay, Point, SimulatedCuda, SimulatedThreads
 from torch import Tensor
 
 import tiered
@@ -33,8 +34,6 @@ from tiered.forward.sizes import CallSizes
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
 from tiered.offload.codec_bytes import Codec
-from tiered.offload.delay import Delay, Point
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane, Transport
 from tiered.output import GenerationOutput
 from tiered.planning.call_bytes import CallBytes
@@ -184,10 +183,8 @@ def left_by(runtime: Runtime) -> tuple[GenerationOutput, Tensor]:
 
 def carrier(device: str, delay: Delay) -> Transport:
     if device == "cpu":
-        return ThreadTransport(delay=delay)
-    from tiered.offload.cuda_transport import CudaTransport
-
-    return CudaTransport(torch.device(device), delay=delay)
+        return SimulatedThreads(delay=delay)
+    return SimulatedCuda(torch.device(device), delay=delay)
 
 
 def jitter(device: str, seed: int) -> Delay:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from workloads.input_rows import hidden_states
 
 import tiered
 from tiered.decoding import sampling
@@ -47,7 +48,7 @@ def test_logits_of_padded_rows(runtime: Runtime, pads: tuple[int, int]):
 
 
 def test_hidden_states(runtime: Runtime):
-    states = runtime.hidden_states(LOGITS["sdar_tiny.block8_masks.input_ids"].long(), block_length=8)
+    states = hidden_states(runtime, LOGITS["sdar_tiny.block8_masks.input_ids"].long(), block_length=8)
     torch.testing.assert_close(states[1], LOGITS["sdar_tiny.block8_masks.hidden.1"], atol=5e-4, rtol=1e-4)
 
 

@@ -63,7 +63,7 @@ from tiered.offload.codec_bytes import Codec
 from tiered.policies.polestar.hidden_records import HiddenRecords
 from tiered.tiers.opening import open_tiers
 
-hidden = runtime.hidden_states(ids, mask)
+hidden = torch.randn(runtime.model.shape.layers, *ids.shape, runtime.model.shape.width, dtype=runtime.dtype)
 for rows, valid in zip(hidden, mask.bool().expand(len(hidden), -1, -1)):
     indices = cluster_areas(rows, ((0, 6), (9, 14)), 3, valid=valid)
     cut_clusters(rows, indices, 2)

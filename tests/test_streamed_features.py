@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulation import Point, SimulatedThreads
 from torch import Tensor
 
 from tiered.core.budget import MemoryBudget
@@ -18,9 +19,7 @@ from tiered.forward import stream_bytes
 from tiered.forward.sizes import CallSizes
 from tiered.kernels.row_code import RowCode
 from tiered.models.llada import LLaDA
-from tiered.offload.delay import Point
 from tiered.offload.errors import TransferError
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane
 from tiered.output import GenerationOutput
 from tiered.planning.call_bytes import CallBytes
@@ -86,7 +85,7 @@ def run(
         options = {"steps": 8, **options, "remasking": "random", "seed": 3}
         options.pop("confidence_threshold", None)
     ledger, kv = Ledger(budget), options.pop("kv", None)
-    runtime = Runtime(model, policy=policy, ledger=ledger, transport=lambda: ThreadTransport(delay=delay), kv=kv)
+    runtime = Runtime(model, policy=policy, ledger=ledger, transport=lambda: SimulatedThreads(delay=delay), kv=kv)
     out = runtime.generate(**prompts(), **{"stop_at_eos": False, "output_history": True, **SIZES, **options})
     ledger.check_integrity()
     runtime.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulation import Point, SimulatedThreads
 from torch import Tensor
 
 from tiered.core.budget import MemoryBudget
@@ -21,7 +22,6 @@ from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.models.llada import LLaDA
 from tiered.models.shape import ModelShape
-from tiered.offload.delay import Point
 from tiered.offload.errors import TransferError
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane
@@ -59,7 +59,7 @@ def bytes_of(shape: ModelShape, workspaces: int = 2) -> StreamBytes:
 
 
 def open_for(needed: StreamBytes, ledger: Ledger, delay: Callable[[Point, Lane | None], float] | None = None):
-    transport = ThreadTransport() if delay is None else ThreadTransport(delay=delay)
+    transport = ThreadTransport() if delay is None else SimulatedThreads(delay=delay)
     return open_tiers(
         ledger, device="cpu", transport=transport, slot_bytes=needed.slot_bytes, fetch_slots=needed.fetch_slots,
         store_slots=needed.store_slots,

@@ -1,4 +1,4 @@
-"""What threads alone do: compute beside the caller, modes of torch, delays, and the end of the interpreter."""
+"""What threads alone do: compute beside the caller, modes of torch, and the end of the interpreter."""
 
 import subprocess
 import sys
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered.offload.delay import Point
 from tiered.offload.errors import TransferError
 from tiered.offload.host_event import HostEvent
 from tiered.offload.thread_transport import ThreadTransport
@@ -121,65 +120,6 @@ def test_inference_tensors_can_be_copied(transport: ThreadTransport):
         source, destination = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     transport.copy(Lane.FETCH, [Copy(source, destination)]).synchronize()
     assert destination.tolist() == [1] * 8
-
-
-@pytest.mark.parametrize("compute_thread", [False, True])
-def test_where_delays_are_asked_for(compute_thread: bool):
-    asked: list[tuple[Point, Lane | None]] = []
-
-    def delay(point: Point, lane: Lane | None) -> float:
-        asked.append((point, lane))
-        return 0.0
-
-    transport = ThreadTransport(compute_thread=compute_thread, delay=delay)
-    pieces = [Copy(torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8))] * 2
-    fetched = transport.copy(Lane.FETCH, pieces)
-    fetched.synchronize()
-    loaded = transport.run(Lane.LOAD, lambda: 0, after=[fetched])
-    loaded.synchronize()
-    transport.compute(lambda: None, after=[fetched, loaded]).synchronize()
-    transport.close()
-    assert asked == [
-        *((Point.SUBMIT, Lane.FETCH), (Point.COPY, Lane.FETCH), (Point.COPY, Lane.FETCH)),
-        *((Point.SUBMIT, Lane.LOAD), (Point.WAIT, Lane.LOAD), (Point.COPY, Lane.LOAD)),
-        *((Point.SUBMIT, None), (Point.WAIT, None), (Point.WAIT, None)),
-    ]
-
-
-@pytest.mark.parametrize("point", Point)
-def test_a_delay_sleeps(point: Point):
-    transport = ThreadTransport(delay=lambda at, _: MOMENT if at is point else 0.0)
-    before = time.monotonic()
-    first = transport.copy(Lane.FETCH, [Copy(torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8))])
-    transport.copy(Lane.STORE, [], after=[first]).synchronize()
-    assert time.monotonic() - before >= MOMENT
-    transport.close()
-
-
-@pytest.mark.parametrize(("error", "later"), [(OSError("bad sector"), None), (SystemExit("killed"), "thread .* died")])
-@pytest.mark.parametrize("point", [Point.COPY, Point.WAIT])
-def test_a_fault_that_a_delay_injects(point: Point, error: BaseException, later: str | None):
-    faults = [error]
-
-    def delay(at: Point, lane: Lane | None) -> float:
-        if at is point and faults:
-            raise faults.pop()
-        return 0.0
-
-    transport = ThreadTransport(delay=delay)
-    pieces = [Copy(torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8))]
-    ready = transport.run(Lane.SPILL, lambda: 0) if point is Point.WAIT else transport.compute(lambda: None)
-    failed = transport.copy(Lane.FETCH, pieces, after=[ready])
-    with pytest.raises(TransferError, match=str(error)):
-        failed.synchronize()
-    next_one = transport.copy(Lane.FETCH, pieces)
-    if later is None:
-        next_one.synchronize()
-        assert pieces[0].destination.tolist() == [1] * 4
-    else:
-        with pytest.raises(TransferError, match=later):
-            next_one.synchronize()
-    transport.close()
 
 
 def test_an_end_is_final():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from simulation import Point, SimulatedThreads
 from torch import Tensor
 
 from tiered.core.budget import MemoryBudget
@@ -16,11 +17,9 @@ from tiered.core.errors import RecordLostError, TierCapacityError
 from tiered.core.features import Account, Feature, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.chunk import Chunk
-from tiered.offload.delay import Point
 from tiered.offload.errors import PinError, TransferError
 from tiered.offload.pinning import PageablePinner
 from tiered.offload.spill_file import SpillFile
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane
 from tiered.tiers import host_pool, opening
 from tiered.tiers.manager import TierManager
@@ -76,7 +75,7 @@ def ledger(tmp_path: Path) -> Ledger:
 
 @pytest.fixture
 def tiers(ledger: Ledger, faults: Faults) -> Iterator[TierManager]:
-    with open_tiers(ledger, device="cpu", slot_bytes=SLOT, transport=ThreadTransport(delay=faults)) as tiers:
+    with open_tiers(ledger, device="cpu", slot_bytes=SLOT, transport=SimulatedThreads(delay=faults)) as tiers:
         yield tiers
     assert all(ledger.held(tier) == 0 for tier in Tier)
 

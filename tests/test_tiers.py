@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from simulation import Link, LinkSpeed, Point, SimulatedThreads
 from tier_fuzz import round_trip
 from torch import Tensor
 
@@ -17,11 +18,8 @@ from tiered.core.features import Account, Feature, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.chunk import Chunk
 from tiered.offload.codec_bytes import Codec
-from tiered.offload.delay import Point
 from tiered.offload.errors import TransferError
 from tiered.offload.lane import Lane
-from tiered.offload.link import Link, LinkSpeed
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.tiers import opening
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
@@ -257,7 +255,7 @@ def test_slots_of_a_store_and_slabs_hold_what_arrives():
 def test_a_slow_link_is_hidden_or_exposed(tmp_path: Path):
     seconds = 0.05
     link = Link(fetch=LinkSpeed(latency=seconds))
-    with open_tiers(Ledger(), device="cpu", slot_bytes=SLOT, transport=ThreadTransport(link=link)) as tiers:
+    with open_tiers(Ledger(), device="cpu", slot_bytes=SLOT, transport=SimulatedThreads(link=link)) as tiers:
         store(tiers, 1, 2)
         hidden = tiers.fetch(keys(1))
         hidden._batches[0].arrival.synchronize()  # type: ignore[union-attr]
@@ -308,7 +306,7 @@ def test_copies_are_counted_by_the_layer_of_their_records(tiers: TierManager):
 
 def test_a_slow_link_is_exposed_in_its_layer():
     seconds = 0.05
-    transport = ThreadTransport(link=Link(fetch=LinkSpeed(latency=seconds)))
+    transport = SimulatedThreads(link=Link(fetch=LinkSpeed(latency=seconds)))
     with open_tiers(Ledger(), device="cpu", slot_bytes=SLOT, transport=transport) as tiers:
         for layer in (1, 2):
             tiers.store(of_layers(layer), rows_of(layer), [ROWS], codec="raw")
@@ -324,7 +322,7 @@ def test_a_slow_link_is_exposed_in_its_layer():
 
 def test_store_and_fetch_do_not_wait_for_a_copy():
     link = Link(fetch=LinkSpeed(latency=0.6), store=LinkSpeed(latency=0.6))
-    transport = ThreadTransport(link=link, compute_thread=True)
+    transport = SimulatedThreads(link=link, compute_thread=True)
     with open_tiers(Ledger(), device="cpu", slot_bytes=SLOT, transport=transport) as tiers:
         begin = time.monotonic()
         store(tiers, *range(4))
@@ -512,7 +510,7 @@ def test_a_failed_copy_is_told_to_its_own_ticket_alone(ledger: Ledger):
                 raise error
         return 0.0
 
-    with open_tiers(ledger, device="cpu", slot_bytes=SLOT, transport=ThreadTransport(delay=fault)) as tiers:
+    with open_tiers(ledger, device="cpu", slot_bytes=SLOT, transport=SimulatedThreads(delay=fault)) as tiers:
         store(tiers, *range(5))
         outs = filled(3)
         held = [tiers.fetch(keys(part), out) for part, out in enumerate(outs)]

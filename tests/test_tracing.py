@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulation import Link, LinkSpeed, SimulatedThreads
 from torch import Tensor
 from workloads import timing as timing_module
 from workloads.timing import Timing
@@ -25,7 +26,6 @@ from tiered.forward.traced_model import PIECES, traced
 from tiered.models.base import DiffusionModel
 from tiered.observe.trace import OpTime, TracedCall, add_copies, op_times, trace_call, trace_report, write_trace
 from tiered.offload.lane import Lane
-from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Transport
 from tiered.output import GenerationOutput
@@ -48,7 +48,7 @@ def prompts(batch: int = 2, length: int = 40) -> Tensor:
 
 
 def slow_fetches() -> Transport:
-    return ThreadTransport(link=Link(fetch=LinkSpeed(latency=0.006), store=LinkSpeed(latency=0.001)))
+    return SimulatedThreads(link=Link(fetch=LinkSpeed(latency=0.006), store=LinkSpeed(latency=0.001)))
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from simulation import Point, SimulatedCuda, SimulatedThreads
 from torch import Tensor
 
 from tiered.offload.arena import Arena, device_chunks
 from tiered.offload.cuda_event import CudaEvent
 from tiered.offload.cuda_transport import CudaTransport
-from tiered.offload.delay import Point
 from tiered.offload.errors import CorruptRecordError, TransferError
 from tiered.offload.fence import Event, Fence, Region
 from tiered.offload.ring import Ring
@@ -155,7 +155,7 @@ class Rig:
 RIGS: dict[str, Callable[[], Rig]] = {
     "thread": lambda: Rig(ThreadTransport),
     "compute_thread": lambda: Rig(partial(ThreadTransport, compute_thread=True)),
-    "delays": lambda: Rig(partial(ThreadTransport, compute_thread=True, delay=jitter)),
+    "delays": lambda: Rig(partial(SimulatedThreads, compute_thread=True, delay=jitter)),
     "fake_cuda": lambda: Rig(lambda: CudaTransport(torch.device("cpu"))),
     "cuda": lambda: Rig(lambda: CudaTransport(torch.device("cuda")), device="cuda"),
 }
@@ -643,8 +643,8 @@ def on_fakes(fake_cuda: list[tuple[str, str, int]]) -> Iterator[Callable[..., Cu
     """Makes CUDA transports on a faked device, with an empty log."""
     with ExitStack() as stack:
 
-        def make(**options: Any) -> CudaTransport:
-            transport = CudaTransport(torch.device("cpu"), **options)
+        def make(kind: type[CudaTransport] = CudaTransport, **options: Any) -> CudaTransport:
+            transport = kind(torch.device("cpu"), **options)
             stack.callback(transport.close)
             fake_cuda.clear()
             return transport
@@ -730,7 +730,7 @@ def test_a_copy_that_fails_half_way_ends_when_its_stream_is_quiet(
                 raise RuntimeError("an illegal address")
         return 0.0
 
-    event = on_fakes(delay=refuse_the_second).copy(Lane.FETCH, [cpu_copy(), cpu_copy()])
+    event = on_fakes(kind=SimulatedCuda, delay=refuse_the_second).copy(Lane.FETCH, [cpu_copy(), cpu_copy()])
     assert event.failed and event.done()
     failure(event, "an illegal address")
     assert [kind for kind, _, _ in fake_cuda] == ["record", "synchronize"]

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tiered.call import CallContext
 from tiered.call_checks import check_inspector, read_block, read_noise_mask
 from tiered.core.byte_size import format_bytes
-from tiered.core.features import Account, Tier
+from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.core.modes import call_modes
 from tiered.core.rows import Rows
@@ -21,7 +20,6 @@ from tiered.decoding.loop import Denoiser
 from tiered.decoding.observers import Inspector, Streamer, check_streamer, ending
 from tiered.decoding.publishing import Denoised
 from tiered.denoising import denoiser, uncached
-from tiered.forward.forward import Flow
 from tiered.forward.sight import Clean
 from tiered.forward.sizes import KV
 from tiered.forward.streamed_weights import StreamedWeights
@@ -288,45 +286,6 @@ class Runtime:
             forward = uncached(self._call, prompts, block)
             clean = forward.sight.last_block() if clean is None else clean
             return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length), clean=clean)
-
-    @call_modes
-    def hidden_states(
-        self,
-        input_ids: Ids | Mapping[str, Any],
-        attention_mask: Ids | None = None,
-        noise_mask: Tensor | None = None,
-        block_length: int | None = None,
-        *,
-        token_type_ids: Ids | None = None,
-    ) -> Float[Tensor, "layers batch length width"]:
-        """The input rows of every layer in one uncached forward, in the model's dtype; those of padding rows mean
-        nothing. They are what a hidden-state cache stores at a block's first step.
-
-        Args:
-            input_ids, attention_mask, noise_mask, block_length, token_type_ids: as for `logits`.
-
-        Raises:
-            TierCapacityError: the step, or what it returns, does not fit the budget.
-            TypeError, ValueError: as `logits`.
-        """
-        ids: dict[str, Any] = {
-            "input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids,
-        }  # fmt: skip
-        prompts, clean, block = self._read_ids(noise_mask, block_length, **ids)
-        (batch, length), shape = prompts.ids.shape, self.model.shape
-        kept = shape.layers * batch * length * shape.width * self.dtype.itemsize
-        sizes = self._call.sizes(batch, length, 1)
-        with self.ledger.holding({Account.HIDDEN: kept}), self._call.booked(NoCache(), sizes):
-            forward = uncached(self._call, prompts, block)
-            forward.clean = forward.sight.last_block() if clean is None else clean
-            states = torch.empty(shape.layers, batch, length, shape.width, dtype=self.dtype, device=self.device)
-            flow = Flow(Rows.span(0, length), self.model.embed(prompts.ids), slice(0, length))
-            for layer in range(shape.layers):
-                states[layer] = flow.hidden
-                if layer < shape.layers - 1:  # what comes out of the last layer is no layer's input
-                    forward.enter(layer)
-                    flow = forward.dense(layer, flow)
-            return states
 
     def _read_ids(
         self, noise_mask: Tensor | None, block_length: int | None, **ids: Any

@@ -5,11 +5,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from simulation import Delay, Point, SimulatedCuda, SimulatedThreads
 
-from tiered.offload.cuda_transport import CudaTransport
-from tiered.offload.delay import Delay, Point
 from tiered.offload.fence import Event
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane, TransferEvent, Transport
 
 _CYCLES = 2_000_000  # of the device, a millisecond
@@ -19,8 +17,8 @@ _SECONDS = 0.002
 def transport(device: torch.device, *, delay: Delay | None = None) -> Transport:
     """The transport of `device`."""
     if device.type != "cuda":
-        return ThreadTransport(delay=delay)
-    return CudaTransport(device, delay=delay)
+        return SimulatedThreads(delay=delay)
+    return SimulatedCuda(device, delay=delay)
 
 
 def random_delays(device: torch.device, seed: int) -> Delay:

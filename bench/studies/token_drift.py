@@ -17,13 +17,13 @@ from measuring.table import Row
 from workloads import drift_floor
 from workloads.answer_tables import Column, pivot, policy, size, task, where
 from workloads.answers import OF, answerer, tasks_of
+from workloads.canvas_areas import Area
 from workloads.models import paths, weights
+from workloads.staleness import measure_staleness
 from workloads.variants import KV
 
 from tiered.core.checks import unknown_name
 from tiered.embedded import tasks
-from tiered.observe.analysis.reports import Area
-from tiered.observe.analysis.token_drift import measure_token_drift
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
 
@@ -79,7 +79,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
         found, moved, repairs = [], 0, 0
         for seed in range(settings["seed"], settings["seed"] + count):
             chat = [[{"role": "user", "content": tasks.sample(name, "test", seed, size=tokens).prompt}]]
-            report = measure_token_drift(runtime, chat, **settings["call"])
+            report = measure_staleness(runtime, chat, **settings["call"])
             found.append([np.nanmean(report.keys[..., prompt]), np.nanmean(report.values[..., prompt])])
             out = runtime.generate(chat, **settings["call"])
             moved += sum(out.memory.moved.values())

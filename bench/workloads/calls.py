@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from measuring.worker import refusing
+from simulation import Link, LinkSpeed, SimulatedThreads
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account
@@ -16,8 +17,6 @@ from tiered.kernels.row_code import RowCode
 from tiered.models.shape import ModelShape
 from tiered.models.weight_form import FIXED_WEIGHTS, weight_bytes
 from tiered.offload.device import pick_device
-from tiered.offload.link import Link, LinkSpeed
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.output import GenerationOutput
 from tiered.planning.workload import Workload
 from tiered.policies.fast_dllm import FastDLLMDual
@@ -73,7 +72,7 @@ def caller(settings: Mapping[str, Any]) -> Runtime:
         model,
         policy=make_policy(settings["base"], **settings["options"]),
         ledger=ledger,
-        transport=None if link is None else lambda: ThreadTransport(link=Link(fetch=speed, store=speed)),
+        transport=None if link is None else lambda: SimulatedThreads(link=Link(fetch=speed, store=speed)),
         kv=sizes_of(settings, model.shape).kv,
     )
 

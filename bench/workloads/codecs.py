@@ -26,6 +26,7 @@ from tiered.offload.codecs import CODECS, Nvfp4Codec, RowCodec
 from tiered.offload.slabs import UNIT
 from tiered.policies.polestar.hidden_records import HiddenRecords
 from tiered.tiers.opening import open_tiers
+from workloads import input_rows
 
 BLOCK, PROMPT_TOKENS = 32, 1024
 BF16_BYTES = 2
@@ -44,7 +45,7 @@ def hidden_states() -> tuple[Float[Tensor, "layers length width"], Areas]:
     chat = [{"role": "user", "content": tasks.sample("lookup", "test", 0, size=PROMPT_TOKENS).prompt}]
     prompt = runtime.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     ids = torch.tensor([[*prompt, *[runtime.model.mask_token_id] * (2 * BLOCK)]])
-    return runtime.hidden_states(ids)[:, 0], ((0, len(prompt)), (len(prompt) + BLOCK, ids.shape[1]))
+    return input_rows.hidden_states(runtime, ids)[:, 0], ((0, len(prompt)), (len(prompt) + BLOCK, ids.shape[1]))
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
 from tiered.policies.polestar.drift_reference import DriftReference
 from tiered.policies.polestar.policy import Polestar
+from workloads.input_rows import hidden_states
 
 
 @torch.no_grad()
@@ -46,7 +47,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
         for seed in range(settings["seed"], settings["seed"] + count):
             chat = [[{"role": "user", "content": tasks.sample(task, "test", seed, size=size).prompt}]]
             out = runtime.generate(chat, output_history=True, **settings["call"])
-            states = [runtime.hidden_states(ids)[:, 0] for ids in out.history or ()]
+            states = [hidden_states(runtime, ids)[:, 0] for ids in out.history or ()]
             for now, then in pairwise(states):
                 found += drifts(runtime.model, now, then, settings["call"]["max_new_tokens"], rounded)
         means = dict(

@@ -10,13 +10,12 @@ from statistics import median
 from typing import Any
 
 from measuring.worker import refusing
+from simulation import Link, LinkSpeed, SimulatedThreads
 
 from tiered.core.ops import Op
 from tiered.core.spans import recording
 from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.lane import Lane
-from tiered.offload.link import Link, LinkSpeed
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.output import GenerationOutput
 from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
@@ -65,7 +64,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
 def answered(runtime: Runtime, settings: Mapping[str, Any], link: Link) -> tuple[GenerationOutput, float]:
     """The answer with copies over `link`, and seconds that the attention of a block takes in a layer."""
     policy = Polestar(top_m=TOP_M, update_threshold=1, prefetch_layers=settings["prefetch_layers"])
-    runtime = Runtime(runtime.model, policy=policy, transport=lambda: ThreadTransport(link=link))
+    runtime = Runtime(runtime.model, policy=policy, transport=lambda: SimulatedThreads(link=link))
     answer = settings["answer"]
     call = {"max_new_tokens": answer, "block_length": answer, "steps": settings["steps"], "stop_at_eos": False}
     timing = Timing()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from measuring.worker import refusing
+from simulation import Link, LinkSpeed, SimulatedThreads
 from torch import Tensor
 
 import tiered
@@ -19,8 +20,6 @@ from tiered.core.rates import rates_of
 from tiered.models.weight_form import RAW_WEIGHTS, layer_bytes
 from tiered.offload.fence import Event
 from tiered.offload.lane import Lane
-from tiered.offload.link import Link, LinkSpeed
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, TransferEvent
 from tiered.output import GenerationOutput
 from tiered.planning.times import forward_seconds
@@ -51,8 +50,8 @@ def copy_over_forward(policy: str, link: str) -> float:
     return sizes.shape.layers * layer_bytes(sizes.shape, sizes.dtype) / rates.link_bytes_per_second / seconds
 
 
-class WaitingTransport(ThreadTransport):
-    """Whoever asks for a copy waits for it: a layer is fetched, computed, and the next one fetched."""
+class WaitingTransport(SimulatedThreads):
+    """Every copy blocks its caller: a layer is fetched, computed, and the next one fetched."""
 
     def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
         event = super().copy(lane, copies, after)
@@ -81,7 +80,7 @@ def measure(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         cap = MemoryBudget(device=all_streamed(policy, sizes))
         streamed, waiting = (
             answered(opened(folder, policy, cap, device=device, transport=partial(kind, link=link)), prompt, steps)
-            for kind in (ThreadTransport, WaitingTransport)
+            for kind in (SimulatedThreads, WaitingTransport)
         )
     for other in (streamed, waiting):
         assert torch.equal(other.sequences, resident.sequences), "streamed layers answer as resident ones do"

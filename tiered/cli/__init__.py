@@ -1,1 +1,1 @@
-"""The command line: `tiered generate | drift | regions | trace | plan | models`."""
+"""The command line: `tiered generate | serve | trace | plan | models | rates | warmup`."""

@@ -16,7 +16,7 @@ from tiered.core.extras import MissingPackageError
 
 # Each is a module beside this one with `add_parser(subparsers)`, which sets `run(args) -> int`. What needs torch they
 # import when their command is asked for.
-MODULES = ("generate", "serve", "measurement", "trace", "plan", "models", "rates", "warmup")
+MODULES = ("generate", "serve", "trace", "plan", "models", "rates", "warmup")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,5 +1,5 @@
-"""An uncached forward over the canvas of a step, beside the one that answers, and how far its keys and values are from
-others."""
+"""An uncached forward over the canvas of a step, beside the forward that answers, and distances of its keys and
+values."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from tiered.forward.forward_bytes import part_rows
 from tiered.models.base import DiffusionModel
 from tiered.policies.base import Step
 from tiered.policies.none import NoCache
+from workloads.canvas_areas import AreaFigures
 
 COMPARED: tuple[Feature, ...] = (Feature.KEY, Feature.VALUE)
 
@@ -30,10 +31,9 @@ def uncached_forward(
     ids: Int[Tensor, "sequences length"],
     dtype: torch.dtype,
 ) -> _Forward:
-    """A forward (`make` is `Forward` or a kind of it) over the step's canvas, with a store that every layer overwrites
-    and the step's noise mask.
+    """A forward over the step's canvas, with the step's noise mask and a store that every layer overwrites.
 
-    `ids`: the canvas, with guidance twice.
+    `make`: `Forward` or a subclass. `ids`: the canvas, twice with guidance.
     """
     canvas, kept = step.canvas, NoCache().features(model.shape)
     batch, length = ids.shape
@@ -48,7 +48,7 @@ def uncached_forward(
 
 
 def layers_of(fresh: Forward, ids: Int[Tensor, "sequences length"], asked: slice) -> Iterator[int]:
-    """Every layer, once it has been computed over all rows; of the last one `asked` are the rows of the output."""
+    """Each layer, once it has been computed over all rows. `asked`: the last layer's rows that are the output."""
     flow = Flow(Rows.span(0, ids.shape[1]), fresh.model.embed(ids), slice(0, ids.shape[1]))
     for layer in range(fresh.model.shape.layers):
         if layer == fresh.model.shape.layers - 1:
@@ -64,7 +64,7 @@ def counted_rows(step: Step, active: Bool[Tensor, " batch"]) -> Bool[Tensor, "ba
 
 
 class StepFigures:
-    """What is found at every step of a call; all on the host, where it takes no room in the device tier."""
+    """Figures of every step of a call. All are on the host: they take no room in the device tier."""
 
     def __init__(self) -> None:
         self._steps: list[dict[str, Any]] = []
@@ -75,16 +75,16 @@ class StepFigures:
         sums: Float64[Tensor, "features layers spans"],
         counted: Bool[Tensor, "sequences length"],
         spans: Sequence[tuple[int, int]],
-        **more: Any,
+        **more: Tensor,
     ) -> None:
-        """A step: the means of `sums` over the `counted` rows of each span, and `more`."""
+        """Add a step: the means of `sums` over the `counted` rows of each span, and `more`."""
         rows = torch.stack([counted[:, first:behind].sum() for first, behind in spans])
         keys, values = (sums / rows).cpu()  # 0/0 is NaN: no columns, no figure
         where = {"blocks": step.block, "numbers": step.number}
         self._steps.append({"keys": keys, "values": values, "rows": rows.cpu(), **where, **more})
 
-    def fields(self) -> dict[str, Any]:
-        """Of a report: arrays and lists, by step.
+    def report(self) -> AreaFigures:
+        """Arrays and lists, by step.
 
         Raises:
             ValueError: there is no step; the inspector goes into `Runtime.generate(..., inspector=...)`.
@@ -92,10 +92,11 @@ class StepFigures:
         if not self._steps:
             raise ValueError("no step was measured; pass the inspector to Runtime.generate(..., inspector=...)")
         columns = {name: [figures[name] for figures in self._steps] for name in self._steps[0]}
-        return {
+        fields: dict[str, Any] = {
             name: torch.stack(column).numpy() if isinstance(column[0], Tensor) else column
             for name, column in columns.items()
         }
+        return AreaFigures(**fields)
 
 
 def distances_by_span(
@@ -107,7 +108,7 @@ def distances_by_span(
 ) -> Float64[Tensor, "features spans"]:
     """Sums of `cosine_distances` of one layer's keys and values over the `counted` rows of each span."""
     distances = [cosine_distances(left.view(feature, layer), right.view(feature, layer)) for feature in COMPARED]
-    # A padding row may hold anything, so it is put away rather than multiplied by 0.
+    # A padding row may hold NaN, which times 0 is NaN.
     there = torch.stack(distances).where(counted, 0)
     sums = [there[:, :, first:behind].sum(dim=(1, 2), dtype=torch.float64) for first, behind in spans]
     return torch.stack(sums, dim=1)

@@ -1,9 +1,8 @@
-"""By area of the canvas: how far keys and values move from one step to the next, and where the block's attention
-goes.
+"""By area of the canvas: how far keys and values move from one step to the next, and where the block's attention goes.
 
-Both are of the uncached model, whatever policy answers: after each forward the canvas that it read goes through the
-model once more. They are the quantities of Barry, "Block-Wise KV Caching for Uniform Diffusion Language Models",
-tables 6.6 and 6.7. See docs/analysis.md.
+Both are figures of the uncached model, whichever policy answers: after each forward the canvas that it read goes
+through the model once more. They are the quantities of Barry, "Block-Wise KV Caching for Uniform Diffusion Language
+Models", tables 6.6 and 6.7. See docs/analysis.md.
 """
 
 from collections.abc import Mapping
@@ -21,40 +20,33 @@ from tiered.forward.forward_bytes import forward_bytes
 from tiered.forward.sizes import CallSizes
 from tiered.inputs import Inputs
 from tiered.models.shape import ModelShape
-from tiered.observe.analysis.attention_mass import attention_mass, mass_bytes
-from tiered.observe.analysis.reports import COLUMNS, MASSES, RegionReport, area_spans, check_canvas
-from tiered.observe.analysis.uncached import (
-    COMPARED,
-    StepFigures,
-    counted_rows,
-    distances_by_span,
-    layers_of,
-    uncached_forward,
-)  # fmt: skip
 from tiered.policies.base import Step, StepKind
 from tiered.runtime import Runtime
+from workloads.attention_mass import attention_mass, mass_bytes
+from workloads.canvas_areas import COLUMNS, MASSES, AreaFigures, area_spans, check_canvas
+from workloads.uncached import COMPARED, StepFigures, counted_rows, distances_by_span, layers_of, uncached_forward
 
 
-def measure_regions(runtime: Runtime, inputs: Inputs, **generate_options: Any) -> RegionReport:
-    """Answer `inputs` as `runtime.generate(inputs, **generate_options)` does, and measure every step.
+def measure_step_drift(runtime: Runtime, inputs: Inputs, **generate_options: Any) -> AreaFigures:
+    """Answer `inputs` as `runtime.generate(inputs, **generate_options)` does, and measure the model at every step.
 
-    The policy decides the tokens of the canvases that are measured, and nothing else: under `none` they are the
-    model's own.
+    The policy decides the tokens of the canvases, and nothing else. Distances are those of a row from the same row one
+    step before; attention is the share of the weights that the block's rows spend on an area.
 
     Raises:
         TierCapacityError: the call and the forward beside it do not fit the budget; no work has started.
-        TypeError, ValueError: anything wrong with an argument of `generate`, named.
+        TypeError, ValueError: an argument of `generate` is wrong.
     """
-    inspector = RegionInspector()
+    inspector = StepDriftInspector()
     runtime.generate(inputs, inspector=inspector, **generate_options)
     return inspector.report()
 
 
-class RegionInspector:
-    """The `Inspector` of one call; `report` has what it found.
+class StepDriftInspector:
+    """The `Inspector` of one call; `report` has its figures.
 
-    Sequences that wait for others to finish a block are left out. With guidance it is the canvases that show their
-    prompts which are measured, not those in which prompts are masked.
+    Sequences that wait for others to finish a block are left out. With guidance the canvases that show their prompts
+    are measured, not those in which prompts are masked.
     """
 
     def __init__(self) -> None:
@@ -62,8 +54,8 @@ class RegionInspector:
         self._figures = StepFigures()
 
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        """What the forward takes: one without logits, over a workspace of one layer, beside which the step before keeps
-        every layer; and the scores of the attention that is looked at. With guidance half of it would do."""
+        """Bytes of a forward without logits over one layer's workspace, of all layers of the step before, and of the
+        scores of the attention. With guidance half of it would do."""
         check_canvas(shape)
         kept = dict.fromkeys(COMPARED, shape.layers + 1)
         sizes = CallSizes(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype)
@@ -84,7 +76,7 @@ class RegionInspector:
         dtype, ids = next(model.parameters()).dtype, ids[: canvas.batch]
         counted, spans = counted_rows(step, active), _spans(step)
         if step.number == 0:
-            self._last = None  # gone before its successor comes
+            self._last = None  # freed before its successor is allocated
             kept = dict.fromkeys(COMPARED, shape.layers)
             self._last = FeatureStore(
                 shape, kept, batch=canvas.batch, length=canvas.length, dtype=dtype, device=ids.device
@@ -102,9 +94,9 @@ class RegionInspector:
         weights = active.sum() * ((step.stop - step.start) * shape.heads)
         self._figures.add(step, sums, counted, spans, attention=(masses / weights).cpu())
 
-    def report(self) -> RegionReport:
-        """What was measured so far. Errors as `StepFigures.fields`."""
-        return RegionReport(**self._figures.fields())
+    def report(self) -> AreaFigures:
+        """The figures so far. Raises as `StepFigures.report`."""
+        return self._figures.report()
 
 
 class _BlockAttention(Forward):

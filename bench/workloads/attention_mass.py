@@ -1,4 +1,4 @@
-"""How much of some rows' attention falls on each of some spans of columns, and on sinks."""
+"""How much of the attention of rows falls on each span of columns, and on sinks."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,7 @@ from torch import Tensor
 from tiered.forward.attention_weights import attention_weights, chunks
 from tiered.models.shape import ModelShape
 
-# 1 MiB of float32: scores exist for so many pairs of a row and a key at a time, or for one row of the heads that share
-# their keys.
+# Pairs of a row and a key that have scores at one time: 1 MiB of float32, or one row of the heads that share keys.
 PAIRS_AT_ONCE = 1 << 18
 
 _FLOAT32 = 4
@@ -25,16 +24,16 @@ def attention_mass(
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
 ) -> Float64[Tensor, "batch places"]:
-    """Attention weights summed over heads and rows: for each of `spans` those of its columns, and last of the sinks.
+    """Attention weights summed over heads and rows: on the columns of each span, and last on the sinks.
 
-    Where the spans cover all columns, the sums of a sequence add up to heads · rows.
+    If the spans cover all columns, the sums of a sequence add up to heads · rows.
 
     Args:
         queries, keys: as cached, rotated. Head h reads key head h // (heads / kv_heads).
         spans: first column and the one behind the last, by span.
-        key_mask: False at columns that nothing may attend to.
-        soft_cap: c where scores s count as c · tanh(s / c); None: as they are.
-        sink_keys: learned keys that every row attends to beside those of the canvas; None: there are none.
+        key_mask: False at columns that no row may attend to; None for no such column.
+        soft_cap: c if scores s count as c · tanh(s / c); None for no cap.
+        sink_keys: learned keys that every row attends to beside those of the canvas; None for no sinks.
 
     Raises:
         ValueError: shapes that do not go together.
@@ -58,13 +57,13 @@ def attention_mass(
         parts = [weights[..., first:behind].sum(dim=-1) for first, behind in spans]
         parts.append(torch.zeros_like(weights[..., 0]) if of_sinks is None else of_sinks)
         sums[some] += torch.stack(parts, dim=-1).sum(dim=(1, 2), dtype=torch.float64)
-        del weights, of_sinks, parts  # else the next chunk's would stand beside them
+        del weights, of_sinks, parts  # freed before those of the next chunk are made
     return sums
 
 
 def mass_bytes(shape: ModelShape, *, length: int, dtype: str) -> int:
     """Bytes of the largest temporaries of `attention_mass` over a canvas of `length` columns: the scores, and keys in
-    float32. Queries in float32 are fewer than a rotation of them takes, for which a part of a step has room."""
+    float32. Queries in float32 take less than their rotation, which a part of a step already counts."""
     sharing = shape.heads // shape.kv_heads
     scores = max(min(PAIRS_AT_ONCE, shape.heads * length * length), sharing * length)
     keys = max(min(PAIRS_AT_ONCE, shape.kv_width * length), shape.head_dim * length) if dtype != "float32" else 0

@@ -1,0 +1,153 @@
+"""Transports with the speed of another machine's links, or with delays and faults at every point of a job.
+
+They carry the same bytes as those of `tiered.offload`. Studies measure over slow links; the fuzz and tests make every
+order of events happen.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from tiered.offload.cuda_transport import CudaTransport
+from tiered.offload.fence import Event
+from tiered.offload.host_event import HostEvent
+from tiered.offload.lane_thread import Job, whole
+from tiered.offload.thread_transport import LaneTransport, ThreadTransport
+from tiered.offload.transport import Copy, Lane, TransferEvent
+
+
+class Point(StrEnum):
+    """The moment before which a job is held up."""
+
+    SUBMIT = "submit"  # the job is handed over, in the caller's thread
+    WAIT = "wait"  # the job waits for one event of its `after`
+    COPY = "copy"  # one piece is copied, or the host's work runs
+
+
+# Seconds to sleep, given the point and the lane (None for compute). An error that it raises is raised at that point.
+Delay = Callable[[Point, Lane | None], float]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """One direction.
+
+    Attributes:
+        bandwidth: bytes a second.
+        latency: seconds of each piece, beside its bytes.
+
+    Raises:
+        ValueError: a bandwidth that is not positive, a latency that is negative or not finite.
+    """
+
+    bandwidth: float = math.inf
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.bandwidth > 0 and 0 <= self.latency < math.inf):
+            raise ValueError(
+                f"bandwidth = {self.bandwidth} must be positive, latency = {self.latency} 0 or more and finite"
+            )
+
+    def seconds(self, nbytes: int, pieces: int = 1) -> float:
+        """The least time of `nbytes` in `pieces` pieces; the copy itself may take longer."""
+        return nbytes / self.bandwidth + pieces * self.latency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The speed of every lane. Lanes do not share it."""
+
+    fetch: LinkSpeed = LinkSpeed()
+    store: LinkSpeed = LinkSpeed()
+    load: LinkSpeed = LinkSpeed()
+    spill: LinkSpeed = LinkSpeed()
+
+    def least_end(self, lane: Lane, began: float, nbytes: int, pieces: int = 1) -> float:
+        """When a job that began at `began` may end, by `time.monotonic`."""
+        return began + getattr(self, lane.value).seconds(nbytes, pieces)
+
+
+class _Simulated(LaneTransport):
+    """In front of a transport among the base classes."""
+
+    def __init__(self, *given: Any, link: Link | None = None, delay: Delay | None = None, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._link, self._delay = link or Link(), delay
+
+    def copy(self, lane: Lane, copies: Sequence[Copy], after: Iterable[Event] = ()) -> TransferEvent:
+        self.hold_up(Point.SUBMIT, lane)
+        return super().copy(lane, copies, after)
+
+    def run(self, lane: Lane, work: Callable[[], int], after: Iterable[Event] = ()) -> TransferEvent:
+        def slowed() -> int:
+            self.hold_up(Point.COPY, lane)
+            began = time.monotonic()
+            nbytes = work()
+            _sleep_until(self._link.least_end(lane, began, nbytes))
+            return nbytes
+
+        self.hold_up(Point.SUBMIT, lane)
+        return super().run(lane, slowed, after)
+
+    def hold_up(self, point: Point, lane: Lane | None) -> None:
+        """Sleep as the delay says."""
+        if self._delay is not None and (seconds := self._delay(point, lane)) > 0:
+            time.sleep(seconds)
+
+    def _job(
+        self,
+        event: HostEvent,
+        work: Callable[[], int],
+        after: Iterable[Event],
+        host_part: Callable[[Event], Event] = whole,
+    ) -> Job:
+        return super()._job(event, work, after, lambda each: _Held(host_part(each), self, event.lane))
+
+    def _move(self, lane: Lane, pieces: Sequence[Copy]) -> int:
+        began = time.monotonic()
+        nbytes = super()._move(lane, pieces)
+        _sleep_until(self._link.least_end(lane, began, nbytes, len(pieces)))
+        return nbytes
+
+    def _copy_piece(self, lane: Lane, piece: Copy) -> None:
+        self.hold_up(Point.COPY, lane)
+        super()._copy_piece(lane, piece)
+
+
+class SimulatedThreads(_Simulated, ThreadTransport):
+    """A `ThreadTransport` over `link`, held up by `delay`."""
+
+    def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
+        self.hold_up(Point.SUBMIT, None)
+        return super().compute(work, after)
+
+
+class SimulatedCuda(_Simulated, CudaTransport):
+    """A `CudaTransport` that `delay` holds up: the host's part of its work."""
+
+    def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
+        self.hold_up(Point.SUBMIT, None)
+        return super().compute(work, after)
+
+
+class _Held:
+    """`event`; the transport holds up each wait for it."""
+
+    def __init__(self, event: Event, transport: _Simulated, lane: Lane | None) -> None:
+        self._event, self._transport, self._lane = event, transport, lane
+
+    def done(self) -> bool:
+        return self._event.done()
+
+    def synchronize(self) -> None:
+        self._transport.hold_up(Point.WAIT, self._lane)
+        self._event.synchronize()
+
+
+def _sleep_until(deadline: float) -> None:
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(left)

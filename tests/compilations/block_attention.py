@@ -1,0 +1,82 @@
+"""Specialisations of `kernels/block_attention.py`."""
+
+from specialisation import Compilation
+
+from tiered.kernels.attention_splits import tile_of
+from tiered.kernels.block_attention import _CODES, MERGED, _block_attention, _merge_splits, elements
+from tiered.kernels.launch import VECTOR
+from tiered.kernels.row_code import WORD, RowCode
+
+
+def _compilation(
+    dtype: str, code: RowCode | None, head_dim: int, folded: int, *, capped: bool, split: bool
+) -> Compilation:
+    element_bytes = 4 if dtype == "fp32" else 2
+    tile = tile_of(folded, head_dim=head_dim, element_bytes=element_bytes, code=code)
+    of_queries, of_mixed = "query_batch query_head query_row", "mixed_split mixed_batch mixed_head mixed_row"
+    of_stores = "key_batch key_head key_column value_batch value_head value_column"
+    of_limits = "mask_batch mask_column first_batch first_row visible_batch visible_row"
+    return Compilation(
+        kernel=_block_attention,
+        types={
+            "queries sink_keys sink_values": f"*{dtype}",
+            "keys values": "*u8" if code else f"*{dtype}",
+            "key_mask": "*u8",
+            "first visible": "*i64",
+            "mixed": "*fp32" if split else f"*{dtype}",
+            "peaks masses": "*fp32",
+            f"{of_queries} {of_stores} {of_mixed} {of_limits} kv_heads group rows length span sinks": "i32",
+            "scale soft_cap": "fp32",
+        },
+        constexprs={
+            "query_element": 1,
+            "key_element": 1,
+            "value_element": 1,
+            "CODE": _CODES[code],
+            "CAPPED": capped,
+            "MASKED": capped,
+            "LATER": not capped,
+            "PARTLY": capped,
+            "UPCAST": False,
+            "ALIGNED": WORD if code else VECTOR,
+            "HEAD_DIM": head_dim,
+            "BLOCK_ROWS": tile.rows,
+            "BLOCK_KEYS": tile.columns,
+            "BLOCK_ELEMENTS": elements(head_dim, code),
+        },
+        multiples=f"queries mixed {of_queries} {of_mixed}",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        # A product in float32 has whole rows of both factors in registers.
+        spills=dtype == "fp32" and head_dim == 512,
+        copied=2 * tile.columns * head_dim // (2 if code is RowCode.NVFP4 else 1) if code else 0,
+    )
+
+
+COMPILATIONS = (
+    *(
+        _compilation(dtype, code, 128, folded, capped=capped, split=split)
+        for dtype, folded, capped, split in (
+            ("bf16", 32, True, True),
+            ("bf16", 32, False, True),
+            ("bf16", 512, False, False),
+            ("bf16", 512, True, False),
+            ("fp32", 32, True, False),
+        )
+        for code in _CODES
+    ),
+    *(
+        _compilation(dtype, code, head_dim, folded, capped=True, split=False)
+        for head_dim in (64, 256, 512)
+        for dtype, folded in (("bf16", 32), ("bf16", 512), ("fp32", 32))
+        for code in _CODES
+    ),
+    *(
+        Compilation(
+            kernel=_merge_splits,
+            types={"totals peaks masses peak mass": "*fp32", "mixed": "*bf16", "sums heads rows splits": "i32"},
+            constexprs={"HEAD_DIM": head_dim, "BLOCK": MERGED, "BLOCK_ELEMENTS": head_dim},
+        )
+        for head_dim in (128, 512)
+    ),
+)

@@ -1,0 +1,38 @@
+"""Specialisations of `kernels/scatter_rows.py`."""
+
+from specialisation import Compilation
+
+from tiered.kernels.launch import VECTOR
+from tiered.kernels.row_code import WORD
+from tiered.kernels.scatter_rows import WARPS, _scatter, tile_of
+
+_STRIDES = "target_batch target_head target_column value_batch value_head value_row index_batch valid_batch"
+COMPILATIONS = tuple(
+    Compilation(
+        kernel=_scatter,
+        types={
+            "target values": f"*{dtype}",
+            "index": "*i64",
+            "valid": "*u8",
+            f"{_STRIDES} rows length elements": "i32",
+        },
+        constexprs={
+            **dict.fromkeys(["target_element", "value_element", "index_row", "valid_row"], 1),
+            "MASKED": masked,
+            "ALIGNED": VECTOR if dtype != "u8" else WORD,
+            **tile_of(elements),
+        },
+        num_warps=WARPS,
+    )
+    # Keys and values, and hidden states.
+    for dtype, elements, masked in [
+        ("bf16", 128, True),
+        ("bf16", 128, False),
+        ("fp32", 256, True),
+        ("bf16", 4096, True),
+        ("bf16", 4096, False),
+        ("fp32", 4096, True),
+        # Rows in codes.
+        ("u8", 132, True),
+    ]
+)

@@ -1,0 +1,32 @@
+"""Specialisations of `kernels/weight_product.py`."""
+
+from specialisation import Compilation
+
+from tiered.kernels.weight_code import WeightCode
+from tiered.kernels.weight_product import _layout, _weight_product, tile_of, warps_of
+
+COMPILATIONS = tuple(
+    Compilation(
+        kernel=_weight_product,
+        types={
+            "rows product": f"*{dtype}",
+            "coded": "*u8",
+            "shorts": "*i16",
+            "words": "*fp32",
+            "count out": "i32",
+        },
+        constexprs={**_layout(code, inner), "UPCAST": False, **tile},
+        multiples="rows coded shorts words product out",
+        num_warps=warps_of(tile),
+    )
+    for dtype, element_bytes, count, inner in (
+        ("bf16", 2, 32, 4096),
+        ("bf16", 2, 32, 12288),
+        ("bf16", 2, 1, 4096),
+        ("bf16", 2, 4096, 4096),
+        ("fp16", 2, 64, 4096),
+        ("fp32", 4, 32, 4096),
+    )
+    for code in WeightCode
+    for tile in (tile_of(count, element_bytes),)
+)

@@ -1,1 +1,0 @@
-"""Analyses of what caching does to a model's features while it denoises."""
