@@ -618,7 +618,6 @@ def test_a_streamer_needs_both_methods(runtime: Runtime):
     ("rule", "options"),
     [
         *[(Threshold, {"confidence_threshold": value}) for value in (-0.1, 1.1, NAN, "0.9", True, None)],
-        (Threshold, {"parity": 1, "confidence_threshold": 0.9}),
         *[(DriftAware, {name: value}) for name in ("drift_slope", "drift_ceiling") for value in (NAN, INF, 1e39)],
         *[(Timestep, {"confidence_temperature": value}) for value in (NAN, INF, 1e39, 1e-39)],
         *[(Polestar, {"deadline_ms": value}) for value in (NAN, INF, 1e39)],

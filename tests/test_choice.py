@@ -91,9 +91,9 @@ class TestCandidates:
             (Polestar(refresh="auto", top_m=2), Polestar(top_m=2), Polestar(refresh="drift", top_m=2)),
             (FastDLLMDual(refresh_blocks="auto"), FastDLLMDual(), FastDLLMDual(refresh_blocks=SELDOM)),
             (
-                FastDLLMPrefix(refresh_blocks="auto", parity=True),
-                FastDLLMPrefix(parity=True),
-                FastDLLMPrefix(refresh_blocks=SELDOM, parity=True),
+                FastDLLMPrefix(refresh_blocks="auto"),
+                FastDLLMPrefix(),
+                FastDLLMPrefix(refresh_blocks=SELDOM),
             ),
         ],
     )

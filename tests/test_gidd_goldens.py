@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from baselines import parity
 from safetensors.torch import load_file
 
 import tiered
 from tiered.core.rows import Rows
 from tiered.decoding.rules import ancestral
-from tiered.decoding.rules.adaptive import Adaptive
 from tiered.forward.forward import Forward
 from tiered.models.gidd import Gidd
 from tiered.runtime import Runtime
@@ -48,7 +48,7 @@ def options(name: str) -> dict[str, Any]:
     method = {key: given.pop(key) for key in ("tokens_per_step", "noise_schedule") if key in given}
     assert given.pop("sampling_method") == "adaptive"
     given["max_new_tokens"], given["block_steps"] = given.pop("max_length"), given.pop("steps")
-    return given | {"commit": Adaptive(parity=True, **method)}
+    return given | {"commit": parity.rule("adaptive", **method)}
 
 
 @pytest.mark.parametrize("policy", ["none", "uniform_prefix", "dkv_prefill"])

@@ -162,7 +162,7 @@ def test_dtype(dtype: str):
 def test_a_policy_comes_by_name_or_as_an_object():
     by_name = plan("llada-8b", context=64, policy="fast_dllm_dual", refresh_interval=4)
     assert by_name == plan("llada-8b", context=64, policy=FastDLLMDual(refresh_interval=4))
-    assert by_name.policy_options == {"refresh_interval": 4, "refresh_blocks": 1, "parity": False}
+    assert by_name.policy_options == {"refresh_interval": 4, "refresh_blocks": 1}
 
 
 # ---- what fits ----
@@ -447,7 +447,7 @@ def test_the_card():
         "llada-8b",
         "LLaDA, 8.02B parameters, 32 layers, width 4096, 32 heads (32 key/value)",
         "context 32768, batch 1, block 32, bfloat16",
-        "policy fast_dllm_dual, refresh_blocks=1, parity=False",
+        "policy fast_dllm_dual, refresh_blocks=1",
     ]
     assert device.splitlines()[:4] == [
         "device memory",

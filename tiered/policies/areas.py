@@ -2,19 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from tiered.core.canvas import PROMPT
 from tiered.core.rows import rows_where
 from tiered.kernels.host_values import on_device
 from tiered.policies.base import Step, StepKind, StepRows
-
-ShiftCaching = Literal["un", "un_right", "right"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,68 +45,27 @@ def suffix(step: Step) -> Area:
     return Area(step.first_row, step.canvas.length, step.active)
 
 
-def undecided(
-    step: Step, delay: int, shift_caching: ShiftCaching = "un_right", *, wraps: bool = False
-) -> Bool[Tensor, "batch length"]:
+def undecided(step: Step, delay: int) -> Bool[Tensor, "batch length"]:
     """Rows of tokens that are pending, or were committed in the last `delay` forwards of their sequence.
 
-    Args:
-        shift_caching: where a row predicts the token behind its own: whether its own token counts ("right"), the
-            predicted one ("un"), or both ("un_right"). The last row predicts nothing; its own token counts.
-        wraps: the last row is as the authors' code of dKV-Cache takes it: with "un" it predicts the first token, except
-            in a sequence's first forwards, and with "un_right" it is open where the row in front of it is.
+    Where a row predicts the token behind its own, both tokens count. The last row predicts nothing; its own counts.
     """
-    dates, clock = step.canvas.committed_at, _clock(step)
-    own = (dates >= clock - delay) & (dates != PROMPT)
+    dates = step.canvas.committed_at
+    own = (dates >= clock(step) - delay) & (dates != PROMPT)
     shift = step.start - step.first_row
-    if not shift or shift_caching == "right":
-        return own
-    predicted = torch.cat([own[:, shift:], own[:, -shift:]], dim=1)
-    rows = predicted if shift_caching == "un" else own | predicted
-    if wraps and shift_caching == "un":
-        rows[:, -shift:] &= clock <= delay
-    elif wraps:
-        rows[:, -shift:] = rows[:, -2 * shift : -shift]
-    return rows
+    return own | torch.cat([own[:, shift:], own[:, -shift:]], dim=1) if shift else own
 
 
 def just_committed(step: Step) -> Bool[Tensor, "batch length"]:
     """Rows of the tokens that the last forward of their sequence committed."""
     dates = step.canvas.committed_at
-    return (dates == _clock(step) - 1) & (dates != PROMPT)
+    return (dates == clock(step) - 1) & (dates != PROMPT)
 
 
 def around(rows: Bool[Tensor, "batch length"], window: int) -> Bool[Tensor, "batch length"]:
     """`rows` and the `window` nearest ones of each, half of them on either side."""
     reach = window // 2
     return F.max_pool1d(rows.float()[:, None], 2 * reach + 1, stride=1, padding=reach)[:, 0] > 0
-
-
-def masks_around(
-    step: Step, upcoming: Int[Tensor, "batch block"], fresh: Bool[Tensor, "batch length"], window: int
-) -> Bool[Tensor, "batch length"]:
-    """The window as the authors' code of dKV-Cache-Greedy counts it (horseee/dKV-Cache, commit 49a76fcc).
-
-    What is committed next (`upcoming`, as in `Step`), what the last commit fixed (`fresh`), and `window` rows around
-    each of the former in turn: masks before that commit that no other token has taken yet, in turn on the left and on
-    the right, outwards. Walks over tokens on the host.
-    """
-    length = step.canvas.length
-    taken = fresh.clone()
-    taken[:, step.start : step.stop] |= upcoming > 0
-    masked = (step.canvas.pending(0, length) | fresh).tolist()
-    chosen = taken.tolist()
-    for masks, rows, turns in zip(masked, chosen, upcoming.tolist(), strict=True):
-        in_turn = sorted((turn, step.start + column) for column, turn in enumerate(turns) if turn)
-        for _, center in in_turn:
-            found, distance = 0, 1
-            while found < window and distance < length:
-                for column in (center - distance, center + distance):
-                    if found < window and 0 <= column < length and masks[column] and not rows[column]:
-                        rows[column] = True
-                        found += 1
-                distance += 1
-    return on_device(chosen, fresh.device)
 
 
 def rows_of(
@@ -145,7 +101,8 @@ def _answer_start(step: Step) -> int:
     return step.canvas.prompt_length - (step.start - step.first_row)
 
 
-def _clock(step: Step) -> Tensor:
+def clock(step: Step) -> Tensor:
+    """Forwards that each sequence has taken part in, as a column."""
     return on_device(step.forwards, step.canvas.committed_at.device)[:, None]
 
 

@@ -1,15 +1,14 @@
 """The variants of dKV-Cache (arXiv 2505.15781): a token's keys and values are kept from one step after it was decoded.
 
 Until then a token is recomputed in every step, and so is every mask. Where a family predicts a token from the row in
-front of it, a row has two tokens, and `shift_caching` says which of them keeps it open. What the authors' code
-(horseee/dKV-Cache, commit 49a76fcc) does otherwise is under `parity`; docs/policies.md lists it.
+front of it, a row has two tokens, and each of them keeps it open. docs/policies.md lists what the authors' code
+(horseee/dKV-Cache, commit 49a76fcc) does otherwise.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar
 
-from tiered.core.checks import check_integer, check_switch, unknown_name
-from tiered.policies.areas import ShiftCaching
+from tiered.core.checks import check_integer
 from tiered.policies.base import OUTSIDE_LAUNCHES, Policy, PolicyState, StepKind
 from tiered.policies.recipe import Recipe, RecipeState
 from tiered.policies.schedule import check_interval
@@ -41,29 +40,14 @@ class _Delayed(Policy):
     Attributes:
         delay: forwards after its commit in which a token is still recomputed; 0 keeps what it was as a mask.
         refresh_interval: N, forwards of a sequence from one refresh to the next; None: only the first.
-        shift_caching: on a family with shifted predictions, the token whose commit lets a row be kept: its own
-            ("right"), the one that it predicts ("un": its own may still be a mask), or both ("un_right").
-        parity: as the authors' code. On a family with shifted predictions, "un" keeps the canvas's last row from the
-            third step on, mask or not, and "un_right" once the row in front of it is kept; "right" is refused: where
-            that keeps the row that predicts a pending token, they have no logits for it, and answer with id 0.
     """
 
     delay: int = 1
     refresh_interval: int | None = 8
-    shift_caching: ShiftCaching = "un_right"
-    parity: bool = False
 
     def __post_init__(self) -> None:
         check_integer("delay", self.delay, least=0)
         check_interval("refresh_interval", self.refresh_interval)
-        if self.shift_caching not in get_args(ShiftCaching):
-            raise unknown_name("shift_caching", str(self.shift_caching), get_args(ShiftCaching))
-        check_switch("parity", self.parity)
-        if self.parity and self.shift_caching == "right":
-            raise ValueError(
-                "shift_caching = 'right' with parity: the authors' code answers with id 0 what a kept row predicts; "
-                "'un' and 'un_right' are allowed, or parity = False, which recomputes that row"
-            )
 
     def launches_outside(self, kind: StepKind) -> int:
         # Which rows are recomputed, and where they stand among those that are proposed.
@@ -72,20 +56,15 @@ class _Delayed(Policy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DKVDecode(_Delayed):
-    """Prompt and decoded tokens are kept, and refreshed at the interval.
-
-    With `parity`, intervals are counted within each block, which begins with two full steps (on a family with shifted
-    predictions, one).
-    """
+    """Prompt and decoded tokens are kept, and refreshed at the interval."""
 
     name: ClassVar[str] = "dkv_decode"
 
     def start(self) -> PolicyState:
         return RecipeState(
             Recipe(
-                rows="undecided", delay=self.delay, shift_caching=self.shift_caching, wraps=self.parity,
+                rows="undecided", delay=self.delay,
                 prompt_interval=self.refresh_interval, response_interval=self.refresh_interval,
-                by_block=self.parity, full_steps=2 if self.parity else 0,
             )
         )  # fmt: skip
 
@@ -108,7 +87,7 @@ class DKVPD(_Delayed):
     def start(self) -> PolicyState:
         return RecipeState(
             Recipe(
-                rows="undecided", delay=self.delay, shift_caching=self.shift_caching, wraps=self.parity,
+                rows="undecided", delay=self.delay,
                 prompt_interval=self.prompt_interval, response_interval=self.refresh_interval,
             )
         )  # fmt: skip
@@ -124,18 +103,15 @@ class DKVGreedy(Policy):
     Attributes:
         window: rows around each token that was just decoded, half of them on either side.
         refresh_interval: N, forwards of a sequence from one refresh of all rows to the next; None: only the first.
-        parity: count intervals within each block, and the window in masks around the tokens that are decoded next.
     """
 
     name: ClassVar[str] = "dkv_greedy"
     window: int = 4
     refresh_interval: int | None = 2
-    parity: bool = False
 
     def __post_init__(self) -> None:
         check_integer("window", self.window, least=0)
         check_interval("refresh_interval", self.refresh_interval)
-        check_switch("parity", self.parity)
 
     def needs_order(self) -> bool:
         return True
@@ -143,8 +119,7 @@ class DKVGreedy(Policy):
     def start(self) -> PolicyState:
         return RecipeState(
             Recipe(
-                rows="upcoming", window=self.window, window_of_masks=self.parity,
+                rows="upcoming", window=self.window,
                 prompt_interval=self.refresh_interval, response_interval=self.refresh_interval,
-                by_block=self.parity, full_steps=1 if self.parity else 0,
             )
         )  # fmt: skip

@@ -22,27 +22,19 @@ class Recipe:
             ("answer"); pending tokens and those committed in the last `delay` forwards ("undecided"); or tokens that
             are committed next, those committed last, and a `window` around them ("upcoming").
         delay: forwards after its commit in which an undecided row is still recomputed.
-        shift_caching, wraps: which tokens of a row these are: see `tiered.policies.areas.undecided`.
         window: rows around each committed one.
         prompt_interval, response_interval: when all rows of the prompt, and all rows behind it, are renewed.
         next_block_interval: steps of a block from one renewal of the next block to another; None: none.
         by_block: intervals count the steps of a block, and start anew with each.
-        full_steps: with `by_block`, steps at a block's beginning that recompute every row; one at most on a family with
-            shifted predictions.
-        window_of_masks: the window is counted as the authors of dKV-Cache do: see `areas.masks_around`.
     """
 
     rows: RowsOf
     delay: int = 1
-    shift_caching: areas.ShiftCaching = "un_right"
-    wraps: bool = False
     window: int = 0
     prompt_interval: Interval = "block"
     response_interval: Interval = "block"
     next_block_interval: int | None = None
     by_block: bool = False
-    full_steps: int = 0
-    window_of_masks: bool = False
 
 
 class RecipeState(PolicyState):
@@ -53,12 +45,7 @@ class RecipeState(PolicyState):
 
     def rows(self, step: Step) -> StepRows:
         recipe = self._recipe
-        full_steps = min(1, recipe.full_steps) if step.first_row < step.start else recipe.full_steps
-        beginning = recipe.by_block and step.number < full_steps
-        of_prompt, of_answer = (
-            step.active if beginning else due(interval, step, by_block=recipe.by_block)
-            for interval in (recipe.prompt_interval, recipe.response_interval)
-        )
+        of_prompt, of_answer = self.due(step)
         interval = recipe.next_block_interval
         beyond = interval is not None and step.number > 0 and step.number % interval == 0
         renews = any(of_prompt) or any(of_answer) or beyond or step.remasked
@@ -78,17 +65,27 @@ class RecipeState(PolicyState):
                 case "suffix":
                     renewed.append(areas.suffix(step))
                 case "undecided":
-                    mask = areas.undecided(step, recipe.delay, recipe.shift_caching, wraps=recipe.wraps)
+                    mask = self.undecided(step, recipe.delay)
                 case "upcoming":
-                    mask, upcoming = self._around(step)
+                    assert step.upcoming is not None, "the runtime refuses rules that decide on the logits"
+                    upcoming = step.upcoming > 0
+                    mask = self.around(step, areas.just_committed(step), recipe.window)
         rows = areas.rows_of(step, renewed, mask, kind, upcoming)
         refreshed = tuple(first and second for first, second in zip(of_prompt, of_answer, strict=True))
         return replace(rows, refreshed=refreshed)
 
-    def _around(self, step: Step) -> tuple[Bool[Tensor, "batch length"], Bool[Tensor, "batch block"]]:
-        """Rows beside those that predict what comes next, and what does."""
-        assert step.upcoming is not None, "the runtime refuses rules that decide on the logits"
-        fresh, window = areas.just_committed(step), self._recipe.window
-        if self._recipe.window_of_masks:
-            return areas.masks_around(step, step.upcoming, fresh, window), step.upcoming > 0
-        return areas.around(fresh, window), step.upcoming > 0
+    def due(self, step: Step) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Sequences that renew their prompts' rows in this step, and those that renew the rows behind."""
+        recipe = self._recipe
+        return (
+            due(recipe.prompt_interval, step, by_block=recipe.by_block),
+            due(recipe.response_interval, step, by_block=recipe.by_block),
+        )
+
+    def undecided(self, step: Step, delay: int) -> Bool[Tensor, "batch length"]:
+        """Rows of tokens that are pending, or were committed in the last `delay` forwards of their sequence."""
+        return areas.undecided(step, delay)
+
+    def around(self, step: Step, fresh: Bool[Tensor, "batch length"], window: int) -> Bool[Tensor, "batch length"]:
+        """The rows that the last forward committed (`fresh`), and a window around each of them."""
+        return areas.around(fresh, window)

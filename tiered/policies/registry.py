@@ -83,6 +83,12 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
             raise ValueError(f"options {sorted(options)} beside a policy object; set them in the object: {policy!r}")
         return policy
     kind, preset = _known(policy)
+    return with_options(kind, policy, preset, options)
+
+
+def with_options(kind: type[Policy], policy: str, preset: Mapping[str, Any], options: Mapping[str, Any]) -> Policy:
+    """The policy of class `kind`, which messages call `policy`, with `options` on top of `preset`. Raises as
+    `make_policy`."""
     allowed = [field.name for field in fields(kind)]
     given: dict[str, Any] = {}
     for option, value in options.items():
