@@ -26,13 +26,10 @@ from tiered.planning.plan import Plan
 from tiered.planning.workload import Workload
 from tiered.policies import DEFAULT_POLICY
 from tiered.policies.auto import HELD, SELDOM_FROM, Auto
-from tiered.policies.dkv_cache import DKVPD
 from tiered.policies.elastic_cache.policy import ElasticCache
-from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
-from tiered.policies.none import NoCache
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy, policies_for
-from tiered.policies.schedule import LEAST_STALE_PROMPT, SELDOM
+from tiered.policies.row_schedule import LEAST_STALE_PROMPT, SELDOM
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 
@@ -60,6 +57,10 @@ LONG = ["none", "fast_dllm_dual", "fast_dllm_dual(refresh_blocks=4)", "dkv_pd", 
 LONG += ["polestar", "polestar(refresh='drift')"]
 
 
+NONE, DUAL = make_policy("none"), make_policy("fast_dllm_dual")
+SELDOM_DUAL = make_policy("fast_dllm_dual", refresh_blocks=SELDOM)
+
+
 class TestCandidates:
     """What may be chosen at all."""
 
@@ -82,18 +83,22 @@ class TestCandidates:
         found = Auto().candidates(of, of.context - (of.answer or 0))
         assert [str(policy) for policy in found] == names
         assert all(each.candidates(of, 0) == (each,) for each in found)  # nothing is left open twice
-        assert HELD[0].policy == NoCache()  # the yardstick is always there
+        assert HELD[0].policy == NONE  # the yardstick is always there
 
     @pytest.mark.parametrize("prompt", [LEAST_STALE_PROMPT - 1, LEAST_STALE_PROMPT])
     @pytest.mark.parametrize(
         ("policy", "plain", "seldom"),
         [
             (Polestar(refresh="auto", top_m=2), Polestar(top_m=2), Polestar(refresh="drift", top_m=2)),
-            (FastDLLMDual(refresh_blocks="auto"), FastDLLMDual(), FastDLLMDual(refresh_blocks=SELDOM)),
             (
-                FastDLLMPrefix(refresh_blocks="auto"),
-                FastDLLMPrefix(),
-                FastDLLMPrefix(refresh_blocks=SELDOM),
+                make_policy("fast_dllm_dual", refresh_blocks="auto"),
+                DUAL,
+                SELDOM_DUAL,
+            ),
+            (
+                make_policy("fast_dllm_prefix", refresh_blocks="auto"),
+                make_policy("fast_dllm_prefix"),
+                make_policy("fast_dllm_prefix", refresh_blocks=SELDOM),
             ),
         ],
     )
@@ -116,28 +121,32 @@ class TestChoice:
 
     def test_short_prompts_have_no_cache(self):
         found = chosen(context=168)
-        assert found == Choice(NoCache(), "caches lose answers to prompts below 256 tokens, as this one of 40")
+        assert found == Choice(NONE, "caches lose answers to prompts below 256 tokens, as this one of 40")
 
     def test_the_shortest_prompt_of_a_batch_decides_whether_answers_hold(self):
-        assert chosen(batch=2).policy != NoCache() == chosen(batch=2, prompt=40).policy
+        assert chosen(batch=2).policy != NONE == chosen(batch=2, prompt=40).policy
 
     def test_the_fastest_and_why(self):
         found = chosen(tokens_per_forward=1)
-        assert found.policy in (FastDLLMDual(), FastDLLMDual(refresh_blocks=SELDOM), DKVPD())
+        assert found.policy in (
+            DUAL,
+            SELDOM_DUAL,
+            make_policy("dkv_pd"),
+        )
         assert "of the time of none where a forward commits 1" in found.why and NOMINAL_CPU.source in found.why
         assert chosen(tokens_per_forward=1) == found
 
     def test_of_those_that_are_about_as_fast_the_plainest(self):
         # All that is computed takes no time beside launches, of which a plain layer has the fewest.
         launches = Rates(flops_per_second=1e30, bytes_per_second=1e30, layer_seconds=1.0)
-        assert chosen(rates=launches).policy == NoCache()
+        assert chosen(rates=launches).policy == NONE
         assert "of the time of fast_dllm_dual" in chosen(rates=launches).why
 
     @pytest.mark.parametrize("short", [1, 0])
     def test_what_does_not_fit_is_none(self, short: int):
-        needed = Workload(NoCache(), sizes(2176)).total()
+        needed = Workload(NONE, sizes(2176)).total()
         found = chosen(budget=MemoryBudget(device=needed - short, host=0))
-        assert found == Choice(NoCache(), "nothing fits the budget" if short else "nothing else fits the budget")
+        assert found == Choice(NONE, "nothing fits the budget" if short else "nothing else fits the budget")
 
     def test_a_window_that_hides_what_may_be_rewritten_is_none(self):
         # Nothing is read, and launches are as those of a plain layer: rows alone decide.
@@ -209,7 +218,7 @@ class TestAlike:
         runtime = tiered.from_pretrained("embedded-uniform", device="cpu")
         found = runtime.choose(torch.full((2, 300), 7), **dict[str, Any]({"max_new_tokens": 64}) | options)
         assert found.policy.name != "none" and str(found) == f"{found.policy}: {found.why}"
-        assert repr(Choice(NoCache())) == "<Choice none>"
+        assert repr(Choice(NONE)) == "<Choice none>"
 
     def test_a_card_says_why(self):
         made = tiered.plan("embedded", context=1024)

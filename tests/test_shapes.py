@@ -40,7 +40,6 @@ for policy, given, options, streams in (
     (parity.policy("dllm_cache", guidance_interval=3), {}, {"cfg_scale": 0.5}, True),
     (parity.policy("dkv_greedy"), {}, {"remasking": "random", "seed": 1}, True),
     ("elastic_cache", {"similarity_threshold": 1.0, "window": 5}, {"cfg_scale": 0.5}, True),
-    ("composed", {"updates": {"clusters": 3}, "prompt_interval": "2 blocks"}, {}, False),
 ):
     options |= {"max_new_tokens": 4, "block_length": 2}
     plain = runtime.with_policy(policy, **given).generate(ids, attention_mask=mask, **options)

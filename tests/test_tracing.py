@@ -33,8 +33,8 @@ from tiered.offload.link import Link, LinkSpeed
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Transport
 from tiered.output import GenerationOutput
-from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.polestar.policy import Polestar
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -326,7 +326,7 @@ def test_an_empty_recording_is_a_trace():
     ],
 )
 def test_recording_changes_no_token(model: DiffusionModel, policy: str, options: Mapping[str, Any]):
-    runtime = Runtime(model, policy=FastDLLMDual()).with_policy(policy)
+    runtime = Runtime(model, policy=make_policy("fast_dllm_dual")).with_policy(policy)
     call = {name: value for name, value in CALL.items() if name != "steps" or "commit" not in options} | dict(options)
     plain = runtime.generate(prompts(), **call)
     found = trace_call(runtime, prompts(), **call)
@@ -402,7 +402,9 @@ def test_threads_record_for_themselves(model: DiffusionModel):
 
 
 def test_work_in_a_thread_of_its_own_is_not_waited_for(model: DiffusionModel):
-    runtime = Runtime(model, policy=FastDLLMDual(), transport=lambda: ThreadTransport(compute_thread=True))
+    runtime = Runtime(
+        model, policy=make_policy("fast_dllm_dual"), transport=lambda: ThreadTransport(compute_thread=True)
+    )
     from tiered.offload.fence import Fence, Region
     from tiered.tiers.traffic import Traffic
 

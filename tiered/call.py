@@ -36,7 +36,7 @@ from tiered.planning.call_bytes import CallBytes
 from tiered.planning.checks import check_positions
 from tiered.planning.choice import Choice, choose
 from tiered.policies.base import Policy
-from tiered.policies.none import NoCache
+from tiered.policies.row_schedule import row_schedule
 from tiered.tiers.host_pool import HostPool
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
@@ -339,7 +339,7 @@ class CallSpace:
         positions = prompts.mask.long().cumsum(dim=1).sub_(1).clamp_(min=0) if padded else None
         return Forward(
             self.model,
-            self.store(NoCache(), batch, length, kv=self._kv),
+            self.store(row_schedule("none"), batch, length, kv=self._kv),
             torch.arange(length, device=self._device)[None] if positions is None else positions,
             prompts.mask if padded else None,
             weights=self._weights,

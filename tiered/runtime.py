@@ -36,8 +36,8 @@ from tiered.output import GenerationOutput
 from tiered.planning.checks import beyond_training, check_positions
 from tiered.planning.choice import Choice
 from tiered.policies.base import Policy
-from tiered.policies.none import NoCache
 from tiered.policies.registry import make_policy
+from tiered.policies.row_schedule import row_schedule
 from tiered.tiers.manager import TierManager
 from tiered.tiers.stats import TierStats
 
@@ -301,7 +301,7 @@ class Runtime:
         }  # fmt: skip
         prompts, clean, block = self._read_ids(noise_mask, block_length, **ids)
         batch, length = prompts.ids.shape
-        with self._call.booked(NoCache(), self._call.sizes(batch, length, length)):
+        with self._call.booked(row_schedule("none"), self._call.sizes(batch, length, length)):
             forward = self._call.uncached(prompts, block)
             clean = forward.sight.last_block() if clean is None else clean
             return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length), clean=clean)
@@ -333,7 +333,7 @@ class Runtime:
         (batch, length), shape = prompts.ids.shape, self.model.shape
         kept = shape.layers * batch * length * shape.width * self.dtype.itemsize
         sizes = self._call.sizes(batch, length, 1)
-        with self.ledger.holding({Account.HIDDEN: kept}), self._call.booked(NoCache(), sizes):
+        with self.ledger.holding({Account.HIDDEN: kept}), self._call.booked(row_schedule("none"), sizes):
             forward = self._call.uncached(prompts, block)
             forward.clean = forward.sight.last_block() if clean is None else clean
             states = torch.empty(shape.layers, batch, length, shape.width, dtype=self.dtype, device=self.device)

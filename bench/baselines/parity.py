@@ -6,6 +6,7 @@ are the library's own. `dream_sequence` decodes what no policy can: keys that ar
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,29 +26,26 @@ from tiered.forward.forward import Flow, Forward
 from tiered.forward.sizes import CallSizes
 from tiered.kernels.host_values import on_device
 from tiered.models.base import DiffusionModel
-from tiered.policies import areas
+from tiered.policies import row_sets
 from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
-from tiered.policies.dkv_cache import DKVPD, DKVDecode, DKVGreedy
 from tiered.policies.dllm_cache.policy import Clocks, DLLMCache
 from tiered.policies.dllm_cache.program import BranchStep, Work, distances
-from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
-from tiered.policies.recipe import Recipe, RecipeState
 from tiered.policies.registry import make_policy, with_options
+from tiered.policies.row_schedule import SCHEDULES, RowSchedule, ScheduledRows
 
 ShiftCaching = Literal["un", "un_right", "right"]
 
 
 def policy(name: str, **options: Any) -> Policy:
     """The policy `name` as its authors' code has it. Raises what `make_policy` raises."""
-    kinds: Mapping[str, type[Policy]] = {
-        "fast_dllm_prefix": OfficialPrefix,
-        "fast_dllm_dual": OfficialDual,
-        "dkv_decode": OfficialDecode,
-        "dkv_pd": OfficialPD,
-        "dkv_greedy": OfficialGreedy,
-        "dllm_cache": OfficialDLLMCache,
-    }
-    return with_options(kinds[name], name, {}, options) if name in kinds else make_policy(name, **options)
+    kinds = {"fast_dllm_prefix": OfficialBlocks, "fast_dllm_dual": OfficialBlocks}
+    kinds |= {"dkv_decode": OfficialDKV, "dkv_pd": OfficialDKV, "dkv_greedy": OfficialDKV}
+    if name == "dllm_cache":
+        return with_options(OfficialDLLMCache, name, {}, options)
+    if name not in kinds:
+        return make_policy(name, **options)
+    row = SCHEDULES[name]
+    return with_options(partial(kinds[name], name=name, rows=row.rows), name, {**row.fixed, **row.options}, options)
 
 
 def rule(name: str, **options: Any) -> CommitRule:
@@ -60,15 +58,7 @@ def rule(name: str, **options: Any) -> CommitRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfficialPrefix(FastDLLMPrefix):
-    """See `_FirstTokenAlone`."""
-
-    def start(self) -> PolicyState:
-        return _FirstTokenAlone(super().start())
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfficialDual(FastDLLMDual):
+class OfficialBlocks(RowSchedule):
     """See `_FirstTokenAlone`."""
 
     def start(self) -> PolicyState:
@@ -170,14 +160,19 @@ class _Endless(MostWanted):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shifted:
-    """`shift_caching`: on a family with shifted predictions, the token whose commit lets a row be kept: the one that it
-    predicts ("un": its own may still be a mask), or both ("un_right"). For the last row see `_OfficialRows`."""
+class OfficialDKV(RowSchedule):
+    """`dkv_decode` and `dkv_greedy` count intervals within each block. A block of `dkv_decode` begins with two full
+    steps; with shifted predictions, one.
+
+    Attributes:
+        shift_caching: on a family with shifted predictions, the token whose commit lets a row be kept: the one that it
+            predicts ("un": its own may still be a mask), or both ("un_right"). For the last row see `_OfficialRows`.
+    """
 
     shift_caching: ShiftCaching = "un_right"
 
     def __post_init__(self) -> None:
-        super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue] of the policy beside it
+        super().__post_init__()
         if self.shift_caching not in get_args(ShiftCaching):
             raise unknown_name("shift_caching", str(self.shift_caching), get_args(ShiftCaching))
         if self.shift_caching == "right":
@@ -186,52 +181,25 @@ class _Shifted:
                 "`dream_sequence` decodes; 'un' and 'un_right' are allowed"
             )
 
-
-@dataclass(frozen=True, kw_only=True)
-class OfficialDecode(_Shifted, DKVDecode):
-    """Intervals are counted within each block, which begins with two full steps; with shifted predictions, one."""
-
-    def start(self) -> PolicyState:
-        every = "block" if self.refresh_interval is None else self.refresh_interval
-        recipe = Recipe(
-            rows="undecided", delay=self.delay, prompt_interval=every, response_interval=every, by_block=True
-        )
-        return _OfficialRows(recipe, self.shift_caching, full_steps=2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfficialPD(_Shifted, DKVPD):
-    """See `_Shifted`."""
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        shift = {} if self.name == "dkv_greedy" else {"shift_caching": "un_right"}
+        return {**super().defaults, **shift}
 
     def start(self) -> PolicyState:
-        recipe = Recipe(
-            rows="undecided", delay=self.delay,
-            prompt_interval=self.prompt_interval, response_interval=self.refresh_interval,
-        )  # fmt: skip
-        return _OfficialRows(recipe, self.shift_caching)
+        by_block = self if self.name == "dkv_pd" else replace(self, refresh_blocks=1)
+        return _OfficialRows(by_block, self.shift_caching, full_steps=2 if self.name == "dkv_decode" else 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OfficialGreedy(DKVGreedy):
-    """Intervals are counted within each block, and the window in masks around the tokens that are decoded next."""
-
-    def start(self) -> PolicyState:
-        every = "block" if self.refresh_interval is None else self.refresh_interval
-        recipe = Recipe(
-            rows="upcoming", window=self.window, prompt_interval=every, response_interval=every, by_block=True
-        )
-        return _OfficialRows(recipe, "un_right")
-
-
-class _OfficialRows(RecipeState):
+class _OfficialRows(ScheduledRows):
     """With "un" the canvas's last row counts as one that predicts the first token, except in a sequence's first
     forwards. With "un_right" it is open if the row in front of it is.
 
     `full_steps`: steps at a block's beginning that recompute every row.
     """
 
-    def __init__(self, recipe: Recipe, shift_caching: ShiftCaching, full_steps: int = 0) -> None:
-        super().__init__(recipe)
+    def __init__(self, schedule: RowSchedule, shift_caching: ShiftCaching, full_steps: int) -> None:
+        super().__init__(schedule)
         self._shift_caching, self._full_steps = shift_caching, full_steps
 
     def due(self, step: Step) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -239,7 +207,7 @@ class _OfficialRows(RecipeState):
         return (step.active, step.active) if full else super().due(step)
 
     def undecided(self, step: Step, delay: int) -> Bool[Tensor, "batch length"]:
-        dates, clock = step.canvas.committed_at, areas.clock(step)
+        dates, clock = step.canvas.committed_at, row_sets.clock(step)
         own = (dates >= clock - delay) & (dates != PROMPT)
         shift = step.start - step.first_row
         if not shift:

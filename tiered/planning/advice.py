@@ -17,7 +17,6 @@ from tiered.planning.rehearsal import prompt_of
 from tiered.planning.times import CallTime, call_time
 from tiered.planning.workload import Workload
 from tiered.policies.auto import Auto
-from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
 
@@ -101,16 +100,16 @@ def _other_ways(workload: Workload, budget: MemoryBudget) -> Iterator[tuple[Work
         for code in RowCode:
             changed = workload.resized(kv=code)
             yield changed, f"keep keys and values as {code}, which changes answers", {"kv": code.value}
-    if isinstance(policy, Polestar | FastDLLMPrefix | FastDLLMDual):
+    if "refresh" in policy.options or "refresh_blocks" in policy.options:
         option = "refresh" if isinstance(policy, Polestar) else "refresh_blocks"
         # Beside `refresh_interval`, refreshes are what was asked for.
-        opened = policy if policy.refresh_interval is not None else replace(policy, **{option: "auto"})
+        opened = policy if policy.options["refresh_interval"] is not None else replace(policy, **{option: "auto"})
         for other in opened.candidates(sizes, prompt_of(sizes)):
             value = getattr(other, option)
             if value != getattr(policy, option):
                 yield Workload(other, sizes), f"begin blocks with {option} {value}", {option: value}
     for other in Auto().candidates(sizes, prompt_of(sizes)):
-        if type(other) is not type(policy):
+        if other.name != policy.name:
             yield Workload(other, sizes), f"use policy {other}", {"policy": other.name, **other.changed}
 
 
@@ -149,7 +148,6 @@ def _changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
 def _hidden_changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
     """Changes to what the policy keeps of hidden states."""
     policy, sizes = workload.policy, workload.sizes
-    # Of a composed policy they are options within an option.
     if not isinstance(policy, Polestar) or (records := policy.record_bytes(sizes)) is None:
         return
 

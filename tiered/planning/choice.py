@@ -2,7 +2,7 @@
 begins, and the same every time."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tiered.core.budget import MemoryBudget
@@ -19,7 +19,7 @@ from tiered.planning.times import CallTime, call_time
 from tiered.planning.workload import Workload
 from tiered.policies.base import Policy
 from tiered.policies.block_causal import BlockCausal
-from tiered.policies.schedule import LEAST_STALE_PROMPT
+from tiered.policies.row_schedule import LEAST_STALE_PROMPT
 
 # Candidates whose times are so close are equal: a rehearsal is no closer to a call.
 TIE = 1.1
@@ -55,7 +55,7 @@ class Choice:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON."""
-        policy = {"policy": self.policy.name, "policy_options": asdict(self.policy), "why": self.why}
+        policy = {"policy": self.policy.name, "policy_options": self.policy.options, "why": self.why}
         return policy | {"kv": self.kv or RAW, "kv_why": self.kv_why}
 
 

@@ -1,7 +1,7 @@
 """The bytes of a call before anything is loaded: what fits, how far the context goes, and what to change."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ def plan(
         family=family.name,
         sizes=sizes,
         policy=chosen.name,
-        policy_options=asdict(chosen),
+        policy_options=chosen.options,
         why=choice.why,
         tiers={tier: TierPlan(accounts=accounts[tier], cap=budget.cap(tier)) for tier in Tier},
         largest_context=_largest_context(workload, budget),

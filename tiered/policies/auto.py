@@ -7,13 +7,10 @@ from tiered.forward.sizes import CallSizes
 from tiered.models.shape import BLOCK_CAUSAL, CANVAS, Sight
 from tiered.policies.base import Policy, PolicyState
 from tiered.policies.block_causal import BlockCausal
-from tiered.policies.dkv_cache import DKVPD
 from tiered.policies.dllm_cache.policy import DLLMCache
 from tiered.policies.elastic_cache.policy import ElasticCache
-from tiered.policies.fast_dllm import FastDLLMDual
-from tiered.policies.none import NoCache
 from tiered.policies.polestar.policy import Polestar
-from tiered.policies.schedule import LEAST_STALE_PROMPT, SELDOM
+from tiered.policies.row_schedule import LEAST_STALE_PROMPT, SELDOM, row_schedule
 
 
 class Held(NamedTuple):
@@ -34,10 +31,10 @@ SELDOM_FROM = 960  # tokens of the shortest prompts behind which blocks without 
 # The plainest first. Right answers: docs/policies.md (drops: several blocks behind 1000 and 2000 tokens),
 # docs/benchmarks.md (compare: lookups in 1024 positions) and docs/embedded-model.md (accuracy: lookups in 512 to 2048).
 HELD: tuple[Held, ...] = (
-    Held(NoCache(), 0),
-    Held(FastDLLMDual(), LEAST_STALE_PROMPT),
-    Held(FastDLLMDual(refresh_blocks=SELDOM), SELDOM_FROM),
-    Held(DKVPD(), LEAST_STALE_PROMPT),
+    Held(row_schedule("none"), 0),
+    Held(row_schedule("fast_dllm_dual"), LEAST_STALE_PROMPT),
+    Held(row_schedule("fast_dllm_dual", refresh_blocks=SELDOM), SELDOM_FROM),
+    Held(row_schedule("dkv_pd"), LEAST_STALE_PROMPT),
     Held(DLLMCache(), LEAST_STALE_PROMPT),
     Held(ElasticCache(), LEAST_STALE_PROMPT, one_block=True),
     Held(Polestar(), LEAST_STALE_PROMPT),

@@ -29,7 +29,7 @@ from tiered.observe.analysis.uncached import (
     uncached_forward,
 )  # fmt: skip
 from tiered.policies.base import Policy, PolicyState, Step, StepKind
-from tiered.policies.none import NoCache
+from tiered.policies.row_schedule import row_schedule
 from tiered.runtime import Runtime
 
 
@@ -69,7 +69,7 @@ class StalenessInspector:
         before the next; the comparison's temporaries are fewer than a layer's."""
         check_canvas(shape)
         sizes = CallSizes(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype)
-        return forward_bytes(sizes, NoCache().features(shape))
+        return forward_bytes(sizes, row_schedule("none").features(shape))
 
     def after_forward(
         self,

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from tiered.core.checks import check_integer, check_number
+from tiered.core.checks import check_integer, check_interval, check_number
 from tiered.core.features import Account, Feature
 from tiered.forward.sizes import CallSizes
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.dllm_cache.branch_bytes import branch_bytes
 from tiered.policies.dllm_cache.program import BranchStep, Work
-from tiered.policies.schedule import check_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

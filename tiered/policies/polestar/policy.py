@@ -26,7 +26,7 @@ from tiered.policies.polestar.options import PolestarOptions
 from tiered.policies.polestar.record_bytes import hidden_record_bytes
 from tiered.policies.polestar.update import Update
 from tiered.policies.polestar.update_log import GroupUpdate
-from tiered.policies.schedule import LEAST_STALE_PROMPT
+from tiered.policies.row_schedule import LEAST_STALE_PROMPT
 from tiered.tiers.record_bytes import RecordBytes
 
 
