@@ -20,8 +20,6 @@ from tiered.forward.forward import Forward
 from tiered.kernels import choice
 from tiered.kernels.host_values import on_device
 from tiered.offload.codecs import CODECS, Codec
-from tiered.policies.base import StepKind
-from tiered.policies.registry import make_policy
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not in its interpreter")
 TOKENS = {"vocab_size": 128, "mask_token_id": 127, "eos_token_id": 126, "pad_token_id": 125, "torch_dtype": "bfloat16"}
@@ -144,31 +142,27 @@ def test_kernels_answer_as_their_references(family: str, rows: Rows, random_mode
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def check_outside(policy: str, rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        if "op" not in row:
-            assert make_policy(policy).launches_outside(StepKind(row["kind"])) == pytest.approx(row["outside"], abs=1)
+# Of each kind of forward at most: launches of a layer, reads by the host in all layers, launches outside of layers.
+# These numbers only fall. Which clusters of `polestar` drift most, and so what an update mends, depends on rounding.
+MOST: dict[str, dict[str, tuple[int, int, int]]] = {
+    "fast_dllm_dual": {"refresh": (17, 0, 54), "step": (17, 0, 54)},
+    "dkv_pd": {"refresh": (17, 0, 54), "step": (17, 0, 129)},
+    "dllm_cache": {"refresh": (20, 0, 54), "step": (47, 0, 54), "update": (20, 0, 56)},
+    "elastic_cache": {"refresh": (61, 0, 159), "step": (119, 6, 150)},
+    "polestar": {"refresh": (199, 6, 54), "step": (17, 0, 65), "update": (37, 2, 65)},
+}
 
 
-@pytest.mark.parametrize("policy", ["fast_dllm_dual", "dkv_pd", pytest.param("elastic_cache", marks=pytest.mark.slow)])
-def test_a_plan_knows_what_is_launched_outside_of_layers(policy: str):
+@pytest.mark.parametrize(
+    "policy",
+    ["fast_dllm_dual", "dkv_pd", *(pytest.param(name, marks=pytest.mark.slow) for name in [*MOST][2:])],
+)
+def test_forwards_of_a_policy_launch_and_read_no_more_than_this(policy: str):
     rows = count(policy, {})
-    assert {row["kind"] for row in rows} == {"refresh", "step"}
-    check_outside(policy, rows)
-
-
-# Launches of a layer and reads in all layers of a forward, at most: these numbers only fall. Which clusters drift most,
-# and so what an update mends, hangs on rounding.
-MOST = {"refresh": (199, 6), "step": (17, 0), "update": (37, 2)}
-
-
-@pytest.mark.slow
-def test_a_layer_of_polestar_launches_and_reads_no_more_than_this():
-    rows = count("polestar", {})
     kinds = {row["kind"]: row for row in rows if "op" not in row}
-    assert kinds.keys() == MOST.keys()
-    for kind, (launches, reads) in MOST.items():
-        assert kinds[kind]["launches"] <= launches and kinds[kind]["reads"] <= reads, kinds[kind]
+    assert kinds.keys() == MOST[policy].keys()
+    for kind, most in MOST[policy].items():
+        found = kinds[kind]
+        assert all(found[name] <= at_most for name, at_most in zip(("launches", "reads", "outside"), most, strict=True))
         of = [row for row in rows if row["kind"] == kind and "op" in row]
-        assert sum(row["launches"] for row in of) == pytest.approx(kinds[kind]["launches"])
-    check_outside("polestar", rows)
+        assert sum(row["launches"] for row in of) == pytest.approx(found["launches"])

@@ -232,13 +232,13 @@ def predicted(
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[StepRows]:
     """The rows of every step, as the policy gives them."""
     made: list[StepRows] = []
-    rows: Callable[..., StepRows] = polestar._Drifting.rows
+    rows: Callable[..., StepRows] = polestar.Drifting.rows
 
-    def noted(self: polestar._Drifting, step: Step) -> StepRows:
+    def noted(self: polestar.Drifting, step: Step) -> StepRows:
         made.append(rows(self, step))
         return made[-1]
 
-    monkeypatch.setattr(polestar._Drifting, "rows", noted)
+    monkeypatch.setattr(polestar.Drifting, "rows", noted)
     return made
 
 

@@ -1,4 +1,4 @@
-"""The seconds of a plan: the forwards that it rehearses are those of a call, and time follows from their work."""
+"""The seconds of a plan: the forwards of its dry run are those of a call, and time follows from their work."""
 
 import json
 from dataclasses import replace
@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from measuring.store import read_rows
 from workloads.models import random_model
 from workloads.variants import Variant, all_variants
 
@@ -16,15 +15,12 @@ import tiered
 from tiered.cli.main import main
 from tiered.core.rates import DEVICES, Rates, rates_of
 from tiered.forward.sizes import CallSizes
-from tiered.planning.rehearsal import MOST_BLOCKS, Rehearsed, answer_of, rehearse
-from tiered.planning.times import call_time, forward_seconds
+from tiered.planning.times import MOST_BLOCKS, DryForward, answer_of, call_time, dry_run, forward_seconds
 from tiered.planning.workload import Workload
 from tiered.policies.base import StepKind
-from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
-ROOT = Path(__file__).resolve().parents[1]
 GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = {"llada": "llada/llada_tiny_gqa", "dream": "dream/dream_tiny"}
 PROMPT, BLOCKS, BLOCK = 41, 3, 8
@@ -46,12 +42,12 @@ def runtimes() -> dict[str, Runtime]:
     }
 
 
-def rehearsed(runtime: Runtime, policy: Any, tokens: int) -> list[Rehearsed]:
+def dry(runtime: Runtime, policy: Any, tokens: int) -> list[DryForward]:
     sizes = CallSizes(
         shape=runtime.model.shape, batch=1, context=PROMPT + BLOCKS * BLOCK, block_length=BLOCK, dtype="float32",
         answer=BLOCKS * BLOCK,
     )  # fmt: skip
-    return list(rehearse(policy, sizes, tokens_per_forward=tokens))
+    return list(dry_run(policy, sizes, tokens_per_forward=tokens))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4])
@@ -63,7 +59,7 @@ def test_forwards_are_those_of_a_call(runtimes: dict[str, Runtime], family: str,
     call: dict[str, Any] = variant.call(answer=BLOCKS * BLOCK, block=BLOCK) | {"steps": BLOCKS * BLOCK // tokens}
     policy = variant.make()
     out = runtime.with_policy(policy).generate(ids, stop_at_eos=False, **call)
-    found = rehearsed(runtime, policy, tokens)
+    found = dry(runtime, policy, tokens)
     assert {kind: sum(each.kind is kind for each in found) for kind in StepKind} == {
         kind: out.passes.get(kind, 0) for kind in StepKind
     }
@@ -84,26 +80,9 @@ def test_what_updates_fetch_is_what_they_choose(options: dict[str, Any]):
     sizes = CallSizes(
         shape=runtime.model.shape, batch=1, context=576, block_length=16, dtype="float32", answer=64
     )  # fmt: skip
-    fetched = sum(each.fetched for each in rehearse(policy, sizes, tokens_per_forward=4))
+    fetched = sum(each.fetched for each in dry_run(policy, sizes, tokens_per_forward=4))
     assert fetched <= out.memory.moved.get("host->device", 0) <= 4 * fetched
     assert (fetched > 0) is (policy.hidden_tier == "host")  # type: ignore[attr-defined]
-
-
-def test_launches_are_those_that_were_counted():
-    rows, _ = read_rows(ROOT / "bench" / "results" / "update")
-    counted = [row for row in rows if row.get("part") == "launches" and row.get("kind") and "op" not in row]
-    named = {"polestar-drift": Polestar(refresh="drift")}
-    found = {
-        (row["policy"], row["kind"]): (named.get(row["policy"]) or make_policy(row["policy"])).launches(
-            StepKind(row["kind"])
-        )
-        for row in counted
-        if row["policy"] != "polestar-window"  # whose refreshes cut more clusters, and clusters alone
-    }
-    assert len(found) > 8
-    for row in counted:
-        if (of := (row["policy"], row["kind"])) in found:
-            assert found[of] == pytest.approx(row["launches"], abs=1), of
 
 
 @pytest.mark.parametrize(("policy", "refreshes"), [("dkv_pd", 1), ("fast_dllm_dual", 40)])

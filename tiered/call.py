@@ -162,10 +162,9 @@ class CallSpace:
             policy,
             sizes,
             self._ledger.budget,
-            tokens_per_forward=chosen.tokens_per_forward,
-            rewrites=chosen.rule().rewrites,
             prompt=shortest,
             kv_open=self._kv_open,
+            tokens_per_forward=chosen.tokens_per_forward,
         )
 
     def check_alone(self, policy: Policy, sizes: CallSizes) -> None:

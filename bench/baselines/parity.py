@@ -402,9 +402,6 @@ class _OfficialStep(BranchStep):
         super().__init__(work, answer, block)
         self._edge = edge
 
-    def expected_rows(self, span: int, layers: int) -> float:
-        return span - (span - super().expected_rows(span, layers)) * (layers - 1) / layers
-
     def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
         flow = super().__call__(forward, layer, flow)
         if self._edge is not None:

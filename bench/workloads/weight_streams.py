@@ -24,7 +24,6 @@ from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, TransferEvent
 from tiered.output import GenerationOutput
 from tiered.planning.times import forward_seconds
-from tiered.policies.base import StepKind
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from tiered.tiers.stats import WayStats
@@ -48,8 +47,7 @@ def copy_over_forward(policy: str, link: str) -> float:
         return 1.0
     made, rates = make_policy(policy), rates_of(gpu)
     sizes = tiered.plan("llada-8b", context=CONTEXT, block_length=BLOCK, policy=policy, device=gpu).sizes
-    rows, kind = (CONTEXT, StepKind.REFRESH) if policy == "none" else (BLOCK, StepKind.STEP)
-    seconds, _ = forward_seconds(made, sizes, rows, 0, rates, kind=kind)
+    seconds, _ = forward_seconds(made, sizes, CONTEXT if policy == "none" else BLOCK, 0, rates)
     return sizes.shape.layers * layer_bytes(sizes.shape, sizes.dtype) / rates.link_bytes_per_second / seconds
 
 

@@ -8,15 +8,10 @@ from typing import Any
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.byte_size import format_bytes
-from tiered.core.features import Feature, Tier
-from tiered.core.rates import Rates
-from tiered.kernels.row_code import RowCode
-from tiered.models.weight_form import CODES, RAW_WEIGHTS, WeightForm
-from tiered.planning.choice import TIE, goes
-from tiered.planning.rehearsal import prompt_of
-from tiered.planning.times import CallTime, call_time
+from tiered.core.features import Tier
+from tiered.models.weight_form import CODES, WeightForm
+from tiered.planning.times import CallTime
 from tiered.planning.workload import Workload
-from tiered.policies.auto import Auto
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
 
@@ -61,56 +56,6 @@ def too_slow(time: CallTime | None) -> str:
         f"{time.tokens_per_second:.2g} tokens a second by this estimate, {time.tokens_per_forward} a forward: a call "
         "of these sizes is too slow to be of use"
     )
-
-
-def next_best(
-    workload: Workload, budget: MemoryBudget, rates: Rates, *, tokens_per_forward: int, rewrites: bool
-) -> tuple[Advice, bool] | None:
-    """The one change with which a call that fits is the fastest, and whether it takes a tenth less time so; None: there
-    is no other that fits."""
-    if workload.over(budget):
-        return None
-
-    def seconds(of: Workload) -> float:
-        needed = of.needed(budget)
-        return call_time(of.policy, of.sizes, needed, rates, tokens_per_forward=tokens_per_forward).seconds
-
-    now = seconds(workload)
-    ratios = [
-        (seconds(changed) / now, text, change)
-        for changed, text, change in _other_ways(workload, budget)
-        if goes(changed.policy, changed.sizes, rewrites) and not changed.over(budget)
-    ]
-    if not ratios:
-        return None
-    ratio, text, change = min(ratios, key=lambda way: way[0])
-    return Advice(f"{text}: {ratio:.2g} of the time", change), ratio * TIE <= 1
-
-
-def _other_ways(workload: Workload, budget: MemoryBudget) -> Iterator[tuple[Workload, str, dict[str, Any]]]:
-    """Calls that differ in one thing, with what to do for them. Weights that are raw and all on the device stay so."""
-    policy, sizes = workload.policy, workload.sizes
-    weights = workload.needed(budget).weights
-    streamed = weights is not None and weights.layers
-    for form in (RAW_WEIGHTS, *map(WeightForm, CODES)) if streamed or sizes.weights.code else ():
-        if form != sizes.weights:
-            changes = "" if form is RAW_WEIGHTS else ", which changes answers"
-            yield workload.resized(weights=form), f"keep weights {form}{changes}", {"weights": str(form)}
-    if sizes.kv is None and workload.policy.features(sizes.shape)[Feature.KEY] == sizes.shape.layers:
-        for code in RowCode:
-            changed = workload.resized(kv=code)
-            yield changed, f"keep keys and values as {code}, which changes answers", {"kv": code.value}
-    if "refresh" in policy.options or "refresh_blocks" in policy.options:
-        option = "refresh" if isinstance(policy, Polestar) else "refresh_blocks"
-        # Beside `refresh_interval`, refreshes are what was asked for.
-        opened = policy if policy.options["refresh_interval"] is not None else replace(policy, **{option: "auto"})
-        for other in opened.candidates(sizes, prompt_of(sizes)):
-            value = getattr(other, option)
-            if value != getattr(policy, option):
-                yield Workload(other, sizes), f"begin blocks with {option} {value}", {option: value}
-    for other in Auto().candidates(sizes, prompt_of(sizes)):
-        if other.name != policy.name:
-            yield Workload(other, sizes), f"use policy {other}", {"policy": other.name, **other.changed}
 
 
 def _changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:

@@ -81,8 +81,7 @@ class Plan:
             None: all are on the device.
         weights: which of their layers are streamed.
         hidden: what hidden states would take if the policy kept them, part of no tier's total; None: it does.
-        advice: what would make it fit; where it does, at most one change that would be faster.
-        second: where it fits and none would be faster, the change that costs the least time.
+        advice: what would make it fit; empty if it does.
         rates: of the machine that `times` are of; None: no machine was named.
         tokens_per_forward: that the call is expected to commit in each.
         times: of calls that commit more and more tokens a forward.
@@ -103,7 +102,6 @@ class Plan:
     machine: str = ""
     stretch: str = ""
     why: str = ""
-    second: Advice | None = None
     rates: Rates | None = None
     tokens_per_forward: int = 1
     times: tuple[CallTime, ...] = ()
@@ -181,7 +179,6 @@ class Plan:
             "times": [time.as_dict() for time in self.times],
             "warnings": list(self.warnings),
             "advice": [advice.as_dict() for advice in self.advice],
-            "second": None if self.second is None else self.second.as_dict(),
         }
 
     def __str__(self) -> str:
@@ -314,12 +311,9 @@ def _remarks(plan: Plan) -> Iterator[str]:
     for warning in plan.warnings:
         yield from textwrap.wrap(f"warning: {warning}", COLUMNS, subsequent_indent="  ")
     if plan.advice:
-        yield "faster, by this estimate:" if plan.fits else "any one of these makes it fit:"
+        yield "any one of these makes it fit:"
         for advice in plan.advice:
             yield from textwrap.wrap(f"  - {advice.text}", COLUMNS, subsequent_indent="    ")
-    if plan.second is not None:
-        yield "second best, by this estimate:"
-        yield from textwrap.wrap(f"  - {plan.second.text}", COLUMNS, subsequent_indent="    ")
 
 
 def _row(label: str, size: int, note: str = "") -> str:

@@ -1,28 +1,49 @@
-"""Which policy a call runs under, and which code its keys and values are in, where that is left open: decided before it
+"""Which policy a call runs under, and which code its keys and values are in, if that is open: decided before the call
 begins, and the same every time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import KEY_VALUE
 from tiered.core.rates import Rates, nominal_rates
-from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallSizes, Gpu
+from tiered.forward.sizes import AUTO, DEFAULT_BLOCK_LENGTH, RAW, CallSizes, Gpu
 from tiered.kernels.row_code import RowCode
 from tiered.models.shape import ModelShape
 from tiered.models.weight_form import CODES, RAW_WEIGHTS, WeightForm, told_drop
-from tiered.planning.checks import check_policy
-from tiered.planning.rehearsal import prompt_of
-from tiered.planning.times import CallTime, call_time
+from tiered.planning.times import CallTime, answer_of, call_time, prompt_of
 from tiered.planning.workload import Workload
+from tiered.policies.auto import Auto
 from tiered.policies.base import Policy
 from tiered.policies.block_causal import BlockCausal
-from tiered.policies.row_schedule import LEAST_STALE_PROMPT
+from tiered.policies.row_schedule import LEAST_STALE_PROMPT, SELDOM, row_schedule
 
-# Candidates whose times are so close are equal: a rehearsal is no closer to a call.
-TIE = 1.1
+
+class Row(NamedTuple):
+    """A row of `TABLE`.
+
+    Attributes:
+        least_prompt: tokens of the shortest prompt from which on the policy was measured to answer as `none` does.
+        least_blocks: blocks of the answer from which on the policy is the fastest.
+        policy: what such a call runs under.
+    """
+
+    least_prompt: int
+    least_blocks: int
+    policy: Policy
+
+
+# The first row whose numbers a call reaches is what `auto` means; below all of them it is `none`. Seconds: the map of
+# docs/benchmarks.md (regimes), which tests/test_choice.py holds the rows to. Answers: docs/policies.md (drops: several
+# blocks behind 1000 and 2000 tokens), docs/benchmarks.md (compare) and docs/embedded-model.md (accuracy).
+TABLE: tuple[Row, ...] = (
+    Row(960, 2, row_schedule("fast_dllm_dual", refresh_blocks=SELDOM)),
+    Row(LEAST_STALE_PROMPT, 1, row_schedule("fast_dllm_dual")),
+)
+# An option that is "auto": its value in calls of one block or a short prompt, and in all others.
+REFRESHES: Mapping[str, tuple[Any, Any]] = {"refresh": ("full", "drift"), "refresh_blocks": (1, SELDOM)}
 # A step that streams raw keys and values may take so many times as long as one over a code before the code is chosen.
 PATIENCE = 1.25
 # The one that may be chosen, which rounds least; `bench/measure.py drops` counts the answers that it costs. Others are
@@ -64,55 +85,52 @@ def choose(
     sizes: CallSizes,
     budget: MemoryBudget,
     *,
-    tokens_per_forward: int,
-    kv_open: bool = False,
-    rewrites: bool = False,
     prompt: int | None = None,
+    kv_open: bool = False,
+    tokens_per_forward: int = 1,
     rates: Rates | None = None,
 ) -> Choice:
-    """The policy that a call of `sizes` runs under: `policy` itself, unless it leaves something open; then the fastest
-    of its candidates (`Policy.candidates`) that fits the `budget`, or where several are within a tenth of it, the
-    plainest of them. Where none fits, the plainest: what it lacks is then said.
+    """The policy that a call of `sizes` runs under: `policy` itself, unless an option of it is "auto". `TABLE` decides
+    that by the prompt, the blocks of the answer and the `budget`.
 
     Args:
-        tokens_per_forward: that are committed in each, of a sequence.
+        prompt: tokens of the shortest prompt; None for prompts as long as the canvas has room for.
         kv_open: the code of keys and values is not that of `sizes`: they are raw, unless a step would be slowed down by
             streaming them, or they do not fit at all; then in `CHOSEN_CODE`, if that fits.
-        rewrites: whether any token of a block may change in a step.
-        prompt: tokens of the shortest prompt; None: all are as long as the canvas has room for.
-        rates: of the machine; None: nominal ones, by its name.
+        tokens_per_forward, rates: of the estimate that `kv_open` needs.
     """
-    longest = prompt_of(sizes)
-    prompt = longest if prompt is None else prompt
-    candidates = policy.candidates(sizes, prompt)
-    if candidates == (policy,) and not kv_open:
-        return Choice(policy, kv=sizes.kv)
+    prompt = prompt_of(sizes) if prompt is None else prompt
+    chosen, why = _by_table(policy, sizes, budget, prompt)
+    if not kv_open:
+        return Choice(chosen, why, sizes.kv)
     rates = nominal_rates(None if sizes.gpu is None else sizes.gpu.name) if rates is None else rates
 
     def time(of: Workload) -> CallTime:
-        # Prompts of about one length have one rehearsal.
-        about = replace(of.sizes, context=of.sizes.context + -longest % of.sizes.block_length)
-        return call_time(of.policy, about, of.needed(budget), rates, tokens_per_forward=tokens_per_forward)
+        return call_time(of.policy, of.sizes, of.needed(budget), rates, tokens_per_forward=tokens_per_forward)
 
-    def chosen(of: Workload, why: str) -> Choice:
-        return Choice(of.policy, why, of.sizes.kv, reasons[of])
+    found, kv_why = _coded(Workload(chosen, sizes), budget, time)
+    return Choice(chosen, why, found.sizes.kv, kv_why)
 
-    reasons = {Workload(each, sizes): "" for each in candidates}
-    if kv_open:
-        reasons = dict(_coded(of, budget, time) for of in reasons)
-    if candidates == (policy,):
-        return chosen(next(iter(reasons)), "")
-    fitting = [of for of in reasons if goes(of.policy, sizes, rewrites) and not of.over(budget)]
-    if len(fitting) < 2:
-        return chosen((fitting or [*reasons])[0], _why_alone(prompt, candidates, fitting))
-    seconds = [time(of).seconds for of in fitting]
-    found = next(number for number, each in enumerate(seconds) if each <= TIE * min(seconds))
-    other = 0 if found else min(range(1, len(fitting)), key=seconds.__getitem__)
-    return chosen(
-        fitting[found],
-        f"{seconds[found] / seconds[other]:.2g} of the time of {fitting[other].policy} where a forward commits "
-        f"{tokens_per_forward}: an estimate ({rates.source})",
-    )
+
+def _by_table(policy: Policy, sizes: CallSizes, budget: MemoryBudget, prompt: int) -> tuple[Policy, str]:
+    """The policy that `policy` means in such a call, and why if an option of it is "auto"."""
+    blocks = answer_of(sizes) // sizes.block_length
+    if not isinstance(policy, Auto):
+        seldom = prompt >= LEAST_STALE_PROMPT and blocks > 1
+        opened = {name: of[seldom] for name, of in REFRESHES.items() if getattr(policy, name, None) == AUTO}
+        why = f"{blocks} block{'s' * (blocks > 1)} behind {prompt} tokens"
+        return (replace(policy, **opened), why) if opened else (policy, "")
+    if sizes.shape.block_causal:
+        return BlockCausal(), "keys and values of finished blocks are exact"
+    row = next((row for row in TABLE if prompt >= row.least_prompt and blocks >= row.least_blocks), None)
+    if row is None:
+        return row_schedule(
+            "none"
+        ), f"caches lose answers to prompts below {LEAST_STALE_PROMPT} tokens, as this one of {prompt}"
+    if not Workload(row.policy, sizes).over(budget):
+        return row.policy, f"the fastest measured for {blocks} block{'s' * (blocks > 1)} behind {prompt} tokens"
+    fits = not Workload(none, sizes).over(budget)
+    return none, "nothing else fits the budget" if fits else "nothing fits the budget"
 
 
 def _coded(raw: Workload, budget: MemoryBudget, time: Callable[[Workload], CallTime]) -> tuple[Workload, str]:
@@ -177,23 +195,3 @@ def choose_form(
 def _step(time: CallTime) -> float:
     """Seconds of the shortest kind of forward."""
     return min(kind.seconds for kind in time.kinds.values())
-
-
-def goes(policy: Policy, sizes: CallSizes, rewrites: bool) -> bool:
-    """Whether the model and the policy go together in such a call."""
-    try:
-        check_policy(
-            policy, sizes.shape, name=sizes.shape.family, block_length=sizes.block_length, guidance=None, ordered=False,
-            rewrites=rewrites,
-        )  # fmt: skip
-    except ValueError:
-        return False
-    return True
-
-
-def _why_alone(prompt: int, candidates: tuple[Policy, ...], fitting: list[Workload]) -> str:
-    if BlockCausal() in candidates:
-        return "keys and values of finished blocks are exact"
-    if len(candidates) == 1:
-        return f"caches lose answers to prompts below {LEAST_STALE_PROMPT} tokens, as this one of {prompt}"
-    return "nothing else fits the budget" if fitting else "nothing fits the budget"

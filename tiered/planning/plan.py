@@ -20,7 +20,7 @@ from tiered.models.quantised import require_readable
 from tiered.models.rotation import rotation_of, stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, held_form
-from tiered.planning.advice import advise, next_best, too_slow
+from tiered.planning.advice import advise, too_slow
 from tiered.planning.card import Plan, TierPlan, machine_of
 from tiered.planning.checks import beyond_training, check_block, check_policy, check_positions
 from tiered.planning.choice import choose, choose_form
@@ -118,7 +118,6 @@ def plan(
     )
     _check(chosen, sizes, name)
     tokens = min(_size("tokens_per_forward", tokens_per_forward), sizes.block_length)
-    rewrites = shape.noise != "mask"
     form_why = ""
     held = _held(path_or_config, config, shape) if str(weights) in (AUTO, RAW) else None
     if held is not None:
@@ -126,15 +125,10 @@ def plan(
     elif weights == AUTO:
         form, form_why = choose_form(chosen, shape, sizes.dtype, gpu, budget, rates=rates)
         sizes = replace(sizes, weights=form)
-    choice = choose(
-        chosen, sizes, budget, tokens_per_forward=tokens, kv_open=code == AUTO, rewrites=rewrites, rates=rates
-    )
+    choice = choose(chosen, sizes, budget, kv_open=code == AUTO, tokens_per_forward=tokens, rates=rates)
     chosen, sizes = choice.policy, replace(sizes, kv=choice.kv)
     workload = Workload(chosen, sizes)
     accounts, needed = workload.accounts(budget), workload.needed(budget)
-    best = None
-    if rates is not None:
-        best = next_best(workload, budget, rates, tokens_per_forward=tokens, rewrites=rewrites)
     times = () if rates is None else tuple(
         call_time(chosen, sizes, needed, rates, tokens_per_forward=each)
         for each in sorted({*TOKENS_PER_FORWARD, tokens})
@@ -156,8 +150,7 @@ def plan(
         streams=needed.streams,
         weights=needed.weights,
         hidden=HiddenBytes.of(sizes) if needed.records is None and not shape.block_causal else None,
-        advice=tuple(advise(workload, budget)) if best is None or not best[1] else (best[0],),
-        second=None if best is None or best[1] else best[0],
+        advice=tuple(advise(workload, budget)),
         rates=rates,
         tokens_per_forward=tokens,
         times=times,

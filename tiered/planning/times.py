@@ -1,38 +1,65 @@
-"""How long a call takes: the work of its forwards, as they are rehearsed, over the rates of a machine."""
+"""The seconds of a call: the forwards of a dry run, and for each a roofline of its bytes, FLOP, copies and launches."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from tiered.core.features import Feature
+import torch
+
+from tiered.core.canvas import Canvas
+from tiered.core.features import Feature, Tier
 from tiered.core.rates import CODED_PRODUCTS, Rates
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import ForwardWork, forward_work
 from tiered.forward.sizes import CallSizes
 from tiered.models.weight_form import read_bytes
+from tiered.offload.codec_bytes import codec_bytes
+from tiered.offload.slabs import UNIT
 from tiered.planning.call_bytes import CallBytes
-from tiered.planning.rehearsal import answer_of, rehearse
-from tiered.policies.base import PLAIN_LAUNCHES, Policy, StepKind
+from tiered.policies.base import Policy, Step, StepKind, StepRows
+from tiered.policies.dllm_cache.program import BranchStep
+from tiered.policies.polestar.cluster_sizes import ClusterSizes
+from tiered.policies.polestar.policy import Drifting, Polestar
+from tiered.policies.polestar.update import Update
 
 TOKENS_PER_FORWARD = (1, 2, 4, 8)
-# Of a CPU: one layer of one feature that is streamed takes as long, beside its bytes, as so many layers with next to no
-# work: 2.3 ms (docs/benchmarks.md, regimes at budget 0.5 and 1 over those without).
-STREAMED_LAYER = 11
-# A row that is compared and left takes so much of the time of one that is recomputed: its value is projected, and what
-# branches made of it is read and added (docs/benchmarks.md, regimes: dLLM-Cache with 16 blocks beside 4).
-COMPARED_ROW = 0.2
+# Launches of a layer without a program, of a layer with one (of 20 to 199 the middle), and outside of all layers, most
+# of them to propose and commit tokens. tests/test_launches.py has the counts by policy and kind of forward.
+PLAIN_LAUNCHES, PROGRAM_LAUNCHES, OUTSIDE_LAUNCHES = 18, 45, 53
+ANSWER_BLOCKS = 8  # of an answer whose length is not given
+MOST_BLOCKS = 32  # of an answer that a dry run goes through; later blocks are like them
+_MASK = 1  # an id that is in no prompt
+
+
+class DryForward(NamedTuple):
+    """One forward of a call without its model.
+
+    Attributes:
+        block: number of the block that it belongs to.
+        kind: what the forward is for.
+        rows: rows of a sequence, on average over layers; an expectation if the model decides.
+        fetched: bytes that arrive beside layers that are streamed.
+        launches: launches of a layer.
+    """
+
+    block: int
+    kind: StepKind
+    rows: float
+    fetched: float = 0.0
+    launches: float = PLAIN_LAUNCHES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardTime:
-    """Of one kind of forward, on average.
+    """The average forward of one kind.
 
     Attributes:
-        rows: of a sequence, on average over layers.
-        count: of a call.
-        seconds: of one.
-        bound: what sets its pace: reading "weights", or "keys and values"; "products"; the "link"; or "launches".
+        rows: rows of a sequence, on average over layers.
+        count: forwards of this kind in the call.
+        seconds: seconds of one.
+        bound: the slowest part: reading "weights", or "keys and values"; "products"; the "link"; or "launches".
     """
 
     rows: float
@@ -47,13 +74,13 @@ class ForwardTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTime:
-    """Of a call that commits `tokens_per_forward` tokens of a sequence in each.
+    """A call that commits `tokens_per_forward` tokens of a sequence in each forward.
 
     Attributes:
         answer: tokens of a sequence.
-        blocks: of the answer.
-        sequences: answered together.
-        kinds: forwards by kind.
+        blocks: blocks of the answer.
+        sequences: sequences that are answered together.
+        kinds: the forwards by kind.
     """
 
     tokens_per_forward: int
@@ -64,12 +91,12 @@ class CallTime:
 
     @property
     def seconds(self) -> float:
-        """Of the call."""
+        """Seconds of the call."""
         return sum(kind.count * kind.seconds for kind in self.kinds.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all sequences."""
+        """Tokens a second of all sequences together."""
         return self.sequences * self.answer / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,16 +113,15 @@ class CallTime:
 def call_time(
     policy: Policy, sizes: CallSizes, needed: CallBytes, rates: Rates, *, tokens_per_forward: int
 ) -> CallTime:
-    """How long a call of `sizes` takes that holds what is `needed`, of which every forward moves what is streamed."""
-    streams = () if needed.streams is None else needed.streams.streams
-    streamed = sum(len(stream.layers) for stream in streams)
-    of_weights = 0 if needed.weights is None else needed.weights.moved
+    """The seconds of a call of `sizes` that takes what is `needed`. Every forward moves all that is streamed."""
+    streamed = 0 if needed.weights is None else needed.weights.moved
+    streamed += 0 if needed.streams is None else sum(stream.records for stream in needed.streams.streams)
     kinds = {}
-    for kind, count, rows, compared, fetched in _kinds(policy, sizes, tokens_per_forward):
-        moved = fetched + of_weights + sum(stream.records for stream in streams)
-        like = rows + COMPARED_ROW * compared
-        seconds, bound = forward_seconds(policy, sizes, like, moved, rates, kind=kind, streamed=streamed)
-        kinds[kind] = ForwardTime(rows=rows, count=count, seconds=seconds, bound=bound)
+    for count, forward in _kinds(policy, sizes, tokens_per_forward):
+        seconds, bound = forward_seconds(
+            policy, sizes, forward.rows, streamed + forward.fetched, rates, launches=forward.launches
+        )
+        kinds[forward.kind] = ForwardTime(rows=forward.rows, count=count, seconds=seconds, bound=bound)
     answer = answer_of(sizes)
     return CallTime(
         tokens_per_forward=tokens_per_forward, answer=answer, blocks=answer // sizes.block_length,
@@ -104,12 +130,9 @@ def call_time(
 
 
 @lru_cache(maxsize=256)
-def _kinds(
-    policy: Policy, sizes: CallSizes, tokens_per_forward: int
-) -> tuple[tuple[StepKind, int, float, float, float], ...]:
-    """Of each kind of forward: how many a call has; on average, its rows, those that it compares, and bytes that it
-    fetches."""
-    forwards = list(rehearse(policy, sizes, tokens_per_forward=tokens_per_forward))
+def _kinds(policy: Policy, sizes: CallSizes, tokens_per_forward: int) -> tuple[tuple[int, DryForward], ...]:
+    """How many forwards of each kind a call has, with the average of them."""
+    forwards = list(dry_run(policy, sizes, tokens_per_forward=tokens_per_forward))
     blocks, later = answer_of(sizes) // sizes.block_length, forwards[-1].block
     kinds = []
     for kind in StepKind:
@@ -117,29 +140,16 @@ def _kinds(
         if own:
             first = sum(forward.block == 0 for forward in own)
             count = first + round((len(own) - first) * (blocks - 1) / max(later, 1))
-            figures = ((one.rows, one.compared, one.fetched) for one in own)
-            rows, compared, fetched = (sum(values) / len(own) for values in zip(*figures, strict=True))
-            kinds.append((kind, count, rows, compared, fetched))
+            means = (sum(values) / len(own) for values in zip(*(forward[2:] for forward in own), strict=True))
+            kinds.append((count, DryForward(0, kind, *means)))
     return tuple(kinds)
 
 
 def forward_seconds(
-    policy: Policy,
-    sizes: CallSizes,
-    rows: float,
-    moved: float,
-    rates: Rates,
-    *,
-    kind: StepKind = StepKind.STEP,
-    streamed: int = 0,
+    policy: Policy, sizes: CallSizes, rows: float, moved: float, rates: Rates, *, launches: float = PLAIN_LAUNCHES
 ) -> tuple[float, str]:
-    """Of a forward over `rows` of each sequence while `moved` bytes come to the device, and what sets its pace. Copies
-    go on beside the rest, and so does reading beside arithmetic.
-
-    Args:
-        kind: of the forward.
-        streamed: layers that are streamed, of each feature.
-    """
+    """The seconds of a forward over `rows` of each sequence while `moved` bytes come to the device, and the slowest
+    part. Copies, reading and arithmetic run at the same time. `launches`: launches of a layer."""
     work = work_of(policy, sizes, rows)
     # A layer goes over its rows in parts, each of which reads all of it.
     parts = max(1.0, rows / part_rows(sizes.sequences))
@@ -151,26 +161,24 @@ def forward_seconds(
         "weights": parts * work.weight_bytes / rates.bytes_per_second,
         "keys and values": parts * work.kv_bytes / rates.bytes_per_second,
     }
-    # Nominal rates were fitted to whole calls: in a layer's share they have what is outside layers.
-    outside = policy.launches_outside(kind) if rates.measured else 0
-    launched = (sizes.shape.layers * policy.launches(kind) + outside) / PLAIN_LAUNCHES
+    # The estimate of a datasheet is too rough for what is outside of layers.
+    outside = OUTSIDE_LAUNCHES if rates.measured else 0
+    launching = (sizes.shape.layers * launches + outside) / PLAIN_LAUNCHES * rates.layer_seconds
     paces = {
         max(reading, key=lambda name: reading[name]): sum(reading.values()),
         "products": products * (1 + rates.half_rows / at_once) + attention * (1 + rates.attention_half_rows / at_once),
         "link": moved / rates.link_bytes_per_second,
-        "launches": launched * rates.layer_seconds,
+        "launches": launching,
     }
     bound = max(paces, key=lambda name: paces[name])
-    if rates.multiprocessors:
-        return paces[bound], bound
-    # A CPU that launches is the one that computes, and the one that copies.
-    alone = (launched * (bound != "launches") + STREAMED_LAYER * streamed) * rates.layer_seconds
+    # A CPU launches and computes by turns.
+    alone = 0.0 if rates.multiprocessors or bound == "launches" else launching
     return paces[bound] + alone, bound
 
 
 def work_of(policy: Policy, sizes: CallSizes, rows: float) -> ForwardWork:
-    """Of a forward that recomputes `rows` of each sequence. A policy that keeps one layer's keys and values has just
-    made what it reads."""
+    """The work of a forward that recomputes `rows` of each sequence. A policy that keeps one layer's keys and values
+    reads none: it has just made them."""
     shape = sizes.shape
     work = forward_work(
         shape,
@@ -187,3 +195,75 @@ def work_of(policy: Policy, sizes: CallSizes, rows: float) -> ForwardWork:
         weight_bytes=read_bytes(shape, sizes.dtype, sizes.weights),
         kv_bytes=round(work.kv_bytes * stored) if kept else 0,
     )
+
+
+def dry_run(policy: Policy, sizes: CallSizes, *, tokens_per_forward: int) -> Iterator[DryForward]:
+    """The forwards of a call of `sizes` of one sequence, in the order of the decoding loop. Each commits the first
+    `tokens_per_forward` pending tokens of its block."""
+    shape, block, prompt = sizes.shape, sizes.block_length, prompt_of(sizes)
+    canvas = Canvas(
+        # If blocks count from a prompt's first token, its last ones are in the answer's first block.
+        torch.zeros(1, prompt // block * block if shape.block_causal else prompt, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+        max_new_tokens=answer_of(sizes),
+        block_length=block,
+        mask_token_id=_MASK,
+    )
+    state, forwards = policy.start(), 0
+    if isinstance(state, Drifting):
+        policy = state.policy
+        state = Drifting(policy, dry=True)
+    for number in range(min(canvas.blocks, MOST_BLOCKS)):
+        start, stop = canvas.block_span(number)
+        step = Step(
+            canvas=canvas, block=number, start=start, stop=stop, number=0,
+            first_row=start - shape.prediction_shift, last_row=stop - shape.prediction_shift,
+            forwards=(), active=(True,), guidance=sizes.guidance,
+            remasked=shape.noise_masked and forwards > 0, rewrites=shape.noise != "mask",
+        )  # fmt: skip
+        for asked in state.before_block(step):
+            yield DryForward(number, asked.kind, asked.rows.count)
+            forwards += 1
+        while (pending := canvas.pending(start, stop)).any():
+            chosen = pending & (pending.cumsum(1) <= tokens_per_forward)
+            ranks = (pending.cumsum(1) * chosen) if policy.needs_order() else None
+            step = replace(step, forwards=(forwards,), upcoming=ranks)
+            yield _dry_forward(policy, sizes, number, state.rows(step))
+            canvas.commit(start, chosen, torch.zeros_like(canvas.tokens[:, start:stop]), torch.tensor([forwards]))
+            state.observe(step, chosen)
+            step, forwards = replace(step, number=step.number + 1, remasked=False), forwards + 1
+
+
+def _dry_forward(policy: Policy, sizes: CallSizes, block: int, asked: StepRows) -> DryForward:
+    count, layers = asked.rows.count, sizes.shape.layers
+    if asked.program is None:
+        return DryForward(block, asked.kind, count)
+    rows, fetched = float(count), 0.0
+    if isinstance(asked.program, BranchStep):
+        rows = asked.program.expected_rows(count, layers)
+    elif isinstance(asked.program, Update) and isinstance(policy, Polestar):
+        kept, response = ClusterSizes.of(policy, sizes, 0), asked.program.renewed_from
+        always = 0 if response is None else sizes.context - response - count
+        renewed = min(kept.kept, always + policy.top_m * kept.kept / max(kept.clusters, 1))
+        # The chosen rows of a group go up to the next one, and through all layers but the last.
+        rows += renewed * (layers - 1) / layers
+        if policy.hidden_tier == Tier.HOST and renewed:
+            # An upper bound: rows that come from the group below are not fetched, and the model decides on those.
+            records = min(math.ceil(renewed), policy.top_m)
+            record = codec_bytes(
+                kept.codec, -(-math.ceil(renewed) // records), sizes.shape.width, element_bytes=sizes.element
+            )
+            fetched = sizes.sequences * kept.layers * records * -(-record // UNIT) * UNIT
+    return DryForward(block, asked.kind, rows, fetched, PROGRAM_LAUNCHES)
+
+
+def prompt_of(sizes: CallSizes) -> int:
+    """Tokens of the longest prompt."""
+    return sizes.context - answer_of(sizes)
+
+
+def answer_of(sizes: CallSizes) -> int:
+    """Positions of the answer; if it is not given, `ANSWER_BLOCKS` blocks, or as many as a prompt leaves."""
+    if sizes.answer is not None:
+        return sizes.answer
+    return sizes.block_length * max(1, min(ANSWER_BLOCKS, sizes.context // sizes.block_length - 1))

@@ -26,8 +26,6 @@ from tiered.models.shape import CANVAS, ModelShape, Sight
 from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.record_bytes import RecordBytes
 
-PLAIN_LAUNCHES = 18  # of a layer without a program
-OUTSIDE_LAUNCHES = 53  # of a forward: proposing and committing tokens, most of them
 _FLOAT32 = 4
 
 
@@ -232,37 +230,6 @@ class Policy(ABC):
         """Rows of a sequence that go through a layer in one forward, at most."""
         return sizes.context
 
-    def candidates(self, sizes: CallSizes, prompt: int) -> "tuple[Policy, ...]":
-        """What a call of `sizes`, whose shortest prompt has `prompt` tokens, may run under, the plainest first:
-        policies that leave nothing open. Itself alone, unless an option is left to be chosen before the call."""
-        return (self,)
-
     @abstractmethod
     def start(self) -> PolicyState:
         """Fresh state for one call."""
-
-    def rehearsal(self) -> PolicyState:
-        """Fresh state for a call without a model: no program of what it asks for ever runs."""
-        return self.start()
-
-    def layer_rows(self, asked: StepRows, sizes: CallSizes) -> float:
-        """Rows of a sequence that go through a layer in such a forward, on average over layers; what is to be expected,
-        where the model decides."""
-        return float(asked.rows.count)
-
-    def compared_rows(self, asked: StepRows, sizes: CallSizes) -> float:
-        """Rows of a sequence that a layer compares with what is stored of them, and then leaves, as `layer_rows`."""
-        return 0.0
-
-    def fetched_bytes(self, asked: StepRows, sizes: CallSizes) -> float:
-        """Bytes that such a forward fetches to the device beside layers that are streamed, as `layer_rows`."""
-        return 0.0
-
-    def launches(self, kind: StepKind) -> int:
-        """Operations that a layer launches on CUDA in such a forward, on average over layers (`bench/measure.py update
-        --part launches`)."""
-        return PLAIN_LAUNCHES
-
-    def launches_outside(self, kind: StepKind) -> int:
-        """Those of such a forward outside its layers, from its proposals to its commit."""
-        return OUTSIDE_LAUNCHES

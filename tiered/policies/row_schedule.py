@@ -13,10 +13,9 @@ from torch import Tensor
 
 from tiered.core.checks import check_integer, check_interval, unknown_name
 from tiered.core.features import Feature
-from tiered.forward.sizes import CallSizes
 from tiered.models.shape import BLOCK_CAUSAL, CANVAS, ModelShape, Sight
 from tiered.policies import row_sets
-from tiered.policies.base import OUTSIDE_LAUNCHES, Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.row_sets import Span
 
 RowsOf = Literal["all", "block", "suffix", "answer", "undecided", "upcoming"]
@@ -90,16 +89,6 @@ class RowSchedule(Policy):
 
     def needs_order(self) -> bool:
         return self.rows == "upcoming"
-
-    def candidates(self, sizes: CallSizes, prompt: int) -> tuple[Policy, ...]:
-        if self.refresh_blocks != "auto":
-            return (self,)
-        blocks = (1, SELDOM) if prompt >= LEAST_STALE_PROMPT else (1,)
-        return tuple(replace(self, refresh_blocks=count) for count in blocks)
-
-    def launches_outside(self, kind: StepKind) -> int:
-        # Which rows are recomputed, and where they stand among those that are proposed.
-        return OUTSIDE_LAUNCHES + (75 if self.rows == "undecided" and kind is not StepKind.REFRESH else 0)
 
     def start(self) -> PolicyState:
         assert self.refresh_blocks != "auto", "decided before a call"

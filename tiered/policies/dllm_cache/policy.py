@@ -55,16 +55,6 @@ class DLLMCache(Policy):
     def start(self) -> PolicyState:
         return Clocks(self)
 
-    def launches(self, kind: StepKind) -> int:
-        return 49 if kind is StepKind.STEP else 21
-
-    def layer_rows(self, asked: StepRows, sizes: CallSizes) -> float:
-        assert isinstance(asked.program, BranchStep), "of this policy's own state"
-        return asked.program.expected_rows(asked.rows.count, sizes.shape.layers)
-
-    def compared_rows(self, asked: StepRows, sizes: CallSizes) -> float:
-        return asked.rows.count - self.layer_rows(asked, sizes)
-
 
 class Clocks(PolicyState):
     """Counts the forwards that have an unconditional half; the loop counts the others."""

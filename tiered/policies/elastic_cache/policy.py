@@ -12,7 +12,7 @@ from tiered.core.checks import check_integer, check_interval, check_number, unkn
 from tiered.core.features import Account, Feature, Tier
 from tiered.forward.sizes import CallSizes
 from tiered.models.shape import ModelShape
-from tiered.policies.base import OUTSIDE_LAUNCHES, Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.elastic_cache.program import ElasticStep
 from tiered.policies.elastic_cache.rows import step_rows
 from tiered.policies.elastic_cache.tracked import Tracked
@@ -65,13 +65,6 @@ class ElasticCache(Policy):
 
     def logit_rows(self, block_length: int, context: int) -> int:
         return min(self.window, block_length)
-
-    def launches(self, kind: StepKind) -> int:
-        return 62 if kind is StepKind.REFRESH else 119
-
-    def launches_outside(self, kind: StepKind) -> int:
-        # The window, and which tokens are tracked.
-        return OUTSIDE_LAUNCHES + (105 if kind is StepKind.REFRESH else 96)
 
     def start(self) -> PolicyState:
         return _Elastic(self)

@@ -4,29 +4,23 @@ Semantics follow the paper, whole context and per layer, with the stored hidden 
 the authors' code are presets. Departures, and why, are in docs/polestar.md.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Int8
 from torch import Tensor
 
-from tiered.core.features import Tier
 from tiered.forward.sizes import CallSizes
 from tiered.kernels.host_values import on_device
-from tiered.offload.codec_bytes import codec_bytes
-from tiered.offload.slabs import UNIT
-from tiered.policies.base import OUTSIDE_LAUNCHES, PLAIN_LAUNCHES, Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import PolicyState, Step, StepKind, StepRows
 from tiered.policies.polestar.cache import HiddenCache, Refresh
-from tiered.policies.polestar.cluster_sizes import ClusterSizes
 from tiered.policies.polestar.options import PolestarOptions
 from tiered.policies.polestar.record_bytes import hidden_record_bytes
 from tiered.policies.polestar.update import Update
 from tiered.policies.polestar.update_log import GroupUpdate
-from tiered.policies.row_schedule import LEAST_STALE_PROMPT
 from tiered.tiers.record_bytes import RecordBytes
 
 
@@ -43,14 +37,6 @@ class Polestar(PolestarOptions):
 
     name: ClassVar[str] = "polestar"
 
-    def candidates(self, sizes: CallSizes, prompt: int) -> tuple[Policy, ...]:
-        if self.refresh != "auto":
-            return (self,)
-        refreshes: list[Literal["full", "drift"]] = ["full"]
-        if prompt >= LEAST_STALE_PROMPT:
-            refreshes.append("drift")
-        return tuple(replace(self, refresh=refresh) for refresh in refreshes)
-
     def record_bytes(self, sizes: CallSizes, least_slot: int = 0) -> RecordBytes | None:
         return hidden_record_bytes(self, sizes, least_slot) if self.top_m else None
 
@@ -59,52 +45,15 @@ class Polestar(PolestarOptions):
 
     def start(self) -> PolicyState:
         assert self.refresh != "auto", "decided before a call"
-        return _Drifting(self)
-
-    def rehearsal(self) -> PolicyState:
-        return _Rehearsed(self)
-
-    def layer_rows(self, asked: StepRows, sizes: CallSizes) -> float:
-        if asked.kind is not StepKind.UPDATE:
-            return asked.rows.count
-        # What is chosen where a group begins goes up to the next, and through all layers but the last.
-        layers = sizes.shape.layers
-        return asked.rows.count + self._renewed(asked, sizes) * (layers - 1) / layers
-
-    def fetched_bytes(self, asked: StepRows, sizes: CallSizes) -> float:
-        if asked.kind is not StepKind.UPDATE or self.hidden_tier != Tier.HOST:
-            return 0.0
-        # Those that come from the group below are fetched no more; how many these are is the model's.
-        kept, rows = ClusterSizes.of(self, sizes, 0), math.ceil(self._renewed(asked, sizes))
-        if not rows:
-            return 0.0
-        records = min(rows, self.top_m)
-        record = codec_bytes(kept.codec, -(-rows // records), sizes.shape.width, element_bytes=sizes.element)
-        return sizes.sequences * kept.layers * records * -(-record // UNIT) * UNIT
-
-    def launches(self, kind: StepKind) -> int:
-        if not self.top_m or kind is StepKind.STEP:
-            return PLAIN_LAUNCHES
-        full, drift = (200, 238) if kind is StepKind.REFRESH else (36, 44)
-        return full if self.refresh == "full" else drift
-
-    def launches_outside(self, kind: StepKind) -> int:
-        # Which sequences are due an update.
-        return OUTSIDE_LAUNCHES + (0 if not self.top_m or kind is StepKind.REFRESH else 11)
-
-    def _renewed(self, asked: StepRows, sizes: CallSizes) -> float:
-        """Rows of a layer and sequence that an update is expected to renew beside those of the step."""
-        assert isinstance(asked.program, Update), "of this policy's own state"
-        kept, response = ClusterSizes.of(self, sizes, 0), asked.program.renewed_from
-        always = 0 if response is None else sizes.context - response - asked.rows.count
-        return min(kept.kept, always + self.top_m * kept.kept / max(kept.clusters, 1))
+        return Drifting(self)
 
 
-class _Drifting(PolicyState):
+class Drifting(PolicyState):
     """Counts commits; what is renewed is decided where drift is measured, in `tiered.policies.polestar`."""
 
-    def __init__(self, policy: Polestar) -> None:
-        self._policy = policy
+    def __init__(self, policy: Polestar, *, dry: bool = False) -> None:
+        """`dry`: no layer program runs, so the first refresh counts as if it had made clusters."""
+        self.policy, self._dry = policy, dry
         self._cache = HiddenCache(policy) if policy.top_m else None
         self._forwards = 0
         self._active = (0, 0)  # columns that the last forward computed anyway
@@ -130,7 +79,7 @@ class _Drifting(PolicyState):
         if self._cache is None or not any(updating):
             return rows
         self._reset(updating)
-        response = None if step.number or not self._policy.renew_response else step.canvas.prompt_length
+        response = None if step.number or not self.policy.renew_response else step.canvas.prompt_length
         update = Update(self._cache, step.active, updating, active, block, number, renewed_from=response, kept=kept)
         return replace(rows, kind=StepKind.UPDATE, program=update)
 
@@ -157,10 +106,10 @@ class _Drifting(PolicyState):
     @property
     def _clustered(self) -> bool:
         """Whether there are clusters to renew."""
-        return self._cache is not None and bool(self._cache.states)
+        return self._cache is not None and (self._dry or bool(self._cache.states))
 
     def _refreshes(self, step: Step) -> bool:
-        policy = self._policy
+        policy = self.policy
         if step.remasked:
             return True
         if policy.refresh_interval is not None:
@@ -169,7 +118,7 @@ class _Drifting(PolicyState):
 
     def _begins_with_refresh(self, block: int) -> bool:
         """Whether a block does, where there are clusters."""
-        return self._policy.refresh == "full" or block % self._policy.refresh_blocks == 0
+        return self.policy.refresh == "full" or block % self.policy.refresh_blocks == 0
 
     def _due(self, step: Step) -> tuple[list[bool], bool]:
         """Sequences with more commits than the thresholds allow, which still have something to commit; and whether
@@ -178,7 +127,7 @@ class _Drifting(PolicyState):
         if not self._clustered:
             return [False], False
         assert self._last is not None and self._since is not None, "the first step of a call is a refresh"
-        policy, canvas = self._policy, step.canvas
+        policy, canvas = self.policy, step.canvas
         cumulative = policy.update_threshold if policy.cumulative_threshold is None else policy.cumulative_threshold
         due = (self._last > policy.update_threshold) | (self._since > cumulative)
         left = canvas.pending(step.start, step.stop).sum(dim=1)
@@ -196,15 +145,7 @@ class _Drifting(PolicyState):
         assert self._cache is not None, "only a policy with clusters captures them"
         first, last, length = step.first_row, step.stop, step.canvas.length
         before, behind = (length, length)
-        if self._policy.window_blocks is not None:
-            before, behind = ((step.stop - step.start) * blocks for blocks in self._policy.window_blocks)
+        if self.policy.window_blocks is not None:
+            before, behind = ((step.stop - step.start) * blocks for blocks in self.policy.window_blocks)
         areas = ((max(0, first - before), first), (last, min(length, last + behind)))
         return Refresh(self._cache, areas, (first, last), step.canvas.pads.tolist())
-
-
-class _Rehearsed(_Drifting):
-    """Takes for done what programs would do: a refresh has made clusters."""
-
-    @property
-    def _clustered(self) -> bool:
-        return self._cache is not None
