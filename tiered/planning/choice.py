@@ -123,10 +123,9 @@ def _by_table(policy: Policy, sizes: CallSizes, budget: MemoryBudget, prompt: in
     if sizes.shape.block_causal:
         return BlockCausal(), "keys and values of finished blocks are exact"
     row = next((row for row in TABLE if prompt >= row.least_prompt and blocks >= row.least_blocks), None)
+    none = row_schedule("none")
     if row is None:
-        return row_schedule(
-            "none"
-        ), f"caches lose answers to prompts below {LEAST_STALE_PROMPT} tokens, as this one of {prompt}"
+        return none, f"caches lose answers to prompts below {LEAST_STALE_PROMPT} tokens, as this one of {prompt}"
     if not Workload(row.policy, sizes).over(budget):
         return row.policy, f"the fastest measured for {blocks} block{'s' * (blocks > 1)} behind {prompt} tokens"
     fits = not Workload(none, sizes).over(budget)
