@@ -27,8 +27,9 @@ from tiered.models.llada import LLaDA
 from tiered.models.presets import read_preset
 from tiered.policies.dllm_cache.policy import DLLMCache
 from tiered.policies.elastic_cache.policy import ElasticCache
-from tiered.policies.none import NoCache
 from tiered.policies.polestar.policy import Polestar
+from tiered.policies.registry import make_policy
+from tiered.policies.row_schedule import RowSchedule
 from tiered.runtime import Runtime
 
 INDEX = "model.safetensors.index.json"
@@ -297,7 +298,7 @@ def test_the_checkpoint_is_good_before_the_damage(write_checkpoint: Callable[...
         ({"memory": 1.5e9}, TypeError, ["1500000000.0", "'12GiB'"]),
         ({"memory": True}, TypeError, ["True", "'12GiB'"]),
         ({"policy": "fast_dllm"}, ValueError, ["policy 'fast_dllm'", "did you mean 'fast_dllm_", "allowed:", "none"]),
-        ({"policy": NoCache}, TypeError, ["policy", "NoCache"]),
+        ({"policy": RowSchedule}, TypeError, ["policy", "RowSchedule"]),
         ({"policy": None}, TypeError, ["policy", "None"]),
         ({"policy": "none", "refresh_interval": 1}, ValueError, ["'refresh_interval'", "policy 'none'"]),
         (
@@ -320,8 +321,12 @@ def test_the_checkpoint_is_good_before_the_damage(write_checkpoint: Callable[...
         ],
         ({"trust_remote_code": True}, ValueError, ["trust_remote_code", "no code that comes with a checkpoint"]),
         ({"policy": "none", "xyz": 1}, ValueError, ["'xyz'; allowed: device, dtype, kv, memory, policy, rope_scaling"]),
-        ({"policy": NoCache(), "memroy": 1}, ValueError, ["did you mean 'memory'?"]),
-        ({"policy": NoCache(), "refresh_interval": 1}, ValueError, ["refresh_interval", "NoCache()"]),
+        ({"policy": make_policy("none"), "memroy": 1}, ValueError, ["did you mean 'memory'?"]),
+        (
+            {"policy": make_policy("none"), "refresh_interval": 1},
+            ValueError,
+            ["refresh_interval", "in the object: none"],
+        ),
         *[
             (
                 {"policy": "fast_dllm_dual", "refresh_interval": value},
@@ -381,7 +386,7 @@ def runtime(tiny_model: LLaDA, tokenizer: PreTrainedTokenizerBase, monkeypatch: 
     monkeypatch.setattr(tiny_model, "embed", started)
     ledger = Ledger()
     ledger.allocate({Account.WEIGHTS: 1000})
-    return Runtime(tiny_model, policy=NoCache(), ledger=ledger, tokenizer=tokenizer)
+    return Runtime(tiny_model, policy=make_policy("none"), ledger=ledger, tokenizer=tokenizer)
 
 
 def refused(runtime: Runtime, error: type[Exception], act: Callable[[], object], fragments: list[str]):
@@ -618,7 +623,6 @@ def test_a_streamer_needs_both_methods(runtime: Runtime):
     ("rule", "options"),
     [
         *[(Threshold, {"confidence_threshold": value}) for value in (-0.1, 1.1, NAN, "0.9", True, None)],
-        (Threshold, {"parity": 1, "confidence_threshold": 0.9}),
         *[(DriftAware, {name: value}) for name in ("drift_slope", "drift_ceiling") for value in (NAN, INF, 1e39)],
         *[(Timestep, {"confidence_temperature": value}) for value in (NAN, INF, 1e39, 1e-39)],
         *[(Polestar, {"deadline_ms": value}) for value in (NAN, INF, 1e39)],
@@ -663,7 +667,7 @@ def test_a_call_beyond_the_budget(tiny_model: LLaDA, monkeypatch: pytest.MonkeyP
     def runtime(cap: int | None) -> Runtime:
         ledger = Ledger(MemoryBudget(device=cap))
         ledger.allocate({Account.WEIGHTS: 1000})
-        return Runtime(tiny_model, policy=NoCache(), ledger=ledger)
+        return Runtime(tiny_model, policy=make_policy("none"), ledger=ledger)
 
     calls = [lambda r: r.generate(IDS, max_new_tokens=8, **options), lambda r: r.logits(IDS)]
     for call in calls:

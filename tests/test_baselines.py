@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tiered
 from tiered.embedded import tasks
-from tiered.policies.none import NoCache
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +51,7 @@ def baseline(script: Callable[[str], ModuleType]) -> Callable[..., Any]:
 @pytest.fixture
 def tiny(tiny_model: Any) -> Runtime:
     """Two layers of random weights, four query heads on two key heads."""
-    return Runtime(tiny_model, policy=NoCache())
+    return Runtime(tiny_model, policy=make_policy("none"))
 
 
 def padded(generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def test_a_tied_head_is_the_embedding(script: Callable[[str], ModuleType], tiny_
     from tiered.models.llada import LLaDA
 
     torch.manual_seed(0)
-    runtime = Runtime(LLaDA.from_config(tiny_config | {"weight_tying": True}), policy=NoCache())
+    runtime = Runtime(LLaDA.from_config(tiny_config | {"weight_tying": True}), policy=make_policy("none"))
     module = script("baselines.bidirectional_llama")
     llama = module.llama_of(runtime.model)
     assert llama.lm_head.weight is llama.model.embed_tokens.weight

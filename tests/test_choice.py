@@ -28,13 +28,15 @@ from tiered.planning.workload import Workload
 from tiered.policies import DEFAULT_POLICY
 from tiered.policies.auto import Auto
 from tiered.policies.base import Policy
-from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
-from tiered.policies.none import NoCache
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy, policies_for
-from tiered.policies.schedule import LEAST_STALE_PROMPT, SELDOM
+from tiered.policies.row_schedule import LEAST_STALE_PROMPT, SELDOM
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+
+
+NONE, DUAL = make_policy("none"), make_policy("fast_dllm_dual")
+SELDOM_DUAL = make_policy("fast_dllm_dual", refresh_blocks=SELDOM)
 
 
 @cache
@@ -66,17 +68,17 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("given", "policy", "why"),
         [
-            ({}, FastDLLMDual(refresh_blocks=SELDOM), "the fastest measured for 4 blocks behind 2048 tokens"),
-            ({"answer": 32}, FastDLLMDual(), "the fastest measured for 1 block behind 2144 tokens"),
-            ({"context": 960 - 1 + 128}, FastDLLMDual(), "the fastest measured for 4 blocks behind 959 tokens"),
+            ({}, SELDOM_DUAL, "the fastest measured for 4 blocks behind 2048 tokens"),
+            ({"answer": 32}, DUAL, "the fastest measured for 1 block behind 2144 tokens"),
+            ({"context": 960 - 1 + 128}, DUAL, "the fastest measured for 4 blocks behind 959 tokens"),
             (
                 {"batch": 2, "prompt": 40},
-                NoCache(),
+                NONE,
                 "caches lose answers to prompts below 256 tokens, as this one of 40",
             ),
             (
                 {"context": LEAST_STALE_PROMPT - 1 + 128},
-                NoCache(),
+                NONE,
                 "caches lose answers to prompts below 256 tokens, as this one of 255",
             ),
         ],
@@ -86,9 +88,9 @@ class TestChoice:
 
     @pytest.mark.parametrize("short", [1, 0])
     def test_what_does_not_fit_is_none(self, short: int):
-        needed = Workload(NoCache(), sizes(2176)).total()
+        needed = Workload(NONE, sizes(2176)).total()
         found = chosen(budget=MemoryBudget(device=needed - short, host=0))
-        assert found == Choice(NoCache(), "nothing fits the budget" if short else "nothing else fits the budget")
+        assert found == Choice(NONE, "nothing fits the budget" if short else "nothing else fits the budget")
 
     def test_the_kind_of_machine_plays_no_part(self):
         gpus = [None, *(Gpu(workspace_bytes=0, multiprocessors=8, name=name) for name in ("NVIDIA L4", "NVIDIA H100"))]
@@ -109,11 +111,11 @@ class TestChoice:
         ("policy", "plain", "seldom"),
         [
             (Polestar(refresh="auto", top_m=2), Polestar(top_m=2), Polestar(refresh="drift", top_m=2)),
-            (FastDLLMDual(refresh_blocks="auto"), FastDLLMDual(), FastDLLMDual(refresh_blocks=SELDOM)),
+            (make_policy("fast_dllm_dual", refresh_blocks="auto"), DUAL, SELDOM_DUAL),
             (
-                FastDLLMPrefix(refresh_blocks="auto", parity=True),
-                FastDLLMPrefix(parity=True),
-                FastDLLMPrefix(refresh_blocks=SELDOM, parity=True),
+                make_policy("fast_dllm_prefix", refresh_blocks="auto"),
+                make_policy("fast_dllm_prefix"),
+                make_policy("fast_dllm_prefix", refresh_blocks=SELDOM),
             ),
         ],
     )
@@ -175,7 +177,7 @@ class TestAlike:
         runtime = tiered.from_pretrained("embedded-uniform", device="cpu")
         found = runtime.choose(torch.full((2, 300), 7), **dict[str, Any]({"max_new_tokens": 64}) | options)
         assert found.policy.name != "none" and str(found) == f"{found.policy}: {found.why}"
-        assert repr(Choice(NoCache())) == "<Choice none>"
+        assert repr(Choice(NONE)) == "<Choice none>"
 
     def test_a_card_says_why(self):
         made = tiered.plan("embedded", context=1024)
@@ -198,9 +200,9 @@ class TestRegimes:
     """The map of measured calls (`bench/measure.py regimes`) holds the table."""
 
     NAMES: ClassVar[dict[Policy, str]] = {
-        NoCache(): "none",
-        FastDLLMDual(): "fast_dllm_dual",
-        FastDLLMDual(refresh_blocks=SELDOM): regimes.FOURTH,
+        NONE: "none",
+        DUAL: "fast_dllm_dual",
+        SELDOM_DUAL: regimes.FOURTH,
         Polestar(): "polestar",
         Polestar(refresh="drift"): "polestar-drift",
     }
@@ -242,7 +244,7 @@ class TestRegimes:
         ("policy", "values"),
         [
             (Polestar(refresh="auto"), ("polestar", "polestar-drift")),
-            (FastDLLMDual(refresh_blocks="auto"), ("fast_dllm_dual", regimes.FOURTH)),
+            (make_policy("fast_dllm_dual", refresh_blocks="auto"), ("fast_dllm_dual", regimes.FOURTH)),
         ],
     )
     def test_an_open_refresh_is_within_a_tenth_of_the_faster(self, policy: Policy, values: tuple[str, str]):

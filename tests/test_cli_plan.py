@@ -53,7 +53,7 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]):
     told = json.loads(capsys.readouterr().out)
     expected = {"context": 640, "batch": 3, "block_length": 64, "dtype": "float16", "cfg": True, "sampled": True}
     expected |= {"policy": "fast_dllm_prefix", "fits": True}
-    expected["policy_options"] = {"refresh_interval": 5, "refresh_blocks": 1, "parity": False}
+    expected["policy_options"] = {"refresh_interval": 5, "refresh_blocks": 1}
     assert {name: told[name] for name in expected} == expected
     assert [told["tiers"][tier]["cap"] for tier in Tier] == [64 * 2**30, 2**30, None]
 

@@ -18,7 +18,7 @@ from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import Checkpoint, assign
 from tiered.models.families import family_of
 from tiered.models.projection import project
-from tiered.policies.none import NoCache
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 FP8, INT8, INT4, NVFP4 = WeightCode
@@ -233,7 +233,7 @@ def test_a_model_of_coded_weights_is_that_of_their_values(
     filled(checkpoint, coded, codes, decoded=False)
     decoded = filled(checkpoint, deepcopy(coded), codes, decoded=True)
     assert isinstance(coded.wte.weight, CodedWeight) and isinstance(decoded.wte.weight, nn.Parameter)
-    expected, found = (Runtime(model, policy=NoCache()).logits(IDS) for model in (decoded, coded))
+    expected, found = (Runtime(model, policy=make_policy("none")).logits(IDS) for model in (decoded, coded))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert isinstance(filled(checkpoint, decoded, codes, decoded=False).wte.weight, CodedWeight)
 

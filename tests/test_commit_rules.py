@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from baselines import parity
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -102,7 +103,7 @@ def left_by_shares(row: Row, bound: float, steps: int) -> list[int]:
 def test_threshold_in_shares(steps: int, part: list[float], bound: float):
     whole: Row = [*part] * steps  # the steps share the tokens out evenly, or the authors' code stops
     rows: list[Row] = [whole, [0.3] + [None] * (len(whole) - 1)]  # the second has a share of its own
-    state = Threshold(confidence_threshold=bound, parity=True).start(steps)
+    state = parity.rule("threshold", confidence_threshold=bound).start(steps)
     state.begin_block(candidates(rows).pending)
     left: list[int] = []
     while best_first(rows[0]):
@@ -138,7 +139,7 @@ def test_factor_of_one(row: Row, columns: list[int]):
 RULES: list[CommitRule] = [
     Static(),
     Threshold(confidence_threshold=0.9),
-    Threshold(confidence_threshold=0.9, parity=True),
+    parity.rule("threshold", confidence_threshold=0.9),
     Factor(factor=1.0),
     DriftAware(),
 ]

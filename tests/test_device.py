@@ -13,7 +13,7 @@ import tiered
 import tiered.call
 from tiered.forward.library_bytes import LARGEST_GPU, Gpu, gpu_of
 from tiered.offload.device import available_bytes, computing_on, cublas_workspace_bytes
-from tiered.policies.none import NoCache
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
@@ -65,7 +65,7 @@ def test_the_models_device_is_current_in_every_pass(call: str, tiny_model: Any, 
     monkeypatch.setattr(tiered.call, "computing_on", noted)
     attend = tiny_model.attend
     monkeypatch.setattr(tiny_model, "attend", lambda *given: passes.append([*inside]) or attend(*given))
-    runtime = Runtime(tiny_model, policy=NoCache())
+    runtime = Runtime(tiny_model, policy=make_policy("none"))
     getattr(runtime, call)(torch.arange(9)[None], **({"max_new_tokens": 2} if call == "generate" else {}))
     assert passes and all(devices == [CPU] for devices in passes) and not inside
 

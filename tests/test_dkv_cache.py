@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from baselines import parity
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -49,30 +50,15 @@ def test_parity_with_the_authors_code(runtime: Runtime, case: str, monkeypatch: 
     if not options.pop("enable_cache"):
         runtime = runtime.with_policy("none")
     elif recorded["kind"] == "decode":
-        runtime = runtime.with_policy("dkv_decode", refresh_interval=interval, parity=True)
+        runtime = runtime.with_policy(parity.policy("dkv_decode", refresh_interval=interval))
     else:
-        runtime = runtime.with_policy("dkv_greedy", refresh_interval=interval, window=window, parity=True)
+        runtime = runtime.with_policy(parity.policy("dkv_greedy", refresh_interval=interval, window=window))
         monkeypatch.setattr(RandomStreams, "confidence", in_order(RECORDED[f"{case}.denoising_index"]))
     out = runtime.generate(RECORDED[f"{case}.prompt"].long(), stop_at_eos=False, output_history=True, **options)
     assert out.history is not None
     assert torch.equal(torch.stack(out.history).int(), RECORDED[f"{case}.history"])
     assert torch.equal(out.sequences, RECORDED[f"{case}.final"].long())
     assert out.rows_per_forward == recorded["fwd_seq_lens"]
-
-
-def buffered(model: DiffusionModel, ids: Tensor, rows: Tensor, buffer: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Logits of `rows` of one sequence, each layer's keys and values kept in `buffer` [heads, length, head_dim]: what a
-    cache is, without any of the library's stores and passes."""
-    hidden = model.embed(ids[:, rows])
-    rotary = model.rotary(rows[None])
-    for layer, kept in enumerate(buffer):
-        normed = model.attention_norm(layer, hidden)
-        for whole, part in zip(kept, model.keys_values(layer, normed, rotary), strict=True):
-            whole[:, :, rows] = part
-        mixed = model.attend(layer, model.queries(layer, normed, rotary), *kept, None)
-        hidden = hidden + model.attention_out(layer, mixed)
-        hidden = hidden + model.feed_forward(layer, hidden)
-    return model.logits(hidden)
 
 
 def by_hand(model: DiffusionModel, prompt: Tensor, block: int, wanted: Callable[[int, list[int]], set[int]]) -> Tensor:
@@ -86,7 +72,7 @@ def by_hand(model: DiffusionModel, prompt: Tensor, block: int, wanted: Callable[
     fixed, history = [-1] * first + [10**6] * 32, [ids.clone()]
     for forward in range(32):
         rows = torch.tensor(sorted(wanted(forward, fixed) if forward else range(length)))
-        probability = buffered(model, ids, rows, buffer)[0].double().softmax(dim=-1)
+        probability = parity.logits_of(model, ids, rows, buffer)[0].double().softmax(dim=-1)
         stop = first + (forward // block + 1) * block
         best = zip((-probability.amax(dim=1)).tolist(), (rows + shift).tolist(), strict=True)
         column = min((rank, c) for rank, c in best if c < stop and fixed[c] == 10**6)[1]
@@ -134,33 +120,28 @@ def shifted() -> Runtime:
     return tiered.from_pretrained(GOLDENS.parent / "dream" / "dream_tiny", policy="none", dtype="float32")
 
 
-def open_rows(n: int, at: list[int], block: int, shift_caching: str, delay: int = 1) -> set[int]:
+def open_rows(n: int, at: list[int], block: int, delay: int = 1) -> set[int]:
     """Rows 23 to 55 that are not kept in forward n: 23 predicts the answer's first token, 55 nothing."""
     own = {row for row in range(24, 56) if at[row] >= n - delay}
     predicted = {row for row in range(23, 55) if at[row + 1] >= n - delay} | (own & {55})
-    start = 24 + n // block * block
-    needed = {row for row in range(start - 1, start + block - 1) if at[row + 1] > n}
-    return {"right": own, "un": predicted, "un_right": own | predicted}[shift_caching] | needed
+    return own | predicted
 
 
 SHIFTED: dict[str, tuple[str, dict[str, Any], Callable[[int, list[int], int], set[int]]]] = {
-    **{
-        f"decode, {shift}": (
-            "dkv_decode",
-            {"refresh_interval": 7, "shift_caching": shift},
-            lambda n, at, block, shift=shift: open_rows(n, at, block, shift) | (set() if n % 7 else ALL),
-        )
-        for shift in ("right", "un", "un_right")
-    },
+    "decode": (
+        "dkv_decode",
+        {"refresh_interval": 7},
+        lambda n, at, block: open_rows(n, at, block) | (set() if n % 7 else ALL),
+    ),
     "decode, long delay": (
         "dkv_decode",
         {"refresh_interval": None, "delay": 3},
-        lambda n, at, block: open_rows(n, at, block, "un_right", 3),
+        lambda n, at, block: open_rows(n, at, block, 3),
     ),
     "pd": (
         "dkv_pd",
         {"refresh_interval": 4},
-        lambda n, at, block: open_rows(n, at, block, "un_right") | (set() if n % 4 else ANSWER | {23}),
+        lambda n, at, block: open_rows(n, at, block) | (set() if n % 4 else ANSWER | {23}),
     ),
     "prefill": ("dkv_prefill", {}, lambda n, at, block: ANSWER | {23}),
 }
@@ -190,12 +171,26 @@ def test_rows_of_two_tokens_by_hand(shifted: Runtime, variant: str, block: int):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"shift_caching": "unright"}, ValueError, "did you mean 'un_right'"),
-        ({"shift_caching": None}, ValueError, "shift_caching"),
-        ({"parity": 1}, TypeError, "parity = 1"),
-        ({"shift_caching": "right", "parity": True}, ValueError, "'right' with parity: .* 'un' and 'un_right' are"),
+        ({"refresh_interval": 0}, ValueError, "refresh_interval = 0"),
+        ({"delay": 1.5}, TypeError, "delay = 1.5"),
+        ({"parity": True}, ValueError, "unknown option of policy 'dkv_.*' 'parity'"),
+        ({"shift_caching": "un"}, ValueError, "unknown option of policy 'dkv_.*' 'shift_caching'"),
     ],
 )
 def test_options_out_of_range(policy: str, options: dict[str, Any], error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         make_policy(policy, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shift_caching": "unright"}, "did you mean 'un_right'"),
+        ({"shift_caching": None}, "shift_caching"),
+        ({"shift_caching": "right"}, "'right': .* 'un' and 'un_right' are"),
+    ],
+)
+def test_options_of_the_authors_code_out_of_range(options: dict[str, Any], message: str):
+    for name in ("dkv_decode", "dkv_pd"):
+        with pytest.raises(ValueError, match=message):
+            parity.policy(name, **options)

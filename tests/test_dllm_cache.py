@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from baselines import parity
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from tiered.models.llada import LLaDA
 from tiered.policies.base import Step, StepKind
 from tiered.policies.dllm_cache.policy import DLLMCache
 from tiered.policies.dllm_cache.program import BranchStep
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -79,8 +81,8 @@ def test_sequences_of_the_official_code(tiny: Runtime, case: str, chosen: Chosen
     recorded = RECORDED[case]
     prompt_interval, response_interval, ratio = recorded["Kp_Kr_rho_Kcfg"]
     prompt = TENSORS[f"{case}.prompt"].long()
-    policy = DLLMCache(
-        prompt_interval=prompt_interval, response_interval=response_interval, update_ratio=ratio, parity=True
+    policy = parity.policy(
+        "dllm_cache", prompt_interval=prompt_interval, response_interval=response_interval, update_ratio=ratio
     )
     out = tiny.with_policy(policy).generate(prompt, stop_at_eos=False, output_history=True, **recorded["gen"])
     assert out.history is not None
@@ -98,7 +100,7 @@ def test_logits_of_the_official_code(tiny: Runtime):
     # Twelve forwards on given tokens through one cache, without what sampling feeds back.
     ids, logits = (TENSORS[f"forward_seq.Kp8_Kr4_rho0.25.{name}"] for name in ("input_ids", "gen_logits"))
     canvas = Canvas(ids[:1, :24].long(), torch.zeros(1), max_new_tokens=32, block_length=32, mask_token_id=511)
-    policy = DLLMCache(prompt_interval=8, response_interval=4, update_ratio=0.25, parity=True)
+    policy = parity.policy("dllm_cache", prompt_interval=8, response_interval=4, update_ratio=0.25)
     state = policy.start()
     store = feature_store(tiny._call, policy, 1, canvas.length, canvas.prompt_length)
     forward = Forward(tiny.model, store, canvas.positions())
@@ -127,12 +129,12 @@ class Oracle:
     def __init__(self, model: LLaDA, policy: DLLMCache, prompt: int, answer: int, scale: float, shift: int = 0):
         self.model, self.policy, self.scale, self.shift = model, policy, scale, shift
         self.prompt, self.length = prompt, prompt + answer
+        self.official = isinstance(policy, parity.OfficialDLLMCache)
         self.weights = {name: weight.double() for name, weight in model.named_parameters()}
         self.caches: tuple[dict, dict] = ({}, {})
         self.clocks = [0, 0]
         self.difference: Tensor | None = None
         self.gap = math.inf  # smallest distance between the last row that was chosen and the first that was not
-        self.drawn: list[Tensor] = []  # rows of a random choice, by layer
 
     def step(self, ids: Tensor, block: tuple[int, int], begins: bool) -> tuple[Tensor, dict[tuple[int, int], Tensor]]:
         """Logits of the block's rows, and the chosen columns by layer and half, where the answer is not due."""
@@ -140,7 +142,7 @@ class Oracle:
         logits, chosen = self.half(ids, 0, block)
         if not self.scale:
             return logits[block[0] : block[1]], chosen
-        if policy.parity:
+        if self.official:
             guided = clock % policy.guidance_interval == 0 or clock + 1 <= 5
         else:
             guided = clock % policy.guidance_interval == 0 or begins
@@ -164,17 +166,13 @@ class Oracle:
         for layer in range(self.model.shape.layers):
             normed = self.norm(hidden, f"blocks.{layer}.attn_norm")
             keys, values = self.project(normed, layer, "k_proj"), self.project(normed, layer, "v_proj")
-            passed = policy.parity and layer > 0  # a row of the prompt, to the authors
+            passed = self.official and layer > 0  # a row of the prompt, to the authors
             rows = list(range(prompt)) if prompt_due else list(range(block[0], prompt)) * (not passed)
-            if answer_due or (policy.parity and layer == 0) or count == self.length - prompt:
+            if answer_due or (self.official and layer == 0) or count == self.length - prompt:
                 rows += range(prompt, self.length)
             elif count:
-                new = {"value": values, "key": keys}.get(policy.verify)
-                if new is None:
-                    columns = self.drawn.pop(0)
-                else:
-                    columns = self.farthest(new[prompt:], cache[layer, policy.verify][prompt:], count, block, clock)
-                if policy.parity:
+                columns = self.farthest(values[prompt:], cache[layer, "value"][prompt:], count, block, clock)
+                if self.official:
                     cache[layer, "value"][prompt:] = values[prompt:]
                 chosen[layer, number] = columns
                 rows += columns.tolist()
@@ -193,12 +191,8 @@ class Oracle:
     def farthest(self, new: Tensor, cached: Tensor, count: int, block: tuple[int, int], clock: int) -> Tensor:
         """Columns of the `count` rows that have moved most. Of equal ones, those of the block come first, which take
         turns, then those behind it."""
-        if self.policy.similarity == "cosine":
-            moved = (2 - 2 * F.cosine_similarity(new, cached, dim=-1)).clamp(min=0).sqrt()
-            moved[moved <= STILL] = 0
-        else:
-            moved = (new - cached).norm(dim=-1)
-            moved[moved <= STILL * cached.norm(dim=-1)] = 0
+        moved = (2 - 2 * F.cosine_similarity(new, cached, dim=-1)).clamp(min=0).sqrt()
+        moved[moved <= STILL] = 0
         own = [column - self.prompt for column in range(*block) if column >= self.prompt]
         turn = clock * max(1, count - 1) % len(own)
         turns = own[turn:] + own[:turn] + [*range(own[-1] + 1, len(new))] + [*range(own[0])]
@@ -247,35 +241,39 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "answer alone": ({"prompt_interval": None, "response_interval": 1}, {}),
     "nothing between": ({**SHORT, "update_ratio": 0.0}, {}),
     "everything between": ({**SHORT, "update_ratio": 1.0}, {}),
-    "keys": ({**SHORT, "verify": "key"}, {}),
-    "distance of values": ({**SHORT, "similarity": "l2"}, {}),
-    "distance of keys": ({**SHORT, "verify": "key", "similarity": "l2"}, {}),
-    "random": ({**SHORT, "verify": "random"}, {}),
-    "parity": ({**SHORT, "parity": True}, {}),
+    "parity": ({**SHORT, "official": True}, {}),
     "guided": (SHORT, {"cfg_scale": 0.7}),
     "guided at times": ({**SHORT, "guidance_interval": 3}, {"cfg_scale": 0.7}),
-    "guided at times, as the authors": ({**SHORT, "guidance_interval": 6, "parity": True}, {"cfg_scale": 0.7}),
-    "an interval of guidance that is not there": ({**SHORT, "guidance_interval": 6, "parity": True}, {}),
+    "guided at times, as the authors": ({**SHORT, "guidance_interval": 6, "official": True}, {"cfg_scale": 0.7}),
+    "an interval of guidance that is not there": ({**SHORT, "guidance_interval": 6, "official": True}, {}),
     "in parts": (SHORT, {"part": 5}),
     "in parts, guided": ({"prompt_interval": 3, "response_interval": 5}, {"part": 5, "cfg_scale": 0.7}),
-    "in parts, parity": ({"prompt_interval": 3, "response_interval": 5, "parity": True}, {"part": 5}),
+    "in parts, parity": ({"prompt_interval": 3, "response_interval": 5, "official": True}, {"part": 5}),
     "shifted": (SHORT, {"shift": 1}),
-    "shifted, parity": ({**SHORT, "parity": True}, {"shift": 1}),
+    "shifted, parity": ({**SHORT, "official": True}, {"shift": 1}),
     "shifted, parity, guided between renewals": (
-        {**SHORT, "parity": True, "guidance_interval": 5},
+        {**SHORT, "official": True, "guidance_interval": 5},
         {"shift": 1, "cfg_scale": 0.7},
     ),
     "shifted, parity, guided at times": (
-        {**SHORT, "parity": True, "guidance_interval": 6},
+        {**SHORT, "official": True, "guidance_interval": 6},
         {"shift": 1, "cfg_scale": 0.7},
     ),
 }
 
 
+def made(options: dict[str, Any]) -> DLLMCache:
+    """The policy with these options; "official": as the authors' code has it."""
+    options = dict(options)
+    policy = (parity.policy if options.pop("official", False) else make_policy)("dllm_cache", **options)
+    assert isinstance(policy, DLLMCache)
+    return policy
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_rows_of_the_method(grouped: Runtime, variant: str, chosen: Chosen, monkeypatch: pytest.MonkeyPatch):
     options, call = VARIANTS[variant]
-    policy, call, seen = DLLMCache(**options), dict(call), []
+    policy, call, seen = made(options), dict(call), []
     if part := call.pop("part", None):
         monkeypatch.setattr("tiered.forward.forward.part_rows", lambda batch: part)
     if shift := call.pop("shift", 0):
@@ -292,8 +290,6 @@ def test_logits_and_rows_of_the_method(grouped: Runtime, variant: str, chosen: C
     oracle = Oracle(grouped.model, policy, prompt, answer, call.get("cfg_scale", 0.0))
     rows = iter(zip(chosen.layers, chosen.columns, chosen.counts, strict=True))
     most = math.floor(answer * policy.update_ratio)
-    if policy.verify == "random":
-        oracle.drawn = [columns[0] for columns in chosen.columns]
     for number, (canvas, logits) in enumerate(zip(out.history, seen, strict=False)):
         first = prompt + number // block * block - shift
         expected, columns = oracle.step(canvas[0], (first, first + block), number % block == 0)
@@ -320,32 +316,20 @@ def history(runtime: Runtime, policy: DLLMCache, **options: Any) -> Tensor:
     return torch.stack(out.history)
 
 
-@pytest.mark.parametrize("options", [{}, {"verify": "key"}, {"similarity": "l2"}, {"verify": "random"}])
-def test_all_rows_between_are_a_renewal_of_the_answer(grouped: Runtime, options: dict[str, Any]):
+def test_all_rows_between_are_a_renewal_of_the_answer(grouped: Runtime):
     every_step = history(grouped, DLLMCache(prompt_interval=5, response_interval=1))
-    whole = history(grouped, DLLMCache(prompt_interval=5, response_interval=None, update_ratio=1.0, **options))
+    whole = history(grouped, DLLMCache(prompt_interval=5, response_interval=None, update_ratio=1.0))
     assert torch.equal(whole, every_step)
 
 
-def test_random_rows_come_from_the_seed(grouped: Runtime, chosen: Chosen):
-    drawn = []
-    for seed in (0, 0, 1):
-        chosen.columns.clear()
-        history(grouped, DLLMCache(verify="random", response_interval=None, seed=seed))
-        drawn.append([tuple(sorted(columns[0].tolist())) for columns in chosen.columns])
-    assert drawn[0] == drawn[1]
-    # Six of 24, in four layers of 23 forwards: hardly two are alike.
-    assert len(set(drawn[0] + drawn[2])) > 0.95 * 2 * 4 * 23
-
-
 def test_passes_and_rows_are_counted(grouped: Runtime):
-    policy = DLLMCache(prompt_interval=6, response_interval=4, update_ratio=0.25)
-    out = grouped.with_policy(policy).generate(PROMPT, **CALL)
+    options = {"prompt_interval": 6, "response_interval": 4, "update_ratio": 0.25}
+    out = grouped.with_policy("dllm_cache", **options).generate(PROMPT, **CALL)
     # Forwards 0 and 12 renew everything; 6 and 18 the prompt; 4, 8, 16 and 20 the answer.
     assert out.passes == {StepKind.REFRESH: 2, StepKind.UPDATE: 6, StepKind.STEP: 16}
     expected = [17 * (n % 6 == 0) + (24 if n % 4 == 0 else 6) for n in range(24)]
     assert out.rows_per_forward == expected
-    whole = grouped.with_policy(replace(policy, parity=True)).generate(PROMPT, **CALL)
+    whole = grouped.with_policy(parity.policy("dllm_cache", **options)).generate(PROMPT, **CALL)
     assert whole.rows_per_forward == [17 * (n % 6 == 0) + (24 if n % 4 == 0 else (24 + 3 * 6) / 4) for n in range(24)]
 
 
@@ -363,17 +347,14 @@ UNEVEN = (17, 9, 12)
 BATCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "threshold": ({}, {}),
     "factor": ({}, {"confidence_threshold": None, "factor": 1.0}),
-    "keys": ({"verify": "key"}, {}),
-    "distance": ({"similarity": "l2"}, {}),
-    "random": ({"verify": "random", "seed": 3}, {}),
     "nothing between": ({"update_ratio": 0.0}, {}),
-    "parity": ({"parity": True}, {}),
+    "parity": ({"official": True}, {}),
     "guided": ({}, {"cfg_scale": 0.7}),
     "guided at times": ({"guidance_interval": 3}, {"cfg_scale": 0.7}),
-    "guided at times, parity": ({"guidance_interval": 7, "parity": True}, {"cfg_scale": 0.7}),
+    "guided at times, parity": ({"guidance_interval": 7, "official": True}, {"cfg_scale": 0.7}),
     "drift-aware": ({}, {"early_threshold": 0.25, "drift_slope": 0.1, "drift_ceiling": 9.0}),
-    "shifted, parity": ({"parity": True}, {"shift": 1, "confidence_threshold": 0.6}),
-    "shifted, parity, some end, guided": ({"parity": True}, {"shift": 1, "stop_at_eos": True, "cfg_scale": 0.7}),
+    "shifted, parity": ({"official": True}, {"shift": 1, "confidence_threshold": 0.6}),
+    "shifted, parity, some end, guided": ({"official": True}, {"shift": 1, "stop_at_eos": True, "cfg_scale": 0.7}),
     "some end": ({}, {"stop_at_eos": True}),
     "some end, guided": ({}, {"stop_at_eos": True, "cfg_scale": 0.7, "confidence_threshold": 0.5}),
     "some end, guided at times": ({"guidance_interval": 3}, {"stop_at_eos": True, "cfg_scale": 0.7}),
@@ -385,7 +366,7 @@ def test_sequences_of_a_batch_keep_their_own_clocks(
     grouped: Runtime, case: str, chosen: Chosen, monkeypatch: pytest.MonkeyPatch
 ):
     options, call = BATCHES[case]
-    runtime = grouped.with_policy(DLLMCache(**{"prompt_interval": 5, "response_interval": 3, **options}))
+    runtime = grouped.with_policy(made({"prompt_interval": 5, "response_interval": 3, **options}))
     call = {**CALL, "max_new_tokens": 32, "confidence_threshold": 0.3, **call}
     if shift := call.pop("shift", 0):
         monkeypatch.setattr(grouped.model, "shape", replace(grouped.model.shape, prediction_shift=shift))
@@ -421,9 +402,6 @@ def test_sequences_of_a_batch_keep_their_own_clocks(
         ({"update_ratio": -0.1}, ValueError, "update_ratio = -0.1"),
         ({"guidance_interval": 0}, ValueError, "guidance_interval = 0"),
         ({"guidance_interval": None}, TypeError, "guidance_interval = None"),
-        ({"verify": "values"}, ValueError, "did you mean 'value'"),
-        ({"similarity": "cos"}, ValueError, "similarity"),
-        ({"seed": -1}, ValueError, "seed = -1"),
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], error: type[Exception], message: str):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from baselines import parity
 from safetensors.torch import load_file
 from torch import Tensor
 from workloads.input_rows import hidden_states
@@ -15,9 +16,10 @@ import tiered
 from tiered.decoding import sampling
 from tiered.decoding.rules import timestep
 from tiered.decoding.rules.base import Candidates
-from tiered.decoding.rules.threshold import Threshold
+from tiered.decoding.rules.registry import make_commit_rule
 from tiered.decoding.sampling import OpenBlock
 from tiered.output import GenerationOutput
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "dream"
@@ -72,36 +74,37 @@ def policy_of(part: str, case: str, recorded: dict[str, Any], options: dict[str,
         )
         if not used:
             return "none", {}
-        official = {"refresh_interval": interval, "shift_caching": shift, "parity": True}
+        official = {"refresh_interval": interval, "shift_caching": shift}
         return DKV_CACHE[kind], {} if kind == "prefill" else official
     if part == "dllm_cache":
         names = ("prompt_interval", "response_interval", "update_ratio")
-        return "dllm_cache", {**dict(zip(names, recorded["Kp_Kr_rho_Kcfg"], strict=True)), "parity": True}
+        return "dllm_cache", dict(zip(names, recorded["Kp_Kr_rho_Kcfg"], strict=True))
     if part == "fast_dllm":
         options.pop("block", None)
         dual = options.pop("dual_cache", None)
         if dual is not None:
-            return ("fast_dllm_dual" if dual else "fast_dllm_prefix"), {"parity": True}
+            return ("fast_dllm_dual" if dual else "fast_dllm_prefix"), {}
     return "none", {}
 
 
 def generate(
-    runtimes: dict[str, Runtime], part: str, case: str, **changed: Any
+    runtimes: dict[str, Runtime], part: str, case: str, *, as_authors: bool = True, **changed: Any
 ) -> tuple[GenerationOutput, dict[str, Any]]:
-    """The recorded call of `case`, with other options of its policy or, where there is no cache, of its rule; and what
-    was recorded."""
+    """The recorded call of `case`, with other options of its policy or, if not `as_authors`, under the library's own
+    policy and rule; and what was recorded."""
     recorded, tensors = RECORDED[part][case], SEQUENCES[part]
     options = dict(recorded["gen"] if part == "dllm_cache" else recorded["kwargs"])
     policy, policy_options = policy_of(part, case, recorded, options)
     if policy == "none" and "threshold" in options:
-        options |= {
-            "commit": Threshold(**{"confidence_threshold": options.pop("threshold"), "parity": True, **changed})
-        }
+        make_rule = parity.rule if as_authors else make_commit_rule
+        options["commit"] = make_rule("threshold", confidence_threshold=options.pop("threshold"))
         del options["alg"]
-        changed = {}
+    if not as_authors:
+        policy_options.pop("shift_caching", None)
+    make = parity.policy if as_authors else make_policy
     out = (
         runtimes[case.split(".")[0]]
-        .with_policy(policy, **{**policy_options, **changed})
+        .with_policy(make(policy, **{**policy_options, **changed}))
         .generate(
             tensors[f"{case}.prompt"].long(),
             attention_mask=tensors.get(f"{case}.attention_mask"),
@@ -164,23 +167,51 @@ def test_drawn_sequences(runtimes: dict[str, Runtime], monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("part", "case", "changed"),
     [
-        # Why each piece of parity is there: without it, what was recorded does not come out.
-        ("dkv_cache", "dream_tiny.decode_s32_r8_un", {"parity": False}),
+        # Why each piece of `parity` is there: without it, what was recorded does not come out.
+        ("dkv_cache", "dream_tiny.decode_s32_r8_un", {"as_authors": False}),
         ("dkv_cache", "dream_tiny.decode_s32_r8_un", {"shift_caching": "un_right"}),
-        ("dkv_cache", "dream_tiny.decode_s32_r8_un", {"shift_caching": "right", "parity": False}),
-        ("dkv_cache", "dream_tiny.decode_s32_r4_un_right", {"parity": False}),
-        ("dkv_cache", "dream_tiny.pd_s32_r8_un", {"parity": False}),
-        ("dkv_cache", "dream_tiny.pd_s16_r4_un_right", {"parity": False}),
-        ("dllm_cache", "dream_tiny7.Kp8_Kr4_rho0.25_entropy_s16", {"parity": False}),
-        ("fast_dllm", "dream_tiny.fastdllm.dual_thr0.9_b8", {"parity": False}),
-        ("fast_dllm", "dream_tiny.fastdllm.prefix_entropy_b8_s32", {"parity": False}),
-        ("fast_dllm", "dream_tiny.fastdllm.nocache_confthr0.5_s8", {"parity": False}),
+        ("dkv_cache", "dream_tiny.decode_s32_r4_un_right", {"as_authors": False}),
+        ("dkv_cache", "dream_tiny.pd_s32_r8_un", {"as_authors": False}),
+        ("dkv_cache", "dream_tiny.pd_s16_r4_un_right", {"as_authors": False}),
+        ("dllm_cache", "dream_tiny7.Kp8_Kr4_rho0.25_entropy_s16", {"as_authors": False}),
+        ("fast_dllm", "dream_tiny.fastdllm.dual_thr0.9_b8", {"as_authors": False}),
+        ("fast_dllm", "dream_tiny.fastdllm.prefix_entropy_b8_s32", {"as_authors": False}),
+        ("fast_dllm", "dream_tiny.fastdllm.nocache_confthr0.5_s8", {"as_authors": False}),
     ],
 )
 def test_parity_makes_a_difference(runtimes: dict[str, Runtime], part: str, case: str, changed: dict[str, Any]):
     out, recorded = generate(runtimes, part, case, **changed)
     same_tokens = torch.equal(out.sequences.int(), SEQUENCES[part][f"{case}.final"])
     assert not (same_tokens and out.rows_per_forward == recorded.get("fwd_seq_lens", out.rows_per_forward))
+
+
+DECODED = [
+    case
+    for case, recorded in RECORDED["dkv_cache"].items()
+    if recorded["kwargs"].get("cache_type") == "decoded" and recorded["kwargs"]["alg"] == "maskgit_plus"
+]
+
+
+def decoded(runtimes: dict[str, Runtime], case: str, **changed: Any) -> tuple[Tensor, list[int]]:
+    """`dream_sequence` with the recorded arguments of `case`, and others."""
+    kwargs = RECORDED["dkv_cache"][case]["kwargs"]
+    names = {"cache_steps": "cache_steps", "shift_type": "shift_caching"}
+    options = {names.get(name, name): kwargs[name] for name in ("steps", "max_new_tokens", "eps", *names)}
+    model = runtimes["dream_tiny"].model
+    return parity.dream_sequence(model, SEQUENCES["dkv_cache"][f"{case}.prompt"].long(), **(options | changed))
+
+
+@pytest.mark.parametrize("case", DECODED)
+def test_the_decoder_of_kept_rows_is_that_of_the_recorded_runs(runtimes: dict[str, Runtime], case: str):
+    states, counts = decoded(runtimes, case)
+    assert torch.equal(states.int(), SEQUENCES["dkv_cache"][f"{case}.history"])
+    assert counts == RECORDED["dkv_cache"][case]["fwd_seq_lens"]
+
+
+def test_a_row_that_is_kept_although_it_predicts_gives_id_0(runtimes: dict[str, Runtime]):
+    states, counts = decoded(runtimes, "dream_tiny.decode_s32_r8_un", shift_caching="right")
+    assert counts[:4] == [56, 33, 32, 31] and counts[8] == 56
+    assert 0 in states[-1, 0, 24:].tolist()
 
 
 @pytest.mark.parametrize("policy", ["none", "fast_dllm_prefix", "fast_dllm_dual"])

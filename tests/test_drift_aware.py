@@ -25,7 +25,7 @@ from tiered.forward.forward import Flow, Forward
 from tiered.models.rope import Rotary
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
-from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -296,15 +296,15 @@ def expected_drift(
     return result
 
 
-DUAL = FastDLLMDual()
+DUAL = make_policy("fast_dllm_dual")
 ROUTES: dict[str, tuple[Policy, str]] = {
     "span": (AllRows(plan=_span), "all"),
     "scattered": (AllRows(plan=_scattered), "all"),
     "span, every row in the last layer": (AllRows(plan=_unnarrowed(_span)), "all"),
     "scattered, every row in the last layer": (AllRows(plan=_unnarrowed(_scattered)), "all"),
     "dual": (DUAL, "dual"),
-    "dual, every third": (FastDLLMDual(refresh_interval=3), "every third"),
-    "prefix": (FastDLLMPrefix(), "prefix"),
+    "dual, every third": (make_policy("fast_dllm_dual", refresh_interval=3), "every third"),
+    "prefix": (make_policy("fast_dllm_prefix"), "prefix"),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -400,17 +400,20 @@ def history(runtime: Runtime, **options: Any) -> Tensor:
     return torch.stack(out.history)
 
 
-@pytest.mark.parametrize("policy", [FastDLLMDual(), FastDLLMPrefix()])
+@pytest.mark.parametrize("policy", [make_policy("fast_dllm_dual"), make_policy("fast_dllm_prefix")])
 def test_early_commits_save_forwards(tiny: Runtime, policy: Policy):
     runtime = tiny.with_policy(policy)
     assert len(history(runtime, **EAGER)) < len(history(runtime, confidence_threshold=0.8)) - 4
 
 
 def test_without_drift_the_rule_is_threshold(tiny: Runtime):
-    for policy in (tiered_none := tiny.with_policy("none"), tiny.with_policy(FastDLLMDual(refresh_interval=1))):
+    for policy in (
+        tiered_none := tiny.with_policy("none"),
+        tiny.with_policy(make_policy("fast_dllm_dual", refresh_interval=1)),
+    ):
         assert torch.equal(history(policy, **EAGER), history(tiered_none, confidence_threshold=0.8))
     # With a refresh in every second step there is a drift in the others, and none before it.
-    runtime = tiny.with_policy(FastDLLMDual(refresh_interval=2))
+    runtime = tiny.with_policy(make_policy("fast_dllm_dual", refresh_interval=2))
     assert len(history(runtime, **EAGER)) < len(history(runtime, confidence_threshold=0.8))
 
 

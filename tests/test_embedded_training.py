@@ -38,7 +38,7 @@ from training.trainer import Trainer
 import tiered
 from tiered.embedded.tasks import LIST_TASKS, LONG_TASKS, TASKS, Example, split_of
 from tiered.models.config_source import read_config
-from tiered.policies.none import NoCache
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 SMALL = Settings(
@@ -208,7 +208,7 @@ def test_what_is_adopted_says_the_same_in_wider_layers():
     source, ids = tiered.from_pretrained("embedded", policy="none", device="cpu"), batches("short", 1)[0].ids
     model = new_model(read_config("embedded") | {"mlp_hidden_size": 400, "max_sequence_length": 64}, seed=0)
     adopt(model, source.model, ids)
-    found = Runtime(model, policy=NoCache()).logits(ids)
+    found = Runtime(model, policy=make_policy("none")).logits(ids)
     torch.testing.assert_close(found, source.logits(ids), atol=1e-4, rtol=1e-4)
 
 
@@ -380,7 +380,7 @@ def test_the_training_forward_in_blocks_is_the_runtimes(in_blocks: dict[str, Any
     batch = replace(batch, positions=torch.arange(batch.ids.shape[1])[None])
     noised, first = mask(batch, torch.Generator().manual_seed(1)), int(batch.prompt.min())
     hidden, tap = forward_in_blocks(model, batch.ids, noised.ids, batch.positions, first=first, tap_layer=3)
-    logits, runtime = model.logits(hidden), Runtime(model, policy=NoCache())
+    logits, runtime = model.logits(hidden), Runtime(model, policy=make_policy("none"))
     assert hidden.requires_grad and logits.shape[1] == batch.ids.shape[1] - first
     assert tap.hidden.shape[:2] == batch.ids.shape and tap.queries.shape == tap.keys.shape
     # A block under noise behind the text, as a step meets it.

@@ -110,7 +110,6 @@ CASES = [
     Case("uniform", "nvfp4", "fp8", streamed=True),
     Case("elastic_cache", weights="int4", streamed=True),
     Case("polestar", "fp8", "int8", streamed=True, rule="threshold"),
-    Case("composed", "nvfp4", streamed=True),
     Case("none", "nvfp4", served=True, rule="threshold"),
     Case("dkv_pd", "fp8", "int4+head", served=True),
     Case("elastic_cache", served=True),

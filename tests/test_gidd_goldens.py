@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from baselines import parity
 from safetensors.torch import load_file
 from workloads.input_rows import hidden_states
 
 import tiered
 from tiered.core.rows import Rows
 from tiered.decoding.rules import ancestral
-from tiered.decoding.rules.adaptive import Adaptive
 from tiered.denoising import feature_store
 from tiered.forward.forward import Forward
 from tiered.models.gidd import Gidd
@@ -50,7 +50,7 @@ def options(name: str) -> dict[str, Any]:
     method = {key: given.pop(key) for key in ("tokens_per_step", "noise_schedule") if key in given}
     assert given.pop("sampling_method") == "adaptive"
     given["max_new_tokens"], given["block_steps"] = given.pop("max_length"), given.pop("steps")
-    return given | {"commit": Adaptive(parity=True, **method)}
+    return given | {"commit": parity.rule("adaptive", **method)}
 
 
 @pytest.mark.parametrize("policy", ["none", "uniform_prefix", "dkv_prefill"])

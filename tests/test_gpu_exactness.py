@@ -83,7 +83,9 @@ def test_a_control_that_is_blind_says_so(exactness: Any, setting: Any, monkeypat
 
 
 def test_a_call_that_never_fetched_holds_no_law(exactness: Any, setting: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(exactness._LAWS, "idle", (lambda _: exactness._call(setting, exactness.NoCache()),) * 2)
+    monkeypatch.setitem(
+        exactness._LAWS, "idle", (lambda _: exactness._call(setting, exactness.make_policy("none")),) * 2
+    )
     assert exactness.measure(setting, "idle") == {
         "passes": {"refresh": 8, "update": 0, "step": 0, **OTHERS},
         "ok": False,

@@ -37,7 +37,6 @@ REFRESHED: dict[str, dict[str, Any]] = {
     "dkv_pd": {"prompt_interval": 1, "refresh_interval": 1},
     "uniform": {"refresh_interval": 1},
     "polestar": {"refresh_interval": 1},
-    "composed": {"prompt_interval": 1, "response_interval": 1},
     "block_causal": {},
 }
 RULES: dict[str, dict[str, Any]] = {

@@ -22,11 +22,6 @@ GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = {"llada": "llada/llada_tiny_gqa", "dream": "dream/dream_tiny", "gidd": "gidd/gidd_tiny_unif"}
 IDS = torch.arange(34).view(2, 17)
 SIZES: dict[str, Any] = {"max_new_tokens": 12, "block_length": 6}
-# Beside every policy as it is: updates of another policy's making.
-VARIANTS: dict[str, dict[str, Any]] = {
-    **{name: {} for name in policies_for("canvas")},
-    "composed, updates": {"updates": {}},
-}
 
 
 @cache
@@ -35,7 +30,7 @@ def loaded(family: str, dtype: str = "float32") -> Runtime:
 
 
 def runtime_of(variant: str, family: str = "llada", dtype: str = "float32") -> Runtime:
-    return loaded(family, dtype).with_policy(variant.partition(",")[0], **VARIANTS[variant])
+    return loaded(family, dtype).with_policy(variant)
 
 
 def values_of(model: DiffusionModel, layer: int) -> Tensor:
@@ -94,7 +89,7 @@ def rule_for(runtime: Runtime) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", BROKEN)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", policies_for("canvas"))
 def test_every_policy_names_the_layer(variant: str, dtype: str):
     runtime = runtime_of(variant, dtype=dtype)
     damages, causes = zip(*BROKEN[dtype], strict=True)

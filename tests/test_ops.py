@@ -17,7 +17,7 @@ from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.forward_work import forward_work
 from tiered.planning.machine_rates import machine_rates
-from tiered.policies.none import NoCache
+from tiered.policies.registry import make_policy
 
 ops = study_named("ops")
 SMALL = {"width": [128], "layers": [3], "positions": [160], "batch": [2], "steps": [8]}
@@ -51,7 +51,7 @@ def test_operations_cover_the_wall_clock(model: str, policy: str, monkeypatch: p
 def test_flops_are_those_that_torch_counts(name: str, batch: int, tiny_model: Any):
     made = {"tiny": lambda: tiny_model, "random": lambda: random_model(128, 3, 96)}  # tiny: grouped keys
     model = made.get(name, lambda: tiered.from_pretrained(name, policy="none").model)()
-    shape, kept = model.shape, NoCache().features(model.shape)
+    shape, kept = model.shape, make_policy("none").features(model.shape)
     store = FeatureStore(shape, kept, batch=batch, length=80, dtype=torch.float32, device=torch.device("cpu"))
     ids = torch.randint(0, shape.vocab_size - 4, (batch, 80))
     for outputs in (20, 80):

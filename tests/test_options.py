@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from baselines import parity
 
 from tiered.core.aliases import ALIASES, ALWAYS_NAMES, COMMIT_ALIASES, MASK_NAMES, resolve_aliases
 from tiered.decoding.rules.base import CommitRule
@@ -56,7 +57,7 @@ def test_defaults():
         ({"max_new_tokens": 8, "steps": 10**30}, 8, 1, 8),
         # Under Dream's rules the block is the whole answer, and more steps than tokens are another schedule.
         ({"max_new_tokens": 64, "commit": "timestep"}, 64, 1, 64),
-        ({"max_new_tokens": 64, "commit": Threshold(confidence_threshold=0.9, parity=True), "steps": 8}, 64, 1, 8),
+        ({"max_new_tokens": 64, "commit": parity.rule("threshold", confidence_threshold=0.9), "steps": 8}, 64, 1, 8),
         ({"max_new_tokens": 64, "commit": "origin", "steps": 16}, 64, 1, 16),
         ({"max_new_tokens": 100, "commit": "timestep", "steps": 512}, 100, 1, 512),
         ({"max_new_tokens": 64, "commit": Timestep(), "block_length": 16, "steps": 128}, 16, 4, 32),

@@ -15,6 +15,7 @@ from typing import Any
 import measure
 import pytest
 import torch
+from baselines import parity
 from baselines.asked import PeerError
 from baselines.matches import MATCHES, RULES
 from baselines.official import IMPLEMENTATIONS, Official, commit_of, located
@@ -90,7 +91,7 @@ def test_every_match_is_measured_under_the_rules_of_its_official_code():
             if kind == "official":
                 assert name in IMPLEMENTATIONS and callable(getattr(Implementations, name))
             elif kind != "transformers":
-                make_policy(kind, **options)
+                (parity.policy if name == "parity" else make_policy)(kind, **options)
     for axis, bad in (("match", "duel"), ("rule", "two"), ("examples", "sort")):
         with pytest.raises(ValueError, match=bad):
             settings_of(**{axis: [bad]})

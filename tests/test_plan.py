@@ -32,8 +32,7 @@ from tiered.models.weight_form import weight_bytes
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.card import Plan, TierPlan
 from tiered.planning.plan import plan as plan_for
-from tiered.policies.fast_dllm import FastDLLMDual
-from tiered.policies.registry import POLICIES, policies_for
+from tiered.policies.registry import POLICIES, make_policy, policies_for
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -161,8 +160,8 @@ def test_dtype(dtype: str):
 
 def test_a_policy_comes_by_name_or_as_an_object():
     by_name = plan("llada-8b", context=64, policy="fast_dllm_dual", refresh_interval=4)
-    assert by_name == plan("llada-8b", context=64, policy=FastDLLMDual(refresh_interval=4))
-    assert by_name.policy_options == {"refresh_interval": 4, "refresh_blocks": 1, "parity": False}
+    assert by_name == plan("llada-8b", context=64, policy=make_policy("fast_dllm_dual", refresh_interval=4))
+    assert by_name.policy_options == {"refresh_interval": 4, "refresh_blocks": 1}
 
 
 # ---- what fits ----
@@ -266,10 +265,6 @@ ADVISED: dict[str, tuple[dict[str, Any], set[tuple[str, ...]]]] = {
     "too little host memory": (
         {"context": 4096, "batch": 2, "memory": MemoryBudget(host="600MiB"), "policy": "polestar", "cluster_layers": 1},
         {("batch",), ("clusters",), ("window_blocks",), ("context",), ("policy",), ("memory",)},
-    ),
-    "hidden states of a composed policy": (
-        {"context": 4096, "memory": alone("17GiB"), "policy": "composed", "updates": {"top_m": 2}},
-        {("context",), ("policy",), ("memory",)},
     ),
     "too little of both": (
         {
@@ -447,7 +442,7 @@ def test_the_card():
         "llada-8b",
         "LLaDA, 8.02B parameters, 32 layers, width 4096, 32 heads (32 key/value)",
         "context 32768, batch 1, block 32, bfloat16",
-        "policy fast_dllm_dual, refresh_blocks=1, parity=False",
+        "policy fast_dllm_dual, refresh_blocks=1",
     ]
     assert device.splitlines()[:4] == [
         "device memory",

@@ -16,8 +16,7 @@ from tiered.core.rows import Rows, rows_where
 from tiered.forward.forward import Flow, Forward, LayerProgram
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
-from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
-from tiered.policies.none import NoCache
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -78,7 +77,7 @@ def test_rows_in_any_order(history: Callable):
         index = torch.cat([order[:, :5], block.expand(step.canvas.batch, -1), order[:, 5:]], dim=1)
         return StepRows(Rows.at(index), slice(5, 5 + len(block)), StepKind.REFRESH)
 
-    assert history(Custom(rule=shuffled)) == history(NoCache())
+    assert history(Custom(rule=shuffled)) == history(make_policy("none"))
 
 
 def test_sequences_with_different_numbers_of_rows(history: Callable):
@@ -92,7 +91,7 @@ def test_sequences_with_different_numbers_of_rows(history: Callable):
         valid = (torch.arange(index.shape[1]) < rows.shape[1]).expand(step.canvas.batch, -1)
         return StepRows(Rows.at(index, valid), slice(0, step.last_row - step.first_row), StepKind.STEP)
 
-    assert history(Custom(rule=ragged)) == history(FastDLLMPrefix())
+    assert history(Custom(rule=ragged)) == history(make_policy("fast_dllm_prefix"))
 
 
 def test_logits_of_pending_rows_alone(history: Callable):
@@ -105,7 +104,7 @@ def test_logits_of_pending_rows_alone(history: Callable):
         rows, (count, _) = rows_where(wanted, every)
         return StepRows(rows, slice(0, count), StepKind.REFRESH)
 
-    assert history(Custom(rule=pending_first)) == history(NoCache())
+    assert history(Custom(rule=pending_first)) == history(make_policy("none"))
 
 
 def test_what_no_row_predicts_is_not_committed(runtime: Runtime):
@@ -209,7 +208,7 @@ def test_a_policy_sees_what_was_committed_when(history: Callable):
         seen.append(int((committed[:, step.canvas.prompt_length :] < 2**31 - 1).sum()))
         return StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH)
 
-    assert history(Custom(rule=by_commit)) == history(NoCache())
+    assert history(Custom(rule=by_commit)) == history(make_policy("none"))
     assert seen == sorted(seen) and seen[0] == 0 and seen[-1] > 0
 
 
@@ -247,9 +246,9 @@ def test_rows_recomputed_from_stored_hidden_states(history: Callable, runtime: R
     layers = runtime.model.shape.layers
     # From layer 0 on, every row is fresh, since tokens outside the block stand still; from behind the last layer on,
     # nothing but the block is.
-    assert history(Custom(rule=_from_hidden(0), keeps_hidden=True)) == history(NoCache())
-    assert history(Custom(rule=_from_hidden(layers), keeps_hidden=True)) == history(FastDLLMDual())
-    assert history(NoCache()) != history(FastDLLMDual())
+    assert history(Custom(rule=_from_hidden(0), keeps_hidden=True)) == history(make_policy("none"))
+    assert history(Custom(rule=_from_hidden(layers), keeps_hidden=True)) == history(make_policy("fast_dllm_dual"))
+    assert history(make_policy("none")) != history(make_policy("fast_dllm_dual"))
 
 
 def test_state_is_made_anew_for_every_call(runtime: Runtime):

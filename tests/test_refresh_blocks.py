@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from baselines import parity
 
 import tiered
 from tiered.output import GenerationOutput
@@ -28,9 +29,10 @@ def answered(family: str, policy: str, prompts: slice = slice(0, 1), **given: An
     ids = torch.randint(2, 480, (3, PROMPT), generator=torch.Generator().manual_seed(4))
     mask = torch.ones_like(ids)
     mask[1, :7] = mask[2, :3] = 0
-    options = {"refresh_blocks": 2} | {name: given.pop(name) for name in ("refresh_blocks", "parity") if name in given}
+    options = {"refresh_blocks": given.pop("refresh_blocks", 2)}
+    make = parity.policy if given.pop("official", False) else make_policy
     call = {"max_new_tokens": BLOCK * BLOCKS, "block_length": BLOCK, "stop_at_eos": False} | given
-    own = runtime(family).with_policy(policy, **options)
+    own = runtime(family).with_policy(make(policy, **options))
     return own.generate(ids[prompts], attention_mask=mask[prompts], **call)
 
 
@@ -60,7 +62,7 @@ def test_under_a_noise_mask_every_block_begins_with_a_refresh(policy: str):
         ("llada", {"confidence_threshold": 0.6}),
         ("llada", {"confidence_threshold": 0.6, "cfg_scale": 0.5}),
         ("dream", {"confidence_threshold": 0.6}),
-        ("dream", {"parity": True}),
+        ("dream", {"official": True}),
         ("gidd", {"block_steps": 5, "seed": 3}),
     ],
 )
@@ -73,8 +75,8 @@ def test_a_batch_answers_as_its_prompts_alone(family: str, policy: str, options:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_with_parity_a_block_between_gives_its_first_token_alone(policy: str):
-    out = answered("dream", policy, parity=True, steps=2 * BLOCKS, output_history=True)
+def test_in_the_authors_code_a_block_between_gives_its_first_token_alone(policy: str):
+    out = answered("dream", policy, official=True, steps=2 * BLOCKS, output_history=True)
     assert out.history is not None and out.passes["update"] == BLOCKS // 2
     begins = [index for index, rows in enumerate(out.rows_per_forward) if rows > BLOCK * BLOCKS]
     second = begins[0] + (len(out.rows_per_forward) - begins[0]) // BLOCKS

@@ -18,9 +18,9 @@ from tiered.decoding.rules.rewriting import RewritingState
 from tiered.decoding.sampling import OpenBlock
 from tiered.decoding.sampling_options import Sampling
 from tiered.models.noise import Noise
-from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
-from tiered.policies.none import NoCache
+from tiered.policies.base import PolicyState, Step, StepKind, StepRows
 from tiered.policies.registry import POLICIES, policies_for
+from tiered.policies.row_schedule import RowSchedule
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -402,12 +402,11 @@ def test_policies_hear_of_changed_tokens_alone(uniform: Runtime):
     # Polestar's trigger counts them.
     seen: list[Tensor] = []
 
-    class Watching(NoCache):
+    class Watching(RowSchedule):
         def start(self) -> PolicyState:
             return _Watched(seen)
 
-    policy: Policy = Watching()
-    out = uniform.with_policy(policy).generate(
+    out = uniform.with_policy(Watching(name="none", rows="all")).generate(
         prompt(), block_steps=12, tokens_per_step=8, seed=0, output_history=True, **SIZES
     )
     assert out.history is not None

@@ -14,7 +14,9 @@ import torch
 from jaxtyping import install_import_hook
 
 install_import_hook("tiered", "beartype.beartype")
+sys.path.append(sys.argv[2])
 import tiered
+from baselines import parity
 from tiered.policies.registry import policies_for
 
 torch.manual_seed(0)
@@ -35,11 +37,9 @@ for number, policy in enumerate(policies_for("canvas")):
             continue  # the loop knows of these, and no policy
         out = runtime.with_policy(policy).generate(ids, attention_mask=mask, **options)
 for policy, given, options, streams in (
-    ("dllm_cache", {"verify": "key"}, {}, False),
-    ("dllm_cache", {"guidance_interval": 3, "parity": True}, {"cfg_scale": 0.5}, True),
-    ("dkv_greedy", {"parity": True}, {"remasking": "random", "seed": 1}, True),
+    (parity.policy("dllm_cache", guidance_interval=3), {}, {"cfg_scale": 0.5}, True),
+    (parity.policy("dkv_greedy"), {}, {"remasking": "random", "seed": 1}, True),
     ("elastic_cache", {"similarity_threshold": 1.0, "window": 5}, {"cfg_scale": 0.5}, True),
-    ("composed", {"updates": {"clusters": 3}, "prompt_interval": "2 blocks"}, {}, False),
 ):
     options |= {"max_new_tokens": 4, "block_length": 2}
     plain = runtime.with_policy(policy, **given).generate(ids, attention_mask=mask, **options)
@@ -89,7 +89,8 @@ print("checked", tuple(out.sequences.shape))
 
 @pytest.mark.slow
 def test_annotated_shapes_are_true():
-    command = [sys.executable, "-c", SCRIPT, str(GOLDENS / "llada_tiny_gqa")]
+    bench = Path(__file__).parents[1] / "bench"
+    command = [sys.executable, "-c", SCRIPT, str(GOLDENS / "llada_tiny_gqa"), str(bench)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "checked (3, 18)"

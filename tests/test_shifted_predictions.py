@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from baselines import parity
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -77,14 +78,14 @@ def test_in_parity_a_rule_may_leave_the_first_token_open(runtime: Runtime, polic
             return Late(self.offered)
 
     rule = LateRule()
-    out = runtime.with_policy(policy, parity=True).generate(PROMPT, commit=rule, **SIZES)
+    out = runtime.with_policy(parity.policy(policy)).generate(PROMPT, commit=rule, **SIZES)
     assert rule.offered[:4] == [[True] + [False] * 7] * 3 + [[False] + [True] * 7]
     assert out.num_forwards == 3 * (3 + 7)
 
 
 @pytest.mark.parametrize("policy", ["fast_dllm_prefix", "fast_dllm_dual"])
 def test_in_parity_a_pass_within_a_block_may_refresh(runtime: Runtime, policy: str):
-    out = runtime.with_policy(policy, parity=True, refresh_interval=3).generate(PROMPT, **SIZES)
+    out = runtime.with_policy(parity.policy(policy, refresh_interval=3)).generate(PROMPT, **SIZES)
     kept = [8] * 24 if policy == "fast_dllm_dual" else [41 - start for start in (17, 25, 33) for _ in range(8)]
     assert out.rows_per_forward == [41 if n % 8 % 3 == 0 else rows for n, rows in enumerate(kept)]
 
@@ -92,9 +93,11 @@ def test_in_parity_a_pass_within_a_block_may_refresh(runtime: Runtime, policy: s
 def test_parity_means_nothing_where_nothing_is_shifted():
     llada = tiered.from_pretrained(GOLDENS.parent / "llada" / "llada_tiny", dtype="float32")
     for policy in ("fast_dllm_prefix", "fast_dllm_dual"):
-        plain, parity = (llada.with_policy(policy, parity=parity).generate(PROMPT, **SIZES) for parity in (False, True))
-        assert torch.equal(plain.sequences, parity.sequences)
-        assert plain.rows_per_forward == parity.rows_per_forward
+        plain, official = (
+            llada.with_policy(make(policy)).generate(PROMPT, **SIZES) for make in (make_policy, parity.policy)
+        )
+        assert torch.equal(plain.sequences, official.sequences)
+        assert plain.rows_per_forward == official.rows_per_forward
 
 
 EMPTY: dict[str, Callable[[Runtime], object]] = {

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, TextDiffusionStreamer, TextIte
 import tiered
 from tiered.core.features import Tier
 from tiered.models.llada import LLaDA
-from tiered.policies.none import NoCache
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 PROMPTS = torch.tensor([[5, 6, 7, 8], [125, 125, 9, 10]])
@@ -42,7 +42,7 @@ class Drafting(Plain):
 
 @pytest.fixture
 def runtime(tiny_model: LLaDA) -> Runtime:
-    return Runtime(tiny_model, policy=NoCache())
+    return Runtime(tiny_model, policy=make_policy("none"))
 
 
 @pytest.mark.parametrize(

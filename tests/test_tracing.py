@@ -29,8 +29,8 @@ from tiered.offload.lane import Lane
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Transport
 from tiered.output import GenerationOutput
-from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.polestar.policy import Polestar
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -259,7 +259,7 @@ def test_operations_have_their_own_time_and_that_of_their_kernels():
     ],
 )
 def test_recording_changes_no_token(model: DiffusionModel, policy: str, options: Mapping[str, Any]):
-    runtime = Runtime(model, policy=FastDLLMDual()).with_policy(policy)
+    runtime = Runtime(model, policy=make_policy("fast_dllm_dual")).with_policy(policy)
     call = {name: value for name, value in CALL.items() if name != "steps" or "commit" not in options} | dict(options)
     plain = runtime.generate(prompts(), **call)
     with recording(Timing()) as timing:
@@ -333,7 +333,9 @@ def test_threads_record_for_themselves(model: DiffusionModel):
 
 
 def test_work_in_a_thread_of_its_own_is_not_waited_for(model: DiffusionModel):
-    runtime = Runtime(model, policy=FastDLLMDual(), transport=lambda: ThreadTransport(compute_thread=True))
+    runtime = Runtime(
+        model, policy=make_policy("fast_dllm_dual"), transport=lambda: ThreadTransport(compute_thread=True)
+    )
     from tiered.offload.fence import Fence, Region
     from tiered.tiers.traffic import Traffic
 

@@ -25,7 +25,7 @@ from tiered.policies.polestar import update as hidden_update
 from tiered.policies.polestar.fetching import Tickets
 from tiered.policies.polestar.layer_state import LayerState
 from tiered.policies.polestar.places import Places
-from tiered.policies.registry import POLICIES, policies_for
+from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -222,7 +222,6 @@ def options_of(policy: str) -> dict[str, Any]:
     own = {
         "polestar": {"clusters": 6, "top_m": 2, "update_threshold": 0, "cluster_layers": 1},
         "dllm_cache": {"prompt_interval": 5, "response_interval": 3},
-        "composed": {"prompt_interval": 4},
     }
     return {**more.get(policy, {}), **own.get(policy, {})}
 
@@ -230,7 +229,7 @@ def options_of(policy: str) -> dict[str, Any]:
 def call(runtime: Runtime, policy: str) -> tuple[Runtime, dict[str, Any]]:
     """A runtime under `policy`, and options of `generate`."""
     given = options_of(policy)
-    names = set(POLICIES[policy].__dataclass_fields__)
+    names = set(make_policy(policy).options)
     own = {name: value for name, value in given.items() if name in names}
     rest = {name: value for name, value in given.items() if name not in names}
     return runtime.with_policy(policy, **own), {
@@ -301,7 +300,7 @@ def test_watching_changes_no_token_and_counts_what_is_recomputed(
     assert frames[1].layers[0].tolist() == [tiny.model.shape.layers] * frames[0].tokens.shape[1]
 
 
-@pytest.mark.parametrize("policy", ["none", "fast_dllm_dual", "polestar", "dkv_decode", "composed"])
+@pytest.mark.parametrize("policy", ["none", "fast_dllm_dual", "polestar", "dkv_decode"])
 def test_watching_changes_no_token_where_noise_is_uniform(uniform: Runtime, policy: str):
     options = {**chats(), "block_steps": 6, "tokens_per_step": 8, "correction_steps": 3, "seed": 2}
     runtime = uniform.with_policy(policy)
@@ -350,7 +349,7 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[tuple[in
 def test_column_states_are_where_the_rows_were(
     tiny: Runtime, options: dict[str, Any], fetches: dict[int, list[tuple[int, int, set[int], set[int]]]]
 ):
-    names = set(POLICIES["polestar"].__dataclass_fields__)
+    names = set(make_policy("polestar").options)
     own = {name: value for name, value in options.items() if name in names}
     rest = {name: value for name, value in options.items() if name not in names}
     runtime = tiny.with_policy("polestar", clusters=6, top_m=2, update_threshold=0, codec="raw", **own)

@@ -23,7 +23,7 @@ from tiered.forward.traced_model import traced
 from tiered.inputs import Prompts
 from tiered.models.base import DiffusionModel
 from tiered.policies.base import Policy
-from tiered.policies.none import NoCache
+from tiered.policies.row_schedule import row_schedule
 from tiered.prepare import PreparedCall
 from tiered.tiers.manager import TierManager
 
@@ -78,7 +78,7 @@ def uncached(context: CallContext, prompts: Prompts, block_length: int | None = 
     positions = prompts.mask.long().cumsum(dim=1).sub_(1).clamp_(min=0) if padded else None
     return Forward(
         context.model,
-        feature_store(context, NoCache(), batch, length),
+        feature_store(context, row_schedule("none"), batch, length),
         torch.arange(length, device=context.device)[None] if positions is None else positions,
         prompts.mask if padded else None,
         weights=context.weights,

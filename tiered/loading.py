@@ -36,8 +36,8 @@ from tiered.planning.call_bytes import CallBytes
 from tiered.planning.choice import choose_form
 from tiered.policies import DEFAULT_POLICY
 from tiered.policies.base import Policy
-from tiered.policies.none import NoCache
 from tiered.policies.registry import check_arguments, make_policy
+from tiered.policies.row_schedule import row_schedule
 from tiered.runtime import Runtime
 from tiered.tiers.host_pool import HostPool
 from tiered.tiers.opening import check_disk
@@ -182,9 +182,9 @@ def load_weights(
     # While it loads there is no call yet; but the raw tensor stands beside what it becomes, which may take more.
     tables = [(shape.vocab_size, shape.width)] if form.head else []
     largest = max(map(prod, [*shape.matrices.values(), *tables])) * dtype.itemsize if form.code else 0
-    beside = {Tier.DEVICE: max(0, largest - sum(NoCache().device_bytes(least).values()))}
+    beside = {Tier.DEVICE: max(0, largest - sum(row_schedule("none").device_bytes(least).values()))}
     held = {tier: ledger.held(tier) + beside.get(tier, 0) for tier in Tier}
-    needed = CallBytes.fitting(NoCache(), least, ledger.budget, held, whole, hint=LEAST_HINT)
+    needed = CallBytes.fitting(row_schedule("none"), least, ledger.budget, held, whole, hint=LEAST_HINT)
     assert needed.weights is not None, "they were given"
     weights = StreamedWeights(
         model, ledger, HostPool(ledger, device), dtype=dtype, device=device, form=form, now=needed.weights, files=files,

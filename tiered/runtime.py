@@ -33,8 +33,8 @@ from tiered.output import GenerationOutput
 from tiered.planning.checks import check_positions
 from tiered.planning.choice import Choice
 from tiered.policies.base import Policy
-from tiered.policies.none import NoCache
 from tiered.policies.registry import make_policy
+from tiered.policies.row_schedule import row_schedule
 from tiered.prepare import PreparedCall, check_call, prepare
 from tiered.tiers.manager import TierManager
 from tiered.tiers.stats import TierStats
@@ -282,7 +282,7 @@ class Runtime:
         }  # fmt: skip
         prompts, clean, block = self._read_ids(noise_mask, block_length, **ids)
         batch, length = prompts.ids.shape
-        with self._call.booked(NoCache(), self._call.sizes(batch, length, length)):
+        with self._call.booked(row_schedule("none"), self._call.sizes(batch, length, length)):
             forward = uncached(self._call, prompts, block)
             clean = forward.sight.last_block() if clean is None else clean
             return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length), clean=clean)

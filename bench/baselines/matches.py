@@ -56,12 +56,12 @@ MATCHES: Mapping[str, Match] = {
     "dual": Match(rules=("one", "threshold"), agree={"official, fast_dual": {}, "fast_dllm_dual": {}}, others={}),
     "dllm_cache": Match(
         rules=("one",),
-        agree={"official, dllm_cache": DLLM, "dllm_cache, parity": DLLM | {"parity": True}},
+        agree={"official, dllm_cache": DLLM, "dllm_cache, parity": DLLM},
         others={"dllm_cache": DLLM},
     ),
     "dkv": Match(
         rules=("one",),
-        agree={"official, dkv_decode": DKV, "dkv_decode, parity": DKV | {"parity": True}},
+        agree={"official, dkv_decode": DKV, "dkv_decode, parity": DKV},
         others={"dkv_decode": DKV, "dkv_pd": DKV, "dkv_prefill": {}},
     ),
     # The window's preset has the options that equal the official schedule; k-means begins elsewhere.

@@ -25,8 +25,8 @@ from tiered.offload.codec_bytes import Codec
 from tiered.offload.transport import Transport
 from tiered.output import GenerationOutput
 from tiered.policies.base import Policy, Step, StepKind
-from tiered.policies.none import NoCache
 from tiered.policies.polestar.policy import Polestar
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -221,7 +221,7 @@ def _all_renewed(setting: Setting, dtype: torch.dtype) -> dict[str, Any]:
     torch.set_float32_matmul_precision("highest")  # no TF32
     try:
         renewed = _call(setting, replace(DELTA, codec=Codec.RAW, top_m=1 << 20, update_threshold=0), dtype=dtype)
-        exact = _call(setting, NoCache(), dtype=dtype)
+        exact = _call(setting, make_policy("none"), dtype=dtype)
     finally:
         torch.set_float32_matmul_precision(before)
     share = _equal(renewed.out.sequences[0], exact.out.sequences[0])

@@ -23,21 +23,19 @@ from tiered.offload.codec_bytes import Codec
 from tiered.output import GenerationOutput
 from tiered.planning.plan import Plan
 from tiered.policies.base import Policy, Step, StepKind
-from tiered.policies.fast_dllm import FastDLLMDual
-from tiered.policies.none import NoCache
 from tiered.policies.polestar.policy import Polestar
-from tiered.policies.uniform_cache import UniformCache
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 BLOCK = 32
 # What matters most comes first, for a day that runs out of time.
 _VARIANTS: Mapping[str, Policy] = {
-    "fast_dllm_dual": FastDLLMDual(),
+    "fast_dllm_dual": make_policy("fast_dllm_dual"),
     "polestar_resident": Polestar(codec=Codec.RAW, hidden_tier=Tier.DEVICE),
     "polestar_raw": Polestar(codec=Codec.RAW),
     "polestar_delta": Polestar(codec=Codec.NVFP4_DELTA),
-    "uniform": UniformCache(),
-    "none": NoCache(),
+    "uniform": make_policy("uniform"),
+    "none": make_policy("none"),
 }
 NAMES = tuple(_VARIANTS)
 

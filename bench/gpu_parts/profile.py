@@ -23,8 +23,8 @@ from tiered.core.ops import Op
 from tiered.core.spans import Recorder, active, recording
 from tiered.observe.trace import trace_call
 from tiered.policies.base import Policy
-from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.polestar.policy import Polestar
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 LAYERS = 8
@@ -48,7 +48,7 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
             runtime.generate(ids, **OPTIONS)
         return wait_figures(found, recorder.kinds)
     if case == "block steps":
-        return _profiled(setting, FastDLLMDual(), None)
+        return _profiled(setting, make_policy("fast_dllm_dual"), None)
     return _profiled(setting, POLESTAR, setting.stem)
 
 

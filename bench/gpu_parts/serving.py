@@ -7,7 +7,7 @@ from workloads.load import served
 from gpu_parts.policy_calls import BLOCK, one_after_another
 from gpu_parts.random_llada import random_ids, random_runtime
 from gpu_parts.setting import Setting, checked
-from tiered.policies.fast_dllm import FastDLLMDual
+from tiered.policies.registry import make_policy
 
 CLIENTS, CONTEXT, ANSWER, STEPS = 16, 512, 64, 16
 
@@ -19,7 +19,7 @@ def cases(setting: Setting) -> list[str]:
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
     """The same requests, one at a time and as many together as there are clients."""
-    runtime, clients = random_runtime(setting, FastDLLMDual()), 2 if setting.tiny else CLIENTS
+    runtime, clients = random_runtime(setting, make_policy("fast_dllm_dual")), 2 if setting.tiny else CLIENTS
     context, answer, steps = (32, 2 * BLOCK, 4) if setting.tiny else (CONTEXT, ANSWER, STEPS)
     asked = [
         runtime.prepare(random_ids(setting, context + number), **one_after_another(answer, steps))

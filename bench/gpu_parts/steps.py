@@ -1,7 +1,7 @@
 """LLaDA-8B's shape under each policy, by context: the time of each kind of forward beside its floor, copies, bytes."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -53,7 +53,7 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
     if first.out.timings.total < _QUICK and not (setting.tiny and call.positions > _TINY_CONTEXTS[0]):
         last = call.run(runtime, setting)
     _answers[setting, variant, call.positions] = last.answer
-    row = {"variant": variant, "policy": runtime.policy.name, "policy_options": asdict(runtime.policy)}
+    row = {"variant": variant, "policy": runtime.policy.name, "policy_options": runtime.policy.options}
     row |= {"positions": call.positions, "new_tokens": call.answer, "steps": call.steps}
     row |= {"forwards": dict(last.out.passes), "kinds": by_kind(runtime.model.shape, call, first, last, rates)}
     row |= {"total_ms": 1000 * last.out.timings.total, "ms_per_forward": last.out.timings.ms_per_forward}

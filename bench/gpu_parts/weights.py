@@ -31,10 +31,10 @@ from tiered.models.weight_form import read_bytes
 from tiered.offload.lane import Lane
 from tiered.planning.plan import Plan
 from tiered.policies.base import StepKind
-from tiered.policies.fast_dllm import FastDLLMDual
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
-POLICY = FastDLLMDual()
+POLICY = make_policy("fast_dllm_dual")
 CALL = PolicyCall(positions=1024, steps=16)
 LONGEST, THEIRS, HOST = "auto longest", "accelerate", "64GiB"
 _MOST = 32768  # positions of a run; a longer context is planned alone

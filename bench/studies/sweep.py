@@ -7,7 +7,6 @@ one of NAME=VALUE, or of several in one with blanks between: other options, for 
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from itertools import product
 from typing import Any
 
@@ -66,8 +65,8 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
 
 def option_sets(policy: str, axes: Axes) -> Iterator[dict[str, Any]]:
     """The options of every point of `policy`. What a preset sets is no axis of it."""
-    known = {name: [option.name for option in fields(make_policy(name))] for name in axes["policy"]}
-    own = [axis for axis in OPTIONS if axis in known[policy] and axis not in PRESETS.get(policy, (None, {}))[1]]
+    known = {name: [*make_policy(name).options] for name in axes["policy"]}
+    own = [axis for axis in OPTIONS if axis in known[policy] and axis not in PRESETS.get(policy, (policy, {}))[1]]
     for extra, *values in product(axes["option"], *(axes[axis] for axis in own)):
         given = policy_options(Namespace(policy_option=(extra or "").split()))
         for name in given:

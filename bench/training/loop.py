@@ -14,8 +14,7 @@ from tiered.embedded.tasks import LONG_TASKS, TASKS, sample
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import load_tokenizer
 from tiered.policies.block_causal import BlockCausal
-from tiered.policies.fast_dllm import FastDLLMPrefix
-from tiered.policies.none import NoCache
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from training.tokenizer import save_tokenizer
 from training.trainer import Trainer
@@ -77,7 +76,7 @@ def validate(
     cache, and blocks of its own.
     """
     in_blocks = model.shape.block_causal
-    runtime = Runtime(model, policy=BlockCausal() if in_blocks else NoCache(), tokenizer=tokenizer)
+    runtime = Runtime(model, policy=BlockCausal() if in_blocks else make_policy("none"), tokenizer=tokenizer)
     scores = {}
     for name in TASKS:
         size = lookup if name == "lookup" else None
@@ -85,7 +84,7 @@ def validate(
         scores[name] = score_examples(runtime, drawn).exact_match
     sure: dict[str, Any] = {"max_new_tokens": LONG_CANVAS, "confidence_threshold": 0.9}
     if not in_blocks:
-        runtime, sure["block_length"] = runtime.with_policy(FastDLLMPrefix()), 32
+        runtime, sure["block_length"] = runtime.with_policy(make_policy("fast_dllm_prefix")), 32
     for name, spec in LONG_TASKS.items():
         size = max(lookup, spec.sizes[0]) if name == "long_lookup" else spec.sizes[1]
         drawn = [sample(name, "validation", number, size=size) for number in range(first, first + examples)]

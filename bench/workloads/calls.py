@@ -19,7 +19,6 @@ from tiered.models.weight_form import FIXED_WEIGHTS, weight_bytes
 from tiered.offload.device import pick_device
 from tiered.output import GenerationOutput
 from tiered.planning.workload import Workload
-from tiered.policies.fast_dllm import FastDLLMDual
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from workloads.models import VOCABULARY, random_model
@@ -93,7 +92,7 @@ def budget_of(settings: Mapping[str, Any], shape: ModelShape) -> MemoryBudget:
         return MemoryBudget()
     sizes = sizes_of({**settings, "block": BLOCK, "kv": "raw"}, shape)
     spared = round((1 - share) * sizes.context * kv_bytes_per_token(shape, sizes.dtype))
-    return MemoryBudget(device=Workload(FastDLLMDual(), sizes).total() - spared)
+    return MemoryBudget(device=Workload(make_policy("fast_dllm_dual"), sizes).total() - spared)
 
 
 def size_of(text: str, first: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Peers in a match: implementations of one algorithm on one checkpoint, asked the same prompts in turn; a row each.
 
-A peer is a policy, with a comma and words behind it where it stands there twice; or "official, NAME"
-(baselines/official.py); or "transformers, KIND" (baselines/by_transformers.py), whose options are None for no cache.
+A peer is a policy; or "POLICY, parity" (baselines/parity.py); or "official, NAME" (baselines/official.py); or
+"transformers, KIND" (baselines/by_transformers.py), whose options are None for no cache.
 Nobody stops at the end of an answer, so that whole answers can be compared.
 """
 
@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from baselines import parity
 from baselines.asked import PeerError
 from baselines.official import Official
 from measuring.worker import RefusedError, refusing
@@ -22,6 +23,7 @@ from measuring.worker import RefusedError, refusing
 import tiered
 from tiered.embedded import tasks
 from tiered.models.locate import checkpoint_directory
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from workloads.models import VOCABULARY, save_random
 
@@ -93,7 +95,7 @@ def measure(
                         theirs = Official(name, checkpoint, threads=settings["threads"], **official)
                         peer.about, peer.ask = theirs.about, by_official(stack.enter_context(theirs), call, options)
                     else:
-                        peer.ask = by_runtime(runtime, kind, options, call)
+                        peer.ask = by_runtime(runtime, peer.name, options, call)
                 except (RefusedError, PeerError) as error:
                     peer.out(error)
         for questions in questions_of(settings, runtime):
@@ -147,16 +149,18 @@ def figures(own: list[Answer], first: list[Answer], questions: Questions) -> dic
 
 
 def by_runtime(
-    runtime: Runtime, kind: str, options: Mapping[str, Any] | None, call: Mapping[str, Any]
+    runtime: Runtime, peer: str, options: Mapping[str, Any] | None, call: Mapping[str, Any]
 ) -> Callable[[list[int]], Answer]:
-    """What asks the policy `kind`, or "transformers". Raises `RefusedError`."""
+    """What asks the policy of that name, or "transformers". Raises `RefusedError`."""
+    kind, _, variant = peer.partition(", ")
     with refusing():
         if kind == "transformers":
             from baselines.by_transformers import ByTransformers  # here: it imports another model
 
             answerer: Any = ByTransformers(runtime, options)
         else:
-            answerer = runtime.with_policy(kind, **(options or {}))
+            make = parity.policy if variant == "parity" else make_policy
+            answerer = runtime.with_policy(make(kind, **(options or {})))
 
     def ask(prompt: list[int]) -> Answer:
         ids = torch.tensor([prompt], device=runtime.device)

@@ -10,8 +10,7 @@ from tiered.core.ops import Op
 from tiered.core.spans import recording
 from tiered.output import GenerationOutput
 from tiered.policies.base import Policy, StepKind
-from tiered.policies.fast_dllm import FastDLLMDual
-from tiered.policies.none import NoCache
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from workloads.subjects import loaded, prompts, variant_named
 from workloads.timing import Timing
@@ -60,17 +59,17 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
     prompt, in_blocks = prompts(settings, positions - answer), {"max_new_tokens": answer, "block_length": block}
 
     def full() -> list[Pass]:
-        return passes(runtime, NoCache(), prompt, **in_blocks, block_steps=1)[1]
+        return passes(runtime, make_policy("none"), prompt, **in_blocks, block_steps=1)[1]
 
     with refusing():
         policy, call = variant.make(), variant.call(answer=answer, block=block)
         passes(runtime, policy, prompt, **call, block_steps=1)  # pays for thread pools and workspaces
         some = full()
-        duals = [passes(runtime, FastDLLMDual(), prompt, **in_blocks)[0]]
+        duals = [passes(runtime, make_policy("fast_dllm_dual"), prompt, **in_blocks)[0]]
         run, own = passes(runtime, policy, prompt, **call)
         plain = [each for each in own if each.kind is StepKind.STEP]
         beside = block_only(runtime, settings, round(median(each.rows for each in plain))) if plain else []
-        duals.append(passes(runtime, FastDLLMDual(), prompt, **in_blocks)[0])
+        duals.append(passes(runtime, make_policy("fast_dllm_dual"), prompt, **in_blocks)[0])
     full_ms = median(each.ms for each in [*some, *full()])
     figures = {"full_ms": full_ms} | whole_run(run, duals, full_ms) | overhead(plain, beside, settings["layers"])
     for kind in dict.fromkeys(each.kind for each in own):
@@ -82,7 +81,9 @@ def block_only(runtime: Runtime, settings: Mapping[str, Any], rows: int) -> list
     """The dual cache's steps over the last `rows` positions, which are one block."""
     length = max(rows, 2)  # a refresh, and a step
     call = {"max_new_tokens": length, "block_length": length, "steps": min(BLOCK_FORWARDS, length)}
-    return passes(runtime, FastDLLMDual(), prompts(settings, settings["positions"] - length), **call)[1][1:]
+    return passes(runtime, make_policy("fast_dllm_dual"), prompts(settings, settings["positions"] - length), **call)[1][
+        1:
+    ]
 
 
 def of_kind(kind: StepKind, own: Sequence[Pass], positions: int, full_ms: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tiered.forward.sizes import CallSizes
 from tiered.inputs import Inputs
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Step, StepKind
-from tiered.policies.none import NoCache
+from tiered.policies.row_schedule import row_schedule
 from tiered.runtime import Runtime
 from workloads.canvas_areas import AreaFigures, area_spans, check_canvas
 from workloads.uncached import StepFigures, counted_rows, distances_by_span, layers_of, uncached_forward
@@ -51,7 +51,7 @@ class StalenessInspector:
         of a comparison are fewer than those of a layer."""
         check_canvas(shape)
         sizes = CallSizes(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype)
-        return forward_bytes(sizes, NoCache().features(shape))
+        return forward_bytes(sizes, row_schedule("none").features(shape))
 
     def after_forward(
         self,

@@ -13,7 +13,7 @@ from tiered.embedded import tasks
 from tiered.inputs import Inputs
 from tiered.models.presets import preset_names
 from tiered.offload.device import pick_device
-from tiered.policies.none import NoCache
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from workloads.models import VOCABULARY, paths, random_model, weights
 from workloads.variants import Variant, all_variants
@@ -64,7 +64,9 @@ def loaded(settings: Mapping[str, Any], paths: Mapping[str, str], positions: int
     if settings["model"] != RANDOM:
         return tiered.from_pretrained(paths[settings["model"]], policy="none", dtype=dtype, device=device)
     model = random_model(settings["width"], settings["layers"], positions)
-    return Runtime(model.to(device=pick_device(device), dtype=getattr(torch, dtype)), policy=NoCache(), name=RANDOM)
+    return Runtime(
+        model.to(device=pick_device(device), dtype=getattr(torch, dtype)), policy=make_policy("none"), name=RANDOM
+    )
 
 
 def prompts(settings: Mapping[str, Any], context: int, batch: int = 1) -> Inputs:

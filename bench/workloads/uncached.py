@@ -16,7 +16,7 @@ from tiered.forward.forward import Flow, Forward
 from tiered.forward.forward_bytes import part_rows
 from tiered.models.base import DiffusionModel
 from tiered.policies.base import Step
-from tiered.policies.none import NoCache
+from tiered.policies.row_schedule import row_schedule
 from workloads.canvas_areas import AreaFigures
 
 COMPARED: tuple[Feature, ...] = (Feature.KEY, Feature.VALUE)
@@ -35,7 +35,7 @@ def uncached_forward(
 
     `make`: `Forward` or a subclass. `ids`: the canvas, twice with guidance.
     """
-    canvas, kept = step.canvas, NoCache().features(model.shape)
+    canvas, kept = step.canvas, row_schedule("none").features(model.shape)
     batch, length = ids.shape
     store = FeatureStore(model.shape, kept, batch=batch, length=length, dtype=dtype, device=ids.device)
     positions, key_mask = canvas.positions(), canvas.key_mask()

@@ -11,11 +11,6 @@ from tiered.policies.registry import PRESETS, make_policy, policies_for
 
 # Policies with a window of their own, which slides over an answer of one block.
 ONE_BLOCK = frozenset({"elastic_cache"})
-# What a policy is given where its defaults are those of another one. Composed: a prompt that is renewed at every other
-# block, as in dLLM-Cache, with Polestar's updates between.
-GIVEN: dict[str, dict[str, Any]] = {
-    "composed": {"prompt_interval": "2 blocks", "response_interval": "block", "updates": {}},
-}
 WHOLE_WINDOWS: dict[str, dict[str, Any]] = {"elastic_cache": {"window": 32}}
 # Policies by another name, with which fewer blocks begin with a full pass than by default.
 SELDOM: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,7 +67,7 @@ def all_variants(*, slides: bool = True) -> list[Variant]:
 
     `slides`: False where noise makes tokens: no window slides over masks, and one that would has the whole block.
     """
-    given = GIVEN if slides else GIVEN | WHOLE_WINDOWS
+    given = {} if slides else WHOLE_WINDOWS
     variants: list[Variant] = []
     references: dict[str, Variant] = {}
     for name in (*policies_for("canvas"), *PRESETS):

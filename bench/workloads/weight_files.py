@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tiered.core.budget import MemoryBudget
 from tiered.models.weight_form import RAW, WeightForm, layer_bytes
-from tiered.policies.none import NoCache
+from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from workloads.models import VOCABULARY
 from workloads.streamed_model import all_streamed, least_host, opened, random_files, shape_of, sizes_of
@@ -83,9 +83,9 @@ def _ours(folder: Path, scratch: Path, name: str, rows: int) -> Runtime:
     if name in (FILES, SCRATCH):
         sizes = sizes_of(shape_of(folder), rows, form)
         disk: dict[str, Any] = {} if name == FILES else {"disk": DISK, "disk_path": scratch}
-        budget = MemoryBudget(device=all_streamed(NoCache(), sizes), host=least_host(sizes), **disk)
+        budget = MemoryBudget(device=all_streamed(make_policy("none"), sizes), host=least_host(sizes), **disk)
     with refusing():
-        return opened(folder, NoCache(), budget, form=form, device="cpu")
+        return opened(folder, make_policy("none"), budget, form=form, device="cpu")
 
 
 def _theirs(llama: Any, ids: Tensor) -> Ask:

@@ -15,7 +15,7 @@ from measuring.process import BENCH
 
 from tiered.models.shape import BYTES_PER_ELEMENT
 from tiered.models.weight_form import WeightForm
-from tiered.policies.none import NoCache
+from tiered.policies.registry import make_policy
 from workloads.streamed_model import all_streamed, random_files, shape_of, sizes_of
 
 EVERY = 5e-4  # seconds between two looks; a tensor of a model that is worth measuring takes longer to read
@@ -32,7 +32,7 @@ def measure(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     with random_files(settings["width"], settings["layers"], 64) as folder:
         shape, form = shape_of(folder), WeightForm.of(settings["form"])
         largest = max(map(prod, shape.weight_shapes.values())) * BYTES_PER_ELEMENT[shape.dtype]
-        cap = all_streamed(NoCache(), sizes_of(shape, 1, form)) + largest if settings["streamed"] else None
+        cap = all_streamed(make_policy("none"), sizes_of(shape, 1, form)) + largest if settings["streamed"] else None
         paths = os.pathsep.join([str(BENCH), str(BENCH.parent)])
         command = [sys.executable, "-P", str(Path(__file__).with_name("weight_loading_worker.py"))]
         environment = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any, get_args, get_type_hints
 
 from tiered.core.aliases import ALIASES, GIDD_ALIASES
-from tiered.decoding.rules.registry import COMMIT_OPTIONS, COMMIT_RULES, rule_options
+from tiered.decoding.rules.registry import COMMIT_OPTIONS, COMMIT_RULES
 from tiered.options import GenerationOptions, own_names
 
 # Type of each option that a flag can carry: a number or a word. Switches have flags of their own.
@@ -67,7 +67,7 @@ def attributes_of(cls: type) -> dict[str, str]:
 
 def _of_rules(name: str) -> str:
     """What the first rule with the option `name` says of it; the default, if all of them have the same one."""
-    rules = [(rule, field) for rule in COMMIT_RULES.values() for field in rule_options(rule) if field.name == name]
+    rules = [(rule, field) for rule in COMMIT_RULES.values() for field in fields(rule) if field.name == name]
     text, defaults = attributes_of(rules[0][0])[name], {field.default for _, field in rules}
     names = ", ".join(rule.name for rule, _ in rules)
     return f"under {names}: {text}{_default(defaults.pop()) if len(defaults) == 1 else ''}"

@@ -30,7 +30,6 @@ BLOCK_ALIASES: Mapping[str, str] = {"steps": "block_steps"}
 POLICY_ALIASES: Mapping[str, str] = {
     "cache_reloading_step": "refresh_interval",  # dKV-Cache on LLaDA
     "cache_steps": "refresh_interval",  # dKV-Cache on Dream
-    "shift_type": "shift_caching",
     "window_size": "window",  # dKV-Cache-Greedy
     "prompt_interval_steps": "prompt_interval",  # dLLM-Cache
     "gen_interval_steps": "response_interval",

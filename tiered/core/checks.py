@@ -34,6 +34,12 @@ def check_integer(name: str, value: object, *, least: int, most: int | None = No
         raise ValueError(f"{name} = {value}; {allowed} is allowed")
 
 
+def check_interval(name: str, interval: object) -> None:
+    """Raise `TypeError` or `ValueError` unless `interval` is None, for never, or an int of at least 1."""
+    if interval is not None:
+        check_integer(name, interval, least=1)
+
+
 def check_multiple(name: str, value: int, unit: int, what: str) -> None:
     """Raise `ValueError` where `value` is no multiple of `unit`, which is `what`."""
     if value % unit:

@@ -93,7 +93,6 @@ def _changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
 def _hidden_changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
     """Changes to what the policy keeps of hidden states."""
     policy, sizes = workload.policy, workload.sizes
-    # Of a composed policy they are options within an option.
     if not isinstance(policy, Polestar) or (records := policy.record_bytes(sizes)) is None:
         return
 

@@ -2,7 +2,7 @@
 begins, and the same every time."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from tiered.core.budget import MemoryBudget
@@ -18,9 +18,7 @@ from tiered.planning.workload import Workload
 from tiered.policies.auto import Auto
 from tiered.policies.base import Policy
 from tiered.policies.block_causal import BlockCausal
-from tiered.policies.fast_dllm import FastDLLMDual
-from tiered.policies.none import NoCache
-from tiered.policies.schedule import LEAST_STALE_PROMPT, SELDOM
+from tiered.policies.row_schedule import LEAST_STALE_PROMPT, SELDOM, row_schedule
 
 
 class Row(NamedTuple):
@@ -41,8 +39,8 @@ class Row(NamedTuple):
 # docs/benchmarks.md (regimes), which tests/test_choice.py holds the rows to. Answers: docs/policies.md (drops: several
 # blocks behind 1000 and 2000 tokens), docs/benchmarks.md (compare) and docs/embedded-model.md (accuracy).
 TABLE: tuple[Row, ...] = (
-    Row(960, 2, FastDLLMDual(refresh_blocks=SELDOM)),
-    Row(LEAST_STALE_PROMPT, 1, FastDLLMDual()),
+    Row(960, 2, row_schedule("fast_dllm_dual", refresh_blocks=SELDOM)),
+    Row(LEAST_STALE_PROMPT, 1, row_schedule("fast_dllm_dual")),
 )
 # An option that is "auto": its value in calls of one block or a short prompt, and in all others.
 REFRESHES: Mapping[str, tuple[Any, Any]] = {"refresh": ("full", "drift"), "refresh_blocks": (1, SELDOM)}
@@ -78,7 +76,7 @@ class Choice:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON."""
-        policy = {"policy": self.policy.name, "policy_options": asdict(self.policy), "why": self.why}
+        policy = {"policy": self.policy.name, "policy_options": self.policy.options, "why": self.why}
         return policy | {"kv": self.kv or RAW, "kv_why": self.kv_why}
 
 
@@ -125,12 +123,13 @@ def _by_table(policy: Policy, sizes: CallSizes, budget: MemoryBudget, prompt: in
     if sizes.shape.block_causal:
         return BlockCausal(), "keys and values of finished blocks are exact"
     row = next((row for row in TABLE if prompt >= row.least_prompt and blocks >= row.least_blocks), None)
+    none = row_schedule("none")
     if row is None:
-        return NoCache(), f"caches lose answers to prompts below {LEAST_STALE_PROMPT} tokens, as this one of {prompt}"
+        return none, f"caches lose answers to prompts below {LEAST_STALE_PROMPT} tokens, as this one of {prompt}"
     if not Workload(row.policy, sizes).over(budget):
         return row.policy, f"the fastest measured for {blocks} block{'s' * (blocks > 1)} behind {prompt} tokens"
-    fits = not Workload(NoCache(), sizes).over(budget)
-    return NoCache(), "nothing else fits the budget" if fits else "nothing fits the budget"
+    fits = not Workload(none, sizes).over(budget)
+    return none, "nothing else fits the budget" if fits else "nothing fits the budget"
 
 
 def _coded(raw: Workload, budget: MemoryBudget, time: Callable[[Workload], CallTime]) -> tuple[Workload, str]:

@@ -1,7 +1,7 @@
 """The bytes of a call before anything is loaded: what fits, how far the context goes, and what to change."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def plan(
     batch, context = _size("batch", batch), _size("context", context)
     if answer is not None and context <= answer:
         raise ValueError(f"context = {context} has no room for a prompt and max_new_tokens = {answer}")
-    if shape.block_causal:  # as `CallSpace.sizes_of` counts them
+    if shape.block_causal:  # as `tiered.prepare` counts them
         rounded, answer = most_columns_in_blocks(context, block, answer, batch)
         context = max(context, min(rounded, shape.max_context // block * block))
     sizes = CallSizes(
@@ -143,7 +143,7 @@ def plan(
         family=family.name,
         sizes=sizes,
         policy=chosen.name,
-        policy_options=asdict(chosen),
+        policy_options=chosen.options,
         why=choice.why,
         tiers={tier: TierPlan(accounts=accounts[tier], cap=budget.cap(tier)) for tier in Tier},
         largest_context=_largest_context(workload, budget),

@@ -75,6 +75,14 @@ class Step:
     remasked: bool = False
     rewrites: bool = False
 
+    def due(self, interval: int | None) -> tuple[bool, ...]:
+        """Active sequences that have taken part in a multiple of `interval` steps; all of them in a call's first step,
+        and none after it if `interval` is None."""
+        return tuple(
+            here and (not forwards or (interval is not None and forwards % interval == 0))
+            for here, forwards in zip(self.active, self.forwards, strict=True)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
@@ -155,14 +163,23 @@ class Policy(ABC):
 
     def __str__(self) -> str:
         """Its name, with the options that are not at their defaults."""
-        told = [f"{name}={value if isinstance(value, Policy) else repr(value)}" for name, value in self.changed.items()]
-        return f"{self.name}({', '.join(told)})" if told else self.name
+        changed = ", ".join(f"{name}={value!r}" for name, value in self.changed.items())
+        return f"{self.name}({changed})" if changed else self.name
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """The default of each option."""
+        return {field.name: field.default for field in fields(self)}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The value of each option."""
+        return {name: getattr(self, name) for name in self.defaults}
 
     @property
     def changed(self) -> dict[str, Any]:
         """The options that are not at their defaults."""
-        options = [(field, getattr(self, field.name)) for field in fields(self)]
-        return {field.name: value for field, value in options if value != field.default}
+        return {name: value for name, value in self.options.items() if value != self.defaults[name]}
 
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
         """What is kept on the device, by the number of layers: `shape.layers`, or 1 for a workspace that each layer

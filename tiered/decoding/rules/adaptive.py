@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tiered.core.checks import check_integer, check_switch
+from tiered.core.checks import check_integer
 from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitState
 from tiered.decoding.rules.rewriting import RewritingRule, RewritingState
@@ -29,27 +29,25 @@ class Adaptive(RewritingRule):
     Attributes:
         tokens_per_step: how many tokens a step rewrites at most.
         noise_schedule: how noise falls over a block's steps, "cosine" or "linear"; it matters where π does.
-        parity: as the authors' code where masks alone are the noise: once all are gone it goes on, and rewrites the
-            tokens that `torch.topk` finds among numbers that are none.
     """
 
     name: ClassVar[str] = "adaptive"
     tokens_per_step: int = 1
-    parity: bool = False
 
     def __post_init__(self) -> None:
         check_integer("tokens_per_step", self.tokens_per_step, least=1)
         RewritingRule.__post_init__(self)
-        check_switch("parity", self.parity)
 
     def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
-        return _MostWanted(self, steps_per_block)
+        return MostWanted(self, steps_per_block)
 
 
-class _MostWanted(RewritingState):
+class MostWanted(RewritingState):
+    """Counts a block's steps, and knows which sequences have tokens left to change."""
+
     def __init__(self, rule: Adaptive, steps: int) -> None:
         super().__init__(rule, steps)
-        self._tokens, self._parity = rule.tokens_per_step, rule.parity
+        self._tokens = rule.tokens_per_step
 
     def propose(self, block: OpenBlock) -> Candidates:
         process, level, _ = self.levels(block)
@@ -63,17 +61,15 @@ class _MostWanted(RewritingState):
         found = proposals(block)
         gain = _gain(block, found.likeliest)
         gain *= noise / noise.sum(dim=-1, keepdim=True)
-        if not self._parity:
-            gain.masked_fill_(noise == 0, -torch.inf)
-        return block.candidates(found.tokens, gain)
+        return block.candidates(found.tokens, self.urgency(gain, noise))
+
+    def urgency(self, gain: Float[Tensor, "batch rows"], noise: Tensor) -> Float[Tensor, "batch rows"]:
+        """`gain`, and −inf for what cannot be noise."""
+        return gain.masked_fill_(noise == 0, -torch.inf)
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
         self._step += 1
         count = min(self._tokens, candidates.confidence.shape[1])
-        if self._parity:
-            chosen = torch.zeros_like(candidates.pending)
-            # In float32, as there: where all are NaN, which ones `topk` names depends on the dtype.
-            return chosen.scatter_(1, candidates.confidence.float().topk(count, dim=-1).indices, True)
         wanted = candidates.confidence != -torch.inf
         chosen = candidates.pending & wanted & (candidates.ranks() < count)
         self._left = (wanted & ~chosen if self._fixes else wanted).any(dim=1)
@@ -83,8 +79,7 @@ class _MostWanted(RewritingState):
         settled = ~changed.any(dim=1)
         if self._step >= self._steps:
             return torch.ones_like(settled)
-        done = torch.zeros_like(settled) if self._parity else ~self._left
-        return done | settled if self._settles else done
+        return ~self._left | settled if self._settles else ~self._left
 
 
 def _gain(block: OpenBlock, likeliest: Tensor) -> Float[Tensor, "batch rows"]:

@@ -57,8 +57,7 @@ class CommitRule(ABC):
     """Options of a commit rule. Raises `ValueError` or `TypeError` on construction for options out of range.
 
     A rule is a file of this folder, and found there. The fields of its dataclass are options of `generate` and flags of
-    `tiered generate`, and its "Attributes" section is their help; `parity`, which does as an official sampler does, is
-    set in a rule object alone.
+    `tiered generate`, and its "Attributes" section is their help.
 
     Attributes:
         rank: of rules that the same options fit, the one with the lowest is meant, and of equals the one with the

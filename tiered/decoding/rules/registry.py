@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
 import tiered.decoding.rules
@@ -19,15 +19,10 @@ def _found() -> Iterator[type[CommitRule]]:
                 yield value
 
 
-def rule_options(rule: type[CommitRule]) -> list[Field[Any]]:
-    """Options of `rule` that `generate` takes."""
-    return [field for field in fields(rule) if field.name != "parity"]
-
-
 def in_order(rules: Iterable[type[CommitRule]]) -> list[type[CommitRule]]:
     """Plain ones first, by rank and number of options, so that a new rule with more of them takes no call from another;
     those that rewrite tokens last."""
-    return sorted(rules, key=lambda rule: (rule.rewrites, rule.rank, len(rule_options(rule)), rule.name))
+    return sorted(rules, key=lambda rule: (rule.rewrites, rule.rank, len(fields(rule)), rule.name))
 
 
 # But for what rules have in common, which has no name.
@@ -37,7 +32,7 @@ COMMIT_RULES: dict[str, type[CommitRule]] = {
 
 # The type of each option of a rule, by name.
 COMMIT_OPTIONS: dict[str, Any] = {
-    field.name: get_type_hints(rule)[field.name] for rule in COMMIT_RULES.values() for field in rule_options(rule)
+    field.name: get_type_hints(rule)[field.name] for rule in COMMIT_RULES.values() for field in fields(rule)
 }
 
 

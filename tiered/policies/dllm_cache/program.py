@@ -1,15 +1,16 @@
 """A step over an answer whose branches are cached: in each layer, all of its rows or those that have moved most.
 
-Attention and MLP add one vector each to a row; where both are cached, a row that is not recomputed still passes its
-layer. That is how dLLM-Cache (arXiv 2506.06295) renews other rows in every layer.
+Attention and MLP add one vector each to a row; if both are cached, a row that is not recomputed still passes its layer.
+That is how dLLM-Cache (arXiv 2506.06295) renews other rows in every layer: those whose values are least similar to the
+cached ones (section 3.3).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from tiered.core.features import Feature
@@ -18,7 +19,12 @@ from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.forward.forward import Flow, Forward, add_branch
 from tiered.kernels.host_values import on_device
-from tiered.policies.dllm_cache.verify import Verifier, turns_of
+
+# Below this distance between directions (cosine: 1 − 5e-7) a movement may be rounding alone. Rows that stand still are
+# many, such as those of the first layer whose tokens have not changed; rounding must not choose among them, or a
+# sequence would be answered otherwise in a batch than alone.
+STILL = 2**-10
+_TINY = 1e-30  # the length of a row of zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,44 +45,6 @@ class Work:
     due: Sequence[tuple[bool, bool]]
 
 
-class PromptEdge:
-    """The prompt's last row between renewals of the prompt, as dLLM-Cache's authors have it where it predicts a token.
-
-    Where predictions are shifted (Dream), that row predicts the answer's first token. In the authors' code (commit
-    17235bff) it is a row of the prompt: from one renewal to the next only its first layer is computed afresh, and all
-    other layers add what they added last, which is what this keeps.
-
-    `rows`: how many of them there are, 1 for every family with shifted predictions so far.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self._added: Float[Tensor, "batch rows width"] | None = None
-        self._entered: Float[Tensor, "batch rows width"] | None = None
-
-    def enter(self, hidden: Float[Tensor, "batch rows width"]) -> None:
-        """The first layer has left `hidden` at the row."""
-        self._entered = hidden.clone()
-
-    def leave(self, hidden: Float[Tensor, "batch rows width"], renewed: Bool[Tensor, " batch"]) -> None:
-        """The last layer has left `hidden`, which stays where the prompt is `renewed`, and is overwritten elsewhere. A
-        batch may be the first sequences alone of those that have been there."""
-        assert self._entered is not None, "the first layer is in front of the last"
-        added = hidden - self._entered
-        if self._added is None:
-            self._added = added
-        kept = self._added[: len(hidden)]
-        kept.copy_(added.where(renewed[:, None, None], kept))
-        hidden.copy_(self._entered.add_(kept))
-        self._entered = None
-
-    def keep(self, sequences: list[int], batch: int) -> None:
-        """Go on with these sequences of a batch of `batch` alone (ascending), and with their second canvases."""
-        if self._added is not None:
-            firsts = range(0, len(self._added), batch)
-            self._added = self._added[[first + number for first in firsts for number in sequences]]
-
-
 class BranchStep:
     """Layer program over a span of rows: the answer, and the prompt in front of it where some sequence's is due.
 
@@ -85,59 +53,32 @@ class BranchStep:
     numbers of rows; filler that is computed and never written makes them even.
     """
 
-    def __init__(
-        self,
-        work: Work,
-        answer: tuple[int, int],
-        verifier: Verifier,
-        *,
-        block: tuple[int, int],
-        whole_layers: int = 0,
-        edge: PromptEdge | None = None,
-    ) -> None:
+    def __init__(self, work: Work, answer: tuple[int, int], block: tuple[int, int]) -> None:
         """
         Args:
             work: what is due.
             answer: its columns, first and behind the last, the canvas's length.
-            verifier: ranks rows.
             block: columns of the rows whose logits the step is for, first and behind the last.
-            whole_layers: layers, the first ones, in which every sequence that takes part renews the whole answer.
-            edge: keeps the rows in front of the answer that a step takes in where the prompt is not due; None: they are
-                recomputed.
         """
-        self._work, self._verifier, self._whole_layers, self._edge = work, verifier, whole_layers, edge
+        self._work = work
         self._start, self._stop = answer
         self._block = (max(0, block[0] - self._start), block[1] - self._start)
 
     def expected_rows(self, span: int, layers: int) -> float:
         """Rows of the first sequence that a layer recomputes, of the `span` that the step goes over, on average."""
-        left_out = self._stop - self._start - self._work.rows[0]
-        return span - left_out * max(0, layers - self._whole_layers) / layers
+        return span - (self._stop - self._start - self._work.rows[0])
 
     def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
         if layer == 0:
             self._begin(flow)
-        answer = self._stop - self._start
-        counts = [answer if whole else 0 for whole in self._here] if layer < self._whole_layers else self._rows
+        answer, counts = self._stop - self._start, self.counts(layer)
         if all(count == answer for count, here in zip(counts, self._here, strict=True) if here):
-            flow = self._whole(forward, layer, flow)
-        else:
-            flow = self._chosen(forward, layer, flow, counts)
-        if self._edge is not None:
-            self._pass_over(self._edge, flow.hidden, layer, forward.model.shape.layers - 1)
-        return flow
+            return self._whole(forward, layer, flow)
+        return self._chosen(forward, layer, flow, counts)
 
-    def _pass_over(self, edge: PromptEdge, hidden: Float[Tensor, "batch rows width"], layer: int, last: int) -> None:
-        """Let rows in front of the answer leave no trace behind the first layer, where the prompt is not due."""
-        rows = hidden[:, self._head - edge.rows : self._head]
-        due = on_device([prompt for prompt, _ in self._work.due[: len(hidden)]], hidden.device)
-        if layer == 0:
-            edge.enter(rows)
-            columns = self._span.positions(len(hidden), hidden.device)
-            passed = ~due[:, None] & (columns < self._start)
-            self._span = replace(self._span, valid=~passed if self._span.valid is None else self._span.valid & ~passed)
-        if layer == last:
-            edge.leave(rows, due)
+    def counts(self, layer: int) -> Sequence[int]:
+        """How many rows of the answer each sequence recomputes in `layer`."""
+        return self._rows
 
     def _begin(self, flow: Flow) -> None:
         work, batch = self._work, len(flow.hidden)
@@ -215,16 +156,63 @@ class BranchStep:
         most, span = max(counts), (self._start, self._stop)
         if not most:
             return Rows.at(torch.empty(len(hidden), 0, dtype=torch.int64, device=hidden.device), within=span)
-        clocks = self._work.clocks[: len(hidden)]
-        ranked = self._verifier.ranked(forward, layer, self._span[self._head :], hidden, clocks, self._turns)
+        ranked = self._ranked(forward, layer, hidden)
         index, valid = ranked[:, :most] + self._start, None
         if min(counts) < most:
             numbers = torch.arange(most, device=index.device)
             valid = numbers < on_device(counts, index.device)[:, None]
         return Rows.at(index, valid, within=span)
 
+    @spanned(Op.VERIFY)
+    def _ranked(
+        self, forward: Forward, layer: int, hidden: Float[Tensor, "batch rows width"]
+    ) -> Int[Tensor, "batch rows"]:
+        """Places in the answer of its rows from the one that has moved most to the one that has least."""
+        answer = self._span[self._head :]
+        parts = forward.parts(answer.count, len(hidden))
+        moved = [self.moved(forward, layer, answer[part], hidden[:, part]) for part in parts]
+        return farthest_first(torch.cat(moved, dim=1), self._turns)
+
+    def moved(
+        self, forward: Forward, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
+    ) -> Float32[Tensor, "batch rows"]:
+        """Distance of the values of each row, whose input of the layer is `hidden`, from the cached ones."""
+        values = forward.model.values(layer, forward.model.attention_norm(layer, hidden))
+        return distances(values, forward.store.rows(Feature.VALUE, layer, rows))
+
     @spanned(Op.GATHER)
     def _taken(self, hidden: Float[Tensor, "batch answer width"], rows: Rows) -> Float[Tensor, "batch rows width"]:
         """A copy of the answer's `rows`."""
         assert rows.index is not None, "farthest rows are scattered"
         return hidden.gather(1, (rows.index - self._start)[:, :, None].expand(-1, -1, hidden.shape[2]))
+
+
+def distances(
+    new: Float[Tensor, "batch heads rows elements"],
+    cached: Float[Tensor, "batch heads rows elements"],
+) -> Float32[Tensor, "batch rows"]:
+    """Distance of each row's direction, all heads together, from the cached one; 0 if it is no more than rounding.
+
+    It is √(2 − 2·cos): in the order of falling cosine, and exact where the cosine itself rounds to 1.
+    """
+    difference = (new / _length(new)).sub_(cached / _length(cached))
+    apart = torch.linalg.vector_norm(difference, dim=(1, 3), dtype=torch.float32)
+    return apart.masked_fill_(apart <= STILL, 0.0)
+
+
+def farthest_first(apart: Float32[Tensor, "batch rows"], turns: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"]:
+    """The rows by falling distance; those of equal distance in the order of `turns`, which has every row once."""
+    return turns.gather(1, apart.gather(1, turns).argsort(dim=1, descending=True, stable=True))
+
+
+def turns_of(starts: Int[Tensor, " batch"], rows: int, block: tuple[int, int]) -> Int[Tensor, "batch rows"]:
+    """The rows of `block`, the one that is being denoised (first, and behind the last), from number `starts[b]` of it
+    on and round; then those behind it, then those in front of it."""
+    first, count = block[0], block[1] - block[0]
+    numbers = torch.arange(rows, device=starts.device)
+    return (first + torch.where(numbers < count, (numbers + starts[:, None]) % count, numbers)) % rows
+
+
+def _length(rows: Float[Tensor, "batch heads rows elements"]) -> Float32[Tensor, "batch 1 rows 1"]:
+    """Euclidean length of each row, all heads together; never 0."""
+    return torch.linalg.vector_norm(rows, dim=(1, 3), keepdim=True, dtype=torch.float32).clamp_(min=_TINY)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tiered.core.checks import check_integer, check_number, unknown_name
+from tiered.core.checks import check_integer, check_interval, check_number, unknown_name
 from tiered.core.features import Account, Feature, Tier
 from tiered.forward.sizes import CallSizes
 from tiered.models.shape import ModelShape
@@ -17,7 +17,6 @@ from tiered.policies.elastic_cache.program import ElasticStep
 from tiered.policies.elastic_cache.rows import step_rows
 from tiered.policies.elastic_cache.tracked import Tracked
 from tiered.policies.elastic_cache.window_bytes import elastic_bytes
-from tiered.policies.schedule import check_interval, due
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +78,7 @@ class _Elastic(PolicyState):
         self._tracked = Tracked(policy.tracked)
 
     def rows(self, step: Step) -> StepRows:
-        full = step.active if step.remasked else due(self._policy.refresh_interval, step)
+        full = step.active if step.remasked else step.due(self._policy.refresh_interval)
         rows = step_rows(step, self._policy.window, self._tracked, full)
         kind = StepKind.REFRESH if rows.all_due else StepKind.UPDATE if any(full) else StepKind.STEP
         apart = Feature.HIDDEN in self._policy.host_features()

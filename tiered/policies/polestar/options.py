@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tiered.clustering.faiss_backend import BACKENDS, Backend, import_faiss
-from tiered.core.checks import check_integer, check_number, check_switch, unknown_name
+from tiered.core.checks import check_integer, check_interval, check_number, check_switch, unknown_name
 from tiered.core.features import Tier
 from tiered.offload.codec_bytes import Codec
 from tiered.policies.base import Policy
-from tiered.policies.schedule import SELDOM, check_interval
+from tiered.policies.row_schedule import SELDOM
 
 Late = Literal["wait", "skip", "deadline"]
 LATE: tuple[Late, ...] = ("wait", "skip", "deadline")

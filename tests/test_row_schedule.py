@@ -1,4 +1,4 @@
-"""Policies from pieces: which rows every step recomputes, what equals what, and what does not go together."""
+"""Caches by one schedule: which rows every step recomputes, and which options each of them has."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +10,8 @@ from torch import Tensor
 
 import tiered
 from tiered.policies.base import Step, StepRows
-from tiered.policies.composed import Composed
-from tiered.policies.polestar.update import Update
-from tiered.policies.recipe import RecipeState
 from tiered.policies.registry import make_policy
+from tiered.policies.row_schedule import SCHEDULES, RowSchedule, ScheduledRows, row_schedule
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -49,36 +47,6 @@ def history(runtime: Runtime, policy: str, options: dict[str, Any], rule: dict[s
     return torch.stack(out.history)
 
 
-EQUAL: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
-    ({}, "fast_dllm_dual", {}),
-    ({"rows": "suffix"}, "fast_dllm_prefix", {}),
-    ({"next_block_interval": 2}, "uniform", {"next_block_interval": 2}),
-    ({"rows": "undecided", "prompt_interval": 5, "response_interval": 5}, "dkv_decode", {"refresh_interval": 5}),
-    (
-        {"rows": "undecided", "delay": 0, "prompt_interval": None, "response_interval": 3},
-        "dkv_pd",
-        {"delay": 0, "refresh_interval": 3},
-    ),
-    ({"rows": "answer", "prompt_interval": None, "response_interval": None}, "dkv_prefill", {}),
-    ({"updates": {"clusters": 4, "top_m": 2}}, "polestar", {"clusters": 4, "top_m": 2}),
-    (
-        {"updates": {"top_m": 2}, "prompt_interval": "3 blocks", "response_interval": "3 blocks"},
-        "polestar",
-        {"top_m": 2, "refresh": "drift", "refresh_blocks": 3},
-    ),
-]
-
-
-@pytest.mark.parametrize(("pieces", "policy", "options"), EQUAL, ids=[f"{row[1]} {n}" for n, row in enumerate(EQUAL)])
-def test_pieces_make_the_named_policies(runtime: Runtime, pieces: dict[str, Any], policy: str, options: dict[str, Any]):
-    assert torch.equal(history(runtime, "composed", pieces), history(runtime, policy, options))
-
-
-def test_pieces_make_the_greedy_policy(runtime: Runtime):
-    pieces = {"rows": "upcoming", "window": 4, "prompt_interval": 2, "response_interval": 2}
-    assert torch.equal(history(runtime, "composed", pieces, RANDOM), history(runtime, "dkv_greedy", {}, RANDOM))
-
-
 # What a sequence recomputes, from its own count of forwards `n`, the number `k` of the step in the block, the block's
 # columns [a, b), and `at`: by column, the forward that fixed its token (None: none has).
 def every(*_: Any) -> set[int]:
@@ -106,6 +74,7 @@ def at_times(n: int, interval: int | None, columns: set[int]) -> set[int]:
 
 
 IN_PROMPT, BEHIND = set(range(PROMPT)), set(range(PROMPT, LENGTH))
+FULL = {PROMPT, PROMPT + 2 * BLOCK}  # first columns of every other block
 ROWS: list[tuple[str, dict[str, Any], dict[str, Any], Callable[..., set[int]]]] = [
     (
         "dkv_decode",
@@ -151,20 +120,18 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], Callable[..., set[int]]]] 
         lambda n, k, a, b, at: every() if k % 3 == 0 else set(range(a, b)),
     ),
     (
-        "composed",
-        {"prompt_interval": 4, "response_interval": 3},
-        THRESHOLD,
-        lambda n, k, a, b, at: set(range(a, b)) | at_times(n, 4, IN_PROMPT) | at_times(n, 3, BEHIND),
-    ),
-    (
-        "composed",
-        {"rows": "suffix", "prompt_interval": "2 blocks", "response_interval": None},
+        "fast_dllm_dual",
+        {"refresh_blocks": 2},
         THRESHOLD,
         lambda n, k, a, b, at: (
-            set(range(a, LENGTH))
-            | at_times(n, None, every())
-            | (IN_PROMPT if k == 0 and (a - PROMPT) // BLOCK % 2 == 0 else set())
+            set(range(a, b)) | (every() if k == 0 and a in FULL else set(range(a - BLOCK, a)) if k == 0 else set())
         ),
+    ),
+    (
+        "fast_dllm_prefix",
+        {"refresh_interval": 3},
+        THRESHOLD,
+        lambda n, k, a, b, at: every() if k % 3 == 0 else set(range(a, LENGTH)),
     ),
 ]
 
@@ -180,11 +147,11 @@ def test_rows_that_a_step_recomputes(
     expected: Callable[..., set[int]],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    rows_of, ragged = RecipeState.rows, []
+    rows_of, ragged = ScheduledRows.rows, []
     dates: dict[int, dict[int, int]] = {}  # by sequence, the forward of its own that fixed each column
     before: dict[int, set[int]] = {}
 
-    def watched(state: RecipeState, step: Step) -> StepRows:
+    def watched(state: ScheduledRows, step: Step) -> StepRows:
         made = rows_of(state, step)
         pending = step.canvas.pending(0, LENGTH)
         columns = made.rows.positions(step.canvas.batch, pending.device)
@@ -208,66 +175,47 @@ def test_rows_that_a_step_recomputes(
         ragged.append(len({len(rows) for rows in wanted}) > 1)
         return made
 
-    monkeypatch.setattr(RecipeState, "rows", watched)
+    monkeypatch.setattr(ScheduledRows, "rows", watched)
     history(runtime, policy, options, rule)
     assert len(ragged) > 4
     if policy.startswith("dkv") and rule is THRESHOLD:
         assert any(ragged), "sequences all keep step: this shows nothing about their own clocks"
 
 
-def test_a_longer_prompt_interval_with_drift_updates_renews_the_response(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-):
-    # Nothing but the response is renewed where a block begins, and nothing at all in between: that is the plain policy.
-    updates: dict[str, Any] = {"codec": "raw", "clusters": 6, "top_m": 1, "update_threshold": 1000}
-    pieces: dict[str, Any] = {"prompt_interval": None, "response_interval": "block"}
-    with_drift = history(runtime, "composed", {**pieces, "updates": updates})
-    monkeypatch.setattr(Update, "_most_drifted", lambda self, *_, **__: [])
-    alone = history(runtime, "composed", {**pieces, "updates": updates})
-    assert torch.equal(alone, history(runtime, "composed", pieces))
-    assert not torch.equal(alone, with_drift), "the most drifted cluster of the prompt changes nothing here"
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_row_of_the_table_has_its_own_options_alone(name: str):
+    policy = make_policy(name)
+    assert policy == row_schedule(name) and policy.name == name == str(policy) and not policy.changed
+    assert policy.options == dict(SCHEDULES[name].options)
+    others = {option for row in SCHEDULES.values() for option in row.options} - policy.options.keys()
+    for option in (*others, "rows", "name"):
+        with pytest.raises(ValueError, match=f"unknown option of policy '{name}' '{option}'"):
+            make_policy(name, **{option: 1})
 
 
-def test_everything_renewed_equals_none(runtime: Runtime):
-    updates: dict[str, Any] = {"codec": "raw", "top_m": 1000, "update_threshold": 0}
-    pieces = {"prompt_interval": "4 blocks", "response_interval": "block", "updates": updates}
-    assert torch.equal(history(runtime, "composed", pieces), history(runtime, "none", {}))
+def test_a_policy_says_what_is_not_at_its_default():
+    policy = make_policy("fast_dllm_dual", refresh_interval=4)
+    assert str(policy) == "fast_dllm_dual(refresh_interval=4)"
+    assert policy.options == {"refresh_interval": 4, "refresh_blocks": 1} and policy.changed == {"refresh_interval": 4}
 
 
 @pytest.mark.parametrize(
-    ("pieces", "named"),
+    ("options", "error", "named"),
     [
-        ({"delay": 1}, "delay"),
-        ({"rows": "upcoming", "delay": 1}, "delay"),
-        ({"window": 4}, "window"),
-        ({"rows": "suffix", "next_block_interval": 4}, "next_block_interval"),
-        ({"rows": "undecided", "next_block_interval": 4}, "next_block_interval"),
-        ({"rows": "upcoming", "next_block_interval": 4}, "next_block_interval"),
-        ({"rows": "answer", "response_interval": 4}, "response_interval"),
-        ({"rows": "suffix", "updates": {}}, "updates"),
-        ({"next_block_interval": 4, "updates": {}}, "updates"),
-        ({"prompt_interval": 50, "updates": {}}, "prompt_interval"),
-        ({"prompt_interval": "4 blocks", "response_interval": "2 blocks", "updates": {}}, "response_interval"),
-        ({"updates": {"refresh": "drift"}}, "refresh"),
-        ({"rows": "blocks"}, "did you mean|block"),
-        ({"prompt_interval": "0 blocks"}, "prompt_interval"),
-        ({"prompt_interval": "blocks"}, "prompt_interval"),
-        ({"response_interval": 0}, "response_interval"),
-        ({"updates": {"top": 1}}, "top_m"),
+        ({"rows": "blocks"}, ValueError, "did you mean 'block'"),
+        ({"delay": True}, TypeError, "delay"),
+        ({"delay": -1}, ValueError, "delay"),
+        ({"window": 1.5}, TypeError, "window"),
+        ({"prompt_interval": 0}, ValueError, "prompt_interval"),
+        ({"prompt_interval": "block"}, TypeError, "prompt_interval"),
+        ({"next_block_interval": 0}, ValueError, "next_block_interval"),
     ],
 )
-def test_what_does_not_go_together(pieces: dict[str, Any], named: str):
-    with pytest.raises(ValueError, match=named):
-        make_policy("composed", **pieces)
+def test_options_out_of_range(options: dict[str, Any], error: type[Exception], named: str):
+    with pytest.raises(error, match=named):
+        RowSchedule(**{"name": "dkv_greedy", "rows": "upcoming", **options})
 
 
-@pytest.mark.parametrize("pieces", [{"updates": 4}, {"delay": True, "rows": "undecided"}, {"prompt_interval": 1.5}])
-def test_wrong_types(pieces: dict[str, Any]):
-    with pytest.raises(TypeError):
-        Composed(**pieces)
-
-
-@pytest.mark.parametrize(("policy", "options"), [("dkv_greedy", {}), ("composed", {"rows": "upcoming"})])
-def test_an_order_that_is_not_known_before_is_refused(runtime: Runtime, policy: str, options: dict[str, Any]):
+def test_an_order_that_is_not_known_before_is_refused(runtime: Runtime):
     with pytest.raises(ValueError, match="remasking = 'random' is allowed, not 'low_confidence'"):
-        history(runtime, policy, options)
+        history(runtime, "dkv_greedy", {})

@@ -1,0 +1,433 @@
+"""Policies and commit rules that repeat the authors' code where it departs from its paper, token for token.
+
+`policy` and `rule` take the names and options of the library. docs/policies.md lists the departures. Names without one
+are the library's own. `dream_sequence` decodes what no policy can: keys that are kept although their rows predict.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int
+from torch import Tensor
+
+from tiered.core.canvas import PROMPT
+from tiered.core.checks import unknown_name
+from tiered.core.features import Account, Feature
+from tiered.core.rows import Rows
+from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.rules.adaptive import Adaptive, MostWanted
+from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
+from tiered.decoding.rules.registry import make_commit_rule
+from tiered.decoding.rules.threshold import AtLeast, Threshold
+from tiered.forward.forward import Flow, Forward
+from tiered.forward.sizes import CallSizes
+from tiered.kernels.host_values import on_device
+from tiered.models.base import DiffusionModel
+from tiered.policies import row_sets
+from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.dllm_cache.policy import Clocks, DLLMCache
+from tiered.policies.dllm_cache.program import BranchStep, Work, distances
+from tiered.policies.registry import make_policy, with_options
+from tiered.policies.row_schedule import SCHEDULES, RowSchedule, ScheduledRows
+
+ShiftCaching = Literal["un", "un_right", "right"]
+
+
+def policy(name: str, **options: Any) -> Policy:
+    """The policy `name` as its authors' code has it. Raises what `make_policy` raises."""
+    kinds = {"fast_dllm_prefix": OfficialBlocks, "fast_dllm_dual": OfficialBlocks}
+    kinds |= {"dkv_decode": OfficialDKV, "dkv_pd": OfficialDKV, "dkv_greedy": OfficialDKV}
+    if name == "dllm_cache":
+        return with_options(OfficialDLLMCache, name, {}, options)
+    if name not in kinds:
+        return make_policy(name, **options)
+    row = SCHEDULES[name]
+    return with_options(partial(kinds[name], name=name, rows=row.rows), name, {**row.fixed, **row.options}, options)
+
+
+def rule(name: str, **options: Any) -> CommitRule:
+    """The commit rule `name` as its authors' code has it. Raises what `make_commit_rule` raises."""
+    kinds: Mapping[str, type[CommitRule]] = {"threshold": Capped, "adaptive": Endless}
+    return kinds[name](**options) if name in kinds else make_commit_rule(name, **options)
+
+
+# ---- Fast-dLLM on Dream (commit 2a2de8c) ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfficialBlocks(RowSchedule):
+    """See `_FirstTokenAlone`."""
+
+    def start(self) -> PolicyState:
+        return _FirstTokenAlone(super().start())
+
+
+class _FirstTokenAlone(PolicyState):
+    """If predictions are shifted, the step that begins a block gives the logits of the row in front of it alone. So it
+    commits the block's first token, however unsure. Other steps leave that row out."""
+
+    def __init__(self, plain: PolicyState) -> None:
+        self._plain = plain
+
+    def rows(self, step: Step) -> StepRows:
+        row = step.first_row
+        if row == step.start:
+            return self._plain.rows(step)
+        # A rule may leave the first token open, and no step without the row in front predicts it.
+        alone = step.number == 0 or bool(step.canvas.pending(step.start, step.start + 1).any())
+        of_step = self._plain.rows(replace(step, number=0) if alone else step)
+        first = of_step.rows.start
+        assert first is not None, "a cache by block recomputes spans"
+        stop = first + of_step.rows.count
+        if alone:
+            columns = [row, *range(first, row), *range(step.start, stop)]
+            return self._apart(step, columns, 1, of_step.kind)
+        if of_step.kind is StepKind.STEP:
+            return self._apart(step, [*range(step.start, stop)], step.stop - step.start, of_step.kind)
+        return of_step
+
+    def _apart(self, step: Step, columns: list[int], output: int, kind: StepKind) -> StepRows:
+        """The first `output` of `columns` have logits, which are not the span that a step needs."""
+        index = on_device(columns, step.canvas.tokens.device).expand(step.canvas.batch, -1)
+        return StepRows(Rows.at(index), slice(0, output), kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capped(Threshold):
+    """Fast-dLLM on Dream without a cache: of a block's n tokens a step fixes n / steps at most, and what earlier ones
+    left of theirs. Once the steps are over, a step fixes as many as pass."""
+
+    @property
+    def by_time(self) -> bool:
+        return True
+
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+        return _Shared(self.confidence_threshold, steps_per_block)
+
+
+class _Shared(AtLeast):
+    def __init__(self, bound: float, steps: int) -> None:
+        super().__init__(bound)
+        self._steps = steps
+
+    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
+        self._count = self._left = pending.sum(dim=1, keepdim=True)
+        self._step = 0
+
+    def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
+        self._step += 1
+        due = self._count * min(self._step, self._steps) // self._steps
+        allowed = (due - (self._count - self._left)).clamp(min=1)
+        chosen = super().choose(candidates) & (candidates.ranks() < allowed)
+        self._left = self._left - chosen.sum(dim=1, keepdim=True)
+        return chosen
+
+
+# ---- GIDD (commit 6525e88) ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endless(Adaptive):
+    """If masks alone are the noise and all are gone, the code goes on. It rewrites the tokens that `torch.topk` finds
+    among numbers that are none."""
+
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+        return _Endless(self, steps_per_block)
+
+
+class _Endless(MostWanted):
+    def urgency(self, gain: Float[Tensor, "batch rows"], noise: Tensor) -> Float[Tensor, "batch rows"]:
+        return gain
+
+    def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
+        self._step += 1
+        count = min(self._tokens, candidates.confidence.shape[1])
+        chosen = torch.zeros_like(candidates.pending)
+        # In float32, as there: if all are NaN, which ones `topk` names depends on the dtype.
+        return chosen.scatter_(1, candidates.confidence.float().topk(count, dim=-1).indices, True)
+
+    def finished(self, changed: Bool[Tensor, "batch block"]) -> Bool[Tensor, " batch"]:
+        settled = ~changed.any(dim=1)
+        if self._step >= self._steps:
+            return torch.ones_like(settled)
+        return settled if self._settles else torch.zeros_like(settled)
+
+
+# ---- dKV-Cache (commit 49a76fcc) ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfficialDKV(RowSchedule):
+    """`dkv_decode` and `dkv_greedy` count intervals within each block. A block of `dkv_decode` begins with two full
+    steps; with shifted predictions, one.
+
+    Attributes:
+        shift_caching: on a family with shifted predictions, the token whose commit lets a row be kept: the one that it
+            predicts ("un": its own may still be a mask), or both ("un_right"). For the last row see `_OfficialRows`.
+    """
+
+    shift_caching: ShiftCaching = "un_right"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shift_caching not in get_args(ShiftCaching):
+            raise unknown_name("shift_caching", str(self.shift_caching), get_args(ShiftCaching))
+        if self.shift_caching == "right":
+            raise ValueError(
+                "shift_caching = 'right': the authors' code answers with id 0 what a kept row predicts, which "
+                "`dream_sequence` decodes; 'un' and 'un_right' are allowed"
+            )
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        shift = {} if self.name == "dkv_greedy" else {"shift_caching": "un_right"}
+        return {**super().defaults, **shift}
+
+    def start(self) -> PolicyState:
+        by_block = self if self.name == "dkv_pd" else replace(self, refresh_blocks=1)
+        return _OfficialRows(by_block, self.shift_caching, full_steps=2 if self.name == "dkv_decode" else 0)
+
+
+class _OfficialRows(ScheduledRows):
+    """With "un" the canvas's last row counts as one that predicts the first token, except in a sequence's first
+    forwards. With "un_right" it is open if the row in front of it is.
+
+    `full_steps`: steps at a block's beginning that recompute every row.
+    """
+
+    def __init__(self, schedule: RowSchedule, shift_caching: ShiftCaching, full_steps: int) -> None:
+        super().__init__(schedule)
+        self._shift_caching, self._full_steps = shift_caching, full_steps
+
+    def due(self, step: Step) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        full = step.first_row == step.start and step.number < self._full_steps
+        return (step.active, step.active) if full else super().due(step)
+
+    def undecided(self, step: Step, delay: int) -> Bool[Tensor, "batch length"]:
+        dates, clock = step.canvas.committed_at, row_sets.clock(step)
+        own = (dates >= clock - delay) & (dates != PROMPT)
+        shift = step.start - step.first_row
+        if not shift:
+            return own
+        predicted = torch.cat([own[:, shift:], own[:, -shift:]], dim=1)
+        if self._shift_caching == "un":
+            predicted[:, -shift:] &= clock <= delay
+            return predicted
+        rows = own | predicted
+        rows[:, -shift:] = rows[:, -2 * shift : -shift]
+        return rows
+
+    def around(self, step: Step, fresh: Bool[Tensor, "batch length"], window: int) -> Bool[Tensor, "batch length"]:
+        """What is committed next, `fresh`, and `window` rows around each of the former in turn: masks before that
+        commit that no other token has taken yet, in turn on the left and on the right, outwards. Walks over tokens on
+        the host."""
+        assert step.upcoming is not None, "known before the step"
+        length, taken = step.canvas.length, fresh.clone()
+        taken[:, step.start : step.stop] |= step.upcoming > 0
+        masked, chosen = (step.canvas.pending(0, length) | fresh).tolist(), taken.tolist()
+        for masks, rows, turns in zip(masked, chosen, step.upcoming.tolist(), strict=True):
+            in_turn = sorted((turn, step.start + column) for column, turn in enumerate(turns) if turn)
+            for _, center in in_turn:
+                found, distance = 0, 1
+                while found < window and distance < length:
+                    for column in (center - distance, center + distance):
+                        if found < window and 0 <= column < length and masks[column] and not rows[column]:
+                            rows[column] = True
+                            found += 1
+                    distance += 1
+        return on_device(chosen, fresh.device)
+
+
+def dream_sequence(
+    model: DiffusionModel,
+    prompt: Int[Tensor, "1 prompt"],
+    *,
+    shift_caching: ShiftCaching,
+    steps: int,
+    max_new_tokens: int,
+    cache_steps: int,
+    eps: float = 1e-3,
+) -> tuple[Int[Tensor, "states 1 length"], list[int]]:
+    """Decode by dKV-Cache's Dream code (`cache_type="decoded"`, `alg="maskgit_plus"`): the canvas after each step, and
+    how many rows the step recomputed.
+
+    A token whose row is kept has no logits. Its confidence is NaN, which `torch.topk` takes for the largest, and its
+    id is 0. That happens with `shift_caching="right"`, which keeps a row once its own token is committed.
+    """
+    ids = torch.cat([prompt, prompt.new_full((1, max_new_tokens), model.mask_token_id)], dim=1)
+    length, times = ids.shape[1], torch.linspace(1, eps, steps + 1)
+    empty = (1, model.shape.kv_heads, length, model.shape.head_dim)
+    buffer = [(torch.zeros(empty), torch.zeros(empty)) for _ in range(model.shape.layers)]
+    fixed = ids[0] != model.mask_token_id
+    kept, latest = None, torch.cat([fixed[1:], fixed[-1:]])
+    states, counts = [], []
+    for number in range(steps):
+        kept = None if number % cache_steps == 0 else kept
+        rows = torch.arange(length) if kept is None else (~kept).nonzero()[:, 0]
+        logits = torch.full((length, model.shape.vocab_size), -torch.inf)
+        logits[rows] = logits_of(model, ids, rows, buffer)[0]
+        confidence, tokens = torch.cat([logits[:1], logits[:-1]]).softmax(dim=-1).max(dim=-1)
+        masked = ids[0] == model.mask_token_id
+        share = 1 - times[number + 1] / times[number] if number < steps - 1 else 1
+        chosen = confidence.where(masked, -torch.inf).topk(int(masked.sum() * share)).indices
+        ids[0, chosen] = tokens[chosen]
+        fixed = ids[0] != model.mask_token_id
+        kept, both = latest, fixed[:-1] & fixed[1:]
+        latest = {"un": fixed.roll(-1), "un_right": torch.cat([both, both[-1:]]), "right": fixed}[shift_caching]
+        states.append(ids.clone())
+        counts.append(len(rows))
+    return torch.stack(states), counts
+
+
+def logits_of(
+    model: DiffusionModel, ids: Int[Tensor, "1 length"], rows: Int[Tensor, " rows"], buffer: list[tuple[Tensor, Tensor]]
+) -> Float[Tensor, "1 rows vocab"]:
+    """Logits of `rows`, each layer's keys and values kept in `buffer` [1, heads, length, head_dim]: what a cache is,
+    without any of the library's stores and programs."""
+    hidden, rotary = model.embed(ids[:, rows]), model.rotary(rows[None])
+    for layer, kept in enumerate(buffer):
+        normed = model.attention_norm(layer, hidden)
+        for whole, part in zip(kept, model.keys_values(layer, normed, rotary), strict=True):
+            whole[:, :, rows] = part
+        mixed = model.attend(layer, model.queries(layer, normed, rotary), *kept, None)
+        hidden = hidden + model.attention_out(layer, mixed)
+        hidden = hidden + model.feed_forward(layer, hidden)
+    return model.logits(hidden)
+
+
+# ---- dLLM-Cache (commit 17235bff) ----
+
+_GUIDED_AT_FIRST = 5  # forwards that are guided whatever the interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfficialDLLMCache(DLLMCache):
+    """Values of all rows replace the cached ones wherever they are compared, the first layer renews the whole answer,
+    and guidance is computed in the first five forwards, but not for a new block. If predictions are shifted, the row
+    that predicts the answer's first token is as old as the prompt."""
+
+    def state_bytes(self, sizes: CallSizes) -> Mapping[Account, int]:
+        # What is kept of the row in front of the answer, where it predicts, and what that is made of.
+        edge = 4 * sizes.sequences * sizes.shape.prediction_shift * sizes.shape.width * sizes.element
+        return {Account.ACTIVATIONS: super().state_bytes(sizes)[Account.ACTIVATIONS] + edge}
+
+    def logit_rows(self, block_length: int, context: int) -> int:
+        # The difference that guidance makes outlives its block, so it is of the whole answer.
+        return context if self.skips_guidance() else block_length
+
+    def start(self) -> PolicyState:
+        return _OfficialClocks(self)
+
+
+class _OfficialClocks(Clocks):
+    def __init__(self, of: DLLMCache) -> None:
+        super().__init__(of)
+        self._edge: PromptEdge | None = None
+
+    def rows(self, step: Step) -> StepRows:
+        of_step = super().rows(step)
+        if not any(of_step.guided or ()):
+            return of_step
+        # Later blocks will read the difference that guidance makes here.
+        assert of_step.rows.start is not None, "the step goes over a span"
+        first = self.untouched(step) - of_step.rows.start
+        return replace(of_step, output=slice(first, first + step.canvas.length - step.canvas.prompt_length))
+
+    def keep(self, sequences: list[int]) -> None:
+        if self._edge is not None:
+            self._edge.keep(sequences, len(self._guided))
+        super().keep(sequences)
+
+    def untouched(self, step: Step) -> int:
+        return step.canvas.prompt_length - (step.start - step.first_row)
+
+    def program(self, work: Work, step: Step) -> BranchStep:
+        shift = step.start - step.first_row
+        if shift and self._edge is None:
+            self._edge = PromptEdge(shift)
+        answer = step.canvas.prompt_length, step.canvas.length
+        return _OfficialStep(work, answer, (step.first_row, step.last_row), self._edge)
+
+    def guides(self, step: Step) -> list[bool]:
+        super().guides(step)
+        interval = self._policy.guidance_interval
+        return [
+            step.guidance and part and (clock < _GUIDED_AT_FIRST or clock % interval == 0)
+            for part, clock in zip(step.active, step.forwards, strict=True)
+        ]
+
+
+class PromptEdge:
+    """The prompt's last row between renewals of the prompt, if it predicts the answer's first token.
+
+    To the authors it is a row of the prompt: from one renewal to the next only its first layer is computed afresh, and
+    all other layers add what they added last, which is what this keeps.
+
+    `rows`: how many of them there are, 1 for every family with shifted predictions so far.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._added: Float[Tensor, "batch rows width"] | None = None
+        self._entered: Float[Tensor, "batch rows width"] | None = None
+
+    def enter(self, hidden: Float[Tensor, "batch rows width"]) -> None:
+        """The first layer has left `hidden` at the row."""
+        self._entered = hidden.clone()
+
+    def leave(self, hidden: Float[Tensor, "batch rows width"], renewed: Bool[Tensor, " batch"]) -> None:
+        """The last layer has left `hidden`, which stays where the prompt is `renewed`, and is overwritten elsewhere. A
+        batch may be the first sequences alone of those that have been there."""
+        assert self._entered is not None, "the first layer is in front of the last"
+        added = hidden - self._entered
+        if self._added is None:
+            self._added = added
+        kept = self._added[: len(hidden)]
+        kept.copy_(added.where(renewed[:, None, None], kept))
+        hidden.copy_(self._entered.add_(kept))
+        self._entered = None
+
+    def keep(self, sequences: list[int], batch: int) -> None:
+        """Go on with these sequences of a batch of `batch` alone (ascending), and with their second canvases."""
+        if self._added is not None:
+            firsts = range(0, len(self._added), batch)
+            self._added = self._added[[first + number for first in firsts for number in sequences]]
+
+
+class _OfficialStep(BranchStep):
+    def __init__(self, work: Work, answer: tuple[int, int], block: tuple[int, int], edge: PromptEdge | None) -> None:
+        super().__init__(work, answer, block)
+        self._edge = edge
+
+    def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
+        flow = super().__call__(forward, layer, flow)
+        if self._edge is not None:
+            self._pass_over(self._edge, flow.hidden, layer, forward.model.shape.layers - 1)
+        return flow
+
+    def counts(self, layer: int) -> list[int]:
+        answer = self._stop - self._start
+        return [answer if whole else 0 for whole in self._here] if layer == 0 else self._rows
+
+    def moved(
+        self, forward: Forward, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
+    ) -> Float32[Tensor, "batch rows"]:
+        values = forward.model.values(layer, forward.model.attention_norm(layer, hidden))
+        moved = distances(values, forward.store.rows(Feature.VALUE, layer, rows))
+        forward.store.write(Feature.VALUE, layer, rows, values)
+        return moved
+
+    def _pass_over(self, edge: PromptEdge, hidden: Float[Tensor, "batch rows width"], layer: int, last: int) -> None:
+        """Let rows in front of the answer leave no trace behind the first layer if the prompt is not due."""
+        rows = hidden[:, self._head - edge.rows : self._head]
+        due = on_device([prompt for prompt, _ in self._work.due[: len(hidden)]], hidden.device)
+        if layer == 0:
+            edge.enter(rows)
+            columns = self._span.positions(len(hidden), hidden.device)
+            passed = ~due[:, None] & (columns < self._start)
+            self._span = replace(self._span, valid=~passed if self._span.valid is None else self._span.valid & ~passed)
+        if layer == last:
+            edge.leave(rows, due)

@@ -1,0 +1,195 @@
+"""Caches of keys and values by one schedule: which rows every step recomputes, and when all rows are refreshed.
+
+Eight policies are rows of the table `SCHEDULES`. Each of them has the options that its row names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
+
+from jaxtyping import Bool
+from torch import Tensor
+
+from tiered.core.checks import check_integer, check_interval, unknown_name
+from tiered.core.features import Feature
+from tiered.models.shape import BLOCK_CAUSAL, CANVAS, ModelShape, Sight
+from tiered.policies import row_sets
+from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.row_sets import Span
+
+RowsOf = Literal["all", "block", "suffix", "answer", "undecided", "upcoming"]
+
+# Tokens of a prompt from which on stale prompt keys were measured to cost no answers. Lookups in 256 tokens and more
+# lose none under any cache. Lists, which end at about 40 tokens, are sorted right in 98 of 100 cases without a cache
+# and in 42 to 65 with one (docs/benchmarks.md, docs/embedded-model.md).
+LEAST_STALE_PROMPT = 256
+SELDOM = 4  # blocks from one refresh to the next, if a block need not begin with one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSchedule(Policy):
+    """Keys and values of all layers are kept; a call's first step recomputes every row.
+
+    Attributes:
+        name: key of `SCHEDULES`.
+        rows: rows that every step recomputes: every row ("all"); the current block; it and everything behind it
+            ("suffix"); everything behind the prompt ("answer"); pending tokens and those committed in the last `delay`
+            steps ("undecided"); or tokens that are committed next, those committed last, and a `window` around the
+            latter ("upcoming").
+        refresh_interval: steps from one refresh of all rows to the next; None for none but the first. A block counts
+            its own steps and begins with a refresh, unless `refresh_blocks` is None: then each sequence counts its
+            steps, whatever block they are in.
+        refresh_blocks: blocks from one that begins with a refresh to the next; None if blocks do not matter. The other
+            blocks begin with the rows of the finished block and those of a step: a number that does not grow with the
+            context. "auto": decided before a call.
+        prompt_interval: steps of a sequence from one refresh of the prompt's rows to the next; None for the first
+            alone; "refresh" for those of all rows.
+        next_block_interval: steps of a block from one renewal of the next block's rows to another; None for none.
+        delay: steps after its commit in which an undecided row is still recomputed; 0 keeps it as it was as a mask.
+        window: rows around each token that was just committed, half of them on either side.
+    """
+
+    name: str  # pyright: ignore[reportIncompatibleVariableOverride] one class has the names of a table
+    rows: RowsOf
+    refresh_interval: int | None = None
+    refresh_blocks: int | Literal["auto"] | None = None
+    prompt_interval: int | Literal["refresh"] | None = "refresh"
+    next_block_interval: int | None = None
+    delay: int = 1
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rows not in get_args(RowsOf):
+            raise unknown_name("rows", str(self.rows), get_args(RowsOf))
+        for name in ("refresh_interval", "next_block_interval"):
+            check_interval(name, getattr(self, name))
+        if self.prompt_interval != "refresh":
+            check_interval("prompt_interval", self.prompt_interval)
+        if self.refresh_blocks not in (None, "auto"):
+            check_integer("refresh_blocks", self.refresh_blocks, least=1)
+        if self.refresh_blocks not in (None, 1) and self.refresh_interval is not None:
+            raise ValueError(
+                f"refresh_blocks = {self.refresh_blocks} saves refreshes, refresh_interval adds some; give one of them"
+            )
+        check_integer("delay", self.delay, least=0)
+        check_integer("window", self.window, least=0)
+
+    @property
+    def sights(self) -> frozenset[Sight]:  # pyright: ignore[reportIncompatibleVariableOverride] see `name`
+        return CANVAS | BLOCK_CAUSAL if self.rows == "all" else CANVAS
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        return SCHEDULES[self.name].options
+
+    def features(self, shape: ModelShape) -> Mapping[Feature, int]:
+        layers = 1 if self.rows == "all" else shape.layers
+        return {Feature.KEY: layers, Feature.VALUE: layers}
+
+    def needs_order(self) -> bool:
+        return self.rows == "upcoming"
+
+    def start(self) -> PolicyState:
+        assert self.refresh_blocks != "auto", "decided before a call"
+        return ScheduledRows(self)
+
+
+class Schedule(NamedTuple):
+    """A row of `SCHEDULES`: `rows` as in `RowSchedule`, fields that are `fixed`, and options with their defaults."""
+
+    rows: RowsOf
+    options: Mapping[str, Any] = MappingProxyType({})
+    fixed: Mapping[str, Any] = MappingProxyType({})
+
+
+_BY_BLOCK = {"refresh_interval": None, "refresh_blocks": 1}
+SCHEDULES: Mapping[str, Schedule] = {
+    # The official samplers' behaviour: keys and values live in a workspace of one layer.
+    "none": Schedule("all"),
+    # Fast-dLLM (arXiv 2505.22618), after the authors' code at commit 2a2de8c: the step that begins a block also commits
+    # tokens. Blocks that begin without a refresh are beyond the paper.
+    "fast_dllm_prefix": Schedule("suffix", _BY_BLOCK),
+    "fast_dllm_dual": Schedule("block", _BY_BLOCK),
+    # dKV-Cache (arXiv 2505.15781): a token's keys and values are kept from one step after its commit.
+    "dkv_decode": Schedule("undecided", {"delay": 1, "refresh_interval": 8}),
+    "dkv_greedy": Schedule("upcoming", {"window": 4, "refresh_interval": 2}),
+    "dkv_prefill": Schedule("answer", {"prompt_interval": None}),
+    "dkv_pd": Schedule("undecided", {"delay": 1, "refresh_interval": 8, "prompt_interval": None}),
+    # Uniform-Cache (Barry, "Block-Wise KV Caching for Uniform Diffusion Language Models", UT Austin 2026): the next
+    # block's keys move most beside the block's own.
+    "uniform": Schedule("block", {"next_block_interval": 4, "refresh_interval": None}, {"refresh_blocks": 1}),
+}
+
+
+def row_schedule(name: str, **options: Any) -> RowSchedule:
+    """The policy of that row of `SCHEDULES`, with these options."""
+    row = SCHEDULES[name]
+    return RowSchedule(name=name, rows=row.rows, **{**row.fixed, **row.options, **options})
+
+
+class ScheduledRows(PolicyState):
+    """Decides by the step alone."""
+
+    def __init__(self, schedule: RowSchedule) -> None:
+        self._schedule = schedule
+
+    def rows(self, step: Step) -> StepRows:
+        schedule, length = self._schedule, step.canvas.length
+        of_prompt, of_answer = self.due(step)
+        next_block = schedule.next_block_interval
+        beyond = next_block is not None and step.number > 0 and step.number % next_block == 0
+        # A block that begins without a refresh begins with the finished block.
+        between = schedule.refresh_blocks is not None and step.number == 0
+        renews = any(of_prompt) or any(of_answer) or beyond or between or step.remasked
+        if schedule.rows == "answer":
+            of_answer = step.active
+        if of_prompt == of_answer == step.active:
+            return StepRows.of_span(0, length, step, StepKind.REFRESH)
+        # A family that predicts a token from the row in front of it needs the row in front of the answer.
+        start = step.canvas.prompt_length - (step.start - step.first_row)
+        spans = [Span(0, start, of_prompt), Span(start, length, of_answer)]
+        if step.remasked:
+            spans.append(Span(0, step.start, step.active))
+        if between:
+            spans.append(Span(step.first_row - (step.stop - step.start), step.first_row, step.active))
+        mask = upcoming = None
+        if of_answer != step.active:
+            match schedule.rows:
+                case "block":
+                    stop = step.stop + beyond * (step.stop - step.start)
+                    spans.append(Span(step.first_row, min(stop, length), step.active))
+                case "suffix":
+                    spans.append(Span(step.first_row, length, step.active))
+                case "undecided":
+                    mask = self.undecided(step, schedule.delay)
+                case "upcoming":
+                    assert step.upcoming is not None, "the runtime refuses rules that decide on the logits"
+                    upcoming = step.upcoming > 0
+                    mask = self.around(step, row_sets.just_committed(step), schedule.window)
+        rows = row_sets.rows_of(step, spans, mask, StepKind.UPDATE if renews else StepKind.STEP, upcoming)
+        refreshed = tuple(first and second for first, second in zip(of_prompt, of_answer, strict=True))
+        return replace(rows, refreshed=refreshed)
+
+    def due(self, step: Step) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Sequences that refresh their prompts' rows in this step, and those that refresh the rows behind."""
+        schedule = self._schedule
+        if schedule.rows == "all":
+            return step.active, step.active
+        interval, blocks = schedule.refresh_interval, schedule.refresh_blocks
+        if blocks is None:
+            every = step.due(interval)
+            return every if schedule.prompt_interval == "refresh" else step.due(schedule.prompt_interval), every
+        assert blocks != "auto", "decided before a call"
+        begins = step.number % interval == 0 if interval else step.number == 0
+        refreshes = begins and (step.remasked or step.block % blocks == 0)
+        every = tuple(refreshes and here for here in step.active)
+        return every, every
+
+    def undecided(self, step: Step, delay: int) -> Bool[Tensor, "batch length"]:
+        """Rows of tokens that are pending, or were committed in the last `delay` steps of their sequence."""
+        return row_sets.undecided(step, delay)
+
+    def around(self, step: Step, fresh: Bool[Tensor, "batch length"], window: int) -> Bool[Tensor, "batch length"]:
+        """The rows that the last step committed (`fresh`), and a window around each of them."""
+        return row_sets.around(fresh, window)
