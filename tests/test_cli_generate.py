@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import termios
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -170,6 +171,7 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(
     assert out == "Ada Max\n" and "denoising" not in err
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
     with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
         patched.setattr("sys.stderr", terminal)
         assert main(call) == 0

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except (ValueError, TypeError, TierCapacityError, OSError) as error:
+    except (ValueError, TypeError, TierCapacityError, OSError, ModuleNotFoundError) as error:
         print(f"tiered: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
