@@ -104,8 +104,10 @@ def test_a_long_answer_is_shown_around_the_current_block(frames: list[Frame], pa
     frame = replace(
         frames[2], **repeated, states=states, answer=(0, columns), span=(fresh - 7, fresh + 1), settled=np.zeros(2)
     )
-    picture = painter.picture(frame, 60, 20)
-    assert len(styled(picture, "bold green")) >= 2, "the current block of both sequences is in the picture"
+    for width, height in ((60, 20), (60, 9), (25, 30)):
+        picture = painter.picture(frame, width, height)
+        assert styled(picture, "bold green"), "the current block is in the picture"
+    assert len(styled(painter.picture(frame, 60, 20), "bold green")) >= 2, "of both sequences"
 
 
 def test_no_token_moves_the_cursor(runtime: Runtime):

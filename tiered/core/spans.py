@@ -1,5 +1,4 @@
-"""Books: named ranges of the code. A recorder sees them while it is active in the thread; otherwise they cost next to
-nothing."""
+"""Books: named ranges of the code, which cost next to nothing while no recorder is active in the thread."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

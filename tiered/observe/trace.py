@@ -34,36 +34,22 @@ _TRACKS = {"waits": 1} | {f"copy: {lane}": number for number, lane in enumerate(
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """The ranges of one operation, without ranges inside them.
-
-    Attributes:
-        op: the operation.
-        us: µs of the host.
-        device_us: µs of the kernels that they launched; 0 on a CPU.
-        count: number of ranges.
-    """
+    """The ranges of one operation, without ranges inside them."""
 
     op: Op
-    us: float
-    device_us: float
-    count: int
+    us: float  # µs of the host
+    device_us: float  # µs of the kernels that they launched; 0 on a CPU
+    count: int  # number of ranges
 
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """A call and its trace.
-
-    Attributes:
-        out: what `Runtime.generate` returned.
-        kinds: the kind of each step.
-        ops: time of each operation, the longest first.
-        trace: the profile in Chrome's format, with tracks for copies and waits.
-    """
+    """A call and its trace."""
 
     out: GenerationOutput
-    kinds: list[str]
-    ops: list[OpTime]
-    trace: dict[str, Any]
+    kinds: list[str]  # of each step
+    ops: list[OpTime]  # the longest first
+    trace: dict[str, Any]  # the profile in Chrome's format, with tracks for copies and waits
 
 
 class _Marking(Recorder):
@@ -177,8 +163,8 @@ def trace_report(call: TracedCall) -> str:
         f"{'operation':<14}{'ms':>10}{'share':>9}{'device':>9}{'ranges':>9}",
     ]
     for each in call.ops:
-        ms = f"{each.us / 1000:>10.2f}{each.us / 10 / wall:>7.1f} %{each.device_us / 1000:>9.2f}"
-        lines.append(f"{each.op:<14}{ms}{each.count:>9}")
+        times_ms = f"{each.us / 1000:>10.2f}{each.us / 10 / wall:>7.1f} %{each.device_us / 1000:>9.2f}"
+        lines.append(f"{each.op:<14}{times_ms}{each.count:>9}")
     moved = [] if tiers is None else [(lane, stats) for lane, stats in tiers.ways.items() if stats.jobs]
     if moved:
         lines.append(f"{'copies':<14}{'bytes':>10}{'ms':>9}{'hidden':>9}{'exposed':>9}{'waits':>7}")

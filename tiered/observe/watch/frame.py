@@ -58,5 +58,4 @@ class Frame:
 
     def count(self, state: State | ColumnState) -> int:
         """Number of tokens, or of columns, in this state."""
-        found = self.states == state if isinstance(state, State) else self.column_states & state != 0
-        return int(found.sum())
+        return int((self.states == state if isinstance(state, State) else self.column_states & state != 0).sum())

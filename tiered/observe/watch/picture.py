@@ -20,8 +20,7 @@ from tiered.observe.watch.frame import Frame, State
 from tiered.observe.watch.words import LINE_BREAK, Words
 from tiered.offload.lane import Lane
 
-STILL_WIDTH = 100  # cells
-FRAMES_PER_SECOND = 12  # at most
+STILL_WIDTH, FRAMES_PER_SECOND = 100, 12  # cells; at most
 _LABEL, _BAR = 8, 32  # cells
 _STATES = {
     State.NOISE: ("bright_black", "noise"),
@@ -62,7 +61,7 @@ class Painter:
         below = [line for items in (*_tiers(frame), *_lines(frame)) for line in _flow(items, width)]
         shown, rows = len(frame.tokens), None
         if height is not None:
-            room = max(3, height - 1 - len(below))
+            room = max(3, height // 2, height - 1 - len(below))
             shown = min(shown, room // 3)
             rows = room // shown - 2
         step = f"forward {frame.forward + 1} {frame.kind}" if frame.kind else "before the first forward"
@@ -93,11 +92,14 @@ class Painter:
         # In `rows` lines, up to the current block or further.
         columns = np.arange(frame.tokens.shape[1])
         answer = (columns >= frame.answer[0]) & (columns < frame.answer[1]) & (frame.states[sequence] < State.END)
-        console = Console(width=width, file=io.StringIO())
-        lines = list(self._text(frame, sequence, answer).wrap(console, width))
-        current = self._text(frame, sequence, answer & (columns < frame.span[1])).wrap(console, width)
-        end = max(rows or 0, len(current))
-        return lines if rows is None or len(lines) <= rows else lines[end - rows : end]
+        lines = list(self._text(frame, sequence, answer).wrap(Console(width=width, file=io.StringIO()), width))
+        if rows is None or len(lines) <= rows:
+            return lines
+        letters, end = _letters(self._text(frame, sequence, answer & (columns < frame.span[1]))), 0
+        while letters > 0:
+            letters, end = letters - _letters(lines[end]), end + 1
+        end = max(rows, end)
+        return lines[end - rows : end]
 
     def _text(self, frame: Frame, sequence: int, columns: np.ndarray) -> Text:
         text = Text()
@@ -105,6 +107,10 @@ class Painter:
             style, _ = _STATES.get(state, ("", ""))
             text.append(self._words[int(token)].replace(LINE_BREAK, f"{LINE_BREAK}\n"), style)
         return text
+
+
+def _letters(text: Text) -> int:
+    return len("".join(text.plain.split()))  # lines lose spaces at their ends
 
 
 def _map(frame: Frame, sequence: int, width: int) -> Text:
@@ -164,7 +170,6 @@ class LiveView:
     terminal slows no forward."""
 
     def __init__(self, painter: Painter, slow: float) -> None:
-        """`slow`: seconds of every frame at least."""
         self._painter, self._slow, self._over = painter, slow, False
         self._frame: Frame | None = None
         self._error: Exception | None = None

@@ -27,13 +27,8 @@ _LANES = {"to_device": Lane.FETCH, "to_host": Lane.STORE, "to_disk": Lane.SPILL,
 def watching(
     runtime: Runtime, policy: str, *, terminal: bool, stop_at_eos: bool, slow: float, svg: Path | None
 ) -> Iterator[Watcher]:
-    """The inspector and streamer of one call, which is shown on stderr while the block lasts.
-
-    Args:
-        terminal: True for the live view, False for a line for every forward.
-        slow: seconds of every frame at least.
-        svg: file for a picture; None for none. A note on stderr says if it cannot be written.
-    """
+    """The inspector and streamer of one call, which is shown on stderr while the block lasts: live on a `terminal`,
+    else by lines. `slow`: seconds of every frame at least. `svg`: file for a picture; None for none."""
     assert runtime.tokenizer is not None, "text goes in"
     words = Words(runtime.tokenizer, runtime.model.mask_token_id, runtime.model.eos_token_id)
     view: Any = PlainView(words, slow)
@@ -44,8 +39,7 @@ def watching(
         painter = Painter(f"{runtime.name} · {policy}", words)
         view = LiveView(painter, slow) if terminal else view
 
-    def telling(frame: Frame) -> tuple[int, ...]:
-        # Clusters on their way, rewritten tokens, then some settled tokens and some drafts.
+    def telling(frame: Frame) -> tuple[int, ...]:  # clusters fetched, tokens rewritten, then settled tokens and drafts
         both = int(frame.settled.sum()) * frame.count(State.DRAFT)
         return frame.count(ColumnState.FETCHED) > 0, frame.count(State.REVISED) > 0, both
 
