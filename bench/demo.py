@@ -12,9 +12,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 import tiered
 from tiered.core.byte_size import format_bytes
 from tiered.core.provenance import provenance
@@ -66,28 +63,22 @@ def measure(runtime: tiered.Runtime, examples: list[Example], rounds: int) -> di
     return figures
 
 
-def show(console: Console, name: str, examples: list[Example], figures: dict[str, Any]) -> None:
+def show(name: str, examples: list[Example], figures: dict[str, Any]) -> None:
     """The figures, one row a way; then question, answer and verdict of every example, as `polestar` answered it."""
-    grid = Table(title=name, title_justify="left")
-    for column in ("policy", "correct", "NFE", "TPF", "tokens/s", "speed", "device", "host"):
-        grid.add_column(column, justify="left" if column == "policy" else "right")
+    print(
+        f"\n{name}\n{'policy':<30}{'correct':>8}{'NFE':>5}{'TPF':>6}{'tokens/s':>10}{'speed':>7}{'device':>11}{'host':>11}"
+    )
     for way, row in figures.items():
-        grid.add_row(
-            way,
-            f"{sum(row['correct'])}/{len(row['correct'])}",
-            str(row["num_forwards"]),
-            f"{row['tokens_per_forward']:.2f}",
-            f"{row['tokens_per_second']:.1f}",
-            f"{row['tokens_per_second'] / figures['none']['tokens_per_second']:.1f}x",
-            format_bytes(row["peak_device_bytes"]),
-            format_bytes(row["peak_host_bytes"]),
+        right, rate = f"{sum(row['correct'])}/{len(row['correct'])}", row["tokens_per_second"]
+        print(
+            f"{way:<30}{right:>8}{row['num_forwards']:>5}{row['tokens_per_forward']:>6.2f}{rate:>10.1f}"
+            f"{rate / figures['none']['tokens_per_second']:>6.1f}x"
+            f"{format_bytes(row['peak_device_bytes']):>11}{format_bytes(row['peak_host_bytes']):>11}"
         )
-    console.print("", grid)
     given = figures["polestar"]
     for example, text, right in zip(examples, given["answers"], given["correct"], strict=True):
         question = example.prompt if len(example.prompt) < 90 else f"{example.prompt[:48]} … {example.prompt[-32:]}"
-        verdict = "right" if right else f"WRONG, it is {example.answer}"
-        console.print(f"  {question}\n    → {text}   ({verdict})", markup=False, highlight=False)
+        print(f"  {question}\n    → {text}   ({'right' if right else f'WRONG, it is {example.answer}'})")
 
 
 def main() -> None:
@@ -95,14 +86,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the figures as JSON")
     parser.add_argument("--rounds", type=int, default=1, help="how often each policy answers (default: 1)")
     arguments = parser.parse_args()
-    console, runtime, results = Console(width=100), tiered.from_pretrained("embedded"), {}
+    runtime, results = tiered.from_pretrained("embedded"), {}
     shape = runtime.model.shape
-    console.print(f"embedded model: {shape.parameters:,} parameters, {shape.layers} layers, on {runtime.device}")
+    print(f"embedded model: {shape.parameters:,} parameters, {shape.layers} layers, on {runtime.device}")
     answer(runtime, LISTS, {})  # warm up
     for name, examples in BATCHES.items():
         results[name] = measure(runtime, examples, arguments.rounds)
-        show(console, name, examples, results[name])
-    console.print(EXPLAINED, highlight=False, soft_wrap=True)
+        show(name, examples, results[name])
+    print(EXPLAINED)
     if arguments.out:
         record = {"results": results, "rounds": arguments.rounds, "tiered": tiered.__version__, **provenance()}
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")

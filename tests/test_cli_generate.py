@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import sys
+import termios
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -178,6 +179,7 @@ def test_progress_is_shown_on_a_terminal_and_nowhere_else(
     assert out == "Ada Max\n" and "denoising" not in err
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
     with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
         patched.setattr("sys.stderr", terminal)
         assert main(call) == 0

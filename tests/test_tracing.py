@@ -190,7 +190,7 @@ def test_copies_and_ranges_are_on_one_clock(call: TracedCall):
         assert step["ts"] <= fetch["ts"] and fetch["ts"] + fetch["dur"] <= step["ts"] + step["dur"]
     # A wait is inside the range of that name.
     ours = [event for event in ranges(call) if event["name"].startswith("wait/")]
-    for wait in of_tiers(call, "wait"):
+    for wait in of_tiers(call, "waits"):
         end = wait["ts"] + wait["dur"]
         assert any(own["ts"] - 100 <= wait["ts"] and end <= own["ts"] + own["dur"] + 100 for own in ours)
 
@@ -199,7 +199,7 @@ def test_waits_are_the_exposed_time(call: TracedCall):
     assert call.out.tiers is not None
     assert call.out.tiers.ways[Lane.FETCH].exposed_ns > 1_000_000, "fetches of 6 ms hide behind nothing here"
     for lane, stats in call.out.tiers.ways.items():
-        waits = [event for event in of_tiers(call, "wait") if f"wait for {lane}" in event["name"]]
+        waits = [event for event in of_tiers(call, "waits") if f"wait for {lane}" in event["name"]]
         copies = [event for event in of_tiers(call, "copy") if event["name"].startswith(lane)]
         exposed, busy = (sum(round(1000 * event["dur"]) for event in events) for events in (waits, copies))
         assert (exposed, max(0, busy - exposed)) == (stats.exposed_ns, stats.hidden_ns)
@@ -215,19 +215,23 @@ def test_copies_are_moved_to_the_profilers_clock():
     recorder = Recorder()
     with recording(recorder), span(Op.STEP), span(Op.FORWARD, kind="update"):
         pass
-    recorder.add(CopyEnded(lane=Lane.SPILL, nbytes=12, copies=2, submitted=4000, started=6500, ended=9000, failed=True))
-    recorder.add(CopyEnded(lane=Lane.FETCH, nbytes=34, copies=1, submitted=7000, started=7000, ended=9000, layer=3))
-    recorder.add(Waited(lane=Lane.FETCH, late=True, began=8000, ended=9000, layer=3))
-    recorder.add(Waited(lane=Lane.STORE, late=False, began=8000, ended=8000))
+    recorder.events.append(
+        CopyEnded(lane=Lane.SPILL, nbytes=12, copies=2, submitted=4000, started=6500, ended=9000, failed=True)
+    )
+    recorder.events.append(
+        CopyEnded(lane=Lane.FETCH, nbytes=34, copies=1, submitted=7000, started=7000, ended=9000, layer=3)
+    )
+    recorder.events.append(Waited(lane=Lane.FETCH, late=True, began=8000, ended=9000, layer=3))
+    recorder.events.append(Waited(lane=Lane.STORE, late=False, began=8000, ended=8000))
     add_copies(trace, recorder, [7000])
     added = [each for each in trace["traceEvents"] if each["pid"] == "tiered" and each["ph"] == "X"]
     assert [(each["cat"], each["name"], each["ts"], each["dur"]) for each in added] == [
-        ("wait", "wait for fetch/L3", 101.0, 1.0), ("copy", "spill", 99.5, 2.5), ("copy", "fetch/L3", 100.0, 2.0)
+        ("copy", "spill", 99.5, 2.5), ("copy", "fetch/L3", 100.0, 2.0), ("waits", "wait for fetch/L3", 101.0, 1.0)
     ]  # fmt: skip
     step = {"forward": 0, "kind": "update"}
     assert [each["args"] for each in added] == [
-        {"late": True} | step, {"bytes": 12, "pieces": 2, "queued_us": 2.5, "failed": True},
-        {"bytes": 34, "pieces": 1, "queued_us": 0.0, "failed": False} | step,
+        {"bytes": 12, "pieces": 2, "queued_us": 2.5, "failed": True},
+        {"bytes": 34, "pieces": 1, "queued_us": 0.0, "failed": False} | step, {"late": True} | step,
     ]  # fmt: skip
     assert trace["traceEvents"][1]["args"] == step
 
@@ -243,9 +247,11 @@ def test_operations_have_their_own_time_and_that_of_their_kernels():
             event("gemm", 80.0, 1.0, "kernel", correlation=6), event("gemm", 90.0, 1.0, "kernel", correlation=9),
         ]
     }  # fmt: skip
-    assert op_times(trace) == [
-        OpTime(Op.QKV, 30_000, 8000, 1), OpTime(Op.DRIFT, 20_000, 1000, 1), OpTime(Op.MLP, 10_000, 0, 1)
-    ]  # fmt: skip
+    assert op_times(trace["traceEvents"]) == [
+        OpTime(Op.QKV, 30, 8, 1),
+        OpTime(Op.DRIFT, 20, 1, 1),
+        OpTime(Op.MLP, 10, 0, 1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -329,7 +335,9 @@ def test_threads_record_for_themselves(model: DiffusionModel):
         if recorder is not None:
             assert len(recorder.kinds) == out.num_forwards == tokens // 2
             assert out.tiers is not None
-            assert len(recorder.copies) == sum(stats.jobs for stats in out.tiers.ways.values())
+            assert sum(isinstance(each, CopyEnded) for each in recorder.events) == sum(
+                stats.jobs for stats in out.tiers.ways.values()
+            )
 
 
 def test_work_in_a_thread_of_its_own_is_not_waited_for(model: DiffusionModel):
@@ -353,14 +361,14 @@ def test_work_in_a_thread_of_its_own_is_not_waited_for(model: DiffusionModel):
 
 
 def test_a_report_has_times_and_copies(call: TracedCall):
-    out, lines, times = call.out, trace_report(call).splitlines(), op_times(call.trace)
+    out, lines, times = call.out, trace_report(call).splitlines(), call.ops
     assert out.tiers is not None
     rows = [line.split() for line in lines[2 : 2 + len(times)]]
     assert [(row[0], row[1], row[-1]) for row in rows] == [
-        (each.op.value, f"{each.ns / 1e6:.2f}", str(each.count)) for each in times
+        (each.op.value, f"{each.us / 1000:.2f}", str(each.count)) for each in times
     ]
-    named = sum(each.ns for each in times) / 1e9 / out.timings.total
-    assert 0.8 < named <= 1 and not CONTAINERS & {each.op for each in times}
+    named = sum(each.us for each in times) / 1e6 / out.timings.total
+    assert 0.5 < named <= 1 and not CONTAINERS & {each.op for each in times}
     fetch = out.tiers.ways[Lane.FETCH]
     [line] = [line for line in lines if line.startswith("fetch") and "KiB" in line]
     expected = [f"{ns / 1e6:.2f}" for ns in (fetch.busy_ns, fetch.hidden_ns, fetch.exposed_ns)] + [str(fetch.late)]

@@ -1,8 +1,8 @@
-"""Frames of a call against its own history, stores, fetches and books; and that watching changes no token."""
+"""Frames of a call against its own history, updates and books; and watching changes no token."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator
-from itertools import chain, pairwise
+import time
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,12 @@ import torch
 from torch import Tensor
 
 import tiered
-from tiered.core.features import Account, ColumnState, Feature, Tier
-from tiered.core.rows import Rows
-from tiered.forward.feature_store import FeatureStore
-from tiered.forward.forward import Forward
-from tiered.forward.streamed_store import StreamedFeatureStore
+from tiered.core.features import Account, ColumnState, Tier
 from tiered.observe.watch.frame import Frame, State
 from tiered.observe.watch.watcher import Watcher
 from tiered.offload.lane import Lane
 from tiered.output import GenerationOutput
-from tiered.policies.polestar import update as hidden_update
-from tiered.policies.polestar.fetching import Tickets
-from tiered.policies.polestar.layer_state import LayerState
-from tiered.policies.polestar.places import Places
-from tiered.policies.registry import make_policy, policies_for
+from tiered.policies.registry import policies_for
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -127,17 +119,16 @@ def test_states_are_those_of_the_history(embedded: Runtime, policy: str, options
         assert frame.states[:, answers].tolist() == rows
         shown = np.isin(frame.states[:, answers], (State.FRESH, State.FIXED))
         assert np.array_equal(frame.tokens[:, answers][shown], after[:, -length:].numpy()[shown])
-        # Who waits or has left takes no step; and in the next block no cache is left of who has ended.
-        here = np.array(frame.active)
+        # A sequence that waits or has left takes no step. In the next block nothing is cached of one that has ended.
         steps = frame.layers[:, slice(*frame.span)] > 0
-        assert not steps[~here].any() and steps[here].all()
-        left = ~here & (frame.step == 0)
+        assert not steps[~frame.active].any() and steps[frame.active].all()
+        left = ~frame.active & (frame.step == 0)
         assert not frame.column_states[left].any()
     ended = {number for frame in frames for number, active in enumerate(frame.active) if not active}
     assert ended, "no sequence has waited or left"
     last = frames[-1]
-    assert last.forwards == tuple(out.forwards)
-    assert sum(last.settled) == out.timings.tokens
+    assert last.forwards.tolist() == list(out.forwards)
+    assert last.settled.sum() == out.timings.tokens
     assert last.tokens_per_forward == pytest.approx(out.tokens_per_forward.mean().item())
     assert Counter(frame.kind for frame in frames[1:]) == out.passes
 
@@ -149,7 +140,7 @@ def test_before_the_first_forward_the_answer_is_noise(tiny: Runtime):
     pads, prompts = first.states[1, :3], first.states[0, :7]
     assert set(pads.tolist()) == {State.PAD} and set(prompts.tolist()) == {State.PROMPT}
     assert set(first.states[:, 7:].ravel().tolist()) == {State.NOISE}
-    assert not first.column_states.any() and first.tokens_per_forward == first.tokens_per_second == 0.0
+    assert not first.column_states.any() and first.tokens_per_forward == 0
 
 
 def test_drafts_are_what_the_model_proposes(embedded: Runtime):
@@ -188,116 +179,46 @@ def test_rewritten_tokens_are_told_from_written_ones(uniform: Runtime, correctio
     changes = [now for before, now in pairwise(canvases) if not np.array_equal(before, now)]
     history = [state[:, -(last - first) :].numpy() for state in out.history]
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip([canvases[0], *changes], history, strict=True))
-    written = np.zeros(canvases[0].shape, dtype=bool)
-    edits = np.zeros(canvases[0].shape, dtype=int)
-    rewrites, again = 0, False
+    written, rewrites = np.zeros(canvases[0].shape, dtype=bool), 0
     for before, frame in pairwise(frames):
         changed = before.tokens[:, first:last] != frame.tokens[:, first:last]
         states = frame.states[:, first:last]
-        rewritten = changed & written
-        assert np.array_equal(states == State.REVISED, rewritten)
-        assert ((states == State.FRESH) | ~changed | rewritten).all()
-        edits += changed
-        assert np.array_equal(frame.edits[:, first:last], edits)
-        written |= changed
-        written |= (states == State.FRESH) | (states == State.FIXED)
-        noise = states == State.NOISE
-        assert not (noise & written).any()
-        rewrites += rewritten.sum()
-        again |= frame.forward > 0 and frame.block == frame.step == 0
-        assert frame.correcting == again
-        assert sum(frame.settled) > 0 or not again, "what the first go has written counts"
-    assert rewrites
-    assert frames[-1].correcting == bool(correction)
+        assert np.array_equal(states == State.REVISED, changed & written)
+        assert ((states == State.FRESH) | ~changed | (changed & written)).all()
+        rewrites += (changed & written).sum()
+        written |= changed | (states == State.FRESH) | (states == State.FIXED)
+        assert not ((states == State.NOISE) & written).any()
+        assert not frame.correcting or frame.settled.sum() > 0, "the first pass has written tokens, which count"
+    assert rewrites and frames[-1].correcting == bool(correction)
     assert set(frames[-1].states[:, last:].ravel().tolist()) == {State.NOISE}, "trailing noise stays"
-    assert sum(frames[-1].settled) == out.timings.tokens
-
-
-def options_of(policy: str) -> dict[str, Any]:
-    """Options of a call that make a policy do what it does, on a small model."""
-    more = {
-        "dkv_greedy": {"remasking": "random", "seed": 6},
-        "elastic_cache": {"similarity_threshold": 0.999, "window": 8},
-    }
-    own = {
-        "polestar": {"clusters": 6, "top_m": 2, "update_threshold": 0, "cluster_layers": 1},
-        "dllm_cache": {"prompt_interval": 5, "response_interval": 3},
-    }
-    return {**more.get(policy, {}), **own.get(policy, {})}
-
-
-def call(runtime: Runtime, policy: str) -> tuple[Runtime, dict[str, Any]]:
-    """A runtime under `policy`, and options of `generate`."""
-    given = options_of(policy)
-    names = set(make_policy(policy).options)
-    own = {name: value for name, value in given.items() if name in names}
-    rest = {name: value for name, value in given.items() if name not in names}
-    return runtime.with_policy(policy, **own), {
-        **padded(*LENGTHS),
-        **SIZES,
-        "stop_at_eos": False,
-        "confidence_threshold": 0.3,
-        **rest,
-    }
-
-
-def without_threshold(options: dict[str, Any]) -> dict[str, Any]:
-    """Random remasking ranks by lot, not by confidence."""
-    if options.get("remasking") == "random":
-        options.pop("confidence_threshold")
-    return options
+    assert frames[-1].settled.sum() == out.timings.tokens
 
 
 @pytest.mark.parametrize(
-    ("policy", "guidance"),
+    ("policy", "options"),
     [
-        *((policy, 0.0) for policy in sorted(policies_for("canvas"))),
-        ("none", 0.7),
-        ("dllm_cache", 0.7),
-        ("polestar", 0.7),
+        *((policy, {}) for policy in sorted(policies_for("canvas"))),
+        ("dllm_cache", {"cfg_scale": 0.7}),
+        ("polestar", {"cfg_scale": 0.7}),
     ],
 )
-def test_watching_changes_no_token_and_counts_what_is_recomputed(
-    tiny: Runtime, policy: str, guidance: float, monkeypatch: pytest.MonkeyPatch
-):
-    runtime, options = call(tiny, policy)
-    options = {**without_threshold(options), "cfg_scale": guidance}
-    alone = runtime.generate(output_history=True, **options)
-    # What goes to the store as keys, by layer, of the canvases that see their prompts.
-    written: list[Counter[tuple[int, int]]] = []
-    write, logits = FeatureStore.write, Forward.logits
-
-    def spied(self: FeatureStore, feature: Feature, layer: int, rows: Rows, values: Tensor) -> None:
-        if feature is Feature.KEY:
-            columns = rows.positions(len(values), values.device)
-            valid = torch.ones_like(columns, dtype=torch.bool) if rows.valid is None else rows.valid
-            for sequence, (row, good) in enumerate(zip(columns.tolist(), valid.tolist(), strict=True)):
-                written[-1].update((sequence, column) for column, one in zip(row, good, strict=True) if one)
-        write(self, feature, layer, rows, values)
-
-    def began(self: Forward, *args: Any, **kwargs: Any) -> Tensor:
-        written.append(Counter())
-        return logits(self, *args, **kwargs)
-
-    monkeypatch.setattr(FeatureStore, "write", spied)
-    monkeypatch.setattr(Forward, "logits", began)
-    out, frames = watched(runtime, **options)
+def test_watching_changes_no_token_and_counts_what_is_recomputed(tiny: Runtime, policy: str, options: dict[str, Any]):
+    runtime, call = tiny.with_policy(policy), {**padded(17, 17), **SIZES, "stop_at_eos": False, **options}
+    if policy == "dkv_greedy":
+        call |= {"remasking": "random", "seed": 6}
+    alone = runtime.generate(output_history=True, **call)
+    out, frames = watched(runtime, **call)
     assert alone.history is not None and out.history is not None
     assert torch.equal(torch.stack(alone.history), torch.stack(out.history))
     assert len(frames) == out.num_forwards + 1
-    pads = [max(LENGTHS) - length for length in LENGTHS]
-    partly = 0
-    for frame, counts in zip(frames[1:], written, strict=True):
-        expected = np.zeros_like(frame.layers)
-        for (sequence, column), layers in counts.items():
-            # The batch is whole: nobody ends before the last block does.
-            if sequence < frame.batch and column >= pads[sequence]:
-                expected[sequence, column] = layers
-        assert np.array_equal(frame.layers, expected)
-        assert np.array_equal(frame.column_states & ColumnState.RECOMPUTED != 0, expected > 0)
-        partly += not expected[:, max(LENGTHS) :].all()
-    assert partly or policy in ("none", "fast_dllm_prefix", "dkv_prefill", "dllm_cache")
-    assert frames[1].layers[0].tolist() == [tiny.model.shape.layers] * frames[0].tokens.shape[1]
+    layers = tiny.model.shape.layers
+    assert (frames[1].layers == layers).all(), "the first forward computes everything"
+    for frame, rows in zip(frames[1:], out.rows_per_forward, strict=True):
+        assert np.array_equal(frame.column_states & ColumnState.RECOMPUTED != 0, frame.layers > 0)
+        if policy == "dkv_greedy":  # some of its rows are filling
+            assert frame.layers.sum() <= 2 * layers * rows
+        elif not options:
+            assert frame.layers.sum() == pytest.approx(2 * layers * rows)
 
 
 @pytest.mark.parametrize("policy", ["none", "fast_dllm_dual", "polestar", "dkv_decode"])
@@ -309,79 +230,32 @@ def test_watching_changes_no_token_where_noise_is_uniform(uniform: Runtime, poli
     assert torch.equal(alone.sequences, out.sequences) and alone.forwards == out.forwards
 
 
-@pytest.fixture
-def fetches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[tuple[int, int, set[int], set[int]]]]]:
-    """By forward: layer, sequence, members of clusters that were asked for and used, and rows handed up to there."""
-    seen: dict[int, list[tuple[int, int, set[int], set[int]]]] = defaultdict(list)
-    number = [-1]
-    gather, logits = hidden_update.gather_rows, Forward.logits
-
-    def spied(
-        forward: Forward, state: LayerState, known: Any, places: Places, fetching: Any, asked: Tickets, out: Tensor
-    ) -> Rows:
-        columns, wide = places.columns.ravel(), places.columns.shape[1]
-        for sequence, cluster in chain(*asked):
-            members = columns[places.rows[sequence, cluster]]
-            above = columns[places.to[0][places.to[0] // wide == sequence]]
-            seen[number[0]].append((state.layer, sequence, {*members[members >= 0].tolist()}, {*above.tolist()}))
-        return gather(forward, state, known, places, fetching, asked, out)
-
-    def began(self: Forward, *args: Any, **kwargs: Any) -> Tensor:
-        number[0] += 1
-        return logits(self, *args, **kwargs)
-
-    monkeypatch.setattr(hidden_update, "gather_rows", spied)
-    monkeypatch.setattr(Forward, "logits", began)
-    yield seen
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cluster_layers": 1},
-        {"cluster_layers": 4, "confidence_threshold": 0.3},
-        {"cluster_layers": 2, "refresh": "drift", "confidence_threshold": 0.3},
-        {"cluster_layers": 1, "cfg_scale": 0.7},
-        {"cluster_layers": 1, "window_blocks": (1, 1)},
-        {"cluster_layers": 1, "late": "skip", "prefetch_layers": 0},
-    ],
-)
-def test_column_states_are_where_the_rows_were(
-    tiny: Runtime, options: dict[str, Any], fetches: dict[int, list[tuple[int, int, set[int], set[int]]]]
-):
-    names = set(make_policy("polestar").options)
-    own = {name: value for name, value in options.items() if name in names}
-    rest = {name: value for name, value in options.items() if name not in names}
-    runtime = tiny.with_policy("polestar", clusters=6, top_m=2, update_threshold=0, codec="raw", **own)
-    # Were a sequence to leave, its number would be another's.
+@pytest.mark.parametrize("options", [{}, {"cfg_scale": 0.7}, {"refresh": "drift"}, {"window_blocks": (1, 1)}])
+def test_rows_are_stored_and_fetched_by_updates(tiny: Runtime, options: dict[str, Any]):
+    own = {name: value for name, value in options.items() if name != "cfg_scale"}
+    rest = {name: value for name, value in options.items() if name == "cfg_scale"}
+    runtime = tiny.with_policy("polestar", clusters=6, top_m=2, update_threshold=0, **own)
     out, frames = watched(runtime, **padded(*LENGTHS), **SIZES, **rest, stop_at_eos=False)
-    batch, outside = len(LENGTHS), 0
     for frame in frames[1:]:
-        expected = np.zeros(frame.column_states.shape, dtype=bool)
-        for _, sequence, members, handed in fetches[frame.forward]:
-            if sequence < batch:  # the canvases that see their prompts
-                expected[sequence, list(members - handed)] = True
-        assert np.array_equal(frame.column_states & ColumnState.FETCHED != 0, expected)
         fetched, recomputed = (
-            frame.column_states & place != 0 for place in (ColumnState.FETCHED, ColumnState.RECOMPUTED)
+            frame.column_states & state != 0 for state in (ColumnState.FETCHED, ColumnState.RECOMPUTED)
         )
-        assert (recomputed | ~fetched).all()
-        outside += fetched[:, : frame.span[0]].sum()
-        # Rows of an update beside the active ones, as its own log counts them: their keys are written one layer up.
+        assert (recomputed | ~fetched).all() and (frame.kind == "update" or not fetched.any())
+        # An update's own log counts its rows beside the active ones.
         updates = [update for update in out.updates if update.forward == frame.forward]
         assert bool(updates) == (frame.kind == "update")
-        if updates and own.get("refresh") != "drift":
+        if updates and "refresh" not in own:
             beside = frame.layers.copy()
             beside[:, slice(*frame.span)] = 0
-            rows = [sum(update.layers * update.rows[row] for update in updates) for row in range(batch)]
+            rows = [sum(update.layers * update.rows[row] for update in updates) for row in range(len(LENGTHS))]
             assert beside.sum(axis=1).tolist() == rows
-    assert outside or options.get("late") == "skip"
+    assert any(frame.count(ColumnState.FETCHED) for frame in frames)
     stored = frames[-1].column_states & ColumnState.STORED != 0
     first, stop = frames[-1].span
     assert not stored[:, first:stop].any(), "the block's own rows are in no cluster"
-    if "window_blocks" in options:
+    if "window_blocks" in own:
         assert stored[:, first - 8 : first].all() and not stored[:, : first - 8].any()
-    elif own.get("refresh") != "drift":
+    elif "refresh" not in own:
         assert stored[0, :first].all() and not stored[1, : LENGTHS[0] - LENGTHS[1]].any()
 
 
@@ -389,55 +263,41 @@ def test_on_the_device_nothing_is_stored_or_fetched(tiny: Runtime):
     runtime = tiny.with_policy("polestar", hidden_tier="device", clusters=6, update_threshold=0)
     out, frames = watched(runtime, **padded(*LENGTHS), **SIZES)
     assert out.passes["update"]
-    assert not any(frame.count_columns(ColumnState.STORED | ColumnState.FETCHED) for frame in frames)
+    assert not any(frame.count(ColumnState.STORED | ColumnState.FETCHED) for frame in frames)
 
 
-def test_streamed_columns(tiny: Runtime, monkeypatch: pytest.MonkeyPatch):
-    resident, _ = watched(tiny.with_policy("elastic_cache", hidden_tier="device"), **padded(*LENGTHS), **SIZES)
-    streams: list[StreamedFeatureStore] = []
-    init = StreamedFeatureStore.__init__
-
-    def spied(self: StreamedFeatureStore, *args: Any, **kwargs: Any) -> None:
-        streams.append(self)
-        init(self, *args, **kwargs)
-
-    monkeypatch.setattr(StreamedFeatureStore, "__init__", spied)
+def test_streamed_columns(tiny: Runtime):
+    resident, frames = watched(tiny.with_policy("elastic_cache", hidden_tier="device"), **padded(*LENGTHS), **SIZES)
+    assert not any(frame.count(ColumnState.STREAMED) for frame in frames)
     out, frames = watched(tiny.with_policy("elastic_cache"), **padded(*LENGTHS), **SIZES)
-    assert streams and torch.equal(out.sequences, resident.sequences)
-    pads = frames[0].states == State.PAD
-    assert pads.any()
+    assert torch.equal(out.sequences, resident.sequences)
     for frame in frames[1:]:
-        assert np.array_equal(frame.column_states & ColumnState.STREAMED != 0, ~pads)
+        assert np.array_equal(frame.column_states & ColumnState.STREAMED != 0, frame.states != State.PAD)
 
 
 @pytest.mark.parametrize("policy", ["none", "polestar", "elastic_cache"])
 def test_bytes_are_the_ledgers(tiny: Runtime, policy: str):
-    runtime, options = call(tiny, policy)
+    runtime = tiny.with_policy(policy, **({"clusters": 6, "update_threshold": 0} if policy == "polestar" else {}))
     frames: list[Frame] = []
-    checked: list[Tier] = []
 
     def show(frame: Frame) -> None:
-        for tier in frame.tiers:
-            held = {account: runtime.ledger.held(tier.tier, account) for account in Account}
-            assert dict(tier.accounts) == {account: size for account, size in held.items() if size}
-            assert tier.held == runtime.ledger.held(tier.tier) and tier.cap == runtime.ledger.budget.cap(tier.tier)
-            checked.append(tier.tier)
+        for tier in Tier:
+            assert frame.accounts[tier] == runtime.ledger.accounts(tier)
+            assert frame.tiers[tier].current == runtime.ledger.held(tier)
         frames.append(frame)
 
-    watcher = Watcher(runtime.ledger, show, fail)
-    out = runtime.generate(streamer=watcher, inspector=watcher, **options)
-    assert not watcher.failed and set(checked) == set(Tier)
-    for tier in frames[-1].tiers:
-        assert tier.peak == out.memory.tiers[tier.tier].peak
+    watcher = Watcher(runtime.ledger, show, fail, True)
+    out = runtime.generate(streamer=watcher, inspector=watcher, **padded(*LENGTHS), **SIZES)
+    assert not watcher.failed
+    assert all(report.peak == out.memory.tiers[tier].peak for tier, report in frames[-1].tiers.items())
     if policy == "none":
-        assert out.tiers is None and not any(frame.copies for frame in frames)
+        assert out.tiers is None and not any(frame.moved for frame in frames)
         return
     assert out.tiers is not None
-    for way in Lane:
-        told = [frame.copies[way] for frame in frames]
-        assert sum(copied.nbytes for copied in told) == told[-1].total <= out.tiers.ways[way].nbytes
-        assert sum(copied.busy_ns for copied in told) <= out.tiers.ways[way].busy_ns
-    assert frames[-1].copies[Lane.FETCH].total > 0 < frames[-1].copies[Lane.STORE].total
+    for lane in Lane:
+        last = frames[-1].moved_in_all[lane]
+        assert sum(frame.moved[lane] for frame in frames) == last <= out.tiers.ways[lane].nbytes
+    assert frames[-1].moved_in_all[Lane.FETCH] > 0 < frames[-1].moved_in_all[Lane.STORE]
 
 
 def test_what_it_takes_is_booked(tiny: Runtime):
@@ -445,20 +305,18 @@ def test_what_it_takes_is_booked(tiny: Runtime):
     alone = tiny.generate(**options).memory.tiers[Tier.DEVICE].peak
     out, frames = watched(tiny, **options)
     columns = frames[0].tokens.shape[1]
-    assert out.memory.tiers[Tier.DEVICE].peak - alone == 2 * 2 * 2 * len(LENGTHS) * columns
+    assert out.memory.tiers[Tier.DEVICE].peak - alone == 2 * 12 * len(LENGTHS) * columns
     assert tiny.ledger.held(Tier.DEVICE) == out.memory.tiers[Tier.DEVICE].current
 
 
 def test_the_views_own_time_is_left_out(tiny: Runtime):
-    import time
-
     frames: list[Frame] = []
 
     def show(frame: Frame) -> None:
         frames.append(frame)
         time.sleep(0.05)
 
-    watcher = Watcher(tiny.ledger, show, fail)
+    watcher = Watcher(tiny.ledger, show, fail, True)
     out = tiny.generate(streamer=watcher, inspector=watcher, **padded(9), **SIZES)
     slept = 0.05 * len(frames)
     assert watcher.own_seconds >= slept and out.timings.total >= slept
@@ -468,7 +326,7 @@ def test_the_views_own_time_is_left_out(tiny: Runtime):
 
 @pytest.mark.parametrize("at", [-1, 5])
 def test_an_error_ends_the_view_and_nothing_else(tiny: Runtime, at: int):
-    runtime, options = call(tiny, "polestar")
+    runtime, options = tiny.with_policy("polestar"), {**padded(*LENGTHS), **SIZES}
     alone = runtime.generate(**options)
     shown: list[int] = []
     errors: list[Exception] = []
@@ -482,7 +340,7 @@ def test_an_error_ends_the_view_and_nothing_else(tiny: Runtime, at: int):
         errors.append(error)
         raise BrokenPipeError("nowhere to say it")
 
-    watcher = Watcher(runtime.ledger, show, give_up)
+    watcher = Watcher(runtime.ledger, show, give_up, True)
     out = runtime.generate(streamer=watcher, inspector=watcher, **options)
     assert torch.equal(out.sequences, alone.sequences) and watcher.failed
     assert shown == list(range(-1, at)) and [str(error) for error in errors] == ["no picture"]
@@ -492,7 +350,7 @@ def test_ctrl_c_is_no_error_of_the_view(tiny: Runtime):
     def show(frame: Frame) -> None:
         raise KeyboardInterrupt
 
-    watcher = Watcher(tiny.ledger, show, fail)
+    watcher = Watcher(tiny.ledger, show, fail, True)
     with pytest.raises(KeyboardInterrupt):
         tiny.generate(streamer=watcher, inspector=watcher, **padded(9), **SIZES)
     assert set(tiny.ledger.accounts(Tier.DEVICE)) <= {Account.WEIGHTS}

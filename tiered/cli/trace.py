@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
     from tiered.cli.option_flags import generation_options
     from tiered.cli.progress import progress_bar
-    from tiered.observe.trace import op_times, trace_call, trace_report, write_trace
+    from tiered.observe.trace import trace_call, trace_report, write_trace
 
     options = generation_options(args)
     runtime = load_runtime(args)
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         {
             **as_asked(args, prompts, options),
             "trace": str(args.out),
-            "operations": [asdict(time) for time in op_times(call.trace)],
+            "operations": [asdict(time) for time in call.ops],
             **call.out.as_dict(),
         },
     )

@@ -1,18 +1,22 @@
-"""What shows a call under way on stderr: the live view (`--watch`), else a progress bar."""
+"""A call under way on stderr: the live view (`--watch`), else a progress bar."""
 
 import argparse
 import math
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tiered.core.extras import Extra
 
 if TYPE_CHECKING:
     from tiered.runtime import Runtime
 
 
 def add_watch_options(parser: argparse.ArgumentParser) -> None:
-    """Enter `--watch` and what goes with it."""
+    """Enter `--watch` and the options that go with it."""
     parser.add_argument(
         "--watch",
         action="store_true",
@@ -26,13 +30,25 @@ def add_watch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_watch_options(args: argparse.Namespace) -> None:
-    """Raise `ValueError` where they do not go together, before anything is loaded."""
+    """Check the options before anything is loaded.
+
+    Raises:
+        ModuleNotFoundError: the extra `watch` is not installed, and a terminal or a picture needs it.
+        ValueError: the options do not go together.
+    """
     if args.slow is not None and not (math.isfinite(args.slow) and args.slow >= 0):
         raise ValueError(f"--slow {args.slow}; seconds from 0 on are allowed")
     if not args.watch and (args.slow is not None or args.watch_svg is not None):
         raise ValueError("--slow and --watch-svg go with --watch")
     if args.watch_svg is not None and not args.watch_svg.absolute().parent.is_dir():
         raise ValueError(f"--watch-svg {args.watch_svg}: there is no folder {args.watch_svg.parent}")
+    if args.watch and (args.watch_svg is not None or _on_terminal()):
+        with Extra("watch"):
+            import rich.live  # noqa: F401
+
+
+def _on_terminal() -> bool:
+    return sys.stderr.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 @contextmanager
@@ -41,11 +57,12 @@ def shown(
 ) -> Iterator[dict[str, Any]]:
     """The arguments of `Runtime.generate` that let a call be seen while the block lasts."""
     if args.watch:
-        from tiered.observe.watch.views import watching
+        from tiered.observe.watch.watching import watching
 
         stop = options.get("stop_at_eos", True)
         policy = runtime.choose(prompts, raw=args.raw, **options).policy.name
-        with watching(runtime, policy, stop_at_eos=stop, slow=args.slow or 0.0, svg=args.watch_svg) as watcher:
+        how = {"terminal": _on_terminal(), "stop_at_eos": stop, "slow": args.slow or 0.0, "svg": args.watch_svg}
+        with watching(runtime, policy, **how) as watcher:
             yield {"streamer": watcher, "inspector": watcher}
     else:
         from tiered.cli.progress import progress_bar

@@ -6,10 +6,8 @@ from enum import StrEnum
 class Op(StrEnum):
     """The operation of a range. Its time excludes ranges inside it, so no time counts twice."""
 
-    # They only hold other ranges.
     STEP = "step"  # one round of the denoising loop
     FORWARD = "forward"
-    # Layers, their pieces, and the model's two ends.
     EMBED = "embed"
     LAYER = "layer"  # between the pieces, rows are split and joined
     QKV = "qkv"  # norm, projections, rotary angles
@@ -19,7 +17,6 @@ class Op(StrEnum):
     MLP = "mlp"
     RESIDUAL = "residual"  # branches are added to the residual stream
     HEAD = "head"
-    # Records.
     CLUSTERING = "clustering"  # k-means and the layout of clusters
     STORE = "store"  # rows are gathered and given to the tiers
     ENCODE = "encode"
@@ -28,19 +25,16 @@ class Op(StrEnum):
     DECODE = "decode"
     PAGES = "pages"  # pages of a streamed feature are chosen, to fetch and to evict
     WEIGHTS = "weights"  # a streamed layer's are bound, and the next layer's are requested
-    # Policies.
     POLICY = "policy"  # chooses the rows of a step, and observes the commit
     DRIFT = "drift"  # attention of centroids, or of a block's rows, is compared with the last one
     GATHER = "gather"  # rows are gathered
     PATCH = "patch"  # stored rows and centroids are renewed from recomputed rows
     VERIFY = "verify"  # dLLM-Cache finds rows that have changed
     WATCH = "watch"  # Elastic-Cache finds rows whose attention has changed
-    # Tokens.
     GUIDANCE = "guidance"
     PROPOSE = "propose"
     COMMIT = "commit"
     PUBLISH = "publish"  # answers, history and streamers follow the canvas
 
 
-# Ranges whose own time belongs to no operation.
-CONTAINERS = frozenset({Op.STEP, Op.FORWARD})
+CONTAINERS = frozenset({Op.STEP, Op.FORWARD})  # their own time belongs to no operation

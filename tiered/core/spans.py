@@ -1,13 +1,12 @@
-"""Books: named ranges of the code. A recorder sees them while it is active in the thread; otherwise they cost next to
-nothing."""
+"""Books: named ranges of the code, which cost next to nothing while no recorder is active in the thread."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from tiered.core.events import CopyEnded, Event, Waited
+from tiered.core.events import Event
 from tiered.core.ops import Op
 
 P = ParamSpec("P")
@@ -31,11 +30,6 @@ class Span:
         self.forward: int | None = None
         self.parent: Span | None = None
 
-    @property
-    def name(self) -> str:
-        """The operation and the layer: "mlp/L3"."""
-        return self.op.value if self.layer is None else f"{self.op.value}/L{self.layer}"
-
     def __enter__(self) -> "Span":
         self._recorder.enter(self)
         return self
@@ -45,33 +39,25 @@ class Span:
 
 
 class Recorder:
-    """Follows the ranges, copies and waits of one thread while it is active (`recording`). Subclasses extend `enter`
-    and `leave`. No tensors.
+    """Follows the ranges of one thread, and the events of its tiers, while it is active (`recording`). Subclasses
+    extend `enter` and `leave`. No tensors.
 
     Attributes:
         innermost: the open range that no other open range is inside of; None outside all ranges.
         kinds: the kind of each step's forward; "" for a step without one.
-        copies, waits: events of the tiers, in the order of their report. Times are ns of `time.monotonic_ns`.
+        events: events of the tiers, in the order of their report. Times are ns of `time.monotonic_ns`.
     """
 
     def __init__(self) -> None:
         self.innermost: Span | None = None
         self.kinds: list[str] = []
-        self.copies: list[CopyEnded] = []
-        self.waits: list[Waited] = []
+        self.events: list[Event] = []
 
     def span(self, op: Op, layer: int | None = None, kind: str | None = None) -> Span:
         """A range that begins when it is entered. `kind`: see `kinds`."""
         if kind is not None and self.kinds:
             self.kinds[-1] = kind
         return Span(self, op, layer)
-
-    def add(self, event: Event) -> None:
-        """Keep `event` if it is a copy or a wait."""
-        if isinstance(event, CopyEnded):
-            self.copies.append(event)
-        elif isinstance(event, Waited):
-            self.waits.append(event)
 
     def enter(self, span: Span) -> None:
         """`span` begins."""
@@ -92,17 +78,7 @@ AnyRecorder = TypeVar("AnyRecorder", bound=Recorder)
 _ACTIVE: ContextVar[Recorder | None] = ContextVar("active recorder", default=None)  # each thread has its own
 
 
-class _Nothing:
-    """A range while no recorder is active."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-_NOTHING = _Nothing()
+_NOTHING = nullcontext()  # a range while no recorder is active
 
 
 def active() -> Recorder | None:
@@ -110,7 +86,7 @@ def active() -> Recorder | None:
     return _ACTIVE.get()
 
 
-def span(op: Op, layer: int | None = None, kind: str | None = None) -> Span | _Nothing:
+def span(op: Op, layer: int | None = None, kind: str | None = None) -> AbstractContextManager[Any]:
     """`with span(Op.MLP, layer):` is a range of that name. `layer` and `kind` are as in `Span` and `Recorder.span`."""
     recorder = _ACTIVE.get()
     return _NOTHING if recorder is None else recorder.span(op, layer, kind)

@@ -1,1 +1,1 @@
-"""Those who look on: the live view, traces, and analyses of what caching does."""
+"""The live view, traces, and analyses of caches."""

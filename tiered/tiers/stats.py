@@ -148,7 +148,7 @@ def reporting(stats: TierStats, ledger: Ledger) -> Callable[[Event], None]:
     def report(event: Event) -> None:
         stats.add(event)
         if (recorder := active()) is not None:
-            recorder.add(event)
+            recorder.events.append(event)
         if isinstance(event, CopyEnded) and not event.failed:
             ledger.record_transfer(*ENDS[event.lane], event.nbytes)
 

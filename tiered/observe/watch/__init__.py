@@ -1,1 +1,1 @@
-"""The live view of a call: what the canvas, the caches and the tiers hold after every forward."""
+"""The live view of a call: the canvas, the caches and the tiers after every forward."""

@@ -1,152 +1,203 @@
-"""A frame as lines that fit a terminal: what matters least goes first where it is too small."""
+"""The live view, by rich: the canvas, the tiers as bars, and a line of what moves."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import io
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 
-from tiered.core.features import ColumnState
-from tiered.observe.watch.bars import LABEL, accounts, column_map, columns_per_cell, copies, flowing, tier_bars
+from tiered.core.byte_size import format_bytes
+from tiered.core.features import Account, ColumnState
+from tiered.core.whole_file import write_then_rename
 from tiered.observe.watch.frame import Frame, State
-from tiered.observe.watch.looks import COLUMNS, STATES, Pen
-from tiered.observe.watch.tokens import TokenLine, TokenWriter
+from tiered.observe.watch.words import LINE_BREAK, Words
+from tiered.offload.lane import Lane
 
-_LEAST_WIDTH = 20
-_MAP_LINES, _TALL = 4, 30
-# What goes, in this order, where there is no room for all.
-_OPTIONAL = ("legend", "accounts", "glyphs", "counts", "copies", "prompts", "bars", "maps")
+STILL_WIDTH, FRAMES_PER_SECOND = 100, 12  # cells; at most
+_LABEL, _BAR = 8, 32  # cells
+_STATES = {
+    State.NOISE: ("bright_black", "noise"),
+    State.DRAFT: ("italic cyan", "draft"),
+    State.FRESH: ("bold green", "committed now"),
+    State.REVISED: ("bold yellow", "rewritten now"),
+}
+# A cell of the map stands for several columns and shows the first state of any of them.
+_COLUMNS = {
+    ColumnState.FETCHED: ("▲", "bold red", "fetched and recomputed"),
+    ColumnState.RECOMPUTED: ("■", "green", "recomputed"),
+    ColumnState.STORED: ("▂", "blue", "hidden rows in host"),
+    ColumnState.STREAMED: ("≈", "magenta", "streamed"),
+    ColumnState.DEVICE: ("·", "bright_black", "device only"),
+}
+_ACCOUNTS = {
+    "weights": ("blue", {Account.WEIGHTS}),
+    "keys, values": ("green", {Account.KEY, Account.VALUE}),
+    "hidden": ("magenta", {Account.HIDDEN}),
+    "branches": ("yellow", {Account.ATTN_OUT, Account.FFN_OUT}),
+    "centroids": ("red", {Account.CENTROIDS}),
+    "staging": ("cyan", {Account.STAGING}),
+    "steps": ("white", {Account.LOGITS, Account.ACTIVATIONS, Account.LIBRARIES}),
+    "spare": ("bright_black", {Account.SPARE}),
+}
+_LANES = {Lane.FETCH: "to device", Lane.STORE: "to host", Lane.LOAD: "from disk", Lane.SPILL: "to disk"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The parts of a picture: of each sequence, and below them those of the call by name."""
-
-    head: list[Text]
-    prompts: list[Text]
-    answers: list[list[TokenLine]]
-    maps: list[list[Text]]
-    below: dict[str, list[Text]]
-
-
-@dataclass(frozen=True, slots=True)
 class Painter:
-    """Makes pictures of the frames of one call. `title` says what is run."""
+    """Draws the frames of one call. `title`: names of model and policy."""
 
-    title: str
-    writer: TokenWriter
-    pen: Pen
+    def __init__(self, title: str, words: Words) -> None:
+        self._title, self._words = title, words
 
-    def picture(self, past: Sequence[Frame], width: int, height: int | None = None) -> list[Text]:
-        """The last frame of `past`, in lines of at most `width` cells, at most `height` of them (None: as many as it
-        takes). The frames before it are what copies are compared with."""
-        width = max(_LEAST_WIDTH, width)
-        frame, pen = past[-1], self.pen
-        sequences = range(frame.batch)
-        # A map of several lines tells columns apart, where there is a single one and room for it.
-        map_lines = _MAP_LINES if frame.batch == 1 and (height is None or height >= _TALL) else 1
-        per_cell = columns_per_cell(frame, map_lines * (width - LABEL))
-        parts = _Parts(
-            head=[*self._head(frame, width)],
-            prompts=[_labelled("prompt", self.writer.prompt(frame, row, width - LABEL))[0] for row in sequences],
-            answers=[self.writer.answer(frame, row, width) for row in sequences],
-            maps=[_labelled("canvas", *column_map(frame, row, per_cell, width - LABEL, pen)) for row in sequences],
-            below={
-                "counts": [*self._counts(frame, per_cell, width)],
-                "bars": [*tier_bars(frame, width, pen)],
-                "copies": [*copies(past, width, pen)],
-                "accounts": [*accounts(frame, width, pen)],
-                "legend": [*self._legend(width)],
-            },
-        )
-        lines = self._fitted(parts, width, height)
+    def picture(self, frame: Frame, width: int, height: int | None = None) -> Text:
+        """`frame` in lines of at most `width` cells and at most `height` lines; None for no limit. If the height is not
+        enough, answers get fewer lines, and then fewer sequences are shown."""
+        below = [line for items in (*_tiers(frame), *_lines(frame)) for line in _flow(items, width)]
+        shown, rows = len(frame.tokens), None
+        if height is not None:
+            room = max(3, height // 2, height - 1 - len(below))
+            shown = min(shown, room // 3)
+            rows = room // shown - 2
+        step = f"forward {frame.forward + 1} {frame.kind}" if frame.kind else "before the first forward"
+        block = f"block {frame.block + 1}/{frame.blocks}" + " (correcting)" * frame.correcting
+        rate = f"{frame.settled.sum() / (frame.seconds or 1):.1f} tokens/s"
+        items = [self._title, step, block, f"{frame.tokens_per_forward:.2f} tokens/forward", rate]
+        lines = [Text("  ".join([*items, f"{frame.seconds:.1f} s"]), "bold")]
+        for sequence in range(shown):
+            end = np.flatnonzero(frame.states[sequence] == State.PROMPT)[-width:]
+            prompt = self._text(frame, sequence, end).plain
+            answer = self._answer(frame, sequence, width, rows)
+            lines += [Text(prompt.replace("\n", "")[-width:], "bright_black"), *answer, _map(frame, sequence, width)]
+        lines = [*lines, *below][:height]
         for line in lines:
-            line.truncate(width, overflow="crop")
-        return lines
+            line.truncate(width, overflow="ellipsis")
+        return Text("\n", no_wrap=True).join(lines)
 
-    def _head(self, frame: Frame, width: int) -> Iterator[Text]:
-        go = " (correcting)" if frame.correcting else ""
-        where = f"block {frame.block + 1}/{frame.blocks}{go}"
-        what = f"forward {frame.forward + 1} {frame.kind}" if frame.kind else "before the first forward"
-        rates = f"{frame.tokens_per_forward:.2f} tokens/forward  {frame.tokens_per_second:.1f} tokens/s"
-        minutes, seconds = divmod(frame.seconds, 60)
-        clock = f"{int(minutes):02}:{seconds:04.1f}"
-        items = [Text(self.title, "bold"), Text(where), Text(what, "bold"), Text(rates), Text(clock)]
-        yield from flowing("", items, width)
+    def write_svg(self, path: Path, frame: Frame) -> None:
+        """Write the picture of `frame` to a file. It names no font that a viewer would fetch. Raises `OSError`."""
+        look: Any = {"color_system": "truecolor", "no_color": False, "force_terminal": True}
+        console = Console(file=io.StringIO(), record=True, width=STILL_WIDTH, **look)
+        console.print(self.picture(frame, STILL_WIDTH))
+        svg = console.export_svg(title="tiered generate --watch")
+        svg = re.sub(r"\s*@font-face\s*\{.*?\}", "", svg, flags=re.DOTALL)
+        write_then_rename(path, lambda part: part.write_text(svg, encoding="utf-8"))
 
-    def _counts(self, frame: Frame, per_cell: int, width: int) -> Iterator[Text]:
-        items: list[Text] = []
-        for state, look in COLUMNS.items():
-            if count := frame.count_columns(state):
-                in_layers = f" (in {frame.layers.sum() / count:.1f} layers)" * (state is ColumnState.RECOMPUTED)
-                items.append(Text(f"{count} {look.name}{in_layers}", look.style))
-        if edits := frame.count(State.REVISED):
-            items.append(Text(f"{edits} {STATES[State.REVISED].name}", STATES[State.REVISED].style))
-        if again := int((frame.edits > 1).sum()):
-            items.append(Text(f"{again} more than once so far", STATES[State.REVISED].style))
-        items.append(Text(f"1 cell = {per_cell} column{'s' * (per_cell > 1)}", "bright_black"))
-        yield from flowing(" " * LABEL, items, width)
-
-    def _legend(self, width: int) -> Iterator[Text]:
-        tokens = [STATES[state] for state in (State.NOISE, State.DRAFT, State.FRESH, State.REVISED, State.FIXED)]
-        for label, looks in (("tokens", tokens), ("state", COLUMNS.values())):
-            items = [Text(f"{self.pen.glyph(look)} {look.name}".strip(), look.style) for look in looks]
-            yield from flowing(f"{label:<{LABEL}}", items, width)
-
-    def _fitted(self, parts: _Parts, width: int, height: int | None) -> list[Text]:
-        """All lines, less what does not fit."""
-        left_out: set[str] = set()
-        batch, rule = len(parts.answers), Text(self.pen.rule * width, "bright_black")
-        shown = batch
-
-        def assembled(rows: int | None) -> list[Text]:
-            lines = [*parts.head, rule.copy()]
-            for number in range(shown):
-                if "prompts" not in left_out:
-                    lines.append(parts.prompts[number])
-                for line in _window(parts.answers[number], rows):
-                    lines.append(line.tokens)
-                    if "glyphs" not in left_out:
-                        lines.append(line.glyphs)
-                if "maps" not in left_out:
-                    lines += parts.maps[number]
-            if shown < batch:
-                lines.append(Text(f"{self.pen.dots} and {batch - shown} more sequences", "bright_black"))
-            for name, part in parts.below.items():
-                if name not in left_out:
-                    lines += [rule.copy()] * (name in ("bars", "legend")) + part
+    def _answer(self, frame: Frame, sequence: int, width: int, rows: int | None) -> list[Text]:
+        # In `rows` lines, up to the current block or further.
+        columns = np.arange(frame.tokens.shape[1])
+        answer = (columns >= frame.answer[0]) & (columns < frame.answer[1]) & (frame.states[sequence] < State.END)
+        lines = list(self._text(frame, sequence, answer).wrap(Console(width=width, file=io.StringIO()), width))
+        if rows is None or len(lines) <= rows:
             return lines
+        letters, end = _letters(self._text(frame, sequence, answer & (columns < frame.span[1]))), 0
+        while letters > 0:
+            letters, end = letters - _letters(lines[end]), end + 1
+        end = max(rows, end)
+        return lines[end - rows : end]
 
-        if height is None:
-            return assembled(None)
-        # First what goes with it: an answer of which only a line is left needs the room more than a legend does.
-        wanted = sum(min(len(lines), 4) for lines in parts.answers)
-        for name in _OPTIONAL:
-            doubled = 1 if "glyphs" in left_out else 2
-            if len(assembled(1)) + doubled * (wanted - batch) <= height:
-                break
-            left_out.add(name)
-        while shown > 1 and len(assembled(1)) > height:
-            shown -= 1
-        rows = 1
-        while rows < max(map(len, parts.answers)) and len(assembled(rows + 1)) <= height:
-            rows += 1
-        lines = assembled(rows)
-        if len(lines) <= height:
-            return lines
-        # Not even the least: where the call is, and what it writes.
-        return [parts.head[0], *(line.tokens for line in _window(parts.answers[0], max(1, height - 1)))][:height]
+    def _text(self, frame: Frame, sequence: int, columns: np.ndarray) -> Text:
+        text = Text()
+        for token, state in zip(frame.tokens[sequence, columns], frame.states[sequence, columns], strict=True):
+            style, _ = _STATES.get(state, ("", ""))
+            text.append(self._words[int(token)].replace(LINE_BREAK, f"{LINE_BREAK}\n"), style)
+        return text
 
 
-def _labelled(label: str, *lines: Text) -> list[Text]:
-    labels = [label, *[""] * (len(lines) - 1)]
-    return [Text(f"{name:<{LABEL}}", no_wrap=True).append_text(line) for name, line in zip(labels, lines, strict=True)]
+def _letters(text: Text) -> int:
+    return len("".join(text.plain.split()))  # lines lose spaces at their ends
 
 
-def _window(lines: list[TokenLine], count: int | None) -> list[TokenLine]:
-    """`count` of the lines (None: all), around those of the current block."""
-    if count is None or len(lines) <= count:
-        return lines
-    current = [number for number, line in enumerate(lines) if line.current] or [len(lines) - 1]
-    middle = (current[0] + current[-1]) // 2
-    first = min(max(0, middle - count // 2), len(lines) - count)
-    return lines[first : first + count]
+def _map(frame: Frame, sequence: int, width: int) -> Text:
+    """The columns of the canvas, the current block underlined. Padding and columns behind the end are blank."""
+    per_cell, text = -(-frame.tokens.shape[1] // width), Text()
+    for first in range(0, frame.tokens.shape[1], per_cell):
+        cell = slice(first, first + per_cell)
+        states = int(np.bitwise_or.reduce(frame.column_states[sequence, cell]))
+        glyph, style, _ = next(look for state, look in _COLUMNS.items() if states & state or not state)
+        blank = np.isin(frame.states[sequence, cell], (State.PAD, State.END)).all()
+        current = first < frame.span[1] and first + per_cell > frame.span[0]
+        text.append(" " if blank else glyph, style + " underline" * current)
+    return text
+
+
+def _tiers(frame: Frame) -> Iterator[list[Text]]:
+    """A bar for each tier in use, of its cap or else of its peak, and the bytes by account."""
+    for tier, of in frame.tiers.items():
+        if whole := of.cap or of.peak:
+            cap, bar, items, reached = "" if of.cap else " (peak)", Text(), list[Text](), 0
+            for name, (style, accounts) in _ACCOUNTS.items():
+                if nbytes := sum(frame.accounts[tier].get(account, 0) for account in accounts):
+                    reached += nbytes
+                    bar.append("█" * (round(_BAR * reached / whole) - len(bar)), style)
+                    items.append(Text(f"{name} {format_bytes(nbytes)}", style))
+            bar.append("░" * (_BAR - len(bar)), "bright_black")
+            told = Text(f"{format_bytes(of.current)} of {format_bytes(whole)}{cap}")
+            yield [Text(f"{tier:<{_LABEL}}").append_text(bar), told, *items]
+
+
+def _lines(frame: Frame) -> Iterator[list[Text]]:
+    """The copies, the states of tokens, and the states of columns with their glyphs."""
+    label = "{:<6}".format
+    moved = [(lane, name) for lane, name in _LANES.items() if frame.moved_in_all.get(lane)]
+    moves = (
+        f"{name} {format_bytes(frame.moved[lane])} ({format_bytes(frame.moved_in_all[lane])} in all)"
+        for lane, name in moved
+    )
+    yield [Text(label("moves")), *(map(Text, moves) if moved else [Text("nothing")])]
+    yield [Text(label("tokens")), *(Text(f"{frame.count(of)} {name}", style) for of, (style, name) in _STATES.items())]
+    columns = ((f"{glyph} {frame.count(of)}" if of else glyph, *look) for of, (glyph, *look) in _COLUMNS.items())
+    yield [Text(label("caches")), *(Text(f"{count} {name}", style) for count, style, name in columns)]
+
+
+def _flow(items: list[Text], width: int) -> list[Text]:
+    """Lines of `items`, as many in each as there is room for, all but the first line indented."""
+    lines = [items[0]]
+    for item in items[1:]:
+        if lines[-1].cell_len + 2 + item.cell_len > width:
+            lines.append(Text(" " * (_LABEL - 2)))
+        lines[-1].append("  ").append_text(item)
+    return lines
+
+
+class LiveView:
+    """The latest frame on a terminal, below the text that is printed meanwhile. A thread of rich draws it, so a slow
+    terminal slows no forward."""
+
+    def __init__(self, painter: Painter, slow: float) -> None:
+        self._painter, self._slow, self._over = painter, slow, False
+        self._frame: Frame | None = None
+        self._error: Exception | None = None
+        self._console = Console(file=sys.stderr, highlight=False)
+        how: Any = {"refresh_per_second": FRAMES_PER_SECOND, "redirect_stdout": False}
+        self._live = Live(console=self._console, get_renderable=self._draw, **how)
+
+    def show(self, frame: Frame) -> None:
+        """Let `frame` be drawn next. Raises the error of the drawing before."""
+        self._frame = frame
+        self._live.start(refresh=True)
+        time.sleep(self._slow)
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> Exception | None:
+        """Leave the last frame on the terminal, in full. Returns an error of its drawing; None if all was drawn."""
+        if self._over:
+            return None
+        self._over = True
+        self._live.stop()
+        return self._error
+
+    def _draw(self) -> Text:
+        width, height = self._console.size
+        try:
+            if self._frame is not None and self._error is None:
+                return self._painter.picture(self._frame, width, None if self._over else height - 1)
+        except Exception as error:
+            self._error = error
+        return Text()

@@ -1,36 +1,32 @@
-"""The inspector and streamer that takes a `Frame` of a call after every forward. It changes nothing, and where it fails
-it says so once and looks on no more."""
+"""The inspector and streamer that makes a `Frame` of a call after every forward. It changes nothing in the call."""
 
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import wraps
-from typing import Concatenate, ParamSpec
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from tiered.core.canvas import PENDING, Canvas
+from tiered.core.canvas import PENDING, PROMPT, Canvas
 from tiered.core.features import Account, ColumnState, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.rows import Rows
 from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
-from tiered.observe.watch.frame import Copied, Frame, TierBytes
-from tiered.observe.watch.sequences import SequenceBooks
-from tiered.offload.lane import Lane
+from tiered.observe.watch.frame import Frame, State
 from tiered.policies.base import PolicyState, Step, StepKind
 
-P = ParamSpec("P")
 
-
-def _guarded(method: "Callable[Concatenate[Watcher, P], None]") -> "Callable[Concatenate[Watcher, P], None]":
-    """A hook whose errors end the view, never the call; what it takes is no time of the call's."""
+def _guarded(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook whose errors end the view but not the call. The hook's time does not count as the call's."""
 
     @wraps(method)
-    def hook(self: "Watcher", /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def hook(self: "Watcher", /, *args: Any, **kwargs: Any) -> None:
         if self.failed:
             return
         self.entered = entered = time.perf_counter()
@@ -38,7 +34,7 @@ def _guarded(method: "Callable[Concatenate[Watcher, P], None]") -> "Callable[Con
             method(self, *args, **kwargs)
         except Exception as error:
             self.failed = True
-            with suppress(Exception):  # there may be nowhere to say it
+            with suppress(Exception):  # the terminal may be gone
                 self.give_up(error)
         finally:
             self.own_seconds += time.perf_counter() - entered
@@ -50,148 +46,130 @@ class Watcher:
     """Pass it to `Runtime.generate` as `inspector` and as `streamer`; one call each.
 
     Attributes:
-        failed: whether an error has ended the view.
-        own_seconds: that the hooks have taken; `entered`: when the last one was called.
-        seconds: of the call up to the last frame, without `own_seconds`.
+        failed: True once an error has ended the view.
+        seconds, own_seconds: time of the call up to the last frame, without the hooks', and time of the hooks.
+        entered: time at which the last hook was called.
     """
 
     def __init__(
-        self,
-        ledger: Ledger,
-        show: Callable[[Frame], None],
-        give_up: Callable[[Exception], None],
-        *,
-        stop_at_eos: bool = True,
+        self, ledger: Ledger, show: Callable[[Frame], None], give_up: Callable[[Exception], None], stop_at_eos: bool
     ) -> None:
-        """`show` gets every frame, and `give_up` the error where taking or showing one fails."""
-        self.give_up, self.failed, self.own_seconds, self.entered = give_up, False, 0.0, 0.0
+        """`ledger` is the runtime's. `show` gets every frame. `give_up` gets the error if a frame cannot be made or
+        shown; no frame follows. `stop_at_eos` as in the call."""
+        self.give_up, self.failed = give_up, False
+        self.seconds = self.own_seconds = self.entered = 0.0
         self._ledger, self._show, self._stop_at_eos = ledger, show, stop_at_eos
-        self._forwards = 0
-        self._moved = dict.fromkeys(Lane, (0, 0))  # bytes and ns until the last frame
-        self.seconds = 0.0
 
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
-        """A count of layers for each column, and as much again while one is added to."""
-        return {Account.ACTIVATIONS: 2 * torch.int16.itemsize * sequences * length}
+        """A count of layers for each column, and while it is added to, the columns and as many ones."""
+        return {Account.ACTIVATIONS: (2 * torch.int16.itemsize + torch.int64.itemsize) * sequences * length}
 
     @_guarded
     def begin(self, canvas: Canvas, forward: Forward, policy: PolicyState) -> None:
         """See `tiered.decoding.observers.CallInspector`."""
         self._canvas, self._forward, self._policy = canvas, forward, policy
-        # With guidance a forward goes over twice the canvas's sequences; the first half is shown.
+        # With guidance a forward has twice the canvas's sequences; the first half is shown.
         self._counts = torch.zeros(canvas.batch, canvas.length, dtype=torch.int16, device=canvas.tokens.device)
         forward.rows_probe = self._count_rows
-        self._books = SequenceBooks(
-            canvas.tokens.cpu().numpy(),
-            canvas.pads.tolist(),
-            answer=(canvas.prompt_length, canvas.prompt_length + canvas.answers.shape[1]),
-            mask_token_id=forward.model.mask_token_id,
-            eos_token_id=forward.model.eos_token_id,
-            stop_at_eos=self._stop_at_eos,
-        )
+        self._tokens = canvas.tokens.cpu().numpy().copy()
+        self._written = np.zeros(self._tokens.shape, dtype=bool)  # a forward has fixed or changed the token
+        states = np.where(canvas.committed_at.cpu().numpy() == PROMPT, State.PROMPT, State.NOISE).astype(np.int8)
+        for row, pads in enumerate(canvas.pad_counts):
+            states[row, :pads] = State.PAD
         self._began, self.own_seconds = self.entered, 0.0
-        self._block = 0, canvas.block_span(0), 0
-        self._show(self._frame(-1, ""))
+        self._complete(
+            Frame(
+                blocks=canvas.blocks, answer=(canvas.prompt_length, canvas.prompt_length + canvas.answers.shape[1]),
+                span=canvas.block_span(0), tokens=self._tokens.copy(), states=states,
+                column_states=np.zeros_like(states), layers=np.zeros_like(states, dtype=np.int16),
+                active=np.ones(canvas.batch, dtype=bool), settled=np.zeros(canvas.batch, dtype=int),
+                forwards=np.zeros(canvas.batch, dtype=int),
+            )
+        )  # fmt: skip
 
     @_guarded
-    def after_forward(
-        self,
-        step: Step,
-        kind: StepKind,
-        ids: Int[Tensor, "sequences length"],
-        forward: Forward,
-        active: Bool[Tensor, " batch"],
-    ) -> None:
-        """See `tiered.decoding.observers.Inspector`. What the forward did is read here, what it committed later."""
-        self._step, self._kind = step, kind
-        batch = step.canvas.batch
-        layers = self._counts[:batch].to("cpu", copy=True).numpy()
+    def after_forward(self, step: Step, kind: StepKind, *_: object) -> None:
+        """See `tiered.decoding.observers.Inspector`. The frame follows after the commit (`put_draft`)."""
+        self._step, rows, before = step, step.canvas.numbers, self._frame
+        counts = self._counts[: step.canvas.batch].to("cpu", copy=True).numpy()
         self._counts.zero_()
         states = self._policy.column_states(step)
-        states = np.zeros(layers.shape, dtype=np.int8) if states is None else states.copy()
-        states[layers > 0] |= ColumnState.RECOMPUTED
-        streamed = forward.store.streamed_from
-        if streamed is not None:
+        states = np.zeros(counts.shape, dtype=np.int8) if states is None else states.copy()
+        states[counts > 0] |= ColumnState.RECOMPUTED
+        if (streamed := self._forward.store.streamed_from) is not None:
             states[:, streamed:] |= ColumnState.STREAMED
-        self._books.stepped(step.canvas.numbers, states, layers)
+        real = before.states[rows] != State.PAD
+        column_states, layers = np.zeros_like(before.column_states), np.zeros_like(before.layers)
+        column_states[rows], layers[rows] = states * real, counts * real  # a sequence that has left has no cache
+        again = step.number == 0 and step.block == 0 and before.forward >= 0
+        self._frame = replace(
+            before, column_states=column_states, layers=layers, forward=before.forward + 1, kind=str(kind),
+            block=step.block, span=(step.start, step.stop), step=step.number, correcting=before.correcting or again,
+        )  # fmt: skip
 
-    @_guarded
     def put(self, value: Tensor) -> None:
-        """See `tiered.decoding.observers.Streamer`: the prompts, or a final block, which a frame has shown."""
+        """Nothing: a frame has shown these tokens already."""
 
     @_guarded
     def put_draft(self, value: Tensor) -> None:
-        """The block after a commit, with proposals where nothing is fixed: the forward's frame is complete."""
-        step, canvas = self._step, self._canvas
-        if step.number == 0 and step.block == 0 and self._forwards:
-            self._books.correcting = True
-        self._block = step.block, (step.start, step.stop), step.number
-        tokens = canvas.tokens.cpu()
-        draft = tokens[:, step.start : step.stop].clone()
-        for row, count in enumerate(canvas.open_columns(step.block)):  # behind what the prompt has of the block
-            draft[row, -count:] = value[canvas.numbers[row], :count]
-        self._books.committed(
-            canvas.numbers,
-            tokens=tokens.numpy(),
-            draft=draft.numpy(),
-            committed_at=canvas.committed_at.cpu().numpy(),
-            pending=PENDING,
-            span=(step.start, step.stop),
-            clocks=step.forwards,
-            active=step.active,
-        )
-        self._forwards += 1
-        self._show(self._frame(self._forwards - 1, str(self._kind)))
+        """The block after a commit, with proposals for open tokens: the frame is complete."""
+        frame, step, canvas, rows = self._frame, self._step, self._canvas, self._canvas.numbers
+        tokens = canvas.tokens.cpu().numpy()
+        drafted = tokens.copy()
+        for row, count in enumerate(canvas.open_columns(step.block)):  # a prompt may have the block's first columns
+            drafted[row, step.stop - count : step.stop] = value[rows[row], :count]
+        clocks, active = np.array(step.forwards), np.array(step.active)
+        fresh = (canvas.committed_at.cpu().numpy() == clocks[:, None]) & active[:, None]
+        states, settled = frame.states.copy(), frame.settled.copy()
+        states[np.isin(states, (State.FRESH, State.REVISED))] = State.FIXED
+        states[rows], settled[rows] = self._committed(tokens, drafted, fresh)
+        shown, took_part, forwards = frame.tokens.copy(), np.zeros_like(frame.active), frame.forwards.copy()
+        shown[rows], took_part[rows], forwards[rows] = drafted, active, clocks + active
+        self._tokens[rows] = tokens
+        new = {"tokens": shown, "states": states, "active": took_part, "settled": settled, "forwards": forwards}
+        self._complete(replace(frame, **new))
 
-    @_guarded
     def end(self) -> None:
-        """See `tiered.decoding.observers.Streamer`."""
+        """Nothing."""
+
+    def _committed(
+        self, tokens: Int[np.ndarray, "rows length"], drafted: Int[np.ndarray, "rows length"], fresh: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """States of the sequences on the canvas, and the number of settled tokens of each. `fresh`: True for a token
+        that this forward fixed."""
+        rows, answer, model = self._canvas.numbers, slice(*self._frame.answer), self._forward.model
+        states, at = self._frame.states[rows], self._canvas.committed_at.cpu().numpy()
+        written, changed, open_ = self._written[rows], tokens != self._tokens[rows], at == PENDING
+        mine = np.where(open_, State.NOISE, State.FIXED)
+        # A rule that rewrites tokens leaves written ones open; else an open token is a mask with a proposal.
+        mine[open_ & np.where(tokens == model.mask_token_id, drafted != tokens, written | changed)] = State.DRAFT
+        mine[fresh | changed] = State.FRESH
+        mine[changed & written] = State.REVISED
+        mine = np.where(at == PROMPT, states, mine)
+        self._written[rows] = written = written | changed | ~open_
+        settled = ((written if self._frame.correcting else ~open_) & (at != PROMPT))[:, answer]
+        ends = settled & (tokens[:, answer] == model.eos_token_id)
+        if self._stop_at_eos:
+            ended = np.logical_or.accumulate(ends & ~np.logical_or.accumulate(open_[:, answer], axis=1), axis=1)
+            mine[:, answer][:, 1:][ended[:, :-1]] = State.END
+        states[:, answer] = mine[:, answer]
+        return states, (settled & ~np.logical_or.accumulate(ends, axis=1)).sum(axis=1)
 
     def _count_rows(self, rows: Rows, sequences: int) -> None:
-        """Count a layer at the rows whose keys and values it computes; no read from the device."""
-        if self.failed:
-            return
-        shown = min(sequences, self._canvas.batch)
-        valid = None if rows.valid is None else rows.valid[:shown]
-        if rows.start is not None:
-            counts = self._counts[:shown, rows.start : rows.start + rows.count]
-            counts += 1 if valid is None else valid
-        elif rows.index is not None:
-            index = rows.index[:shown]
-            ones = torch.ones_like(index, dtype=torch.int16) if valid is None else valid.short()
-            self._counts[: len(index)].scatter_add_(1, index, ones)
+        """Count a layer at the rows whose keys and values it computes, without a read from the device."""
+        if not self.failed:
+            columns = rows.positions(sequences, self._counts.device)[: len(self._counts)]
+            ones = torch.ones_like(columns, dtype=torch.int16)
+            self._counts.scatter_add_(1, columns, ones if rows.valid is None else ones * rows.valid[: len(columns)])
 
-    def _frame(self, forward: int, kind: str) -> Frame:
-        seconds = max(0.0, self.entered - self._began - self.own_seconds)
-        before, self.seconds = self.seconds, seconds
-        block, span, number = self._block
-        return Frame(
-            forward=forward,
-            kind=kind,
-            block=block,
-            blocks=self._canvas.blocks,
-            step=number,
-            span=span,
-            seconds=seconds,
-            forward_seconds=seconds - before,
-            tiers=self._tiers(),
-            copies=self._copies(),
-            **self._books.figures(),
-        )
-
-    def _tiers(self) -> tuple[TierBytes, ...]:
-        peaks, ledger = self._ledger.report().tiers, self._ledger
-        return tuple(
-            TierBytes(tier=tier, accounts=ledger.accounts(tier), peak=peaks[tier].peak, cap=ledger.budget.cap(tier))
-            for tier in Tier
-        )
-
-    def _copies(self) -> Mapping[Lane, Copied]:
-        if self._forward.tiers is None:
-            return {}
-        before = self._moved
-        self._moved = {way: (it.nbytes, it.busy_ns) for way, it in self._forward.tiers.stats().ways.items()}
-        return {
-            way: Copied(nbytes=nbytes - before[way][0], busy_ns=busy_ns - before[way][1], total=nbytes)
-            for way, (nbytes, busy_ns) in self._moved.items()
-        }
+    def _complete(self, frame: Frame) -> None:
+        """Add times and bytes to `frame`, and show it."""
+        before, tiers = frame.moved_in_all, self._forward.tiers
+        moved = {} if tiers is None else {lane: way.nbytes for lane, way in tiers.stats().ways.items()}
+        last, self.seconds = self.seconds, max(0.0, self.entered - self._began - self.own_seconds)
+        self._frame = replace(
+            frame, seconds=self.seconds, forward_seconds=self.seconds - last, tiers=self._ledger.report().tiers,
+            accounts={tier: self._ledger.accounts(tier) for tier in Tier}, moved_in_all=moved,
+            moved={lane: nbytes - before.get(lane, 0) for lane, nbytes in moved.items()},
+        )  # fmt: skip
+        self._show(self._frame)
