@@ -1,8 +1,8 @@
 """A diffusion LM without its loop over layers: the pieces of a layer, each over any rows.
 
 The forward owns the order of the pieces, the residual stream and the store; a family owns the arithmetic. So one path
-through `tiered.forward.forward` serves every policy and every family. The pieces here are those of most families, as in
-Llama: norm → attention → norm → MLP with a gate. A family overrides the pieces that differ.
+through `tiered.forward.forward` serves every policy and every family. The pieces here are Llama's, which most families
+share: norm → attention → norm → MLP with a gate. A family overrides the pieces that differ.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    """The weights of one layer; `ff_proj` is the gate of the MLP, where it has one."""
+    """The weights of one layer; `ff_proj` is the gate of the MLP, if it has one."""
 
     norm: ClassVar[type[nn.Module]] = RMSNorm
 
@@ -68,10 +68,10 @@ class DiffusionModel(nn.Module):
     `torch.device("meta")` to take no memory before the weights arrive.
 
     Attributes:
-        read_config: reads config.json (official keys) and refuses what the forward does not have with a `ValueError`.
-        config: what `read_config` made.
+        read_config: reads config.json (official keys); raises ValueError for a setting that the forward lacks.
+        config: the result of `read_config`.
         shape: sizes and weight names.
-        noise: what answers begin as and how it goes away, where that is not masks alone; None: masks.
+        noise: noise that answers begin with and that steps remove; None for masks alone.
         mask_token_id, eos_token_id, pad_token_id: special tokens of the vocabulary.
     """
 
@@ -123,7 +123,7 @@ class DiffusionModel(nn.Module):
     def attention_norm(
         self, layer: int, hidden: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch rows width"]:
-        """What queries, keys and values of `layer` are projected from."""
+        """The input of the projections to queries, keys and values."""
         return self.blocks[layer].attn_norm(hidden)
 
     def keys(
@@ -161,20 +161,20 @@ class DiffusionModel(nn.Module):
         first: Int[Tensor, " batch"] | None = None,
         since: Int[Tensor, "batch rows"] | None = None,
     ) -> Float[Tensor, "batch rows heads_width"]:
-        """Attention of the rows over the keys of the layer. Families with a soft cap, sink tokens or final tokens that
-        see no others override it.
+        """Attention of the rows over the keys of the layer. Families with a soft cap, sink tokens or a noise mask
+        override it.
 
         Args:
             key_mask: False at keys that no row may read.
-            visible: keys, from the first on, that each row may read; None: all. Never given to a family whose rows see
-                the whole canvas.
-            first: where `key_mask` is False in front of these keys alone.
-            since: the first key that each row may read; None: the first of all. Given in layers with a window alone.
+            visible: number of keys, from the first on, that each row may read; None for all. None in a family whose
+                rows attend to the whole canvas.
+            first: the first key of each sequence, if `key_mask` is False in front of it and nowhere else.
+            since: the first key that each row may read; None for the first of all. None in layers without a window.
         """
         return attend(queries, keys, values, key_mask, visible, first, since)
 
     def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:
-        """Keys, not rotated, that every row of `layer` attends to beside those of the canvas; None: there are none."""
+        """Keys, not rotated, that every row of `layer` attends to beside the canvas; None if there are none."""
         return None
 
     def attention_out(
@@ -207,7 +207,7 @@ class DiffusionModel(nn.Module):
     def _scaled(
         self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"] | CodedWeight
     ) -> Float[Tensor, "batch rows out"]:
-        """What a product with `weight` counts for."""
+        """A product with `weight`, scaled as the family does."""
         return projected
 
     def _heads(self, projected: Float[Tensor, "batch rows heads_width"]) -> Float[Tensor, "batch heads rows head_dim"]:

@@ -1,40 +1,41 @@
 """Reading a Hugging Face checkpoint: every weight is checked from the headers of its files, then read one by one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from tiered.core.errors import NonFiniteError
 from tiered.kernels.coded_weight import CodedWeight
+from tiered.kernels.encode_weight_ref import packed, paired
 from tiered.kernels.record_layout import chunks
 from tiered.kernels.weight_code import WeightCode
-from tiered.models.coded_reading import coded_bytes
 from tiered.models.quantised import CodedParts, Part, coded_parts
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.shards import read_headers, shards_in
 
 # safetensors' names of the dtypes that weights may have.
 WEIGHT_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NEGATIVE = 0x80  # from here on E4M3 has a sign
 
 
 class Checkpoint:
     """The weights of a model in safetensors files, one tensor at a time.
 
     Attributes:
-        codes: official names of the weights that the files hold in codes already, with these codes.
+        codes: code of each weight that the files hold in codes, by its official name.
     """
 
     def __init__(self, directory: Path, shape: ModelShape, config: Mapping[str, object]) -> None:
-        """Read the headers of the files in `directory`, and check that they are what `shape` and `config` say.
+        """Read the headers of the files in `directory`, and check them against `shape` and `config`.
 
         Raises:
             FileNotFoundError: no weights, or a shard that the index names is missing.
             ValueError: a file that cannot be read (truncated, not safetensors), an index that names files elsewhere,
                 codes that none of ours can hold, or weights that are missing, unexpected, of another shape, or of a
-                dtype that is no floating-point weight's; names every one.
+                dtype that is not floating point; names every one.
         """
         self._stored, metadata = read_headers(shards_in(directory))
         self._shapes = shape.weight_shapes
@@ -50,7 +51,7 @@ class Checkpoint:
         yield from (official.get(name, name) for name in self._stored if name in official or name in self._raw)
 
     def extent(self, name: str, dtype: torch.dtype) -> tuple[Path, int, int] | None:
-        """The file, first byte and bytes of the weight `name` where the file holds it as `dtype`; else None."""
+        """The file, first byte and bytes of the weight `name` if the file holds it as `dtype`, else None."""
         if name in self._coded or WEIGHT_DTYPES[self._stored[name].dtype] != dtype:
             return None
         stored = self._stored[name]
@@ -65,14 +66,14 @@ class Checkpoint:
         code: WeightCode | None = None,
         into: UInt8[Tensor, " nbytes"] | None = None,
     ) -> Tensor | CodedWeight:
-        """The weight `name` on `device`, as `dtype`; in `code` where one is given, made there of what `dtype` holds.
-        What the files hold in codes comes in these codes, whatever is asked for. `into`: its bytes, on any device;
-        None: it has memory of its own.
+        """The weight `name` on `device`, as `dtype`, or in `code`, encoded there from its values in `dtype`. A weight
+        that the files hold in a code keeps that code. `into`: memory for it, on any device; None for memory of its
+        own.
 
         Raises:
-            NonFiniteError: it holds NaN or infinity, in the file or because `dtype` cannot hold what is there.
-            ValueError: a `code` for what is no matrix, codes in the file that none of ours can hold, or an embedding or
-                a head of zeros alone.
+            NonFiniteError: it holds NaN or infinity, in the file or because `dtype` cannot hold its values.
+            ValueError: a `code` for a weight that is not a matrix, codes in the file that none of ours can hold, or an
+                embedding or a head of zeros alone.
         """
         if name in self._coded:
             return self._read_coded(name, self._coded[name], dtype, device, into)
@@ -106,7 +107,7 @@ class Checkpoint:
         into: UInt8[Tensor, " nbytes"] | None,
     ) -> CodedWeight:
         out, inner = self._shapes[name]
-        coded = coded_bytes(parts, (out, inner), lambda part: self._stored[part.name].read(part.name).to(device))
+        coded = _coded_bytes(parts, (out, inner), lambda part: self._stored[part.name].read(part.name).to(device))
         if into is not None:
             coded = into.view(out, -1).copy_(coded)
         weight = CodedWeight(coded, parts.code, inner, dtype)
@@ -147,7 +148,7 @@ class Checkpoint:
 
 
 def assign(model: nn.Module, path: str, weight: Tensor | CodedWeight | None) -> None:
-    """Put `weight` in the place of the parameter, or coded weight, at `path`; None: it is elsewhere."""
+    """Put `weight` in the place of the parameter, or coded weight, at `path`; None leaves no weight there."""
     module, _, name = path.rpartition(".")
     owner = model.get_submodule(module)
     if isinstance(weight, Tensor):
@@ -155,6 +156,51 @@ def assign(model: nn.Module, path: str, weight: Tensor | CodedWeight | None) -> 
     else:
         owner._parameters.pop(name, None)  # under the name of a parameter a module takes nothing else
         setattr(owner, name, weight)
+
+
+def _coded_bytes(
+    parts: CodedParts, shape: tuple[int, int], read: Callable[[Part], Tensor]
+) -> UInt8[Tensor, "out row_bytes"]:
+    """A weight of `shape` in the layout of weight_code.py, on the device where `read` puts its `parts`.
+
+    Raises:
+        ValueError: a zero point that is not zero, a code out of range, or a block scale below zero.
+    """
+    out, inner = shape
+    if parts.zeros and read(parts.zeros).any():
+        raise ValueError(f"{parts.zeros.name} is not all zeros: weights in asymmetric codes are not read")
+    codes = read(parts.codes)
+    if parts.code is WeightCode.INT4:
+        if codes.min() < -8 or codes.max() > 7:
+            raise ValueError(f"{parts.codes.name} has codes out of the range of int4, -8 to 7")
+        codes = paired(codes)
+    block_scales = None
+    if parts.block_scales:
+        block_scales = read(parts.block_scales).view(torch.uint8)
+        if parts.code is WeightCode.NVFP4 and block_scales.max() >= _NEGATIVE:
+            raise ValueError(f"{parts.block_scales.name} has scales below zero")
+        if parts.swizzled:
+            block_scales = _unswizzled(block_scales, out, parts.code.groups(inner))
+    return packed(parts.code, inner, codes.view(torch.uint8), block_scales, _row_scale(parts, out, codes.device, read))
+
+
+def _unswizzled(scales: UInt8[Tensor, "padded groups_padded"], out: int, groups: int) -> UInt8[Tensor, "out groups"]:
+    """Block scales in rows again. They lie in tiles of 128 rows and 4 groups, the rows r, r + 32, r + 64 and r + 96
+    beside each other (cuBLAS, layout of 1D block scaling factors)."""
+    down, across = -(-out // 128), -(-groups // 4)
+    tiles = scales.reshape(down, across, 32, 4, 4).transpose(2, 3)
+    return tiles.reshape(down, across, 128, 4).transpose(1, 2).reshape(down * 128, across * 4)[:out, :groups]
+
+
+def _row_scale(
+    parts: CodedParts, out: int, device: torch.device, read: Callable[[Part], Tensor]
+) -> Float[Tensor, " out"] | None:
+    if parts.code is WeightCode.INT4:
+        return None
+    if parts.scale is None:
+        return torch.ones(out, device=device)
+    scale = read(parts.scale).float().flatten().expand(out)
+    return scale.reciprocal() if parts.divides else scale
 
 
 def _is_finite(weight: Tensor) -> bool:

@@ -16,27 +16,27 @@ class Family:
     """One model family.
 
     Attributes:
-        name: as people write it; for cards and error messages.
-        loader: where the family's model class is, as "module:name".
+        name: name for cards and error messages.
+        loader: the family's model class, as "module:name".
     """
 
     name: str
     loader: str
 
     def resolve_loader(self) -> Any:
-        """The model class that `loader` names, imported when it is wanted."""
+        """The model class that `loader` names, imported here."""
         return pkgutil.resolve_name(self.loader)
 
     def read(self, config: Mapping[str, object]) -> ModelConfig:
-        """A config.json: sizes, the weights' names, and what else the forward needs.
+        """The sizes, the weights' names and the other settings of a config.json.
 
         Raises:
-            ValueError: anything in it that the forward does not have.
+            ValueError: a setting that the forward lacks.
         """
         return self.resolve_loader().read_config(config)
 
     def shape(self, config: Mapping[str, object]) -> ModelShape:
-        """The sizes in `config`, all of which is read: what cannot be loaded cannot be planned (`read`)."""
+        """The sizes in `config`. Raises as `read`: a model that cannot be loaded cannot be planned."""
         return self.read(config).shape
 
 

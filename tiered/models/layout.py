@@ -1,4 +1,4 @@
-"""Books: how a dense family writes its models down: keys of config.json, names of weights, and the reader of both.
+"""Books: the keys of config.json and the names of weights of a dense family, and the reader of both.
 
 Inside a model the weights of every family have the same names, LLaDA's: `wte`, `blocks`, `ln_f`, `ff_out` (the head),
 and in a block those of `_IN_BLOCK`, where `ff_proj` is the gate of the MLP.
@@ -70,7 +70,7 @@ class ModelConfig:
     Attributes:
         rotation: of queries and keys, by their positions.
         norm_eps: of the norms.
-        head_tied: whether the language-model head is the embedding.
+        head_tied: True if the language-model head is the embedding.
         biases: the projections of a block that have a bias.
         parameter_names: our own name of each weight, by its official one.
     """
@@ -88,16 +88,16 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a family writes its models down.
+    """The config.json and the weights of a family.
 
     Attributes:
-        family: as people write it.
+        family: name for messages.
         allowed: switches of config.json, with the values that the forward implements (`require`).
         keys: size, or special token → key of config.json.
         names: our own name of a module → its official one, from the root, or from the block.
-        norm_eps: where config.json has none.
-        heads_fill_width: whether heads times their elements are the width.
-        tokens: mask, end and padding where config.json does not name them.
+        norm_eps: default, if config.json has none.
+        heads_fill_width: True if heads times their elements are the width.
+        tokens: defaults of mask, end and padding, if config.json does not name them.
     """
 
     family: str
@@ -122,9 +122,9 @@ class Layout:
         """The fields of `ModelConfig`.
 
         Args:
-            defaults: sizes that stand for absent keys; without them a model has as many key heads as heads, and heads
-                of an even share of the width.
-            tokens: how many there are, where the embedding has more rows than that; None: as many as rows.
+            defaults: sizes of absent keys. Without them a model has as many key heads as heads, and heads of an even
+                share of the width.
+            tokens: number of tokens, if the embedding has more rows; None for as many as rows.
             biases: the projections of a block that have a bias.
             more: weights of a block beside the usual ones, in its sizes.
             mlp_matrices, facts: of `ModelShape`.
@@ -136,23 +136,7 @@ class Layout:
         """
         require(config, self.allowed, self.family)
         require_readable(config)
-        keys, given, biases = self.keys, defaults or {}, frozenset(biases)
-        needed = ("width", "heads", "mlp_width", "vocab_size", "max_context")
-        size = {name: positive(config, keys[name], given.get(name)) for name in needed}
-        width, heads = size["width"], size["heads"]
-        size["layers"] = positive(config, keys["layers"], most=MOST_LAYERS)
-        size["kv_heads"] = positive(config, keys["kv_heads"], given.get("kv_heads", heads))
-        # At least 1 so that a width below the number of heads reaches the check, which names both.
-        size["head_dim"] = positive(config, "head_dim", max(width // heads, 1))
-        if size["head_dim"] % 2 or (self.heads_fill_width and size["head_dim"] * heads != width):
-            raise ValueError(
-                f"config.json: {keys['width']} = {width} must be {keys['heads']} = {heads} times an even head_dim, "
-                f"not {size['head_dim']}"
-            )
-        if heads % size["kv_heads"]:
-            raise ValueError(
-                f"config.json: {keys['heads']} = {heads} must be a multiple of {keys['kv_heads']} = {size['kv_heads']}"
-            )
+        biases, size = frozenset(biases), self._sizes(config, defaults or {})
         rotation = rotation_of(config, head_dim=size["head_dim"], positions=size["max_context"])
         if rotation.kind == "yarn" and facts.get("sink_tokens"):
             raise ValueError(
@@ -160,12 +144,8 @@ class Layout:
                 " have no part in; 'linear' or 'ntk' is allowed"
             )
         size["max_context"] = max(size["max_context"], rotation.reach)
-        head_tied = switch(config, keys["head_tied"])
-        block: dict[str, tuple[str, ...]] = {}
-        for name, dims in _IN_BLOCK.items():
-            if name != "ff_proj" or mlp_matrices == 2:
-                block |= {f"{name}.weight": dims} | ({f"{name}.bias": dims[:1]} if name in biases else {})
-        block |= more or {}
+        head_tied = switch(config, self.keys["head_tied"])
+        block = {**_in_block(biases, mlp_matrices), **(more or {})}
         names, shapes, matrices = self._weights(size, block, head_tied)
         shape = ModelShape(
             family=self.family.lower(),
@@ -184,8 +164,28 @@ class Layout:
             "head_tied": head_tied,
             "biases": biases,
             "parameter_names": names,
-            **special_tokens(config, tokens or shape.vocab_size, keys, self.tokens),
+            **special_tokens(config, tokens or shape.vocab_size, self.keys, self.tokens),
         }
+
+    def _sizes(self, config: Mapping[str, object], given: Mapping[str, int]) -> dict[str, int]:
+        keys = self.keys
+        needed = ("width", "heads", "mlp_width", "vocab_size", "max_context")
+        size = {name: positive(config, keys[name], given.get(name)) for name in needed}
+        width, heads = size["width"], size["heads"]
+        size["layers"] = positive(config, keys["layers"], most=MOST_LAYERS)
+        size["kv_heads"] = positive(config, keys["kv_heads"], given.get("kv_heads", heads))
+        # At least 1 so that a width below the number of heads reaches the check, which names both.
+        size["head_dim"] = positive(config, "head_dim", max(width // heads, 1))
+        if size["head_dim"] % 2 or (self.heads_fill_width and size["head_dim"] * heads != width):
+            raise ValueError(
+                f"config.json: {keys['width']} = {width} must be {keys['heads']} = {heads} times an even head_dim, "
+                f"not {size['head_dim']}"
+            )
+        if heads % size["kv_heads"]:
+            raise ValueError(
+                f"config.json: {keys['heads']} = {heads} must be a multiple of {keys['kv_heads']} = {size['kv_heads']}"
+            )
+        return size
 
     def _weights(
         self, size: Mapping[str, int], block: Mapping[str, tuple[str, ...]], head_tied: bool
@@ -211,3 +211,11 @@ class Layout:
             return ".".join([self.names[first], *rest])
         layer, module, *kind = rest
         return ".".join([self.names["blocks"], layer, self.names[f"blocks.{module}"], *kind])
+
+
+def _in_block(biases: frozenset[str], mlp_matrices: int) -> dict[str, tuple[str, ...]]:
+    block: dict[str, tuple[str, ...]] = {}
+    for name, dims in _IN_BLOCK.items():
+        if name != "ff_proj" or mlp_matrices == 2:
+            block |= {f"{name}.weight": dims} | ({f"{name}.bias": dims[:1]} if name in biases else {})
+    return block

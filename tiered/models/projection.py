@@ -10,7 +10,7 @@ from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.weight_product_ref import weight_product
 
 # Row counts at which a CPU's matrix product is 1.2 to 1.9 times faster with the weight as its left factor (float32,
-# widths 512 to 4096, MKL on AVX2); below and above it makes no difference or loses. CUDA's library chooses for itself.
+# widths 512 to 4096, MKL on AVX2). Fewer or more rows gain nothing or lose. CUDA's library chooses for itself.
 FEW_ROWS = range(16, 257)
 
 
@@ -21,7 +21,7 @@ def project(
     rows = hidden.shape[:-1]
     if isinstance(weight, CodedWeight):
         return for_device(weight_product, hidden.device)(hidden.flatten(0, -2), weight).unflatten(0, rows)
-    # A weight of a package may be a tensor of a class of its own, which may be a right factor alone.
+    # A package's own class of tensor may support a weight as the right factor only.
     plain = type(weight) in (Tensor, Parameter)
     if plain and hidden.is_cpu and rows.numel() in FEW_ROWS:
         return (weight @ hidden.flatten(0, -2).t()).t().unflatten(0, rows)

@@ -61,31 +61,16 @@ class Rotation:
 
 
 def rotation_of(config: Mapping[str, object], *, head_dim: int, positions: int) -> Rotation:
-    """The rotation that config.json asks for: `rope_theta`, `THETA` where absent, and `rope_scaling`, which newer files
-    call `rope_parameters` and have the base in.
+    """The rotation that config.json asks for: `rope_theta`, or `THETA` if it is absent, and `rope_scaling`, which newer
+    files call `rope_parameters` and have the base in.
 
     Args:
-        positions: that the model was made for; trained on, where the scaling does not say another number.
+        positions: positions that the model was made for, and trained on if the scaling has no other number.
 
     Raises:
-        ValueError: a scaling that is not known, or has what it does not know, or a number out of range.
+        ValueError: an unknown scaling, one with an unknown key, or a number out of range.
     """
-    found: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
-    name = "rope_scaling"
-    for key in _KEYS:
-        given: Any = config.get(key) or {}
-        if not isinstance(given, Mapping):
-            raise ValueError(f"{key} = {given!r}; null, or a mapping with a rope_type is allowed: {', '.join(KINDS)}")
-        name = key if given else name
-        found |= {of: value for of, value in given.items() if value is not None}
-    kinds = {of: found.pop(of) for of in ("type", "rope_type") if of in found}
-    kind = str(kinds.get("rope_type", kinds.get("type", "default")))
-    if kind not in KINDS:
-        raise ValueError(f"{name}: {unknown_name('rope_type', kind, KINDS)}")
-    known = KINDS[kind] | {"rope_theta"}
-    if unknown := found.keys() - known:
-        allowed = ", ".join(sorted(known))
-        raise ValueError(f"{name} = {config.get(name)!r} has {sorted(unknown)}; beside {kind!r} are allowed: {allowed}")
+    name, kind, found = _scaling(config)
     theta = _number(found, "rope_theta", THETA)
     trained = _number(found, "original_max_position_embeddings", float(positions), least=1.0, most=float(MOST_SIZE))
     factor = 1.0
@@ -122,6 +107,27 @@ def rotation_of(config: Mapping[str, object], *, head_dim: int, positions: int) 
     if rotation.beta_fast <= rotation.beta_slow:
         raise ValueError(f"{name}: beta_fast = {rotation.beta_fast} must be above beta_slow = {rotation.beta_slow}")
     return rotation
+
+
+def _scaling(config: Mapping[str, object]) -> tuple[str, str, dict[str, Any]]:
+    """The key of config.json that scales the rotation, the kind of scaling, and its numbers with `rope_theta`."""
+    found: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
+    name = "rope_scaling"
+    for key in _KEYS:
+        given: Any = config.get(key) or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{key} = {given!r}; null, or a mapping with a rope_type is allowed: {', '.join(KINDS)}")
+        name = key if given else name
+        found |= {of: value for of, value in given.items() if value is not None}
+    kinds = {of: found.pop(of) for of in ("type", "rope_type") if of in found}
+    kind = str(kinds.get("rope_type", kinds.get("type", "default")))
+    if kind not in KINDS:
+        raise ValueError(f"{name}: {unknown_name('rope_type', kind, KINDS)}")
+    known = KINDS[kind] | {"rope_theta"}
+    if unknown := found.keys() - known:
+        allowed = ", ".join(sorted(known))
+        raise ValueError(f"{name} = {config.get(name)!r} has {sorted(unknown)}; beside {kind!r} are allowed: {allowed}")
+    return name, kind, found
 
 
 def stretched(

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: what their headers say, and one tensor at a time. No pickle is ever opened."""
+"""The safetensors files of a checkpoint: their headers, and one tensor at a time. No pickle is ever opened."""
 
 import json
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _LENGTH_BYTES = 8  # of the header, in front of it
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a file: its shape, safetensors' name of its dtype, the first of its bytes and how many they are."""
+    """A tensor of a file: its shape, safetensors' name of its dtype, its first byte and its bytes."""
 
     file: Path
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Stored:
 
 
 def shards_in(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint. A file may be a link, as in Hugging Face's cache; a name is no way out.
+    """The safetensors files of a checkpoint. A file may be a link, as in Hugging Face's cache.
 
     Raises:
         FileNotFoundError: no weights, or a shard that the index names is missing.
@@ -79,7 +79,7 @@ def read_headers(files: list[Path]) -> tuple[dict[str, Stored], dict[str, str]]:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """What it holds, and where the tensors begin. safetensors, which opens the file first, checks all of it."""
+    """The header of `file`, and the first byte of its tensors. safetensors opens the file first and checks it."""
     try:
         with safe_open(file, framework="pt"), file.open("rb") as raw:
             length = int.from_bytes(raw.read(_LENGTH_BYTES), "little")

@@ -1,4 +1,4 @@
-"""Books: how the weights of a model are kept, and what they take so."""
+"""Books: the forms that the weights of a model may be kept in, and their bytes."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from tiered.kernels.weight_code import WeightCode
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 RAW, AUTO, WITH_HEAD = "raw", "auto", "+head"
-ALIGNED = 256  # bytes between what the matrices of a record begin at: whole lines of every cache and copy engine
-# What they cost in answers of the embedded model, in points of exact match (`bench/measure.py drops`), least first.
+ALIGNED = 256  # bytes that the matrices of a record begin at multiples of: whole lines of caches and copy engines
+# Points of exact match that the embedded model loses by a code (`bench/measure.py drops`), least first.
 DROPS: Mapping[WeightCode, float] = {
     WeightCode.INT8: 0.0,
     WeightCode.FP8: 0.0,
@@ -23,12 +23,12 @@ CODES = tuple(DROPS)
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How the weights are kept: norms, biases and sinks always in the model's dtype.
+    """The form of the weights; norms, biases and sinks are always in the model's dtype.
 
     Attributes:
-        code: of the matrices of layers; None: in the model's dtype.
-        head: whether the embedding and the head are in that code too.
-        fixed: whether all layers stay on the device, as those of a `Runtime` do whose model somebody else has made.
+        code: code of the matrices of layers; None for the model's dtype.
+        head: True if the embedding and the head are in that code too.
+        fixed: True if all layers stay on the device, as for a model that the caller has made.
     """
 
     code: WeightCode | None = None
@@ -37,7 +37,7 @@ class WeightForm:
 
     @classmethod
     def of(cls, name: "str | WeightForm") -> "WeightForm":
-        """The form that `name` stands for: "raw", a code, or one with "+head"; a form is itself.
+        """The form of `name`: "raw", a code, or a code with "+head". A form is returned as it is.
 
         Raises:
             ValueError: no such form.
@@ -65,13 +65,13 @@ FIXED_WEIGHTS = WeightForm(fixed=True)
 
 
 def told_drop(form: WeightForm) -> str:
-    """What the code of `form` was measured to cost."""
+    """The measured loss of the code of `form`, for messages."""
     assert form.code is not None, "raw weights cost nothing"
     return f"exact match of the embedded model fell by {DROPS[form.code]:.2g} points"
 
 
 def weight_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
-    """Bytes of all weights, of which those that are in no code are in `dtype`."""
+    """Bytes of all weights; weights without a code are in `dtype`."""
     element = BYTES_PER_ELEMENT[dtype]
     saved = shape.layers * (layer_bytes(shape, dtype) - layer_bytes(shape, dtype, form))
     if form.head:
@@ -92,14 +92,14 @@ def table_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -
 
 
 def read_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
-    """Bytes of the weights that a forward reads: all but an embedding that is only looked up in."""
+    """Bytes of the weights that a forward reads: all except an embedding that serves look-ups alone."""
     table = shape.vocab_size, shape.width
     untied = list(shape.weight_shapes.values()).count(table) > 1
     return weight_bytes(shape, dtype, form) - (table_bytes(shape, dtype, form) if untied else 0)
 
 
 def places(shape: ModelShape, dtype: str, form: WeightForm) -> tuple[dict[str, tuple[int, int]], int]:
-    """First byte and bytes, in the record of a layer, of each of its matrices by name; and bytes of the record."""
+    """First byte and bytes of each matrix in the record of a layer, by name; and bytes of the record."""
     found, end = {}, 0
     for name, matrix in shape.matrices.items():
         nbytes = form.matrix_bytes(matrix, BYTES_PER_ELEMENT[dtype])
@@ -109,7 +109,7 @@ def places(shape: ModelShape, dtype: str, form: WeightForm) -> tuple[dict[str, t
 
 
 def beside_layers(shape: ModelShape, dtype: str, form: WeightForm) -> list[int]:
-    """Bytes of each weight that is in no layer's record: norms, biases, sinks, the embedding and the head."""
+    """Bytes of each weight outside the layers' records: norms, biases, sinks, the embedding and the head."""
     in_records = Counter(shape.layers * [*shape.matrices.values()])
     sizes = Counter(shape.weight_shapes.values()) - in_records
     table = shape.vocab_size, shape.width
@@ -120,7 +120,7 @@ def beside_layers(shape: ModelShape, dtype: str, form: WeightForm) -> list[int]:
 
 
 def held_form(codes: Mapping[str, WeightCode], shape: ModelShape) -> WeightForm:
-    """The form of the weights of a checkpoint whose files hold some in `codes`, by their official names.
+    """The form of the weights of a checkpoint whose files hold weights in `codes`, by official name.
 
     Raises:
         ValueError: some matrices of layers are in another code than others, or in none.
