@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import torch
 from measuring.device_timer import stand_still
@@ -91,16 +92,16 @@ class _Schedule:
         self.generator = torch.Generator().manual_seed(seed)
         disk = self.draw.choice(DISK_SLABS) * (SLOT_BYTES + 4096)
         budget = MemoryBudget(host=(HOST_SLABS + 1) * SLOT_BYTES, disk=disk, disk_path=folder)
-        self.tiers = open_tiers(
-            Ledger(budget),
-            device=device,
-            slot_bytes=SLOT_BYTES,
-            fetch_slots=2,
-            store_slots=1,
-            load_slots=1,
-            transport=self.transport(asynchronous),
-            traffic=traffic,
-        )
+        with patch("tiered.tiers.manager.Traffic", traffic):
+            self.tiers = open_tiers(
+                Ledger(budget),
+                device=device,
+                slot_bytes=SLOT_BYTES,
+                fetch_slots=2,
+                store_slots=1,
+                load_slots=1,
+                transport=self.transport(asynchronous),
+            )
         self.told = self.draw.choice([0.0, 0.0, 0.5, 1.0])  # how many fetches say where their rows go
         self.asynchronous = asynchronous
         self.expected: dict[RecordKey, Tensor] = {}

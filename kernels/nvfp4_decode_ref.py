@@ -3,55 +3,31 @@
 import functools
 
 import torch
-from jaxtyping import Float, Float32, Int64, UInt8
+from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
-from tiered.kernels.record_layout import CODE_BYTES, GROUP, chunks
+from tiered.kernels.record_layout import GROUP
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGNED = (*E2M1, *(-value for value in E2M1))
 
 
-def nvfp4_decode(
-    codes: UInt8[Tensor, "n code_bytes"],
-    block_scales: UInt8[Tensor, "n groups"],
-    scale: Float32[Tensor, " n"],
-    width: int,
-    dtype: torch.dtype,
-) -> Float[Tensor, "n width"]:
-    """The rows that `nvfp4_encode` took: E2M1 · (scale · E4M3) in float32, then rounded to `dtype`.
-
-    Raises:
-        ValueError: shapes that do not go together.
-    """
-    n, groups = codes.shape[0], -(-width // GROUP)
-    if width < 1 or codes.shape != (n, groups * CODE_BYTES) or block_scales.shape != (n, groups) or scale.shape != (n,):
-        raise ValueError(
-            f"codes {tuple(codes.shape)}, block_scales {tuple(block_scales.shape)} and scale {tuple(scale.shape)} are "
-            f"not those of rows of width {width}: [n, {groups * CODE_BYTES}], [n, {groups}] and [n] are allowed"
-        )
-    rows = torch.empty(n, width, dtype=dtype, device=codes.device)
-    for part in chunks(n, width):
-        rows[part] = decode_chunk(codes[part], block_scales[part], scale[part])[:, :width]
-    return rows
-
-
 def decode_chunk(
     codes: UInt8[Tensor, "n code_bytes"], block_scales: UInt8[Tensor, "n groups"], scale: Float32[Tensor, " #n"]
 ) -> Float32[Tensor, "n padded_width"]:
-    """A few rows, in whole groups."""
+    """A few rows, in whole groups: E2M1 · (scale · E4M3) in float32."""
     rows = pair_values(codes, _SIGNED).view(*block_scales.shape, GROUP)
     rows.mul_((scale[:, None] * e4m3_values(block_scales))[..., None])
     return rows.flatten(1)
 
 
 def pair_values(codes: UInt8[Tensor, "n code_bytes"], values: tuple[float, ...]) -> Float32[Tensor, "n elements"]:
-    """What codes of 4 bits, two a byte and even column low, stand for: `values` by code."""
+    """The value of each code of 4 bits, two a byte and the even column low: `values` by code."""
     return _pairs(values, codes.device).index_select(0, codes.flatten().int()).view(torch.float32).view(len(codes), -1)
 
 
 def e4m3_values(codes: UInt8[Tensor, "*shape"]) -> Float32[Tensor, "*shape"]:
-    """What E4M3 codes stand for."""
+    """The values of E4M3 codes."""
     return _e4m3(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
 

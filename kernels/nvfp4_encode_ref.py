@@ -5,48 +5,30 @@ The formulas are those of torchao 0.18 (`nvfp4_quantize` with a per-tensor scale
 """
 
 import torch
-from jaxtyping import Float, Float32, UInt8
+from jaxtyping import Float32, UInt8
 from torch import Tensor
 from torch.nn.functional import max_pool1d, pad
 
-from tiered.kernels.nvfp4_scale import E2M1_MAX, E4M3_MIN, block_scale, require_finite
-from tiered.kernels.record_layout import CODE_BYTES, GROUP, chunks
+from tiered.kernels.nvfp4_scale import E2M1_MAX, E4M3_MIN, block_scale
+from tiered.kernels.record_layout import GROUP
 
 _ONE = 0x3F800000  # bits of 1.0
 _EXPONENT = 0x7F800000
 _FIRST = -((_ONE >> 22) + (22 << 1)) % 256  # even, so that ties stay what they are
 
 
-def nvfp4_encode(
-    values: Float[Tensor, "n width"], scale: Float32[Tensor, " n"]
+def encode_chunk(
+    values: Float32[Tensor, "n width"], scale: Float32[Tensor, " n"], *, least: float = E4M3_MIN
 ) -> tuple[UInt8[Tensor, "n code_bytes"], UInt8[Tensor, "n groups"]]:
     """Codes (E2M1, two a byte, the even column in the low nibble) and block scales (E4M3, one for 16 columns).
 
     A row is padded with zeros to whole groups of 16 columns. Round to nearest, ties to even; -0 stays -0.
 
     Args:
-        values: float32 or bfloat16.
+        values: finite; a few rows, at least one.
         scale: FP32 scale of each row, from `nvfp4_scale`; the rows of one record share theirs.
-
-    Raises:
-        ValueError: values that are not finite, or as many scales as rows are not given.
+        least: the smallest block scale.
     """
-    if scale.shape != values.shape[:1]:
-        raise ValueError(f"scale {tuple(scale.shape)} does not fit values {tuple(values.shape)}: one a row is allowed")
-    require_finite(values, "values")
-    n, width = values.shape
-    groups = -(-width // GROUP)
-    codes = torch.empty(n, groups * CODE_BYTES, dtype=torch.uint8, device=values.device)
-    block_scales = torch.empty(n, groups, dtype=torch.uint8, device=values.device)
-    for part in chunks(n, width):
-        codes[part], block_scales[part] = encode_chunk(values[part].float(), scale[part])
-    return codes, block_scales
-
-
-def encode_chunk(
-    values: Float32[Tensor, "n width"], scale: Float32[Tensor, " n"], *, least: float = E4M3_MIN
-) -> tuple[UInt8[Tensor, "n code_bytes"], UInt8[Tensor, "n groups"]]:
-    """A few finite rows, at least one. `least`: the smallest block scale."""
     n, width = values.shape
     values = pad(values, (0, -width % GROUP)) if width % GROUP else values.contiguous()
     # The maximum of each group: several times as fast on the CPU as a reduction over so few columns.

@@ -121,25 +121,6 @@ class RecordTable:
             raise ValueError(f"centroid_of_record {_shape(centroid_of_record)} does not fit {len(self.rows)} records")
 
 
-class RecordViews(NamedTuple):
-    """What lies in one record."""
-
-    codes: UInt8[Tensor, "rows code_bytes"]
-    scale: Float32[Tensor, "1"]
-    projections: BFloat16[Tensor, " rows"] | None
-    block_scales: UInt8[Tensor, "rows groups"]
-
-
-def record_views(record: UInt8[Tensor, " bytes"], layout: Nvfp4Layout) -> RecordViews:
-    """The parts of `record`, which begins at a multiple of 4 bytes of its storage."""
-    return RecordViews(
-        record[: layout.record_scale].view(layout.rows, -1),
-        record[layout.record_scale : layout.projections].view(torch.float32),
-        record[layout.projections : layout.block_scales].view(torch.bfloat16) if layout.delta else None,
-        record[layout.block_scales : layout.nbytes].view(layout.rows, -1),
-    )
-
-
 class Packed(NamedTuple):
     """The parts of all records of a table, each part in one piece: rows as they stand in the table."""
 

@@ -139,7 +139,7 @@ def write_checkpoint(
     from safetensors.torch import save_file
 
     from tiered.models.locate import checkpoint_directory
-    from tiered.models.tokenizer import TOKENIZER_FILES
+    from tiered.models.tokenizer import SETTINGS_FILE, VOCABULARY_FILE
 
     def write(
         config: Mapping[str, Any] | None = None,
@@ -165,7 +165,7 @@ def write_checkpoint(
             index = {"metadata": {}, "weight_map": files}
             (directory / "model.safetensors.index.json").write_text(json.dumps(index))
         if tokenizer:
-            for file in TOKENIZER_FILES:
+            for file in (VOCABULARY_FILE, SETTINGS_FILE):
                 shutil.copy(checkpoint_directory("embedded") / file, directory)
         return directory
 

@@ -21,7 +21,7 @@ from training.batches import (
     encode,
 )
 from training.checkpoint import optimizer_tensors
-from training.curriculum import LONG_STREAM, SHORT_TASKS, Curriculum
+from training.curriculum import LIST_TASKS, LONG_STREAM, SHORT_TASKS, Curriculum
 from training.export import export
 from training.in_blocks import forward_in_blocks
 from training.long_batches import long_batch
@@ -36,7 +36,7 @@ from training.short_batches import ShortBatches
 from training.trainer import Trainer
 
 import tiered
-from tiered.embedded.tasks import LIST_TASKS, LONG_TASKS, TASKS, Example, split_of
+from tiered.embedded.tasks import LONG_TASKS, TASKS, Example, split_of
 from tiered.models.config_source import read_config
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime

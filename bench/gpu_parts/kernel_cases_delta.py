@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from gpu_parts.kernel_cases_copies import scattered
 from tiered.kernels import delta_decode_ref, delta_encode_ref
 from tiered.kernels.delta_encode_ref import Base
 from tiered.kernels.record_layout import Nvfp4Layout
-from tiered.kernels.record_table import RecordTable, record_views
+from tiered.kernels.record_table import RecordTable
 
 _NVFP4_ERROR = 0.15  # of the norm of normal numbers: 0.095, and room for a handful of them
 _NOISE, _ALONG = 0.25, 1.25  # of rows: what is beside their centroid, and their projection on it
@@ -87,6 +87,23 @@ class RecordCase(KernelCase):
         return Records(table, centroids, chosen, buffer, rows)
 
 
+class _RecordViews(NamedTuple):
+    """The parts of one record."""
+
+    scale: Tensor
+    projections: Tensor | None
+    block_scales: Tensor
+
+
+def _record_views(record: Tensor, layout: Nvfp4Layout) -> _RecordViews:
+    """The parts of `record` beside its codes; it begins at a multiple of 4 bytes of its storage."""
+    return _RecordViews(
+        record[layout.record_scale : layout.projections].view(torch.float32),
+        record[layout.projections : layout.block_scales].view(torch.bfloat16) if layout.delta else None,
+        record[layout.block_scales : layout.nbytes].view(layout.rows, -1),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeltaDecode(RecordCase):
     """Every code there is, block scales of all sizes. `placed`: rows go to places, in rows that lie apart."""
@@ -101,7 +118,7 @@ class DeltaDecode(RecordCase):
         places = shuffled(generator, total + _SPARE)[:total] if self.placed else None
         for k, offset in enumerate(given.table.offsets):
             layout = given.table.layout(k)
-            record = record_views(given.buffer[offset : offset + layout.nbytes], layout)
+            record = _record_views(given.buffer[offset : offset + layout.nbytes], layout)
             record.scale.copy_(normal(generator, 1).abs_().add_(0.1))
             record.block_scales.copy_(random_bytes(generator, *record.block_scales.shape, below=127))
             if record.projections is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tiered.embedded.tasks import LIST_TASKS, LONG_ASKED, LONG_TASKS, TASKS
+from tiered.embedded.tasks import LONG_ASKED, LONG_TASKS, TASKS
 
 LIST_BOUNDS = (6, TASKS["copy"].sizes[1])  # names of the longest list, at first and in the end
 TABLE_BOUNDS = (18.0, 3968.0)  # prompt tokens of the longest lookup, the same way: with a canvas of 128, all positions
@@ -62,4 +62,5 @@ class Curriculum:
 
 
 LONG_STREAM: tuple[str, ...] = ("long_copy", "long_reverse", "long_chain")  # long lookups come with the tables
+LIST_TASKS: tuple[str, ...] = ("copy", "reverse", "sort", "replace", "insert", "remove")
 SHORT_TASKS: tuple[str, ...] = (*LIST_TASKS, "add", "chain")

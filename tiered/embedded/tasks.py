@@ -179,7 +179,6 @@ TASKS: dict[str, Task] = {
         Task(name="lookup", make=_lookup, sizes=(64, 512), unit="prompt tokens", summary="values of keys in a table"),
     )
 }
-LIST_TASKS: tuple[str, ...] = ("copy", "reverse", "sort", "replace", "insert", "remove")
 LONG_TASKS: dict[str, Task] = {
     task.name: task
     for task in (

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from tiered.models.config_source import read_object
 
-VOCABULARY_FILE, SETTINGS_FILE = TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+VOCABULARY_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 # What a tokenizer is read from, for error messages.
 TOKENIZER_SOURCES = f"{VOCABULARY_FILE}, or vocab.json and merges.txt with {SETTINGS_FILE}"
 # Classes that repositories bring as code of their own, and those of transformers that do the same.

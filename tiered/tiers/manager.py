@@ -66,7 +66,6 @@ class TierManager:
         device: torch.device,
         dtype: torch.dtype,
         run_bytes: int,
-        traffic: type[Traffic],
         on_close: Callable[[], None],
         promote: bool = True,
     ) -> None:
@@ -80,7 +79,7 @@ class TierManager:
         self._stats = TierStats()
         self._record = record = reporting(self._stats, ledger)
         self._book = book = RecordBook()
-        self._traffic = jobs = traffic(transport, record)
+        self._traffic = jobs = Traffic(transport, record)
         self._slots = slots = Slots(ledger, arenas, spill, book, jobs, record)
         self._shipping = shipping = Shipping(jobs, slots, rings, ledger, device=device, dtype=dtype, promote=promote)
         self._fetches = Fetches(book, slots, jobs, shipping, record)

@@ -26,7 +26,6 @@ from tiered.tiers.manager import TierManager
 from tiered.tiers.record_bytes import LOAD_SLOTS, run_bytes
 from tiered.tiers.shipping import Rings
 from tiered.tiers.slots import KNOBS, told_by_tier
-from tiered.tiers.traffic import Traffic
 
 SLOT_BYTES = 4 << 20
 FETCH_SLOTS = 3  # one is decoded, one has arrived, one is filling
@@ -49,7 +48,6 @@ def open_tiers(
     promote: bool = True,
     pool: HostPool | None = None,
     expected_bytes: Mapping[Tier, int] = MappingProxyType({}),
-    traffic: type[Traffic] = Traffic,
 ) -> TierManager:
     """A tier manager within `ledger`'s budget. Close it in the end, or use it in a `with`.
 
@@ -72,7 +70,6 @@ def open_tiers(
             in turn, of which the next one always is the one that left.
         pool: where host memory comes from and goes back to, of the same ledger; None: one of this manager's own.
         expected_bytes: what all records will take of device and host at most, see `Arena`.
-        traffic: the class that submits jobs.
 
     Raises:
         OSError: no file can be made in `disk_path` any more.
@@ -110,7 +107,7 @@ def open_tiers(
         on_close = opened.pop_all().close
         return TierManager(
             ledger, arenas, spill, rings, transport,
-            device=device, dtype=dtype, run_bytes=run, traffic=traffic, on_close=on_close, promote=promote,
+            device=device, dtype=dtype, run_bytes=run, on_close=on_close, promote=promote,
         )  # fmt: skip
 
 
