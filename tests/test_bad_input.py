@@ -28,7 +28,6 @@ from tiered.models.presets import read_preset
 from tiered.policies.dllm_cache.policy import DLLMCache
 from tiered.policies.elastic_cache.policy import ElasticCache
 from tiered.policies.none import NoCache
-from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
 INDEX = "model.safetensors.index.json"
@@ -621,7 +620,6 @@ def test_a_streamer_needs_both_methods(runtime: Runtime):
         (Threshold, {"parity": 1, "confidence_threshold": 0.9}),
         *[(DriftAware, {name: value}) for name in ("drift_slope", "drift_ceiling") for value in (NAN, INF, 1e39)],
         *[(Timestep, {"confidence_temperature": value}) for value in (NAN, INF, 1e39, 1e-39)],
-        *[(Polestar, {"deadline_ms": value}) for value in (NAN, INF, 1e39)],
         *[(DLLMCache, {"update_ratio": value}) for value in (NAN, INF)],
         *[(ElasticCache, {"similarity_threshold": value}) for value in (NAN, INF, 1e39)],
         *[(Factor, {"factor": value}) for value in (0, -1.0, NAN, INF, 1e308, "1", False, None)],

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from polestar_variants import variant
 from torch import Tensor
 
 import tiered
@@ -14,7 +15,6 @@ from tiered.offload.delay import Point
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane, Transport
 from tiered.output import GenerationOutput
-from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
 DREAM = Path(__file__).parent / "goldens" / "dream" / "dream_tiny"
@@ -82,7 +82,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 )
 def test_offloaded_is_resident(runtime: Runtime, options: str, transport: str):
     host, device = (
-        Runtime(runtime.model, policy=Polestar(hidden_tier=tier, **OPTIONS[options]), transport=TRANSPORTS[transport])
+        Runtime(runtime.model, policy=variant(tier, **OPTIONS[options]), transport=TRANSPORTS[transport])
         for tier in ("host", "device")
     )
     left, right = generate(host), generate(device)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from polestar_variants import variant
 from torch import Tensor
 
 import tiered
@@ -22,9 +23,9 @@ from tiered.observe.watch.watcher import Watcher
 from tiered.offload.lane import Lane
 from tiered.output import GenerationOutput
 from tiered.policies.polestar import update as hidden_update
-from tiered.policies.polestar.fetching import Tickets
+from tiered.policies.polestar.hidden_records import Tickets
 from tiered.policies.polestar.layer_state import LayerState
-from tiered.policies.polestar.places import Places
+from tiered.policies.polestar.members import RowLayout
 from tiered.policies.registry import POLICIES, policies_for
 from tiered.runtime import Runtime
 
@@ -318,14 +319,14 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[tuple[in
     gather, logits = hidden_update.gather_rows, Forward.logits
 
     def spied(
-        forward: Forward, state: LayerState, known: Any, places: Places, fetching: Any, asked: Tickets, out: Tensor
+        forward: Forward, state: LayerState, known: Any, layout: RowLayout, fetching: Any, tickets: Tickets, out: Tensor
     ) -> Rows:
-        columns, wide = places.columns.ravel(), places.columns.shape[1]
-        for sequence, cluster in chain(*asked):
-            members = columns[places.rows[sequence, cluster]]
-            above = columns[places.to[0][places.to[0] // wide == sequence]]
+        columns, wide = layout.columns.ravel(), layout.columns.shape[1]
+        for sequence, cluster in chain(*tickets):
+            members = columns[layout.rows[sequence, cluster]]
+            above = columns[layout.to[0][layout.to[0] // wide == sequence]]
             seen[number[0]].append((state.layer, sequence, {*members[members >= 0].tolist()}, {*above.tolist()}))
-        return gather(forward, state, known, places, fetching, asked, out)
+        return gather(forward, state, known, layout, fetching, tickets, out)
 
     def began(self: Forward, *args: Any, **kwargs: Any) -> Tensor:
         number[0] += 1
@@ -343,17 +344,16 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, list[tuple[in
         {"cluster_layers": 4, "confidence_threshold": 0.3},
         {"cluster_layers": 2, "refresh": "drift", "confidence_threshold": 0.3},
         {"cluster_layers": 1, "cfg_scale": 0.7},
-        {"cluster_layers": 1, "window_blocks": (1, 1)},
-        {"cluster_layers": 1, "late": "skip", "prefetch_layers": 0},
+        {"cluster_layers": 1, "window": (1, 1)},
     ],
 )
 def test_column_states_are_where_the_rows_were(
     tiny: Runtime, options: dict[str, Any], fetches: dict[int, list[tuple[int, int, set[int], set[int]]]]
 ):
-    names = set(POLICIES["polestar"].__dataclass_fields__)
+    names = {*POLICIES["polestar"].__dataclass_fields__, "window"}
     own = {name: value for name, value in options.items() if name in names}
     rest = {name: value for name, value in options.items() if name not in names}
-    runtime = tiny.with_policy("polestar", clusters=6, top_m=2, update_threshold=0, codec="raw", **own)
+    runtime = tiny.with_policy(variant(clusters=6, top_m=2, update_threshold=0, codec="raw", **own))
     # Were a sequence to leave, its number would be another's.
     out, frames = watched(runtime, **padded(*LENGTHS), **SIZES, **rest, stop_at_eos=False)
     batch, outside = len(LENGTHS), 0
@@ -376,18 +376,18 @@ def test_column_states_are_where_the_rows_were(
             beside[:, slice(*frame.span)] = 0
             rows = [sum(update.layers * update.rows[row] for update in updates) for row in range(batch)]
             assert beside.sum(axis=1).tolist() == rows
-    assert outside or options.get("late") == "skip"
+    assert outside
     stored = frames[-1].column_states & ColumnState.STORED != 0
     first, stop = frames[-1].span
     assert not stored[:, first:stop].any(), "the block's own rows are in no cluster"
-    if "window_blocks" in options:
+    if "window" in options:
         assert stored[:, first - 8 : first].all() and not stored[:, : first - 8].any()
     elif own.get("refresh") != "drift":
         assert stored[0, :first].all() and not stored[1, : LENGTHS[0] - LENGTHS[1]].any()
 
 
 def test_on_the_device_nothing_is_stored_or_fetched(tiny: Runtime):
-    runtime = tiny.with_policy("polestar", hidden_tier="device", clusters=6, update_threshold=0)
+    runtime = tiny.with_policy(variant("device", clusters=6, update_threshold=0))
     out, frames = watched(runtime, **padded(*LENGTHS), **SIZES)
     assert out.passes["update"]
     assert not any(frame.count_columns(ColumnState.STORED | ColumnState.FETCHED) for frame in frames)

@@ -1,13 +1,13 @@
 """A policy of one's own, put together from the pieces that the others are made of."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, get_args
 
 from tiered.core.checks import check_integer, unknown_name
 from tiered.forward.sizes import CallSizes
 from tiered.policies.base import PLAIN_LAUNCHES, Policy, PolicyState, StepKind, StepRows
-from tiered.policies.polestar.policy import Polestar
+from tiered.policies.polestar.policy import Drifting, Polestar
 from tiered.policies.recipe import Recipe, RecipeState, RowsOf
 from tiered.policies.schedule import Interval, blocks_of, check_interval, check_interval_or_blocks
 from tiered.tiers.record_bytes import RecordBytes
@@ -51,7 +51,7 @@ class Composed(Policy):
             check_interval_or_blocks(name, getattr(self, name))
         check_interval("next_block_interval", self.next_block_interval)
         if isinstance(self.updates, Mapping):
-            allowed = Polestar.__dataclass_fields__
+            allowed = [field.name for field in fields(Polestar)]
             for option in self.updates:
                 if option not in allowed:
                     raise unknown_name("option of updates", option, allowed)
@@ -62,7 +62,9 @@ class Composed(Policy):
             raise ValueError(reason)
 
     def record_bytes(self, sizes: CallSizes, least_slot: int = 0) -> RecordBytes | None:
-        return None if self.updates is None else self._drifting().record_bytes(sizes, least_slot)
+        if self.updates is None:
+            return None
+        return self._drifting().record_bytes(sizes, least_slot, whole_response=self._renews_response())
 
     def reads_keys(self) -> bool:
         return self.updates is not None and self._drifting().reads_keys()
@@ -72,7 +74,7 @@ class Composed(Policy):
 
     def start(self) -> PolicyState:
         if self.updates is not None:
-            return self._drifting().start()
+            return Drifting(self._drifting(), renews_response=self._renews_response())
         return RecipeState(
             Recipe(
                 rows=self.rows,
@@ -85,7 +87,9 @@ class Composed(Policy):
         )
 
     def rehearsal(self) -> PolicyState:
-        return self.start() if self.updates is None else self._drifting().rehearsal()
+        if self.updates is None:
+            return self.start()
+        return Drifting(self._drifting(), dry=True, renews_response=self._renews_response())
 
     def layer_rows(self, asked: StepRows, sizes: CallSizes) -> float:
         return float(asked.rows.count) if self.updates is None else self._drifting().layer_rows(asked, sizes)
@@ -99,11 +103,11 @@ class Composed(Policy):
     def _drifting(self) -> Polestar:
         assert isinstance(self.updates, Polestar), "checked on construction"
         blocks = blocks_of(self.prompt_interval)
-        if blocks == 1:
-            return self.updates
-        whole = blocks_of(self.response_interval) == 1
         # A prompt that is never renewed: no call has so many blocks.
-        return replace(self.updates, refresh="drift", refresh_blocks=blocks or 2**31, renew_response=whole)
+        return self.updates if blocks == 1 else replace(self.updates, refresh="drift", refresh_blocks=blocks or 2**31)
+
+    def _renews_response(self) -> bool:
+        return blocks_of(self.prompt_interval) != 1 and blocks_of(self.response_interval) == 1
 
     def _contradictions(self) -> Iterator[str]:
         rows = f"rows = {self.rows!r}"

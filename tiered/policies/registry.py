@@ -17,7 +17,7 @@ from tiered.policies.dllm_cache.policy import DLLMCache
 from tiered.policies.elastic_cache.policy import ElasticCache
 from tiered.policies.fast_dllm import FastDLLMDual, FastDLLMPrefix
 from tiered.policies.none import NoCache
-from tiered.policies.polestar.policy import Polestar
+from tiered.policies.polestar.policy import Polestar, PolestarWindow
 from tiered.policies.uniform_cache import UniformCache
 
 # A new policy is one file and one entry here.
@@ -46,21 +46,8 @@ PRESETS: dict[str, tuple[type[Policy], dict[str, Any]]] = {
     "uniform_prefix": (FastDLLMPrefix, {}),
     # The paper's whole-context setting.
     "polestar-paper": (Polestar, {"clusters": 8, "top_m": 2, "update_threshold": 4, "cluster_layers": 1}),
-    # The authors' code at commit a125b28c: two blocks before and one behind, everything on the device, as it is. Of its
-    # 8 clusters one is for rows behind the block, also where there are none.
-    "polestar-window": (
-        Polestar,
-        {
-            "clusters": 7,
-            "top_m": 4,
-            "update_threshold": 1,
-            "cumulative_threshold": 2,
-            "window_blocks": (2, 1),
-            "cluster_layers": 1,
-            "codec": "raw",
-            "hidden_tier": "device",
-        },
-    ),
+    # The authors' code.
+    "polestar-window": (PolestarWindow, {}),
 }
 
 
