@@ -27,7 +27,6 @@ from tiered.models.llada import LLaDA
 from tiered.models.presets import read_preset
 from tiered.policies.dllm_cache.policy import DLLMCache
 from tiered.policies.elastic_cache.policy import ElasticCache
-from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
 from tiered.policies.row_schedule import RowSchedule
 from tiered.runtime import Runtime
@@ -625,7 +624,6 @@ def test_a_streamer_needs_both_methods(runtime: Runtime):
         *[(Threshold, {"confidence_threshold": value}) for value in (-0.1, 1.1, NAN, "0.9", True, None)],
         *[(DriftAware, {name: value}) for name in ("drift_slope", "drift_ceiling") for value in (NAN, INF, 1e39)],
         *[(Timestep, {"confidence_temperature": value}) for value in (NAN, INF, 1e39, 1e-39)],
-        *[(Polestar, {"deadline_ms": value}) for value in (NAN, INF, 1e39)],
         *[(DLLMCache, {"update_ratio": value}) for value in (NAN, INF)],
         *[(ElasticCache, {"similarity_threshold": value}) for value in (NAN, INF, 1e39)],
         *[(Factor, {"factor": value}) for value in (0, -1.0, NAN, INF, 1e308, "1", False, None)],

@@ -15,6 +15,7 @@ from allocations import Allocations
 from baselines import parity
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from polestar_variants import variant
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
@@ -37,7 +38,7 @@ from tiered.offload.slabs import UNIT, SlabBook
 from tiered.output import GenerationOutput
 from tiered.planning.call_bytes import CallBytes
 from tiered.planning.workload import UNCAPPED
-from tiered.policies.polestar.fetching import Fetching
+from tiered.policies.polestar.hidden_records import Fetching
 from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
 from tiered.tiers.arena_bytes import arena_bytes
@@ -130,9 +131,9 @@ HIDDEN: dict[str, tuple[float, dict[str, Any]]] = {
     "many clusters, raw": (0.7, {**EVERYTHING, "clusters": 32, "codec": "raw"}),
     "finished blocks appended": (0.5, {**EVERYTHING, "clusters": 4, "refresh": "drift"}),
     "finished blocks appended, raw": (0.5, {**EVERYTHING, "clusters": 32, "refresh": "drift", "codec": "raw"}),
-    "a window": (0.85, {**EVERYTHING, "clusters": 8, "window_blocks": (2, 1), "codec": "nvfp4"}),
+    "a window": (0.85, {**EVERYTHING, "clusters": 8, "window": (2, 1), "codec": "nvfp4"}),
     "clusters of their own": (0.8, {**EVERYTHING, "clusters": 8, "cluster_layers": 1}),
-    "on the device": (0.85, {**EVERYTHING, "clusters": 8, "hidden_tier": "device"}),
+    "on the device": (0.85, {**EVERYTHING, "clusters": 8, "tier": "device"}),
     "faiss": (0.5, {**EVERYTHING, "clusters": 8, "kmeans": "faiss"}),
 }
 # Every option under one call; all of them take minutes.
@@ -324,7 +325,7 @@ def planned(runtime: Runtime, context: int, budget: MemoryBudget = UNCAPPED, **s
 def test_a_call_with_hidden_states_allocates_what_it_books(options: str, model: str, call: str):
     tight, policy = HIDDEN[options]
     ids, generation = call_of(call)
-    runtime = Runtime(random_model(**{"n_layers": 4, **MODELS[model]}), policy=make_policy("polestar", **policy))
+    runtime = Runtime(random_model(**{"n_layers": 4, **MODELS[model]}), policy=variant(**policy))
     out = generated(runtime, ids, tight, **generation)
     assert out.passes["update"]
     if "commit" not in generation:
@@ -379,13 +380,13 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "default": {},
     "few clusters": {**EVERYTHING, "clusters": 3},
     "many clusters": {**EVERYTHING, "clusters": 24, "codec": "raw", "cluster_layers": 1},
-    "finished blocks appended": {**EVERYTHING, "refresh": "drift", "prefetch_layers": 2},
-    "on the device": {**EVERYTHING, "clusters": 12, "hidden_tier": "device"},
+    "finished blocks appended": {**EVERYTHING, "refresh": "drift"},
+    "on the device": {**EVERYTHING, "clusters": 12, "tier": "device"},
 }
 
 
-def budgeted(policy: str, budget: MemoryBudget, seed: int = 0, n_layers: int = 4) -> Runtime:
-    made = make_policy("polestar", **BUDGETS[policy], seed=seed)
+def budgeted(policy: str, budget: MemoryBudget, n_layers: int = 4) -> Runtime:
+    made = variant(**BUDGETS[policy])
     return Runtime(random_model(n_layers=n_layers), policy=made, ledger=Ledger(budget))
 
 
@@ -398,7 +399,7 @@ def test_a_call_runs_to_its_end_in_what_it_needs(options: str, seed: int):
     # Repeated tokens make clusters of very different sizes.
     ids = torch.randint(0, 3 + 500 * (seed % 2), (2, 150 + 37 * seed))
     needed = planned(budgeted(options, UNCAPPED), ids.shape[1] + 96, batch=2)
-    runtime = budgeted(options, MemoryBudget(device=needed[Tier.DEVICE], host=needed[Tier.HOST]), seed)
+    runtime = budgeted(options, MemoryBudget(device=needed[Tier.DEVICE], host=needed[Tier.HOST]))
     out = runtime.generate(ids, max_new_tokens=96, steps=12, block_length=32, stop_at_eos=False)
     assert out.passes["update"]
     assert {account for tier in Tier for account in runtime.ledger.accounts(tier)} <= {Account.SPARE}
@@ -413,7 +414,7 @@ def test_a_byte_less_is_refused_before_any_work(options: str, tier: Tier, monkey
     enough = MemoryBudget(device=needed[Tier.DEVICE], host=needed[Tier.HOST])
     runtime = budgeted(options, replace(enough, **{tier.value: needed[tier] - 1}))
     monkeypatch.setattr(LLaDA, "embed", lambda *_: pytest.fail("work has begun"))
-    with pytest.raises(TierCapacityError, match="window_blocks") as caught:
+    with pytest.raises(TierCapacityError, match="lower `clusters`") as caught:
         runtime.generate(ids, max_new_tokens=64, steps=8, block_length=32)
     assert caught.value.tier is tier and caught.value.needed == caught.value.available + 1
     assert {account for tier in Tier for account in runtime.ledger.accounts(tier)} <= {Account.SPARE}
@@ -422,7 +423,7 @@ def test_a_byte_less_is_refused_before_any_work(options: str, tier: Tier, monkey
 @pytest.mark.parametrize(("share", "seed"), and_long([(0.0, 0), (0.4, 1)], product([0.0, 0.2, 0.4], range(3))))
 def test_what_the_host_has_no_room_for_goes_to_disk(share: float, seed: int, tmp_path: Path):
     def generate(budget: MemoryBudget):
-        runtime = budgeted("many clusters", budget, seed, n_layers=6)
+        runtime = budgeted("many clusters", budget, n_layers=6)
         ids = torch.randint(0, 500, (1, 300), generator=torch.Generator().manual_seed(seed))
         return runtime, runtime.generate(ids, max_new_tokens=64, steps=8, block_length=32, stop_at_eos=False)
 

@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_no_error(capsys: pytest.CaptureFixture[str]):
         (["llada-8b", "--context", "64", "--policy-option", "window"], "'window'; NAME=VALUE is allowed"),
         (["llada-8b", "--context", "64", "--policy-option", "window=x"], "'window'"),
         (
-            ["llada-8b", "--context", "64", "--policy", "polestar", "--policy-option", "refresh_interval=often"],
+            ["llada-8b", "--context", "64", "--policy", "polestar", "--policy-option", "refresh_blocks=often"],
             "'often'",
         ),
         (["acme/absent", "--context", "64"], "hf download acme/absent"),

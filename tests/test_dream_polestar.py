@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from polestar_variants import variant
 from simulation import Point, SimulatedThreads
 from torch import Tensor
 
 import tiered
 from tiered.offload.transport import Lane, Transport
 from tiered.output import GenerationOutput
-from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
 DREAM = Path(__file__).parent / "goldens" / "dream" / "dream_tiny"
@@ -81,7 +81,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 )
 def test_offloaded_is_resident(runtime: Runtime, options: str, transport: str):
     host, device = (
-        Runtime(runtime.model, policy=Polestar(hidden_tier=tier, **OPTIONS[options]), transport=TRANSPORTS[transport])
+        Runtime(runtime.model, policy=variant(tier, **OPTIONS[options]), transport=TRANSPORTS[transport])
         for tier in ("host", "device")
     )
     left, right = generate(host), generate(device)

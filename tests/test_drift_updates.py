@@ -119,7 +119,7 @@ class World:
     def update(self, chosen: Tensor, rise: float, moved: Tensor) -> None:
         """New keys for the members of `chosen`, which also rise by `rise`; new queries for `moved`. −1 is neither."""
         rows = self.members(chosen)
-        wide = self.reference.widened(self.queries, self.keys, rows)
+        wide = self.reference.add_changing(self.queries, self.keys, rows)
         self.assert_law(wide.measured(self.queries, self.keys, self.joint(rows))[0])
         self.change(rows)
         self.raise_(rows, rise)
@@ -130,7 +130,7 @@ class World:
         for b in range(self.batch):
             self.queries[b, :, moved[b, there[b]]] = queries[b, :, there[b]]
         moved, there = moved.clamp_min(0).to(self.device), there.to(self.device)
-        narrow.move(queries, self.keys, moved, there, self.sink_keys)
+        narrow.recenter(queries, self.keys, moved, there, self.sink_keys)
         self.reference = narrow
         self.last_keys = self.keys.clone()
         self.assert_made_anew()
@@ -247,7 +247,7 @@ def test_the_rest_goes_from_nothing_to_all():
     world.raise_(world.members(chosen), 60.0)
     world.restart()
     rows = world.members(chosen)
-    wide = world.reference.widened(world.queries, world.keys, rows)
+    wide = world.reference.add_changing(world.queries, world.keys, rows)
     shares = wide.log_probabilities(wide.scores)[..., -1]
     assert (shares < -40).all()
     world.raise_(rows, -120.0)
@@ -294,7 +294,7 @@ def test_the_law_on_rounded_scores(seed: int, kv_heads: int):
     world.restart()
     for rise in (-20.0, 20.0):
         rows = world.members(picked(world, 3))
-        wide = world.reference.widened(world.queries, world.keys, rows)
+        wide = world.reference.add_changing(world.queries, world.keys, rows)
         world.change(rows)
         world.raise_(rows, rise)
         found, world.reference = wide.measured(world.queries, world.keys, world.joint(rows), slice(6))
@@ -309,7 +309,7 @@ def test_columns_that_are_no_whole_clusters(clustered: bool):
     world = World(5, clustered=clustered, scale=0.25)
     for _ in range(3):
         rows = Rows.at(torch.stack([torch.randperm(18, generator=world.generator)[:9] for _ in range(world.batch)]))
-        wide = world.reference.widened(world.queries, world.keys, rows)
+        wide = world.reference.add_changing(world.queries, world.keys, rows)
         world.change(rows)
         found, world.reference = wide.measured(world.queries, world.keys, world.joint(rows), slice(6))
         world.assert_law(found)
@@ -324,7 +324,7 @@ def test_sequences_that_do_not_update_stay_as_they_are():
     rows, updating = world.members(torch.tensor([[0, 1], [1, 2]])), torch.tensor([True, False])
     before, last_keys = world.reference, world.keys.clone()
     world.keys[:, :, BLOCK] += world.scale
-    wide = before.widened(world.queries, world.keys, rows, updating)
+    wide = before.add_changing(world.queries, world.keys, rows, updating)
     world.change(rows.only(updating))
     found, world.reference = wide.measured(world.queries, world.keys, world.joint(rows), slice(6), updating)
     world.assert_law(found)
@@ -347,7 +347,7 @@ def test_all_columns_without_clusters_leave_nothing_but_sinks(sinks: int):
     world = World(6, clustered=False, masked=False, sinks=sinks)
     rows = Rows.at(torch.tensor([[i for i in range(48) if i not in range(18, 24)]]).repeat(2, 1))
     keys = world.keys * 1.0000002  # not the scores that were added
-    wide = world.reference.widened(world.queries, keys, rows)
+    wide = world.reference.add_changing(world.queries, keys, rows)
     if not sinks:
         assert (wide.rest.mass == 0).all() and (wide.rest.peak == -torch.inf).all()
         return
@@ -362,7 +362,7 @@ def test_pads_are_never_widened():
     assert world.key_mask is not None
     pads = torch.tensor([[0, 3], [45, 46]])
     assert not world.key_mask.gather(1, pads).any()
-    wide = world.reference.widened(world.queries, torch.full_like(world.keys, torch.nan), Rows.at(pads))
+    wide = world.reference.add_changing(world.queries, torch.full_like(world.keys, torch.nan), Rows.at(pads))
     assert (wide.columns[:, 6:] == world.length).all() and (wide.scores[..., 6:] == -torch.inf).all()
     torch.testing.assert_close(wide.rest.value, world.reference.rest.value, rtol=0, atol=0)
 
@@ -390,11 +390,11 @@ def test_a_changing_column_comes_back_to_its_cluster():
 def test_a_new_cluster_is_joined_and_moved():
     """A copy of the first until then."""
     world = World(10, sinks=1)
-    joined = world.reference.joined()
+    joined = world.reference.append()
     assert torch.equal(joined.scores[:, :, 5], joined.scores[:, :, 0])
     torch.testing.assert_close(joined.rest.value[:, :, 5], world.reference.rest.value[:, :, 0], rtol=0, atol=0)
     more = world.new_queries(1)
-    joined.move(more, world.keys, torch.full((2, 1), 5), None, world.sink_keys)
+    joined.recenter(more, world.keys, torch.full((2, 1), 5), None, world.sink_keys)
     world.queries = torch.cat([world.queries, more], dim=2)
     world.reference = joined
     world.assert_made_anew()
@@ -413,7 +413,7 @@ def test_a_batch_is_its_sequences():
                 setattr(world, name, getattr(world, name)[alone : alone + 1])
             world.batch = 1
             world.restart()
-        wide = world.reference.widened(world.queries, world.keys, rows)
+        wide = world.reference.add_changing(world.queries, world.keys, rows)
         drifts.append(wide.measured(world.queries, world.keys * 1.25, world.joint(rows))[0])
     torch.testing.assert_close(drifts[0], torch.cat(drifts[1:]), rtol=2e-6, atol=1e-7)
     assert (drifts[0] > 0.01).all()
@@ -426,7 +426,7 @@ def test_the_work_of_an_update_does_not_grow_with_the_length():
         world = World(12, length=length, masked=False)
         rows = Rows.at(torch.arange(24, 40).expand(2, -1))
         with FlopCounterMode(display=False) as counter:
-            wide = world.reference.widened(world.queries, world.keys, rows)
+            wide = world.reference.add_changing(world.queries, world.keys, rows)
             wide.measured(world.queries, world.keys, world.joint(rows), slice(6))
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
@@ -442,11 +442,11 @@ def test_an_update_reads_nothing_back():
         reference = DriftReference.of(
             queries, keys, block, None, mask, cluster_of=torch.zeros(2, 40, dtype=torch.int64), clusters=5
         )
-        wide = reference.widened(queries, keys, Rows.at(extra, valid), updating)
+        wide = reference.add_changing(queries, keys, Rows.at(extra, valid), updating)
         joint = Rows.at(torch.cat([block, extra], dim=1))
         _, narrow = wide.measured(queries, keys, joint, slice(6), updating)
-        done = narrow.joined()
-        done.move(queries[:, :, :2], keys, torch.zeros(2, 2, dtype=torch.int64), valid[:, :2])
+        done = narrow.append()
+        done.recenter(queries[:, :, :2], keys, torch.zeros(2, 2, dtype=torch.int64), valid[:, :2])
     assert done.scores.shape == (2, 4, 6, 6) and done.sums.peak.shape == (2, 4, 6, 6)
 
 
@@ -456,12 +456,12 @@ ROWS = Rows.span(18, 24)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda w, r: r.widened(w.queries[:, :, 1:], w.keys, ROWS), "do not fit a reference"),
-        (lambda w, r: r.widened(w.queries, w.keys.repeat(1, 2, 1, 1)[:, 1:], ROWS), "do not fit keys"),
+        (lambda w, r: r.add_changing(w.queries[:, :, 1:], w.keys, ROWS), "do not fit a reference"),
+        (lambda w, r: r.add_changing(w.queries, w.keys.repeat(1, 2, 1, 1)[:, 1:], ROWS), "do not fit keys"),
         (lambda w, r: r.measured(w.queries, w.keys, Rows.span(18, 23)), "where there are 6 columns"),
         (lambda w, r: r.measured(w.queries, w.keys, ROWS, slice(0, 6, 2)), "without a step"),
         (
-            lambda w, r: r.move(w.queries, w.keys, torch.zeros(2, 2, dtype=torch.int64)),
+            lambda w, r: r.recenter(w.queries, w.keys, torch.zeros(2, 2, dtype=torch.int64)),
             "5 clusters cannot be those of 2",
         ),
     ],

@@ -17,10 +17,8 @@ from tiered.forward.attention_weights import attention_weights
 from tiered.models.llada import LLaDA
 from tiered.offload.lane import Lane
 from tiered.policies.base import Step
-from tiered.policies.elastic_cache.program import ElasticStep, Storing
-from tiered.policies.elastic_cache.rows import Widening, step_rows
-from tiered.policies.elastic_cache.tracked import NONE, Tracked
-from tiered.policies.elastic_cache.watching import attention_received, similarity
+from tiered.policies.elastic_cache.program import ElasticStep, Storing, attention_received, similarity
+from tiered.policies.elastic_cache.rows import NONE, Tracked, Widening, step_rows
 from tiered.policies.elastic_cache.window_bytes import WindowChunk
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
@@ -392,7 +390,7 @@ def test_rows_of_a_step(runtime: Runtime):
     assert pieces == [(slice(0, 4), (3, 8)), (slice(4, 5), (0, 1)), (slice(5, 6), (1, 3)), (slice(6, 7), (3, 4))]
     assert Storing(rows, rows.rows, 8, apart=False).pieces == [(slice(0, 7), None)]
     assert rows.others is None and rows.rows.count == rows.count
-    assert [w[i].tolist() for w, i in zip(rows.window.columns, rows.window.there, strict=True)] == [
+    assert [w[i].tolist() for w, i in zip(rows.window, rows.in_window, strict=True)] == [
         [3, 5, 6],
         [5, 6, 7],
     ]

@@ -13,8 +13,8 @@ import tiered
 from tiered.core.rows import Rows
 from tiered.decoding.attention_shift import AttentionShift
 from tiered.forward.forward import Forward
-from tiered.policies.elastic_cache import program, watching
-from tiered.policies.elastic_cache.watching import attention_received, weights_of
+from tiered.policies.elastic_cache import program
+from tiered.policies.elastic_cache.program import attention_received, weights_of
 from tiered.runtime import Runtime
 
 CHECKPOINT = Path(__file__).parent / "goldens" / "gidd" / "gidd_tiny_unif"
@@ -111,9 +111,8 @@ def test_weights_of_tracked_tokens_and_of_the_window(masked: Runtime, tracked: i
         return found
 
     model: Any = masked.model
-    monkeypatch.setattr(watching, "weights_of", watched)
     monkeypatch.setattr(program, "weights_of", watched)
-    monkeypatch.setattr(watching, "attention_received", received)
+    monkeypatch.setattr(program, "attention_received", received)
     options = {"window": 8, "tracked": tracked, "similarity_threshold": 0.999}
     masked.with_policy("elastic_cache", **options).generate(**prompts(0, 6), steps=12, **SIZES)
     assert final and (open_ or tracked == 1)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from full_drift import full_drift
+from polestar_variants import variant
 from torch import Tensor
 
 import tiered
@@ -16,7 +17,7 @@ from tiered.forward.forward import Forward
 from tiered.forward.sizes import CallSizes
 from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
-from tiered.policies.base import Step, StepKind
+from tiered.policies.base import Policy, Step, StepKind
 from tiered.policies.polestar import layer_state
 from tiered.policies.polestar.cache import HiddenCache
 from tiered.policies.polestar.drift_reference import DriftReference
@@ -37,7 +38,9 @@ def runtime() -> Runtime:
     return tiered.from_pretrained(GOLDENS / "gidd_tiny_unif", dtype="float32")
 
 
-def generate(runtime: Runtime, policy: str, options: Mapping[str, Any], rule: str, **given: Any) -> GenerationOutput:
+def generate(
+    runtime: Runtime, policy: str | Policy, options: Mapping[str, Any], rule: str, **given: Any
+) -> GenerationOutput:
     """Two prompts, one of them padded; three blocks of 8 with noise behind the last."""
     ids = torch.randint(2, 500, (2, 15), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -74,9 +77,7 @@ def test_renewing_nothing_equals_the_dual_cache(runtime: Runtime, rule: str):
 @pytest.mark.parametrize("codec", ["raw", "nvfp4_delta"])
 def test_offloaded_equals_resident(runtime: Runtime, codec: str):
     options = {"codec": codec, "clusters": 5, "top_m": 2, "update_threshold": 0}
-    host, device = (
-        generate(runtime, "polestar", {**options, "hidden_tier": t}, "adaptive") for t in ("host", "device")
-    )
+    host, device = (generate(runtime, variant(tier, **options), {}, "adaptive") for tier in ("host", "device"))
     assert_same(host, device)
     assert [update.clusters for update in host.updates] == [update.clusters for update in device.updates]
     assert host.memory.moved["host->device"] and not device.memory.moved.get("host->device")
@@ -111,10 +112,10 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[HiddenCache]:
     return seen
 
 
-@pytest.mark.parametrize("options", [{}, {"window_blocks": (2, 9)}, {"refresh": "drift"}])
+@pytest.mark.parametrize("options", [{}, {"window": (2, 9)}, {"refresh": "drift"}])
 def test_what_is_final_is_in_no_cluster(runtime: Runtime, caches: list[HiddenCache], options: dict[str, Any]):
     inspector = Clusters(caches)
-    generate(runtime, "polestar", {**options, "update_threshold": 0}, "adaptive", inspector=inspector)
+    generate(runtime, variant(**options, update_threshold=0), {}, "adaptive", inspector=inspector)
     assert set(inspector.firsts) == {0}
 
 

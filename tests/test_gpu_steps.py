@@ -256,7 +256,7 @@ def test_floors_are_those_of_a_hand_count(part: Callable[[str], ModuleType], set
     updates = [
         GroupUpdate(
             forward=2, layer=layer, layers=1, drift=[[0.0]], clusters=[[0]], rows=[rows], patched=[0],
-            fetched_bytes=1000, ahead=0, on_demand=0, in_vain=0, skipped=0, repairs=0,
+            fetched_bytes=1000, ahead=0, on_demand=0, in_vain=0, repairs=0,
         )
         for layer, rows in enumerate(renewed)
     ]  # fmt: skip

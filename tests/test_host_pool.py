@@ -19,7 +19,7 @@ from tiered.offload.errors import PinError, TransferError
 from tiered.offload.pinning import PageablePinner
 from tiered.offload.transport import TransferEvent
 from tiered.planning.workload import UNCAPPED, Workload
-from tiered.policies.polestar.fetching import Fetching
+from tiered.policies.polestar.hidden_records import Fetching
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from tiered.tiers.host_pool import HostPool, booked

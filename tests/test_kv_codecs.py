@@ -116,7 +116,7 @@ def test_every_policy_refreshed_at_every_step_answers_as_without_a_cache():
     for name, options in (
         ("fast_dllm_dual", {"refresh_interval": 1}),
         ("dkv_decode", {"refresh_interval": 1}),
-        ("polestar", {"refresh_interval": 1}),
+        ("polestar", {"codec": "raw", "top_m": 1000, "update_threshold": 0}),
     ):
         made = make_policy(name, **options)
         out = tiered.from_pretrained("embedded", policy=made, device="cpu", kv="fp8").generate(prompt, **CALL)

@@ -26,19 +26,19 @@ def books(length: int, clusters: Clusters) -> Members:
     return Members.of([column for columns in clusters for column in columns], [*map(len, clusters)], length)
 
 
-def check(members: Members, stored: Clusters, belongs: dict[int, int], fresh: set[int]) -> None:
+def check(members: Members, stored: Clusters, belongs: dict[int, int], recomputed: set[int]) -> None:
     """`stored` are the columns of each cluster's record, `belongs` the cluster of every column that has one."""
     assert members.columns.tolist() == [column for columns in stored for column in columns]
     assert members.sizes == tuple(map(len, stored))
     assert {column: cluster for column, cluster in enumerate(members.cluster_of.tolist()) if cluster >= 0} == belongs
     assert members.cluster_of.min() >= -1
-    marked = np.isin(np.arange(len(members.cluster_of)), list(fresh))
-    assert members.touched(marked) == sorted({belongs[column] for column in fresh if column in belongs})
+    marked = np.isin(np.arange(len(members.cluster_of)), list(recomputed))
+    assert members.affected(marked) == sorted({belongs[column] for column in recomputed if column in belongs})
     for cluster, columns in enumerate(stored):
         live = [column for column in columns if belongs.get(column) == cluster]
         assert members.columns[members.slice_of(cluster)].tolist() == columns
         assert members.live(cluster).tolist() == live
-        assert members.covered(cluster, marked) == (set(live) <= fresh)
+        assert members.covered(cluster, marked) == (set(live) <= recomputed)
 
 
 @given(clusters_of(), st.data())
@@ -47,25 +47,25 @@ def test_members_against_lists(case: tuple[int, Clusters], data: st.DataObject):
     members = books(length, stored)
     belongs = {column: cluster for cluster, columns in enumerate(stored) for column in columns}
 
-    def fresh() -> set[int]:
+    def recomputed() -> set[int]:
         return data.draw(st.sets(st.integers(0, length - 1)))
 
-    check(members, stored, belongs, fresh())
+    check(members, stored, belongs, recomputed())
     for _ in range(data.draw(st.integers(0, 3))):  # a block begins: its columns leave, and the last one's come back
         first, stop = sorted(data.draw(st.tuples(st.integers(0, length), st.integers(0, length))))
         before, copy = members, members.cluster_of.copy()
         members = members.without(first, stop)
         belongs = {column: cluster for column, cluster in belongs.items() if not first <= column < stop}
-        check(members, stored, belongs, fresh())
+        check(members, stored, belongs, recomputed())
         assert (before.cluster_of == copy).all()  # what others still hold
         if first < stop:
             members = members.appended(first, stop)
             stored = [*stored, [*range(first, stop)]]
             belongs |= dict.fromkeys(range(first, stop), len(stored) - 1)
-            check(members, stored, belongs, fresh())
+            check(members, stored, belongs, recomputed())
 
 
 def test_a_cluster_whose_members_have_all_left():
     members = books(6, [[1, 2], [4]]).without(0, 3)
     assert members.live(0).tolist() == [] and members.sizes == (2, 1)
-    assert members.covered(0, np.zeros(6, dtype=bool)) and members.touched(np.ones(6, dtype=bool)) == [1]
+    assert members.covered(0, np.zeros(6, dtype=bool)) and members.affected(np.ones(6, dtype=bool)) == [1]

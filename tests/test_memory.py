@@ -25,7 +25,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any], float | None]] = {
     "branches": ("dllm_cache", {}, None),
     "stored inputs": ("elastic_cache", {"window": 8}, None),
     "records": ("polestar", RECORDS, None),
-    "records on the device": ("polestar", RECORDS | {"hidden_tier": "device"}, None),
+    "records on the device": ("polestar-window", RECORDS, None),
     "raw records": ("polestar", RECORDS | {"codec": "raw", "refresh": "drift"}, None),
 }
 IDS = torch.randint(0, 100, (2, 96), generator=torch.Generator().manual_seed(0))

@@ -7,7 +7,7 @@ from workloads.subjects import local
 
 overlap = study_named("overlap")
 COMMON = {"device": "cpu", "threads": 1, "seed": 0}
-TINY = {"width": [64], "layers": [4], "positions": [512], "answer": [16], "steps": [6], "prefetch_layers": [1]}
+TINY = {"width": [64], "layers": [4], "positions": [512], "answer": [16], "steps": [6]}
 
 
 def test_what_a_slow_link_hides():

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from polestar_variants import variant
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiered
@@ -250,21 +251,11 @@ ADVISED: dict[str, tuple[dict[str, Any], set[tuple[str, ...]]]] = {
             "policy": "polestar",
             "cluster_layers": 1,
         },
-        {("window_blocks",), ("context",), ("policy",), ("weights",), ("memory",)},
-    ),
-    "hidden states on the device": (
-        {
-            "context": 4096,
-            "memory": MemoryBudget(device="17.2GiB", host="560MiB"),
-            "policy": "polestar",
-            "cluster_layers": 1,
-            "hidden_tier": "device",
-        },
-        {("hidden_tier",), ("window_blocks",), ("context",), ("policy",), ("weights",), ("memory",)},
+        {("context",), ("policy",), ("weights",), ("memory",)},
     ),
     "too little host memory": (
         {"context": 4096, "batch": 2, "memory": MemoryBudget(host="600MiB"), "policy": "polestar", "cluster_layers": 1},
-        {("batch",), ("clusters",), ("window_blocks",), ("context",), ("policy",), ("memory",)},
+        {("batch",), ("clusters",), ("context",), ("policy",), ("memory",)},
     ),
     "too little of both": (
         {
@@ -273,7 +264,7 @@ ADVISED: dict[str, tuple[dict[str, Any], set[tuple[str, ...]]]] = {
             "policy": "polestar",
             "cluster_layers": 1,
         },
-        {("window_blocks",), ("context",), ("policy",), ("memory",)},
+        {("context",), ("policy",), ("memory",)},
     ),
 }
 
@@ -292,7 +283,7 @@ def raised_caps(arguments: dict[str, Any], budget: MemoryBudget) -> list[str]:
 
 def followed(arguments: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
     """`arguments` with `change`; another policy does not know the options of the present one."""
-    gone = {"hidden_tier", "updates", "cluster_layers"} if "policy" in change else set()
+    gone = {"updates", "cluster_layers"} if "policy" in change else set()
     return {name: value for name, value in arguments.items() if name not in gone} | dict(change)
 
 
@@ -320,13 +311,12 @@ def test_advised_sizes_are_the_largest():
     assert sizes["memory"].device - device_bytes(plan("llada-8b", **arguments)) < 2**20
 
 
-def test_advised_clusters_and_windows_are_the_largest():
-    arguments: dict[str, Any] = {"context": 4096, "memory": alone("17.5GiB"), "policy": "polestar"}
-    arguments |= {"hidden_tier": "device", "cluster_layers": 1}
+def test_advised_clusters_are_the_most():
+    policy = variant("device", cluster_layers=1)
+    arguments: dict[str, Any] = {"context": 4096, "memory": alone("17.5GiB"), "policy": policy}
     sizes = {name: value for advice in plan("llada-8b", **arguments).advice for name, value in advice.change.items()}
-    assert not plan("llada-8b", **{**arguments, "clusters": sizes["clusters"] + 1}).fits
-    before, behind = sizes["window_blocks"]
-    assert behind == 1 and not plan("llada-8b", **{**arguments, "window_blocks": (before + 1, 1)}).fits
+    more = replace(policy, clusters=sizes["clusters"] + 1)
+    assert not plan("llada-8b", **{**arguments, "policy": more}).fits
 
 
 # ---- host and disk ----
@@ -337,7 +327,7 @@ def test_the_host_has_hidden_states_and_what_their_slots_waste():
     host = made.tiers[Tier.HOST]
     assert set(host.accounts) == {Account.HIDDEN, Account.SPARE}
     assert host.total % 4096 == 0
-    on_device = plan("llada-8b", context=4096, policy="polestar", hidden_tier="device")
+    on_device = plan("llada-8b", context=4096, policy=variant("device"))
     assert on_device.tiers[Tier.HOST].total == 0
     assert on_device.tiers[Tier.DEVICE].accounts[Account.HIDDEN] == host.accounts[Account.HIDDEN]
     assert "host memory\n  hidden" in str(made)
@@ -368,7 +358,7 @@ def test_the_host_limits_the_context():
     assert largest
     assert plan(LONG_LLADA, context=largest, policy="polestar", memory=memory).fits
     assert not plan(LONG_LLADA, context=largest + 32, policy="polestar", memory=memory).tiers[Tier.HOST].fits
-    on_device = plan("llada-8b", context=4096, policy="polestar", hidden_tier="device", memory=memory)
+    on_device = plan("llada-8b", context=4096, policy=variant("device"), memory=memory)
     assert on_device.largest_context is None and on_device.fits
 
 
@@ -403,8 +393,10 @@ def test_what_would_be_kept_is_what_is_kept(codec: Codec):
 
 @pytest.mark.parametrize("codec", ["raw", "nvfp4_delta"])
 def test_contexts_grow_as_hidden_states_leave_the_device(codec: str):
-    of: dict[str, Any] = {"context": 4096, "policy": "polestar", "memory": "24GiB", "codec": codec}
-    host, device = (plan(LONG_LLADA, hidden_tier=tier, **of).largest_context for tier in ("host", "device"))
+    host, device = (
+        plan(LONG_LLADA, context=4096, policy=variant(tier, codec=codec), memory="24GiB").largest_context
+        for tier in ("host", "device")
+    )
     assert host is not None and device is not None and host > 1.3 * device
 
 
@@ -481,7 +473,7 @@ def test_the_card():
 def test_the_card_fits_the_screen(model: str, policy: str, memory: MemoryBudget | str | None):
     cfg = not model.startswith("gidd")
     options: dict[str, Any] = {"batch": 3, "memory": memory, "cfg": cfg, "sampled": True, "policy": policy}
-    made = plan(stretched(model), context=1_000_000, **options, refresh_interval=12)
+    made = plan(stretched(model), context=1_000_000, **options, refresh_blocks=12)
     lines = str(made).splitlines()
     assert max(map(len, lines)) <= 100
     assert not [line for line in lines if line != line.rstrip()]
@@ -590,8 +582,8 @@ def test_counts(number: int, text: str):
         ({"memory": "24 parsecs"}, ValueError, "24 parsecs"),
         ({"memory": 1.5}, TypeError, "1.5"),
         ({"policy": "fast_dlm_dual"}, ValueError, "did you mean 'fast_dllm_dual'"),
-        ({"policy": "polestar", "refresh_intervall": 2}, ValueError, "did you mean 'refresh_interval'"),
-        ({"policy": "polestar", "refresh_interval": 0}, ValueError, "refresh_interval = 0"),
+        ({"policy": "polestar", "refresh_block": 2}, ValueError, "did you mean 'refresh_blocks'"),
+        ({"policy": "polestar", "refresh_blocks": 0}, ValueError, "refresh_blocks = 0"),
         ({"context": 10, "max_new_tokens": 64}, ValueError, "context = 10 has no room for a prompt and .* = 64"),
         ({"max_new_tokens": 64}, ValueError, "context = 64 has no room for a prompt and max_new_tokens = 64"),
         ({"context": 10, "block_length": 11}, ValueError, "context = 10 has no room for block_length = 11"),

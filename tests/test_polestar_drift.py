@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from full_drift import full_drift
+from polestar_variants import variant
 from torch import Tensor
 
 import tiered
@@ -21,9 +22,8 @@ from tiered.policies.polestar import policy as polestar
 from tiered.policies.polestar import update
 from tiered.policies.polestar.cache import HiddenCache
 from tiered.policies.polestar.drift_reference import DriftReference
-from tiered.policies.polestar.layer_state import LayerState, Span
+from tiered.policies.polestar.layer_state import LayerState, Span, write_and_measure
 from tiered.policies.polestar.members import Members
-from tiered.policies.polestar.patching import write_and_measure
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -45,7 +45,7 @@ def generate(
     for row, length in enumerate(lengths):
         prompt = torch.randint(0, 480, (length,), generator=torch.Generator().manual_seed(length))
         ids[row, longest - length :], mask[row, longest - length :] = prompt, 1
-    out = runtime.with_policy("polestar", **options).generate(
+    out = runtime.with_policy(variant(**options)).generate(
         ids, attention_mask=mask, max_new_tokens=24, block_length=BLOCK, output_history=True, stop_at_eos=False,
         confidence_threshold=confidence_threshold,
     )  # fmt: skip
@@ -95,7 +95,7 @@ class Oracle:
             scores = proxy_scores(clusters, self.last_keys[layer][one])
             weights = (scores if mask is None else scores.where(mask[one, None, None], -torch.inf)).softmax(-1)[0]
             stays = torch.ones(keys.shape[2], dtype=torch.bool).index_fill(0, handed[b][there[b]], False)
-            part = torch.zeros_like(stays, dtype=torch.int64) if state.part_of is None else state.part_of[b]
+            part = state.reference.part_of[b, :-1]
             partly = ~stays & torch.isin(part, part[stays])
             partly[before] = False
             ratio = weights[..., partly].sum(-1) / weights[..., stays].sum(-1)
@@ -203,17 +203,15 @@ def beginnings(out: GenerationOutput) -> set[int]:
     return {number for number in range(len(pending)) if number == 0 or pending[number] != pending[number - 1]}
 
 
-def predicted(
-    out: GenerationOutput, threshold: int, cumulative: int, interval: int, by_drift: int
-) -> dict[int, list[bool]]:
+def predicted(out: GenerationOutput, threshold: int, cumulative: int, by_drift: int) -> dict[int, list[bool]]:
     """Forwards that update, and which sequences in them: counted from what was committed when."""
     assert out.history is not None
     committed, batch, block = commits(out), len(out.sequences), -1
-    since, number, found = [0] * batch, 0, dict[int, list[bool]]()
+    since, found = [0] * batch, dict[int, list[bool]]()
     for forward, state in enumerate(out.history[:-1]):
         begins = forward in beginnings(out)
-        block, number = (block + 1, 0) if begins else (block, number + 1)
-        if number % interval == 0 and not (begins and block % by_drift):
+        block += begins
+        if begins and not block % by_drift:
             since = [0] * batch
         else:
             left = (state[:, -24 + BLOCK * block :][:, :BLOCK] == MASK).any(1).tolist()
@@ -249,7 +247,6 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[StepRows]:
         (1, 3, {}),
         (2, 0, {}),
         (9, 9, {}),
-        (9, 3, {"refresh_interval": 3}),
         (1, 2, {"refresh": "drift", "refresh_blocks": 2}),
         (2, 4, {"refresh": "drift"}),
         (9, None, {"refresh": "drift"}),
@@ -258,11 +255,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[StepRows]:
 def test_updates_happen_when_enough_was_committed(
     runtime: Runtime, plans: list[StepRows], threshold: int, cumulative: int | None, options: dict[str, Any]
 ):
-    out = generate(runtime, clusters=4, top_m=1, update_threshold=threshold, cumulative_threshold=cumulative, **options)
+    out = generate(runtime, clusters=4, top_m=1, update_threshold=threshold, cumulative=cumulative, **options)
     by_drift = options.get("refresh_blocks", 4) if options.get("refresh") == "drift" else 1
-    expected = predicted(
-        out, threshold, threshold if cumulative is None else cumulative, options.get("refresh_interval", 99), by_drift
-    )
+    expected = predicted(out, threshold, threshold if cumulative is None else cumulative, by_drift)
     assert {layer.forward: [bool(drift) for drift in layer.drift] for layer in out.updates} == expected
     assert (len(expected) > 1) == (threshold < 9 or bool(options))
     for number, plan in enumerate(plans):

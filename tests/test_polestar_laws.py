@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from polestar_variants import variant
 from torch import Tensor
 
 import tiered
-from tiered.core.features import Account, Feature, Tier
+from tiered.core.features import Account, Feature
 from tiered.forward.forward import Forward
 from tiered.models import base
 from tiered.models.shape import ModelShape
@@ -24,7 +25,7 @@ from tiered.runtime import Runtime
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
 LENGTHS = (17, 9, 12)
 EVERYTHING: dict[str, Any] = {"codec": "raw", "top_m": 1000, "update_threshold": 0}
-OF_POLICY = set(Polestar.__dataclass_fields__) - {"seed"}
+OF_POLICY = {*Polestar.__dataclass_fields__, "window"}
 SIZES: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8}
 
 
@@ -84,7 +85,8 @@ def padded(*lengths: int) -> dict[str, Tensor]:
 def generate(runtime: Runtime, policy: str | Policy, lengths: tuple[int, ...] = LENGTHS, **options: Any):
     policy_options = {name: options.pop(name) for name in OF_POLICY & set(options)}
     given = {"stop_at_eos": False, "output_history": True, **SIZES, **padded(*lengths), **options}
-    return runtime.with_policy(policy, **policy_options).generate(**given)
+    made = variant(**policy_options) if policy == "polestar" else policy
+    return runtime.with_policy(made).generate(**given)
 
 
 def history(out: GenerationOutput) -> Tensor:
@@ -107,7 +109,7 @@ def updates(out: GenerationOutput) -> int:
         (8, 6, 2, "full", {"cfg_scale": 0.7, "steps": 12}),
         (8, 6, 1, "drift", {"cfg_scale": 0.7, "confidence_threshold": 0.3}),
         (8, 6, 99, "full", {"temperature": 0.8, "seed": 3, "steps": 12}),
-        (8, 20, 2, "drift", {"refresh_blocks": 2, "prefetch_layers": 0, "steps": 12}),
+        (8, 20, 2, "drift", {"refresh_blocks": 2, "steps": 12}),
         (16, 2, 2, "full", {"confidence_threshold": 0.3}),
         (16, "auto", 1, "drift", {"confidence_threshold": 0.3}),
     ],
@@ -118,9 +120,7 @@ def test_renewing_every_cluster_at_every_step_equals_none(
     policy = {"clusters": clusters, "cluster_layers": cluster_layers, "refresh": refresh, **EVERYTHING}
     sizes: dict[str, Any] = {"block_length": block_length, "max_new_tokens": 32 if block_length == 16 else 24}
     found = generate(runtime, "polestar", **policy, **options, **sizes)
-    plain = {
-        name: value for name, value in options.items() if name not in ("refresh_blocks", "prefetch_layers", "kmeans")
-    }
+    plain = {name: value for name, value in options.items() if name not in ("refresh_blocks", "kmeans")}
     exact = generate(runtime, "none", **plain, **sizes)
     assert torch.equal(history(found), history(exact))
     blocks = sizes["max_new_tokens"] // block_length
@@ -136,13 +136,10 @@ def test_a_commit_rule_that_measures_drift_sees_that_of_the_uncached_model(runti
     assert found.num_forwards < generate(runtime, Recomputed(), confidence_threshold=0.8).num_forwards
 
 
-@pytest.mark.parametrize("options", [{}, {"confidence_threshold": 0.3}, {"refresh_interval": 3}])
+@pytest.mark.parametrize("options", [{}, {"confidence_threshold": 0.3}])
 def test_without_clusters_to_renew_it_is_the_dual_cache(runtime: Runtime, options: dict[str, Any]):
     found = generate(runtime, "polestar", top_m=0, **options)
-    dual = {name: value for name, value in options.items() if name != "refresh_interval"}
-    interval = options.get("refresh_interval")
-    exact = runtime.with_policy("fast_dllm_dual", **({"refresh_interval": interval} if interval else {}))
-    exact = exact.generate(stop_at_eos=False, output_history=True, **SIZES, **padded(*LENGTHS), **dual)
+    exact = generate(runtime, "fast_dllm_dual", **options)
     assert torch.equal(history(found), history(exact)) and found.passes == exact.passes
     assert found.tiers is None and exact.tiers is None and not found.updates
 
@@ -150,7 +147,7 @@ def test_without_clusters_to_renew_it_is_the_dual_cache(runtime: Runtime, option
 RAGGED: dict[str, dict[str, Any]] = {
     "raw": {"codec": "raw", "top_m": 2, "clusters": 20, "update_threshold": 1},
     "raw, by drift": {"codec": "raw", "top_m": 1, "clusters": 18, "update_threshold": 0, "refresh": "drift"},
-    "delta": {"top_m": 1, "clusters": "auto", "update_threshold": 0, "window_blocks": (1, 1)},
+    "delta": {"top_m": 1, "clusters": "auto", "update_threshold": 0, "window": (1, 1)},
     "delta, by drift": {"top_m": 2, "clusters": 20, "update_threshold": 1, "refresh": "drift", "cluster_layers": 2},
     "guided": {"top_m": 1, "clusters": 18, "update_threshold": 0, "cfg_scale": 0.5},
 }
@@ -215,14 +212,15 @@ def test_rounding_chooses_nothing(runtime: Runtime, policy: str, monkeypatch: py
                 assert drift == pytest.approx(of_first, rel=0.01)
 
 
-@pytest.mark.parametrize("preset", ["polestar-paper", "polestar-window", {"window_blocks": (2, 1)}])
-def test_presets(runtime: Runtime, preset: str | dict[str, Any]):
-    name, options = (preset, {}) if isinstance(preset, str) else ("polestar", {"update_threshold": 1, **preset})
-    policy = runtime.with_policy(name, **options).policy
+@pytest.mark.parametrize(
+    "preset", ["polestar-paper", "polestar-window", variant(window=(2, 1), update_threshold=1)], ids=str
+)
+def test_presets(runtime: Runtime, preset: str | Policy):
+    policy = runtime.with_policy(preset).policy
     assert isinstance(policy, Polestar)
     out = generate(runtime, policy, (30, 21), max_new_tokens=40, confidence_threshold=0.3)
     assert updates(out) > 3 and out.tiers is not None
-    assert set(out.tiers.stored) == {Tier(policy.hidden_tier)} and sum(out.tiers.stored.values()) > 0
+    assert set(out.tiers.stored) == {policy.hidden_tier} and sum(out.tiers.stored.values()) > 0
 
 
 def changed_columns(stores: Stores, length: int) -> Callable[[int], set[int]]:
@@ -240,10 +238,8 @@ def changed_columns(stores: Stores, length: int) -> Callable[[int], set[int]]:
 )
 def test_nothing_outside_the_window_is_renewed(runtime: Runtime, window: tuple[int, int] | None, top_m: int):
     stores, length = Stores(), 30
-    options: dict[str, Any] = {"top_m": top_m, "clusters": 4, "update_threshold": 0, "window_blocks": window}
-    out = generate(
-        runtime, "polestar", (length,), inspector=stores, steps=12, max_new_tokens=24, codec="raw", **options
-    )
+    policy = variant(window=window, top_m=top_m, clusters=4, update_threshold=0, codec="raw")
+    out = generate(runtime, policy, (length,), inspector=stores, steps=12, max_new_tokens=24)
     changed, behind = changed_columns(stores, length), set()
     for number, kind in enumerate(stores.kinds):
         if kind is not StepKind.UPDATE:

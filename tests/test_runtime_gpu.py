@@ -19,6 +19,7 @@ import pytest
 import torch
 from allocations import Allocations
 from host_waits import host_waits
+from polestar_variants import variant
 from simulation import Delay, Point, SimulatedCuda, SimulatedThreads
 from torch import Tensor
 
@@ -38,7 +39,6 @@ from tiered.offload.transport import Lane, Transport
 from tiered.output import GenerationOutput
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy, Step, StepKind
-from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
@@ -60,7 +60,7 @@ REFRESHED: dict[str, dict[str, Any]] = {
     "dllm_cache": {"prompt_interval": 1, "response_interval": 1},
     "elastic_cache": {"refresh_interval": 1},
     "uniform": {"refresh_interval": 1},
-    "polestar": {"refresh_interval": 1},
+    "polestar": {"codec": "raw", "top_m": 1000, "update_threshold": 0},
 }
 REWRITING: dict[str, Any] = {"commit": "adaptive", "tokens_per_step": 2, "block_steps": 6, "steps": None, "seed": 3}
 ROUNDING = 1 << 18  # CUDA's allocator rounds every tensor up to 512 bytes; some hundred are alive at a time
@@ -201,8 +201,8 @@ def jitter(device: str, seed: int) -> Delay:
 
 @pytest.mark.parametrize(("device", "codec"), on_each_device([Codec.NVFP4_DELTA, Codec.RAW]))
 def test_who_carries_the_rows_and_when_changes_no_bit(device: str, codec: Codec):
-    model, policy = loaded("embedded", device).model, partial(Polestar, **OFTEN, codec=codec)
-    out, resident = left_by(Runtime(model, policy=policy(hidden_tier="device")))
+    model, policy = loaded("embedded", device).model, partial(variant, **OFTEN, codec=codec)
+    out, resident = left_by(Runtime(model, policy=policy("device")))
     ways: dict[str, Callable[[], Transport] | None] = {
         "on time": None,
         "late": lambda: carrier(device, jitter(device, 1)),
@@ -280,9 +280,7 @@ def test_uniform_noise_with_capped_attention(device: str):
     everything = {"clusters": 6, "codec": "raw", "top_m": 1000, "update_threshold": 0}
     renewed = answer(runtime.with_policy("polestar", **everything), **REWRITING)
     assert renewed.passes["update"] > 3 and torch.equal(history(renewed), history(exact))
-    host, resident = (
-        answer(runtime.with_policy("polestar", **UPDATES, hidden_tier=tier), **REWRITING) for tier in ("host", "device")
-    )
+    host, resident = (answer(runtime.with_policy(variant(tier, **UPDATES)), **REWRITING) for tier in ("host", "device"))
     assert torch.equal(history(host), history(resident)) and host.memory.moved["host->device"] > 0
 
 

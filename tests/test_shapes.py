@@ -50,7 +50,6 @@ for policy, given, options, streams in (
 for given, options in (
     ({"clusters": 20}, {}),
     ({"codec": "raw", "refresh": "drift", "cluster_layers": 2}, {"cfg_scale": 0.5}),
-    ({"late": "skip"}, {}),
 ):
     polestar = runtime.with_policy("polestar", **{"clusters": 3, "top_m": 1, "update_threshold": 0, **given})
     assert polestar.generate(ids, attention_mask=mask, max_new_tokens=4, block_length=2, **options).updates
@@ -79,10 +78,10 @@ for rows, valid in zip(hidden, mask.bool().expand(len(hidden), -1, -1)):
 queries, keys, changing = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 20, 8), torch.tensor([[3, 4], [7, 9]])
 reference = DriftReference.of(queries, keys, changing)
 rows = Rows.at(torch.tensor([[0, 1, 2], [2, 3, 4]]), torch.tensor([[True, True, False]] * 2))
-wide = reference.widened(queries, keys, rows, torch.tensor([True, False]))
+wide = reference.add_changing(queries, keys, rows, torch.tensor([True, False]))
 _, reference = wide.measured(queries, keys, Rows.at(torch.cat([changing, rows.index], dim=1)), slice(2))
 reference.of_sequences([1])
-reference.joined().move(queries[:, :, :1], keys, torch.tensor([[3], [3]]))
+reference.append().recenter(queries[:, :, :1], keys, torch.tensor([[3], [3]]))
 print("checked", tuple(out.sequences.shape))
 """
 

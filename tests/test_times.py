@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from polestar_variants import variant
 from workloads.models import random_model
 from workloads.variants import Variant, all_variants
 
 import tiered
 from tiered.cli.main import main
+from tiered.core.features import Tier
 from tiered.core.rates import DEVICES, Rates, rates_of
 from tiered.forward.sizes import CallSizes
 from tiered.planning.times import MOST_BLOCKS, DryForward, answer_of, call_time, dry_run, forward_seconds
@@ -70,10 +72,10 @@ def test_forwards_are_those_of_a_call(runtimes: dict[str, Runtime], family: str,
         assert rows == pytest.approx(list(out.rows_per_forward))
 
 
-@pytest.mark.parametrize("options", [{}, {"refresh": "drift"}, {"top_m": 2, "clusters": 8}, {"hidden_tier": "device"}])
+@pytest.mark.parametrize("options", [{}, {"refresh": "drift"}, {"top_m": 2, "clusters": 8}, {"tier": "device"}])
 def test_what_updates_fetch_is_what_they_choose(options: dict[str, Any]):
     # And what these clusters touch, and wrong guesses: of random weights as much again, or twice.
-    policy = make_policy("polestar", **options)
+    policy = variant(**options)
     runtime = Runtime(random_model(128, 6, 600), policy=policy, name="random")
     ids = torch.randint(0, 100, (1, 512), generator=torch.Generator().manual_seed(0))
     out = runtime.generate(ids, max_new_tokens=64, block_length=16, steps=16, stop_at_eos=False)
@@ -82,7 +84,7 @@ def test_what_updates_fetch_is_what_they_choose(options: dict[str, Any]):
     )  # fmt: skip
     fetched = sum(each.fetched for each in dry_run(policy, sizes, tokens_per_forward=4))
     assert fetched <= out.memory.moved.get("host->device", 0) <= 4 * fetched
-    assert (fetched > 0) is (policy.hidden_tier == "host")  # type: ignore[attr-defined]
+    assert (fetched > 0) is (policy.hidden_tier is Tier.HOST)
 
 
 @pytest.mark.parametrize(("policy", "refreshes"), [("dkv_pd", 1), ("fast_dllm_dual", 40)])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from polestar_variants import variant
 from torch import Tensor
 
 import tiered
@@ -230,11 +231,11 @@ def test_watching_changes_no_token_where_noise_is_uniform(uniform: Runtime, poli
     assert torch.equal(alone.sequences, out.sequences) and alone.forwards == out.forwards
 
 
-@pytest.mark.parametrize("options", [{}, {"cfg_scale": 0.7}, {"refresh": "drift"}, {"window_blocks": (1, 1)}])
+@pytest.mark.parametrize("options", [{}, {"cfg_scale": 0.7}, {"refresh": "drift"}, {"window": (1, 1)}])
 def test_rows_are_stored_and_fetched_by_updates(tiny: Runtime, options: dict[str, Any]):
     own = {name: value for name, value in options.items() if name != "cfg_scale"}
     rest = {name: value for name, value in options.items() if name == "cfg_scale"}
-    runtime = tiny.with_policy("polestar", clusters=6, top_m=2, update_threshold=0, **own)
+    runtime = tiny.with_policy(variant(clusters=6, top_m=2, update_threshold=0, **own))
     out, frames = watched(runtime, **padded(*LENGTHS), **SIZES, **rest, stop_at_eos=False)
     for frame in frames[1:]:
         fetched, recomputed = (
@@ -253,14 +254,14 @@ def test_rows_are_stored_and_fetched_by_updates(tiny: Runtime, options: dict[str
     stored = frames[-1].column_states & ColumnState.STORED != 0
     first, stop = frames[-1].span
     assert not stored[:, first:stop].any(), "the block's own rows are in no cluster"
-    if "window_blocks" in own:
+    if "window" in own:
         assert stored[:, first - 8 : first].all() and not stored[:, : first - 8].any()
     elif "refresh" not in own:
         assert stored[0, :first].all() and not stored[1, : LENGTHS[0] - LENGTHS[1]].any()
 
 
 def test_on_the_device_nothing_is_stored_or_fetched(tiny: Runtime):
-    runtime = tiny.with_policy("polestar", hidden_tier="device", clusters=6, update_threshold=0)
+    runtime = tiny.with_policy(variant("device", clusters=6, update_threshold=0))
     out, frames = watched(runtime, **padded(*LENGTHS), **SIZES)
     assert out.passes["update"]
     assert not any(frame.count(ColumnState.STORED | ColumnState.FETCHED) for frame in frames)

@@ -27,7 +27,7 @@ from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
 
 PLAIN_HINT = "raise `memory`, shorten the prompt or max_new_tokens, or pass fewer sequences at once"
-HINT = "raise `memory`, lower `clusters`, narrow `window_blocks`, shorten the prompt or pass fewer sequences at once"
+HINT = "raise `memory`, lower `clusters`, shorten the prompt or pass fewer sequences at once"
 
 
 class CallContext:

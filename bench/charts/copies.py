@@ -7,7 +7,7 @@ from typing import Any
 from charts.rows import Row, good, panels, shown
 from charts.theme import LIGHT, alt, colour, data, side_by_side
 
-CALL = ("link", "prefetch_layers", "call")
+CALL = ("link", "call")
 COLUMNS = ("study", *CALL, "layer", "copy_ms", "exposed_ms", "exposed_share", "bytes")
 
 

@@ -11,7 +11,6 @@ WORDS = {
     "top_m": "M",
     "update_threshold": "T",
     "confidence": "threshold",
-    "prefetch_layers": "prefetch",
 }
 BARE = ("policy", "call", "model", "study", "task", "tier", "codec", "rule", "noise")  # their values say what they are
 UNITS = {"GiB": 30, "MiB": 20, "KiB": 10, "B": 0}

@@ -7,18 +7,18 @@ come out otherwise in another batch or among other rows, since libraries choose 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_parts.policy_calls import BLOCK, Kinds, one_after_another
+from gpu_parts.policy_calls import BLOCK, Kinds, Resident, one_after_another
 from gpu_parts.random_llada import few_layers, random_ids
 from gpu_parts.setting import Setting, checked
 from gpu_parts.slow_transports import Damaging, Synchronous, random_delays, transport
-from tiered.core.features import Feature, Tier
+from tiered.core.features import Feature
 from tiered.forward.forward import Forward
 from tiered.models.base import DiffusionModel
 from tiered.offload.codec_bytes import Codec
@@ -131,7 +131,7 @@ def _counts(kinds: list[StepKind]) -> str:
     return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
 
 
-def _policy(setting: Setting, **changes: Any) -> Policy:
+def _policy(setting: Setting, **changes: Any) -> Polestar:
     return replace(DELTA, **((TINY if setting.tiny else {}) | changes))
 
 
@@ -159,7 +159,7 @@ def _raw(setting: Setting) -> Left:
 
 
 def _resident(setting: Setting, codec: Codec) -> Left:
-    return _call(setting, _policy(setting, codec=codec, hidden_tier=Tier.DEVICE))
+    return _call(setting, Resident(**asdict(_policy(setting, codec=codec))))
 
 
 def _by(setting: Setting, codec: Codec = Codec.NVFP4_DELTA, late: bool = False) -> Left:

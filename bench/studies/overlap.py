@@ -17,29 +17,25 @@ from tiered.core.checks import unknown_name
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
 
 CALL: Axes = {"positions": [4096], "answer": [32], "steps": [16]}
-AXES: Axes = {**SIZES, **CALL, "link": list(GPUS), "prefetch_layers": [0, 1]}
+AXES: Axes = {**SIZES, **CALL, "link": list(GPUS)}
 QUICK: Axes = {"width": [256], "layers": [5], "positions": [1024]}
 
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
-    """Every link, with nothing fetched ahead and with layers ahead in turn."""
+    """Every link."""
     for link in axes["link"]:
         if link not in GPUS:
             raise unknown_name("link", link, GPUS)
-    return points_of(axes, *CALL, "link", "prefetch_layers")
+    return points_of(axes, *CALL, "link")
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """The share of the copies' time during which compute went on: in all layers, and the least and most of a layer."""
     good = [row for row in merged(rows, of=OF, timed=TIMED) if row["status"] == "ok"]
-    aheads, shares, lines = sorted({row["prefetch_layers"] for row in good}), dict[Any, list[float]](), {}
+    shares, lines = dict[str, list[float]](), list[list[str]]()
     for row in good:
-        shares.setdefault((row["link"], row["prefetch_layers"]), []).append(100 * row["hidden_share"])
-        if row["layer"] == -1:
-            lines.setdefault(row["link"], [row["link"], f"{row['copy_over_attention']:.2f}"])
-    for link, line in lines.items():
-        for ahead in aheads:
-            whole, *layers = shares.get((link, ahead), [0.0])
-            line.append(f"{whole:.1f} % ({min(layers):.0f}-{max(layers):.0f} % by layer)" if layers else None)
-    heads = ["nothing ahead", "one layer ahead", *(f"{ahead} layers ahead" for ahead in aheads if ahead > 1)]
-    return {"overlap": markdown_table(["link beside memory", "copy over attention", *heads], lines.values())}
+        shares.setdefault(row["link"], []).append(100 * row["hidden_share"])
+    ratios = {row["link"]: f"{row['copy_over_attention']:.2f}" for row in good if row["layer"] == -1}
+    for link, (whole, *layers) in shares.items():
+        lines.append([link, ratios[link], f"{whole:.1f} % ({min(layers):.0f}-{max(layers):.0f} % by layer)"])
+    return {"overlap": markdown_table(["link beside memory", "copy over attention", "hidden"], lines)}

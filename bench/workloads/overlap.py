@@ -40,7 +40,7 @@ def copy_over_attention(context: int, memory: float, link: float) -> float:
 
 def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """A row for each layer that fetches, and first one for all (`layer` -1), of a call that updates at every other
-    step. `settings`: those of a model, "positions", "answer" (one block), "steps", "link" and "prefetch_layers"."""
+    step. `settings`: those of a model, "positions", "answer" (one block), "steps" and "link"."""
     ratio = copy_over_attention(settings["positions"], *GPUS[settings["link"]])
     with refusing():
         runtime = loaded(settings, paths, settings["positions"])
@@ -63,7 +63,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
 
 def answered(runtime: Runtime, settings: Mapping[str, Any], link: Link) -> tuple[GenerationOutput, float]:
     """The answer with copies over `link`, and seconds that the attention of a block takes in a layer."""
-    policy = Polestar(top_m=TOP_M, update_threshold=1, prefetch_layers=settings["prefetch_layers"])
+    policy = Polestar(top_m=TOP_M, update_threshold=1)
     runtime = Runtime(runtime.model, policy=policy, transport=lambda: SimulatedThreads(link=link))
     answer = settings["answer"]
     call = {"max_new_tokens": answer, "block_length": answer, "steps": settings["steps"], "stop_at_eos": False}

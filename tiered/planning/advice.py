@@ -99,20 +99,10 @@ def _hidden_changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice
     def fits(**change: Any) -> bool:
         return not Workload(replace(policy, **change), sizes).over(budget)
 
-    if records.tier is Tier.DEVICE and fits(hidden_tier=Tier.HOST):
-        yield Advice("keep hidden states in host memory: hidden_tier host", {"hidden_tier": "host"})
     clusters = records.clusters - policy.appended_blocks
     fewer = bisect_left(range(1, clusters), True, key=lambda count: not fits(clusters=count))
     if fewer:
         yield Advice(f"make fewer clusters: clusters {fewer}", {"clusters": fewer})
-    blocks = sizes.context // sizes.block_length
-    if policy.window_blocks is not None:
-        blocks = min(blocks, sum(policy.window_blocks))
-    # One block behind the current one, and as many before it as fit.
-    before = bisect_left(range(1, blocks - 1), True, key=lambda count: not fits(window_blocks=(count, 1)))
-    if before:
-        window = (before, 1)
-        yield Advice(f"keep the hidden states of a window alone: window_blocks {window}", {"window_blocks": window})
 
 
 def _stream_from_host(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:

@@ -15,12 +15,10 @@ from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import ForwardWork, forward_work
 from tiered.forward.sizes import CallSizes
 from tiered.models.weight_form import read_bytes
-from tiered.offload.codec_bytes import codec_bytes
 from tiered.offload.slabs import UNIT
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy, Step, StepKind, StepRows
 from tiered.policies.dllm_cache.program import BranchStep
-from tiered.policies.polestar.cluster_sizes import ClusterSizes
 from tiered.policies.polestar.policy import Drifting, Polestar
 from tiered.policies.polestar.update import Update
 
@@ -242,7 +240,7 @@ def _dry_forward(policy: Policy, sizes: CallSizes, block: int, asked: StepRows) 
     if isinstance(asked.program, BranchStep):
         rows = asked.program.expected_rows(count, layers)
     elif isinstance(asked.program, Update) and isinstance(policy, Polestar):
-        kept, response = ClusterSizes.of(policy, sizes, 0), asked.program.renewed_from
+        kept, response = policy.cluster_sizes(sizes), asked.program.renewed_from
         always = 0 if response is None else sizes.context - response - count
         renewed = min(kept.kept, always + policy.top_m * kept.kept / max(kept.clusters, 1))
         # The chosen rows of a group go up to the next one, and through all layers but the last.
@@ -250,9 +248,7 @@ def _dry_forward(policy: Policy, sizes: CallSizes, block: int, asked: StepRows) 
         if policy.hidden_tier == Tier.HOST and renewed:
             # An upper bound: rows that come from the group below are not fetched, and the model decides on those.
             records = min(math.ceil(renewed), policy.top_m)
-            record = codec_bytes(
-                kept.codec, -(-math.ceil(renewed) // records), sizes.shape.width, element_bytes=sizes.element
-            )
+            record = kept.stored(-(-math.ceil(renewed) // records))
             fetched = sizes.sequences * kept.layers * records * -(-record // UNIT) * UNIT
     return DryForward(block, asked.kind, rows, fetched, PROGRAM_LAUNCHES)
 

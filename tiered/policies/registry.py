@@ -13,7 +13,7 @@ from tiered.policies.base import Policy
 from tiered.policies.block_causal import BlockCausal
 from tiered.policies.dllm_cache.policy import DLLMCache
 from tiered.policies.elastic_cache.policy import ElasticCache
-from tiered.policies.polestar.policy import Polestar
+from tiered.policies.polestar.policy import Polestar, PolestarWindow
 from tiered.policies.row_schedule import SCHEDULES, row_schedule
 
 # A new policy is one file and one entry here: a function that makes it from its options.
@@ -22,27 +22,14 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     **{name: partial(row_schedule, name) for name in SCHEDULES},
     **{policy.name: policy for policy in (DLLMCache, ElasticCache, Polestar, BlockCausal)},
 }
-# A policy's name, and options of it. Options that a user gives go on top.
-PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+# A policy, and options of it. Options that a user gives go on top.
+PRESETS: dict[str, tuple[Callable[..., Policy], dict[str, Any]]] = {
     # Exact under uniform noise with a noise mask; what it recomputes is the prefix cache's choice.
-    "uniform_prefix": ("fast_dllm_prefix", {}),
+    "uniform_prefix": (POLICIES["fast_dllm_prefix"], {}),
     # The paper's whole-context setting.
-    "polestar-paper": ("polestar", {"clusters": 8, "top_m": 2, "update_threshold": 4, "cluster_layers": 1}),
-    # The authors' code at commit a125b28c: two blocks before and one behind, everything on the device, as it is. Of its
-    # 8 clusters one is for rows behind the block, even if there are none.
-    "polestar-window": (
-        "polestar",
-        {
-            "clusters": 7,
-            "top_m": 4,
-            "update_threshold": 1,
-            "cumulative_threshold": 2,
-            "window_blocks": (2, 1),
-            "cluster_layers": 1,
-            "codec": "raw",
-            "hidden_tier": "device",
-        },
-    ),
+    "polestar-paper": (Polestar, {"clusters": 8, "top_m": 2, "update_threshold": 4, "cluster_layers": 1}),
+    # The authors' code.
+    PolestarWindow.name: (PolestarWindow, {}),
 }
 
 
@@ -100,10 +87,11 @@ def check_arguments(function: Callable[..., Any], policy: str | Policy, options:
 
 
 def _known(policy: object) -> tuple[Callable[..., Policy], Mapping[str, Any]]:
-    """What makes the policy of that name, and the options that the name sets."""
+    """The maker of the policy of that name, and the options that the name sets."""
     if not isinstance(policy, str):
         raise TypeError(f"a policy is a name or a Policy object, not {policy!r}")
-    name, preset = PRESETS.get(policy, (policy, {}))
-    if name not in POLICIES:
+    if policy in PRESETS:
+        return PRESETS[policy]
+    if policy not in POLICIES:
         raise unknown_name("policy", policy, (*POLICIES, *PRESETS))
-    return POLICIES[name], preset
+    return POLICIES[policy], {}

@@ -46,16 +46,6 @@ class Ticket:
         self._fetches, self._batches, self._to = fetches, batches, to
         self._open = True
 
-    def arrived(self) -> bool:
-        """Whether compute would not have to wait. Never blocks."""
-        self._fetches.send_waiting()
-        return all(
-            batch.tier is Tier.DEVICE
-            or batch.landed is not None
-            or (batch.arrival is not None and batch.arrival.done())
-            for batch in self._batches
-        )
-
     def unread(self) -> Iterator[Entry]:
         """The entries whose bytes no copy has been sent for: a reader of each is this ticket."""
         for batch in self._batches:

@@ -1,7 +1,7 @@
 """Elastic-Cache (arXiv 2510.14973): a window of masked positions slides over the answer, and a step recomputes all rows
 from the layer on where the attention of the most attended tokens has moved.
 
-Semantics follow the paper. It has no blocks: `block_length = max_new_tokens` is its setting, and any other works.
+Semantics follow the paper, which has no blocks: `block_length = max_new_tokens` is its setting; other lengths work too.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,7 @@ from tiered.forward.sizes import CallSizes
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.elastic_cache.program import ElasticStep
-from tiered.policies.elastic_cache.rows import step_rows
-from tiered.policies.elastic_cache.tracked import Tracked
+from tiered.policies.elastic_cache.rows import Tracked, step_rows
 from tiered.policies.elastic_cache.window_bytes import elastic_bytes
 
 
@@ -23,16 +22,16 @@ from tiered.policies.elastic_cache.window_bytes import elastic_bytes
 class ElasticCache(Policy):
     """Layer-wise updates on demand.
 
-    The call begins with a refresh that stores every layer's input. A step recomputes the window, what the last step
-    committed, and the tracked tokens: in each layer those that the window attended to most in the step before. Where
-    their attention weights are no longer like those of the step before, all rows are recomputed from the next layer up.
+    The call begins with a refresh that stores every layer's input. A step recomputes the window, the tokens that the
+    last step committed, and the tracked tokens: in each layer the tokens that the window attended to most in the last
+    step. If their attention weights have changed, all rows are recomputed from the next layer up.
 
     Attributes:
         window: masked positions that a step recomputes, and may commit: the first ones.
-        similarity_threshold: γ, cosine similarity below which attention has moved; −1: never, above 1: always.
-        tracked: most attended tokens by layer.
+        similarity_threshold: γ, cosine similarity below which attention has moved; −1 for never, above 1 for always.
+        tracked: tracked tokens of each layer.
         hidden_tier: where the layers' inputs are kept: "host", or "device".
-        refresh_interval: forwards of a sequence from one refresh to the next; None: only the call's first. With 1,
+        refresh_interval: forwards of a sequence from one refresh to the next; None for the call's first alone. With 1,
             and a window as long as a block, nothing is ever stale, and the answers equal those of `none`.
     """
 
@@ -71,7 +70,7 @@ class ElasticCache(Policy):
 
 
 class _Elastic(PolicyState):
-    """Keeps the tracked tokens; where a step widens is decided on its way, in `tiered.policies.elastic_cache`."""
+    """Keeps the tracked tokens. `ElasticStep` decides which steps widen."""
 
     def __init__(self, policy: ElasticCache) -> None:
         self._policy = policy

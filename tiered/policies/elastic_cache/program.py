@@ -1,61 +1,55 @@
 """A step of Elastic-Cache (arXiv 2510.14973): its rows, and all rows from the layer on where attention has moved.
 
-In every layer but the last the attention of its tracked tokens is compared with that of the step before. Where it has
-moved, in one sequence or more, the step widens: from the next layer up these sequences recompute every row, those that
-the step has not come with from the hidden states that the last step over them stored.
+Every layer but the last compares the attention of its tracked tokens with that of the last step. If it has moved in a
+sequence, the step widens: from the next layer up that sequence recomputes every row. Rows that the step did not have
+begin with the hidden states that the last step over them stored.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Bool, Float, Float32, Int
+from torch import Tensor
 
 from tiered.core.features import Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
+from tiered.forward.attention_weights import attention_weights, chunks
 from tiered.forward.forward import Flow, Forward
 from tiered.forward.sizes import CallSizes
-from tiered.policies.elastic_cache.rows import Widening, WindowRows
-from tiered.policies.elastic_cache.tracked import Tracked
-from tiered.policies.elastic_cache.watching import LayerQueries, watch, weights_of
-from tiered.policies.elastic_cache.window_bytes import window_chunk
+from tiered.policies.elastic_cache.rows import NONE, Tracked, Widening, WindowRows
+from tiered.policies.elastic_cache.window_bytes import WindowChunk, window_chunk
 
 
 class ElasticStep:
     """Layer program. With classifier-free guidance the halves that see their prompts decide for both."""
 
     def __init__(self, tracked: Tracked, step: WindowRows, threshold: float, *, apart: bool) -> None:
-        """`tracked`: as the last step left it; `threshold`: similarity below which a sequence widens; `apart`: as in
+        """`tracked`: as the last step left it. `threshold`: similarity below which a sequence widens. `apart`: see
         `Storing`."""
         self._tracked, self._step, self._threshold, self._apart = tracked, step, threshold, apart
 
     def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
         if layer == 0:
             self._begin(forward, flow)
-        # Behind the last layer there is nothing to widen, so nothing is tracked in it.
         last = layer == forward.model.shape.layers - 1
         return forward.dense(layer, flow) if last else self._watched(forward, layer, flow)
 
     def _begin(self, forward: Forward, flow: Flow) -> None:
-        length = forward.length
-        self._tracked.begin(forward.model.shape, len(self._step.due), length, flow.hidden)
+        length, window, shape = forward.length, self._step.window.shape[1], forward.model.shape
+        self._tracked.begin(shape, len(self._step.due), length, flow.hidden)
         self._widening = Widening(self._step, flow, length)
         self._storing = Storing(self._step, flow.rows, length, apart=self._apart)
-        window = self._step.window.columns.shape[1]
-        sizes = CallSizes(
-            shape=forward.model.shape,
-            batch=len(flow.hidden),
-            context=length,
-            block_length=window,
-            dtype=str(flow.hidden.dtype).removeprefix("torch."),
-        )
+        dtype = str(flow.hidden.dtype).removeprefix("torch.")
+        sizes = CallSizes(shape=shape, batch=len(flow.hidden), context=length, block_length=window, dtype=dtype)
         self._chunk = window_chunk(sizes, window=window, tracked=self._tracked.count)
 
     def _watched(self, forward: Forward, layer: int, flow: Flow) -> Flow:
-        """`Forward.dense`, with a look at the layer between the keys and the attention, and what comes out stored."""
+        """`Forward.dense` that compares attention once the keys are written, and stores its output."""
         rows, hidden, widening = flow.rows, flow.hidden, self._widening
         complete, past = widening.settled and self._step.all_active, None
-        if not widening.settled:  # the store still holds the keys of the step before
+        if not widening.settled:  # the store still holds the last step's keys
             tracked = self._tracked
             past = weights_of(forward, layer, tracked.queries(layer), tracked.columns(layer), forward.keys(layer))
         normed = forward.write(layer, rows, hidden)
@@ -72,19 +66,17 @@ class ElasticStep:
 
 
 class Storing:
-    """Stores what comes out of a layer as the next one's input, in pieces that each touch few columns.
+    """Stores a layer's output as the next layer's input, in pieces that each touch few columns.
 
-    A store that streams its layers has to have every page between the first and the last column of a write. The rows of
-    a step are a window and, far from it, a few tracked tokens: written at once they would bring in nearly the whole
-    layer.
+    A store that streams its layers needs every page between the first and the last column of a write. A step's rows are
+    a window and a few tracked tokens far from it: one write of them would bring in nearly the whole layer.
 
-    Attributes:
-        pieces: of the rows of the step, with the columns that each is within; None: the store has to find out.
+    `pieces`: parts of the step's rows with the columns that they are within; None if the store has to find out.
     """
 
     def __init__(self, step: WindowRows, rows: Rows, length: int, *, apart: bool) -> None:
-        """`rows`: as the step begins; `length`: columns of the canvas. `apart`: write every tracked token by itself, at
-        the price of reading from the device once."""
+        """`rows`: rows as the step begins. `apart`: write every tracked token by itself, which reads from the device
+        once."""
         self._step, self._length = step, length
         self.pieces: list[tuple[slice, tuple[int, int] | None]] = [(slice(0, step.count), None)]
         if apart and not step.all_due:
@@ -92,10 +84,10 @@ class Storing:
 
     @spanned(Op.WRITE)
     def write(self, forward: Forward, layer: int, flow: Flow, widening: Widening, *, complete: bool) -> None:
-        """Store `flow` as the input of `layer`; `complete`: it has every row of every sequence."""
+        """Store `flow` as the input of `layer`. `complete`: it has every row of every sequence."""
         hidden, step = flow.hidden, self._step
         if complete:
-            # Spans, of which nothing that was stored is needed any more.
+            # Spans: no stored row is needed any more.
             place = torch.cat([widening.place] * (len(hidden) // len(step.due)))
             for part in forward.parts(self._length, len(hidden)):
                 chosen = place[:, part, None].expand(-1, -1, hidden.shape[2])
@@ -112,7 +104,7 @@ class Storing:
 
 
 def _pieces(step: WindowRows, rows: Rows) -> list[tuple[slice, tuple[int, int] | None]]:
-    """The rows near the window, and each tracked token, with the columns that they are within."""
+    """The rows near the window and each tracked token, with the columns that they are within."""
     assert rows.index is not None and rows.valid is not None, "rows of a step are scattered"
     index, valid = rows.index[:, : step.count], rows.valid[:, : step.count]
     first = index.where(valid, torch.iinfo(index.dtype).max).amin(dim=0)
@@ -121,3 +113,162 @@ def _pieces(step: WindowRows, rows: Rows) -> list[tuple[slice, tuple[int, int] |
     groups = [slice(0, step.near), *(slice(row, row + 1) for row in range(step.near, step.count))]
     spans = [(min(ends[0][group]), max(ends[1][group]) + 1) for group in groups if group.start < group.stop]
     return list(zip((group for group in groups if group.start < group.stop), spans, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerQueries:
+    """Queries of single tokens in a layer, from the step's rows or from stored hidden states. With classifier-free
+    guidance they are of the first half of the sequences, which see their prompts.
+
+    Attributes:
+        flow: the layer's input.
+        place: number of each column's row; −1 for no row.
+        of_rows: queries of all rows, if they go in one part; None if they are projected one by one.
+    """
+
+    forward: Forward
+    layer: int
+    flow: Flow
+    place: Int[Tensor, "batch length"]
+    of_rows: Float[Tensor, "sequences heads rows head_dim"] | None
+
+    def at(self, columns: Int[Tensor, "batch n"]) -> Float[Tensor, "batch heads n head_dim"]:
+        """Queries of columns among the rows; without meaning at other columns."""
+        batch = len(self.place)
+        place = self.place.gather(1, columns.clamp_min(0)).clamp_min(0)
+        if self.of_rows is None:
+            hidden = self.flow.hidden[:batch]
+            return self._projected(columns, hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2])))
+        heads, head_dim = self.of_rows.shape[1], self.of_rows.shape[3]
+        return self.of_rows[:batch].gather(2, place[:, None, :, None].expand(-1, heads, -1, head_dim))
+
+    def stored(self, columns: Int[Tensor, "batch n"]) -> Float[Tensor, "batch heads n head_dim"]:
+        """Queries of any columns, as in the last step over them."""
+        rows, batch = Rows.at(columns.clamp_min(0)), len(columns)
+        if self.layer == 0:
+            assert self.forward.ids is not None, "a step is under way"
+            return self._projected(columns, self.forward.model.embed(rows.columns(self.forward.ids[:batch])))
+        return self._projected(columns, rows.take(self.forward.store.view(Feature.HIDDEN, self.layer)[:batch])[:, 0])
+
+    def _projected(self, columns: Tensor, hidden: Float[Tensor, "batch n width"]) -> Tensor:
+        normed = self.forward.model.attention_norm(self.layer, hidden)
+        return self.forward.queries(self.layer, Rows.at(columns.clamp_min(0)), normed)
+
+
+def _readable(forward: Forward, batch: int) -> Bool[Tensor, "batch length"] | None:
+    mask = forward.key_mask
+    return None if mask is None else mask[:batch]
+
+
+@spanned(Op.WATCH)
+def weights_of(
+    forward: Forward,
+    layer: int,
+    queries: Float[Tensor, "batch heads n head_dim"],
+    columns: Int[Tensor, "batch n"],
+    keys: Float[Tensor, "sequences kv_heads length head_dim"],
+) -> Float[Tensor, "batch heads n length"]:
+    """Attention weights of the rows at `columns`, with these queries, over all `keys` of the layer; without meaning at
+    `NONE`."""
+    return attention_weights(
+        queries,
+        keys[: len(queries)],
+        _readable(forward, len(queries)),
+        soft_cap=forward.model.shape.soft_cap,
+        sink_keys=forward.model.sink_keys(layer),
+        visible=forward.visible(columns),
+        exact=False,
+    )[0]
+
+
+@spanned(Op.WATCH)
+def watch(
+    asked: LayerQueries,
+    tracked: Tracked,
+    step: WindowRows,
+    widening: Widening,
+    past: Float[Tensor, "batch heads tracked length"] | None,
+    threshold: float,
+    chunk: WindowChunk,
+) -> tuple[Bool[Tensor, " batch"] | None, int]:
+    """Compare the attention of the layer's tracked tokens, mark sequences whose attention has moved as full, and track
+    the tokens that the window attends to most. Reads from the device once, unless `past` is None.
+
+    Args:
+        asked: queries in the layer, after its keys were written.
+        tracked: as the last step left it.
+        past: attention of the tracked tokens in the last step; None if all sequences recompute every row.
+        threshold: cosine similarity below which attention has moved.
+        chunk: part of the window that is summed up at a time.
+
+    Returns:
+        Sequences that widen from the next layer on, None for no sequence; and the rows that join each of them, at most.
+    """
+    forward, layer = asked.forward, asked.layer
+    columns, keys = tracked.columns(layer), forward.keys(layer)
+    moved = torch.zeros_like(widening.full)
+    if past is not None:
+        known = columns != NONE
+        alike = similarity(past, weights_of(forward, layer, asked.at(columns), columns, keys)).where(known, 0.0)
+        # A mean over no token is NaN, which is below no threshold.
+        moved = step.active & ~widening.full & (alike.sum(dim=1) / known.sum(dim=1) < threshold)
+    # The window is masked, so nothing is hidden from it.
+    mass = attention_received(
+        asked.at(step.window),
+        step.in_window,
+        keys[: len(columns)],
+        _readable(forward, len(columns)),
+        chunk,
+        soft_cap=forward.model.shape.soft_cap,
+        sink_keys=forward.model.sink_keys(layer),
+    )
+    most, chosen = mass.masked_fill_(~step.committed, -1.0).topk(columns.shape[1], dim=1)
+    chosen = chosen.where(most >= 0, NONE)
+    found = asked.at(chosen)
+    widen, others = None, 0
+    if past is not None:
+        absent = (chosen != NONE) & (widening.place.gather(1, chosen.clamp_min(0)) < 0) & step.active[:, None]
+        widening.full |= moved
+        settled = (widening.full | ~step.active).all()
+        read = torch.stack([moved.any(), absent.any(), settled, widening.others()]).tolist()
+        widen, others, widening.settled = moved if read[0] else None, read[3], bool(read[2])
+        if read[1]:
+            found = found.where(~absent[:, None, :, None], asked.stored(chosen))
+    tracked.put(layer, chosen, found, step.active)
+    return widen, others
+
+
+def attention_received(
+    queries: Float[Tensor, "batch heads window head_dim"],
+    counts: Bool[Tensor, "batch window"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"],
+    key_mask: Bool[Tensor, "batch length"] | None,
+    chunk: WindowChunk,
+    *,
+    soft_cap: float | None = None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+) -> Float32[Tensor, "batch length"]:
+    """The weight that each column gets, summed over all heads and over the rows that count, `chunk` at a time."""
+    (batch, heads, window, _), kv_heads = queries.shape, keys.shape[1]
+    at_once = {"sequences": chunk.sequences, "heads_at_once": chunk.key_heads * (heads // kv_heads)}
+    received = queries.new_zeros(batch, keys.shape[2], dtype=torch.float32)
+    for some, of_heads, of_keys, rows in chunks(batch, heads, kv_heads, window, rows_at_once=chunk.rows, **at_once):
+        weights, _ = attention_weights(
+            queries[some, of_heads, rows],
+            keys[some, of_keys],
+            None if key_mask is None else key_mask[some],
+            soft_cap=soft_cap,
+            sink_keys=None if sink_keys is None else sink_keys[of_heads],
+            exact=False,
+        )
+        received[some] += weights.mul_(counts[some, None, rows, None]).sum(dim=(1, 2))
+        del weights  # else the next chunk's would stand beside them
+    return received
+
+
+def similarity(
+    past: Float32[Tensor, "batch heads rows length"], now: Float32[Tensor, "batch heads rows length"]
+) -> Float32[Tensor, "batch rows"]:
+    """Cosine of two sets of attention weights over the keys, mean over the heads."""
+    norms = torch.linalg.vector_norm(past, dim=-1).mul_(torch.linalg.vector_norm(now, dim=-1))
+    return ((past * now).sum(dim=-1) / norms).mean(dim=1)

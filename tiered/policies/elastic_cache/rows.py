@@ -1,16 +1,16 @@
-"""The rows of a step of Elastic-Cache, and those that join them where a sequence begins to recompute all of its own.
+"""The rows of a step of Elastic-Cache, and the rows that join them when a sequence begins to recompute all of its rows.
 
     rows of a step   | predicting | window, just committed | tracked tokens | all others of the sequences that are due |
     numbered up to   0         output                     near            count                             rows.count
 
-The window is the first masked columns of each sequence; those that are candidates are predicted by the first rows. The
-others come with the step where a sequence is due, or join it on its way (`Widening`).
+The window is the first masked columns of each sequence; the first rows predict its candidates. The other rows are in
+the step of a sequence that is due, or join it on its way (`Widening`).
 """
 
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tiered.core.canvas import PENDING, PROMPT
@@ -20,29 +20,86 @@ from tiered.core.rows import Rows, rows_where
 from tiered.core.spans import spanned
 from tiered.forward.forward import Flow, Forward
 from tiered.kernels.host_values import on_device
+from tiered.models.shape import ModelShape
 from tiered.policies.base import Step
-from tiered.policies.elastic_cache.tracked import Tracked
+
+NONE = -1  # column of a tracked token that is not there
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The first masked columns of each sequence; `there` is False where there are fewer."""
+class Tracked:
+    """The most attended tokens of each layer and sequence: their columns, and their queries of the last step. The last
+    layer tracks none, because no layer is behind it.
 
-    columns: Int[Tensor, "batch window"]
-    there: Bool[Tensor, "batch window"]
+    Queries are kept, not attention rows: the previous step's attention is recomputed from them and the keys that the
+    cache still holds. A query takes `head_dim` numbers a head, an attention row one for each column.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._columns: Int[Tensor, "layers batch tracked"] | None = None
+        self._queries: Float[Tensor, "layers batch heads tracked head_dim"] | None = None
+
+    def begin(self, shape: ModelShape, batch: int, length: int, like: Tensor) -> None:
+        """Allocate before the first step; `like` has dtype and device of the queries."""
+        if self._columns is None:
+            layers, count = shape.layers - 1, min(self._count, length)
+            self._columns = torch.full((layers, batch, count), NONE, device=like.device)
+            self._queries = like.new_zeros(layers, batch, shape.heads, count, shape.head_dim)
+
+    @property
+    def count(self) -> int:
+        """Tokens of each layer and sequence."""
+        return self.columns(0).shape[1]
+
+    def columns(self, layer: int) -> Int[Tensor, "batch tracked"]:
+        """Columns of the tokens of `layer`; `NONE` if fewer tokens are committed."""
+        assert self._columns is not None, "a step begins with `begin`"
+        return self._columns[layer]
+
+    def queries(self, layer: int) -> Float[Tensor, "batch heads tracked head_dim"]:
+        """Queries of the tokens of `layer` in the last step."""
+        assert self._queries is not None, "a step begins with `begin`"
+        return self._queries[layer]
+
+    def put(
+        self,
+        layer: int,
+        columns: Int[Tensor, "batch tracked"],
+        queries: Float[Tensor, "batch heads tracked head_dim"],
+        here: Bool[Tensor, " batch"],
+    ) -> None:
+        """Track other tokens in `layer`, in the sequences that are True in `here`."""
+        assert self._columns is not None and self._queries is not None, "a step begins with `begin`"
+        self._columns[layer] = columns.where(here[:, None], self._columns[layer])
+        self._queries[layer] = queries.where(here[:, None, None, None], self._queries[layer])
+
+    def mask(self, committed: Bool[Tensor, "batch length"]) -> Bool[Tensor, "batch length"]:
+        """True at the tokens that any layer tracks, with the shape of `committed`."""
+        batch, length = committed.shape
+        mask = committed.new_zeros(batch, length + 1)
+        if self._columns is not None:
+            columns = self._columns.transpose(0, 1).flatten(1)
+            mask.scatter_(1, columns.where(columns != NONE, length), True)
+        return mask[:, :length]
+
+    def keep(self, sequences: list[int]) -> None:
+        """Go on with these sequences alone (ascending)."""
+        if self._columns is not None and self._queries is not None:
+            self._columns, self._queries = self._columns[:, sequences], self._queries[:, sequences]
 
 
 @dataclass(frozen=True, slots=True)
 class WindowRows:
-    """What a step begins with.
+    """The rows that a step begins with.
 
     Attributes:
-        rows, output, near, count: as drawn above; filler stands behind in sequences that have fewer of a kind.
-        others: those behind the step's, of every sequence; None where none is due.
-        window: whose attention is summed up.
+        rows, output, near, count: as drawn above, with filler behind the rows of each kind.
+        others: rows behind the step's, of every sequence; None if no sequence is due.
+        window: the first masked columns of each sequence, whose attention is summed up.
+        in_window: False at filler of `window`.
         committed: columns that hold a token.
-        active, due: sequences that take part; those of them that recompute every row.
-        all_active, all_due: whether all sequences take part; whether all that do recompute every row.
+        active, due: sequences that take part, and those of them that recompute every row.
+        all_active, all_due: whether all sequences take part, and whether all of these recompute every row.
     """
 
     rows: Rows
@@ -50,7 +107,8 @@ class WindowRows:
     near: int
     count: int
     others: Rows | None
-    window: Window
+    window: Int[Tensor, "batch window"]
+    in_window: Bool[Tensor, "batch window"]
     committed: Bool[Tensor, "batch length"]
     active: Bool[Tensor, " batch"]
     due: Bool[Tensor, " batch"]
@@ -59,10 +117,8 @@ class WindowRows:
 
 
 def step_rows(step: Step, window: int, tracked: Tracked, due: tuple[bool, ...]) -> WindowRows:
-    """Rows of the first `window` masked columns of each sequence, which may lie beyond the block.
-
-    `due`: sequences that recompute every row; those that wait count for nothing.
-    """
+    """Rows of a step with the first `window` masked columns of each sequence, which may lie beyond the block. `due`:
+    sequences that recompute every row. A sequence that waits has no rows."""
     canvas = step.canvas
     device = canvas.tokens.device
     active, forwards = (on_device(values, device) for values in (step.active, step.forwards))
@@ -93,7 +149,8 @@ def step_rows(step: Step, window: int, tracked: Tracked, due: tuple[bool, ...]) 
         near=near,
         count=count,
         others=others,
-        window=Window(columns, first.gather(1, columns)),
+        window=columns,
+        in_window=first.gather(1, columns),
         committed=~masked if key_mask is None else ~masked & key_mask,
         active=active,
         due=is_due,
@@ -103,16 +160,16 @@ def step_rows(step: Step, window: int, tracked: Tracked, due: tuple[bool, ...]) 
 
 
 class Widening:
-    """The rows of a step under way: its own in front, all others behind them once any sequence needs them.
+    """The rows of a step under way: its own in front, and all others behind them once any sequence needs them.
 
     Attributes:
         full: sequences that recompute every row.
-        settled: whether all that take part do; nothing is left to find out then.
-        place: where each column stands among the valid rows; −1 where it does not.
+        settled: whether all sequences that take part do.
+        place: number of each column's row among the valid rows; −1 for no row.
     """
 
     def __init__(self, step: WindowRows, flow: Flow, length: int) -> None:
-        """`flow`: as the step begins; with guidance it goes over the batch twice. `length`: columns of the canvas."""
+        """`flow`: the rows as the step begins; with guidance they are of the batch twice."""
         self.full, self.settled = step.due.clone(), step.all_due
         self._step, self._others = step, step.others
         self._twice = len(flow.hidden) > len(step.due)
@@ -120,15 +177,15 @@ class Widening:
         self.place = self._places(flow.rows)
 
     def others(self) -> Int[Tensor, ""]:
-        """How many rows a sequence has beside those of the step, at most; 0 once they are there."""
+        """Rows of a sequence beside those of the step, at most; 0 once they are there."""
         if self._others is not None:
             return self.place.new_zeros(())
         return ((self.place < 0) & self._step.active[:, None]).sum(dim=1).amax()
 
     @spanned(Op.GATHER)
     def widened(self, forward: Forward, layer: int, flow: Flow, moved: Bool[Tensor, " batch"], others: int) -> Flow:
-        """`flow` with all rows of the sequences in `full`. Those in `moved` begin with `layer`, from the hidden states
-        that are stored of it; `others` as `others()` has it."""
+        """`flow` with all rows of the sequences in `full`. The rows of `moved` begin with the stored hidden states of
+        `layer`. `others`: what `others()` returns."""
         count, hidden = self._step.count, flow.hidden
         if self._others is None:
             self._others = self._beside(others)
@@ -148,7 +205,6 @@ class Widening:
         return Flow(rows, hidden, flow.output)
 
     def _beside(self, count: int) -> Rows:
-        """The columns that are not among the rows of the step."""
         beside = self.place < 0
         index = beside.int().argsort(dim=1, descending=True, stable=True)[:, :count]
         valid = torch.arange(count, device=index.device) < beside.sum(dim=1, keepdim=True)

@@ -1,8 +1,7 @@
-"""Books: the bytes that Elastic-Cache takes beside its features and a plain step, and how much of the attention of its
-window is summed up at a time.
+"""Books: the bytes of Elastic-Cache beside its features and a plain step, and the part of its window's attention that
+is summed up at a time.
 
-The sums go over a part of the window that fits the room which a part of a full refresh takes anyway, so they add
-temporaries only where a single row of one key head exceeds that room.
+That part fits the room of a full refresh. So the sums add temporaries only if a single row of one key head exceeds it.
 """
 
 from dataclasses import dataclass
@@ -12,16 +11,15 @@ from tiered.forward.sizes import CallSizes
 
 _FLOAT32 = 4
 _INDEX = 8
-# For each column: its place among the rows, the row's column twice over (as chosen and for the step), the columns
-# beside the step's own, and four masks.
+# For each column: its place among the rows, the row's column twice, the columns beside the step's own, and four masks.
 _BY_COLUMN = 4 * _INDEX + 4
-# Of the tracked tokens, attention weights of a layer: past, now, and their product.
+# Attention weights of the tracked tokens in a layer: past, now, and their product.
 _COMPARED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class WindowChunk:
-    """What is summed up at a time: key heads of sequences, and rows of the query heads that share them."""
+    """The part that is summed up at a time: key heads of sequences, and rows of the query heads that share them."""
 
     sequences: int
     key_heads: int
@@ -29,7 +27,7 @@ class WindowChunk:
 
 
 def window_chunk(sizes: CallSizes, *, window: int, tracked: int) -> WindowChunk:
-    """As much as fits beside a step over canvases of these `sizes`, of whose block only their number decides."""
+    """The largest part that fits beside a step over canvases of these `sizes`. The block's length does not matter."""
     shape = sizes.shape
     free = part_bytes(sizes) - _observed(sizes, window=window, tracked=tracked)
     row = shape.heads // shape.kv_heads * _weights(sizes)  # of one key head
@@ -45,7 +43,7 @@ def elastic_bytes(sizes: CallSizes, *, window: int, tracked: int) -> int:
     shape, sequences, context, element = sizes.shape, sizes.sequences, sizes.context, sizes.element
     window, tracked = min(window, context), min(tracked, context)
     kept = (shape.layers - 1) * sequences * tracked * (shape.heads * shape.head_dim * element + _INDEX)
-    # Sequences of a batch may widen from different numbers of rows: the rows of the step stand in front of all others.
+    # Sequences of a batch may widen from different numbers of rows, so the step's rows stand in front of all others.
     candidates = min(window, sizes.block_length)
     of_step = min(context, 2 * candidates + window + (shape.layers - 1) * tracked)
     ragged = of_step * shape.width * element * sequences if sequences > 1 else 0
@@ -57,8 +55,8 @@ def elastic_bytes(sizes: CallSizes, *, window: int, tracked: int) -> int:
 
 
 def _observed(sizes: CallSizes, *, window: int, tracked: int) -> int:
-    """What is held while the window's attention is summed up: normed rows and queries of a part, those of the window
-    and of the tracked tokens once more, and the tracked tokens' weights."""
+    """Bytes that are held while the window's attention is summed up: normed rows and queries of a part, of the window
+    and of the tracked tokens, and the tracked tokens' weights."""
     shape, sequences, context = sizes.shape, sizes.sequences, sizes.context
     rows = (min(context, part_rows(sequences)) + window + 2 * tracked) * sequences
     weights = _COMPARED * sequences * tracked * shape.heads * _weights(sizes)
@@ -69,7 +67,7 @@ def _observed(sizes: CallSizes, *, window: int, tracked: int) -> int:
 
 
 def _weights(sizes: CallSizes) -> int:
-    """Attention weights of one row and head: in float32, and in the model's dtype on the way. Where there are sinks,
-    its query in float32 as well."""
+    """Bytes of the attention weights of one row and head, in float32 and in the model's dtype; with sinks, of its query
+    too."""
     query = sizes.shape.head_dim * _FLOAT32 if sizes.shape.sink_tokens else 0
     return query + sizes.context * (_FLOAT32 + (0 if sizes.dtype == "float32" else sizes.element))

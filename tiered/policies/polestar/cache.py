@@ -1,9 +1,9 @@
-"""The hidden states that a call keeps: those that enter a group of layers, filled by a refresh."""
+"""The hidden states that a call keeps: the rows that enter a group of layers, stored by a refresh."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,49 +13,60 @@ from torch import Tensor
 from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER
 from tiered.clustering.areas import cluster_areas, cut_clusters
 from tiered.clustering.cluster_index import ClusterIndex
+from tiered.clustering.faiss_backend import Backend
 from tiered.core.features import ColumnState, Tier
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
 from tiered.forward.forward import Flow, Forward
 from tiered.kernels.host_values import on_device
+from tiered.offload.codec_bytes import Codec
 from tiered.policies.polestar.hidden_records import HiddenRecords
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
-from tiered.policies.polestar.options import PolestarOptions
 from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.manager import TierManager
 
-KMEANS_ITERATIONS = 5  # as in the authors' code; more moves few rows
+KMEANS_ITERATIONS = 5  # as in the authors' code; more move few rows
+KMEANS_SEED = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class HiddenCache:
-    """Clusters, records and drift of the layers that lead a group (`leader`).
+    """Clusters, records and drift of the layers that lead a group (`leads`).
 
-    An update chooses clusters where a group begins, and their rows go up through all of it: the layers that follow
-    would choose the same, for rows whose inputs have moved come first. They read nothing that is stored, so nothing
-    of theirs is. The first layer's rows are embeddings of tokens that stand still, and are looked up where they are
-    needed; what comes out of the last layer is read of the current block alone, so no other row goes through it.
-    Records are therefore of the leaders between.
+    An update chooses clusters in the leader, and their rows go up through the whole group. The other layers would
+    choose the same clusters, because rows with new inputs come first, so nothing of these layers is stored. The first
+    layer's rows are embeddings, which are looked up. The last layer's output is read of the current block alone, so no
+    other row goes through it. Only the leaders between them have records.
 
     Attributes:
-        options: what is kept, and how.
-        states: by leader; empty before the first refresh, and where there is nothing outside the block.
-        ranking: drift of every cluster at the last update, by leader and sequence: what the next will probably renew.
-        copies: canvases of each sequence: two with guidance.
-        tiers: where records are; of the call.
+        clusters, top_m, codec, backend: options of `Polestar`; `backend` is `kmeans`.
+        group: layers of a group.
+        tier: tier of the records.
+        states: by leader; empty before the first refresh, and if there is nothing outside the block.
+        ranking: drift of every cluster at the last update, by leader and sequence.
+        copies: canvases of each sequence; 2 with guidance.
+        tiers: the call's tiers; None before the first refresh.
         log: what updates did.
+        updated_in, fetched: number of the last forward that updated, and the columns of stored rows that it used.
     """
 
-    options: PolestarOptions
+    clusters: int | Literal["auto"]
+    top_m: int
+    group: int
+    codec: Codec
+    tier: Tier
+    backend: Backend
     states: dict[int, LayerState] = field(default_factory=dict)
     ranking: dict[int, list[list[float]]] = field(default_factory=dict)
     copies: int = 1
     tiers: TierManager | None = None
     log: list[GroupUpdate] = field(default_factory=list)
+    updated_in: int = -1
+    fetched: Bool[np.ndarray, "sequences length"] = field(default_factory=lambda: np.zeros((0, 0), dtype=bool))
 
     def begin(self, tiers: TierManager | None, copies: int) -> None:
-        """A refresh begins: forget everything."""
+        """Forget everything: a refresh begins."""
         for state in self.states.values():
             self._forget(state, range(state.batch))
         self.states.clear()
@@ -73,32 +84,27 @@ class HiddenCache:
                 self.ranking[state.layer] = [self.ranking[state.layer][number] for number in kept]
 
     def leads(self, layer: int) -> bool:
-        """Whether `layer` begins a group of `cluster_layers`. Embeddings say nothing of context: the first layer is a
-        group of its own."""
-        return layer == 0 or (layer - 1) % self.options.cluster_layers == 0
+        """Whether `layer` begins a group. The first layer is a group of its own: embeddings say nothing of context."""
+        return layer == 0 or (layer - 1) % self.group == 0
 
     def layers_of(self, leader: int, layers: int) -> int:
-        """How many layers the group of `leader` has in a model of `layers`, whose last is in none."""
-        return min(self.options.cluster_layers, layers - 1 - leader) if leader else 1
+        """Layers in the group of `leader`, in a model of `layers`. The model's last layer is in no group."""
+        return min(self.group, layers - 1 - leader) if leader else 1
 
     @spanned(Op.CLUSTERING)
     def cluster(
-        self,
-        hidden: Float[Tensor, "batch length width"],
-        areas: tuple[Span, Span],
-        pads: Sequence[int],
+        self, hidden: Float[Tensor, "batch length width"], areas: tuple[Span, Span], pads: Sequence[int]
     ) -> list[ClusterIndex]:
-        """Clusters of `hidden`, what goes into a group of layers. `pads`: columns of padding in front of each
-        sequence."""
+        """Clusters of the rows that enter a group. `pads`: columns of padding in front of each sequence."""
         length = hidden.shape[1]
         (_, end), (suffix, last) = areas
         padding = on_device(pads, hidden.device)[:, None]
         valid = torch.arange(length, device=hidden.device)[None] >= padding if any(pads) else None
-        # Sequences that are too short for all clusters get as many as they have rows.
+        # A sequence that is too short for all clusters gets one for each of its rows.
         groups: dict[int | str, list[int]] = defaultdict(list)
         for number, pad in enumerate(pads):
             prefix, behind = max(0, end - max(areas[0][0], pad)), last - suffix
-            wanted = self.options.clusters
+            wanted = self.clusters
             fitting = wanted if wanted == "auto" else min(max(wanted, (prefix > 0) + (behind > 0)), prefix + behind)
             groups[fitting].append(number)
         found: dict[int, ClusterIndex] = {}
@@ -110,8 +116,8 @@ class HiddenCache:
                 count,  # pyright: ignore[reportArgumentType]
                 valid=None if valid is None else valid[part],
                 iterations=KMEANS_ITERATIONS,
-                seed=self.options.seed,
-                backend=self.options.kmeans if hidden.is_cpu else "torch",
+                seed=KMEANS_SEED,
+                backend=self.backend if hidden.is_cpu else "torch",
             )
             if count == "auto":
                 indices = cut_clusters(hidden[part], indices, MOST_ROWS_PER_CLUSTER)
@@ -122,64 +128,33 @@ class HiddenCache:
     def store(
         self, layer: int, hidden: Float[Tensor, "batch length width"], indices: Sequence[ClusterIndex]
     ) -> list[HiddenRecords]:
-        """Hand the members of every cluster to the tiers; the copies run while the layer does."""
+        """Store the members of every cluster; the copies run while the layer does."""
         return [
             HiddenRecords.store(
-                self.open_tiers,
-                hidden[sequence],
-                index,
-                layer=layer,
-                sequence=sequence,
-                codec=self.options.codec,
-                tier=Tier(self.options.hidden_tier),
+                self.open_tiers, hidden[sequence], index,
+                layer=layer, sequence=sequence, codec=self.codec, tier=self.tier,
             )
             for sequence, index in enumerate(indices)
-        ]
-
-    @spanned(Op.CLUSTERING)
-    def members(self, indices: Sequence[ClusterIndex], length: int) -> list[Members]:
-        """The same clusters for the host. Reads from the device once a sequence."""
-        return [Members.of(index.rows.tolist(), index.sizes, length) for index in indices]
+        ]  # fmt: skip
 
     @property
     def open_tiers(self) -> TierManager:
-        """Where records are."""
         assert self.tiers is not None, "the runtime opens tiers for a policy that keeps hidden states"
         return self.tiers
 
-    def column_states(self, forward: int, active: Span, length: int) -> Int8[np.ndarray, "batch length"]:
-        """`ColumnState.STORED` and `FETCHED` of every column, after forward number `forward` of the call, with guidance
-        on the canvases that see their prompts; for what looks on. Nothing is read from the device.
-
-        Args:
-            forward: the last one; the cache is as it left it.
-            active: columns that it would have computed without an update.
-            length: columns of the canvas.
-        """
+    def column_states(self, forward: int, length: int) -> Int8[np.ndarray, "batch length"]:
+        """The `ColumnState` of columns after `forward`, of the canvases that see their prompts: `STORED` and `FETCHED`.
+        The host reads nothing from the device."""
         sequences = next((state.batch for state in self.states.values()), 0)
         places = np.zeros((sequences, length), dtype=np.int8)
-        if self.options.hidden_tier != Tier.DEVICE:
+        if self.tier is not Tier.DEVICE:
             for state in self.states.values():
                 if state.records is not None:
                     for row, members in zip(places, state.members, strict=True):
                         row[members.cluster_of >= 0] |= ColumnState.STORED
-            places[self._fetched(forward, active, places.shape)] |= ColumnState.FETCHED
+            if forward == self.updated_in:
+                places[self.fetched] |= ColumnState.FETCHED
         return places[: sequences // self.copies]
-
-    def _fetched(self, forward: int, active: Span, shape: tuple[int, int]) -> Bool[np.ndarray, "sequences length"]:
-        """Members whose stored rows an update has used. Rows that a layer hands up take the place of stored ones."""
-        fetched, handed = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
-        handed[:, slice(*active)] = True
-        for update in reversed([*takewhile(lambda update: update.forward == forward, reversed(self.log))]):
-            state, renewed = self.states[update.layer], np.zeros(shape, dtype=bool)
-            for row, members, clusters in zip(renewed, state.members, update.clusters, strict=True):
-                for cluster in clusters:
-                    row[members.live(cluster)] = True
-            if state.records is not None:
-                fetched |= renewed & ~handed
-            handed = renewed
-            handed[:, slice(*active)] = True
-        return fetched
 
     def _forget(self, state: LayerState, sequences: Iterable[int]) -> None:
         if state.records is not None:
@@ -188,23 +163,18 @@ class HiddenCache:
 
 
 class Refresh:
-    """Layer program of a refresh: captures the rows that go into every group of layers as clusters and records, and
-    begins their drift.
+    """Layer program of a refresh: stores the rows that enter every group of layers as clusters, and begins their drift.
 
-    They are encoded before the layer runs and copied while it and the next ones do; that costs the refresh the encoding
-    alone.
+    Rows are encoded before the layer runs, and copied while it and the next layers do.
     """
 
     def __init__(self, cache: HiddenCache, areas: tuple[Span, Span], current: Span, pads: Sequence[int]) -> None:
-        """`areas`: columns before and behind `current`, the current block's; `pads`: padding in front of each
-        sequence. Under a noise mask what is before it makes no clusters: it sees nothing that will change."""
-        self._cache = cache
-        self._areas = areas
-        self._current = current
-        self._pads = pads
+        """`areas`: columns before and behind the `current` block. Under a noise mask the columns before it make no
+        clusters, because they see nothing that will change. `pads`: columns of padding in front of each sequence."""
+        self._cache, self._areas, self._current, self._pads = cache, areas, current, pads
 
     def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
-        cache, last = self._cache, forward.model.shape.layers - 1
+        cache = self._cache
         if layer == 0:
             copies = len(flow.hidden) // len(self._pads)
             cache.begin(forward.tiers, copies)
@@ -212,13 +182,19 @@ class Refresh:
             if forward.model.shape.noise_masked:
                 (_, end), behind = self._areas
                 self._areas = (end, end), behind
-        if layer == last or not cache.leads(layer):
+        if layer == forward.model.shape.layers - 1 or not cache.leads(layer):
             return forward.dense(layer, flow)
         indices = cache.cluster(flow.hidden, self._areas, self._pads)
         if not any(index.clusters for index in indices):
             return forward.dense(layer, flow)
-        members = cache.members(indices, flow.hidden.shape[1])
+        members = _members(indices, flow.hidden.shape[1])
         records = cache.store(layer, flow.hidden, indices) if layer else None
         flow = forward.dense(layer, flow)
         cache.states[layer] = LayerState.of(forward, layer, self._current, indices, members, records)
         return flow
+
+
+@spanned(Op.CLUSTERING)
+def _members(indices: Sequence[ClusterIndex], length: int) -> list[Members]:
+    """The same clusters on the host. Reads from the device once a sequence."""
+    return [Members.of(index.rows.tolist(), index.sizes, length) for index in indices]

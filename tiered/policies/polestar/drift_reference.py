@@ -18,25 +18,21 @@ from tiered.kernels.proxy_widen_ref import proxy_widen
 
 @dataclass(frozen=True, slots=True)
 class DriftReference(DriftDistribution):
-    """A distribution over columns, split into those whose keys may change before the next update and the rest, that is
-    carried from update to update without another look at all keys.
+    """A distribution over columns, in two sets: columns whose keys may change before the next update, and the rest.
 
-    The rest is summed without the changing columns. Their share could be taken off a sum over everything instead, but
-    where they hold nearly all of it the difference is noise. For the same reason the rest lies in parts: one for each
-    cluster's members, part 0 for the columns of no cluster, and where there are sinks a last one for them, which never
-    changes. The members of a few whole clusters leave it (`widened`) without a subtraction, and come back (`measured`)
-    to an empty part. So a reference that goes from update to update is as exact as one made anew, whatever the
-    attention does and however many updates there are.
+    The rest is summed without the changing columns, because a difference would be noise if they hold nearly all of the
+    attention. For the same reason the rest lies in parts: part 0 for the columns of no cluster, one for each cluster's
+    members, and a last one for sinks, if there are any. The members of whole clusters leave the rest (`add_changing`)
+    without a subtraction, and come back (`measured`) to an empty part. So a reference that goes from update to update
+    is as exact as a new one. An update that gives new keys to the columns F and moves a few centroids:
 
-    An update that gives new keys to the columns F, all that some clusters have, then moves a few centroids:
-
-        reference = reference.widened(queries, keys, F)
+        reference = reference.add_changing(queries, keys, F)
         ... the keys at the changing columns and at F are written ...
         drift, reference = reference.measured(queries, keys, changing and F, slice(changing))
-        reference.move(queries of the moved, keys, moved, valid)
+        reference.recenter(queries of the moved, keys, moved, valid)
 
-    It takes batch · heads · clusters · (changing + 2 · parts) float32; parts are the clusters of columns and one, or
-    two with sinks.
+    It takes batch · heads · clusters · (changing + 2 · parts) float32. All methods raise `ValueError` for shapes that
+    do not go together.
     """
 
     @classmethod
@@ -56,20 +52,15 @@ class DriftReference(DriftDistribution):
         """The attention of `queries` over all `keys`, as both are now.
 
         Args:
-            queries: of the centroids, rotated at the positions of their medoids.
-            keys: as cached, rotated.
-            changing: columns whose keys may change before the next reference is made; distinct where valid, anything
-                in range where not.
-            valid: False at filler, where sequences have different numbers of changing columns.
-            key_mask: False at columns that nothing may attend to.
-            cluster_of: the cluster of every column, −1 where there is none (`ClusterIndex.cluster_of`); without it,
-                all columns are of none. A changing column comes back to its own.
-            clusters: how many `cluster_of` tells apart, in the sequence that has most; there may be other queries.
-            soft_cap: c where scores s count as c · tanh(s / c); None: as they are.
-            sink_keys: keys of each head beside those of the columns, not rotated, the same for ever.
-
-        Raises:
-            ValueError: shapes that do not go together.
+            queries: queries of the centroids, rotated at the positions of their medoids.
+            keys: cached keys, rotated.
+            changing: columns whose keys may change before the next reference is made, each once.
+            valid: False at filler of `changing`.
+            key_mask: False at columns that no query may attend to.
+            cluster_of: cluster of every column, −1 for none; None if no column has a part of its own.
+            clusters: number of clusters in `cluster_of`, of the sequence with the most.
+            soft_cap: c, so that a score s counts as c · tanh(s / c); None for s itself.
+            sink_keys: keys of each head beside those of the columns, not rotated.
         """
         batch, _, length, _ = keys.shape
         of_none = changing.new_zeros(batch, length, dtype=torch.int64)
@@ -86,27 +77,19 @@ class DriftReference(DriftDistribution):
         sums = _sums(queries, keys, part, parts, soft_cap, sink_keys)
         return cls(_scores(queries, keys, columns, soft_cap), columns, sums, sizes, part_of, soft_cap)
 
-    def widened(
+    def add_changing(
         self,
         queries: Float[Tensor, "batch heads clusters head_dim"],
         keys: Float[Tensor, "batch kv_heads length head_dim"],
         rows: Rows,
         updating: Bool[Tensor, " batch"] | None = None,
     ) -> "DriftReference":
-        """The same distribution, with the columns of `rows` as changing ones, behind those that are already.
+        """The same distribution, with `rows` of the rest as changing columns behind the others.
 
-        Exact where they are all columns that the rest has of some clusters. Where a cluster loses some of its columns
-        only, or without clusters, the rest is off by about 10⁻⁶ of what they held of it (`LogSumExp.minus`), and the
-        logarithm of its share by that over what remains: drift is good to 10⁻⁵ as long as they held no more than ten
-        times what remains, and means nothing where they held 10⁶ times as much.
-
-        Args:
-            queries, keys: as they were when the reference was made.
-            rows: in the rest so far, where valid. Those that nothing may attend to count as filler.
-            updating: False at sequences in which no row counts.
-
-        Raises:
-            ValueError: shapes that do not go together.
+        Exact if they are all columns of some clusters. If a cluster loses some of its columns only, the rest is off by
+        about 10⁻⁶ of their share (`LogSumExp.minus`): drift is good to 10⁻⁵ while they held no more than ten times what
+        remains. `queries` and `keys` are as they were for the reference. `updating`: False at sequences whose rows do
+        not count.
         """
         widen = for_device(proxy_widen, keys.device)
         columns = rows.positions(len(queries), keys.device)
@@ -120,18 +103,14 @@ class DriftReference(DriftDistribution):
         keep: slice = slice(None),
         updating: Bool[Tensor, " batch"] | None = None,
     ) -> tuple[Float32[Tensor, "batch clusters"], "DriftReference"]:
-        """How far the distribution has moved, of which nothing but the keys at the changing columns did; and the
-        current one as the reference from now on, with the changing columns outside `keep` back in the rest.
+        """KL of the distribution now from what it was, and the present one as the next reference.
 
         Args:
-            queries: as they were when the reference was made.
-            keys: as they are now.
+            queries: as they were for the reference.
+            keys: as they are now; only those of changing columns differ.
             rows: the changing columns, in their order.
-            keep: which of them stay changing.
+            keep: the changing columns that stay so; the others go back to the rest.
             updating: see `proxy_drift`.
-
-        Raises:
-            ValueError: shapes that do not go together; a slice with a step.
         """
         first, stop, step = keep.indices(self.columns.shape[1])
         if step != 1:
@@ -141,7 +120,7 @@ class DriftReference(DriftDistribution):
         drift, scores, columns, sums, sizes = measure(*given, (first, max(first, stop)), updating)
         return drift, self._with(scores, columns, sums, sizes)
 
-    def move(
+    def recenter(
         self,
         queries: Float[Tensor, "batch heads moved head_dim"],
         keys: Float[Tensor, "batch kv_heads length head_dim"],
@@ -149,18 +128,8 @@ class DriftReference(DriftDistribution):
         valid: Bool[Tensor, "batch moved"] | None = None,
         sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     ) -> None:
-        """Let `clusters` have other `queries` from now on, in place: their attention over all `keys` as these are now.
-
-        Args:
-            queries: of the moved centroids.
-            keys: of which those of the rest are as they were when the reference was made.
-            clusters: distinct where valid, anything in range where not.
-            valid: False at filler, where sequences have different numbers of moved clusters.
-            sink_keys: as they were when the reference was made.
-
-        Raises:
-            ValueError: shapes that do not go together.
-        """
+        """Give `clusters` other `queries` in place: their attention over all `keys` as these are now. `valid`: False at
+        filler of `clusters`."""
         if queries.shape[2] != clusters.shape[1]:
             raise ValueError(f"queries of {queries.shape[2]} clusters cannot be those of {clusters.shape[1]}")
         part = self.part_of.scatter(1, self.columns, -1)[:, :-1]
@@ -171,31 +140,21 @@ class DriftReference(DriftDistribution):
         for ours, new in (self.scores, scores), (self.sums.peak, sums.peak), (self.sums.mass, sums.mass):
             moved.put(ours, new)
 
-    def joined(self) -> "DriftReference":
-        """With one more centroid, a copy of the first until it is moved."""
+    def append(self) -> "DriftReference":
+        """One more centroid, a copy of the first one until `recenter`."""
 
-        def one_more(ours: Tensor) -> Tensor:
-            return torch.cat([ours, ours[:, :, :1]], dim=2)
-
-        sums = LogSumExp(one_more(self.sums.peak), one_more(self.sums.mass))
-        return replace(self, scores=one_more(self.scores), sums=sums)
+        scores, peak, mass = (
+            torch.cat([ours, ours[:, :, :1]], dim=2) for ours in (self.scores, self.sums.peak, self.sums.mass)
+        )
+        return replace(self, scores=scores, sums=LogSumExp(peak, mass))
 
     def of_sequences(self, sequences: list[int]) -> "DriftReference":
-        """That of these sequences alone."""
+        """The reference of these sequences alone."""
         sums = LogSumExp(self.sums.peak[sequences], self.sums.mass[sequences])
-        scores, columns, sizes, part_of = (
-            of_all[sequences] for of_all in (self.scores, self.columns, self.sizes, self.part_of)
-        )
-        return DriftReference(scores, columns, sums, sizes, part_of, self.soft_cap)
+        scores, columns, sizes = self.scores[sequences], self.columns[sequences], self.sizes[sequences]
+        return DriftReference(scores, columns, sums, sizes, self.part_of[sequences], self.soft_cap)
 
-    def _with(
-        self,
-        scores: Float32[Tensor, "batch heads clusters changing"],
-        columns: Int[Tensor, "batch changing"],
-        sums: LogSumExp,
-        sizes: Int[Tensor, "batch parts"],
-    ) -> "DriftReference":
-        """The same columns in the same parts, with another state."""
+    def _with(self, scores: Tensor, columns: Tensor, sums: LogSumExp, sizes: Tensor) -> "DriftReference":
         return replace(self, scores=scores, columns=columns, sums=sums, sizes=sizes)
 
 
@@ -207,7 +166,7 @@ def _sums(
     soft_cap: float | None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
 ) -> LogSumExp:
-    """Of the keys that have a part, and last of `sink_keys`, which every sequence has."""
+    """Sums over the keys of each part, and last over `sink_keys`."""
     attention = for_device(proxy_attention, keys.device)
     if parts == 1:
         one = attention(queries, keys, part >= 0, soft_cap)
@@ -227,7 +186,7 @@ def _scores(
     columns: Int[Tensor, "batch changing"],
     soft_cap: float | None,
 ) -> Float32[Tensor, "batch heads clusters changing"]:
-    """Of the keys at `columns`; −inf at `length`."""
+    """Scores of the keys at `columns`; −inf at column `length`."""
     length = keys.shape[2]
     index = columns.clamp_max(length - 1)[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
     scores = proxy_scores(queries, keys.gather(2, index), soft_cap)
@@ -235,5 +194,5 @@ def _scores(
 
 
 def _keys_of(rows: Rows, keys: Float[Tensor, "batch kv_heads length head_dim"]) -> tuple[Tensor, Tensor | None]:
-    """What the ops are given as keys, and as their index: a span is a view of them."""
+    """The keys and their index, for the ops. A span is a view of the keys."""
     return (rows.take(keys), None) if rows.index is None else (keys, rows.index)

@@ -1,8 +1,12 @@
-"""The hidden states of one layer of one sequence as records: one for each cluster, or piece of a large one."""
+"""Stored hidden states: the records of a layer of one sequence, and the fetches that bring clusters to the device."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
+import numpy as np
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -11,23 +15,28 @@ from tiered.clustering.cluster_index import ClusterIndex
 from tiered.core.features import Feature, Tier
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
+from tiered.kernels.host_values import on_device
 from tiered.offload.codec_bytes import Codec, codec_bytes
-from tiered.policies.polestar.cluster_sizes import fitting_rows
+from tiered.policies.polestar.hidden_bytes import fitting_rows
+from tiered.policies.polestar.members import Cluster
 from tiered.tiers.banks import CentroidBank
 from tiered.tiers.manager import TierManager
 from tiered.tiers.record_book import RecordKey
+from tiered.tiers.ticket import Ticket
+
+Tickets = dict[tuple[Cluster, ...], Ticket]  # by the clusters that travel together
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenRecords:
-    """What `store` left in the tiers, by cluster.
+    """The hidden states of one layer of one sequence in a tier: one record for each cluster, or piece of a large one.
 
     Attributes:
         layer, sequence: whose hidden states.
         sizes: members of each cluster; the records hold their rows in cluster-major order.
-        pieces: the record of each part number.
+        pieces: the rows of each record, by part number.
         codec, tier: how and where they are stored.
-        most_rows: of a record.
+        most_rows: rows of a record, at most.
     """
 
     layer: int
@@ -61,7 +70,7 @@ class HiddenRecords:
         return records
 
     def appended(self, count: int) -> "HiddenRecords":
-        """With one more cluster, of `count` members. Nothing of it is stored yet."""
+        """One more cluster, of `count` members. None of them is stored yet."""
         cluster, first = len(self.sizes), sum(self.sizes)
         more = (Piece(cluster, first + piece.start, first + piece.stop) for piece in pieces([count], self.most_rows))
         return replace(self, sizes=(*self.sizes, count), pieces=(*self.pieces, *more))
@@ -80,36 +89,35 @@ class HiddenRecords:
             TierCapacityError, ValueError: see `TierManager.store`.
         """
         parts = self._parts(clusters)
-        banks: dict[int, CentroidBank] = {}
+        tables: dict[int, CentroidBank] = {}
         try:
             if self.codec.needs_base:
                 # One for each cluster: a shared one would stay until the last of its clusters is renewed.
                 for cluster, centroid in zip(clusters, centroids.to(tiers.dtype), strict=True):
-                    banks[cluster] = tiers.bank(centroid[None].clone())
+                    tables[cluster] = tiers.bank(centroid[None].clone())
             tiers.store(
-                [self.key(part) for part in parts],
+                [self._key(part) for part in parts],
                 rows,
                 [self.pieces[part].stop - self.pieces[part].start for part in parts],
                 codec=self.codec,
-                bank=[banks[self.pieces[part].cluster] for part in parts] if banks else None,
-                clusters=[0] * len(parts) if banks else None,
+                bank=[tables[self.pieces[part].cluster] for part in parts] if tables else None,
+                clusters=[0] * len(parts) if tables else None,
                 tier=self.tier,
             )
         finally:
-            for bank in banks.values():
-                bank.release()
-
-    def key(self, part: int) -> RecordKey:
-        """The name of a piece's record."""
-        return RecordKey(Feature.HIDDEN, self.layer, self.sequence, part)
+            for table in tables.values():
+                table.release()
 
     def keys(self, clusters: Sequence[int]) -> list[RecordKey]:
         """The records of `clusters`, in their order."""
-        return [self.key(part) for part in self._parts(clusters)]
+        return [self._key(part) for part in self._parts(clusters)]
 
     def forget(self, tiers: TierManager) -> None:
         """Drop all records."""
-        tiers.forget(self.key(part) for part in range(len(self.pieces)))
+        tiers.forget(self._key(part) for part in range(len(self.pieces)))
+
+    def _key(self, part: int) -> RecordKey:
+        return RecordKey(Feature.HIDDEN, self.layer, self.sequence, part)
 
     def _parts(self, clusters: Sequence[int]) -> list[int]:
         of_cluster: dict[int, list[int]] = {cluster: [] for cluster in clusters}
@@ -120,10 +128,10 @@ class HiddenRecords:
 
 
 def most_rows(slot_bytes: int, codec: Codec | str, hidden: Float[Tensor, "length width"]) -> int:
-    """Rows of the largest record of `codec` that fits a staging slot, at most `cluster_sizes.MOST_ROWS`.
+    """Rows of the largest record of `codec` that fits a staging slot, at most `hidden_bytes.MOST_ROWS`.
 
     Raises:
-        ValueError: not even one row fits.
+        ValueError: no row fits.
     """
     width, element = hidden.shape[1], hidden.element_size()
     fitting = fitting_rows(codec, width, element, slot_bytes)
@@ -131,3 +139,56 @@ def most_rows(slot_bytes: int, codec: Codec | str, hidden: Float[Tensor, "length
         row = codec_bytes(codec, 1, width, element_bytes=element)
         raise ValueError(f"a row takes {row} bytes in {codec}; a staging slot has {slot_bytes}")
     return fitting
+
+
+class Fetching:
+    """The fetches of one update, and how many clusters came which way (`GroupUpdate`)."""
+
+    def __init__(self, tiers: TierManager) -> None:
+        self._tiers = tiers
+        self._ahead: dict[Cluster, Ticket] = {}
+        self._counts: Counter[str] = Counter()
+
+    def guess(self, clusters: Sequence[Cluster], records: Sequence[HiddenRecords]) -> None:
+        """Begin to fetch the clusters that the next `ask` will probably want."""
+        self._ahead = {cluster: self._fetch([cluster], records) for cluster in clusters}
+
+    def ask(self, clusters: Sequence[Cluster], records: Sequence[HiddenRecords]) -> Tickets:
+        """The tickets of `clusters`: those of right guesses, and one for all others. Wrong guesses are given up."""
+        guessed = {(cluster,): self._ahead.pop(cluster) for cluster in clusters if cluster in self._ahead}
+        missing = [cluster for cluster in clusters if (cluster,) not in guessed]
+        self._counts.update(ahead=len(guessed), on_demand=len(missing), in_vain=len(self._ahead))
+        for ticket in self._ahead.values():
+            ticket.close()
+        self._ahead = {}
+        return guessed | self._together(missing, records)
+
+    def refetch(self, clusters: Sequence[Cluster], records: Sequence[HiddenRecords]) -> Tickets:
+        """Begin to fetch clusters of which only some members were recomputed."""
+        self._counts["repairs"] += len(clusters)
+        return self._together(clusters, records)
+
+    def take(self, tickets: Tickets, out: Float[Tensor, "any width"], rows: Mapping[Cluster, slice]) -> None:
+        """Write the clusters of `tickets` to their `rows` of `out`. Compute waits for them; `tickets` is then empty."""
+        for clusters, ticket in tickets.items():
+            places = [rows[cluster] for cluster in clusters]
+            if all(one.stop == other.start for one, other in pairwise(places)):
+                ticket.into(out[places[0].start : places[-1].stop])
+            else:
+                numbers = np.concatenate([np.arange(place.start, place.stop) for place in places])
+                ticket.into(out, on_device(torch.from_numpy(numbers), out.device))
+        for clusters in [*tickets]:
+            tickets.pop(clusters).wait()
+
+    def counts(self) -> Counter[str]:
+        """The counts since the last call of `counts`."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    def _together(self, clusters: Sequence[Cluster], records: Sequence[HiddenRecords]) -> Tickets:
+        return {tuple(clusters): self._fetch(clusters, records)} if clusters else {}
+
+    def _fetch(self, clusters: Sequence[Cluster], records: Sequence[HiddenRecords]) -> Ticket:
+        ticket = self._tiers.fetch([key for sequence, number in clusters for key in records[sequence].keys([number])])
+        self._counts["fetched_bytes"] += ticket.nbytes
+        return ticket

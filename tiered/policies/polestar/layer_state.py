@@ -1,42 +1,43 @@
-"""What the cache of hidden states holds for one layer: members, records, and what drift is measured with."""
+"""What the cache of hidden states holds for one layer, and how an update reads and writes it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tiered.clustering.cluster_index import ClusterIndex
-from tiered.clustering.summaries import means_and_medoids
+from tiered.clustering.summaries import add_by_cluster, means_and_medoids
+from tiered.clustering.unit_rows import rounding
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
-from tiered.forward.forward import Forward
+from tiered.forward.forward import Flow, Forward
+from tiered.kernels.host_values import on_device
 from tiered.policies.polestar.drift_reference import DriftReference
-from tiered.policies.polestar.hidden_records import HiddenRecords
-from tiered.policies.polestar.members import Members
-from tiered.policies.polestar.options import MOST_PARTS
+from tiered.policies.polestar.hidden_bytes import MOST_PARTS
+from tiered.policies.polestar.hidden_records import Fetching, HiddenRecords, Tickets
+from tiered.policies.polestar.members import Columns, Members, RowLayout
+from tiered.tiers.manager import TierManager
 
 Span = tuple[int, int]
 
 
 @dataclass(slots=True)
 class LayerState:
-    """Clusters of every sequence in the first layer of a group. Where sequences have different numbers of them, filler
-    stands behind.
+    """Clusters of every sequence in the first layer of a group. Sequences with fewer clusters have filler behind them.
 
     Attributes:
-        layer: which.
-        current: columns of the current block: their keys change with every step, and drift is what that does.
-        members: who belongs where, by sequence.
-        records: of the members; None where a layer keeps none.
+        layer: number of the layer.
+        current: columns of the current block. Their keys change with every step, and that is what makes drift.
+        members: the columns of each cluster, by sequence.
+        records: records of the members, by sequence; None for a layer without records.
         medoids: canvas column of every cluster.
         present: False at filler.
-        queries: of the centroids, rotated at the medoids' positions.
-        reference: their attention at the last update of each sequence.
-        part_of, parts: the cluster of every column when the state was made, and how many there were; None and 0 where
-            the reference does without.
+        queries: queries of the centroids, rotated at the positions of the medoids.
+        reference: attention of the centroids at the last update of each sequence.
     """
 
     layer: int
@@ -47,8 +48,6 @@ class LayerState:
     present: Bool[Tensor, "batch clusters"]
     queries: Float[Tensor, "batch heads clusters head_dim"]
     reference: DriftReference
-    part_of: Int[Tensor, "batch length"] | None
-    parts: int
 
     @classmethod
     def of(
@@ -60,73 +59,68 @@ class LayerState:
         members: list[Members],
         records: list[HiddenRecords] | None,
     ) -> "LayerState":
-        """After the keys of every row of the layer have been written."""
+        """The state after the keys of every row of the layer were written."""
         most = max(index.clusters for index in indices)
         medoids = torch.stack([_padded(index.medoids, most) for index in indices])
         centroids = torch.stack([_padded(index.centroids, most) for index in indices])
         present = torch.stack([_padded(torch.ones_like(index.medoids), most) for index in indices]).bool()
         queries = centroid_queries(forward, layer, centroids, medoids)
-        length = forward.length
         parts = most if most <= MOST_PARTS else 0
-        part_of = torch.stack([index.cluster_of(length) for index in indices]) if parts else None
+        part_of = torch.stack([index.cluster_of(forward.length) for index in indices]) if parts else None
         reference = _reference(forward, layer, queries, current, part_of, parts)
-        return cls(layer, current, members, records, medoids, present, queries, reference, part_of, parts)
+        return cls(layer, current, members, records, medoids, present, queries, reference)
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return len(self.members)
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending). The others' records are the caller's to forget."""
+        """Go on with these sequences alone (ascending). The caller forgets the records of the others."""
         self.members = [self.members[number] for number in sequences]
         if self.records is not None:
             self.records = [self.records[number] for number in sequences]
         self.medoids, self.present = self.medoids[sequences], self.present[sequences]
-        self.part_of = None if self.part_of is None else self.part_of[sequences]
         self.queries, self.reference = self.queries[sequences], self.reference.of_sequences(sequences)
 
-    def move(
+    def recenter(
         self,
         forward: Forward,
         clusters: Int[Tensor, "batch moved"],
         valid: Bool[Tensor, "batch moved"],
         centroids: Float[Tensor, "batch moved width"],
     ) -> None:
-        """The centroids of these clusters have changed, and so have their queries: measure their drift from here."""
+        """Give `clusters` new centroids, hence new queries. Their drift is measured from here."""
         queries = centroid_queries(forward, self.layer, centroids, self.medoids.gather(1, clusters))
         keys, sinks = forward.keys(self.layer), forward.model.sink_keys(self.layer)
         with span(Op.DRIFT):
-            self.reference.move(queries, keys, clusters, valid, sinks)
+            self.reference.recenter(queries, keys, clusters, valid, sinks)
         self.queries = self.queries.clone()
         Rows.at(clusters, valid).put(self.queries, queries)
 
     def retire(self, columns: Span) -> None:
-        """`columns` leave their clusters; the records still hold what they were."""
-        first, stop = columns
-        self.members = [members.without(first, stop) for members in self.members]
+        """Let `columns` leave their clusters; the records still hold their rows."""
+        self.members = [members.without(*columns) for members in self.members]
 
     def append(
         self, forward: Forward, columns: Span, hidden: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch 1 width"]:
-        """One more cluster in every sequence: `columns`, whose rows are `hidden`; nothing of it is stored yet. Returns
-        its centroids."""
+        """Give every sequence one more cluster: `columns`, whose rows are `hidden`. Stores nothing. Returns the
+        centroids of the new clusters."""
         batch, count = hidden.shape[:2]
         everything = torch.zeros(batch, count, dtype=torch.int64, device=hidden.device)
         means, nearest = means_and_medoids(hidden, everything, 1)
         centroids, medoids = means.to(hidden.dtype), nearest + columns[0]
-        # The new cluster's number is the next of its own sequence, so that numbers stay without gaps there; the column
-        # of filler that all get makes room for it.
+        # The new cluster's number is the next one of its own sequence. All sequences get a column of filler for it.
         number, filler = self.present.sum(1, keepdim=True), torch.zeros_like(medoids)
         self.medoids = torch.cat([self.medoids, filler], dim=1).scatter_(1, number, medoids)
         self.present = torch.cat([self.present, filler.bool()], dim=1).scatter_(1, number, True)
         self.queries = torch.cat([self.queries, self.queries[:, :, :1]], dim=2)
-        self.reference = self.reference.joined()
-        self.move(forward, number, torch.ones_like(number, dtype=torch.bool), centroids)
-        for sequence in range(batch):
-            self.members[sequence] = self.members[sequence].appended(*columns)
-            if self.records is not None:
-                self.records[sequence] = self.records[sequence].appended(count)
+        self.reference = self.reference.append()
+        self.recenter(forward, number, torch.ones_like(number, dtype=torch.bool), centroids)
+        self.members = [members.appended(*columns) for members in self.members]
+        if self.records is not None:
+            self.records = [records.appended(count) for records in self.records]
         return centroids
 
 
@@ -136,7 +130,7 @@ def centroid_queries(
     centroids: Float[Tensor, "batch clusters width"],
     medoids: Int[Tensor, "batch clusters"],
 ) -> Float[Tensor, "batch heads clusters head_dim"]:
-    """Queries of centroids as if they stood where their medoids do: keys are rotated, so queries need a position."""
+    """Queries of centroids, rotated at the positions of the medoids, because cached keys are rotated."""
     return forward.queries(layer, Rows.at(medoids), forward.model.attention_norm(layer, centroids))
 
 
@@ -149,13 +143,12 @@ def _reference(
     part_of: Int[Tensor, "batch length"] | None,
     parts: int,
 ) -> DriftReference:
-    """Their attention over all keys as they are now."""
+    """The attention of `queries` over all keys as they are now."""
     keys = forward.keys(layer)
-    changing = torch.arange(*current, device=keys.device).expand(keys.shape[0], -1)
     return DriftReference.of(
         queries,
         keys,
-        changing,
+        torch.arange(*current, device=keys.device).expand(keys.shape[0], -1),
         key_mask=forward.key_mask,
         cluster_of=part_of,
         clusters=parts,
@@ -167,3 +160,131 @@ def _reference(
 def _padded(part: Tensor, count: int) -> Tensor:
     """`part` with zeros behind it, `count` rows in all."""
     return torch.cat([part, part.new_zeros(count - len(part), *part.shape[1:])])
+
+
+@spanned(Op.DRIFT)
+def write_and_measure(
+    forward: Forward, state: LayerState, flow: Flow, current: Span, last_active: int, updating: Bool[Tensor, " batch"]
+) -> list[list[float]]:
+    """Write keys and values of all rows of `flow`, and measure how this and the steps before it moved the attention of
+    the centroids. In sequences that update, drift is measured from here from now on. Reads once from the device.
+
+    Args:
+        flow: rows of the layer, which begin with the columns that `state` tracks.
+        current: columns of the current block, the last of the active ones.
+        last_active: number in `flow` of the first row behind the active ones.
+        updating: sequences that update.
+
+    Returns:
+        KL of every cluster, by sequence; without meaning in a sequence that does not update. KL below rounding is 0, so
+        that noise does not choose among clusters that stand still.
+    """
+    layer, known = state.layer, state.current[1] - state.current[0]
+    others, reference = flow.rows[known:], state.reference
+    if others.count:
+        reference = reference.add_changing(state.queries, forward.keys(layer), others, updating)
+    forward.write(layer, flow.rows, flow.hidden)
+    keys = forward.keys(layer)  # again: decoded keys are a copy
+    block = slice(last_active - (current[1] - current[0]), last_active)
+    # Every sequence updates at the start of a block. Later the columns are the same, and other references stay.
+    drift, state.reference = reference.measured(state.queries, keys, flow.rows, block, updating)
+    drift = torch.nn.functional.threshold(drift, rounding(keys.dtype), 0.0)
+    state.current = current
+    return [row[: len(members.sizes)] for row, members in zip(drift.tolist(), state.members, strict=True)]
+
+
+@spanned(Op.GATHER)
+def gather_rows(
+    forward: Forward,
+    state: LayerState,
+    known: Sequence[Float[Tensor, "batch _ width"]],
+    layout: RowLayout,
+    fetching: Fetching,
+    tickets: Tickets,
+    out: Float[Tensor, "batch rows width"],
+) -> Rows:
+    """Write the layer's input at the clusters of `layout` to `out`, and return all of its rows.
+
+    Rows come from `known`, or from `tickets`, for which compute waits. All other rows, filler too, become 0.
+    """
+    flat = out.view(-1, out.shape[2])
+    columns, blank, *numbers = _on_device(out.device, layout.columns, layout.blank, *layout.to, *layout.source)
+    gathered = Rows.at(columns)
+    if (layout.columns < 0).any():
+        gathered = Rows.at(columns.clamp_min(0), columns >= 0)
+    if state.records is None:
+        assert forward.ids is not None, "a step reads ids"
+        out[:, layout.before :] = forward.model.embed(gathered[layout.before :].columns(forward.ids))
+        return gathered
+    if len(blank):
+        flat.index_fill_(0, blank, 0)
+    fetching.take(tickets, flat, layout.rows)
+    for rows, to, source in zip(known, numbers[: len(known)], numbers[len(known) :], strict=True):
+        if len(to):
+            flat.index_copy_(0, to, rows.flatten(0, 1).index_select(0, source))
+    return gathered
+
+
+@spanned(Op.PATCH)
+def patch(
+    forward: Forward,
+    tiers: TierManager,
+    state: LayerState,
+    known: Sequence[Float[Tensor, "batch _ width"]],
+    columns: Sequence[Columns],
+    affected: Sequence[Sequence[int]],
+    fetching: Fetching,
+    refetched: Tickets,
+) -> tuple[Int[Tensor, "batch moved"], Bool[Tensor, "batch moved"], Float[Tensor, "batch moved width"]] | None:
+    """Store the `affected` clusters as they are now.
+
+    A centroid moves by Σ(new − old) / count: to the mean of the rows as they are now, which needs no old ones.
+
+    Args:
+        known: rows of the layer's input.
+        columns: canvas columns of `known`; −1 at rows that do not count.
+        refetched: fetches of the clusters whose rows are not all known.
+
+    Returns:
+        The arguments of `LayerState.recenter`; None for no affected cluster.
+    """
+    most = max(map(len, affected))
+    if not most or state.records is None:
+        return None
+    layout = RowLayout.of(state.members, affected, columns)
+    batch, rows = layout.columns.shape
+    values = known[0].new_empty(batch, rows, known[0].shape[2])
+    gather_rows(forward, state, known, layout, fetching, refetched, values)
+    # Rows that do not count go to one more cluster.
+    own = np.where(layout.cluster < 0, most, layout.cluster)
+    moved, counts = np.full((batch, most), -1), np.ones((batch, most), dtype=np.int64)
+    for b, clusters in enumerate(affected):
+        moved[b, : len(clusters)] = clusters
+        counts[b, : len(clusters)] = np.bincount(own[b], minlength=most)[: len(clusters)]
+    of_row, clusters, members = _on_device(values.device, own, moved, counts.clip(1))
+    sums = torch.zeros(batch, most + 1, values.shape[2], device=values.device)
+    for b in range(batch):  # float32 copies of one sequence at a time
+        add_by_cluster(sums[b : b + 1], values[b : b + 1].float(), of_row[b : b + 1])
+    centroids = (sums[:, :most] / members[..., None]).to(values.dtype)
+    for b, chosen in enumerate(affected):
+        if chosen:
+            stored = sum(state.members[b].sizes[cluster] for cluster in chosen)
+            state.records[b].renew(tiers, chosen, values[b, :stored], centroids[b, : len(chosen)])
+    return clusters.clamp_min(0), clusters >= 0, centroids
+
+
+@spanned(Op.PATCH)
+def append(forward: Forward, tiers: TierManager, state: LayerState, flow: Flow, finished: Span) -> None:
+    """Make a cluster of the block `finished`, the first rows of `flow`."""
+    hidden = flow.hidden[:, : finished[1] - finished[0]]
+    centroids = state.append(forward, finished, hidden)
+    if state.records is not None:
+        for b, records in enumerate(state.records):
+            records.renew(tiers, [len(records.sizes) - 1], hidden[b], centroids[b])
+
+
+def _on_device(device: torch.device, *tables: Int[np.ndarray, "..."]) -> list[Tensor]:
+    """`tables` in one copy."""
+    flat = on_device(torch.from_numpy(np.concatenate([table.ravel() for table in tables])), device)
+    parts = flat.split([table.size for table in tables])
+    return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]

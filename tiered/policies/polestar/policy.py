@@ -1,7 +1,7 @@
 """Polestar (arXiv 2607.14107): between refreshes, renew the clusters whose attention has drifted most.
 
-Semantics follow the paper, whole context and per layer, with the stored hidden states in the tiers; the constants of
-the authors' code are presets. Departures, and why, are in docs/polestar.md.
+Semantics follow the paper: the whole context, layer by layer, with the stored hidden states in the tiers. The authors'
+code is a preset. docs/polestar.md lists the differences, and why they are there.
 """
 
 from collections.abc import Sequence
@@ -13,32 +13,97 @@ import torch
 from jaxtyping import Bool, Int8
 from torch import Tensor
 
+from tiered.clustering.faiss_backend import BACKENDS, Backend, import_faiss
+from tiered.core.checks import check_integer, unknown_name
+from tiered.core.features import Tier
 from tiered.forward.sizes import CallSizes
 from tiered.kernels.host_values import on_device
-from tiered.policies.base import PolicyState, Step, StepKind, StepRows
+from tiered.offload.codec_bytes import Codec
+from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.polestar.cache import HiddenCache, Refresh
-from tiered.policies.polestar.options import PolestarOptions
-from tiered.policies.polestar.record_bytes import hidden_record_bytes
+from tiered.policies.polestar.hidden_bytes import ClusterSizes, hidden_record_bytes
 from tiered.policies.polestar.update import Update
 from tiered.policies.polestar.update_log import GroupUpdate
+from tiered.policies.row_schedule import SELDOM
 from tiered.tiers.record_bytes import RecordBytes
+
+REFRESHES = ("full", "drift", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Polestar(PolestarOptions):
+class Polestar(Policy):
     """Drift-aware updates from stored hidden states.
 
-    A block begins with a refresh, whose rows are clustered layer by layer and stored. A step then recomputes the
-    block alone, until more tokens have been committed than the thresholds allow; that step is an update, which renews
-    in every layer the members of the `top_m` clusters whose attention has moved most.
+    A block begins with a refresh, which clusters the rows of each layer and stores them. A step then recomputes the
+    block alone, until more than T tokens were committed. That step is an update: in every layer it also renews the
+    members of the M clusters whose attention has moved most.
 
-    Its options are those of `PolestarOptions`.
+    Attributes:
+        clusters: C, clusters in each layer of each sequence, shared by prefix and suffix; "auto" for about one per 64
+            rows.
+        top_m: M, clusters that an update renews in each layer; 0 for none, which is `fast_dllm_dual`.
+        update_threshold: T, commits of one step, or of all steps since the last update, that call for no update yet.
+        cluster_layers: layers that share one clustering; 1 for a clustering of each layer, as in the paper. A cluster
+            that one of these layers hands to the next is whole there, so no stored row is fetched for it.
+        codec: how members are stored: a `Codec` of `tiered.offload.codec_bytes`, or its name.
+        refresh: what begins a block: "full" for every row; "drift" for an update over the finished block and the new
+            one, which is beyond the paper; "auto" for "drift" if it makes the call faster and the prompts are long
+            enough for their answers to hold.
+        refresh_blocks: blocks from one refresh to the next, with `refresh` = "drift".
+        kmeans: library that iterates the clustering on the CPU: "torch", or "faiss" (of the extra "faiss"), which is
+            faster for narrow models. A GPU always has torch.
     """
 
     name: ClassVar[str] = "polestar"
+    # No options, but a subclass may have other values: the T of all commits since the last update, None for
+    # `update_threshold`; blocks before the current one and behind it that are clustered, None for all; and the tier of
+    # the stored rows.
+    cumulative_threshold: ClassVar[int | None] = None
+    window_blocks: ClassVar[tuple[int, int] | None] = None
+    hidden_tier: ClassVar[Tier] = Tier.HOST
 
-    def record_bytes(self, sizes: CallSizes, least_slot: int = 0) -> RecordBytes | None:
-        return hidden_record_bytes(self, sizes, least_slot) if self.top_m else None
+    clusters: int | Literal["auto"] = "auto"
+    top_m: int = 4
+    update_threshold: int = 4
+    cluster_layers: int = 4
+    codec: Codec | str = Codec.NVFP4_DELTA
+    refresh: Literal["full", "drift", "auto"] = "full"
+    refresh_blocks: int = SELDOM
+    kmeans: Backend = "torch"
+
+    def __post_init__(self) -> None:
+        if self.clusters != "auto":
+            check_integer("clusters", self.clusters, least=1)
+        for name, least in (("top_m", 0), ("update_threshold", 0), ("cluster_layers", 1), ("refresh_blocks", 1)):
+            check_integer(name, getattr(self, name), least=least)
+        for name, allowed in (("codec", list(Codec)), ("refresh", REFRESHES), ("kmeans", BACKENDS)):
+            if getattr(self, name) not in allowed:
+                raise unknown_name(name, str(getattr(self, name)), map(str, allowed))
+        if self.kmeans == "faiss":
+            import_faiss()  # its error says how to install it, before anything is computed
+
+    @property
+    def appended_blocks(self) -> int:
+        """Finished blocks that become clusters of their own before the next refresh, at most."""
+        return self.refresh_blocks - 1 if self.refresh == "drift" else 0
+
+    def cluster_sizes(self, call: CallSizes, least_slot: int = 0, *, whole_response: bool = False) -> ClusterSizes:
+        """Rows, clusters and records of a call. A staging slot has `least_slot` bytes, at least. `whole_response`: an
+        update may renew every cluster of the response."""
+        return ClusterSizes(
+            call=call, codec=Codec(self.codec), wanted=self.clusters, top_m=self.top_m, group=self.cluster_layers,
+            window=None if self.window_blocks is None else sum(self.window_blocks) * call.block_length,
+            appended_blocks=self.appended_blocks, whole_response=whole_response, faiss=self.kmeans == "faiss",
+            least_slot=least_slot,
+        )  # fmt: skip
+
+    def record_bytes(
+        self, sizes: CallSizes, least_slot: int = 0, *, whole_response: bool = False
+    ) -> RecordBytes | None:
+        if not self.top_m:
+            return None
+        kept = self.cluster_sizes(sizes, least_slot, whole_response=whole_response)
+        return hidden_record_bytes(kept, self.hidden_tier)
 
     def reads_keys(self) -> bool:
         return self.top_m > 0
@@ -48,43 +113,65 @@ class Polestar(PolestarOptions):
         return Drifting(self)
 
 
-class Drifting(PolicyState):
-    """Counts commits; what is renewed is decided where drift is measured, in `tiered.policies.polestar`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolestarWindow(Polestar):
+    """The authors' code (commit a125b28c): clusters of a window of blocks, on the device, as they are.
 
-    def __init__(self, policy: Polestar, *, dry: bool = False) -> None:
-        """`dry`: no layer program runs, so the first refresh counts as if it had made clusters."""
-        self.policy, self._dry = policy, dry
-        self._cache = HiddenCache(policy) if policy.top_m else None
+    One of the authors' 8 clusters is for rows behind the block, even if there are none.
+    """
+
+    name: ClassVar[str] = "polestar-window"
+    cumulative_threshold: ClassVar[int | None] = 2
+    window_blocks: ClassVar[tuple[int, int] | None] = (2, 1)
+    hidden_tier: ClassVar[Tier] = Tier.DEVICE
+
+    clusters: int | Literal["auto"] = 7
+    update_threshold: int = 1
+    cluster_layers: int = 1
+    codec: Codec | str = Codec.RAW
+
+
+class Drifting(PolicyState):
+    """Counts commits, and decides which steps refresh or update. An `Update` decides what it renews."""
+
+    def __init__(self, policy: Polestar, *, dry: bool = False, renews_response: bool = False) -> None:
+        """`dry`: no layer program runs, so the first refresh counts as if it had made clusters. `renews_response`: an
+        update that begins a block renews every cluster with rows behind the prompt."""
+        self.policy, self._dry, self._renews_response = policy, dry, renews_response
+        self._cache = None
+        if policy.top_m:
+            self._cache = HiddenCache(
+                clusters=policy.clusters, top_m=policy.top_m, group=policy.cluster_layers, codec=Codec(policy.codec),
+                tier=policy.hidden_tier, backend=policy.kmeans,
+            )  # fmt: skip
         self._forwards = 0
-        self._active = (0, 0)  # columns that the last forward computed anyway
-        self._last: Tensor | None = None  # commits of the last step, and since the last update, by sequence
-        self._since: Tensor | None = None
+        self._last: Tensor | None = None  # commits of the last step, by sequence
+        self._since: Tensor | None = None  # commits since the last update, by sequence
 
     def rows(self, step: Step) -> StepRows:
         number, self._forwards = self._forwards, self._forwards + 1
-        if self._refreshes(step):
+        if step.remasked or (not step.number and (not self._clustered or self._begins_with_refresh(step.block))):
             self._since = None
-            self._active = (0, step.canvas.length)
             rows = StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH)
-            return rows if self._cache is None else replace(rows, program=self._capture(step))
-        # The block's rows, and where predictions are shifted the row in front of them.
+            return rows if self._cache is None else replace(rows, program=self._capture(self._cache, step))
+        # The block's rows, and the row in front of them if predictions are shifted.
         block = (step.first_row, step.stop)
         active, updating, kept = block, [True] * step.canvas.batch, True
         if step.number:
             updating, kept = self._due(step)
         else:
             active = (step.first_row - (step.stop - step.start), step.stop)
-        self._active = active
         rows = StepRows.of_span(*active, step, StepKind.STEP)
         if self._cache is None or not any(updating):
             return rows
-        self._reset(updating)
-        response = None if step.number or not self.policy.renew_response else step.canvas.prompt_length
+        assert self._since is not None, "an update follows a refresh"
+        self._since = self._since.masked_fill(on_device(updating, self._since.device), 0)
+        response = None if step.number or not self._renews_response else step.canvas.prompt_length
         update = Update(self._cache, step.active, updating, active, block, number, renewed_from=response, kept=kept)
         return replace(rows, kind=StepKind.UPDATE, program=update)
 
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:
-        # Counted on the device: the next step reads the sums when the step's own host read has passed anyway.
+        # Counted on the device: the next step reads the sums after the step's own host read.
         self._last = committed.sum(dim=1)
         self._since = self._last if self._since is None else self._since + self._last
 
@@ -97,7 +184,7 @@ class Drifting(PolicyState):
     def column_states(self, step: Step) -> Int8[np.ndarray, "batch length"] | None:
         if self._cache is None or not self._cache.states:
             return None
-        return self._cache.column_states(self._forwards - 1, self._active, step.canvas.length)
+        return self._cache.column_states(self._forwards - 1, step.canvas.length)
 
     @property
     def updates(self) -> Sequence[GroupUpdate]:
@@ -108,22 +195,13 @@ class Drifting(PolicyState):
         """Whether there are clusters to renew."""
         return self._cache is not None and (self._dry or bool(self._cache.states))
 
-    def _refreshes(self, step: Step) -> bool:
-        policy = self.policy
-        if step.remasked:
-            return True
-        if policy.refresh_interval is not None:
-            return step.number % policy.refresh_interval == 0
-        return step.number == 0 and (not self._clustered or self._begins_with_refresh(step.block))
-
     def _begins_with_refresh(self, block: int) -> bool:
-        """Whether a block does, where there are clusters."""
         return self.policy.refresh == "full" or block % self.policy.refresh_blocks == 0
 
     def _due(self, step: Step) -> tuple[list[bool], bool]:
-        """Sequences with more commits than the thresholds allow, which still have something to commit; and whether
-        another update may follow on theirs before a refresh forgets what they store: where the block has as much left
-        as it takes, or the next one begins with an update."""
+        """Sequences with more commits than the thresholds allow and something left to commit; and whether another
+        update may read what theirs stores. It may if the block has enough left for one, or the next block begins with
+        one."""
         if not self._clustered:
             return [False], False
         assert self._last is not None and self._since is not None, "the first step of a call is a refresh"
@@ -137,15 +215,10 @@ class Drifting(PolicyState):
         goes_on = step.stop < canvas.length and not self._begins_with_refresh(step.block + 1)
         return [bool(one) for one in found], again or goes_on or step.rewrites
 
-    def _reset(self, updating: Sequence[bool]) -> None:
-        assert self._since is not None, "an update follows a refresh"
-        self._since = self._since.masked_fill(on_device(updating, self._since.device), 0)
-
-    def _capture(self, step: Step) -> Refresh:
-        assert self._cache is not None, "only a policy with clusters captures them"
+    def _capture(self, cache: HiddenCache, step: Step) -> Refresh:
         first, last, length = step.first_row, step.stop, step.canvas.length
         before, behind = (length, length)
         if self.policy.window_blocks is not None:
             before, behind = ((step.stop - step.start) * blocks for blocks in self.policy.window_blocks)
         areas = ((max(0, first - before), first), (last, min(length, last + behind)))
-        return Refresh(self._cache, areas, (first, last), step.canvas.pads.tolist())
+        return Refresh(cache, areas, (first, last), step.canvas.pads.tolist())

@@ -11,18 +11,17 @@ class GroupUpdate:
 
     Attributes:
         forward: number of the forward in the call, from 0.
-        layer: the first of the group, where drift is measured and clusters are chosen.
-        layers: how many the group has; the last layer of the model is in none.
-        drift: KL of every cluster since its sequence's last update, by sequence; empty where a sequence did not update.
+        layer: the first layer of the group. Drift is measured and clusters are chosen there.
+        layers: layers of the group; the last layer of the model is in no group.
+        drift: KL of every cluster since its sequence's last update, by sequence; empty if a sequence did not update.
         clusters: the clusters that were renewed, by sequence, in the order of their drift.
         rows: rows recomputed in each of the layers beside those of a plain step, by sequence.
         patched: clusters whose stored rows were replaced, by sequence.
-        fetched_bytes: of all records that were fetched, in vain or not, repairs included.
-        ahead: clusters fetched on a guess, and wanted.
-        on_demand: fetched when they were asked for.
-        in_vain: fetched on a guess, and not wanted.
-        skipped: not there in time, and left as they were.
-        repairs: fetched because only some of their members were patched.
+        fetched_bytes: bytes of all records that were fetched, of wrong guesses and of repairs too.
+        ahead: clusters fetched on a right guess.
+        on_demand: clusters fetched after they were chosen.
+        in_vain: clusters fetched on a wrong guess.
+        repairs: clusters fetched because only some of their members were recomputed.
     """
 
     forward: int
@@ -36,7 +35,6 @@ class GroupUpdate:
     ahead: int = 0
     on_demand: int = 0
     in_vain: int = 0
-    skipped: int = 0
     repairs: int = 0
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,0 +1,288 @@
+"""Books: how many rows, clusters and records of hidden states a call keeps, and their bytes in each tier.
+
+The formulas of temporaries follow `tiered.policies.polestar` tensor by tensor. They count plain torch operations, which
+take more than the kernels of a GPU, and an update of all rows, because a few clusters may hold them all.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_clusters
+from tiered.clustering.seeding import SKETCH_WIDTH
+from tiered.clustering.tiles import DEVICE_ELEMENTS
+from tiered.core.features import Tier
+from tiered.forward.forward_bytes import part_bytes, part_rows
+from tiered.forward.sizes import CallSizes
+from tiered.kernels.proxy_attention_ref import SCORES_AT_ONCE
+from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes, workspace_bytes
+from tiered.offload.slabs import UNIT, size_class
+from tiered.offload.spill_record import HEADER_BYTES
+from tiered.tiers.arena_bytes import arena_bytes, best_slab
+from tiered.tiers.record_bytes import RecordBytes
+
+# Rows of the largest record, before its last page is filled: 128 rows of LLaDA-8B are 295 KiB as nvfp4_delta. Larger
+# records move no faster, and an update that wants a part of one fetches it all.
+RECORD_ROWS = 128
+MOST_ROWS = 256  # of a record whose page holds many
+# With so few clusters a reference keeps the attention on each of them apart. Drift is then exact, however much of the
+# attention the renewed clusters hold. It takes clusters² numbers, which is too many for hundreds of clusters.
+MOST_PARTS = 16
+STORE_SLOTS = 2  # rows are encoded into one while the other is copied
+STORE_BYTES = 2 << 20  # most bytes of a store slot; a copy of them is at full speed
+MOST_FETCH_SLOTS = 16
+# Tensors of the size of all scores that stand at once while drift is measured: the reference, both log-probabilities,
+# and the terms of the divergence with their masks.
+_COMPARED = 9.25
+_SUMMED = 4  # the same while columns leave a reference or join it, and while attention is summed part by part
+# Of faiss: `distance_compute_blas_query_bs` and `distance_compute_blas_database_bs`.
+_FAISS_ROWS, _FAISS_CENTROIDS = 4096, 1024
+_FLOAT32, _INT64 = 4, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSizes:
+    """What decides the bytes of hidden states. All counts are the most that can be.
+
+    Attributes:
+        call: the call's sizes.
+        codec: codec of the records.
+        wanted: clusters of a layer and sequence that the policy asks for.
+        top_m: clusters that an update chooses.
+        window: rows that a refresh clusters; None for no limit.
+        appended_blocks: finished blocks that become clusters between two refreshes.
+        whole_response: whether an update may renew every cluster of the response.
+        group: layers that share their clusters.
+        faiss: whether faiss iterates k-means.
+        least_slot: bytes of a staging slot, at least.
+    """
+
+    call: CallSizes
+    codec: Codec
+    wanted: int | Literal["auto"]
+    top_m: int
+    window: int | None = None
+    appended_blocks: int = 0
+    whole_response: bool = False
+    group: int = 1
+    faiss: bool = False
+    least_slot: int = 0
+
+    @property
+    def clustered(self) -> int:
+        """Rows of a layer and sequence that a refresh clusters."""
+        call = self.call
+        # Under a noise mask only rows behind the block go stale.
+        among = call.answer if call.shape.noise_masked and call.answer is not None else call.context
+        rows = max(0, among - call.block_length)
+        return rows if self.window is None else min(rows, self.window)
+
+    @property
+    def made(self) -> int:
+        """Clusters of a layer and sequence that a refresh makes."""
+        rows = self.clustered  # large clusters of "auto" are cut
+        wanted = auto_clusters(rows) + rows // MOST_ROWS_PER_CLUSTER if self.wanted == "auto" else self.wanted
+        return min(max(wanted, 2), rows)
+
+    @property
+    def appended(self) -> int:
+        """Clusters of a layer and sequence that are appended after the refresh."""
+        return min(self.appended_blocks, max(0, self.call.context // self.call.block_length - 1)) if self.made else 0
+
+    @property
+    def clusters(self) -> int:
+        return self.made + self.appended
+
+    @property
+    def kept(self) -> int:
+        """Rows in all clusters of a layer and sequence."""
+        return self.clustered + self.appended * self.call.block_length
+
+    @property
+    def renewed(self) -> int:
+        """Rows of the clusters that an update chooses in a layer and sequence."""
+        bounded = self.wanted == "auto" and not self.whole_response
+        return min(self.clustered, self.top_m * MOST_ROWS_PER_CLUSTER) if bounded else self.clustered
+
+    @property
+    def record_rows(self) -> int:
+        return fitting_rows(self.codec, self.call.shape.width, self.call.element, self.stored(self._largest))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a staging slot: room for two records of half the largest size, padded as in an arena."""
+        largest, half = self.stored(self._largest), self.stored(-(-self._largest // 2))
+        return max(size_class(largest), 2 * size_class(half), self.least_slot)
+
+    @property
+    def layers(self) -> int:
+        """Layers that keep records: one a group. The first and the last layer keep none."""
+        return -(-max(0, self.call.shape.layers - 2) // self.group)
+
+    @property
+    def records(self) -> int:
+        """Records of one layer of one sequence."""
+        return min(self.kept, self.clusters + self.kept // self.record_rows)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the attention that a reference keeps, if it keeps any."""
+        return min(self.made, MOST_PARTS) + 1 + bool(self.call.shape.sink_tokens)
+
+    @property
+    def block(self) -> int:  # columns whose keys change at every step, with the row in front that predicts
+        return self.call.block_length + self.call.shape.prediction_shift
+
+    @property
+    def flow(self) -> int:
+        """Rows of a sequence that go from layer to layer in an update."""
+        return self.block + self.call.block_length * bool(self.appended) + self.renewed
+
+    @property
+    def row(self) -> int:
+        """Bytes of one hidden row of every sequence."""
+        return self.call.sequences * self.call.shape.width * self.call.element
+
+    def stored(self, rows: int, records: int = 1) -> int:
+        """Bytes of `rows` hidden rows in so many records."""
+        return codec_bytes(self.codec, rows, self.call.shape.width, element_bytes=self.call.element, records=records)
+
+    @property
+    def _largest(self) -> int:
+        return min(max(self.kept, 1), RECORD_ROWS)
+
+
+def fitting_rows(codec: Codec | str, width: int, element_bytes: int, slot_bytes: int) -> int:
+    """Rows of the largest record in a staging slot of `slot_bytes`, rounded up to whole pages; 0 if no row fits.
+
+    A larger slot holds more records, not larger ones, because rows decode to values that depend on their record.
+    """
+    largest = codec_bytes(codec, RECORD_ROWS, width, element_bytes=element_bytes)
+    return _rows_within(Codec(codec), width, element_bytes, -(-min(slot_bytes, largest) // UNIT) * UNIT)
+
+
+@cache
+def _rows_within(codec: Codec, width: int, element_bytes: int, nbytes: int) -> int:
+    sizes = (codec_bytes(codec, rows, width, element_bytes=element_bytes) for rows in range(1, MOST_ROWS + 1))
+    return sum(size <= nbytes for size in sizes)
+
+
+def hidden_record_bytes(sizes: ClusterSizes, tier: Tier) -> RecordBytes:
+    """Bytes of the hidden states that a call keeps in `tier`."""
+    call, sequences, slot = sizes.call, sizes.call.sequences, sizes.slot_bytes
+    layers, width = sequences * sizes.layers, call.shape.width
+
+    def arena(slab_bytes: int, header: int = 0) -> int:
+        return arena_bytes(
+            sizes.codec, rows=layers * sizes.kept, records=layers * sizes.records, most_rows=sizes.record_rows,
+            width=width, element_bytes=call.element, slab_bytes=slab_bytes, store_bytes=store, header=header,
+        )  # fmt: skip
+
+    records = tables = activations = 0
+    store = slot
+    if sizes.kept:
+        records = sizes.stored(sizes.kept, sizes.records)
+        if tier is Tier.HOST:  # a sequence's records of a layer, each in whole pages
+            store = max(slot, min(STORE_BYTES, (-(-records // UNIT) + sizes.records) * UNIT))
+        # Every call has room for a refresh without clusters.
+        room = call.context * sizes.row + part_bytes(call)
+        activations = max(refresh_bytes(sizes) - room, update_bytes(sizes) - room, 0)
+    if sizes.codec.needs_base and layers:  # new centroids of a layer stand beside those that they replace
+        tables = (layers + 1) * centroid_bytes(sizes.clusters, width, element_bytes=call.element)
+    slab, on_host = best_slab(slot, arena), tier is Tier.HOST
+    return RecordBytes(
+        tier=tier,
+        clusters=sizes.clusters,
+        records=layers * records,
+        arena=arena(slab),
+        file=arena(slab + UNIT, HEADER_BYTES),
+        references=sequences * (sizes.layers + (call.shape.layers > 1)) * _reference_bytes(sizes),
+        banks=tables,
+        slot_bytes=slot,
+        store_bytes=store,
+        slab_bytes=slab,
+        fetch_slots=min(MOST_FETCH_SLOTS, sequences * min(sizes.top_m, max(1, sizes.clusters)) + 2) if on_host else 1,
+        store_slots=STORE_SLOTS if on_host else 1,
+        activations=activations,
+    )
+
+
+def _reference_bytes(sizes: ClusterSizes) -> int:
+    """Bytes that one layer of one sequence keeps from update to update (`LayerState`)."""
+    shape, clusters = sizes.call.shape, sizes.clusters
+    queries = clusters * shape.heads * shape.head_dim * sizes.call.element
+    # Queries of a reference with parts: few enough clusters of a refresh, and those appended since.
+    in_parts = min(clusters, MOST_PARTS + sizes.appended)
+    # Scores of the block's columns; peak and mass of the other columns, by part and in all.
+    scores = max(clusters * (sizes.block + 4), in_parts * (sizes.block + 2 * sizes.parts + 2))
+    columns = _INT64 * (sizes.call.context + sizes.block + sizes.parts)
+    return queries + _FLOAT32 * shape.heads * scores + columns + (_INT64 + 1) * clusters
+
+
+def update_bytes(sizes: ClusterSizes) -> int:
+    """The most bytes that an update holds at a time, with its rows and the temporaries of a part."""
+    call, shape, batch, clusters = sizes.call, sizes.call.shape, sizes.call.sequences, sizes.clusters
+    flow, values = sizes.flow * sizes.row, sizes.kept * sizes.row
+    keys = batch * sizes.flow * shape.kv_width
+    # Positions of rows in the canvas and in the gathered rows, and whether they count.
+    places = _INT64 * batch * (6 * sizes.flow + 2 * call.context)
+    scores = _FLOAT32 * batch * shape.heads * clusters * sizes.flow
+    members = (_FLOAT32 + 1) * batch * sizes.flow * sizes.parts
+    measured = max(
+        int(_COMPARED * scores) + keys * call.element,
+        _SUMMED * scores + keys * (2 * call.element + _FLOAT32) + members,
+    )
+    # Rows from below are picked out in a copy. The input of chosen rows stays until affected clusters are stored.
+    gathered, known = 2 * flow, sizes.renewed * sizes.row
+    # One sequence's rows in float32, and the sums.
+    means = sizes.kept * shape.width * _FLOAT32 * (call.dtype != "float32") + 4 * _centroids(sizes)
+    patched = flow + max(known + values + max(flow, means, _coding(sizes)), _moving(sizes))
+    part = part_bytes(replace(call, context=sizes.flow))
+    normed = min(sizes.flow, part_rows(batch)) * sizes.row  # of the last part whose keys were written
+    return flow + places + max(measured + normed, flow + known + part, gathered, patched)
+
+
+def refresh_bytes(sizes: ClusterSizes) -> int:
+    """The most bytes that a refresh holds at a time, with its rows and the temporaries of a part."""
+    call, shape, batch, rows = sizes.call, sizes.call.shape, sizes.call.sequences, sizes.kept
+    hidden = call.context * sizes.row
+    held = batch * sizes.clusters * shape.width * call.element  # centroids of the layer that is clustered
+    tile = _FLOAT32 * min(batch * rows * shape.width, max(DEVICE_ELEMENTS, shape.width, sizes.clusters))
+    products = _FLOAT32 * min(batch * rows * sizes.clusters, DEVICE_ELEMENTS)
+    # At least as many as `tiered.clustering.seeding` draws for each centroid.
+    trials = 4 + 2 * sizes.clusters.bit_length()
+    sketch = _FLOAT32 * batch * rows * (min(shape.width, SKETCH_WIDTH) + 6 * trials)
+    numbers = (8 * _INT64 + 6 * _FLOAT32) * batch * call.context  # indices and sums of each column
+    # Sequences of different lengths are clustered in groups. The rows of a group that is no slice are copied.
+    copied = 2 * hidden if batch > 2 else 0
+    clustering = copied + tile + max(products, sketch) + 6 * _centroids(sizes) + numbers
+    if sizes.faiss:
+        # One sequence's rows, of unit norm in float32, with their results; faiss goes by blocks of rows.
+        found = rows * (shape.width * (_FLOAT32 + call.element * (call.dtype != "float32")) + _FLOAT32 + _INT64)
+        clustering += found + _FLOAT32 * min(rows, _FAISS_ROWS) * min(sizes.clusters, _FAISS_CENTROIDS)
+    # Rows in the order of their clusters, and whether all are finite.
+    storing = rows * shape.width * (2 * call.element + 3) + _coding(sizes)
+    return hidden + held + max(clustering, storing, _moving(sizes) + numbers, part_bytes(call))
+
+
+def _moving(sizes: ClusterSizes) -> int:
+    """Temporaries of the attention of all centroids, or of those that moved, over all keys."""
+    call, shape, batch, clusters = sizes.call, sizes.call.shape, sizes.call.sequences, sizes.clusters
+    # A chunk of keys is larger for fewer queries, down to those of one centroid.
+    rows, shortest = batch * shape.heads, max(16, sizes.parts)
+    chunk = min(call.context, max(shortest, SCORES_AT_ONCE // rows))
+    keys = batch * shape.kv_width * chunk * (_FLOAT32 + call.element)
+    scores = _FLOAT32 * min(max(SCORES_AT_ONCE, rows * clusters * shortest), rows * clusters * call.context)
+    members = (_FLOAT32 + 1) * batch * chunk * sizes.parts
+    widths = shape.width + shape.heads * shape.head_dim
+    queries = batch * clusters * widths * (call.element + 3 * _FLOAT32)
+    sums = _FLOAT32 * rows * clusters * (2 * sizes.block + 6 * sizes.parts + 6)
+    return keys + _SUMMED * scores + members + queries + 2 * sums
+
+
+def _coding(sizes: ClusterSizes) -> int:
+    return workspace_bytes(sizes.codec, sizes.record_rows, sizes.call.shape.width)
+
+
+def _centroids(sizes: ClusterSizes) -> int:
+    return _FLOAT32 * sizes.call.sequences * (sizes.clusters + 1) * sizes.call.shape.width
