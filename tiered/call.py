@@ -20,7 +20,7 @@ from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import compared_at_a_time
 from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sight import Sight
-from tiered.forward.sizes import AUTO, KV, CallSizes
+from tiered.forward.sizes import CallSizes
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.forward.streamed_weights import StreamedWeights
@@ -34,7 +34,7 @@ from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
 from tiered.planning.call_bytes import CallBytes
 from tiered.planning.checks import check_positions
-from tiered.planning.choice import Choice, choose
+from tiered.planning.choice import Choice
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
 from tiered.tiers.host_pool import HostPool
@@ -75,14 +75,14 @@ class CallSpace:
         model: DiffusionModel,
         ledger: Ledger,
         transport: Callable[[], Transport] | None = None,
-        kv: KV = None,
+        kv: RowCode | None = None,
         weights: StreamedWeights | None = None,
     ) -> None:
         """`transport` makes what carries copies between the tiers of a call; None: by device. `kv`: code of keys and
         values. `weights`: of the model, where they may lie below the device; None: all of them stay on it."""
         self._loaded: DiffusionModel | None = model
         self._ledger, self._transport = ledger, transport
-        self._kv, self._kv_open = kv if isinstance(kv, RowCode) else None, kv == AUTO
+        self._kv = kv
         of = next(model.parameters())
         self._device, self._dtype = of.device, of.dtype
         self._dtype_name = str(self._dtype).removeprefix("torch.")
@@ -153,18 +153,6 @@ class CallSpace:
             guidance=chosen.cfg_scale > 0,
             sampled=chosen.sampling().needs_room or (rule.rewrites and rule.draws),
             compared=rule.needs_shift,
-        )
-
-    def choose(self, policy: Policy, chosen: GenerationOptions, sizes: CallSizes, shortest: int) -> Choice:
-        """What a call of `sizes`, whose shortest prompt has so many tokens, runs under. Neither what else is booked at
-        the time nor who looks on plays a part in it."""
-        return choose(
-            policy,
-            sizes,
-            self._ledger.budget,
-            prompt=shortest,
-            kv_open=self._kv_open,
-            tokens_per_forward=chosen.tokens_per_forward,
         )
 
     def check_alone(self, policy: Policy, sizes: CallSizes) -> None:

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -24,9 +23,9 @@ from tiered.decoding.publishing import Denoised
 from tiered.denoising import denoiser
 from tiered.forward.forward import Flow
 from tiered.forward.sight import Clean
-from tiered.forward.sizes import KV, CallSizes
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.inputs import Ids, Inputs, Prompts, read_inputs
+from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import TOKENIZER_SOURCES
 from tiered.offload.device import allocator_peak
@@ -34,7 +33,7 @@ from tiered.offload.transport import Transport
 from tiered.options import GenerationOptions
 from tiered.output import GenerationOutput
 from tiered.planning.checks import beyond_training, check_positions
-from tiered.planning.choice import Choice
+from tiered.planning.choice import Choice, choose
 from tiered.policies.base import Policy
 from tiered.policies.none import NoCache
 from tiered.policies.registry import make_policy
@@ -58,7 +57,7 @@ class Runtime:
         tokenizer: PreTrainedTokenizerBase | None = None,
         name: str = "model",
         transport: Callable[[], Transport] | None = None,
-        kv: KV = None,
+        kv: RowCode | None = None,
         weights: StreamedWeights | None = None,
     ) -> None:
         """`ledger` has the weights booked already; None makes one without caps, which does not count them.
@@ -199,15 +198,16 @@ class Runtime:
         """
         chosen = self._options(generation_config, options)
         prompts = self._read(inputs, attention_mask, raw=raw, input_ids=input_ids, token_type_ids=token_type_ids)
-        sizes, choice = self._chosen(chosen, prompts)
+        sizes = self._call.sizes_of(chosen, prompts)
+        choice = choose(self.policy, sizes, self.ledger.budget, prompt=prompts.shortest)
         if prior is not None:
             check_prior(prior, (sizes.batch, chosen.columns), chosen, vocab_size=self.model.shape.vocab_size)
         return AskedCall(prompts=prompts, chosen=chosen, sizes=sizes, choice=choice, prior=prior)
 
     def warnings(self, asked: AskedCall) -> list[str]:
-        """What whoever asked should hear before the call."""
-        told = (beyond_training(asked.sizes.shape, asked.sizes.context), asked.choice.kv_why)
-        return [warning for warning in told if warning]
+        """Warnings before the call, for the caller."""
+        warning = beyond_training(asked.sizes.shape, asked.sizes.context)
+        return [] if warning is None else [warning]
 
     def check_alone(self, asked: AskedCall) -> None:
         """Raise `TierCapacityError` where the budget has no room for the call even while no other is under way."""
@@ -261,9 +261,8 @@ class Runtime:
         )
 
     def choose(self, inputs: Inputs | None = None, **asked: Any) -> Choice:
-        """The policy that `generate` with these arguments runs under, and why: the runtime's own, unless that leaves
-        something open (`policy="auto"`, `refresh="auto"`, `refresh_blocks="auto"`). The same arguments under the same
-        budget on the same kind of machine have the same choice.
+        """The policy that `generate` with these arguments runs under, and why: the runtime's own, unless an option is
+        "auto" (`policy`, `refresh`, `refresh_blocks`). The same arguments under the same budget have the same choice.
 
         Raises:
             TypeError, ValueError: as `generate`.
@@ -358,12 +357,6 @@ class Runtime:
         )
         check_call(chosen, self.model, self.policy, name=self.name)
         return chosen
-
-    def _chosen(self, chosen: GenerationOptions, prompts: Prompts) -> tuple[CallSizes, Choice]:
-        """The sizes of a call, and what it runs under."""
-        sizes = self._call.sizes_of(chosen, prompts)
-        choice = self._call.choose(self.policy, chosen, sizes, prompts.shortest)
-        return replace(sizes, kv=choice.kv), choice
 
     def _read_ids(
         self, noise_mask: Tensor | None, block_length: int | None, **ids: Any

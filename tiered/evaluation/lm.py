@@ -42,7 +42,7 @@ class TieredLM(LM):
         disk_path: str | Path | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
-        weights: str = "auto",
+        weights: str = "raw",
         kv: str = "raw",
         rope_theta: float | None = None,
         rope_scaling: Mapping[str, Any] | str | None = None,

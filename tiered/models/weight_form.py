@@ -9,7 +9,7 @@ from tiered.core.checks import unknown_name
 from tiered.kernels.weight_code import WeightCode
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
-RAW, AUTO, WITH_HEAD = "raw", "auto", "+head"
+RAW, WITH_HEAD = "raw", "+head"
 ALIGNED = 256  # bytes between what the matrices of a record begin at: whole lines of every cache and copy engine
 # What they cost in answers of the embedded model, in points of exact match (`bench/measure.py drops`), least first.
 DROPS: Mapping[WeightCode, float] = {
@@ -48,7 +48,7 @@ class WeightForm:
         if name == RAW:
             return cls()
         if code not in list(WeightCode):
-            raise unknown_name("weights", name, [AUTO, RAW, *CODES, *(each + WITH_HEAD for each in CODES)])
+            raise unknown_name("weights", name, [RAW, *CODES, *(each + WITH_HEAD for each in CODES)])
         return cls(WeightCode(code), name != code)
 
     def __str__(self) -> str:
@@ -64,10 +64,9 @@ RAW_WEIGHTS = WeightForm()
 FIXED_WEIGHTS = WeightForm(fixed=True)
 
 
-def told_drop(form: WeightForm) -> str:
-    """What the code of `form` was measured to cost."""
-    assert form.code is not None, "raw weights cost nothing"
-    return f"exact match of the embedded model fell by {DROPS[form.code]:.2g} points"
+def told_drop(code: WeightCode) -> str:
+    """The measured cost of weights in `code`."""
+    return f"exact match of the embedded model fell by {DROPS[code]:.2g} points"
 
 
 def weight_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:

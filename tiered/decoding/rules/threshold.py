@@ -24,7 +24,6 @@ class Threshold(CommitRule):
 
     name: ClassVar[str] = "threshold"
     confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
-    by_steps: ClassVar[bool] = False
     confidence_threshold: float
     parity: bool = False
 
