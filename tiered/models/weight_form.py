@@ -64,7 +64,7 @@ RAW_WEIGHTS = WeightForm()
 FIXED_WEIGHTS = WeightForm(fixed=True)
 
 
-def told_drop(code: WeightCode) -> str:
+def drop_of(code: WeightCode) -> str:
     """The measured cost of weights in `code`."""
     return f"exact match of the embedded model fell by {DROPS[code]:.2g} points"
 

@@ -9,7 +9,7 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import KEY_VALUE, Tier
 from tiered.kernels.row_code import RowCode
-from tiered.models.weight_form import CODES, WeightForm, told_drop
+from tiered.models.weight_form import CODES, WeightForm, drop_of
 from tiered.planning.workload import Workload
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
@@ -48,7 +48,7 @@ def advise(workload: Workload, budget: MemoryBudget) -> list[Advice]:
 
 def code_savings(workload: Workload, budget: MemoryBudget) -> str:
     """What codes would save a call that fits and streams raw weights, or raw keys and values; "" for any other call."""
-    sizes, (weights, kv), told = workload.sizes, _streamed(workload, budget), []
+    sizes, (weights, kv), ways = workload.sizes, _streamed(workload, budget), []
 
     def left(**change: Any) -> int:
         return sum(_streamed(workload.resized(**change), budget))
@@ -56,13 +56,13 @@ def code_savings(workload: Workload, budget: MemoryBudget) -> str:
     if weights and not sizes.weights.code:
         moved = {code: left(weights=WeightForm(code)) for code in CODES}
         code = min(moved, key=moved.__getitem__)
-        brought = f"would bring {format_bytes(moved[code])}, and changes answers ({told_drop(code)})"
-        told.append(f"weights = {code.value!r} {brought}")
+        brought = f"would bring {format_bytes(moved[code])}, and changes answers ({drop_of(code)})"
+        ways.append(f"weights = {code.value!r} {brought}")
     if kv and not sizes.kv:
-        told.append(f"kv = 'fp8' would bring {format_bytes(left(kv=RowCode.FP8))}, and changes answers")
-    if not told or workload.over(budget):
+        ways.append(f"kv = 'fp8' would bring {format_bytes(left(kv=RowCode.FP8))}, and changes answers")
+    if not ways or workload.over(budget):
         return ""
-    return "; ".join([f"{format_bytes(weights + kv)} come to the device in every step", *told])
+    return "; ".join([f"{format_bytes(weights + kv)} come to the device in every step", *ways])
 
 
 def _streamed(workload: Workload, budget: MemoryBudget) -> tuple[int, int]:

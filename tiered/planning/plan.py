@@ -125,13 +125,13 @@ def _times(workload: Workload, needed: CallBytes, rates: Rates | None, tokens: i
 
 
 def _warnings(workload: Workload, budget: MemoryBudget, time: CallTime | None) -> tuple[str, ...]:
-    told = [beyond_training(workload.sizes.shape, workload.sizes.context), code_savings(workload, budget)]
+    warnings = [beyond_training(workload.sizes.shape, workload.sizes.context), code_savings(workload, budget)]
     if time is not None and time.tokens_per_second < 1:
-        told.append(
+        warnings.append(
             f"{time.tokens_per_second:.2g} tokens a second by this estimate, {time.tokens_per_forward} a forward: a "
             "call of these sizes is too slow to be of use"
         )
-    return tuple(filter(None, told))
+    return tuple(filter(None, warnings))
 
 
 def _positions(

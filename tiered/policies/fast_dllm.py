@@ -23,8 +23,8 @@ class _BlockCache(Policy):
         refresh_interval: forwards from one refresh to the next within a block; None: only the block's first. With 1
             nothing is ever stale, and the answers equal those of `none`.
         refresh_blocks: blocks from one that begins with a refresh to the next; the others begin with the rows of the
-            finished block and their own, which does not grow with the context. "auto": 1, or 4 where a call is faster
-            by it and its prompts are long enough to hold their answers.
+            finished block and their own, which does not grow with the context. "auto": 4 for answers of two blocks or
+            more behind 256 tokens or more, else 1.
         parity: as the authors' code where predictions are shifted: the step that begins a block gives the logits of the
             row in front of it alone, so it commits the block's first token, however unsure; steps leave that row out.
     """

@@ -36,8 +36,8 @@ class PolestarOptions(Policy):
         late: a chosen cluster that has not arrived when its rows are needed is waited for ("wait", the only one whose
             answers do not depend on time), left out ("skip"), or waited for `deadline_ms` first ("deadline").
         refresh: what begins a block: "full", every row; or "drift", an update over the finished block and the new one,
-            with a refresh at every `refresh_blocks`-th block. The latter is beyond the paper. "auto": "drift" where a
-            call is faster by it and its prompts are long enough to hold their answers.
+            with a refresh at every `refresh_blocks`-th block. The latter is beyond the paper. "auto": "drift" for
+            answers of two blocks or more behind 256 tokens or more, else "full".
         renew_response: with `refresh` = "drift", whether the update that begins a block also goes over every cluster
             with rows behind the prompt.
         refresh_interval: forwards from one refresh to the next within a block; None: only the block's first.
