@@ -22,7 +22,6 @@ import tiered
 from tiered.cli.main import main
 from tiered.core.budget import MemoryBudget
 from tiered.forward.sizes import CallSizes, Gpu
-from tiered.options import CONFIDENT_TOKENS, GenerationOptions
 from tiered.planning.choice import TABLE, Choice, choose
 from tiered.planning.workload import Workload
 from tiered.policies import DEFAULT_POLICY
@@ -132,22 +131,6 @@ class TestChoice:
             make_policy("auto", top_m=2)
 
 
-@pytest.mark.parametrize(
-    ("options", "tokens"),
-    [
-        ({}, 1),
-        ({"steps": 16}, 8),
-        ({"block_steps": 5}, 7),  # 7, 7, 7, 7, 4
-        ({"confidence_threshold": 0.9}, CONFIDENT_TOKENS),
-        ({"factor": 1.0, "block_length": 2}, 2),
-        ({"commit": "drift_aware"}, CONFIDENT_TOKENS),
-        ({"commit": "timestep", "steps": 256}, 1),
-    ],
-)
-def test_options_say_how_many_tokens_a_forward_commits(options: dict[str, Any], tokens: int):
-    assert GenerationOptions(**options).tokens_per_forward == tokens
-
-
 class TestAlike:
     """`generate`, `choose`, `plan` and the command line."""
 
@@ -163,12 +146,10 @@ class TestAlike:
         assert torch.equal(again.sequences, out.sequences) and again.choice == Choice(out.choice.policy)
         assert json.loads(json.dumps(out.as_dict()))["choice"]["policy"] == out.choice.policy.name
 
-        tokens, block = GenerationOptions(**call).tokens_per_forward, options.get("block_length", 32)
-        flags = f"--context {prompt + 64} --max-new-tokens 64 --block-length {block} --tokens-per-forward {tokens}"
+        flags = f"--context {prompt + 64} --max-new-tokens 64 --block-length {options.get('block_length', 32)}"
         assert main(["plan", "embedded", *flags.split(), "--device", "cpu", "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
-        named = ("policy", "policy_options", "why", "kv")
-        assert {name: told[name] for name in named} | {"kv_why": ""} == out.choice.as_dict()
+        assert {name: told[name] for name in ("policy", "policy_options", "why")} == out.choice.as_dict()
 
     @pytest.mark.parametrize(
         "options", [{"trailing_noise": 37}, {"correction_steps": 2}, {"tokens_per_step": 3}, {"block_length": 64}]

@@ -1,6 +1,5 @@
 """Coded keys and values: what is kept is the same wherever it is, less moves, and answers hang on the codec alone."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 import tiered
 from tiered.core.budget import MemoryBudget
+from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Feature, Tier
 from tiered.decoding.observers import Inspector
 from tiered.embedded import tasks
@@ -64,44 +64,23 @@ def test_answers_hang_on_no_budget(policy: str):
     assert again.memory.moved["host->device"] > out.memory.moved.get("host->device", 0)
 
 
-def test_what_is_left_open_is_raw_where_there_is_room():
-    free = tiered.from_pretrained("embedded", policy="fast_dllm_dual", device="cpu", kv="auto")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        out = free.generate("copy: ab cd", **CALL)
-    assert out.choice.kv is None and not out.choice.kv_why
-
-
-def test_what_is_left_open_is_coded_where_raw_ones_do_not_fit():
-    prompt = tasks.sample("lookup", "test", 0, size=1500).prompt
-    loaded: dict[str, Any] = {"policy": "fast_dllm_dual", "device": "cpu"}
-    raw, coded = (tiered.from_pretrained("embedded", kv=kv, **loaded).generate(prompt, **CALL) for kv in ("raw", "fp8"))
-    most, least = (out.memory.tiers[Tier.DEVICE].required for out in (raw, coded))
-    memory = MemoryBudget(device=(least + most) // 2, host=0)
-    tight = tiered.from_pretrained("embedded", kv="auto", memory=memory, **loaded)
-    with pytest.warns(UserWarning, match="keys and values fp8, which changes answers: raw ones do not fit"):
-        out = tight.generate(prompt, **CALL)
-    assert out.choice.kv is RowCode.FP8 and out.choice.as_dict()["kv"] == "fp8"
-    assert torch.equal(out.sequences, coded.sequences)
+def test_a_plan_says_what_a_code_would_save():
+    asked: dict[str, Any] = {"context": 32768, "policy": "fast_dllm_dual", "rope_scaling": "ntk:8", "memory": "24GiB"}
+    plan = tiered.plan("llada-8b", **asked)
+    assert plan.sizes.kv is None and plan.streams is not None
+    (found,) = [warning for warning in plan.warnings if "kv =" in warning]
+    coded = tiered.plan("llada-8b", kv="fp8", **asked)
+    moved = [format_bytes(0 if each.streams is None else each.streams.moved) for each in (plan, coded)]
+    assert found.startswith(f"{moved[0]} come to the device in every step")
+    assert found.endswith(f"; kv = 'fp8' would bring {moved[1]}, and changes answers")
+    assert not any("kv =" in warning for warning in coded.warnings)
+    del asked["memory"]
+    assert not any("kv =" in warning for warning in tiered.plan("llada-8b", **asked).warnings)
 
 
 @pytest.mark.parametrize(
-    ("context", "memory", "code", "why"),
-    [
-        (4096, "24GiB", None, ""),
-        (32768, "24GiB", RowCode.FP8, "raw ones would bring 8.50 GiB to the device in each step"),
-        (8192, "19GiB", None, "raw keys and values: "),
-    ],
-)
-def test_a_plan_says_what_raw_ones_would_cost(context: int, memory: str, code: RowCode | None, why: str):
-    """Of a small share of them, which comes while the rest is read, and of most."""
-    asked: dict[str, Any] = {"policy": "fast_dllm_dual", "rope_scaling": "ntk:8", "device": "rtx4090", "kv": "auto"}
-    plan = tiered.plan("llada-8b", context=context, memory=memory, **asked)
-    assert plan.sizes.kv is code and why in "; ".join(plan.warnings)
-
-
-@pytest.mark.parametrize(
-    ("kv", "message"), [("int4", "unknown kv 'int4'"), ("nvfp", "unknown kv 'nvfp'; did you mean 'nvfp4'")]
+    ("kv", "message"),
+    [("int4", "unknown kv 'int4'"), ("auto", "unknown kv 'auto'"), ("nvfp", "unknown kv 'nvfp'; did you mean 'nvfp4'")],
 )
 def test_other_codecs_are_refused_by_name(kv: str, message: str):
     for ask in (lambda: tiered.plan("embedded", context=64, kv=kv), lambda: tiered.from_pretrained("embedded", kv=kv)):

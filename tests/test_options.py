@@ -407,7 +407,7 @@ def test_numbers_of_numpy_become_pythons():
     values = [getattr(chosen, name) for name in ("max_new_tokens", "confidence_threshold", "top_k")]
     policy: Any = make_policy("dllm_cache", prompt_interval=np.int16(9), update_ratio=np.float16(0.5))
     made = plan("embedded", context=np.int16(2**10), batch=np.int8(4), policy="none")  # type: ignore[arg-type]
-    values += [policy.prompt_interval, policy.update_ratio, made.workload.context, made.workload.batch]
+    values += [policy.prompt_interval, policy.update_ratio, made.sizes.context, made.sizes.batch]
     assert [type(value) for value in values] == [int, float, int, int, float, int, int]
     assert made.tiers == plan("embedded", context=2**10, batch=4, policy="none").tiers
 

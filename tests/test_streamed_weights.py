@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import re
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -24,7 +26,6 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
-from tiered.core.rates import rates_of
 from tiered.forward.sizes import CallSizes
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import FEWEST, WeightBytes
@@ -43,7 +44,6 @@ from tiered.offload.slabs import UNIT
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.output import GenerationOutput
 from tiered.planning.call_bytes import CallBytes
-from tiered.planning.choice import choose_form
 from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
 from tiered.tiers.opening import open_tiers
@@ -353,31 +353,26 @@ def test_what_is_not_refused_has_room_for_the_raw_tensor_of_a_code(form: str, tm
         tiered.from_pretrained(tmp_path, weights=form, memory=(error.value.total or 0) + more * 700_000).close()
 
 
-# ---- what "auto" is ----
+# ---- what codes would save ----
 
 
-def test_auto_keeps_what_fits_raw_and_warns_of_a_code_otherwise(checkpoints: Callable[[str], Path]):
+def test_raw_weights_stay_raw_and_one_warning_says_what_a_code_would_save(checkpoints: Callable[[str], Path]):
     directory = checkpoints("llada")
-    whole = tiered.plan(directory, context=64, weights="raw", policy="none").tiers[Tier.DEVICE].total
-    fitting = tiered.plan(directory, context=64, memory=whole, weights="auto", policy="none")
-    assert not fitting.sizes.weights.code and not fitting.warnings
-    tight = tiered.plan("llada-8b", context=4096, memory="8GiB", weights="auto", device="rtx4090")
-    assert tight.sizes.weights.code in CODES and any("points" in warning for warning in tight.warnings)
-    assert tight.weights is not None and not tight.weights.layers
-    raw = tiered.plan("llada-8b", context=4096, memory="8GiB", weights="raw", device="rtx4090")
-    assert raw.fits and raw.weights is not None and raw.weights.layers and not raw.warnings
-    assert tight.times[0].seconds < raw.times[0].seconds / 2
+    whole = tiered.plan(directory, context=64, policy="none").tiers[Tier.DEVICE].total
+    assert not tiered.plan(directory, context=64, memory=whole, policy="none").warnings
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiered.from_pretrained(directory, memory=whole).close()
+    tight = whole - 2 * WeightBytes.of(loaded(directory).model.shape, "float32", RAW_WEIGHTS).record
+    said = r".* come to the device in every step; weights = 'int8' would bring 0 B, and changes answers"
+    (warning,) = tiered.plan(directory, context=64, memory=tight, policy="none").warnings
+    assert re.match(said, warning)
+    with pytest.warns(UserWarning, match=said) as told, tiered.from_pretrained(directory, memory=tight) as runtime:
+        assert runtime.model.shape.layers and len(told) == 1
+        assert not any(isinstance(vars(each).get("weight"), CodedWeight) for each in runtime.model.modules())
 
 
-def test_auto_streams_raw_weights_where_the_link_is_as_fast_as_the_rest(checkpoints: Callable[[str], Path]):
-    rates = replace(rates_of("rtx4090"), link_bytes_per_second=1e15)
-    shape = loaded(checkpoints("llada")).model.shape
-    whole = tiered.plan(checkpoints("llada"), context=64, weights="raw").tiers[Tier.DEVICE].total
-    budget = MemoryBudget(device=whole - 2 * WeightBytes.of(shape, "float32", RAW_WEIGHTS).record)
-    assert choose_form(make_policy("none"), shape, "float32", None, budget, rates=rates) == (RAW_WEIGHTS, "")
-
-
-@pytest.mark.parametrize("name", ["int5", "fp8+", "head", "int4 + head"])
+@pytest.mark.parametrize("name", ["auto", "int5", "fp8+", "head", "int4 + head"])
 def test_a_form_that_is_none_is_named(checkpoints: Callable[[str], Path], name: str):
     with pytest.raises(ValueError, match="weights"):
         tiered.from_pretrained(checkpoints("llada"), weights=name)

@@ -12,7 +12,7 @@ from tiered.core.ledger import Ledger, added
 from tiered.core.turn import Turn
 from tiered.decoding.observers import Inspector
 from tiered.forward.library_bytes import gpu_of
-from tiered.forward.sizes import AUTO, KV, CallSizes
+from tiered.forward.sizes import CallSizes
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.kernels.row_code import RowCode
@@ -42,14 +42,14 @@ class CallContext:
         model: DiffusionModel,
         ledger: Ledger,
         transport: Callable[[], Transport] | None = None,
-        kv: KV = None,
+        kv: RowCode | None = None,
         weights: StreamedWeights | None = None,
     ) -> None:
         """`transport` makes what carries copies between the tiers of a call; None: by device. `kv`: code of keys and
         values. `weights`: of the model, where they may lie below the device; None: all of them stay on it."""
         self._loaded: DiffusionModel | None = model
         self._ledger, self._transport = ledger, transport
-        self.kv, self.kv_open = kv if isinstance(kv, RowCode) else None, kv == AUTO
+        self.kv = kv
         of = next(model.parameters())
         self.device, self.dtype = of.device, of.dtype
         self._dtype_name = str(self.dtype).removeprefix("torch.")

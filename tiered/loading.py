@@ -14,7 +14,7 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.modes import call_modes, safe_point
 from tiered.forward.library_bytes import gpu_of
-from tiered.forward.sizes import AUTO, RAW, CallSizes, kv_code
+from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallSizes, kv_code
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.kernels.choice import check_kernels
@@ -32,8 +32,9 @@ from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, held_form, places
 from tiered.offload.device import available_bytes, pick_device, synchronize
 from tiered.offload.file_record import FileRecord, Piece, ReadFile
 from tiered.offload.transport import Transport
+from tiered.planning.advice import code_savings
 from tiered.planning.call_bytes import CallBytes
-from tiered.planning.choice import choose_form
+from tiered.planning.workload import Workload
 from tiered.policies import DEFAULT_POLICY
 from tiered.policies.base import Policy
 from tiered.policies.registry import check_arguments, make_policy
@@ -55,7 +56,7 @@ def from_pretrained(
     memory: MemoryBudget | int | str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
-    weights: str = "auto",
+    weights: str = "raw",
     kv: str = "raw",
     rope_theta: float | None = None,
     rope_scaling: Mapping[str, Any] | str | None = None,
@@ -73,13 +74,10 @@ def from_pretrained(
         device: "cpu", "cuda", "cuda:N"; "auto": CUDA where there is any.
         weights: how the matrices of layers are kept: "raw", in `dtype`; "fp8" or "int8", a byte an element; "nvfp4" or
             "int4", half of one and a little; with "+head" the embedding and the head as well: answers depend on it, and
-            on no budget. What a checkpoint has in codes stays in them. "auto": raw; but in a code, with a warning,
-            where the device has no room for all raw ones beside a small call, and streaming them would slow that down.
-            Whatever they are in, layers that the device has no room for are streamed from host memory, or from the
-            checkpoint's files.
+            on no budget. What a checkpoint has in codes stays in them. Layers that the device has no room for are
+            streamed from host memory, or from the checkpoint's files; a warning says what a code would save.
         kv: how keys and values are kept: "raw", in `dtype`; "fp8", a byte an element, or "nvfp4", half of one and a
-            little: answers depend on it, and on no budget. "auto": raw, but fp8 in calls whose raw ones do not fit the
-            budget, or would slow steps down by having to be streamed; such a call warns.
+            little: answers depend on it, and on no budget. Layers that the device has no room for are streamed.
         rope_theta: another base of the rotation, for contexts past the trained one, or of a checkpoint that was trained
             further; None: the config's.
         rope_scaling: in place of the config's, as config.json has it ("linear", "ntk", "yarn"), or as "yarn:4";
@@ -114,7 +112,13 @@ def from_pretrained(
     checkpoint = Checkpoint(directory, shape, config)
     if (why := _too_large(budget, target)) is not None:
         warnings.warn(why, stacklevel=2)
-    form = _form(weights, chosen, checkpoint.codes, shape, dtype_name, budget, target)
+    form = _form(weights, checkpoint.codes, shape)
+    block = max(1, min(DEFAULT_BLOCK_LENGTH, shape.max_context // 2))
+    small = CallSizes(
+        shape=shape, batch=1, context=2 * block, block_length=block, dtype=dtype_name, weights=form, gpu=gpu_of(target)
+    )
+    if why := code_savings(Workload(row_schedule("none"), small), budget):
+        warnings.warn(why, stacklevel=2)
     of_model = load_weights(model, checkpoint, ledger, dtype=getattr(torch, dtype_name), device=target, form=form)
     return Runtime(
         model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name), kv=code, weights=of_model
@@ -132,28 +136,14 @@ def _too_large(budget: MemoryBudget, device: torch.device) -> str | None:
     )
 
 
-def _form(
-    name: str,
-    policy: Policy,
-    codes: Mapping[str, WeightCode],
-    shape: ModelShape,
-    dtype: str,
-    budget: MemoryBudget,
-    device: torch.device,
-) -> WeightForm:
-    """The form that weights are to be in which the files hold in `codes`, where `name` was asked for."""
-    asked = RAW_WEIGHTS if name == AUTO else WeightForm.of(name)
-    if codes:
-        held = held_form(codes, shape)
-        if name not in (AUTO, RAW, str(held)):
-            raise ValueError(f"weights = {name!r}: the checkpoint holds them in {held}, which 'raw' and 'auto' keep")
-        return held
-    if name != AUTO:
-        return asked
-    form, why = choose_form(policy, shape, dtype, gpu_of(device), budget)
-    if why:
-        warnings.warn(why, stacklevel=3)
-    return form
+def _form(name: str, codes: Mapping[str, WeightCode], shape: ModelShape) -> WeightForm:
+    """The form of weights that the files hold in `codes`, if the caller named `name`."""
+    if not codes:
+        return WeightForm.of(name)
+    held = held_form(codes, shape)
+    if name not in (RAW, str(held)):
+        raise ValueError(f"weights = {name!r}: the checkpoint holds them in {held}, which 'raw' keeps")
+    return held
 
 
 @call_modes

@@ -23,9 +23,6 @@ from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH
 from tiered.models.shape import ModelShape
 from tiered.planning.checks import check_block
 
-# That a forward is expected to commit where confidence decides; the embedded model commits 4.9 at threshold 0.9
-# (docs/benchmarks.md, compare).
-CONFIDENT_TOKENS = 4
 REMASKING = ("low_confidence", "random")
 EDGES = ("sequence", "prompt")
 T = TypeVar("T")
@@ -172,12 +169,6 @@ class GenerationOptions:
         steps = self.block_steps or (self.max_new_tokens if self.steps is None else self.steps) // self.blocks
         rule = self.rule()
         return steps if rule.by_time or rule.rewrites else min(self.block, steps)
-
-    @property
-    def tokens_per_forward(self) -> int:
-        """Tokens of a sequence that a forward commits, at most; what is to be expected, where confidence decides."""
-        steps = self.steps_per_block if self.rule().by_steps else -(-self.block // CONFIDENT_TOKENS)
-        return -(-self.block // steps)
 
     @property
     def columns(self) -> int:

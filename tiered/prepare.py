@@ -1,6 +1,6 @@
 """A call of `generate` that is checked and counted before it begins."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,8 +38,8 @@ class PreparedCall:
     @property
     def warnings(self) -> list[str]:
         """What a user should know before the call."""
-        found = (beyond_training(self.sizes.shape, self.sizes.context), self.choice.kv_why)
-        return [warning for warning in found if warning]
+        warning = beyond_training(self.sizes.shape, self.sizes.context)
+        return [] if warning is None else [warning]
 
 
 def prepare(
@@ -53,17 +53,8 @@ def prepare(
     sizes = _sizes(context, options, prompts)
     if prior is not None:
         _check_prior(prior, (sizes.batch, options.columns), options, vocab_size=sizes.shape.vocab_size)
-    choice = choose(
-        policy,
-        sizes,
-        context.budget,
-        tokens_per_forward=options.tokens_per_forward,
-        prompt=prompts.shortest,
-        kv_open=context.kv_open,
-    )
-    return PreparedCall(
-        prompts=prompts, options=options, sizes=replace(sizes, kv=choice.kv), choice=choice, prior=prior
-    )
+    choice = choose(policy, sizes, context.budget, prompt=prompts.shortest)
+    return PreparedCall(prompts=prompts, options=options, sizes=sizes, choice=choice, prior=prior)
 
 
 def _sizes(context: CallContext, options: GenerationOptions, prompts: Prompts) -> CallSizes:

@@ -21,9 +21,9 @@ from tiered.decoding.observers import Inspector, Streamer, check_streamer, endin
 from tiered.decoding.publishing import Denoised
 from tiered.denoising import denoiser, uncached
 from tiered.forward.sight import Clean
-from tiered.forward.sizes import KV
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.inputs import Ids, Inputs, Prompts, read_inputs
+from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import TOKENIZER_SOURCES
 from tiered.offload.device import allocator_peak
@@ -56,7 +56,7 @@ class Runtime:
         tokenizer: PreTrainedTokenizerBase | None = None,
         name: str = "model",
         transport: Callable[[], Transport] | None = None,
-        kv: KV = None,
+        kv: RowCode | None = None,
         weights: StreamedWeights | None = None,
     ) -> None:
         """`ledger` has the weights booked already; None makes one without caps, which does not count them.
@@ -242,9 +242,8 @@ class Runtime:
         )
 
     def choose(self, inputs: Inputs | None = None, **asked: Any) -> Choice:
-        """The policy that `generate` with these arguments runs under, and why: the runtime's own, unless that leaves
-        something open (`policy="auto"`, `refresh="auto"`, `refresh_blocks="auto"`). The same arguments under the same
-        budget on the same kind of machine have the same choice.
+        """The policy that `generate` with these arguments runs under, and why: the runtime's own, unless an option is
+        "auto" (`policy`, `refresh`, `refresh_blocks`). The same arguments under the same budget have the same choice.
 
         Raises:
             TypeError, ValueError: as `generate`.

@@ -1,5 +1,5 @@
-"""LLaDA-8B's shape where its weights have less room than they need: streamed, in codes, as `auto` has them, and as
-accelerate offloads them."""
+"""LLaDA-8B's shape where its weights have less room than they need: streamed, in codes, at the longest context,
+and as accelerate offloads them."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ from tiered.runtime import Runtime
 
 POLICY = make_policy("fast_dllm_dual")
 CALL = PolicyCall(positions=1024, steps=16)
-LONGEST, THEIRS, HOST = "auto longest", "accelerate", "64GiB"
+LONGEST, THEIRS, HOST = "int4 longest", "accelerate", "64GiB"
 _MOST = 32768  # positions of a run; a longer context is planned alone
 _ROUNDS = 5
 _TINY = {"12GiB": "1100KiB", "24GiB": "2MiB"}
@@ -58,7 +58,7 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
     plan = _planned(setting, budget, form.split()[0], 96 if setting.tiny else CALL.positions)
     if form == LONGEST:
         assert plan.largest_context is not None, "a cap limits it"
-        plan = _planned(setting, budget, "auto", min(_MOST, plan.largest_context))
+        plan = _planned(setting, budget, "int4", min(_MOST, plan.largest_context))
     call = PolicyCall(positions=plan.sizes.context, steps=CALL.steps)
     row = {"form": str(plan.sizes.weights), "positions": call.positions, "longest_context": plan.largest_context}
     with torch_limit(setting.on, budget.cap(Tier.DEVICE)), closing(_runtime(setting, plan, budget)) as runtime:

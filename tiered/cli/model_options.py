@@ -13,13 +13,13 @@ def add_model_options(
     parser.add_argument("--device", default="auto", help=device)
     parser.add_argument(
         "--weights",
-        default="auto",
-        help="how weights are kept: raw, int8, fp8, nvfp4, int4, with +head or without, or auto (default: %(default)s)",
+        default="raw",
+        help="how weights are kept: raw, int8, fp8, nvfp4, int4, with +head or without (default: %(default)s)",
     )
     form = parser.add_argument_group("form of the model")
     form.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
     form.add_argument(
-        "--kv", default="raw", help="how keys and values are kept: raw, fp8, nvfp4 or auto (default: %(default)s)"
+        "--kv", default="raw", help="how keys and values are kept: raw, fp8 or nvfp4 (default: %(default)s)"
     )
     form.add_argument(
         "--rope-scaling",

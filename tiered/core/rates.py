@@ -1,10 +1,8 @@
-"""Books: how fast a machine computes, reads and copies: measured on itself, or as its maker says."""
+"""Books: how fast a machine computes, reads and copies, as measured or by its datasheet."""
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,15 +10,15 @@ from typing import Any
 from tiered.core.checks import check_number, unknown_name
 from tiered.kernels.weight_code import WeightCode
 
-# Of what a datasheet says: an H200 reached 790 of 989 TFLOP/s in a product of large matrices, and 4.3 of 4.8 TB/s in a
-# copy of its memory.
+# Shares of a datasheet's figures: an H200 reached 790 of 989 TFLOP/s in a product of large matrices, and 4.3 of
+# 4.8 TB/s in a copy of its memory.
 PRODUCTS_REACH, MEMORY_REACHES = 0.8, 0.9
 # FlashAttention-2 on an A100, forwards and backwards: 0.5 to 0.73 (arXiv 2307.08691).
 ATTENTION_REACHES = 0.5
-# Bytes a second and direction over 16 lanes: what is reached of 31.5 and 63 · 10⁹ (vllm #42212, ktransformers).
+# Bytes a second and direction over 16 lanes, of 31.5 and 63 · 10⁹ (vllm #42212, ktransformers).
 PCIE_4, PCIE_5 = 25e9, 50e9
-# Of a layer that the host launches kernel by kernel. An estimate by counting, not measured on a GPU: 18 launches, of
-# which 11 are a library's at 10 µs and 7 Triton's at 70 µs, most of it Python.
+# Seconds of a layer that the host launches kernel by kernel: an estimate by counting, not measured on a GPU. Of 18
+# launches 11 are a library's at 10 µs and 7 Triton's at 70 µs, most of it Python.
 LAUNCHED_LAYER = 6e-4
 # The share of `flops_per_second` that a product reaches with its weights in a code: estimates, not measured on a GPU,
 # from counted cycles of the kernel that decodes weights and multiplies them.
@@ -31,18 +29,18 @@ CODED_PRODUCTS: Mapping[WeightCode, float] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a machine reaches.
+    """The speed of a machine.
 
     Attributes:
         flops_per_second: multiplications and additions of matrix products, in the dtype that models have there.
-        attention_flops_per_second: the same of attention over many keys.
-        half_rows, attention_half_rows: rows that reach half of either, where reading alone does not say it.
-        bytes_per_second: read from its memory.
-        link_bytes_per_second: copied from the host to the device.
-        layer_seconds: the least that a layer takes without a program, however few its rows.
-        source: where the figures are from.
-        measured: on the machine itself; else they make an estimate.
-        multiprocessors: of a GPU; 0: a CPU.
+        attention_flops_per_second: multiplications and additions of attention over many keys.
+        half_rows, attention_half_rows: rows that reach half of either rate, beyond what reading explains.
+        bytes_per_second: bytes read from the device's memory.
+        link_bytes_per_second: bytes copied from the host to the device.
+        layer_seconds: seconds of a layer without a program, however few its rows.
+        source: the source of the figures.
+        measured: whether the machine itself was measured; else the figures make an estimate.
+        multiprocessors: multiprocessors of a GPU; 0 for a CPU.
     """
 
     flops_per_second: float
@@ -86,31 +84,10 @@ DEVICES: Mapping[str, Rates] = MappingProxyType(
         "h200": _gpu("H200 SXM datasheet", tflops=989.0, gbytes=4800.0, link=PCIE_5, multiprocessors=132),
     }
 )
-# What a choice before a call goes by: it is never measured then, so that it is the same every time.
-NOMINAL_GPU = "rtx4090"  # where a GPU is none of `DEVICES`
-NOMINAL_CPU = Rates(  # `tiered rates --device cpu --dtype float32`, OMP_NUM_THREADS=1, torch 2.13
-    flops_per_second=1.0e11,
-    attention_flops_per_second=8.6e10,
-    half_rows=8.0,
-    attention_half_rows=2.0,
-    bytes_per_second=4.0e10,
-    link_bytes_per_second=1.9e10,
-    layer_seconds=2.0e-4,
-    source="one core of an AMD EPYC",
-)
-
-
-def nominal_rates(gpu: str | None) -> Rates:
-    """Those of a GPU by the name that its driver has, of `NOMINAL_GPU` where that is not known; None: of a CPU."""
-    if gpu is None:
-        return NOMINAL_CPU
-    words = re.split(r"[\s-]+", gpu.lower())
-    names = (*words, *map("".join, pairwise(words)))  # "rtx", "4090" is one name
-    return DEVICES[next((name for name in names if name in DEVICES), NOMINAL_GPU)]
 
 
 def rates_of(device: str | Path) -> Rates:
-    """Those of a GPU by name, or of the file that `tiered rates --out` wrote.
+    """The rates of a GPU by name, or of a file that `tiered rates --out` wrote.
 
     Raises:
         TypeError, ValueError: neither a name nor such a file.

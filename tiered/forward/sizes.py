@@ -1,7 +1,6 @@
 """Books: the sizes of one call, from which all its bytes follow."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from tiered.core.checks import unknown_name
 from tiered.core.features import ANSWER_ONLY, KEY_VALUE, Feature
@@ -11,24 +10,23 @@ from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm
 
 DEFAULT_BLOCK_LENGTH = 32
-RAW, AUTO = "raw", "auto"
-KV = RowCode | Literal["auto"] | None  # a code; left open until a call; or as they are
+RAW = "raw"
 
 
-def kv_code(name: str, shape: ModelShape) -> KV:
-    """The code of keys and values that `name` stands for.
+def kv_code(name: str, shape: ModelShape) -> RowCode | None:
+    """The code of keys and values that `name` stands for; None for "raw".
 
     Raises:
         ValueError: no such code, or one that heads cannot be in.
     """
-    if name not in (RAW, AUTO, *RowCode):
-        raise unknown_name("kv", name, [RAW, AUTO, *(code.value for code in RowCode)])
+    if name not in (RAW, *RowCode):
+        raise unknown_name("kv", name, [RAW, *(code.value for code in RowCode)])
     if name == RowCode.NVFP4 and shape.head_dim % GROUP:
         raise ValueError(
             f"kv = {name!r} scales {GROUP} elements together, of which heads of {shape.head_dim} are no "
             f"multiple; allowed: 'raw', 'fp8'"
         )
-    return AUTO if name == AUTO else None if name == RAW else RowCode(name)
+    return None if name == RAW else RowCode(name)
 
 
 def stored_row(shape: ModelShape, feature: Feature, kv: RowCode | None, element_bytes: int) -> tuple[int, int]:

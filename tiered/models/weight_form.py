@@ -9,9 +9,9 @@ from tiered.core.checks import unknown_name
 from tiered.kernels.weight_code import WeightCode
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
-RAW, AUTO, WITH_HEAD = "raw", "auto", "+head"
-ALIGNED = 256  # bytes that the matrices of a record begin at multiples of: whole lines of caches and copy engines
-# Points of exact match that the embedded model loses by a code (`bench/measure.py drops`), least first.
+RAW, WITH_HEAD = "raw", "+head"
+ALIGNED = 256  # bytes between what the matrices of a record begin at: whole lines of every cache and copy engine
+# What they cost in answers of the embedded model, in points of exact match (`bench/measure.py drops`), least first.
 DROPS: Mapping[WeightCode, float] = {
     WeightCode.INT8: 0.0,
     WeightCode.FP8: 0.0,
@@ -48,7 +48,7 @@ class WeightForm:
         if name == RAW:
             return cls()
         if code not in list(WeightCode):
-            raise unknown_name("weights", name, [AUTO, RAW, *CODES, *(each + WITH_HEAD for each in CODES)])
+            raise unknown_name("weights", name, [RAW, *CODES, *(each + WITH_HEAD for each in CODES)])
         return cls(WeightCode(code), name != code)
 
     def __str__(self) -> str:
@@ -64,10 +64,9 @@ RAW_WEIGHTS = WeightForm()
 FIXED_WEIGHTS = WeightForm(fixed=True)
 
 
-def told_drop(form: WeightForm) -> str:
-    """The measured loss of the code of `form`, for messages."""
-    assert form.code is not None, "raw weights cost nothing"
-    return f"exact match of the embedded model fell by {DROPS[form.code]:.2g} points"
+def drop_of(code: WeightCode) -> str:
+    """The measured cost of weights in `code`."""
+    return f"exact match of the embedded model fell by {DROPS[code]:.2g} points"
 
 
 def weight_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:

@@ -1,5 +1,4 @@
-"""What to lower or raise when a call does not fit its tiers, each with a number that does fit; and what to change where
-one would be faster."""
+"""What makes a call fit its tiers, each change with a number that does fit; and what codes would save one that fits."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -8,9 +7,9 @@ from typing import Any
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.byte_size import format_bytes
-from tiered.core.features import Tier
-from tiered.models.weight_form import CODES, WeightForm
-from tiered.planning.times import CallTime
+from tiered.core.features import KEY_VALUE, Tier
+from tiered.kernels.row_code import RowCode
+from tiered.models.weight_form import CODES, WeightForm, drop_of
 from tiered.planning.workload import Workload
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
@@ -25,12 +24,12 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One way to make a plan fit, or one that fits faster.
+    """One way to make a plan fit.
 
     Attributes:
-        text: what to do, for people.
-        change: the same as arguments of `plan`; the plan made with them fits. With another policy, the options of the
-            present one go.
+        text: the change in words.
+        change: the same as arguments of `plan`; the plan made with them fits. A change of the policy drops the options
+            of the present one.
     """
 
     text: str
@@ -43,19 +42,35 @@ class Advice:
 
 
 def advise(workload: Workload, budget: MemoryBudget) -> list[Advice]:
-    """The changes that bring `workload` within `budget`, cheapest in quality and speed first; empty where it fits
-    already."""
+    """The changes that bring `workload` within `budget`, cheapest in quality and speed first; empty if it fits."""
     return list(_changes(workload, budget)) if workload.over(budget) else []
 
 
-def too_slow(time: CallTime | None) -> str:
-    """The warning of a call that fits and is of no use; "": it is fast enough, or there is no estimate."""
-    if time is None or time.tokens_per_second >= 1:
+def code_savings(workload: Workload, budget: MemoryBudget) -> str:
+    """What codes would save a call that fits and streams raw weights, or raw keys and values; "" for any other call."""
+    sizes, (weights, kv), ways = workload.sizes, _streamed(workload, budget), []
+
+    def left(**change: Any) -> int:
+        return sum(_streamed(workload.resized(**change), budget))
+
+    if weights and not sizes.weights.code:
+        moved = {code: left(weights=WeightForm(code)) for code in CODES}
+        code = min(moved, key=moved.__getitem__)
+        brought = f"would bring {format_bytes(moved[code])}, and changes answers ({drop_of(code)})"
+        ways.append(f"weights = {code.value!r} {brought}")
+    if kv and not sizes.kv:
+        ways.append(f"kv = 'fp8' would bring {format_bytes(left(kv=RowCode.FP8))}, and changes answers")
+    if not ways or workload.over(budget):
         return ""
-    return (
-        f"{time.tokens_per_second:.2g} tokens a second by this estimate, {time.tokens_per_forward} a forward: a call "
-        "of these sizes is too slow to be of use"
-    )
+    return "; ".join([f"{format_bytes(weights + kv)} come to the device in every step", *ways])
+
+
+def _streamed(workload: Workload, budget: MemoryBudget) -> tuple[int, int]:
+    """Bytes that a step brings to the device: of weights; of keys and values."""
+    needed = workload.needed(budget)
+    streams = () if needed.streams is None else needed.streams.streams
+    weights = 0 if needed.weights is None else needed.weights.moved
+    return weights, sum(stream.records for stream in streams if stream.feature in KEY_VALUE)
 
 
 def _changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:

@@ -25,13 +25,13 @@ BELOW_DEVICE = (Tier.HOST, Tier.DISK)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBytes:
-    """Bytes of one call. The runtime books what stands here, and the plan prints it.
+    """Bytes of one call. The runtime books them, and the plan prints them.
 
     Attributes:
-        steps: on the device by account, as long as the call lasts: features, logits, and what steps take.
-        records: hidden states that the policy keeps as records in the tiers; None: none.
-        streams: features of which some layers are streamed; None: none.
-        weights: which of their layers are; None: they are somebody else's, who has them in the books.
+        steps: bytes on the device by account, as long as the call lasts: features, logits, and what steps take.
+        records: hidden states that the policy keeps as records in the tiers; None if it keeps none.
+        streams: features of which some layers are streamed; None if all are on the device.
+        weights: the streamed layers of the weights; None if the caller owns the weights and has already booked them.
     """
 
     steps: Mapping[Account, int]

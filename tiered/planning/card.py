@@ -1,4 +1,4 @@
-"""What a plan answers: its figures, as plain types, and as a card to read."""
+"""What a plan says: its figures, as plain types, and as a card to read."""
 
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -20,8 +20,7 @@ from tiered.planning.workload import HiddenBytes
 from tiered.policies.base import StepKind
 
 COLUMNS = 100
-# What `as_dict` has of the model's shape.
-_TOLD = ("parameters", "layers", "width", "heads", "kv_heads", "head_dim", "vocab_size", "max_context", "noise")
+_OF_SHAPE = ("parameters", "layers", "width", "heads", "kv_heads", "head_dim", "vocab_size", "max_context", "noise")
 _LABEL, _SIZE, _EXACT = 20, 12, 20
 _ANOTHER = 'To plan for a card: --device rtx4090, or device="rtx4090"'
 _BESIDE = (
@@ -44,7 +43,7 @@ _KINDS: Mapping[StepKind, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierPlan:
-    """Bytes of one tier by account, and its cap (None: uncapped)."""
+    """Bytes of one tier by account, and its cap; None for no cap."""
 
     accounts: Mapping[Account, int]
     cap: int | None
@@ -65,26 +64,24 @@ class Plan:
     """What one call takes in each tier. Prints as a card.
 
     Attributes:
-        model: what was asked for, by name.
-        machine: that the plan is for, in words.
+        model: name of the model, as it was given.
+        machine: the machine that the plan is for, in words.
         family: name of the model family.
-        sizes: of the model and the call.
-        policy: name of the policy.
-        policy_options: its options.
-        why: why it is this one, where that was left open; else "".
-        tiers: bytes and cap of every tier: what the runtime books. Of a policy that keeps hidden states, what it books
-            at most, since the sizes of clusters are not known before; with a disk tier, the share of the disk is close.
+        sizes: sizes of the model and the call.
+        policy, policy_options: the policy's name and its options.
+        why: the reason for the policy if something was "auto", else "".
+        tiers: bytes and cap of every tier, as the runtime books them. For a policy that keeps hidden states they are
+            the most that it books, because the sizes of clusters are not known before; a disk's share is close.
         largest_context: positions that fit every cap with all else equal, in whole blocks, up to what the model was
-            made for; 0 where not even one block fits, None where no cap limits them.
-        stretch: how the model's rotation reaches past the positions that it was trained on; "": it does not.
-        streams: the features of which some layers are streamed from the tiers below, so that the device's cap holds;
-            None: all are on the device.
-        weights: which of their layers are streamed.
-        hidden: what hidden states would take if the policy kept them, part of no tier's total; None: it does.
-        advice: what would make it fit; empty if it does.
-        rates: of the machine that `times` are of; None: no machine was named.
-        tokens_per_forward: that the call is expected to commit in each.
-        times: of calls that commit more and more tokens a forward.
+            made for; 0 if not even one block fits, None if no cap limits them.
+        stretch: how the model's rotation reaches past the positions that it was trained on; "" if it does not.
+        streams: features of which some layers are streamed so that the device's cap holds; None if all are there.
+        weights: which layers of the weights are streamed.
+        hidden: what hidden states would take, in no tier's total; None for a policy that keeps them.
+        advice: changes that make it fit; empty if it does.
+        rates: rates of the machine that `times` are of; None for a machine without a name.
+        tokens_per_forward: tokens that the call is expected to commit in each forward.
+        times: calls that commit more and more tokens a forward.
         warnings: what is allowed and still worth knowing.
     """
 
@@ -113,18 +110,13 @@ class Plan:
         return self.sizes.shape
 
     @property
-    def workload(self) -> CallSizes:
-        """The former name of `sizes`."""
-        return self.sizes
-
-    @property
     def fits(self) -> bool:
         """Whether every tier stays within its cap."""
         return all(tier.fits for tier in self.tiers.values())
 
     @property
     def shown_time(self) -> CallTime | None:
-        """The one of `times` that commits `tokens_per_forward`; None: no machine was named."""
+        """The one of `times` that commits `tokens_per_forward`; None for a machine without a name."""
         return next((time for time in self.times if time.tokens_per_forward == self.tokens_per_forward), None)
 
     @property
@@ -141,26 +133,15 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON. Sizes are bytes, contexts positions."""
-        shape, sizes = self.shape, self.sizes
+        shape, sizes, streamed = self.shape, self.sizes, self.weights if self.weights and self.weights.layers else None
         return {
-            "model": self.model,
-            "machine": self.machine,
-            "family": self.family,
-            **{name: getattr(shape, name) for name in _TOLD},
-            "context": sizes.context,
-            "batch": sizes.batch,
-            "cfg": sizes.guidance,
-            "sampled": sizes.sampled,
-            "block_length": sizes.block_length,
-            "max_new_tokens": sizes.answer,
-            "dtype": sizes.dtype,
-            "weights": str(sizes.weights),
-            "kv": sizes.kv or RAW,
-            "policy": self.policy,
-            "policy_options": dict(self.policy_options),
-            "why": self.why,
-            "tokens_per_forward": self.tokens_per_forward,
-            "fits": self.fits,
+            **{name: getattr(self, name) for name in ("model", "machine", "family")},
+            **{name: getattr(shape, name) for name in _OF_SHAPE},
+            **{name: getattr(sizes, name) for name in ("context", "batch", "sampled", "block_length", "dtype")},
+            **{"cfg": sizes.guidance, "max_new_tokens": sizes.answer},
+            **{"weights": str(sizes.weights), "kv": sizes.kv or RAW},
+            **{"policy": self.policy, "policy_options": dict(self.policy_options), "why": self.why},
+            **{name: getattr(self, name) for name in ("tokens_per_forward", "fits", "kv_bytes_per_token")},
             "tiers": {
                 name.value: {
                     "accounts": {account.value: size for account, size in tier.accounts.items()},
@@ -168,12 +149,10 @@ class Plan:
                 }
                 for name, tier in self.tiers.items()
             },
-            "kv_bytes_per_token": self.kv_bytes_per_token,
-            "largest_context": self.largest_context,
-            "trained_context": shape.trained_context,
+            **{"largest_context": self.largest_context, "trained_context": shape.trained_context},
             "stretch": self.stretch,
             "streamed": None if self.streams is None else self.streams.as_dict(),
-            "streamed_weights": None if self.weights is None or not self.weights.layers else self.weights.as_dict(),
+            "streamed_weights": None if streamed is None else streamed.as_dict(),
             "if_hidden_states_were_kept": None if self.hidden is None else self.hidden.as_dict(),
             "rates": None if self.rates is None else self.rates.as_dict(),
             "times": [time.as_dict() for time in self.times],

@@ -12,7 +12,7 @@ from tiered.models.presets import PRESETS
 from tiered.models.shape import BYTES_PER_ELEMENT
 from tiered.offload.codec_bytes import Codec, codec_bytes
 
-# Rows of a record, about as many as a cluster has: what a record holds once weighs as much less by row.
+# Rows of a record, about as many as a cluster has; they share the bytes that a record holds once.
 RECORD_ROWS = 64
 
 Source = Literal["embedded", "preset", "cache"]
@@ -23,15 +23,15 @@ class KnownModel:
     """A model that `plan` takes by name.
 
     Attributes:
-        name: what to call it by.
-        source: where its config.json comes from.
+        name: name that `plan` takes.
+        source: source of its config.json.
         family: name of its family.
         parameters: elements of its weights.
         layers: transformer layers.
         kv_bytes_per_token: bytes of one token's keys and values in all layers, in the checkpoint's dtype.
         hidden_bytes_per_token: bytes of one token's hidden states in all layers, by codec, in records of `RECORD_ROWS`.
-        offload_saves: share of the device bytes of keys, values and raw hidden states that offloading the latter frees.
-        loadable: whether its weights are here; otherwise it can be planned only.
+        offload_saves: share of the device's bytes of keys, values and raw hidden states that offloading these frees.
+        loadable: whether its weights are on this machine; if not, it can only be planned.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Whether a call of some sizes runs at all: what `generate` and a plan refuse alike."""
+"""The calls that `generate` and a plan refuse alike."""
 
 from tiered.core.errors import ContextLengthError
 from tiered.models.shape import MOST_SIZE, ModelShape
@@ -7,7 +7,7 @@ from tiered.policies.registry import policies_for
 
 
 def check_positions(shape: ModelShape, positions: int, what: str) -> None:
-    """Raise `ContextLengthError` if the model was not made for so many `positions`, which come from `what`."""
+    """Raise `ContextLengthError` if the model was not made for so many `positions`; `what` begins the message."""
     if positions > shape.max_context:
         hint = f"; rope_scaling = 'ntk:{-(-positions // shape.trained_context)}' would stretch it, without training"
         raise ContextLengthError(
@@ -20,7 +20,7 @@ def check_block(shape: ModelShape, block_length: int | None, *, name: str) -> in
     """The length of blocks in a call of the model called `name`, which counts them from a sequence's first token.
 
     Raises:
-        ValueError: nobody says it, or `block_length` is not what the checkpoint was made for.
+        ValueError: neither config.json nor `block_length` says it, or the two contradict each other.
     """
     if shape.block_length is None and block_length is None:
         raise ValueError(
@@ -36,7 +36,7 @@ def check_block(shape: ModelShape, block_length: int | None, *, name: str) -> in
 
 
 def beyond_training(shape: ModelShape, positions: int) -> str | None:
-    """What to tell of so many `positions` that the model was not trained on all of them; None: it was."""
+    """The warning for `positions` beyond those that the model was trained on; None if there are none."""
     if positions <= shape.trained_context:
         return None
     return (
@@ -55,11 +55,11 @@ def check_policy(
     ordered: bool,
     rewrites: bool,
 ) -> None:
-    """Raise `ValueError` where the model, called `name`, and the policy do not go together in such a call.
+    """Raise `ValueError` if the model, called `name`, and the policy do not go together in such a call.
 
     Args:
-        guidance: how classifier-free guidance was asked for, as `name = value`; None: it was not.
-        ordered: whether what a step commits is known before it.
+        guidance: the argument for classifier-free guidance, as `name = value`; None for no guidance.
+        ordered: whether the tokens that a step commits are known before it.
         rewrites: whether any token of a block may change in a step.
     """
     if shape.sight not in policy.sights:

@@ -1,4 +1,4 @@
-"""What a machine reaches, measured on itself in a second or two."""
+"""The rates of this machine, measured in a second or two."""
 
 from collections.abc import Callable
 
@@ -13,25 +13,23 @@ from tiered.forward.forward import Forward
 from tiered.models.llada import LLaDA
 from tiered.offload.device import best_seconds, multiprocessors
 
-_SIDE = {"cpu": 768, "cuda": 8192}  # of the matrices that are multiplied
-_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # that are summed up, and copied: more than any cache holds
+_SIDE = {"cpu": 768, "cuda": 8192}  # rows and columns of the matrices that are multiplied
+_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes that are summed up, and copied: more than any cache holds
 _FEW, _MANY = 32, 512  # rows of a step, and of a part of a refresh
-_LAYERS = 8  # of the least model: next to no work, all of the way through a layer
+_LAYERS = 8  # layers of the smallest model: hardly any work, but all of a layer's launches
 
 
 @torch.no_grad()
 def machine_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """What `device` reaches in `dtype`: the best of a few tries, in a product of square matrices, a sum over a long
-    vector, a copy of one from the host, and layers with next to nothing to do."""
+    """The rates of `device` in `dtype`: the best of a few tries of products and attention over many rows and few, a sum
+    over a long vector, a copy of it from the host, and layers that have hardly anything to compute."""
     side, nbytes = _SIDE[device.type], _BYTES[device.type]
     matrix = torch.ones(side, side, dtype=dtype, device=device)
     vector = torch.ones(nbytes // dtype.itemsize, dtype=dtype, device=device)
     source = torch.ones_like(vector, device="cpu", pin_memory=device.type == "cuda")
 
-    wide, few = (
-        torch.ones(4 * side, side, dtype=dtype, device=device),
-        torch.ones(_FEW, 4 * side, dtype=dtype, device=device),
-    )
+    wide = torch.ones(4 * side, side, dtype=dtype, device=device)
+    few = torch.ones(_FEW, 4 * side, dtype=dtype, device=device)
     heads = torch.ones(1, 4, 4 * side, 64, dtype=dtype, device=device)
 
     def attend(rows: int) -> None:
@@ -40,7 +38,7 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     def rate(flops: float, work: Callable[[], object]) -> float:
         return flops / best_seconds(work, device)
 
-    attention = 4 * heads.numel()  # of a row
+    attention = 4 * heads.numel()  # FLOP of a row
     products = rate(2 * side**3, lambda: matrix @ matrix), rate(2 * _FEW * wide.numel(), lambda: few @ wide)
     attentions = [rate(rows * attention, lambda rows=rows: attend(rows)) for rows in (_MANY, _FEW)]
     works = (vector.sum, lambda: vector.copy_(source, non_blocking=True), _least_step(device, dtype))
@@ -60,12 +58,12 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def _half_rows(most: float, of_few: float) -> float:
-    """Rows at which a rate of `most` is half of that, where it is `of_few` of `_FEW`."""
+    """Rows that reach half of the rate `most`, if `_FEW` rows reach `of_few`."""
     return max(0.0, _FEW * (most / of_few - 1))
 
 
 def _least_step(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """A plain step of two rows through layers that are as small as can be."""
+    """A plain step of two rows through the smallest layers."""
     size = dict.fromkeys(("d_model", "mlp_hidden_size", "vocab_size"), 32) | {"n_heads": 2, "n_layers": _LAYERS}
     tokens = {"mask_token_id": 3, "eos_token_id": 2, "pad_token_id": 2, "max_sequence_length": 64}
     with torch.device(device):

@@ -11,20 +11,21 @@ from tiered.core.checks import check_multiple, check_switch, plain_number, unkno
 from tiered.core.features import Tier
 from tiered.core.rates import Rates, rates_of
 from tiered.forward.library_bytes import LARGEST_GPU, gpu_of
-from tiered.forward.sizes import AUTO, DEFAULT_BLOCK_LENGTH, RAW, CallSizes, Gpu, kv_code
+from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallSizes, Gpu, kv_code
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.config_source import read_config
-from tiered.models.families import Family, family_of
+from tiered.models.families import family_of
 from tiered.models.locate import find_directory
 from tiered.models.quantised import require_readable
 from tiered.models.rotation import rotation_of, stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, held_form
-from tiered.planning.advice import advise, too_slow
+from tiered.planning.advice import advise, code_savings
+from tiered.planning.call_bytes import CallBytes
 from tiered.planning.card import Plan, TierPlan, machine_of
 from tiered.planning.checks import beyond_training, check_block, check_policy, check_positions
-from tiered.planning.choice import choose, choose_form
-from tiered.planning.times import TOKENS_PER_FORWARD, call_time
+from tiered.planning.choice import choose
+from tiered.planning.times import TOKENS_PER_FORWARD, CallTime, call_time
 from tiered.planning.workload import LARGEST_SIZE, HiddenBytes, Workload
 from tiered.policies import DEFAULT_POLICY
 from tiered.policies.base import Policy
@@ -44,8 +45,8 @@ def plan(
     cfg: bool = False,
     sampled: bool = False,
     device: str = "auto",
-    weights: str | WeightForm = "auto",
-    kv: str = "raw",
+    weights: str | WeightForm = RAW,
+    kv: str = RAW,
     tokens_per_forward: int = 1,
     rope_theta: float | None = None,
     rope_scaling: Mapping[str, Any] | str | None = None,
@@ -56,113 +57,108 @@ def plan(
 
     Args:
         path_or_config: a name, path or config that `tiered.models.config_source.read_config` takes.
-        context: positions of the canvas, prompt and answer together, up to what the model was made for, or its
-            rotation is stretched to. A model that sees blocks takes whole ones: `context` is rounded up as `generate`
-            does, and in a batch as for the prompt lengths that take the most.
+        context: positions of the canvas, prompt and answer together. A model with exact blocks takes whole ones.
         batch: sequences.
-        policy: name of a policy, with its options as further keywords, or a policy. What it leaves open is chosen as
-            `generate` chooses it: by the rates of `device`, or by nominal ones where it names no machine, for a call
-            whose prompts are all as long as the canvas has room for.
-        memory: cap of the device tier (`"24GiB"`), or a `MemoryBudget`.
-        block_length: positions of a block; None: what the checkpoint was made for, else 32, or the answer's where that
-            is shorter.
-        max_new_tokens: positions of the answer, for policies that keep some features of it alone; None: any number.
-        dtype: of weights and activations; "auto" takes the checkpoint's.
-        cfg: classifier-free guidance, which doubles the sequences.
-        sampled: whether proposing tokens takes room beside the logits: at a temperature above 0, where `top_p` or
-            `top_k` cut, with `confidence="entropy"`, and under a rule that draws what it rewrites.
-        device: the machine that the plan is for. "auto", "cpu" and "cuda" mean this one, as for `from_pretrained`;
-            "cuda" on a machine without a GPU counts the most that libraries take on any card. A GPU by name
-            (`tiered.core.rates.DEVICES`), as its maker describes it, or a file that `tiered rates --out` wrote, brings
-            the time of the call as well.
-        tokens_per_forward: that the call is expected to commit in each, of a sequence; by default one, as `generate`
-            does.
-        weights, kv, rope_theta, rope_scaling: as for `from_pretrained`.
+        policy: a name, with options as further keywords, or a policy; "auto" is decided as by `generate`.
+        memory: cap of the device tier (`"24GiB"`), or a `MemoryBudget`; None for no cap.
+        block_length: positions of a block; None for the checkpoint's, else 32, or a shorter answer's.
+        max_new_tokens: positions of the answer; None for any number.
+        cfg: whether classifier-free guidance doubles the sequences.
+        sampled: whether proposing needs room: for a temperature above 0, a cut, entropy, or a rule that draws rewrites.
+        device: this machine ("auto", "cpu", "cuda"; "cuda" without a GPU counts the most of any card), or one whose
+            seconds are planned too: a GPU by name (`tiered.core.rates.DEVICES`), or a file of `tiered rates --out`.
+        tokens_per_forward: tokens of a sequence that each forward is expected to commit.
+        dtype, weights, kv, rope_theta, rope_scaling: as for `from_pretrained`.
 
     Raises:
-        TypeError, ValueError: an argument out of range or at odds with another, with the model or with the policy; no
-            such model, policy or option. Names what is allowed.
+        TypeError, ValueError: an argument out of range or at odds with another, the model or the policy; or no such
+            model, policy or option. The error names what is allowed.
     """
     check_arguments(plan, policy, policy_options)
     check_switch("cfg", cfg)
     check_switch("sampled", sampled)
     config = stretched(read_config(path_or_config), rope_theta, rope_scaling)
-    family = family_of(config)
-    shape = family.shape(config)
-    chosen = make_policy(policy, **policy_options)
-    budget = MemoryBudget.of(memory)
-    name = _name(path_or_config, config, family)
-    rates, gpu = _machine(device)
+    asked, (rates, gpu) = make_policy(policy, **policy_options), _machine(device)
+    name, shape = _name(path_or_config, config), family_of(config).shape(config)
+    call = {"guidance": cfg, "sampled": sampled, "gpu": gpu, "dtype": _dtype(dtype, shape), "kv": kv_code(kv, shape)}
+    call |= _positions(shape, name, context, batch, max_new_tokens, block_length)
+    sizes = CallSizes(shape=shape, weights=_form(weights, path_or_config, config, shape), **call)
+    _check(asked, sizes, name)
+    tokens = min(_size("tokens_per_forward", tokens_per_forward), sizes.block_length)
+    model = {"model": name, "stretch": _stretch(config, shape), "family": family_of(config).name}
+    machine = {"machine": machine_of(device, gpu, rates), "rates": rates}
+    return Plan(**model, **machine, **_figures(asked, sizes, MemoryBudget.of(memory), rates, tokens))
+
+
+def _figures(
+    policy: Policy, sizes: CallSizes, budget: MemoryBudget, rates: Rates | None, tokens: int
+) -> dict[str, Any]:
+    """The fields of `Plan` that the sizes, the budget and the rates decide."""
+    choice = choose(policy, sizes, budget)
+    workload = Workload(choice.policy, sizes)
+    needed = workload.needed(budget)
+    accounts, times = needed.tiers(budget), _times(workload, needed, rates, tokens)
+    shown = next((time for time in times if time.tokens_per_forward == tokens), None)
+    return {
+        "sizes": sizes,
+        "policy": choice.policy.name,
+        "policy_options": choice.policy.options,
+        "why": choice.why,
+        "tiers": {tier: TierPlan(accounts=accounts[tier], cap=budget.cap(tier)) for tier in Tier},
+        "largest_context": _largest_context(workload, budget),
+        "streams": needed.streams,
+        "weights": needed.weights,
+        "hidden": HiddenBytes.of(sizes) if needed.records is None and not sizes.shape.block_causal else None,
+        "advice": tuple(advise(workload, budget)),
+        "tokens_per_forward": tokens,
+        "times": times,
+        "warnings": _warnings(workload, budget, shown),
+    }
+
+
+def _times(workload: Workload, needed: CallBytes, rates: Rates | None, tokens: int) -> tuple[CallTime, ...]:
+    """Calls that commit more and more tokens a forward, `tokens` among them; none without `rates`."""
+    if rates is None:
+        return ()
+    counts = [each for each in sorted({*TOKENS_PER_FORWARD, tokens}) if each <= workload.sizes.block_length]
+    return tuple(call_time(workload.policy, workload.sizes, needed, rates, tokens_per_forward=each) for each in counts)
+
+
+def _warnings(workload: Workload, budget: MemoryBudget, time: CallTime | None) -> tuple[str, ...]:
+    warnings = [beyond_training(workload.sizes.shape, workload.sizes.context), code_savings(workload, budget)]
+    if time is not None and time.tokens_per_second < 1:
+        warnings.append(
+            f"{time.tokens_per_second:.2g} tokens a second by this estimate, {time.tokens_per_forward} a forward: a "
+            "call of these sizes is too slow to be of use"
+        )
+    return tuple(filter(None, warnings))
+
+
+def _positions(
+    shape: ModelShape, name: str, context: int, batch: int, max_new_tokens: int | None, block_length: int | None
+) -> dict[str, Any]:
+    """Sequences, positions, answer and block of a call, as `CallSizes` has them."""
     context, batch = _size("context", context), _size("batch", batch)
     answer = None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens)
-    code = kv_code(kv, shape)
-    block = _block(shape, block_length, context if answer is None else answer, name)
-    batch, context = _size("batch", batch), _size("context", context)
+    given = None if block_length is None else _size("block_length", block_length)
+    if shape.block_length is None:
+        block = given or min(DEFAULT_BLOCK_LENGTH, context if answer is None else answer)
+    else:
+        block = check_block(shape, given, name=name)
     if answer is not None and context <= answer:
         raise ValueError(f"context = {context} has no room for a prompt and max_new_tokens = {answer}")
     if shape.block_causal:  # as `tiered.prepare` counts them
         rounded, answer = most_columns_in_blocks(context, block, answer, batch)
         context = max(context, min(rounded, shape.max_context // block * block))
-    sizes = CallSizes(
-        shape=shape,
-        batch=batch,
-        context=context,
-        block_length=block,
-        dtype=_dtype(dtype, shape),
-        weights=RAW_WEIGHTS if weights == AUTO else WeightForm.of(weights),
-        kv=None if code == AUTO else code,
-        answer=answer,
-        guidance=cfg,
-        sampled=sampled,
-        gpu=gpu,
-    )
-    _check(chosen, sizes, name)
-    tokens = min(_size("tokens_per_forward", tokens_per_forward), sizes.block_length)
-    form_why = ""
-    held = _held(path_or_config, config, shape) if str(weights) in (AUTO, RAW) else None
-    if held is not None:
-        sizes = replace(sizes, weights=held)
-    elif weights == AUTO:
-        form, form_why = choose_form(chosen, shape, sizes.dtype, gpu, budget, rates=rates)
-        sizes = replace(sizes, weights=form)
-    choice = choose(chosen, sizes, budget, kv_open=code == AUTO, tokens_per_forward=tokens, rates=rates)
-    chosen, sizes = choice.policy, replace(sizes, kv=choice.kv)
-    workload = Workload(chosen, sizes)
-    accounts, needed = workload.accounts(budget), workload.needed(budget)
-    times = () if rates is None else tuple(
-        call_time(chosen, sizes, needed, rates, tokens_per_forward=each)
-        for each in sorted({*TOKENS_PER_FORWARD, tokens})
-        if each <= sizes.block_length
-    )  # fmt: skip
-    shown = next((time for time in times if time.tokens_per_forward == tokens), None)
-    warnings = (beyond_training(shape, sizes.context), form_why, choice.kv_why, too_slow(shown))
-    return Plan(
-        model=name,
-        machine=machine_of(device, gpu, rates),
-        stretch=_stretch(config, shape),
-        family=family.name,
-        sizes=sizes,
-        policy=chosen.name,
-        policy_options=chosen.options,
-        why=choice.why,
-        tiers={tier: TierPlan(accounts=accounts[tier], cap=budget.cap(tier)) for tier in Tier},
-        largest_context=_largest_context(workload, budget),
-        streams=needed.streams,
-        weights=needed.weights,
-        hidden=HiddenBytes.of(sizes) if needed.records is None and not shape.block_causal else None,
-        advice=tuple(advise(workload, budget)),
-        rates=rates,
-        tokens_per_forward=tokens,
-        times=times,
-        warnings=tuple(filter(None, warnings)),
-    )
+    return {"batch": batch, "context": context, "block_length": block, "answer": answer}
 
 
-def _held(source: object, config: Mapping[str, Any], shape: ModelShape) -> WeightForm | None:
-    """The form that the checkpoint's files hold the weights in; None: they are raw."""
-    method = require_readable(config)
+def _form(weights: str | WeightForm, source: object, config: Mapping[str, Any], shape: ModelShape) -> WeightForm:
+    """The form of the weights that `weights` means; if it is "raw", files that hold them in a code keep that."""
+    form = WeightForm.of(weights)
+    method = require_readable(config) if form == RAW_WEIGHTS else None
     if method is None:
-        return None
+        return form
     directory = find_directory(source) if isinstance(source, str | Path) else None
     if directory is None:
         raise ValueError(
@@ -172,14 +168,14 @@ def _held(source: object, config: Mapping[str, Any], shape: ModelShape) -> Weigh
     return held_form(Checkpoint(directory, shape, config).codes, shape)
 
 
-def _name(path_or_config: str | Path | Mapping[str, Any], config: Mapping[str, Any], family: Family) -> str:
+def _name(path_or_config: str | Path | Mapping[str, Any], config: Mapping[str, Any]) -> str:
     if isinstance(path_or_config, Mapping):
-        return str(config.get("_name_or_path") or f"a {family.name} config")
+        return str(config.get("_name_or_path") or f"a {family_of(config).name} config")
     return str(path_or_config)
 
 
 def _stretch(config: Mapping[str, Any], shape: ModelShape) -> str:
-    """How the rotation is stretched; "": it is not."""
+    """How the rotation is stretched; "" if it is not."""
     rotation = rotation_of(config, head_dim=shape.head_dim, positions=shape.trained_context)
     if rotation.factor == 1:
         return ""
@@ -187,7 +183,7 @@ def _stretch(config: Mapping[str, Any], shape: ModelShape) -> str:
 
 
 def _machine(device: str) -> tuple[Rates | None, Gpu | None]:
-    """How fast it is, where that is known; and what a call computes on."""
+    """Its rates, None for a machine without a name; and the GPU that a call computes on, None for a CPU."""
     name = str(device)
     if name in ("auto", "cpu") or name.partition(":")[0] == "cuda":
         return None, gpu_of(device)
@@ -216,13 +212,6 @@ def _check(policy: Policy, sizes: CallSizes, name: str) -> None:
     masks = shape.noise == "mask"
     guidance = "cfg = True" if sizes.guidance else None
     check_policy(policy, shape, name=name, block_length=block, guidance=guidance, ordered=masks, rewrites=not masks)
-
-
-def _block(shape: ModelShape, block_length: int | None, longest: int, name: str) -> int:
-    given = None if block_length is None else _size("block_length", block_length)
-    if shape.block_length is not None:
-        return check_block(shape, given, name=name)
-    return given or min(DEFAULT_BLOCK_LENGTH, longest)
 
 
 def _size(name: str, value: Any) -> int:

@@ -1,4 +1,4 @@
-"""Books: which layers of which features leave the device where it has no room for all."""
+"""Books: which layers of which features leave the device if it has no room for all."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
@@ -38,7 +38,7 @@ def fewest_streamed(
         layers: of the model.
         device, below: whether the device, and the tiers below it, have room with these layers streamed.
 
-    Returns None where none fits.
+    Returns None if no number of layers fits.
     """
     start = StreamedLayers(dict.fromkeys(forced, layers))
     if device(start):
@@ -56,7 +56,7 @@ def fewest_streamed(
             if not device(streamed(layers)):
                 counts = dict(streamed(layers).counts)
                 continue
-            # So many as there are workspaces save nothing.
+            # As many layers as there are workspaces save nothing.
             count = bisect_left(range(layers), True, lo=min(workspaces + 1, layers), key=lambda n: device(streamed(n)))
             if below(streamed(count)):
                 return streamed(count)

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from tiered.forward.sizes import CallSizes
 from tiered.models.weight_form import read_bytes
 from tiered.offload.slabs import UNIT
 from tiered.planning.call_bytes import CallBytes
+from tiered.planning.workload import answer_of, prompt_of
 from tiered.policies.base import Policy, Step, StepKind, StepRows
 from tiered.policies.dllm_cache.program import BranchStep
 from tiered.policies.polestar.policy import Drifting, Polestar
@@ -26,7 +26,6 @@ TOKENS_PER_FORWARD = (1, 2, 4, 8)
 # Launches of a layer without a program, of a layer with one (of 20 to 199 the middle), and outside of all layers, most
 # of them to propose and commit tokens. tests/test_launches.py has the counts by policy and kind of forward.
 PLAIN_LAUNCHES, PROGRAM_LAUNCHES, OUTSIDE_LAUNCHES = 18, 45, 53
-ANSWER_BLOCKS = 8  # of an answer whose length is not given
 MOST_BLOCKS = 32  # of an answer that a dry run goes through; later blocks are like them
 _MASK = 1  # an id that is in no prompt
 
@@ -65,10 +64,6 @@ class ForwardTime:
     seconds: float
     bound: str
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
-        return {"rows": self.rows, "count": self.count, "seconds": self.seconds, "bound": self.bound}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTime:
@@ -104,7 +99,7 @@ class CallTime:
             "seconds": self.seconds,
             "block_seconds": self.seconds / self.blocks,
             "tokens_per_second": self.tokens_per_second,
-            "kinds": {kind.value: time.as_dict() for kind, time in self.kinds.items()},
+            "kinds": {kind.value: asdict(time) for kind, time in self.kinds.items()},
         }
 
 
@@ -127,7 +122,6 @@ def call_time(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=256)
 def _kinds(policy: Policy, sizes: CallSizes, tokens_per_forward: int) -> tuple[tuple[int, DryForward], ...]:
     """How many forwards of each kind a call has, with the average of them."""
     forwards = list(dry_run(policy, sizes, tokens_per_forward=tokens_per_forward))
@@ -251,15 +245,3 @@ def _dry_forward(policy: Policy, sizes: CallSizes, block: int, asked: StepRows) 
             record = kept.stored(-(-math.ceil(renewed) // records))
             fetched = sizes.sequences * kept.layers * records * -(-record // UNIT) * UNIT
     return DryForward(block, asked.kind, rows, fetched, PROGRAM_LAUNCHES)
-
-
-def prompt_of(sizes: CallSizes) -> int:
-    """Tokens of the longest prompt."""
-    return sizes.context - answer_of(sizes)
-
-
-def answer_of(sizes: CallSizes) -> int:
-    """Positions of the answer; if it is not given, `ANSWER_BLOCKS` blocks, or as many as a prompt leaves."""
-    if sizes.answer is not None:
-        return sizes.answer
-    return sizes.block_length * max(1, min(ANSWER_BLOCKS, sizes.context // sizes.block_length - 1))

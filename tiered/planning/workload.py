@@ -14,24 +14,37 @@ from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy
 from tiered.policies.polestar.policy import Polestar
 
-# Where a search for the largest size ends; no device holds what costs nothing per row and still needs more.
+# The end of a search for the largest size.
 LARGEST_SIZE = 2**40
 UNCAPPED = MemoryBudget()
+ANSWER_BLOCKS = 8  # blocks of an answer whose length is not given
+
+
+def prompt_of(sizes: CallSizes) -> int:
+    """Tokens of the longest prompt."""
+    return sizes.context - answer_of(sizes)
+
+
+def answer_of(sizes: CallSizes) -> int:
+    """Positions of the answer; if it is not given, `ANSWER_BLOCKS` blocks, or as many as a prompt leaves."""
+    if sizes.answer is not None:
+        return sizes.answer
+    return sizes.block_length * max(1, min(ANSWER_BLOCKS, sizes.context // sizes.block_length - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one call asks of the tiers."""
+    """A policy, and the sizes of a call under it."""
 
     policy: Policy
     sizes: CallSizes
 
     def resized(self, **sizes: Any) -> "Workload":
-        """The same with these sizes."""
+        """The same policy with some sizes changed."""
         return Workload(self.policy, replace(self.sizes, **sizes))
 
     def needed(self, budget: MemoryBudget = UNCAPPED) -> CallBytes:
-        """What the call takes, with as few layers streamed as `budget` needs."""
+        """The bytes of the call, with as few layers streamed as `budget` needs."""
         sizes = self.sizes
         weights = WeightBytes.of(sizes.shape, sizes.dtype, sizes.weights, gpu=sizes.gpu is not None)
         return CallBytes.of(self.policy, sizes, budget, weights=weights)
@@ -41,7 +54,7 @@ class Workload:
         return self.needed(budget).tiers(budget)
 
     def total(self, tier: Tier = Tier.DEVICE, budget: MemoryBudget = UNCAPPED) -> int:
-        """Bytes of `tier` in all."""
+        """All bytes of `tier`."""
         return sum(self.accounts(budget)[tier].values())
 
     def over(self, budget: MemoryBudget) -> dict[Tier, int]:
@@ -51,11 +64,10 @@ class Workload:
         return {tier: totals[tier] for tier, cap in caps.items() if cap is not None and totals[tier] > cap}
 
     def largest(self, size: Literal["batch", "context"], budget: MemoryBudget, *, multiple: int = 1) -> int:
-        """The largest `size`, in multiples of `multiple`, that keeps every tier within `budget`; 0 where none does.
+        """The largest `size`, in multiples of `multiple`, that keeps every tier within `budget`; 0 if none does.
 
-        Everything else stays as it is. A bisection, since the totals grow with either size; only where more sequences
-        round the rows of a part down, or records fill their slots better, they dip, and it may stop there. What comes
-        back has been counted, so it fits.
+        A bisection, because totals grow with either size. They dip if more sequences round the rows of a part down, or
+        records fill their slots better, and the search may stop there. Its result has been counted, so it fits.
         """
         values = range(multiple, LARGEST_SIZE, multiple)
         return multiple * bisect_left(values, True, key=lambda value: bool(self.resized(**{size: value}).over(budget)))
@@ -63,15 +75,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenBytes:
-    """What hidden states would take in each codec, beside a policy that keeps none, as `polestar` keeps them on the
-    host.
+    """What hidden states would take in each codec if the policy kept them on the host, as `polestar` does.
 
     Attributes:
         codecs: bytes of the records by codec.
         clusters: clusters in each layer of each sequence.
-        centroids: bytes on the device of centroids, and of what drift is measured with.
+        centroids: bytes on the device of centroids and of the references of drift.
         staging: bytes of the rings on the device that records pass through.
-        slots: of these rings.
+        slots: slots of these rings.
     """
 
     codecs: Mapping[Codec, int]
@@ -82,7 +93,7 @@ class HiddenBytes:
 
     @classmethod
     def of(cls, sizes: CallSizes) -> "HiddenBytes":
-        """For the context and sequences of a call."""
+        """Those of a call of these `sizes`."""
         by_codec = {codec: Polestar(codec=codec).record_bytes(sizes) for codec in Codec}
         records = by_codec[Codec(Polestar().codec)]
         assert records is not None, "its defaults keep hidden states"

@@ -66,7 +66,6 @@ class CommitRule(ABC):
         rewrites: whether a chosen token stays open, and may be rewritten by every later step of the block.
         needs_shift: whether the rule reads `Candidates.shift`; it takes memory and time to measure.
         confidences: the kinds of confidence that the rule can do with, as in `Sampling.confidence`.
-        by_steps: whether steps say how many tokens one of them fixes; else confidence does.
         tempered_confidence, top_k_first: what distribution tokens are drawn from, and whether it is what the rule looks
             at, as in `Sampling`.
     """
@@ -77,7 +76,6 @@ class CommitRule(ABC):
     rewrites: ClassVar[bool] = False
     needs_shift: ClassVar[bool] = False
     confidences: ClassVar[frozenset[str]] = frozenset(CONFIDENCES)
-    by_steps: ClassVar[bool] = True
     tempered_confidence: ClassVar[bool] = False
     top_k_first: ClassVar[bool] = False
 

@@ -35,7 +35,6 @@ class DriftAware(CommitRule):
     name: ClassVar[str] = "drift_aware"
     rank: ClassVar[int] = 2
     confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
-    by_steps: ClassVar[bool] = False
     needs_shift: ClassVar[bool] = True
     confidence_threshold: float = 0.9
     early_threshold: float = 0.7

@@ -25,7 +25,6 @@ class Factor(CommitRule):
 
     name: ClassVar[str] = "factor"
     confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
-    by_steps: ClassVar[bool] = False
     factor: float
 
     def __post_init__(self) -> None:

@@ -21,7 +21,6 @@ class Threshold(CommitRule):
 
     name: ClassVar[str] = "threshold"
     confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
-    by_steps: ClassVar[bool] = False
     confidence_threshold: float
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ code is a preset. docs/polestar.md lists the differences, and why they are there
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
