@@ -23,7 +23,7 @@ from tiered.kernels.row_code import RowCode
 
 
 class Codec(StrEnum):
-    """How rows are stored in a tier."""
+    """The form of rows in a tier."""
 
     RAW = "raw"
     FP8 = "fp8"
@@ -32,7 +32,7 @@ class Codec(StrEnum):
 
     @property
     def needs_base(self) -> bool:
-        """Whether a record is stored against a centroid, which it is decoded with too."""
+        """True if a record is encoded and decoded against a centroid."""
         return _FORMS[self].needs_base
 
 
@@ -41,9 +41,9 @@ class _Form:
     """Bytes of a codec.
 
     Attributes:
-        row: of one row, by its elements and the bytes of one of them.
-        record: of a record beside its rows.
-        working: on the way into a record's bytes or back, beside both: for each element.
+        row: bytes of one row, from its elements and the bytes of an element.
+        record: bytes of a record beside its rows.
+        working: bytes of temporaries for each element, while a record is encoded or decoded.
         needs_base: see `Codec.needs_base`.
     """
 

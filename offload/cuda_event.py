@@ -11,8 +11,8 @@ from tiered.offload.transport import Lane, Settled, Times
 
 
 class CudaClock:
-    """Places CUDA events on the host's clock. An hour on, their distance from the first mark is known to 0.25 ms: so
-    distances between events of one job, which are exact to a microsecond, are taken between those."""
+    """Places CUDA events on the host's clock. After an hour their distance from the first mark is exact to 0.25 ms;
+    the distance between two events of one job is exact to a microsecond, so it is measured directly."""
 
     def __init__(self, device: torch.device) -> None:
         self._mark = mark(torch.cuda.current_stream(device))
@@ -20,7 +20,7 @@ class CudaClock:
         self._marked_at = time.monotonic_ns()
 
     def ns(self, event: torch.cuda.Event) -> int:
-        """When `event`, which has ended, did so."""
+        """The end of `event`, which has ended, in ns of the host's clock."""
         return self._marked_at + ns_between(self._mark, event)
 
 
@@ -31,7 +31,7 @@ class CudaEvent:
     __slots__ = ("_broken", "_clock", "arrival", "end", "issued", "start")
 
     def __init__(self, issued: HostEvent, clock: CudaClock | None = None) -> None:
-        """`clock`: what its times are told by; None: they are not asked for."""
+        """`clock`: the clock of `times`; None if no caller reads them."""
         self.issued = issued
         self.arrival: torch.cuda.Event | None = None  # of `compute`: when its stream got to the wait
         self.start: torch.cuda.Event | None = None
@@ -108,13 +108,13 @@ def ns_between(first: torch.cuda.Event, second: torch.cuda.Event) -> int:
 
 
 def host_part(event: Event) -> Event:
-    """What the host has to wait for before a stream can wait for `event`: all of it, where only the host sees it."""
+    """The part of `event` that the host waits for before a stream can wait for the rest; all of a host's event."""
     if isinstance(event, Settled):
         return Settled(host_part(event.event))
     return event.issued if isinstance(event, CudaEvent) else event
 
 
 def stream_part(event: Event) -> torch.cuda.Event | None:
-    """What a stream has to wait for, once `host_part(event)` has ended; None where nothing is left."""
+    """The part of `event` that a stream waits for once `host_part(event)` has ended; None if there is none."""
     event = event.event if isinstance(event, Settled) else event
     return event.end if isinstance(event, CudaEvent) else None

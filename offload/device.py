@@ -1,4 +1,4 @@
-"""The compute device: which one, what it can do, and what its allocator has seen."""
+"""The compute device, its properties and its allocator's figures."""
 
 import os
 import re
@@ -10,10 +10,10 @@ import torch
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """`device`, where "auto" is the current CUDA device, or the CPU on a machine without one.
+    """`device`; "auto" is the current CUDA device, or the CPU on a machine without one.
 
     Raises:
-        ValueError: no such kind of device, or CUDA asked for where there is none.
+        ValueError: no such kind of device, or a CUDA device that this machine lacks.
     """
     if device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -34,12 +34,12 @@ def pick_device(device: str | torch.device) -> torch.device:
 
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
-    """Make `device` the current one as long as the block lasts: contexts, handles of libraries and pinned memory are
-    the current device's, wherever tensors are.
+    """Make `device` the current one within the block: contexts, handles of libraries and pinned memory belong to the
+    current device, wherever tensors are.
 
-    On CUDA it also switches cuDNN's attention off, for the whole process and for good: it builds a plan for each number
-    of rows, and which of its versions torch prefers to its own kernels changes answers. All threads share the switch,
-    so one that were put back at the end of a block would be put back in the middle of another thread's.
+    On CUDA it also switches cuDNN's attention off, for the whole process and for good. cuDNN builds a plan for each
+    number of rows, and its version changes answers. All threads share the switch, so restoring it at the end of a
+    block would restore it inside another thread's block.
     """
     if device.type != "cuda":
         yield
@@ -50,8 +50,8 @@ def computing_on(device: torch.device) -> Iterator[None]:
 
 
 def cublas_workspace_bytes(device: torch.device) -> int:
-    """What torch gives cuBLAS on the CUDA `device`, once for each thread and stream: as it says itself, and before 2.13
-    as it documents it."""
+    """Bytes that torch gives cuBLAS on the CUDA `device`, once for each thread and stream; before torch 2.13 as
+    documented."""
     if (said := getattr(torch.backends.cuda, "cublas_workspace_size", None)) is not None:
         with torch.cuda.device(device):
             return said()
@@ -61,17 +61,17 @@ def cublas_workspace_bytes(device: torch.device) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many the CUDA `device` has."""
+    """Multiprocessors of the CUDA `device`."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def device_name(device: torch.device) -> str:
-    """What its driver calls the CUDA `device`."""
+    """The driver's name of the CUDA `device`."""
     return torch.cuda.get_device_name(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Block the host until `device` has done all that it was given; a CPU has."""
+    """Block the host until `device` has done all its work; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -91,8 +91,8 @@ def best_seconds(work: Callable[[], object], device: torch.device, rounds: int =
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that this process may still allocate on the CUDA `device`, whose context has been made: those that the
-    driver has free, and those that torch's allocator keeps for later. None on the CPU."""
+    """Bytes that this process may still allocate on the CUDA `device`, whose context exists: free bytes of the driver,
+    and bytes that torch's allocator keeps for later. None on the CPU."""
     if device.type != "cuda":
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

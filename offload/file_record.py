@@ -1,4 +1,4 @@
-"""A record whose bytes stand in files that are not ours, such as a checkpoint's: read when needed, never written."""
+"""A record whose bytes are in files of others, such as a checkpoint's: read when needed, never written."""
 
 import os
 import weakref
@@ -14,7 +14,7 @@ from tiered.offload.fence import Fence, Region
 
 
 class ReadFile:
-    """A file that is open for reading, as it was when it was opened. Another file under its name makes no difference.
+    """A file that stays open for reading. Another file that later takes its name has no effect.
 
     Raises:
         OSError: it cannot be opened.
@@ -50,7 +50,7 @@ class ReadFile:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of a file that are bytes of a record: `nbytes` from `offset` on, from `start` of the record on."""
+    """`nbytes` bytes from `offset` of a file, which are the bytes from `start` of a record."""
 
     file: ReadFile
     offset: int
@@ -60,11 +60,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileRecord:
-    """A record of `nbytes` that is put together of `pieces`; what is in none of them is undefined.
-
-    Attributes:
-        fence: what is under way on it: reads alone.
-    """
+    """A record of `nbytes` made of `pieces`; bytes in no piece are undefined. `fence` guards its reads."""
 
     nbytes: int
     pieces: Sequence[Piece]
@@ -76,7 +72,7 @@ class FileRecord:
         return self.pieces[0].offset
 
     def read(self, name: str | bytes, version: int, into: UInt8[Tensor, " nbytes"]) -> int:
-        """Put the record together in `into`; blocks. Returns the bytes read. Errors as `ReadFile.read`."""
+        """Read the record into `into`; blocks. Returns the bytes read. Raises as `ReadFile.read`."""
         for piece in self.pieces:
             piece.file.read(piece.offset, into[piece.start : piece.start + piece.nbytes])
         return sum(piece.nbytes for piece in self.pieces)

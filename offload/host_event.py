@@ -1,4 +1,4 @@
-"""The end of a job that the host runs or hands over."""
+"""The end of a job that the host runs or submits."""
 
 import os
 import threading
@@ -9,8 +9,8 @@ from tiered.offload.transport import Lane, Times
 
 
 class HostEvent:
-    """Ends when the thread that runs the job says so. In a forked child, which has no such thread, an unfinished one
-    has failed."""
+    """Ends when the thread of the job calls `end` or `fail`. In a forked child, which has no such thread, an unfinished
+    event has failed."""
 
     __slots__ = ("_cause", "_ended", "_ended_at", "_failure", "_nbytes", "_pid", "_started_at", "_submitted_at", "lane")
 
@@ -52,7 +52,7 @@ class HostEvent:
             raise TransferError(self._failure) from self._cause
 
     def start(self) -> None:
-        """The job begins."""
+        """The job has started."""
         self._started_at = time.monotonic_ns()
 
     def end(self, nbytes: int) -> None:
@@ -62,7 +62,7 @@ class HostEvent:
         self._ended.set()
 
     def fail(self, message: str, cause: BaseException | None) -> None:
-        """The job failed; nothing where it has ended already."""
+        """The job has failed; no effect if it has ended already."""
         if not self._ended.is_set():
             self._failure, self._cause = f"{self}: {message}", cause
             self._ended_at = time.monotonic_ns()

@@ -10,7 +10,7 @@ from tiered.kernels.weight_code import WeightCode
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 RAW, AUTO, WITH_HEAD = "raw", "auto", "+head"
-ALIGNED = 256  # bytes that the matrices of a record begin at multiples of: whole lines of caches and copy engines
+ALIGNED = 256  # bytes between what the matrices of a record begin at: whole lines of every cache and copy engine
 # Points of exact match that the embedded model loses by a code (`bench/measure.py drops`), least first.
 DROPS: Mapping[WeightCode, float] = {
     WeightCode.INT8: 0.0,
@@ -65,7 +65,7 @@ FIXED_WEIGHTS = WeightForm(fixed=True)
 
 
 def told_drop(form: WeightForm) -> str:
-    """The measured loss of the code of `form`, for messages."""
+    """What the code of `form` was measured to cost."""
     assert form.code is not None, "raw weights cost nothing"
     return f"exact match of the embedded model fell by {DROPS[form.code]:.2g} points"
 
