@@ -11,7 +11,7 @@ from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 RAW, WITH_HEAD = "raw", "+head"
 ALIGNED = 256  # bytes between what the matrices of a record begin at: whole lines of every cache and copy engine
-# What they cost in answers of the embedded model, in points of exact match (`bench/measure.py drops`), least first.
+# Points of exact match that the embedded model loses by a code (`bench/measure.py drops`), least first.
 DROPS: Mapping[WeightCode, float] = {
     WeightCode.INT8: 0.0,
     WeightCode.FP8: 0.0,
