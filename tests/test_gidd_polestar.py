@@ -20,7 +20,8 @@ from tiered.policies.base import Step, StepKind
 from tiered.policies.polestar import layer_state
 from tiered.policies.polestar.cache import HiddenCache
 from tiered.policies.polestar.drift_reference import DriftReference
-from tiered.policies.registry import make_policy
+from tiered.policies.polestar.policy import Polestar
+from tiered.policies.polestar.record_bytes import hidden_record_bytes
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "gidd"
@@ -169,7 +170,7 @@ def test_rows_in_front_of_the_answer_are_not_booked(runtime: Runtime):
     # Families without the mask cluster the prompt as well.
     seen = replace(of_answer, shape=replace(shape, noise_masked=False))
     whole, answer, alone, unmasked = (
-        make_policy("polestar").record_bytes(each) for each in (sizes, of_answer, replace(sizes, context=64), seen)
+        hidden_record_bytes(Polestar(), each) for each in (sizes, of_answer, replace(sizes, context=64), seen)
     )
     assert whole and answer and alone and unmasked
     assert answer.records == alone.records < whole.records / 5

@@ -184,7 +184,7 @@ class CallSpace:
         Raises:
             TierCapacityError: a tier has no room for all of it.
         """
-        hint = PLAIN_HINT if policy.record_bytes(sizes) is None else HINT
+        hint = PLAIN_HINT if policy.needs(sizes).records is None else HINT
         needed = CallBytes.fitting(
             policy,
             sizes,
@@ -363,5 +363,13 @@ class CallSpace:
         block = canvas.block_length if sizes.shape.block_causal else None
         sight = Sight(sizes.shape, canvas.length, block, first=canvas.prompt_length)
         return Forward(
-            traced(self.model), store, positions, key_mask, tiers, first, sight, policy.most_rows(sizes), self._weights
+            traced(self.model),
+            store,
+            positions,
+            key_mask,
+            tiers,
+            first,
+            sight,
+            policy.needs(sizes).most_rows,
+            self._weights,
         )

@@ -13,6 +13,7 @@ from tiered.models.weight_form import CODES, WeightForm
 from tiered.planning.times import CallTime
 from tiered.planning.workload import Workload
 from tiered.policies.polestar.policy import Polestar
+from tiered.policies.polestar.record_bytes import hidden_record_bytes
 from tiered.policies.registry import make_policy
 
 # Policies that keep less, and what one does without; the one that loses least first.
@@ -93,8 +94,9 @@ def _changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
 def _hidden_changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
     """Changes to what the policy keeps of hidden states."""
     policy, sizes = workload.policy, workload.sizes
-    if not isinstance(policy, Polestar) or (records := policy.record_bytes(sizes)) is None:
+    if not isinstance(policy, Polestar) or not policy.top_m:
         return
+    records = hidden_record_bytes(policy, sizes)
 
     def fits(**change: Any) -> bool:
         return not Workload(replace(policy, **change), sizes).over(budget)

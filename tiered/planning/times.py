@@ -186,7 +186,7 @@ def work_of(policy: Policy, sizes: CallSizes, rows: float) -> ForwardWork:
         context=sizes.context,
         rows=min(rows, sizes.context),
         dtype_bytes=sizes.element,
-        output_rows=min(policy.logit_rows(sizes.block_length, sizes.context), int(rows)),
+        output_rows=min(policy.needs(sizes).logit_rows or sizes.block_length, int(rows)),
     )
     kept = policy.features(shape)[Feature.KEY] == shape.layers
     stored = sizes.row_bytes(Feature.KEY) / (shape.kv_width * sizes.element)

@@ -13,6 +13,7 @@ from tiered.offload.codec_bytes import Codec
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy
 from tiered.policies.polestar.policy import Polestar
+from tiered.policies.polestar.record_bytes import hidden_record_bytes
 
 # Where a search for the largest size ends; no device holds what costs nothing per row and still needs more.
 LARGEST_SIZE = 2**40
@@ -83,7 +84,7 @@ class HiddenBytes:
     @classmethod
     def of(cls, sizes: CallSizes) -> "HiddenBytes":
         """For the context and sequences of a call."""
-        by_codec = {codec: Polestar(codec=codec).record_bytes(sizes) for codec in Codec}
+        by_codec = {codec: hidden_record_bytes(Polestar(codec=codec), sizes) for codec in Codec}
         records = by_codec[Codec(Polestar().codec)]
         assert records is not None, "its defaults keep hidden states"
         return cls(

@@ -16,6 +16,7 @@ from tiered.core.canvas import PENDING, Canvas
 from tiered.core.features import Account, ColumnState, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.rows import Rows
+from tiered.decoding.observers import Traced
 from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.observe.watch.frame import Copied, Frame, TierBytes
@@ -107,7 +108,7 @@ class Watcher:
         batch = step.canvas.batch
         layers = self._counts[:batch].to("cpu", copy=True).numpy()
         self._counts.zero_()
-        states = self._policy.column_states(step)
+        states = self._policy.column_states(step) if isinstance(self._policy, Traced) else None
         states = np.zeros(layers.shape, dtype=np.int8) if states is None else states.copy()
         states[layers > 0] |= ColumnState.RECOMPUTED
         streamed = forward.store.streamed_from

@@ -6,6 +6,7 @@ the authors' code are presets. Departures, and why, are in docs/polestar.md.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -15,13 +16,12 @@ from torch import Tensor
 
 from tiered.forward.sizes import CallSizes
 from tiered.kernels.host_values import on_device
-from tiered.policies.base import PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Needs, PolicyState, Step, StepKind, StepRows
 from tiered.policies.polestar.cache import HiddenCache, Refresh
 from tiered.policies.polestar.options import PolestarOptions
 from tiered.policies.polestar.record_bytes import hidden_record_bytes
 from tiered.policies.polestar.update import Update
 from tiered.policies.polestar.update_log import GroupUpdate
-from tiered.tiers.record_bytes import RecordBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +37,8 @@ class Polestar(PolestarOptions):
 
     name: ClassVar[str] = "polestar"
 
-    def record_bytes(self, sizes: CallSizes, least_slot: int = 0) -> RecordBytes | None:
-        return hidden_record_bytes(self, sizes, least_slot) if self.top_m else None
-
-    def reads_keys(self) -> bool:
-        return self.top_m > 0
+    def needs(self, sizes: CallSizes) -> Needs:
+        return Needs(records=partial(hidden_record_bytes, self, sizes), reads_keys=True) if self.top_m else Needs()
 
     def start(self) -> PolicyState:
         assert self.refresh != "auto", "decided before a call"
