@@ -443,8 +443,10 @@ def test_a_layer_leaves_in_few_copies():
     runtime = Runtime(random_model(n_layers=4), policy=make_policy("polestar", clusters=40, codec="raw"))
     out = runtime.generate(torch.randint(0, 1000, (1, 320)), max_new_tokens=32, steps=1, block_length=32)
     assert out.passes["refresh"] == out.num_forwards == 1 and out.tiers is not None
-    records = runtime.policy.record_bytes(runtime._call.sizes(1, 352, 32))
-    assert records is not None and records.store_bytes >= 5 * records.slot_bytes
+    records_of = runtime.policy.needs(runtime._call.sizes(1, 352, 32)).records
+    assert records_of is not None
+    records = records_of(0)
+    assert records.store_bytes >= 5 * records.slot_bytes
     assert records.slab_bytes % records.slot_bytes == 0
     assert out.tiers.stored[Tier.HOST] >= 40
     assert out.tiers.layers[1][Lane.STORE].jobs <= 2

@@ -526,8 +526,3 @@ def test_a_pass_over_all_rows_fetches_nothing(runtime: Runtime):
     layer = 308 * 128 * 4
     assert fetched["refresh"] == 0
     assert 7 * layer <= fetched["widening"] < 2.5 * 7 * layer
-
-
-@pytest.mark.parametrize(("tier", "features"), [("host", {Feature.HIDDEN}), ("device", set())])
-def test_hidden_states_are_kept_where_they_are_asked_for(tier: str, features: set[Feature]):
-    assert make_policy("elastic_cache", hidden_tier=tier).host_features() == features

@@ -21,7 +21,7 @@ from tiered.policies.base import Policy, Step, StepKind
 from tiered.policies.polestar import layer_state
 from tiered.policies.polestar.cache import HiddenCache
 from tiered.policies.polestar.drift_reference import DriftReference
-from tiered.policies.registry import make_policy
+from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "gidd"
@@ -169,8 +169,9 @@ def test_rows_in_front_of_the_answer_are_not_booked(runtime: Runtime):
     of_answer = replace(sizes, answer=64)
     # Families without the mask cluster the prompt as well.
     seen = replace(of_answer, shape=replace(shape, noise_masked=False))
+    hidden_records_of = lambda sizes: Polestar().needs(sizes).records(0)  # type: ignore[misc]  # noqa: E731
     whole, answer, alone, unmasked = (
-        make_policy("polestar").record_bytes(each) for each in (sizes, of_answer, replace(sizes, context=64), seen)
+        hidden_records_of(each) for each in (sizes, of_answer, replace(sizes, context=64), seen)
     )
     assert whole and answer and alone and unmasked
     assert answer.records == alone.records < whole.records / 5

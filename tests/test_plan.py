@@ -77,11 +77,12 @@ def test_the_device_holds_weights_and_what_a_call_books(policy: str, sampled: bo
         shape=made.shape, batch=2, context=4096, block_length=64, dtype="bfloat16", guidance=True, sampled=sampled
     )
     booked = {Account.WEIGHTS: weight_bytes(made.shape, "bfloat16"), **chosen.device_bytes(sizes)}
-    if chosen.host_features():
+    needs = chosen.needs(sizes)
+    if needs.on_host:
         assert made.streams is not None
         return
     assert made.streams is None
-    kept = chosen.record_bytes(sizes)
+    kept = None if needs.records is None else needs.records(0)
     hidden = {} if kept is None else {Tier.DEVICE: kept.device, **kept.below(MemoryBudget())}
     for account, size in hidden.get(Tier.DEVICE, {}).items():
         booked[account] = booked.get(account, 0) + size

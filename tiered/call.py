@@ -119,7 +119,7 @@ class CallContext:
         Raises:
             TierCapacityError: a tier has no room for all of it.
         """
-        hint = PLAIN_HINT if policy.record_bytes(sizes) is None else HINT
+        hint = PLAIN_HINT if policy.needs(sizes).records is None else HINT
         needed = CallBytes.fitting(
             policy,
             sizes,

@@ -144,7 +144,15 @@ def _forward(
     block = canvas.block_length if shape.block_causal else None
     sight = Sight(shape, canvas.length, block, first=canvas.prompt_length)
     return Forward(
-        traced(context.model), store, positions, key_mask, tiers, first, sight, policy.most_rows(sizes), context.weights
+        traced(context.model),
+        store,
+        positions,
+        key_mask,
+        tiers,
+        first,
+        sight,
+        policy.needs(sizes).most_rows,
+        context.weights,
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from tiered.core.canvas import PROMPT
 from tiered.core.checks import unknown_name
 from tiered.core.features import Account, Feature
+from tiered.core.ledger import added
 from tiered.core.rows import Rows
 from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.adaptive import Adaptive, MostWanted
@@ -27,7 +28,7 @@ from tiered.forward.sizes import CallSizes
 from tiered.kernels.host_values import on_device
 from tiered.models.base import DiffusionModel
 from tiered.policies import row_sets
-from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.dllm_cache.policy import Clocks, DLLMCache
 from tiered.policies.dllm_cache.program import BranchStep, Work, distances
 from tiered.policies.registry import make_policy, with_options
@@ -309,14 +310,13 @@ class OfficialDLLMCache(DLLMCache):
     and guidance is computed in the first five forwards, but not for a new block. If predictions are shifted, the row
     that predicts the answer's first token is as old as the prompt."""
 
-    def state_bytes(self, sizes: CallSizes) -> Mapping[Account, int]:
-        # What is kept of the row in front of the answer, where it predicts, and what that is made of.
+    def needs(self, sizes: CallSizes) -> Needs:
+        needs = super().needs(sizes)
+        # What is kept of the row in front of the answer, if it predicts, and what that is made of.
         edge = 4 * sizes.sequences * sizes.shape.prediction_shift * sizes.shape.width * sizes.element
-        return {Account.ACTIVATIONS: super().state_bytes(sizes)[Account.ACTIVATIONS] + edge}
-
-    def logit_rows(self, block_length: int, context: int) -> int:
         # The difference that guidance makes outlives its block, so it is of the whole answer.
-        return context if self.skips_guidance() else block_length
+        logit_rows = sizes.context if needs.skips_guidance else None
+        return replace(needs, state=added(needs.state, {Account.ACTIVATIONS: edge}), logit_rows=logit_rows)
 
     def start(self) -> PolicyState:
         return _OfficialClocks(self)

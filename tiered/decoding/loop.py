@@ -16,7 +16,7 @@ from tiered.core.spans import span, spanned
 from tiered.decoding.attention_shift import AttentionShift
 from tiered.decoding.guidance import Guidance
 from tiered.decoding.not_finite import cause, first_broken
-from tiered.decoding.observers import CallInspector, Inspector
+from tiered.decoding.observers import CallInspector, Inspector, Traced
 from tiered.decoding.proposer import Proposer
 from tiered.decoding.publishing import Denoised, Publisher
 from tiered.decoding.rules.base import Candidates, CommitState
@@ -84,7 +84,7 @@ class Denoiser:
                 self.canvas.reopen()
                 self._ended = [False] * self.canvas.batch
             yield from self._denoise(final=rule is self._rules[-1])
-        self._result.updates = self.policy.updates
+        self._result.updates = self.policy.updates if isinstance(self.policy, Traced) else ()
         self._result.seconds = time.perf_counter() - began
         return self._result
 

@@ -1,10 +1,11 @@
 """What a caller may pass to look on while a canvas is denoised: at its tokens, or into the caches."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
-from jaxtyping import Bool, Int
+import numpy as np
+from jaxtyping import Bool, Int, Int8
 from torch import Tensor
 
 from tiered.core.canvas import Canvas
@@ -12,6 +13,7 @@ from tiered.core.features import Account
 from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.policies.base import PolicyState, Step, StepKind
+from tiered.policies.polestar.update_log import GroupUpdate
 
 
 @runtime_checkable
@@ -64,6 +66,21 @@ class Inspector(Protocol):
         """A forward has ended, its commit has not begun. `ids` is what the forward read (with guidance, twice the
         canvas's sequences), `forward.store` what it left; `active` is False at sequences that wait for the others, of
         which it wrote nothing. All are valid during the call only."""
+
+
+@runtime_checkable
+class Traced(Protocol):
+    """The state of a policy that tells more than its rows, for outputs and the live view."""
+
+    @property
+    def updates(self) -> Sequence[GroupUpdate]:
+        """What each update so far did."""
+        ...
+
+    def column_states(self, step: Step) -> Int8[np.ndarray, "batch length"] | None:
+        """Where the state of every canvas column is after `step`, as far as the policy decides it: `STORED` and
+        `FETCHED` of `ColumnState`. None for all of it on the device."""
+        ...
 
 
 @runtime_checkable

@@ -108,13 +108,13 @@ def _changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
 def _hidden_changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
     """Changes to what the policy keeps of hidden states."""
     policy, sizes = workload.policy, workload.sizes
-    if not isinstance(policy, Polestar) or (records := policy.record_bytes(sizes)) is None:
+    if not isinstance(policy, Polestar) or not policy.top_m:
         return
 
     def fits(**change: Any) -> bool:
         return not Workload(replace(policy, **change), sizes).over(budget)
 
-    clusters = records.clusters - policy.appended_blocks
+    clusters = policy.cluster_sizes(sizes).clusters - policy.appended_blocks
     fewer = bisect_left(range(1, clusters), True, key=lambda count: not fits(clusters=count))
     if fewer:
         yield Advice(f"make fewer clusters: clusters {fewer}", {"clusters": fewer})

@@ -178,8 +178,9 @@ class CallBytes:
         held, layers = held or {}, sizes.shape.layers
         whole = policy.device_bytes(sizes)
         kept = [feature for feature, count in policy.features(sizes.shape).items() if count == layers > 1]
-        forced = [feature for feature in kept if feature in policy.host_features()]
-        records = cache(lambda least_slot: policy.record_bytes(sizes, least_slot))
+        needs = policy.needs(sizes)
+        forced = [feature for feature in kept if feature in needs.on_host]
+        records = cache(needs.records or (lambda least_slot: None))
 
         def needed(streamed: StreamedLayers) -> CallBytes:
             alone = records(0)

@@ -178,7 +178,7 @@ def work_of(policy: Policy, sizes: CallSizes, rows: float) -> ForwardWork:
         context=sizes.context,
         rows=min(rows, sizes.context),
         dtype_bytes=sizes.element,
-        output_rows=min(policy.logit_rows(sizes.block_length, sizes.context), int(rows)),
+        output_rows=min(policy.needs(sizes).logit_rows or sizes.block_length, int(rows)),
     )
     kept = policy.features(shape)[Feature.KEY] == shape.layers
     stored = sizes.row_bytes(Feature.KEY) / (shape.kv_width * sizes.element)
@@ -234,9 +234,8 @@ def _dry_forward(policy: Policy, sizes: CallSizes, block: int, asked: StepRows) 
     if isinstance(asked.program, BranchStep):
         rows = asked.program.expected_rows(count, layers)
     elif isinstance(asked.program, Update) and isinstance(policy, Polestar):
-        kept, response = policy.cluster_sizes(sizes), asked.program.renewed_from
-        always = 0 if response is None else sizes.context - response - count
-        renewed = min(kept.kept, always + policy.top_m * kept.kept / max(kept.clusters, 1))
+        kept = policy.cluster_sizes(sizes)
+        renewed = min(kept.kept, policy.top_m * kept.kept / max(kept.clusters, 1))
         # The chosen rows of a group go up to the next one, and through all layers but the last.
         rows += renewed * (layers - 1) / layers
         if policy.hidden_tier == Tier.HOST and renewed:

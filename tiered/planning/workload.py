@@ -12,6 +12,7 @@ from tiered.forward.weight_bytes import WeightBytes
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy
+from tiered.policies.polestar.hidden_bytes import hidden_record_bytes
 from tiered.policies.polestar.policy import Polestar
 
 # The end of a search for the largest size.
@@ -94,11 +95,14 @@ class HiddenBytes:
     @classmethod
     def of(cls, sizes: CallSizes) -> "HiddenBytes":
         """Those of a call of these `sizes`."""
-        by_codec = {codec: Polestar(codec=codec).record_bytes(sizes) for codec in Codec}
+        policies = {codec: Polestar(codec=codec) for codec in Codec}
+        by_codec = {
+            codec: hidden_record_bytes(policy.cluster_sizes(sizes), policy.hidden_tier)
+            for codec, policy in policies.items()
+        }
         records = by_codec[Codec(Polestar().codec)]
-        assert records is not None, "its defaults keep hidden states"
         return cls(
-            codecs={codec: found.records for codec, found in by_codec.items() if found is not None},
+            codecs={codec: found.records for codec, found in by_codec.items()},
             clusters=records.clusters,
             centroids=records.references + records.banks,
             staging=records.staging,

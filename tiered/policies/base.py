@@ -5,13 +5,12 @@ for a `StepRows` before every forward and tells it afterwards what was committed
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar
 
-import numpy as np
-from jaxtyping import Bool, Int, Int8
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tiered.core.canvas import Canvas
@@ -23,7 +22,6 @@ from tiered.forward.forward_bytes import forward_bytes
 from tiered.forward.library_bytes import library_bytes
 from tiered.forward.sizes import CallSizes
 from tiered.models.shape import CANVAS, ModelShape, Sight
-from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.tiers.record_bytes import RecordBytes
 
 _FLOAT32 = 4
@@ -135,22 +133,36 @@ class PolicyState(ABC):
     def rows(self, step: Step) -> StepRows:
         """The rows of the next forward."""
 
-    @property
-    def updates(self) -> Sequence[GroupUpdate]:
-        """What the updates so far did, for a policy that measures drift."""
-        return ()
-
-    def column_states(self, step: Step) -> Int8[np.ndarray, "batch length"] | None:
-        """Where the state of every canvas column is after the forward of `step`, as far as the policy decides it:
-        `STORED` and `FETCHED` of `ColumnState`. None: on the device, all of it. For `tiered.observe` alone."""
-        return None
-
     # Most policies need neither of the two below, hence no abstract methods.
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:  # noqa: B027
         """Called after every commit; `committed` is True where the block's tokens were fixed in this step."""
 
     def keep(self, sequences: list[int]) -> None:  # noqa: B027
         """Called at a block's end when only these sequences (ascending) go on. State by sequence must follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a call provides for a policy beside its features and a plain step.
+
+    Attributes:
+        state: bytes on the device, by account, of what the state and its programs hold at most.
+        records: bytes of the hidden states that are kept as records in the tiers, by the least bytes of a staging slot,
+            which others may use as well; None for no records.
+        on_host: those of `Policy.features` that are kept in the host tier, and streamed, even if the device has room.
+        logit_rows: rows of a sequence whose logits a step gets, at most; None for those of the block.
+        most_rows: rows of a sequence that go through a layer in one step, at most; None for the whole canvas.
+        reads_keys: whether anything but attention reads a layer's keys (`Forward.keys`), which may have to be decoded.
+        skips_guidance: whether any step leaves sequences without guidance (`StepRows.guided`).
+    """
+
+    state: Mapping[Account, int] = field(default_factory=dict)
+    records: Callable[[int], RecordBytes] | None = None
+    on_host: frozenset[Feature] = frozenset()
+    logit_rows: int | None = None
+    most_rows: int | None = None
+    reads_keys: bool = False
+    skips_guidance: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +181,7 @@ class Policy(ABC):
     @property
     def defaults(self) -> Mapping[str, Any]:
         """The default of each option."""
-        return {field.name: field.default for field in fields(self)}
+        return {each.name: each.default for each in fields(self)}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -186,49 +198,24 @@ class Policy(ABC):
         overwrites. `KEY` and `VALUE` are always there; they alone, in all layers, unless a policy says otherwise."""
         return {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
 
-    def host_features(self) -> frozenset[Feature]:
-        """Those of `features` that are kept in the host tier, and streamed, even where the device has room."""
-        return frozenset()
-
-    def state_bytes(self, sizes: CallSizes) -> Mapping[Account, int]:
-        """Bytes on the device of what the state and its programs hold at most, beside the features and a plain
-        step."""
-        return {}
-
-    def record_bytes(self, sizes: CallSizes, least_slot: int = 0) -> RecordBytes | None:
-        """What the hidden states take that the policy keeps as records in the tiers, which the runtime opens for the
-        call; None: none. A staging slot has `least_slot` bytes at the least, where others use the rings as well."""
-        return None
+    def needs(self, sizes: CallSizes) -> Needs:
+        """What a call of these `sizes` provides beside `features` and a plain step."""
+        return Needs()
 
     def device_bytes(self, sizes: CallSizes) -> dict[Account, int]:
         """Bytes that a call takes on the device beside weights and records, while all features are there."""
-        logit_rows = self.logit_rows(sizes.block_length, sizes.context)
-        # The difference that guidance made, kept for the forwards that do without their unconditional half.
-        differences = sizes.batch if sizes.guidance and self.skips_guidance() else 0
+        needs = self.needs(sizes)
+        logit_rows, most_rows = needs.logit_rows or sizes.block_length, needs.most_rows or sizes.context
+        # The difference that guidance made, kept for the steps that do without their unconditional half.
+        differences = sizes.batch if sizes.guidance and needs.skips_guidance else 0
         kept = {Account.LOGITS: differences * logit_rows * sizes.shape.vocab_size * _FLOAT32}
-        plain = forward_bytes(sizes, self.features(sizes.shape), logit_rows, self.most_rows(sizes))
-        decoded = sizes.decoded_bytes if self.reads_keys() or sizes.compared else 0
-        return added(plain, self.state_bytes(sizes), {Account.ACTIVATIONS: decoded}, kept, library_bytes(sizes))
+        plain = forward_bytes(sizes, self.features(sizes.shape), logit_rows, most_rows)
+        decoded = sizes.decoded_bytes if needs.reads_keys or sizes.compared else 0
+        return added(plain, needs.state, {Account.ACTIVATIONS: decoded}, kept, library_bytes(sizes))
 
     def needs_order(self) -> bool:
         """Whether plans need `Step.upcoming`, so that only rules go with the policy that decide without logits."""
         return False
-
-    def reads_keys(self) -> bool:
-        """Whether anything but attention reads a layer's keys (`Forward.keys`), which may have to be decoded for it."""
-        return False
-
-    def skips_guidance(self) -> bool:
-        """Whether any step leaves sequences without guidance (`StepRows.guided`)."""
-        return False
-
-    def logit_rows(self, block_length: int, context: int) -> int:
-        """Rows of a sequence whose logits a step gets, at most."""
-        return block_length
-
-    def most_rows(self, sizes: CallSizes) -> int:
-        """Rows of a sequence that go through a layer in one forward, at most."""
-        return sizes.context
 
     @abstractmethod
     def start(self) -> PolicyState:

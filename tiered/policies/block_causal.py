@@ -13,7 +13,7 @@ from tiered.core.checks import check_integer
 from tiered.forward.forward_bytes import PART_ROWS
 from tiered.forward.sizes import CallSizes
 from tiered.models.shape import BLOCK_CAUSAL, Sight
-from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +32,10 @@ class BlockCausal(Policy):
     def __post_init__(self) -> None:
         check_integer("prefill_rows", self.prefill_rows, least=1)
 
-    def most_rows(self, sizes: CallSizes) -> int:
+    def needs(self, sizes: CallSizes) -> Needs:
         front = sizes.context - (sizes.answer or 0)
-        return max(sizes.block_length, min(front, self.chunk(sizes.sequences, sizes.block_length)))
+        chunk = self.chunk(sizes.sequences, sizes.block_length)
+        return Needs(most_rows=max(sizes.block_length, min(front, chunk)))
 
     def chunk(self, sequences: int, block_length: int) -> int:
         """Rows of each sequence in a forward over the prompts."""

@@ -16,6 +16,7 @@ from tiered.core.canvas import PENDING, PROMPT, Canvas
 from tiered.core.features import Account, ColumnState, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.rows import Rows
+from tiered.decoding.observers import Traced
 from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.observe.watch.frame import Frame, State
@@ -93,7 +94,7 @@ class Watcher:
         self._step, rows, before = step, step.canvas.numbers, self._frame
         counts = self._counts[: step.canvas.batch].to("cpu", copy=True).numpy()
         self._counts.zero_()
-        states = self._policy.column_states(step)
+        states = self._policy.column_states(step) if isinstance(self._policy, Traced) else None
         states = np.zeros(counts.shape, dtype=np.int8) if states is None else states.copy()
         states[counts > 0] |= ColumnState.RECOMPUTED
         if (streamed := self._forward.store.streamed_from) is not None:

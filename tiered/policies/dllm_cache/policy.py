@@ -12,7 +12,7 @@ from tiered.core.checks import check_integer, check_interval, check_number
 from tiered.core.features import Account, Feature
 from tiered.forward.sizes import CallSizes
 from tiered.models.shape import ModelShape
-from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.dllm_cache.branch_bytes import branch_bytes
 from tiered.policies.dllm_cache.program import BranchStep, Work
 
@@ -46,11 +46,8 @@ class DLLMCache(Policy):
         kept = (Feature.KEY, Feature.VALUE, Feature.ATTN_OUT, Feature.FFN_OUT)
         return dict.fromkeys(kept, shape.layers)
 
-    def state_bytes(self, sizes: CallSizes) -> Mapping[Account, int]:
-        return {Account.ACTIVATIONS: branch_bytes(sizes)}
-
-    def skips_guidance(self) -> bool:
-        return self.guidance_interval > 1
+    def needs(self, sizes: CallSizes) -> Needs:
+        return Needs(state={Account.ACTIVATIONS: branch_bytes(sizes)}, skips_guidance=self.guidance_interval > 1)
 
     def start(self) -> PolicyState:
         return Clocks(self)
@@ -87,7 +84,7 @@ class Clocks(PolicyState):
         kind = StepKind.REFRESH if all(whole[n] for n, part in enumerate(here) if part) else kind
         rows = StepRows.of_span(min(work.first), stop, step, kind)
         rows = replace(rows, program=self.program(work, step), refreshed=tuple(whole[:batch]))
-        return replace(rows, guided=tuple(guided)) if policy.skips_guidance() else rows
+        return replace(rows, guided=tuple(guided)) if policy.guidance_interval > 1 else rows
 
     def keep(self, sequences: list[int]) -> None:
         self._guided = [self._guided[number] for number in sequences]

@@ -12,7 +12,7 @@ from tiered.core.checks import check_integer, check_interval, check_number, unkn
 from tiered.core.features import Account, Feature, Tier
 from tiered.forward.sizes import CallSizes
 from tiered.models.shape import ModelShape
-from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.elastic_cache.program import ElasticStep
 from tiered.policies.elastic_cache.rows import Tracked, step_rows
 from tiered.policies.elastic_cache.window_bytes import elastic_bytes
@@ -53,17 +53,13 @@ class ElasticCache(Policy):
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
         return dict.fromkeys((Feature.KEY, Feature.VALUE, Feature.HIDDEN), shape.layers)
 
-    def host_features(self) -> frozenset[Feature]:
-        return frozenset({Feature.HIDDEN} if self.hidden_tier == Tier.HOST else ())
-
-    def state_bytes(self, sizes: CallSizes) -> Mapping[Account, int]:
-        return {Account.ACTIVATIONS: elastic_bytes(sizes, window=self.window, tracked=self.tracked)}
-
-    def reads_keys(self) -> bool:
-        return True
-
-    def logit_rows(self, block_length: int, context: int) -> int:
-        return min(self.window, block_length)
+    def needs(self, sizes: CallSizes) -> Needs:
+        return Needs(
+            state={Account.ACTIVATIONS: elastic_bytes(sizes, window=self.window, tracked=self.tracked)},
+            on_host=frozenset({Feature.HIDDEN} if self.hidden_tier == Tier.HOST else ()),
+            logit_rows=min(self.window, sizes.block_length),
+            reads_keys=True,
+        )
 
     def start(self) -> PolicyState:
         return _Elastic(self)
@@ -80,7 +76,7 @@ class _Elastic(PolicyState):
         full = step.active if step.remasked else step.due(self._policy.refresh_interval)
         rows = step_rows(step, self._policy.window, self._tracked, full)
         kind = StepKind.REFRESH if rows.all_due else StepKind.UPDATE if any(full) else StepKind.STEP
-        apart = Feature.HIDDEN in self._policy.host_features()
+        apart = self._policy.hidden_tier == Tier.HOST
         program = ElasticStep(self._tracked, rows, self._policy.similarity_threshold, apart=apart)
         return StepRows(rows.rows, rows.output, kind, program)
 

@@ -51,7 +51,6 @@ class ClusterSizes:
         top_m: clusters that an update chooses.
         window: rows that a refresh clusters; None for no limit.
         appended_blocks: finished blocks that become clusters between two refreshes.
-        whole_response: whether an update may renew every cluster of the response.
         group: layers that share their clusters.
         faiss: whether faiss iterates k-means.
         least_slot: bytes of a staging slot, at least.
@@ -63,7 +62,6 @@ class ClusterSizes:
     top_m: int
     window: int | None = None
     appended_blocks: int = 0
-    whole_response: bool = False
     group: int = 1
     faiss: bool = False
     least_slot: int = 0
@@ -101,7 +99,7 @@ class ClusterSizes:
     @property
     def renewed(self) -> int:
         """Rows of the clusters that an update chooses in a layer and sequence."""
-        bounded = self.wanted == "auto" and not self.whole_response
+        bounded = self.wanted == "auto"
         return min(self.clustered, self.top_m * MOST_ROWS_PER_CLUSTER) if bounded else self.clustered
 
     @property

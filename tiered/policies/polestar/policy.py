@@ -19,7 +19,7 @@ from tiered.core.features import Tier
 from tiered.forward.sizes import CallSizes
 from tiered.kernels.host_values import on_device
 from tiered.offload.codec_bytes import Codec
-from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.polestar.cache import HiddenCache, Refresh
 from tiered.policies.polestar.hidden_bytes import ClusterSizes, hidden_record_bytes
 from tiered.policies.polestar.update import Update
@@ -87,26 +87,19 @@ class Polestar(Policy):
         """Finished blocks that become clusters of their own before the next refresh, at most."""
         return self.refresh_blocks - 1 if self.refresh == "drift" else 0
 
-    def cluster_sizes(self, call: CallSizes, least_slot: int = 0, *, whole_response: bool = False) -> ClusterSizes:
-        """Rows, clusters and records of a call. A staging slot has `least_slot` bytes, at least. `whole_response`: an
-        update may renew every cluster of the response."""
+    def cluster_sizes(self, call: CallSizes, least_slot: int = 0) -> ClusterSizes:
+        """Rows, clusters and records of a call. A staging slot has `least_slot` bytes, at least."""
         return ClusterSizes(
             call=call, codec=Codec(self.codec), wanted=self.clusters, top_m=self.top_m, group=self.cluster_layers,
             window=None if self.window_blocks is None else sum(self.window_blocks) * call.block_length,
-            appended_blocks=self.appended_blocks, whole_response=whole_response, faiss=self.kmeans == "faiss",
-            least_slot=least_slot,
+            appended_blocks=self.appended_blocks, faiss=self.kmeans == "faiss", least_slot=least_slot,
         )  # fmt: skip
 
-    def record_bytes(
-        self, sizes: CallSizes, least_slot: int = 0, *, whole_response: bool = False
-    ) -> RecordBytes | None:
-        if not self.top_m:
-            return None
-        kept = self.cluster_sizes(sizes, least_slot, whole_response=whole_response)
-        return hidden_record_bytes(kept, self.hidden_tier)
+    def needs(self, sizes: CallSizes) -> Needs:
+        def records(least_slot: int = 0) -> RecordBytes:
+            return hidden_record_bytes(self.cluster_sizes(sizes, least_slot), self.hidden_tier)
 
-    def reads_keys(self) -> bool:
-        return self.top_m > 0
+        return Needs(records=records, reads_keys=True) if self.top_m else Needs()
 
     def start(self) -> PolicyState:
         assert self.refresh != "auto", "decided before a call"
@@ -134,10 +127,9 @@ class PolestarWindow(Polestar):
 class Drifting(PolicyState):
     """Counts commits, and decides which steps refresh or update. An `Update` decides what it renews."""
 
-    def __init__(self, policy: Polestar, *, dry: bool = False, renews_response: bool = False) -> None:
-        """`dry`: no layer program runs, so the first refresh counts as if it had made clusters. `renews_response`: an
-        update that begins a block renews every cluster with rows behind the prompt."""
-        self.policy, self._dry, self._renews_response = policy, dry, renews_response
+    def __init__(self, policy: Polestar, *, dry: bool = False) -> None:
+        """`dry`: no layer program runs, so the first refresh counts as if it had made clusters."""
+        self.policy, self._dry = policy, dry
         self._cache = None
         if policy.top_m:
             self._cache = HiddenCache(
@@ -166,8 +158,7 @@ class Drifting(PolicyState):
             return rows
         assert self._since is not None, "an update follows a refresh"
         self._since = self._since.masked_fill(on_device(updating, self._since.device), 0)
-        response = None if step.number or not self._renews_response else step.canvas.prompt_length
-        update = Update(self._cache, step.active, updating, active, block, number, renewed_from=response, kept=kept)
+        update = Update(self._cache, step.active, updating, active, block, number, kept=kept)
         return replace(rows, kind=StepKind.UPDATE, program=update)
 
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:

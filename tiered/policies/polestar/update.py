@@ -66,7 +66,6 @@ class Update:
         active: Span,
         current: Span,
         number: int,
-        renewed_from: int | None = None,
         kept: bool = True,
     ) -> None:
         """
@@ -78,11 +77,9 @@ class Update:
                 without a refresh.
             current: columns of the current block.
             number: number of the forward in the call.
-            renewed_from: column from which on all clusters with a member are renewed; None for no such column.
             kept: whether another update may read what this one stores; else it stores nothing.
         """
-        self._cache, self._number = cache, number
-        self.renewed_from, self._kept = renewed_from, kept
+        self._cache, self._number, self._kept = cache, number, kept
         self._taking_part, self._updating = [*taking_part] * cache.copies, [*updating] * cache.copies
         self._active, self._current = active, current
         self._count = active[1] - active[0]
@@ -142,7 +139,7 @@ class Update:
         drift = [of if updates else [] for of, updates in zip(measured, self._updating, strict=True)]
         with span(Op.FETCH):
             pairs = [*zip(state.members, self._recomputed, strict=True)]
-            chosen = [self._chosen(of, *pair) for of, pair in zip(drift, pairs, strict=True)]
+            chosen = [self._most_drifted(of, *pair) for of, pair in zip(drift, pairs, strict=True)]
             affected = [members.affected(recomputed) if self._kept else [] for members, recomputed in pairs]
             tickets = self._fetching.ask(_stored(state, chosen, self._recomputed), state.records or ())
             asked = {*chain(*tickets)}
@@ -153,26 +150,16 @@ class Update:
         layout = RowLayout.of(state.members, chosen, [self._from_below], self._from_below[:, : self._count])
         return Renewal(finished, drift, chosen, affected, tickets, refetched, layout)
 
-    def _chosen(self, drift: Sequence[float], members: Members, recomputed: Bool[np.ndarray, " length"]) -> list[int]:
-        """The clusters to renew in a layer."""
-        always: list[int] = []
-        if self.renewed_from is not None and drift:
-            always = members.affected(np.arange(self._length) >= self.renewed_from)
-        return always + self._most_drifted(drift, members, recomputed, besides=always)
-
     def _most_drifted(
-        self,
-        drift: Sequence[float],
-        members: Members,
-        recomputed: Bool[np.ndarray, " length"],
-        besides: Sequence[int] = (),
+        self, drift: Sequence[float], members: Members, recomputed: Bool[np.ndarray, " length"]
     ) -> list[int]:
-        """`top_m` clusters, without `besides`. Clusters that the layer below has renewed by half or more come first:
+        """`top_m` clusters. Clusters that the layer below has renewed by half or more come first:
         their inputs have moved, which drift at the old centroid does not measure. Then the most drifted comes first,
         and of equal ones the lowest number."""
         below = members.mostly(recomputed)
-        others = [cluster for cluster in range(len(drift)) if cluster not in besides]
-        return sorted(others, key=lambda cluster: (cluster not in below, -drift[cluster]))[: self._cache.top_m]
+        return sorted(range(len(drift)), key=lambda cluster: (cluster not in below, -drift[cluster]))[
+            : self._cache.top_m
+        ]
 
     @spanned(Op.FETCH)
     def _guess(self, layer: int, recomputed: Bool[np.ndarray, "batch length"]) -> None:
