@@ -100,7 +100,6 @@ def resolve_aliases(
 
 
 def _of_sdar(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A line for SDAR, without what its strategy does not look at."""
     given, threshold = dict(options), options.get("confidence_threshold")
     if given["remasking_strategy"] == "low_confidence_dynamic":
         given["confidence_threshold"] = SDAR_THRESHOLD if threshold is None else threshold

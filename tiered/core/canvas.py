@@ -102,17 +102,14 @@ class Canvas:
 
     @property
     def batch(self) -> int:
-        """Sequences that are still denoised."""
         return self.tokens.shape[0]
 
     @property
     def length(self) -> int:
-        """Columns: padding, prompt, answer, and noise behind it."""
         return self.tokens.shape[1]
 
     @property
     def answers(self) -> Int[Tensor, "batch answer"]:
-        """The columns of all blocks, without noise that stays."""
         return self.tokens[:, self._answer]
 
     @property

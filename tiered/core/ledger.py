@@ -28,9 +28,7 @@ class Lender(Protocol):
     """Who has booked bytes that nobody uses at present."""
 
     @property
-    def idle_bytes(self) -> int:
-        """How many."""
-        ...
+    def idle_bytes(self) -> int: ...
 
     def give_up(self) -> bool:
         """Release some of them; False where there are none."""
@@ -197,7 +195,6 @@ class Ledger:
                 self._at_peak[tier] = used
 
     def _used(self, tier: Tier) -> Counter[Account]:
-        """What `tier` holds by account, without what is idle."""
         used = self._current[tier].copy()
         used[Account.SPARE] -= self.idle(tier)
         return used

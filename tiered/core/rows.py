@@ -56,7 +56,6 @@ class Rows:
         return replace(self, index=index, valid=valid)
 
     def __getitem__(self, part: slice) -> "Rows":
-        """The rows numbered by `part` (step 1)."""
         first, last, _ = part.indices(self.count)
         return Rows(
             count=last - first,

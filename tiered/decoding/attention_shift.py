@@ -97,7 +97,6 @@ class AttentionShift:
     def _places(
         self, rows: Rows, batch: int, block_length: int
     ) -> tuple[Int[Tensor, "batch block"], Bool[Tensor, "batch block"]]:
-        """Where in scattered `rows` the needed ones stand, and which of them do."""
         assert rows.index is not None, "rows are a span or an index"
         index = rows.index[:batch]
         needed = torch.arange(self._first_row, self._first_row + block_length, device=index.device)
@@ -144,7 +143,6 @@ class AttentionShift:
         key_mask: Bool[Tensor, "batch 1 1 length"] | None,
         sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
     ) -> Float32[Tensor, "batch heads rows columns"]:
-        """Logarithms of the attention weights, those of sinks behind the others; −inf at masked keys."""
         mask = None if key_mask is None else key_mask[:, 0, 0]
         scores, sinks = masked_scores(queries, keys, mask, soft_cap=self._soft_cap, sink_keys=sink_keys)
         return (scores if sinks is None else torch.cat([scores, sinks], dim=-1)).log_softmax(dim=-1)

@@ -89,7 +89,6 @@ class Denoiser:
         return self._result
 
     def _denoise(self, *, final: bool) -> "Asking[None]":
-        """Every block in turn; `final`: what has ended is done, its sequence leaves, and streamers hear of it."""
         for block in range(self.canvas.blocks):
             yield from self._denoise_block(block, final=final)
             self._ended = [was or over for was, over in zip(self._ended, self.canvas.over(block), strict=True)]
@@ -122,7 +121,6 @@ class Denoiser:
         self._publisher.block(start, stop, self._ended, final=final)
 
     def _write(self, step: Step, asked: StepRows) -> "Asking[None]":
-        """One forward over final tokens, for their keys and values: no row's logits are asked for."""
         began, rows, result = time.perf_counter(), asked.rows, self._result
         assert rows.start is not None, "final tokens are a span"
         with span(Op.STEP), span(Op.FORWARD, kind=asked.kind.value):
@@ -181,7 +179,6 @@ class Denoiser:
     def _logits(
         self, step: Step, asked: StepRows, rows: Rows, here: Bool[Tensor, " batch"]
     ) -> "Asking[Float[Tensor, 'batch rows vocab']]":
-        """Logits of the output rows of `asked`, guided; `rows`: its rows, invalid in sequences that wait."""
         if self._shift is not None:
             # Another block's rows are of no use, and a refresh moves every row at once.
             refreshed = asked.refreshed or (asked.kind is StepKind.REFRESH,) * self.canvas.batch
@@ -208,7 +205,6 @@ class Denoiser:
 
     @spanned(Op.COMMIT)
     def _commit(self, step: Step, candidates: Candidates, here: Bool[Tensor, " batch"]) -> Bool[Tensor, "batch block"]:
-        """Fix what the rule chooses, or rewrite it; the tokens of the block that this fixes or changes."""
         canvas, start, stop = self.canvas, step.start, step.stop
         clock = on_device(step.forwards, here.device)
         chosen = self.rule.choose(candidates)
@@ -244,7 +240,6 @@ class Denoiser:
         return first_broken(self.forward, ids, slice(step.first_row, step.last_row), step.start)
 
     def _not_finite(self, step: Step, broken: Sequence[bool], found: str | None) -> NonFiniteError:
-        """The error of this step, with all that was fixed before it; `broken`: which sequences went wrong."""
         self._publisher.publish(step.start, step.stop, self._ended)
         sequences = [number for number, is_broken in zip(self.canvas.numbers, broken, strict=True) if is_broken]
         dtype = next(self._model.parameters()).dtype
@@ -253,7 +248,6 @@ class Denoiser:
         return NonFiniteError(what, seen + hint, sequences, self._result.answers.cpu())
 
     def _drop_ended(self) -> None:
-        """Let ended sequences leave; not all have."""
         places = [place for place, ended in enumerate(self._ended) if not ended]
         if len(places) == self.canvas.batch:
             return

@@ -101,7 +101,6 @@ class Proposer:
         self._streams.keep(sequences)
 
     def _keep_open(self, step: Step, logits: Float[Tensor, "batch rows vocab"], columns: Tensor | None) -> None:
-        """Let no answer end before its least length; `columns`: of the block, by row; None: all in order."""
         short = self._min_new_tokens - (step.start - step.canvas.prompt_length)
         if short + max(step.canvas.tail_counts) <= 0:
             return

@@ -145,7 +145,6 @@ class Publisher:
         return on_device(self.canvas.numbers, self._columns.device)
 
     def _answers(self) -> Int[Tensor, "batch answer"]:
-        """The answers as they are told: each from its first token on."""
         return self._columns if self._tails is None else self._behind_prompts(self._columns, self._stops)
 
     def _from_prompts(self, values: Shaped[Tensor, "batch block"], start: int) -> Shaped[Tensor, "batch columns"]:
@@ -158,7 +157,6 @@ class Publisher:
     def _behind_prompts(
         self, columns: Shaped[Tensor, "batch columns"], stops: list[int]
     ) -> Shaped[Tensor, "batch answer"]:
-        """Each row from the first token of its answer to its end, and padding up to the longest."""
         if self._tails is None:
             return columns
         longest = max(stop - tail for stop, tail in zip(stops, self._counts, strict=True))

@@ -136,7 +136,6 @@ def _least_logits(
     rows: list[Int[Tensor, " rows"]],
     sampling: Sampling,
 ) -> Float[Tensor, "batch block"]:
-    """The least logit that `top_p` and `top_k` leave in each of `rows`; −inf in others."""
     least = logits.new_full(likeliest.shape, -torch.inf)
     for i, pending in enumerate(rows):
         for some in pending.split(max(1, -(-len(pending) // _SORTED_PARTS))) if len(pending) else ():

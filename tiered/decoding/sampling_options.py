@@ -51,7 +51,6 @@ class Sampling:
 
     @property
     def cuts(self) -> bool:
-        """Whether `top_p` or `top_k` has any effect."""
         matters = self.temperature > 0 or self.tempered_confidence
         return matters and (self.top_k is not None or (self.top_p is not None and self.top_p < 1))
 

@@ -72,7 +72,6 @@ class CodedParts:
 
     @property
     def read(self) -> tuple[Part, ...]:
-        """The parts that are there."""
         return tuple(part for part in (self.codes, self.scale, self.block_scales, self.zeros) if part)
 
 
@@ -183,7 +182,6 @@ def coded_parts(
 
 
 def _compressed_problems(wanted: Mapping[str, Any]) -> list[str]:
-    """What `quantization_config` asks for and no code of ours can hold."""
     problems = [f"{key} = {wanted[key]!r}" for key in ("kv_cache_scheme", "transform_config") if wanted.get(key)]
     if wanted.get("format") not in _FORMATS:
         problems.append(f"format = {wanted.get('format')!r} (allowed: {', '.join(map(repr, _FORMATS))})")
@@ -217,7 +215,6 @@ def _compressed_problems(wanted: Mapping[str, Any]) -> list[str]:
 
 
 def _compressed_parts(name: str, shape: tuple[int, int], found: Mapping[str, str]) -> CodedParts | None:
-    """The parts of the weight `name`, which stand beside it or in its place; None if it is in no codes."""
     packed = f"{name}_packed" in found
     if not packed and f"{name}_scale" not in found:
         return None
@@ -228,11 +225,6 @@ def _compressed_parts(name: str, shape: tuple[int, int], found: Mapping[str, str
 
 
 def _torchao_parts(name: str, shape: tuple[int, int], metadata: Mapping[str, str]) -> CodedParts | None:
-    """The parts of the weight `name`, which stand in its place; None if it is in no codes.
-
-    Raises:
-        ValueError: a tensor that no code of ours can hold, named.
-    """
     described = _described(name, metadata)
     if described is None:
         return None
@@ -260,7 +252,6 @@ def _torchao_parts(name: str, shape: tuple[int, int], metadata: Mapping[str, str
 
 
 def _described(name: str, metadata: Mapping[str, str]) -> Mapping[str, Any] | None:
-    """The metadata of the weight `name`; None if it is a plain tensor."""
     try:
         described = json.loads(metadata.get(name, "null"))
     except (ValueError, RecursionError) as error:

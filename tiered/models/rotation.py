@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from tiered.core.checks import plain_number, unknown_name
+from tiered.core.checks import FLOAT32_LEAST, FLOAT32_MOST, plain_number, unknown_name
 from tiered.models.shape import MOST_SIZE
 
 # What each kind of scaling may be told beside its kind, and beside the base, which any of them may bring.
@@ -21,8 +21,6 @@ KINDS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 THETA = 10000.0  # where config.json has none
 _KEYS = ("rope_scaling", "rope_parameters")
-# float32's range, which angles are computed in.
-_LEAST, _MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +54,6 @@ class Rotation:
 
     @property
     def reach(self) -> int:
-        """Positions that it is for."""
         return int(self.trained * self.factor)
 
 
@@ -176,8 +173,9 @@ def _parsed(scaling: Mapping[str, Any] | str) -> dict[str, Any]:
         raise ValueError(f"rope_scaling = {scaling!r}; KIND:FACTOR is allowed, as 'yarn:4'") from error
 
 
-def _number(found: Mapping[str, Any], key: str, default: float, *, least: float = _LEAST, most: float = _MOST) -> float:
-    """`found[key]` from `least` to `most`; `default` where it is absent or null."""
+def _number(
+    found: Mapping[str, Any], key: str, default: float, *, least: float = FLOAT32_LEAST, most: float = FLOAT32_MOST
+) -> float:
     value = found.get(key)
     if value is None:
         return default

@@ -174,23 +174,19 @@ class Policy(ABC):
     sights: ClassVar[frozenset[Sight]] = CANVAS
 
     def __str__(self) -> str:
-        """Its name, with the options that are not at their defaults."""
         changed = ", ".join(f"{name}={value!r}" for name, value in self.changed.items())
         return f"{self.name}({changed})" if changed else self.name
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """The default of each option."""
         return {each.name: each.default for each in fields(self)}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The value of each option."""
         return {name: getattr(self, name) for name in self.defaults}
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The options that are not at their defaults."""
         return {name: value for name, value in self.options.items() if value != self.defaults[name]}
 
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:

@@ -82,7 +82,6 @@ def _flags(sequences: tuple[bool, ...], like: Tensor) -> Bool[Tensor, "batch 1"]
 
 
 def _union(spans: Sequence[Span]) -> tuple[int, int] | None:
-    """The columns that `spans` cover together; None if they leave gaps, or there are none."""
     found = sorted((span.start, span.stop) for span in spans if span.start < span.stop)
     if not found:
         return None

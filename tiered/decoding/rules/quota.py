@@ -60,7 +60,6 @@ class _Counted(CommitState):
         self._step = 0
 
     def _due(self, block: int) -> int:
-        """Tokens of the step that this counts, of a block of so many."""
         due = block // self._steps + (self._step < block % self._steps)
         self._step += 1
         return max(1, due)

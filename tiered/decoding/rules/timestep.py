@@ -1,4 +1,5 @@
-"""As many tokens a step as Dream's time says: its rules maskgit_plus, topk_margin and entropy (arXiv 2508.15487).
+"""As many tokens a step as Dream's time says: its rules maskgit_plus, topk_margin, entropy and origin (arXiv
+2508.15487).
 
 The time falls from 1 in equal steps, and says how much of what is masked a step fixes.
 """
@@ -95,7 +96,6 @@ class _Shares(Timed):
         return chosen
 
     def _rank(self, candidates: Candidates) -> Candidates:
-        """`candidates` with the scores that rank them."""
         return candidates
 
 
@@ -112,3 +112,46 @@ class _DrawnShares(_Shares):
         # The n largest of log p + a Gumbel number are n draws from p without replacement (arXiv 1903.06059).
         chance = self._drawn.gumbel(candidates.pending.shape[1])
         return replace(candidates, confidence=candidates.confidence / self._temperature + chance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin(CommitRule):
+    """In a step from time t to s, fix each candidate with probability 1 − s/t, whatever the others do; all of them in
+    the last step.
+
+    Attributes:
+        schedule_floor: the time at which the schedule ends, between 0 and 1, both exclusive. Dream's `eps`.
+    """
+
+    name: ClassVar[str] = "origin"
+    confidences: ClassVar[frozenset[str]] = frozenset({"probability"})  # which it does not look at
+    tempered_confidence: ClassVar[bool] = True
+    schedule_floor: float = 1e-3
+
+    def __post_init__(self) -> None:
+        check_schedule_floor(self.schedule_floor)
+
+    @property
+    def by_time(self) -> bool:
+        return True
+
+    @property
+    def draws(self) -> bool:
+        return True
+
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+        assert streams is not None, "a rule that draws needs streams"
+        return _Chance(steps_per_block, self.schedule_floor, streams)
+
+
+class _Chance(Timed):
+    def __init__(self, steps: int, floor: float, streams: RandomStreams) -> None:
+        super().__init__(steps, floor)
+        self._streams = streams
+
+    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
+        super().begin_block(pending)
+        self._drawn = self._streams.of_block()
+
+    def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
+        return candidates.pending & (self._drawn.uniform(candidates.pending.shape[1]) < self.next_share())

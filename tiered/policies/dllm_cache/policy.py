@@ -95,12 +95,10 @@ class Clocks(PolicyState):
         return min(step.canvas.prompt_length, step.first_row)
 
     def program(self, work: Work, step: Step) -> BranchStep:
-        """The layer program of `step`."""
         answer = step.canvas.prompt_length, step.canvas.length
         return BranchStep(work, answer, (step.first_row, step.last_row))
 
     def guides(self, step: Step) -> list[bool]:
-        """Sequences whose unconditional half takes part."""
         self._guided = self._guided or [0] * len(step.active)
         interval, begins = self._policy.guidance_interval, step.number == 0
         return [
@@ -110,5 +108,4 @@ class Clocks(PolicyState):
 
 
 def _due(interval: int | None, clock: int, step: Step) -> bool:
-    """Whether an area is due in a sequence's forward number `clock`; before its first, everything is."""
     return step.remasked or clock == 0 or (interval is not None and clock % interval == 0)

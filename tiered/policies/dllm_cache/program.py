@@ -101,7 +101,6 @@ class BranchStep:
         return min(self._head, flow.output.start) if layer == forward.model.shape.layers - 1 else 0
 
     def _whole(self, forward: Forward, layer: int, flow: Flow) -> Flow:
-        """A plain layer, whose branches are kept."""
         rows, hidden, first = self._span, flow.hidden, self._first_needed(forward, layer, flow)
         keep = partial(self._keep, forward, layer, first)
         forward.write(layer, rows, hidden)
@@ -118,7 +117,6 @@ class BranchStep:
         part: slice,
         branch: Float[Tensor, "batch rows width"],
     ) -> None:
-        """Store what of a part's branch belongs to the answer; parts begin with row `first`."""
         skipped = max(0, self._head - first - part.start)
         if skipped < branch.shape[1]:
             rows = self._span[first + part.start + skipped : first + part.stop]
@@ -152,7 +150,6 @@ class BranchStep:
     def _farthest(
         self, forward: Forward, layer: int, hidden: Float[Tensor, "batch rows width"], counts: Sequence[int]
     ) -> Rows:
-        """The `counts[b]` rows of sequence b that have moved most, filler behind."""
         most, span = max(counts), (self._start, self._stop)
         if not most:
             return Rows.at(torch.empty(len(hidden), 0, dtype=torch.int64, device=hidden.device), within=span)
@@ -167,7 +164,6 @@ class BranchStep:
     def _ranked(
         self, forward: Forward, layer: int, hidden: Float[Tensor, "batch rows width"]
     ) -> Int[Tensor, "batch rows"]:
-        """Places in the answer of its rows from the one that has moved most to the one that has least."""
         answer = self._span[self._head :]
         parts = forward.parts(answer.count, len(hidden))
         moved = [self.moved(forward, layer, answer[part], hidden[:, part]) for part in parts]
@@ -182,7 +178,6 @@ class BranchStep:
 
     @spanned(Op.GATHER)
     def _taken(self, hidden: Float[Tensor, "batch answer width"], rows: Rows) -> Float[Tensor, "batch rows width"]:
-        """A copy of the answer's `rows`."""
         assert rows.index is not None, "farthest rows are scattered"
         return hidden.gather(1, (rows.index - self._start)[:, :, None].expand(-1, -1, hidden.shape[2]))
 
@@ -214,5 +209,4 @@ def turns_of(starts: Int[Tensor, " batch"], rows: int, block: tuple[int, int]) -
 
 
 def _length(rows: Float[Tensor, "batch heads rows elements"]) -> Float32[Tensor, "batch 1 rows 1"]:
-    """Euclidean length of each row, all heads together; never 0."""
     return torch.linalg.vector_norm(rows, dim=(1, 3), keepdim=True, dtype=torch.float32).clamp_(min=_TINY)

@@ -46,7 +46,6 @@ class ElasticStep:
         self._chunk = window_chunk(sizes, window=window, tracked=self._tracked.count)
 
     def _watched(self, forward: Forward, layer: int, flow: Flow) -> Flow:
-        """`Forward.dense` that compares attention once the keys are written, and stores its output."""
         rows, hidden, widening = flow.rows, flow.hidden, self._widening
         complete, past = widening.settled and self._step.all_active, None
         if not widening.settled:  # the store still holds the last step's keys
@@ -104,7 +103,6 @@ class Storing:
 
 
 def _pieces(step: WindowRows, rows: Rows) -> list[tuple[slice, tuple[int, int] | None]]:
-    """The rows near the window and each tracked token, with the columns that they are within."""
     assert rows.index is not None and rows.valid is not None, "rows of a step are scattered"
     index, valid = rows.index[:, : step.count], rows.valid[:, : step.count]
     first = index.where(valid, torch.iinfo(index.dtype).max).amin(dim=0)

@@ -48,7 +48,6 @@ class Tracked:
 
     @property
     def count(self) -> int:
-        """Tokens of each layer and sequence."""
         return self.columns(0).shape[1]
 
     def columns(self, layer: int) -> Int[Tensor, "batch tracked"]:

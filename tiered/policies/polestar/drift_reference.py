@@ -166,7 +166,6 @@ def _sums(
     soft_cap: float | None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
 ) -> LogSumExp:
-    """Sums over the keys of each part, and last over `sink_keys`."""
     attention = for_device(proxy_attention, keys.device)
     if parts == 1:
         one = attention(queries, keys, part >= 0, soft_cap)
@@ -194,5 +193,4 @@ def _scores(
 
 
 def _keys_of(rows: Rows, keys: Float[Tensor, "batch kv_heads length head_dim"]) -> tuple[Tensor, Tensor | None]:
-    """The keys and their index, for the ops. A span is a view of the keys."""
     return (rows.take(keys), None) if rows.index is None else (keys, rows.index)

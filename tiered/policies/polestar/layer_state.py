@@ -72,7 +72,6 @@ class LayerState:
 
     @property
     def batch(self) -> int:
-        """Number of sequences."""
         return len(self.members)
 
     def keep(self, sequences: list[int]) -> None:
@@ -143,7 +142,6 @@ def _reference(
     part_of: Int[Tensor, "batch length"] | None,
     parts: int,
 ) -> DriftReference:
-    """The attention of `queries` over all keys as they are now."""
     keys = forward.keys(layer)
     return DriftReference.of(
         queries,
@@ -158,7 +156,6 @@ def _reference(
 
 
 def _padded(part: Tensor, count: int) -> Tensor:
-    """`part` with zeros behind it, `count` rows in all."""
     return torch.cat([part, part.new_zeros(count - len(part), *part.shape[1:])])
 
 
