@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitRule
 from tiered.decoding.rules.drift_aware import DriftAware
+from tiered.decoding.rules.quota import Static
 from tiered.decoding.rules.registry import make_commit_rule
-from tiered.decoding.rules.static import Static
 from tiered.decoding.rules.threshold import Factor, Threshold
 from tiered.decoding.rules.timestep import Origin, Timestep
 

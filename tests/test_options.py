@@ -10,9 +10,8 @@ from baselines import parity
 from tiered.core.aliases import ALIASES, ALWAYS_NAMES, COMMIT_ALIASES, MASK_NAMES, resolve_aliases
 from tiered.decoding.rules.base import CommitRule
 from tiered.decoding.rules.drift_aware import DriftAware
-from tiered.decoding.rules.quota import Quota, Sequential
+from tiered.decoding.rules.quota import Quota, Sequential, Static
 from tiered.decoding.rules.registry import COMMIT_RULES, in_order
-from tiered.decoding.rules.static import Static
 from tiered.decoding.rules.threshold import Factor, Threshold
 from tiered.decoding.rules.timestep import Origin, Timestep
 from tiered.decoding.sampling_options import Sampling

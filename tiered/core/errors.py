@@ -28,11 +28,8 @@ class TierCapacityError(RuntimeError):
 
     def __init__(self, needed: int, available: int, tier: Tier, hint: str, total: int | None = None) -> None:
         super().__init__(needed, available, tier, hint, total)
-        self.needed = needed
-        self.available = available
-        self.tier = tier
-        self.hint = hint
-        self.total = total
+        self.needed, self.available, self.total = needed, available, total
+        self.tier, self.hint = tier, hint
 
     def __str__(self) -> str:
         in_all = ""
@@ -62,10 +59,7 @@ class NonFiniteError(ValueError):
 
     def __init__(self, what: str, hint: str, sequences: Sequence[int] = (), answers: "Tensor | None" = None) -> None:
         super().__init__(what, hint, sequences, answers)
-        self.what = what
-        self.hint = hint
-        self.sequences = sequences
-        self.answers = answers
+        self.what, self.hint, self.sequences, self.answers = what, hint, sequences, answers
 
     def __str__(self) -> str:
         return f"{self.what} is not finite; {self.hint}"

@@ -34,9 +34,8 @@ class AttentionShift:
         soft_cap: float | None = None,
         sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     ) -> None:
-        """`sequences`: those measured; with guidance, the first half of the forward's, which see their prompts.
-        `soft_cap`, `sink_keys`: of the last layer's attention. A family with a noise mask hides nothing from the rows
-        of a block."""
+        """`sequences`: number of them; with guidance, the first half of the forward's. `soft_cap`, `sink_keys`: of the
+        last layer. No noise mask is needed: it hides nothing from the rows of a block."""
         columns = context + (0 if sink_keys is None else sink_keys.shape[1])
         self._log_rows: Float32[Tensor, "batch heads block columns"] = torch.empty(
             sequences, heads, block_length, columns, dtype=torch.float32, device=device

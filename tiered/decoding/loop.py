@@ -46,14 +46,9 @@ class Denoiser:
         shift: AttentionShift | None = None,
         inspector: Inspector | None = None,
     ) -> None:
-        """
-        Args:
-            rules: the commit rule of each pass over the blocks. A second pass begins with every token open again.
-            guidance: classifier-free guidance. `forward` then has twice the sequences; the second half sees masked
-                prompts. None for no guidance.
-            shift: the attention shift that the rule compares; None for a rule that compares none.
-            inspector: sees every forward; None for none.
-        """
+        """`rules`: the commit rule of each pass over the blocks. A second pass begins with every token open again.
+        `guidance`: with it `forward` has twice the sequences, of which the second half sees masked prompts.
+        `shift`: the attention shift that the rule compares; None for a rule that compares none."""
         self.canvas, self.forward, self.policy, self.rule = publisher.canvas, forward, policy, rules[0]
         self._model = forward.model
         self._proposer, self._publisher, self._guidance = proposer, publisher, guidance
@@ -63,7 +58,7 @@ class Denoiser:
         forward.attention_probe = None if shift is None else shift.observe
 
     def run(self) -> Denoised:
-        """Denoise every block, and then correct every block where that is asked for, with a forward for each step."""
+        """Denoise every block once with each of the rules."""
         steps = self.steps()
         try:
             ask = next(steps)
@@ -73,8 +68,8 @@ class Denoiser:
             return done.value
 
     def steps(self) -> "Asking[Denoised]":
-        """The same for who computes forwards by themselves: gives what it wants of the model, and is sent the logits,
-        or thrown the `ValueError` that the forward has ended with."""
+        """`run` as a generator, for a caller that computes the forwards. It yields each `Ask`, and is sent the logits
+        or thrown the forward's `ValueError`."""
         began = time.perf_counter()
         if isinstance(self._inspector, CallInspector):
             self._inspector.begin(self.canvas, self.forward, self.policy)
@@ -143,7 +138,7 @@ class Denoiser:
         result.step_seconds.append(time.perf_counter() - began)
 
     def _step(self, step: Step, remaining: list[int], *, final: bool) -> "Asking[list[int]]":
-        """One forward with its commit; the pending rows that each sequence is left with (0: it waits, or is done)."""
+        """One forward with its commit. Returns the pending rows of each sequence; 0 if it waits or is done."""
         canvas, result = self.canvas, self._result
         active = [count > 0 for count in remaining]
         here = on_device(active, canvas.tokens.device)
@@ -213,7 +208,8 @@ class Denoiser:
             return chosen
         changed = chosen & (candidates.tokens != canvas.tokens[:, start:stop])
         canvas.rewrite(start, chosen, candidates.tokens)
-        canvas.freeze(start, stop, self.rule.finished(changed) & here, clock)
+        final = (self.rule.finished(changed) & here)[:, None].expand_as(changed)
+        canvas.commit(start, final, canvas.tokens[:, start:stop], clock)
         return changed
 
     @spanned(Op.COMMIT)

@@ -1,4 +1,4 @@
-"""What the denoising loop leaves behind, and what a streamer and the history are told while it runs."""
+"""The result of the denoising loop, its history, and what a streamer gets while it runs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -49,14 +49,8 @@ class Denoised:
 
 
 class Publisher:
-    """Brings the answers of a call up to date with its canvas, and tells the history and a streamer of them.
-
-    Attributes:
-        canvas: the canvas of the call.
-        result: answers so far; the loop counts in it.
-        ends: tokens that end an answer.
-        stop_at_eos: behind a sequence's end comes padding.
-    """
+    """Copies the answers of a call from its `canvas` to its `result`, in which the loop counts, to the history and to a
+    streamer. `ends`: tokens that end an answer. `stop_at_eos`: padding comes behind a sequence's end."""
 
     def __init__(
         self,

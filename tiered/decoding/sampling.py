@@ -11,12 +11,8 @@ from tiered.decoding.rules.base import Candidates
 from tiered.decoding.sampling_options import GREEDY, Sampling
 from tiered.models.noise import Noise
 
-# Parts of a sequence's rows that are sorted by themselves: a sort holds several times what it sorts.
-_SORTED_PARTS = 4
-
-# Parts of the vocabulary whose sums, in whole numbers twice as large as logits, exist at a time.
-_SUMMED_PARTS = 8
-
+_SORTED_PARTS = 4  # of a sequence's rows, sorted one by one: a sort holds several times what it sorts
+_SUMMED_PARTS = 8  # of the vocabulary, summed one by one: sums are whole numbers twice as large as logits
 # Of a probability; a power of two, so that a float32 is a whole number of them down to 2⁻³⁶, and their sum an int64.
 _UNITS = 2**60
 

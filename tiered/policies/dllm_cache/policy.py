@@ -19,10 +19,10 @@ from tiered.policies.dllm_cache.program import BranchStep, Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DLLMCache(Policy):
-    """Intervals count the forwards of each sequence, over all blocks; a sequence's first one renews everything.
+    """Intervals count the forwards of each sequence over all blocks. A sequence's first forward renews everything.
 
     Attributes:
-        prompt_interval: Kp, forwards from one renewal of the prompt's rows to the next; None: never again.
+        prompt_interval: Kp, forwards from one renewal of the prompt's rows to the next; None for the first alone.
         response_interval: Kr, the same of the answer's rows, masks of later blocks included.
         update_ratio: ρ, share of the answer's rows that any other forward recomputes in each layer: those whose values
             are least similar to the cached ones.

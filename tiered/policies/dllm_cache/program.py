@@ -32,11 +32,11 @@ class Work:
     """What a step recomputes, by sequence of the forward; with guidance, the unconditional ones follow.
 
     Attributes:
-        first: first column that is recomputed: 0, where the prompt is; the answer's first (or that of the row that
-            predicts it), where it is not; the canvas's length, where the sequence takes no part.
-        rows: how many rows of the answer are recomputed in every layer; 0 where the sequence takes no part.
+        first: first column that is recomputed: 0 with the prompt; without it the answer's first, or that of the row
+            that predicts it; the canvas's length if the sequence takes no part.
+        rows: rows of the answer that every layer recomputes; 0 if the sequence takes no part.
         clocks: forwards that the sequence has taken part in.
-        due: whether its prompt is due, and its answer; neither is where it takes no part.
+        due: whether its prompt is due, and its answer; neither is if it takes no part.
     """
 
     first: Sequence[int]
@@ -46,20 +46,15 @@ class Work:
 
 
 class BranchStep:
-    """Layer program over a span of rows: the answer, and the prompt in front of it where some sequence's is due.
+    """Layer program over a span of rows: the answer, and the prompt in front of it if some sequence's is due.
 
-    Where every sequence renews its whole answer, a layer is a plain one that also keeps the answer's branches. Else it
-    recomputes a sequence's farthest rows, and adds cached branches to all others. Sequences may ask for different
-    numbers of rows; filler that is computed and never written makes them even.
+    If every sequence renews its whole answer, a layer is a plain one that also keeps the answer's branches. Else it
+    recomputes a sequence's farthest rows, and adds cached branches to all others. Filler that is computed and never
+    written makes the rows of sequences even.
     """
 
     def __init__(self, work: Work, answer: tuple[int, int], block: tuple[int, int]) -> None:
-        """
-        Args:
-            work: what is due.
-            answer: its columns, first and behind the last, the canvas's length.
-            block: columns of the rows whose logits the step is for, first and behind the last.
-        """
+        """`answer`: its columns, first and behind the last. `block`: those of the rows whose logits the step needs."""
         self._work = work
         self._start, self._stop = answer
         self._block = (max(0, block[0] - self._start), block[1] - self._start)

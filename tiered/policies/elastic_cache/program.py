@@ -26,8 +26,7 @@ class ElasticStep:
     """Layer program. With classifier-free guidance the halves that see their prompts decide for both."""
 
     def __init__(self, tracked: Tracked, step: WindowRows, threshold: float, *, apart: bool) -> None:
-        """`tracked`: as the last step left it. `threshold`: similarity below which a sequence widens. `apart`: see
-        `Storing`."""
+        """`threshold`: similarity below which a sequence widens. `apart`: see `Storing`."""
         self._tracked, self._step, self._threshold, self._apart = tracked, step, threshold, apart
 
     def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
@@ -194,10 +193,7 @@ def watch(
 
     Args:
         asked: queries in the layer, after its keys were written.
-        tracked: as the last step left it.
         past: attention of the tracked tokens in the last step; None if all sequences recompute every row.
-        threshold: cosine similarity below which attention has moved.
-        chunk: part of the window that is summed up at a time.
 
     Returns:
         Sequences that widen from the next layer on, None for no sequence; and the rows that join each of them, at most.

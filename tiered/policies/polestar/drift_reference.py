@@ -142,7 +142,6 @@ class DriftReference(DriftDistribution):
 
     def append(self) -> "DriftReference":
         """One more centroid, a copy of the first one until `recenter`."""
-
         scores, peak, mass = (
             torch.cat([ours, ours[:, :, :1]], dim=2) for ours in (self.scores, self.sums.peak, self.sums.mass)
         )
