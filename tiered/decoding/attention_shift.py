@@ -117,12 +117,15 @@ class AttentionShift:
         shift = queries.new_zeros(batch, rows, dtype=torch.float32)
         at_once = {"sequences": self._chunk.sequences, "heads_at_once": self._chunk.heads, "rows_at_once": max(1, rows)}
         for sequences, some, of_keys, _ in chunks(batch, heads, keys.shape[1], rows, **at_once):
-            log_rows = self._log_probabilities(
+            scores, of_sinks = masked_scores(
                 queries[sequences, some],
                 keys[sequences, of_keys],
-                None if key_mask is None else key_mask[sequences],
-                None if self._sink_keys is None else self._sink_keys[some],
+                None if key_mask is None else key_mask[sequences, 0, 0],
+                soft_cap=self._soft_cap,
+                sink_keys=None if self._sink_keys is None else self._sink_keys[some],
             )
+            log_rows = (scores if of_sinks is None else torch.cat([scores, of_sinks], dim=-1)).log_softmax(dim=-1)
+            del scores, of_sinks
             kept = self._log_rows[sequences, some, block_rows]
             if self._compare:
                 shift[sequences] += divergence_terms(log_rows, kept).sum(dim=-1).sum(dim=1)
@@ -134,14 +137,3 @@ class AttentionShift:
             shift = shift.div_(heads).masked_fill_(~known, torch.nan)
             self._shift[:, block_rows] = shift if present is None else shift.where(present, self._shift[:, block_rows])
         known |= True if present is None else present
-
-    def _log_probabilities(
-        self,
-        queries: Float[Tensor, "batch heads rows head_dim"],
-        keys: Float[Tensor, "batch kv_heads length head_dim"],
-        key_mask: Bool[Tensor, "batch 1 1 length"] | None,
-        sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
-    ) -> Float32[Tensor, "batch heads rows columns"]:
-        mask = None if key_mask is None else key_mask[:, 0, 0]
-        scores, sinks = masked_scores(queries, keys, mask, soft_cap=self._soft_cap, sink_keys=sink_keys)
-        return (scores if sinks is None else torch.cat([scores, sinks], dim=-1)).log_softmax(dim=-1)

@@ -1,8 +1,7 @@
 """A diffusion LM without its loop over layers: the pieces of a layer, each over any rows.
 
-The forward owns the order of the pieces, the residual stream and the store; a family owns the arithmetic. So one path
-through `tiered.forward.forward` serves every policy and every family. The pieces here are Llama's, which most families
-share: norm → attention → norm → MLP with a gate. A family overrides the pieces that differ.
+The forward owns the order of the pieces, the residual stream and the store; a family owns the arithmetic. The pieces
+here are Llama's: norm → attention → norm → MLP with a gate. A family overrides the pieces that differ.
 """
 
 from collections.abc import Callable, Mapping

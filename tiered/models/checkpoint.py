@@ -91,8 +91,7 @@ class Checkpoint:
         into: UInt8[Tensor, " nbytes"] | None = None,
     ) -> Tensor | CodedWeight:
         """The weight `name` on `device`, as `dtype`, or in `code`, encoded there from its values in `dtype`. A weight
-        that the files hold in a code keeps that code. `into`: memory for it, on any device; None for memory of its
-        own.
+        that the files hold in a code keeps it. `into`: memory for it, on any device; None for memory of its own.
 
         Raises:
             NonFiniteError: it holds NaN or infinity, in the file or because `dtype` cannot hold its values.

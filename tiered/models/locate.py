@@ -30,12 +30,8 @@ def find_directory(name: str | Path) -> Path | None:
 
 
 def checkpoint_directory(name: str | Path) -> Path:
-    """The directory of the checkpoint `name`, with its config.json and at least one safetensors file in it.
-
-    Raises:
-        TypeError: neither str nor Path.
-        ValueError: nothing of that name here, or nothing to load in it; says how to download it where that is known.
-    """
+    """The directory of the checkpoint `name`, with its config.json and at least one safetensors file in it. Raises
+    `TypeError` for neither str nor Path, and `ValueError` if nothing to load has that name."""
     if not isinstance(name, str | Path):
         raise TypeError(f"a checkpoint is named by a string or a Path, not {name!r}")
     directory = find_directory(name)
@@ -56,12 +52,9 @@ def checkpoint_directory(name: str | Path) -> Path:
 
 
 def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """The config that `source` stands for.
-
-    Args:
-        source: an embedded model's name, a directory with a config.json, the path of a config.json, the hub id of a
-            downloaded checkpoint, a preset, or a config itself. Where a directory and a preset share a name, the
-            directory counts.
+    """The config that `source` stands for: an embedded model's name, a directory with a config.json, the path of a
+    config.json, the hub id of a downloaded checkpoint, a preset, or a config itself. A directory goes before a preset
+    of the same name.
 
     Raises:
         TypeError: none of those types.
@@ -90,11 +83,7 @@ def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path` of a checkpoint.
-
-    Raises:
-        ValueError: no text, no JSON, none that can be parsed, or no object; names the file.
-    """
+    """The JSON object in the file `path` of a checkpoint. Raises `ValueError` for anything else, and names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # broken JSON, or bytes that are no text
@@ -107,7 +96,6 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def not_found(name: str | Path) -> str:
-    """Says that no model is called `name`, and what to do about it."""
     if is_hub_id(str(name)):
         return f"no directory {str(name)!r} and no such model in the local cache; download it with `hf download {name}`"
     known = unknown_name("model", str(name), EMBEDDED_MODELS)

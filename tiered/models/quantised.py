@@ -76,8 +76,8 @@ class CodedParts:
 
 
 class _Layout(NamedTuple):
-    """How a library writes a code: of each part the end of its name and its dtypes; () if there is no such part.
-    `optional` has the ends of parts that may be missing."""
+    """How a library writes a code: of each part the end of its name and its dtypes, or (). `optional`: ends of parts
+    that may be missing."""
 
     code: WeightCode
     codes: tuple[str, ...]
@@ -134,11 +134,8 @@ _TORCHAO_LAYOUTS = {
 
 
 def require_readable(config: Mapping[str, object]) -> str | None:
-    """The method by which config.json says that weights are quantised; None if they are not.
-
-    Raises:
-        ValueError: a method, format or scheme that no code of ours can hold, named.
-    """
+    """The method by which config.json says that weights are quantised; None if they are not. Raises `ValueError`, which
+    names it, for a method, format or scheme that no code of ours can hold."""
     wanted: Any = config.get("quantization_config")
     if wanted is None or wanted is False:
         return None
@@ -161,8 +158,7 @@ def coded_parts(
 
     Args:
         found: dtype of every tensor of the files, by name.
-        metadata: of the files.
-        shapes: of every weight, by its official name.
+        shapes: shape of every weight, by its official name.
 
     Raises:
         ValueError: as `require_readable`; a tensor of torchao that no code of ours can hold, named; none in codes.

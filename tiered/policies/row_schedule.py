@@ -40,12 +40,10 @@ class RowSchedule(Policy):
             ("suffix"); everything behind the prompt ("answer"); pending tokens and those committed in the last `delay`
             steps ("undecided"); or tokens that are committed next, those committed last, and a `window` around the
             latter ("upcoming").
-        refresh_interval: steps from one refresh of all rows to the next; None for none but the first. A block counts
-            its own steps and begins with a refresh, unless `refresh_blocks` is None: then each sequence counts its
-            steps, whatever block they are in.
+        refresh_interval: steps from one refresh of all rows to the next; None for the first alone. A block counts its
+            own steps and begins with a refresh; each sequence counts its steps if `refresh_blocks` is None.
         refresh_blocks: blocks from one that begins with a refresh to the next; None if blocks do not matter. The other
-            blocks begin with the rows of the finished block and those of a step: a number that does not grow with the
-            context. "auto": decided before a call.
+            blocks begin with the rows of the finished block and those of a step. "auto": decided before a call.
         prompt_interval: steps of a sequence from one refresh of the prompt's rows to the next; None for the first
             alone; "refresh" for those of all rows.
         next_block_interval: steps of a block from one renewal of the next block's rows to another; None for none.
@@ -99,7 +97,7 @@ class RowSchedule(Policy):
 
 
 class Schedule(NamedTuple):
-    """A row of `SCHEDULES`: `rows` as in `RowSchedule`, fields that are `fixed`, and options with their defaults."""
+    """A row of `SCHEDULES`: fields of `RowSchedule` that are `fixed`, and `options` with their defaults."""
 
     rows: RowsOf
     options: Mapping[str, Any] = MappingProxyType({})
@@ -126,7 +124,6 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 
 def row_schedule(name: str, **options: Any) -> RowSchedule:
-    """The policy of that row of `SCHEDULES`, with these options."""
     row = SCHEDULES[name]
     return RowSchedule(name=name, rows=row.rows, **{**row.fixed, **row.options, **options})
 
@@ -140,8 +137,6 @@ class Span(NamedTuple):
 
 
 class ScheduledRows(PolicyState):
-    """Decides by the step alone."""
-
     def __init__(self, schedule: RowSchedule) -> None:
         self._schedule = schedule
 

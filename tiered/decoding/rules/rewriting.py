@@ -65,13 +65,12 @@ class RewritingState(CommitState):
 class Adaptive(RewritingRule):
     """Rewrite the `tokens_per_step` tokens with the largest (p_max − p_current) · π(z).
 
-    p_max is the probability of the likeliest token, p_current that of the token z which stands there, and π(z) how
-    likely noise at this level is to have put it there: the same for all tokens under uniform noise, and 0 for all but
-    masks under masks alone, where the rule fixes the most confident masks. The new token is the likeliest, or drawn at
-    a temperature.
+    p_max is the probability of the likeliest token, p_current that of the token z which stands there, and π(z) that
+    noise at this level has put it there. Under masks alone π is 0 for all but masks, and the rule fixes the most
+    confident ones. The new token is the likeliest, or drawn at a temperature.
 
-    A block ends after its steps, or earlier where nothing is left to change: a step at temperature 0 that changes
-    nothing would be followed by others like it, and what cannot be noise is not touched.
+    A block ends after its steps, or earlier if nothing is left to change, as after a step at temperature 0 that changes
+    nothing.
 
     Attributes:
         tokens_per_step: how many tokens a step rewrites at most.
@@ -190,14 +189,8 @@ def draw(weights: Float[Tensor, "rows vocab"], streams: RandomStreams, sequence:
 def posterior(
     expected: Float[Tensor, "rows vocab"], current: Tensor, process: Noise, noisy: float, cleaner: float
 ) -> Float[Tensor, "rows vocab"]:
-    """q(z_s | z_t, x̂) up to a factor by row: q_s(z) · q(z_t | z_s = z).
-
-    Args:
-        expected: x̂, the distribution of the clean token.
-        current: z_t.
-        process: of the noise.
-        noisy, cleaner: log-SNR of t and of s.
-    """
+    """q(z_s | z_t, x̂) up to a factor by row: q_s(z) · q(z_t | z_s = z). `expected`: x̂, the distribution of the clean
+    token; `current`: z_t; `noisy`, `cleaner`: log-SNR of t and of s."""
     clean_t, clean_s = process.clean(noisy), process.clean(cleaner)
     kept = clean_t / clean_s
     of_token_t, of_mask_t = process.probability(noisy)

@@ -170,11 +170,9 @@ def write_and_measure(
         flow: rows of the layer, which begin with the columns that `state` tracks.
         current: columns of the current block, the last of the active ones.
         last_active: number in `flow` of the first row behind the active ones.
-        updating: sequences that update.
 
     Returns:
-        KL of every cluster, by sequence; without meaning in a sequence that does not update. KL below rounding is 0, so
-        that noise does not choose among clusters that stand still.
+        KL of every cluster, by sequence; without meaning in a sequence that does not update. KL below rounding is 0.
     """
     layer, known = state.layer, state.current[1] - state.current[0]
     others, reference = flow.rows[known:], state.reference
