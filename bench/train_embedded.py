@@ -28,7 +28,7 @@ from training.trainer import Trainer
 
 import tiered
 from tiered.core.provenance import provenance
-from tiered.models.config_source import read_config
+from tiered.models.locate import read_config
 
 # Of glibc's mallopt: free memory kept at the top of the heap; allocations by mmap; heaps.
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8

@@ -20,8 +20,7 @@ from tiered.core.errors import ContextLengthError, TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.decoding.rules.drift_aware import DriftAware
-from tiered.decoding.rules.factor import Factor
-from tiered.decoding.rules.threshold import Threshold
+from tiered.decoding.rules.threshold import Factor, Threshold
 from tiered.decoding.rules.timestep import Timestep
 from tiered.models.llada import LLaDA
 from tiered.models.presets import read_preset

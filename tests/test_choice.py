@@ -25,10 +25,9 @@ from tiered.forward.sizes import CallSizes, Gpu
 from tiered.planning.choice import TABLE, Choice, choose
 from tiered.planning.workload import Workload
 from tiered.policies import DEFAULT_POLICY
-from tiered.policies.auto import Auto
 from tiered.policies.base import Policy
 from tiered.policies.polestar.policy import Polestar
-from tiered.policies.registry import make_policy, policies_for
+from tiered.policies.registry import Auto, make_policy, policies_for
 from tiered.policies.row_schedule import LEAST_STALE_PROMPT, SELDOM
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"

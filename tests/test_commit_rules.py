@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitRule
 from tiered.decoding.rules.drift_aware import DriftAware
-from tiered.decoding.rules.factor import Factor
-from tiered.decoding.rules.origin import Origin
+from tiered.decoding.rules.quota import Static
 from tiered.decoding.rules.registry import make_commit_rule
-from tiered.decoding.rules.static import Static
-from tiered.decoding.rules.threshold import Threshold
-from tiered.decoding.rules.timestep import Timestep
+from tiered.decoding.rules.threshold import Factor, Threshold
+from tiered.decoding.rules.timestep import Origin, Timestep
 
 # A confidence of each pending row, None where nothing is pending. Few values, so that ties are common.
 CONFIDENCES = st.sampled_from([0.0, 0.25, 0.5, 0.5 + 2**-40, 0.75, 0.9, 1.0])

@@ -151,7 +151,7 @@ def test_drawn_sequences(runtimes: dict[str, Runtime], monkeypatch: pytest.Monke
         return replace(candidates, confidence=ranked)
 
     monkeypatch.setattr(sampling, "_draw", drawn_tokens)
-    monkeypatch.setattr(timestep._DrawnShares, "_rank", drawn_columns)
+    monkeypatch.setattr(timestep._Shares, "_rank", drawn_columns)
     drawn = [case for case in RECORDED["sampling"] if "seed0" in case]
     assert len(drawn) == 2
     for case in drawn:

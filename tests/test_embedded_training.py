@@ -37,7 +37,7 @@ from training.trainer import Trainer
 
 import tiered
 from tiered.embedded.tasks import LONG_TASKS, TASKS, Example, split_of
-from tiered.models.config_source import read_config
+from tiered.models.locate import read_config
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 

@@ -27,8 +27,8 @@ from tiered.core.rows import Rows
 from tiered.embedded.tasks import TASKS, Example
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
-from tiered.models.config_source import read_config
 from tiered.models.gidd import Gidd
+from tiered.models.locate import read_config
 
 VOCAB = len(vocabulary())
 SMALL = Settings(

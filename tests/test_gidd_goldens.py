@@ -12,7 +12,7 @@ from workloads.input_rows import hidden_states
 
 import tiered
 from tiered.core.rows import Rows
-from tiered.decoding.rules import ancestral
+from tiered.decoding.rules import rewriting
 from tiered.denoising import feature_store
 from tiered.forward.forward import Forward
 from tiered.models.gidd import Gidd
@@ -90,7 +90,7 @@ def test_ancestral_sequence(runtimes: dict[str, Runtime], monkeypatch: pytest.Mo
     def from_default_stream(weights: torch.Tensor, *_: object) -> torch.Tensor:
         return torch.multinomial(weights, num_samples=1)[:, 0]
 
-    monkeypatch.setattr(ancestral, "draw", from_default_stream)
+    monkeypatch.setattr(rewriting, "draw", from_default_stream)
     prompt, final = SEQUENCES[f"{ANCESTRAL}.prompt"].long(), SEQUENCES[f"{ANCESTRAL}.final"].long()
     prior = SEQUENCES[f"{ANCESTRAL}.prior"].long()
     torch.manual_seed(0)

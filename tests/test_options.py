@@ -10,13 +10,10 @@ from baselines import parity
 from tiered.core.aliases import ALIASES, ALWAYS_NAMES, COMMIT_ALIASES, MASK_NAMES, resolve_aliases
 from tiered.decoding.rules.base import CommitRule
 from tiered.decoding.rules.drift_aware import DriftAware
-from tiered.decoding.rules.factor import Factor
-from tiered.decoding.rules.origin import Origin
-from tiered.decoding.rules.quota import Quota, Sequential
+from tiered.decoding.rules.quota import Quota, Sequential, Static
 from tiered.decoding.rules.registry import COMMIT_RULES, in_order
-from tiered.decoding.rules.static import Static
-from tiered.decoding.rules.threshold import Threshold
-from tiered.decoding.rules.timestep import Timestep
+from tiered.decoding.rules.threshold import Factor, Threshold
+from tiered.decoding.rules.timestep import Origin, Timestep
 from tiered.decoding.sampling_options import Sampling
 from tiered.models.families import family_of
 from tiered.models.presets import read_preset

@@ -26,8 +26,8 @@ from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.forward.library_bytes import LARGEST_GPU, Gpu, library_bytes
 from tiered.forward.sizes import CallSizes
-from tiered.models.config_source import read_config
 from tiered.models.families import family_of
+from tiered.models.locate import read_config
 from tiered.models.presets import PRESETS, read_preset
 from tiered.models.weight_form import weight_bytes
 from tiered.offload.codec_bytes import Codec

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from tiered.forward.forward_bytes import kv_bytes_per_token
-from tiered.models.config_source import read_config
 from tiered.models.families import family_of
-from tiered.models.locate import checkpoint_directory
+from tiered.models.locate import checkpoint_directory, read_config
 from tiered.models.presets import ALIASES, PRESETS, preset_names, read_preset
 
 

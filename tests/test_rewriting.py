@@ -11,10 +11,8 @@ from workloads.staleness import measure_staleness
 
 import tiered
 from tiered.decoding.random_streams import RandomStreams
-from tiered.decoding.rules.adaptive import Adaptive
-from tiered.decoding.rules.ancestral import Ancestral, draw, posterior
 from tiered.decoding.rules.registry import COMMIT_RULES
-from tiered.decoding.rules.rewriting import RewritingState
+from tiered.decoding.rules.rewriting import Adaptive, Ancestral, RewritingState, draw, posterior
 from tiered.decoding.sampling import OpenBlock
 from tiered.decoding.sampling_options import Sampling
 from tiered.models.noise import Noise

@@ -7,8 +7,8 @@ from math import prod
 import pytest
 
 from tiered.forward.weight_bytes import WeightBytes
-from tiered.models.config_source import read_config
 from tiered.models.families import family_of
+from tiered.models.locate import read_config
 from tiered.models.shape import ModelShape
 from tiered.models.weight_form import CODES, WeightForm, beside_layers, places, weight_bytes
 from tiered.offload.segments import reserved_bytes

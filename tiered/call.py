@@ -9,7 +9,7 @@ from typing import Any
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger, added
-from tiered.core.turn import Turn
+from tiered.core.modes import Turn
 from tiered.decoding.observers import Inspector
 from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import CallSizes

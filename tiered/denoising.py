@@ -11,7 +11,7 @@ from tiered.decoding.observers import Inspector, Streamer
 from tiered.decoding.proposer import Proposer
 from tiered.decoding.publishing import Publisher
 from tiered.decoding.random_streams import RandomStreams
-from tiered.decoding.rules.adaptive import Adaptive
+from tiered.decoding.rules.rewriting import Adaptive
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import compared_at_a_time

@@ -22,9 +22,8 @@ from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.weight_code import WeightCode
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import Checkpoint
-from tiered.models.config_source import read_config
 from tiered.models.families import family_of
-from tiered.models.locate import checkpoint_directory
+from tiered.models.locate import checkpoint_directory, read_config
 from tiered.models.rotation import stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.tokenizer import load_tokenizer

@@ -19,20 +19,19 @@ from tiered.core.features import Account, Feature
 from tiered.core.ledger import added
 from tiered.core.rows import Rows
 from tiered.decoding.random_streams import RandomStreams
-from tiered.decoding.rules.adaptive import Adaptive, MostWanted
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 from tiered.decoding.rules.registry import make_commit_rule
+from tiered.decoding.rules.rewriting import Adaptive, MostWanted
 from tiered.decoding.rules.threshold import AtLeast, Threshold
 from tiered.forward.forward import Flow, Forward
 from tiered.forward.sizes import CallSizes
 from tiered.kernels.host_values import on_device
 from tiered.models.base import DiffusionModel
-from tiered.policies import row_sets
 from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.dllm_cache.policy import Clocks, DLLMCache
 from tiered.policies.dllm_cache.program import BranchStep, Work, distances
 from tiered.policies.registry import make_policy, with_options
-from tiered.policies.row_schedule import SCHEDULES, RowSchedule, ScheduledRows
+from tiered.policies.row_schedule import SCHEDULES, RowSchedule, ScheduledRows, clock
 
 ShiftCaching = Literal["un", "un_right", "right"]
 
@@ -208,14 +207,14 @@ class _OfficialRows(ScheduledRows):
         return (step.active, step.active) if full else super().due(step)
 
     def undecided(self, step: Step, delay: int) -> Bool[Tensor, "batch length"]:
-        dates, clock = step.canvas.committed_at, row_sets.clock(step)
-        own = (dates >= clock - delay) & (dates != PROMPT)
+        dates = step.canvas.committed_at
+        own = (dates >= clock(step) - delay) & (dates != PROMPT)
         shift = step.start - step.first_row
         if not shift:
             return own
         predicted = torch.cat([own[:, shift:], own[:, -shift:]], dim=1)
         if self._shift_caching == "un":
-            predicted[:, -shift:] &= clock <= delay
+            predicted[:, -shift:] &= clock(step) <= delay
             return predicted
         rows = own | predicted
         rows[:, -shift:] = rows[:, -2 * shift : -shift]

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tiered.models.config_source import read_config
 from tiered.models.llada import LLaDA
-from tiered.models.locate import checkpoint_directory
+from tiered.models.locate import checkpoint_directory, read_config
 
 VOCABULARY = 8192
 STD = 0.02  # of random weights

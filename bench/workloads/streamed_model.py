@@ -16,8 +16,8 @@ from tiered.forward.sizes import CallSizes
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.loading import load_weights
 from tiered.models.checkpoint import Checkpoint
-from tiered.models.config_source import read_config
 from tiered.models.families import family_of
+from tiered.models.locate import read_config
 from tiered.models.shape import ModelShape
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm
 from tiered.offload.device import pick_device

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tiered
-from tiered.policies.auto import Auto
 from tiered.policies.base import Policy
-from tiered.policies.registry import PRESETS, make_policy, policies_for
+from tiered.policies.registry import PRESETS, Auto, make_policy, policies_for
 
 # Policies with a window of their own, which slides over an answer of one block.
 ONE_BLOCK = frozenset({"elastic_cache"})

@@ -59,10 +59,8 @@ ALWAYS_NAMES = ("return_dict_in_generate", "return_dict")
 def resolve_aliases(
     options: Mapping[str, Any], names: Iterable[str], *, mask_token_id: int, block_causal: bool = False
 ) -> dict[str, Any]:
-    """`options` under the library's own `names`; `block_causal`: as scripts of models mean them that see blocks.
-
-    A mask token's id, which official scripts pass, is checked against the model's and dropped; so is the wish for an
-    object in place of bare ids.
+    """`options` under the library's own `names`; `block_causal`: as scripts of models mean them that see blocks. A mask
+    token's id is checked and dropped, and so is the wish for an object in place of bare ids.
 
     Raises:
         ValueError: an unknown name (names the nearest), two names of one option with different values, another model's
@@ -100,7 +98,6 @@ def resolve_aliases(
 
 
 def _of_sdar(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A line for SDAR, without what its strategy does not look at."""
     given, threshold = dict(options), options.get("confidence_threshold")
     if given["remasking_strategy"] == "low_confidence_dynamic":
         given["confidence_threshold"] = SDAR_THRESHOLD if threshold is None else threshold

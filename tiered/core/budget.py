@@ -12,18 +12,15 @@ from tiered.core.features import Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """A hard cap, in bytes, on what the runtime allocates in each tier; `None` leaves a tier uncapped.
+    """A hard cap, in bytes, on what the runtime allocates in each tier; `None` for no cap.
 
     Sizes are ints, in bytes, or strings with a unit (`"12GiB"`). Weights, caches, logits, activations and staging all
-    count.
-
-    `disk_path` is an existing folder. The disk tier is a file without a name that takes its room there, as records need
-    it; whatever lies in the folder stays as it is. Without a `disk` cap, or with one of 0, there is no disk tier.
+    count. `disk_path` is an existing folder, in which the disk tier is a file without a name. Without a `disk` cap, or
+    with one of 0, there is no disk tier.
 
     Raises:
         TypeError, ValueError: a size that is no byte size, a disk cap without a `disk_path`, or a `disk_path` that is
-            no existing folder, or none that we may write to, or on a file system without room for files (`/proc`);
-            it is not opened.
+            no existing folder, that we may not write to, or whose file system has no room for files (`/proc`).
     """
 
     device: int | str | None = None
@@ -46,7 +43,7 @@ class MemoryBudget:
         return getattr(self, tier.value)
 
     def with_cap(self, tier: Tier, cap: int | None) -> "MemoryBudget":
-        """The same with another cap. It does not look at `disk_path` again, which may have gone in between."""
+        """The same with another cap. `disk_path`, which may have gone in between, is not checked again."""
         other = copy(self)
         object.__setattr__(other, tier.value, cap)
         return other

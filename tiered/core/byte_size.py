@@ -15,12 +15,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 def parse_bytes(size: int | str) -> int:
     """Bytes in `size`: an int, or a string with a unit (`GB` = 10^9 bytes, `GiB` = 2^30 bytes; case is ignored).
 
-    A fraction of a byte is dropped. A string without a unit is refused, unless it is "0": bytes and GiB are both
-    written so.
-
-    Raises:
-        TypeError: neither int nor str.
-        ValueError: negative, or not a number with a known unit.
+    A fraction of a byte is dropped. Raises `TypeError` for neither int nor str, `ValueError` for a negative number, and
+    for a string, other than "0", that is no number with a known unit.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(f"a byte size is an int or a string such as '12GiB', not {size!r}")

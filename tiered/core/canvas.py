@@ -13,16 +13,16 @@ PENDING = 2**31 - 1
 
 
 def columns_in_blocks(lengths: Sequence[int], block_length: int, new: int) -> tuple[int, int]:
-    """Columns in front of the first block, and from there on, where blocks count from the first token of each sequence:
-    of prompts of these `lengths`, with `new` tokens behind each, rounded up to whole blocks."""
+    """Columns in front of the first block, and from there on, of prompts of these `lengths` with `new` tokens behind
+    each, rounded up to whole blocks. Blocks count from the first token of each sequence."""
     front = max(length // block_length for length in lengths) * block_length
     return front, max(_blocks(length % block_length, block_length, new) for length in lengths) * block_length
 
 
 def most_columns_in_blocks(columns: int, block_length: int, new: int | None, batch: int) -> tuple[int, int | None]:
     """Columns of the canvas, and of them from the first block on, that `columns` of the longest of `batch` prompts and
-    of its `new` tokens become at most, if the lengths of the other prompts are not known. A prompt that ends one token
-    before a block takes the most; `new` = None: any number of tokens, of which nothing is said."""
+    its `new` tokens become at most, whatever the lengths of the other prompts. A prompt that ends one token before a
+    block takes the most. `new`: None for any number of tokens; the answer's columns are None then."""
     last = block_length - 1
     if new is None:
         return -(-(columns + (last if batch > 1 else 0)) // block_length) * block_length, None
@@ -51,14 +51,12 @@ class Canvas:
     Attributes:
         tokens: ids; masks, or whatever the noise is, where nothing is fixed yet.
         committed_at: which forward of its own sequence fixed each token (0: the first); `PROMPT` in prompts and their
-            padding, `PENDING` where no forward has. Mask tokens inside a prompt are context: they are never denoised.
+            padding, `PENDING` if no forward has. Mask tokens inside a prompt are never denoised.
         pads, pad_counts: padding columns in front of each prompt, on the device and on the host.
         padded: whether any prompt is shorter than the longest.
-        numbers: what its sequences are in the call: some leave it before the others are done.
-        prompt_length, block_length, blocks: columns in front of the first block, which are those of the longest prompt
-            but for a tail; columns of a block; number of blocks.
-        tails, tail_counts: columns of the first block that are a prompt's, on the device (None: none are) and on the
-            host.
+        numbers: number in the call of each sequence that is still denoised.
+        prompt_length, block_length, blocks: columns in front of the first block, columns of a block, number of blocks.
+        tails, tail_counts: columns of the first block that are a prompt's, on the device (None for none) and the host.
     """
 
     def __init__(
@@ -102,17 +100,14 @@ class Canvas:
 
     @property
     def batch(self) -> int:
-        """Sequences that are still denoised."""
         return self.tokens.shape[0]
 
     @property
     def length(self) -> int:
-        """Columns: padding, prompt, answer, and noise behind it."""
         return self.tokens.shape[1]
 
     @property
     def answers(self) -> Int[Tensor, "batch answer"]:
-        """The columns of all blocks, without noise that stays."""
         return self.tokens[:, self._answer]
 
     @property
@@ -179,11 +174,6 @@ class Canvas:
         """Put `tokens` where `chosen`, in the columns from `start`; they stay open."""
         columns = slice(start, start + chosen.shape[1])
         self.tokens[:, columns] = tokens.where(chosen, self.tokens[:, columns])
-
-    def freeze(self, start: int, stop: int, sequences: Bool[Tensor, " batch"], forwards: Int[Tensor, " batch"]) -> None:
-        """Fix the columns from `start` to `stop` of `sequences` as they are, as `commit` would."""
-        chosen = sequences[:, None].expand(-1, stop - start)
-        self.commit(start, chosen, self.tokens[:, start:stop], forwards)
 
     def reopen(self) -> None:
         """Everything behind the prompts is pending again, as it is."""

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-# Of float32, in which logits are worked on: a larger number would be infinity there, and a smaller one could be 0.
-_FLOAT32_LEAST, _FLOAT32_MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+# Of float32, in which logits, norms and rotations are computed: a larger number would be infinity there, and a smaller
+# one could be 0.
+FLOAT32_LEAST, FLOAT32_MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def plain_number(value: Any) -> Any:
@@ -21,7 +22,7 @@ def plain_number(value: Any) -> Any:
 def plain_real(value: Any) -> Any:
     """`plain_number`, with an int that torch would not take as a float, where float32 holds it."""
     value = plain_number(value)
-    large = isinstance(value, int) and 2**63 <= abs(value) <= _FLOAT32_MOST
+    large = isinstance(value, int) and 2**63 <= abs(value) <= FLOAT32_MOST
     return float(value) if large else value
 
 
@@ -57,19 +58,19 @@ def check_switch(name: str, value: object) -> None:
 def check_number(name: str, value: object, *, least: float, most: float = math.inf) -> None:
     """Raise `TypeError` where `value` is no number, `ValueError` where it is out of range, not finite, or beyond what
     float32 holds."""
-    allowed = f"a number from {least:g} to {min(most, _FLOAT32_MOST):g}"
+    allowed = f"a number from {least:g} to {min(most, FLOAT32_MOST):g}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} = {value!r}; {allowed} is allowed")
     # Written so that NaN fails too, and infinity, and an int that no float can hold.
-    if not least <= value <= min(most, _FLOAT32_MOST):
+    if not least <= value <= min(most, FLOAT32_MOST):
         raise ValueError(f"{name} = {value}; {allowed} is allowed")
 
 
 def check_temperature(name: str, value: object) -> None:
     """As `check_number`, for what numbers are divided by where it is not 0: its inverse has to be finite as well."""
     check_number(name, value, least=0.0)
-    if isinstance(value, int | float) and 0 < value < _FLOAT32_LEAST:
-        raise ValueError(f"{name} = {value}; 0, or a number from {_FLOAT32_LEAST:g} on, is allowed")
+    if isinstance(value, int | float) and 0 < value < FLOAT32_LEAST:
+        raise ValueError(f"{name} = {value}; 0, or a number from {FLOAT32_LEAST:g} on, is allowed")
 
 
 def unknown_name(kind: str, name: object, allowed: Iterable[str]) -> ValueError:

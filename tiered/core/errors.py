@@ -1,7 +1,6 @@
 """Errors that callers may want to catch by type; every other bad argument is a `ValueError` or a `TypeError`.
 
-What an error is made with are its `args`, and the message is put together when it is read: so it can be pickled and
-copied, and a process of a pool can hand it to the one that waits for it.
+The arguments of an error are its `args`, and the message is made when it is read, so an error can be pickled.
 """
 
 from collections.abc import Sequence
@@ -22,17 +21,13 @@ class TierCapacityError(RuntimeError):
         available: bytes that the budget leaves for it.
         tier: the tier that is too small.
         hint: what to lower or raise.
-        total: bytes that the tier needs in all, with what it holds already: the least budget under which the request
-            passes. None where no budget decides, or it is not known.
+        total: bytes of the least budget under which the request passes; None if no budget decides, or if unknown.
     """
 
     def __init__(self, needed: int, available: int, tier: Tier, hint: str, total: int | None = None) -> None:
         super().__init__(needed, available, tier, hint, total)
-        self.needed = needed
-        self.available = available
-        self.tier = tier
-        self.hint = hint
-        self.total = total
+        self.needed, self.available, self.total = needed, available, total
+        self.tier, self.hint = tier, hint
 
     def __str__(self) -> str:
         in_all = ""
@@ -49,23 +44,19 @@ class ContextLengthError(ValueError):
 
 
 class NonFiniteError(ValueError):
-    """NaN or infinity where a model needs numbers: in a weight as it is loaded, or in the logits of a forward. It is a
-    `ValueError` like all that is wrong with a checkpoint. The runtime goes on working.
+    """NaN or infinity in a weight as it is loaded, or in the logits of a forward. The runtime goes on working.
 
     Attributes:
         what: the weight, or the first layer whose rows have no norm that float32 holds.
-        hint: where they may come from, and what to change.
-        sequences: the sequences of the batch whose logits they are in; all where that is not known. Empty for a weight.
-        answers: ids [batch, max_new_tokens] as they stood before that forward, on the CPU: mask tokens, or noise, where
-            nothing was fixed yet. None for a weight.
+        hint: the likely cause, and what to change.
+        sequences: the sequences of the batch whose logits they are in; all if that is not known. Empty for a weight.
+        answers: ids [batch, max_new_tokens] before that forward, on the CPU, with mask tokens or noise in open places.
+            None for a weight.
     """
 
     def __init__(self, what: str, hint: str, sequences: Sequence[int] = (), answers: "Tensor | None" = None) -> None:
         super().__init__(what, hint, sequences, answers)
-        self.what = what
-        self.hint = hint
-        self.sequences = sequences
-        self.answers = answers
+        self.what, self.hint, self.sequences, self.answers = what, hint, sequences, answers
 
     def __str__(self) -> str:
         return f"{self.what} is not finite; {self.hint}"

@@ -51,7 +51,6 @@ class Waited:
 
     @property
     def exposed_ns(self) -> int:
-        """For how long compute stood still."""
         return self.ended - self.began
 
 

@@ -25,15 +25,13 @@ def added(*parts: Mapping[Account, int]) -> dict[Account, int]:
 
 @runtime_checkable
 class Lender(Protocol):
-    """Who has booked bytes that nobody uses at present."""
+    """Holds booked bytes that may be idle."""
 
     @property
-    def idle_bytes(self) -> int:
-        """How many."""
-        ...
+    def idle_bytes(self) -> int: ...
 
     def give_up(self) -> bool:
-        """Release some of them; False where there are none."""
+        """Release some idle bytes; False if there are none."""
         ...
 
 
@@ -60,7 +58,7 @@ class Ledger:
         return self._current[tier].total() if account is None else self._current[tier][account]
 
     def add_lender(self, lender: Lender, tier: Tier) -> None:
-        """`lender`, of whom no reference is kept, gives up what nobody uses where a booking in `tier` finds no room."""
+        """Let `lender` give up idle bytes if a booking in `tier` finds no room. No reference to it is kept."""
         self._lenders[tier].add(lender)
 
     def idle(self, tier: Tier) -> int:
@@ -72,12 +70,8 @@ class Ledger:
         return {account: size for account, size in self._current[tier].items() if size}
 
     def allocate(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE, *, hint: str = "") -> None:
-        """Book `amounts` (bytes by account) in `tier`: all of them, or none when they do not fit.
-
-        Raises:
-            TierCapacityError: the tier's cap does not leave that much room.
-            ValueError: a negative amount.
-        """
+        """Book `amounts` (bytes by account) in `tier`: all of them, or none. Raises `TierCapacityError` if the cap has
+        no room for them, `ValueError` for a negative amount."""
         if any(amount < 0 for amount in amounts.values()):
             raise ValueError(f"amounts of bytes cannot be negative: {dict(amounts)}")
         needed = sum(amounts.values())
@@ -93,13 +87,8 @@ class Ledger:
                 raise lacking
 
     def require(self, needed: int, tier: Tier, *, hint: str = "") -> None:
-        """Look whether `tier` has room for `needed` bytes more, or would have if lenders gave up what is idle; they are
-        booked later, perhaps not all of them. The next `report` has it among what the call required
-        (`TierReport.required`).
-
-        Raises:
-            TierCapacityError: the tier's cap does not leave that much room.
-        """
+        """Raise `TierCapacityError` unless `tier` has room for `needed` bytes more, idle bytes included. They may be
+        booked later. The next `report` counts them in `TierReport.required`."""
         used = self.held(tier) - self.idle(tier)
         if (lacking := self.lacking(needed, used, tier, hint)) is not None:
             raise lacking
@@ -113,11 +102,7 @@ class Ledger:
         return TierCapacityError(needed, cap - used, tier, hint or "raise `memory`", total)
 
     def release(self, amounts: Mapping[Account, int], tier: Tier = Tier.DEVICE) -> None:
-        """Take `amounts` (bytes by account) off the books again.
-
-        Raises:
-            ValueError: more than is booked under an account.
-        """
+        """Take `amounts` (bytes by account) off the books. Raises `ValueError` for more than an account has."""
         with self._lock:
             for account, amount in amounts.items():
                 if amount < 0 or amount > self._current[tier][account]:
@@ -128,11 +113,8 @@ class Ledger:
             self._current[tier].subtract(amounts)
 
     def rebook(self, source: Account, destination: Account, amount: int, tier: Tier) -> None:
-        """Move `amount` bytes of `tier` from one account to another; what the tier holds in all stays the same.
-
-        Raises:
-            ValueError: more than is booked under `source`, or a negative amount.
-        """
+        """Move `amount` bytes of `tier` from one account to another. Raises `ValueError` for a negative amount, or for
+        more than is booked under `source`."""
         with self._lock:
             self.release({source: amount}, tier)
             self._current[tier][destination] += amount
@@ -168,10 +150,7 @@ class Ledger:
         self._moved.clear()
 
     def report(self, *, allocator_peak: int | None = None) -> MemoryReport:
-        """What is held now, what was held at each tier's peak, and what moved since `restart_peaks`.
-
-        `allocator_peak`: what the device's allocator saw, to stand beside the books (see `MemoryReport`).
-        """
+        """Bytes held now, at each tier's peak, and moved since `restart_peaks`. `allocator_peak`: of the report."""
         return MemoryReport(
             tiers={
                 tier: TierReport(
@@ -197,7 +176,6 @@ class Ledger:
                 self._at_peak[tier] = used
 
     def _used(self, tier: Tier) -> Counter[Account]:
-        """What `tier` holds by account, without what is idle."""
         used = self._current[tier].copy()
         used[Account.SPARE] -= self.idle(tier)
         return used

@@ -16,10 +16,9 @@ class TierReport:
         current: held now.
         peak: held at the most, in all, without what nobody used (`Ledger.idle`).
         at_peak: the same by account.
-        required: the least cap under which the same call runs. It is the peak, and more where a policy keeps hidden
-            states: which clusters there are is known only once rows are clustered, and before that a call asks for what
-            they may take at most, as `tiered.plan` does. Of the disk it is an estimate where records spill.
-        cap: of the budget; None: uncapped.
+        required: the least cap under which the same call runs. It is above the peak if a policy keeps hidden states,
+            because a call asks for the most that clusters may take. Of the disk it is an estimate if records spill.
+        cap: of the budget; None for no cap.
     """
 
     current: int

@@ -1,4 +1,4 @@
-"""The modes that calls run in: of torch, and of Ctrl-C."""
+"""The modes that calls run in: of torch, of Ctrl-C, and one thread at a time."""
 
 import signal
 import threading
@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+_LOOK_SECONDS = 0.1  # between two looks for Ctrl-C
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -73,3 +74,31 @@ class _Interrupts:
 
 
 _INTERRUPTS = _Interrupts()
+
+
+class Turn:
+    """One thread holds the lock at a time, any number of times over; another thread waits until all holds have ended.
+
+    A hold may end in another thread than it began in, and in any order: a call that is half done may be dropped
+    anywhere. Ctrl-C ends the wait.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._thread, self._holds = 0, 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock while the `with` lasts."""
+        with self._changed:
+            while self._holds and self._thread != threading.get_ident():
+                self._changed.wait(_LOOK_SECONDS)
+                safe_point()
+            self._thread = threading.get_ident()
+            self._holds += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._holds -= 1
+                self._changed.notify_all()

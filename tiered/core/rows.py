@@ -16,12 +16,10 @@ class Rows:
 
     Attributes:
         count: rows of each sequence.
-        start: first column of a span; None where `index` says it.
-        index: column of every row, in any order, where rows are scattered.
-        valid: False at rows that must leave no trace in the store: a sequence that waits for the others, or filler
-            where sequences have different numbers of rows. They are computed, and never written.
-        within: columns, first and behind the last, that hold all scattered rows; None: only the index on the device
-            says it.
+        start: first column of a span; None for scattered rows.
+        index: column of every scattered row, in any order; None for a span.
+        valid: False at rows that are computed and never written: of a sequence that waits, or filler.
+        within: columns, first and behind the last, that hold all scattered rows; None if only the device knows.
     """
 
     count: int
@@ -56,7 +54,6 @@ class Rows:
         return replace(self, index=index, valid=valid)
 
     def __getitem__(self, part: slice) -> "Rows":
-        """The rows numbered by `part` (step 1)."""
         first, last, _ = part.indices(self.count)
         return Rows(
             count=last - first,
@@ -121,13 +118,10 @@ class Rows:
 
 
 def rows_where(*masks: Bool[Tensor, "batch length"], within: tuple[int, int] | None = None) -> tuple[Rows, list[int]]:
-    """The True columns of the first mask, ascending, then those of the second, and so on; of every mask, filler stands
-    behind in sequences that have fewer. A column counts in the first mask alone that has it.
+    """The True columns of the first mask, ascending, then those of the second, and so on, each with filler behind in
+    sequences that have fewer. A column counts in its first mask alone. `within`: as in `Rows`.
 
     Returns the rows, and how many are of each mask. Reads from the device once.
-
-    Args:
-        within: span of columns that holds all of them (`Rows.within`).
     """
     taken = torch.zeros_like(masks[0])
     apart: list[Tensor] = []

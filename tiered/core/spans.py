@@ -60,7 +60,6 @@ class Recorder:
         return Span(self, op, layer)
 
     def enter(self, span: Span) -> None:
-        """`span` begins."""
         if span.op is Op.STEP:
             self.kinds.append("")
         span.parent = self.innermost
@@ -70,19 +69,15 @@ class Recorder:
         self.innermost = span
 
     def leave(self, span: Span) -> None:
-        """`span` ends."""
         self.innermost = span.parent
 
 
 AnyRecorder = TypeVar("AnyRecorder", bound=Recorder)
 _ACTIVE: ContextVar[Recorder | None] = ContextVar("active recorder", default=None)  # each thread has its own
-
-
 _NOTHING = nullcontext()  # a range while no recorder is active
 
 
 def active() -> Recorder | None:
-    """The recorder of this thread; None if it has none."""
     return _ACTIVE.get()
 
 

@@ -34,9 +34,8 @@ class AttentionShift:
         soft_cap: float | None = None,
         sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     ) -> None:
-        """`sequences`: those measured; with guidance, the first half of the forward's, which see their prompts.
-        `soft_cap`, `sink_keys`: of the last layer's attention. A family with a noise mask hides nothing from the rows
-        of a block."""
+        """`sequences`: number of them; with guidance, the first half of the forward's. `soft_cap`, `sink_keys`: of the
+        last layer. No noise mask is needed: it hides nothing from the rows of a block."""
         columns = context + (0 if sink_keys is None else sink_keys.shape[1])
         self._log_rows: Float32[Tensor, "batch heads block columns"] = torch.empty(
             sequences, heads, block_length, columns, dtype=torch.float32, device=device
@@ -97,7 +96,6 @@ class AttentionShift:
     def _places(
         self, rows: Rows, batch: int, block_length: int
     ) -> tuple[Int[Tensor, "batch block"], Bool[Tensor, "batch block"]]:
-        """Where in scattered `rows` the needed ones stand, and which of them do."""
         assert rows.index is not None, "rows are a span or an index"
         index = rows.index[:batch]
         needed = torch.arange(self._first_row, self._first_row + block_length, device=index.device)
@@ -119,12 +117,15 @@ class AttentionShift:
         shift = queries.new_zeros(batch, rows, dtype=torch.float32)
         at_once = {"sequences": self._chunk.sequences, "heads_at_once": self._chunk.heads, "rows_at_once": max(1, rows)}
         for sequences, some, of_keys, _ in chunks(batch, heads, keys.shape[1], rows, **at_once):
-            log_rows = self._log_probabilities(
+            scores, of_sinks = masked_scores(
                 queries[sequences, some],
                 keys[sequences, of_keys],
-                None if key_mask is None else key_mask[sequences],
-                None if self._sink_keys is None else self._sink_keys[some],
+                None if key_mask is None else key_mask[sequences, 0, 0],
+                soft_cap=self._soft_cap,
+                sink_keys=None if self._sink_keys is None else self._sink_keys[some],
             )
+            log_rows = (scores if of_sinks is None else torch.cat([scores, of_sinks], dim=-1)).log_softmax(dim=-1)
+            del scores, of_sinks
             kept = self._log_rows[sequences, some, block_rows]
             if self._compare:
                 shift[sequences] += divergence_terms(log_rows, kept).sum(dim=-1).sum(dim=1)
@@ -136,15 +137,3 @@ class AttentionShift:
             shift = shift.div_(heads).masked_fill_(~known, torch.nan)
             self._shift[:, block_rows] = shift if present is None else shift.where(present, self._shift[:, block_rows])
         known |= True if present is None else present
-
-    def _log_probabilities(
-        self,
-        queries: Float[Tensor, "batch heads rows head_dim"],
-        keys: Float[Tensor, "batch kv_heads length head_dim"],
-        key_mask: Bool[Tensor, "batch 1 1 length"] | None,
-        sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
-    ) -> Float32[Tensor, "batch heads rows columns"]:
-        """Logarithms of the attention weights, those of sinks behind the others; −inf at masked keys."""
-        mask = None if key_mask is None else key_mask[:, 0, 0]
-        scores, sinks = masked_scores(queries, keys, mask, soft_cap=self._soft_cap, sink_keys=sink_keys)
-        return (scores if sinks is None else torch.cat([scores, sinks], dim=-1)).log_softmax(dim=-1)

@@ -48,13 +48,8 @@ class Guidance:
         output: Rows,
         needed: tuple[int, int],
     ) -> Float[Tensor, "batch needed vocab"]:
-        """Guided logits; `logits` is scratch space afterwards.
-
-        Args:
-            logits: of the rows `output`.
-            guided: as in `StepRows`. Unless it is None, `output` is a span that holds the rows `needed`, and may hold
-                more for the forwards to come; what comes back is of `needed`.
-        """
+        """Guided logits of the rows `needed`; `logits`, of the rows `output`, is scratch space. Unless `guided`, as in
+        `StepRows`, is None, `output` is a span that may hold more rows for the forwards to come."""
         if guided is None:
             conditional, unconditional = logits.chunk(2)
             # In place: (scale + 1) · cond − scale · un would round differently from the official order.

@@ -46,14 +46,9 @@ class Denoiser:
         shift: AttentionShift | None = None,
         inspector: Inspector | None = None,
     ) -> None:
-        """
-        Args:
-            rules: the commit rule of each pass over the blocks. A second pass begins with every token open again.
-            guidance: classifier-free guidance. `forward` then has twice the sequences; the second half sees masked
-                prompts. None for no guidance.
-            shift: the attention shift that the rule compares; None for a rule that compares none.
-            inspector: sees every forward; None for none.
-        """
+        """`rules`: the commit rule of each pass over the blocks. A second pass begins with every token open again.
+        `guidance`: with it `forward` has twice the sequences, of which the second half sees masked prompts.
+        `shift`: the attention shift that the rule compares; None for a rule that compares none."""
         self.canvas, self.forward, self.policy, self.rule = publisher.canvas, forward, policy, rules[0]
         self._model = forward.model
         self._proposer, self._publisher, self._guidance = proposer, publisher, guidance
@@ -63,7 +58,7 @@ class Denoiser:
         forward.attention_probe = None if shift is None else shift.observe
 
     def run(self) -> Denoised:
-        """Denoise every block, and then correct every block where that is asked for, with a forward for each step."""
+        """Denoise every block once with each of the rules."""
         steps = self.steps()
         try:
             ask = next(steps)
@@ -73,8 +68,8 @@ class Denoiser:
             return done.value
 
     def steps(self) -> "Asking[Denoised]":
-        """The same for who computes forwards by themselves: gives what it wants of the model, and is sent the logits,
-        or thrown the `ValueError` that the forward has ended with."""
+        """`run` as a generator, for a caller that computes the forwards. It yields each `Ask`, and is sent the logits
+        or thrown the forward's `ValueError`."""
         began = time.perf_counter()
         if isinstance(self._inspector, CallInspector):
             self._inspector.begin(self.canvas, self.forward, self.policy)
@@ -89,7 +84,6 @@ class Denoiser:
         return self._result
 
     def _denoise(self, *, final: bool) -> "Asking[None]":
-        """Every block in turn; `final`: what has ended is done, its sequence leaves, and streamers hear of it."""
         for block in range(self.canvas.blocks):
             yield from self._denoise_block(block, final=final)
             self._ended = [was or over for was, over in zip(self._ended, self.canvas.over(block), strict=True)]
@@ -122,7 +116,6 @@ class Denoiser:
         self._publisher.block(start, stop, self._ended, final=final)
 
     def _write(self, step: Step, asked: StepRows) -> "Asking[None]":
-        """One forward over final tokens, for their keys and values: no row's logits are asked for."""
         began, rows, result = time.perf_counter(), asked.rows, self._result
         assert rows.start is not None, "final tokens are a span"
         with span(Op.STEP), span(Op.FORWARD, kind=asked.kind.value):
@@ -145,7 +138,7 @@ class Denoiser:
         result.step_seconds.append(time.perf_counter() - began)
 
     def _step(self, step: Step, remaining: list[int], *, final: bool) -> "Asking[list[int]]":
-        """One forward with its commit; the pending rows that each sequence is left with (0: it waits, or is done)."""
+        """One forward with its commit. Returns the pending rows of each sequence; 0 if it waits or is done."""
         canvas, result = self.canvas, self._result
         active = [count > 0 for count in remaining]
         here = on_device(active, canvas.tokens.device)
@@ -181,7 +174,6 @@ class Denoiser:
     def _logits(
         self, step: Step, asked: StepRows, rows: Rows, here: Bool[Tensor, " batch"]
     ) -> "Asking[Float[Tensor, 'batch rows vocab']]":
-        """Logits of the output rows of `asked`, guided; `rows`: its rows, invalid in sequences that wait."""
         if self._shift is not None:
             # Another block's rows are of no use, and a refresh moves every row at once.
             refreshed = asked.refreshed or (asked.kind is StepKind.REFRESH,) * self.canvas.batch
@@ -208,7 +200,6 @@ class Denoiser:
 
     @spanned(Op.COMMIT)
     def _commit(self, step: Step, candidates: Candidates, here: Bool[Tensor, " batch"]) -> Bool[Tensor, "batch block"]:
-        """Fix what the rule chooses, or rewrite it; the tokens of the block that this fixes or changes."""
         canvas, start, stop = self.canvas, step.start, step.stop
         clock = on_device(step.forwards, here.device)
         chosen = self.rule.choose(candidates)
@@ -217,7 +208,8 @@ class Denoiser:
             return chosen
         changed = chosen & (candidates.tokens != canvas.tokens[:, start:stop])
         canvas.rewrite(start, chosen, candidates.tokens)
-        canvas.freeze(start, stop, self.rule.finished(changed) & here, clock)
+        final = (self.rule.finished(changed) & here)[:, None].expand_as(changed)
+        canvas.commit(start, final, canvas.tokens[:, start:stop], clock)
         return changed
 
     @spanned(Op.COMMIT)
@@ -244,7 +236,6 @@ class Denoiser:
         return first_broken(self.forward, ids, slice(step.first_row, step.last_row), step.start)
 
     def _not_finite(self, step: Step, broken: Sequence[bool], found: str | None) -> NonFiniteError:
-        """The error of this step, with all that was fixed before it; `broken`: which sequences went wrong."""
         self._publisher.publish(step.start, step.stop, self._ended)
         sequences = [number for number, is_broken in zip(self.canvas.numbers, broken, strict=True) if is_broken]
         dtype = next(self._model.parameters()).dtype
@@ -253,7 +244,6 @@ class Denoiser:
         return NonFiniteError(what, seen + hint, sequences, self._result.answers.cpu())
 
     def _drop_ended(self) -> None:
-        """Let ended sequences leave; not all have."""
         places = [place for place, ended in enumerate(self._ended) if not ended]
         if len(places) == self.canvas.batch:
             return

@@ -12,9 +12,9 @@ from tiered.forward.forward_bytes import part_rows
 def first_broken(
     forward: Forward, ids: Int[Tensor, "sequences length"], output: slice, clean: int | Int[Tensor, " batch"]
 ) -> str | None:
-    """The part by name, found by a step over all rows of `ids`, which overwrites what `forward` has cached; None where
-    everything is finite, the logits of the rows `output` too. `clean`: see `Forward`. Reads from the device once a
-    layer, and takes the room of the call's largest forward."""
+    """The first part that is not finite, by name; None if all parts are, the logits of the rows `output` too. The step
+    goes over all rows of `ids` and overwrites the caches of `forward`. It reads from the device once a layer, and takes
+    the room of the call's largest forward. `clean`: see `Forward`."""
     found: list[str] = []
     forward.attention_probe = forward.rows_probe = None
 
@@ -47,7 +47,6 @@ def first_broken(
 
 
 def cause(found: str | None, dtype: torch.dtype, cfg_scale: float | None) -> tuple[str, str]:
-    """What is not finite, and where that may come from; `cfg_scale`: of guidance, if any."""
     if found is None and cfg_scale is not None:
         return "the sum of guided logits", f"Each of the two is finite: cfg_scale = {cfg_scale:g} is too large"
     if found is None:

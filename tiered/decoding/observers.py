@@ -18,9 +18,9 @@ from tiered.policies.polestar.update_log import GroupUpdate
 
 @runtime_checkable
 class Streamer(Protocol):
-    """In the shape of transformers' streamers: ids come as CPU tensors [batch, n]. A `put_draft` method is called too,
-    where there is one, after every forward: with the block, proposals where nothing is fixed. And so is `put_open`:
-    with the block as it is on the canvas, and a mask, True where that may still change."""
+    """A streamer as of transformers: ids come as CPU tensors [batch, n]. Two more methods, if it has them, are called
+    after every forward: `put_draft` with the block and proposals for its open columns, and `put_open` with the block as
+    it is on the canvas and a mask, True at columns that may still change."""
 
     def put(self, value: Int[Tensor, "batch columns"]) -> None:
         """The prompts first, then every block once it is final, up to where the last of its sequences ends."""
@@ -37,8 +37,7 @@ def check_streamer(streamer: object) -> None:
 
 @contextmanager
 def ending(streamer: Streamer | None) -> Iterator[None]:
-    """Tell `streamer` at the block's end that nothing more comes, also behind an error: a thread that reads from it,
-    as from transformers' `TextIteratorStreamer`, would wait for ever."""
+    """End `streamer` at the block's end, also behind an error, or a thread that reads from it would wait for ever."""
     try:
         yield
     finally:

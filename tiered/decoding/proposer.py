@@ -61,13 +61,11 @@ class Proposer:
         pending: Bool[Tensor, "batch block"],
         remaining: list[int],
     ) -> Candidates:
-        """Candidates of the block; whether their logits are finite stays on the device with them.
+        """Candidates of the block.
 
         Args:
-            rule: proposes by itself where it rewrites tokens.
-            step: where the loop stands.
+            rule: proposes by itself if it rewrites tokens.
             logits: of the rows `output`; scratch space.
-            output: rows that the step has logits of.
             pending, remaining: open columns of the block, and how many there are, by sequence.
         """
         predicted = _predicted_columns(output, self._model.shape.prediction_shift, step.start, step.stop)
@@ -101,7 +99,6 @@ class Proposer:
         self._streams.keep(sequences)
 
     def _keep_open(self, step: Step, logits: Float[Tensor, "batch rows vocab"], columns: Tensor | None) -> None:
-        """Let no answer end before its least length; `columns`: of the block, by row; None: all in order."""
         short = self._min_new_tokens - (step.start - step.canvas.prompt_length)
         if short + max(step.canvas.tail_counts) <= 0:
             return
@@ -116,10 +113,7 @@ def _predicted_columns(
     output: Rows, shift: int, start: int, stop: int
 ) -> tuple[Int[Tensor, "batch rows"], Bool[Tensor, "batch rows"]] | None:
     """Which column of the block (0: `start`) each row of `output` predicts, and whether it counts: filler and rows of
-    sequences that wait do not. None for a span, which is the whole block.
-
-    `shift`: row r predicts column r + shift.
-    """
+    sequences that wait do not. None for a span, which is the whole block."""
     if output.index is None:
         return None
     columns = output.index + (shift - start)

@@ -1,4 +1,4 @@
-"""What the denoising loop leaves behind, and what a streamer and the history are told while it runs."""
+"""The result of the denoising loop, its history, and what a streamer gets while it runs."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -49,14 +49,8 @@ class Denoised:
 
 
 class Publisher:
-    """Brings the answers of a call up to date with its canvas, and tells the history and a streamer of them.
-
-    Attributes:
-        canvas: the canvas of the call.
-        result: answers so far; the loop counts in it.
-        ends: tokens that end an answer.
-        stop_at_eos: behind a sequence's end comes padding.
-    """
+    """Copies the answers of a call from its `canvas` to its `result`, in which the loop counts, to the history and to a
+    streamer. `ends`: tokens that end an answer. `stop_at_eos`: padding comes behind a sequence's end."""
 
     def __init__(
         self,
@@ -145,7 +139,6 @@ class Publisher:
         return on_device(self.canvas.numbers, self._columns.device)
 
     def _answers(self) -> Int[Tensor, "batch answer"]:
-        """The answers as they are told: each from its first token on."""
         return self._columns if self._tails is None else self._behind_prompts(self._columns, self._stops)
 
     def _from_prompts(self, values: Shaped[Tensor, "batch block"], start: int) -> Shaped[Tensor, "batch columns"]:
@@ -158,7 +151,6 @@ class Publisher:
     def _behind_prompts(
         self, columns: Shaped[Tensor, "batch columns"], stops: list[int]
     ) -> Shaped[Tensor, "batch answer"]:
-        """Each row from the first token of its answer to its end, and padding up to the longest."""
         if self._tails is None:
             return columns
         longest = max(stop - tail for stop, tail in zip(stops, self._counts, strict=True))

@@ -11,12 +11,8 @@ from tiered.decoding.rules.base import Candidates
 from tiered.decoding.sampling_options import GREEDY, Sampling
 from tiered.models.noise import Noise
 
-# Parts of a sequence's rows that are sorted by themselves: a sort holds several times what it sorts.
-_SORTED_PARTS = 4
-
-# Parts of the vocabulary whose sums, in whole numbers twice as large as logits, exist at a time.
-_SUMMED_PARTS = 8
-
+_SORTED_PARTS = 4  # of a sequence's rows, sorted one by one: a sort holds several times what it sorts
+_SUMMED_PARTS = 8  # of the vocabulary, summed one by one: sums are whole numbers twice as large as logits
 # Of a probability; a power of two, so that a float32 is a whole number of them down to 2⁻³⁶, and their sum an int64.
 _UNITS = 2**60
 
@@ -27,13 +23,11 @@ class OpenBlock:
 
     Attributes:
         logits: of the rows that the step has computed; scratch space.
-        tokens: what stands there now.
+        tokens: tokens of these rows on the canvas.
         pending: rows that may be fixed, or rewritten.
-        remaining: how many there are, by sequence (0: it waits for the others); right where `sampling.by_row`, and for
-            rules that rewrite.
-        mask_token_id: of the model.
-        sampling, streams: how tokens are drawn, and what from; no streams are needed at temperature 0.
-        process: the noise that the model was trained on; None: masks alone.
+        remaining: number of them by sequence, 0 if it waits; used with `sampling.by_row` and by rules that rewrite.
+        streams: random streams; None is allowed at temperature 0.
+        process: the noise that the model was trained on; None for masks alone.
     """
 
     logits: Float[Tensor, "batch rows vocab"]
@@ -74,10 +68,9 @@ class Proposals:
 def propose(block: OpenBlock) -> Candidates:
     """Candidates of every row; the logits are scratch space afterwards.
 
-    The token is the argmax of logits + temperature · Gumbel numbers over those that `top_p` and `top_k` leave; its
-    confidence is as `sampling` says, never with those numbers. The mask token is never proposed, or a row could stay
-    undecided for ever; it keeps its share of the distribution. The most likely other token is never cut, and of equals
-    at the edge of a cut all stay.
+    The token is the argmax of logits + temperature · Gumbel numbers over those that `top_p` and `top_k` leave. Its
+    confidence has none of these numbers. The mask token is never proposed, and keeps its share of the distribution. The
+    most likely other token is never cut, and of equals at the edge of a cut all stay.
     """
     found, sampling = proposals(block), block.sampling
     temperature = 0.0
@@ -110,8 +103,7 @@ def proposals(block: OpenBlock) -> Proposals:
 
 
 def drawn_from(block: OpenBlock) -> Float[Tensor, "batch rows vocab"]:
-    """The distribution that tokens of pending rows are drawn from, in place of the logits; at temperature 0 all of it
-    is on the likeliest."""
+    """The distribution of pending rows' tokens, in place of the logits; at temperature 0 all on the likeliest."""
     logits, sampling = block.logits, block.sampling
     likeliest = logits.argmax(dim=-1)
     if sampling.temperature == 0:
@@ -136,7 +128,6 @@ def _least_logits(
     rows: list[Int[Tensor, " rows"]],
     sampling: Sampling,
 ) -> Float[Tensor, "batch block"]:
-    """The least logit that `top_p` and `top_k` leave in each of `rows`; −inf in others."""
     least = logits.new_full(likeliest.shape, -torch.inf)
     for i, pending in enumerate(rows):
         for some in pending.split(max(1, -(-len(pending) // _SORTED_PARTS))) if len(pending) else ():

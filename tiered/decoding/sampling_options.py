@@ -19,11 +19,10 @@ class Sampling:
         top_k: draw only from so many most likely tokens, at least 1. With both, a token has to pass both.
         confidence: "probability" of the proposed token; "margin" of the most likely token over the next; "entropy":
             the negative entropy Σ p log(p + 1e-10), in nats.
-        tempered_confidence: whether the confidence is of the distribution that tokens are drawn from, as Dream takes
-            it: divided by the temperature, then cut by `top_p` and `top_k`. Else it is of the model's own, as LLaDA
-            takes it.
-        top_k_first: whether `top_p` counts in what `top_k` leaves, as SDAR's sampler has it; else in all tokens.
-        random_ranks: candidates are ranked by chance, whatever the confidence.
+        tempered_confidence: True if the confidence is of the distribution that tokens are drawn from, as in Dream:
+            divided by the temperature, then cut by `top_p` and `top_k`. False for the model's own, as in LLaDA.
+        top_k_first: True if `top_p` counts in what `top_k` leaves, as in SDAR; False for all tokens.
+        random_ranks: True if candidates are ranked by chance, whatever the confidence.
 
     Raises:
         TypeError, ValueError: an option of the wrong type or out of range.
@@ -51,7 +50,6 @@ class Sampling:
 
     @property
     def cuts(self) -> bool:
-        """Whether `top_p` or `top_k` has any effect."""
         matters = self.temperature > 0 or self.tempered_confidence
         return matters and (self.top_k is not None or (self.top_p is not None and self.top_p < 1))
 

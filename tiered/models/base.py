@@ -1,8 +1,7 @@
 """A diffusion LM without its loop over layers: the pieces of a layer, each over any rows.
 
-The forward owns the order of the pieces, the residual stream and the store; a family owns the arithmetic. So one path
-through `tiered.forward.forward` serves every policy and every family. The pieces here are Llama's, which most families
-share: norm → attention → norm → MLP with a gate. A family overrides the pieces that differ.
+The forward owns the order of the pieces, the residual stream and the store; a family owns the arithmetic. The pieces
+here are Llama's: norm → attention → norm → MLP with a gate. A family overrides the pieces that differ.
 """
 
 from collections.abc import Callable, Mapping
@@ -130,7 +129,8 @@ class DiffusionModel(nn.Module):
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
     ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
         """Keys (rotated) of the rows."""
-        return rotary.rotate(self._heads(self._project(normed, self.blocks[layer].k_proj)))
+        block = self.blocks[layer]
+        return rotary.rotate(self._normed_heads(self._project(normed, block.k_proj), getattr(block, "k_norm", None)))
 
     def values(
         self, layer: int, normed: Float[Tensor, "batch rows width"]
@@ -148,7 +148,8 @@ class DiffusionModel(nn.Module):
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
     ) -> Float[Tensor, "batch heads rows head_dim"]:
         """Queries (rotated) of the rows."""
-        return rotary.rotate_queries(self._heads(self._project(normed, self.blocks[layer].q_proj)))
+        block, norm = self.blocks[layer], getattr(self.blocks[layer], "q_norm", None)
+        return rotary.rotate_queries(self._normed_heads(self._project(normed, block.q_proj), norm))
 
     def attend(
         self,
@@ -161,8 +162,7 @@ class DiffusionModel(nn.Module):
         first: Int[Tensor, " batch"] | None = None,
         since: Int[Tensor, "batch rows"] | None = None,
     ) -> Float[Tensor, "batch rows heads_width"]:
-        """Attention of the rows over the keys of the layer. Families with a soft cap, sink tokens or a noise mask
-        override it.
+        """Attention of the rows over the keys of the layer.
 
         Args:
             key_mask: False at keys that no row may read.
@@ -171,7 +171,7 @@ class DiffusionModel(nn.Module):
             first: the first key of each sequence, if `key_mask` is False in front of it and nowhere else.
             since: the first key that each row may read; None for the first of all. None in layers without a window.
         """
-        return attend(queries, keys, values, key_mask, visible, first, since)
+        return attend(queries, keys, values, key_mask, visible, first, since, **self._softened(layer))
 
     def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:
         """Keys, not rotated, that every row of `layer` attends to beside the canvas; None if there are none."""
@@ -199,7 +199,6 @@ class DiffusionModel(nn.Module):
     def _project(
         self, rows: Float[Tensor, "batch rows inner"], projection: nn.Linear
     ) -> Float[Tensor, "batch rows out"]:
-        """`projection` of the rows, scaled, with its bias."""
         projected = self._scaled(project(rows, projection.weight), projection.weight)
         # In place: the projection is as large as the result, and this is its only reference.
         return projected if projection.bias is None else projected.add_(projection.bias)
@@ -210,6 +209,14 @@ class DiffusionModel(nn.Module):
         """A product with `weight`, scaled as the family does."""
         return projected
 
+    def _softened(self, layer: int) -> dict[str, Any]:
+        """Arguments of `attend` for a soft cap and sink tokens."""
+        return {}
+
+    def _normed_heads(
+        self, projected: Float[Tensor, "batch rows heads_width"], norm: nn.Module | None
+    ) -> Float[Tensor, "batch heads rows head_dim"]:
+        return self._heads(projected if norm is None else norm(projected))
+
     def _heads(self, projected: Float[Tensor, "batch rows heads_width"]) -> Float[Tensor, "batch heads rows head_dim"]:
-        """The rows head by head, as a view."""
         return projected.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)

@@ -1,10 +1,15 @@
-"""Reading a Hugging Face checkpoint: every weight is checked from the headers of its files, then read one by one."""
+"""Reading a Hugging Face checkpoint: every weight is checked from the headers of its safetensors files, then read one
+by one. No pickle is ever opened."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, UInt8
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from tiered.core.errors import NonFiniteError
@@ -12,13 +17,32 @@ from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.encode_weight_ref import packed, paired
 from tiered.kernels.record_layout import chunks
 from tiered.kernels.weight_code import WeightCode
+from tiered.models.locate import read_object
 from tiered.models.quantised import CodedParts, Part, coded_parts
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
-from tiered.models.shards import read_headers, shards_in
 
 # safetensors' names of the dtypes that weights may have.
 WEIGHT_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NEGATIVE = 0x80  # from here on E4M3 has a sign
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_LENGTH_BYTES = 8  # of the header, in front of it
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a file: its shape, safetensors' name of its dtype, its first byte and its bytes."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    nbytes: int
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of this `name`: a view of the file, mapped as long as it lives."""
+        with safe_open(self.file, framework="pt") as shard:
+            return shard.get_tensor(name)
 
 
 class Checkpoint:
@@ -37,7 +61,7 @@ class Checkpoint:
                 codes that none of ours can hold, or weights that are missing, unexpected, of another shape, or of a
                 dtype that is not floating point; names every one.
         """
-        self._stored, metadata = read_headers(shards_in(directory))
+        self._stored, metadata = _read_headers(_shards_in(directory))
         self._shapes = shape.weight_shapes
         self._tables = (shape.vocab_size, shape.width)
         dtypes = {name: stored.dtype for name, stored in self._stored.items()}
@@ -67,8 +91,7 @@ class Checkpoint:
         into: UInt8[Tensor, " nbytes"] | None = None,
     ) -> Tensor | CodedWeight:
         """The weight `name` on `device`, as `dtype`, or in `code`, encoded there from its values in `dtype`. A weight
-        that the files hold in a code keeps that code. `into`: memory for it, on any device; None for memory of its
-        own.
+        that the files hold in a code keeps it. `into`: memory for it, on any device; None for memory of its own.
 
         Raises:
             NonFiniteError: it holds NaN or infinity, in the file or because `dtype` cannot hold its values.
@@ -121,7 +144,6 @@ class Checkpoint:
 
     @property
     def _raw(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights that are in no codes."""
         return {name: shape for name, shape in self._shapes.items() if name not in self._coded}
 
     def _check(self) -> None:
@@ -136,9 +158,8 @@ class Checkpoint:
                 continue
             if stored.shape not in part.shapes:
                 allowed = " or ".join(str(list(shape)) for shape in part.shapes)
-                problems.setdefault("of another shape", []).append(
-                    f"{part.name} {list(stored.shape)} instead of {allowed}"
-                )
+                found = f"{part.name} {list(stored.shape)} instead of {allowed}"
+                problems.setdefault("of another shape", []).append(found)
             if stored.dtype not in part.dtypes:
                 kind = f"of another dtype than {', '.join(part.dtypes)}"
                 problems.setdefault(kind, []).append(f"{part.name} {stored.dtype}")
@@ -161,11 +182,7 @@ def assign(model: nn.Module, path: str, weight: Tensor | CodedWeight | None) -> 
 def _coded_bytes(
     parts: CodedParts, shape: tuple[int, int], read: Callable[[Part], Tensor]
 ) -> UInt8[Tensor, "out row_bytes"]:
-    """A weight of `shape` in the layout of weight_code.py, on the device where `read` puts its `parts`.
-
-    Raises:
-        ValueError: a zero point that is not zero, a code out of range, or a block scale below zero.
-    """
+    """A weight of `shape` in the layout of weight_code.py, on the device where `read` puts its `parts`."""
     out, inner = shape
     if parts.zeros and read(parts.zeros).any():
         raise ValueError(f"{parts.zeros.name} is not all zeros: weights in asymmetric codes are not read")
@@ -218,3 +235,50 @@ def _not_finite(name: str, file: Path, stored: Tensor, dtype: torch.dtype) -> No
             f"{torch.finfo(dtype).max:.3g}: dtype = {' or '.join(map(repr, wide))} holds it"
         )
     return NonFiniteError(f"the weight {name}", hint)
+
+
+def _shards_in(directory: Path) -> list[Path]:
+    index, single = directory / INDEX_FILE, directory / SINGLE_FILE
+    if not index.exists():
+        if not single.exists():
+            raise FileNotFoundError(f"no weights in {directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+        if not single.is_file():
+            raise ValueError(f"{single} is no file")
+        return [single]
+    by_weight = read_object(index).get("weight_map")
+    names = list(by_weight.values()) if isinstance(by_weight, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{index} is damaged: its 'weight_map' is no object of weights and names of files")
+    elsewhere = [name for name in names if name in ("", "..") or name != Path(name).name]
+    if elsewhere:
+        raise ValueError(f"{index} names {elsewhere[0]!r}; the name of a file in the same folder is allowed")
+    files = [directory / name for name in sorted(set(names))]
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise FileNotFoundError(f"{len(absent)} of {len(files)} shards are missing in {directory}: {', '.join(absent)}")
+    return files
+
+
+def _read_headers(files: list[Path]) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors of all files by name, file by file in the order of their bytes; and the files' metadata, as one."""
+    found: dict[str, Stored] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        header, first = _header(file)
+        metadata |= header.pop("__metadata__", {})
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            if name in found:
+                raise ValueError(f"weight {name} is in two files: {found[name].file.name} and {file.name}")
+            start, stop = entry["data_offsets"]
+            found[name] = Stored(file, tuple(entry["shape"]), entry["dtype"], first + start, stop - start)
+    return found, metadata
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header of `file`, and the first byte of its tensors. safetensors opens the file first and checks it."""
+    try:
+        with safe_open(file, framework="pt"), file.open("rb") as raw:
+            length = int.from_bytes(raw.read(_LENGTH_BYTES), "little")
+            return json.loads(raw.read(length)), _LENGTH_BYTES + length
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} cannot be read as safetensors (truncated or damaged): {error}") from error

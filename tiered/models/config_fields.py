@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from tiered.core.checks import FLOAT32_LEAST, FLOAT32_MOST
 from tiered.models.shape import BYTES_PER_ELEMENT, MOST_LAYERS, MOST_SIZE
 
-# float32's range: what norms and rotations are computed in, whatever the model's dtype.
-_LEAST, _MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 # Switches of other models, by their usual names, with what leaves the function computed as it is. A family that has one
 # says so in its own table. Without any value null alone leaves it.
 _SWITCHES: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -42,11 +41,8 @@ def value_of(config: Mapping[str, object], key: str, default: object) -> object:
 
 
 def positive(config: Mapping[str, object], key: str, default: int | None = None, *, most: int = MOST_SIZE) -> int:
-    """`config[key]` as a size; `default` stands in for a key that is absent or null.
-
-    Raises:
-        ValueError: absent without a default, or not a positive integer up to `most`.
-    """
+    """`config[key]` as a size; `default` stands in for a key that is absent or null. Raises `ValueError` for a key that
+    is absent without a default, and for anything but a positive integer up to `most`."""
     value = value_of(config, key, default)
     if value is None:
         raise ValueError(f"config.json lacks {key!r}, which this model family needs")
@@ -56,11 +52,7 @@ def positive(config: Mapping[str, object], key: str, default: int | None = None,
 
 
 def length_or_none(config: Mapping[str, object], key: str) -> int | None:
-    """`config[key]` as a size; None where it is absent or null.
-
-    Raises:
-        ValueError: as `positive`.
-    """
+    """`config[key]` as a size; None if it is absent or null. Raises as `positive`."""
     return None if config.get(key) is None else positive(config, key)
 
 
@@ -92,11 +84,8 @@ def windows_of(config: Mapping[str, object], *, used: bool) -> tuple[tuple[int |
 
 
 def checkpoint_dtype(config: Mapping[str, object]) -> str:
-    """The dtype that config.json names (`torch_dtype`, or `dtype` in newer files); float32 where it names none.
-
-    Raises:
-        ValueError: a dtype that no checkpoint of these families has.
-    """
+    """The dtype that config.json names (`torch_dtype`, or `dtype` in newer files); float32 if it names none. Raises
+    `ValueError` for a dtype that no checkpoint of these families has."""
     name = str(config.get("torch_dtype") or config.get("dtype") or "float32").removeprefix("torch.")
     if name not in BYTES_PER_ELEMENT:
         raise ValueError(f"config.json: torch_dtype = {name!r}; allowed: {', '.join(BYTES_PER_ELEMENT)}")
@@ -104,12 +93,8 @@ def checkpoint_dtype(config: Mapping[str, object]) -> str:
 
 
 def require(config: Mapping[str, object], allowed: Mapping[str, tuple[object, ...]], family: str) -> None:
-    """Check that each key of `allowed`, and each switch of other models, holds a value that our forward implements
-    where config.json has it, or a list of such values; null is as good as absent.
-
-    Raises:
-        ValueError: names every key, its value and what is allowed.
-    """
+    """Raise `ValueError` unless each key of `allowed`, and each switch of other models, is absent, null, or holds a
+    value that our forward implements, or a list of such values. It names every key, its value and what is allowed."""
     wrong = [
         f"{key} = {value!r} (allowed: {', '.join(map(repr, values)) or 'null'})"
         for key, values in {**_SWITCHES, **allowed}.items()
@@ -121,24 +106,18 @@ def require(config: Mapping[str, object], allowed: Mapping[str, tuple[object, ..
 
 
 def positive_number(config: Mapping[str, object], key: str, default: float) -> float:
-    """`config[key]` as a number; `default` where it is absent or null.
-
-    Raises:
-        ValueError: not a number above 0, or none that float32 holds.
-    """
+    """`config[key]` as a number; `default` if it is absent or null. Raises `ValueError` unless it is a number above 0
+    that float32 holds."""
     value = value_of(config, key, default)
     # Written so that NaN fails too, and an int that no float can hold.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not FLOAT32_LEAST <= value <= FLOAT32_MOST:
         raise ValueError(f"config.json: {key} = {value!r}; a positive number that float32 can hold is allowed")
     return float(value)
 
 
-def finite_number(config: Mapping[str, object], key: str, default: float, *, most: float = _MOST) -> float:
-    """`config[key]` as a number from -`most` to `most`; `default` where it is absent or null.
-
-    Raises:
-        ValueError: another value.
-    """
+def finite_number(config: Mapping[str, object], key: str, default: float, *, most: float = FLOAT32_MOST) -> float:
+    """`config[key]` as a number from -`most` to `most`; `default` if it is absent or null. Raises `ValueError` for
+    another value."""
     value = value_of(config, key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not -most <= value <= most:
         raise ValueError(f"config.json: {key} = {value!r}; a finite number from {-most:g} to {most:g} is allowed")
@@ -146,11 +125,7 @@ def finite_number(config: Mapping[str, object], key: str, default: float, *, mos
 
 
 def switch(config: Mapping[str, object], key: str, default: bool = False) -> bool:
-    """`config[key]`; `default` where it is absent or null.
-
-    Raises:
-        ValueError: neither true nor false.
-    """
+    """`config[key]`; `default` if it is absent or null. Raises `ValueError` unless it is true or false."""
     value = value_of(config, key, default)
     if not isinstance(value, bool):
         raise ValueError(f"config.json: {key} = {value!r}; true or false is allowed")
@@ -164,11 +139,8 @@ def special_tokens(
     defaults: tuple[int | None, int | None, int | None],
 ) -> dict[str, int]:
     """`mask_token_id`, `eos_token_id` and `pad_token_id`, from their `keys`; `defaults` stand for absent ones, in this
-    order.
-
-    Raises:
-        ValueError: absent without a default, a token outside the vocabulary, or a mask that is the end of an answer.
-    """
+    order. Raises `ValueError` for a token that is absent without a default or outside the vocabulary, and for a mask
+    that is the end of an answer."""
     ids: dict[str, int] = {}
     for name, default in zip(("mask_token_id", "eos_token_id", "pad_token_id"), defaults, strict=True):
         key = keys[name]

@@ -24,15 +24,11 @@ class Family:
     loader: str
 
     def resolve_loader(self) -> Any:
-        """The model class that `loader` names, imported here."""
         return pkgutil.resolve_name(self.loader)
 
     def read(self, config: Mapping[str, object]) -> ModelConfig:
-        """The sizes, the weights' names and the other settings of a config.json.
-
-        Raises:
-            ValueError: a setting that the forward lacks.
-        """
+        """The sizes, the weights' names and the other settings of a config.json. Raises `ValueError` for a setting that
+        the forward lacks."""
         return self.resolve_loader().read_config(config)
 
     def shape(self, config: Mapping[str, object]) -> ModelShape:
@@ -53,11 +49,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def family_of(config: Mapping[str, object]) -> Family:
-    """The family that `config`'s `model_type` names.
-
-    Raises:
-        ValueError: no `model_type`, or one that is not in `FAMILIES`.
-    """
+    """The family that `config`'s `model_type` names. Raises `ValueError` if there is none in `FAMILIES`."""
     model_type = config.get("model_type")
     if model_type is None:
         raise ValueError(f"config.json names no model_type; allowed: {', '.join(FAMILIES)}")

@@ -7,22 +7,19 @@ head. Absent keys of config.json take the defaults of the official `GiddConfig`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from tiered.kernels.choice import for_device
-from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.rms_norm_ref import rms_norm
-from tiered.models.attention import attend
 from tiered.models.base import DenseBlock, DiffusionModel
 from tiered.models.config_fields import finite_number, positive_number, switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
 from tiered.models.noise import MOST_LOG_SNR, Noise
-from tiered.models.rope import Rotary
 
 _LAYOUT = Layout(
     family="GIDD",
@@ -62,11 +59,7 @@ class GiddConfig(ModelConfig):
 
 
 def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
-    """`config.json` as the GIDD forward reads it.
-
-    Raises:
-        ValueError: as `Layout.read`; also another number out of range.
-    """
+    """`config.json` as the GIDD forward reads it; raises as `Layout.read`, and for another number out of range."""
     qk_norm, sinks = switch(config, "use_qk_norm", True), switch(config, "attention_bias")
     shift = finite_number(config, "noise_type", 0.0)
     fields = _LAYOUT.read(
@@ -142,20 +135,6 @@ class Gidd(DiffusionModel):
         super().__init__(config)
         self.noise = config.noise
 
-    def keys(
-        self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
-    ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
-        block = self.blocks[layer]
-        keys = self._project(normed, block.k_proj)
-        return rotary.rotate(self._heads(block.k_norm(keys) if self.config.qk_norm else keys))
-
-    def queries(
-        self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
-    ) -> Float[Tensor, "batch heads rows head_dim"]:
-        block = self.blocks[layer]
-        queries = self._project(normed, block.q_proj)
-        return rotary.rotate_queries(self._heads(block.q_norm(queries) if self.config.qk_norm else queries))
-
     def sinks(self, layer: int) -> tuple[Float[Tensor, "heads sinks head_dim"], Float[Tensor, "heads sinks head_dim"]]:
         """Keys and values, not rotated, that every row attends to beside those of the canvas."""
         block = self.blocks[layer]
@@ -167,22 +146,9 @@ class Gidd(DiffusionModel):
     def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:
         return self.sinks(layer)[0] if self.shape.sink_tokens else None
 
-    def attend(
-        self,
-        layer: int,
-        queries: Float[Tensor, "batch heads rows head_dim"],
-        keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-        values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-        key_mask: Bool[Tensor, "batch 1 1 length"] | None,
-        visible: Int[Tensor, "batch rows"] | None = None,
-        first: Int[Tensor, " batch"] | None = None,
-        since: Int[Tensor, "batch rows"] | None = None,
-    ) -> Float[Tensor, "batch rows heads_width"]:
+    def _softened(self, layer: int) -> dict[str, Any]:
         sink_keys, sink_values = self.sinks(layer)
-        return attend(
-            queries, keys, values, key_mask, visible, first, since,
-            soft_cap=self.shape.soft_cap, sink_keys=sink_keys, sink_values=sink_values,
-        )  # fmt: skip
+        return {"soft_cap": self.shape.soft_cap, "sink_keys": sink_keys, "sink_values": sink_values}
 
     def attention_out(
         self, layer: int, mixed: Float[Tensor, "batch rows heads_width"]

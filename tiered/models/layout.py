@@ -122,17 +122,16 @@ class Layout:
         """The fields of `ModelConfig`.
 
         Args:
-            defaults: sizes of absent keys. Without them a model has as many key heads as heads, and heads of an even
-                share of the width.
+            defaults: sizes of absent keys. Without them all heads have a key head, and an even share of the width.
             tokens: number of tokens, if the embedding has more rows; None for as many as rows.
             biases: the projections of a block that have a bias.
             more: weights of a block beside the usual ones, in its sizes.
             mlp_matrices, facts: of `ModelShape`.
 
         Raises:
-            ValueError: a size is absent or impossible, a switch asks for what the forward does not have, weights are in
-                codes that cannot be read, a number is out of float32's range, a rotation scaled in a way that the
-                family cannot use, a token outside the vocabulary, or the mask is the end of an answer.
+            ValueError: a size is absent or impossible, the forward lacks a switch, weights are in codes that cannot be
+                read, a number is out of range, the family cannot use the rotation's scaling, a token is outside the
+                vocabulary, or the mask is the end of an answer.
         """
         require(config, self.allowed, self.family)
         require_readable(config)

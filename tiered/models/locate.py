@@ -1,12 +1,14 @@
-"""Where a checkpoint lies on this machine. Never reaches the network."""
+"""Finds a checkpoint on this machine, and its config.json. Never reaches the network."""
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from tiered.core.checks import unknown_name
-from tiered.models.presets import PRESETS, preset_of
+from tiered.models.presets import PRESETS, preset_names, preset_of, read_preset
 
 # The models that come with the library, by the names that stand for them.
 _PACKAGE = Path(__file__).parents[1] / "embedded"
@@ -24,18 +26,12 @@ def find_directory(name: str | Path) -> Path | None:
     if str(name) in EMBEDDED_MODELS:
         return EMBEDDED_MODELS[str(name)]
     path = Path(os.path.expanduser(name))
-    if path.is_dir():
-        return path
-    return _cached_snapshot(str(name))
+    return path if path.is_dir() else _cached_snapshot(str(name))
 
 
 def checkpoint_directory(name: str | Path) -> Path:
-    """The directory of the checkpoint `name`, with its config.json and at least one safetensors file in it.
-
-    Raises:
-        TypeError: neither str nor Path.
-        ValueError: nothing of that name here, or nothing to load in it; says how to download it where that is known.
-    """
+    """The directory of the checkpoint `name`, with its config.json and at least one safetensors file in it. Raises
+    `TypeError` for neither str nor Path, and `ValueError` if nothing to load has that name."""
     if not isinstance(name, str | Path):
         raise TypeError(f"a checkpoint is named by a string or a Path, not {name!r}")
     directory = find_directory(name)
@@ -55,8 +51,51 @@ def checkpoint_directory(name: str | Path) -> Path:
     return directory
 
 
+def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The config that `source` stands for: an embedded model's name, a directory with a config.json, the path of a
+    config.json, the hub id of a downloaded checkpoint, a preset, or a config itself. A directory goes before a preset
+    of the same name.
+
+    Raises:
+        TypeError: none of those types.
+        ValueError: nothing of that name (the nearest preset is named), or what is there is no config.json.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    if not isinstance(source, str | Path):
+        raise TypeError(f"a config is a name, a path or a mapping, not {source!r}")
+    path = Path(os.path.expanduser(source))
+    if path.is_file():
+        return read_object(path)
+    directory = find_directory(source)
+    if directory is not None:
+        if not (directory / "config.json").is_file():
+            raise ValueError(f"{str(source)!r} has no config.json in {directory}")
+        return read_object(directory / "config.json")
+    name = str(source)
+    if preset_of(name) is not None:
+        return read_preset(name)
+    if is_hub_id(name):
+        raise ValueError(not_found(name))
+    raise ValueError(
+        f"{unknown_name('model', name, [*EMBEDDED_MODELS, *preset_names()])}; or a directory with a config.json"
+    )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the file `path` of a checkpoint. Raises `ValueError` for anything else, and names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # broken JSON, or bytes that are no text
+        raise ValueError(f"{path} is damaged, it holds no JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is damaged: its brackets are nested too deeply to be read") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it is to hold an object, not {type(content).__name__}")
+    return content
+
+
 def not_found(name: str | Path) -> str:
-    """Says that no model is called `name`, and what to do about it."""
     if is_hub_id(str(name)):
         return f"no directory {str(name)!r} and no such model in the local cache; download it with `hf download {name}`"
     known = unknown_name("model", str(name), EMBEDDED_MODELS)

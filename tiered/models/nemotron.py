@@ -35,11 +35,7 @@ _LAYOUT = Layout(
 
 
 def read_nemotron_config(config: Mapping[str, object]) -> ModelConfig:
-    """`config.json` as the Nemotron-Labs forward reads it.
-
-    Raises:
-        ValueError: as `Layout.read`; also a block length that is none; as `windows_of`.
-    """
+    """`config.json` as the forward reads it; raises as `Layout.read`, `windows_of` and `length_or_none`."""
     windows, given = windows_of({**config, "max_window_layers": 0}, used=True)
     # Where no token is named for padding, the end is: what stands there is never looked at.
     pad = value_of(config, "pad_token_id", value_of(config, "eos_token_id", _LAYOUT.tokens[1]))

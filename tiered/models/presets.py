@@ -48,11 +48,7 @@ def preset_of(name: str) -> str | None:
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """The config.json of the preset, alias or hub id `name`.
-
-    Raises:
-        ValueError: no such preset; names the nearest one.
-    """
+    """The config.json of the preset, alias or hub id `name`. Raises `ValueError`, which names the nearest preset."""
     preset = preset_of(name)
     if preset is None:
         raise unknown_name("preset", name, preset_names())

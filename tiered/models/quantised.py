@@ -72,13 +72,12 @@ class CodedParts:
 
     @property
     def read(self) -> tuple[Part, ...]:
-        """The parts that are there."""
         return tuple(part for part in (self.codes, self.scale, self.block_scales, self.zeros) if part)
 
 
 class _Layout(NamedTuple):
-    """How a library writes a code: of each part the end of its name and its dtypes; () if there is no such part.
-    `optional` has the ends of parts that may be missing."""
+    """How a library writes a code: of each part the end of its name and its dtypes, or (). `optional`: ends of parts
+    that may be missing."""
 
     code: WeightCode
     codes: tuple[str, ...]
@@ -135,11 +134,8 @@ _TORCHAO_LAYOUTS = {
 
 
 def require_readable(config: Mapping[str, object]) -> str | None:
-    """The method by which config.json says that weights are quantised; None if they are not.
-
-    Raises:
-        ValueError: a method, format or scheme that no code of ours can hold, named.
-    """
+    """The method by which config.json says that weights are quantised; None if they are not. Raises `ValueError`, which
+    names it, for a method, format or scheme that no code of ours can hold."""
     wanted: Any = config.get("quantization_config")
     if wanted is None or wanted is False:
         return None
@@ -162,8 +158,7 @@ def coded_parts(
 
     Args:
         found: dtype of every tensor of the files, by name.
-        metadata: of the files.
-        shapes: of every weight, by its official name.
+        shapes: shape of every weight, by its official name.
 
     Raises:
         ValueError: as `require_readable`; a tensor of torchao that no code of ours can hold, named; none in codes.
@@ -183,7 +178,6 @@ def coded_parts(
 
 
 def _compressed_problems(wanted: Mapping[str, Any]) -> list[str]:
-    """What `quantization_config` asks for and no code of ours can hold."""
     problems = [f"{key} = {wanted[key]!r}" for key in ("kv_cache_scheme", "transform_config") if wanted.get(key)]
     if wanted.get("format") not in _FORMATS:
         problems.append(f"format = {wanted.get('format')!r} (allowed: {', '.join(map(repr, _FORMATS))})")
@@ -217,7 +211,6 @@ def _compressed_problems(wanted: Mapping[str, Any]) -> list[str]:
 
 
 def _compressed_parts(name: str, shape: tuple[int, int], found: Mapping[str, str]) -> CodedParts | None:
-    """The parts of the weight `name`, which stand beside it or in its place; None if it is in no codes."""
     packed = f"{name}_packed" in found
     if not packed and f"{name}_scale" not in found:
         return None
@@ -228,11 +221,6 @@ def _compressed_parts(name: str, shape: tuple[int, int], found: Mapping[str, str
 
 
 def _torchao_parts(name: str, shape: tuple[int, int], metadata: Mapping[str, str]) -> CodedParts | None:
-    """The parts of the weight `name`, which stand in its place; None if it is in no codes.
-
-    Raises:
-        ValueError: a tensor that no code of ours can hold, named.
-    """
     described = _described(name, metadata)
     if described is None:
         return None
@@ -260,7 +248,6 @@ def _torchao_parts(name: str, shape: tuple[int, int], metadata: Mapping[str, str
 
 
 def _described(name: str, metadata: Mapping[str, str]) -> Mapping[str, Any] | None:
-    """The metadata of the weight `name`; None if it is a plain tensor."""
     try:
         described = json.loads(metadata.get(name, "null"))
     except (ValueError, RecursionError) as error:

@@ -15,12 +15,11 @@ from tiered.models.rotation import Rotation
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Cosine and sine of every column's angles, float32, and which columns are meant.
+    """Cosine and sine of every column's angles, float32. Their first axis is 1 if all sequences share positions.
 
     Attributes:
-        cos, sin: the first axis is 1 where all sequences share positions.
-        columns: of the rows; None: all columns, in order.
-        query_scale: what queries are times, by column; None: nothing.
+        columns: columns of the rows; None for all columns, in order.
+        query_scale: factor of the queries, by column; None for 1.
     """
 
     cos: Float[Tensor, "batch 1 length half"]
@@ -41,7 +40,6 @@ class Rotary:
         return cls(angles.cos() * scale, angles.sin() * scale, query_scale=grown)
 
     def at(self, rows: Rows) -> "Rotary":
-        """The angles of `rows` alone, of ours of all columns."""
         assert self.columns is None, "rows are numbered among all columns"
         if rows.start is None:
             return replace(self, columns=rows.index)
@@ -49,7 +47,6 @@ class Rotary:
         return Rotary(rows.take(self.cos), rows.take(self.sin), query_scale=grown)
 
     def of_sequences(self, which: slice | list[int]) -> "Rotary":
-        """The angles of these sequences alone; all, where they share positions."""
         if len(self.cos) == 1:
             return self
         grown = None if self.query_scale is None else self.query_scale[which]
@@ -66,7 +63,7 @@ class Rotary:
     def rotate_queries(
         self, heads: Float[Tensor, "batch heads rows head_dim"]
     ) -> Float[Tensor, "batch heads rows head_dim"]:
-        """The same, of queries alone, which may grow with their positions."""
+        """`rotate` for queries, times `query_scale`."""
         rotated, scale = self.rotate(heads), self.query_scale
         if scale is None:
             return rotated

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from tiered.core.checks import plain_number, unknown_name
+from tiered.core.checks import FLOAT32_LEAST, FLOAT32_MOST, plain_number, unknown_name
 from tiered.models.shape import MOST_SIZE
 
-# What each kind of scaling may be told beside its kind, and beside the base, which any of them may bring.
+# The keys of each kind of scaling beside its kind and the base.
 KINDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "default": frozenset({"trained_rope_theta"}),
@@ -21,8 +21,6 @@ KINDS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 THETA = 10000.0  # where config.json has none
 _KEYS = ("rope_scaling", "rope_parameters")
-# float32's range, which angles are computed in.
-_LEAST, _MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +29,15 @@ class Rotation:
 
     Attributes:
         theta: its base.
-        kind: "default"; "linear": positions divided by the factor (arXiv 2306.15595); "ntk": a base raised to where the
-            slowest element turns by the factor less, and the fastest as ever (arXiv 2309.00071, section 3.1); "yarn":
-            elements that turn seldom within the trained positions slowed down, the others as ever (there, section 3.2).
+        kind: "default"; "linear": positions divided by the factor (arXiv 2306.15595); "ntk": a larger base, which slows
+            the slowest element down by the factor (arXiv 2309.00071, section 3.1); "yarn": elements slowed down that
+            turn seldom within the trained positions (there, section 3.2).
         factor: how many times the trained positions it is for.
         trained: positions that the model was trained on.
-        beta_fast, beta_slow: under "yarn", turns within the trained positions from which on an element is as ever, and
-            below which it is slowed down by all of the factor.
-        attention_factor: under "yarn", of queries and of keys; None: 0.1 · ln(factor) + 1.
-        query_growth: β where queries at position p are times 1 + β · ln(1 + ⌊p / trained⌋) (Ministral 3); 0: as they
-            are.
+        beta_fast, beta_slow: under "yarn", turns within the trained positions from which on an element is not slowed
+            down, and below which it is slowed down by all of the factor.
+        attention_factor: under "yarn", of queries and of keys; None for 0.1 · ln(factor) + 1.
+        query_growth: β; queries at position p are times 1 + β · ln(1 + ⌊p / trained⌋) (Ministral 3).
         part: share of a head's elements that are rotated, the first ones.
     """
 
@@ -56,7 +53,6 @@ class Rotation:
 
     @property
     def reach(self) -> int:
-        """Positions that it is for."""
         return int(self.trained * self.factor)
 
 
@@ -135,14 +131,14 @@ def stretched(
     rope_theta: float | None = None,
     rope_scaling: Mapping[str, Any] | str | None = None,
 ) -> dict[str, Any]:
-    """`config` with another rotation; None: with its own.
+    """`config` with another rotation.
 
     Args:
-        rope_theta: another base. Alone it is for as many more positions as NTK scaling up to it would be.
-        rope_scaling: in place of the config's, as config.json has it, or as "KIND:FACTOR"; "default": none.
+        rope_theta: another base; None for the config's. Alone it reaches as many positions as NTK scaling up to it.
+        rope_scaling: as config.json has it, or "KIND:FACTOR", or "default"; None for the config's.
 
     Raises:
-        TypeError, ValueError: neither of these.
+        TypeError, ValueError: another scaling.
     """
     if rope_theta is None and rope_scaling is None:
         return dict(config)
@@ -176,8 +172,9 @@ def _parsed(scaling: Mapping[str, Any] | str) -> dict[str, Any]:
         raise ValueError(f"rope_scaling = {scaling!r}; KIND:FACTOR is allowed, as 'yarn:4'") from error
 
 
-def _number(found: Mapping[str, Any], key: str, default: float, *, least: float = _LEAST, most: float = _MOST) -> float:
-    """`found[key]` from `least` to `most`; `default` where it is absent or null."""
+def _number(
+    found: Mapping[str, Any], key: str, default: float, *, least: float = FLOAT32_LEAST, most: float = FLOAT32_MOST
+) -> float:
     value = found.get(key)
     if value is None:
         return default

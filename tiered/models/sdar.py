@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tiered.models.base import DenseBlock, DiffusionModel
 from tiered.models.config_fields import length_or_none, switch, value_of, windows_of
 from tiered.models.layout import NAMES, Layout, ModelConfig
-from tiered.models.rope import Rotary
 
 _LAYOUT = Layout(
     family="SDAR",
@@ -30,11 +29,7 @@ _LAYOUT = Layout(
 
 
 def read_sdar_config(config: Mapping[str, object]) -> ModelConfig:
-    """`config.json` as the SDAR forward reads it.
-
-    Raises:
-        ValueError: as `Layout.read`; also a block length that is none; as `windows_of`.
-    """
+    """`config.json` as the SDAR forward reads it; raises as `Layout.read`, `windows_of` and `length_or_none`."""
     windows, given = windows_of(config, used=switch(config, "use_sliding_window"))
     # Where no token is named for padding, the end is: what stands there is never looked at.
     pad = value_of(config, "pad_token_id", value_of(config, "eos_token_id", _LAYOUT.tokens[1]))
@@ -65,21 +60,9 @@ class Sdar(DiffusionModel):
     _block_type: ClassVar[type[DenseBlock]] = SdarBlock
     read_config = staticmethod(read_sdar_config)
 
-    def keys(
-        self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
-    ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
-        block = self.blocks[layer]
-        return rotary.rotate(self._normed_heads(self._project(normed, block.k_proj), block.k_norm))
-
-    def queries(
-        self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
-    ) -> Float[Tensor, "batch heads rows head_dim"]:
-        block = self.blocks[layer]
-        return rotary.rotate_queries(self._normed_heads(self._project(normed, block.q_proj), block.q_norm))
-
     def _normed_heads(
-        self, projected: Float[Tensor, "batch rows heads_width"], norm: nn.Module
+        self, projected: Float[Tensor, "batch rows heads_width"], norm: nn.Module | None
     ) -> Float[Tensor, "batch heads rows head_dim"]:
-        """The rows head by head, each head normed by itself."""
+        assert norm is not None, "a layer norms queries and keys"
         heads = norm(projected.reshape(len(projected), -1, self.shape.head_dim))
         return self._heads(heads.view(projected.shape))

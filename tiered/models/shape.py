@@ -73,12 +73,10 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Elements of all weights."""
         return sum(prod(shape) for shape in self.weight_shapes.values())
 
     @property
     def heads_width(self) -> int:
-        """Elements of one row's queries in one layer."""
         return self.heads * self.head_dim
 
     @property
@@ -96,5 +94,4 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Elements of one row's key, or value, in one layer."""
         return self.kv_heads * self.head_dim

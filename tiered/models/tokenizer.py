@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
 
-from tiered.models.config_source import read_object
+from tiered.models.locate import read_object
 
 VOCABULARY_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 # What a tokenizer is read from, for error messages.

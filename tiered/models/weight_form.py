@@ -37,11 +37,8 @@ class WeightForm:
 
     @classmethod
     def of(cls, name: "str | WeightForm") -> "WeightForm":
-        """The form of `name`: "raw", a code, or a code with "+head". A form is returned as it is.
-
-        Raises:
-            ValueError: no such form.
-        """
+        """The form of `name`: "raw", a code, or a code with "+head"; a form is returned as it is. Raises `ValueError`
+        for another name."""
         if isinstance(name, WeightForm):
             return name
         code = str(name).removesuffix(WITH_HEAD)
@@ -119,11 +116,8 @@ def beside_layers(shape: ModelShape, dtype: str, form: WeightForm) -> list[int]:
 
 
 def held_form(codes: Mapping[str, WeightCode], shape: ModelShape) -> WeightForm:
-    """The form of the weights of a checkpoint whose files hold weights in `codes`, by official name.
-
-    Raises:
-        ValueError: some matrices of layers are in another code than others, or in none.
-    """
+    """The form of the weights of a checkpoint whose files hold weights in `codes`, by official name. Raises
+    `ValueError` unless all matrices of layers are in one code."""
     kinds, table = sorted(set(codes.values())), (shape.vocab_size, shape.width)
     tables = [name for name, each in shape.weight_shapes.items() if each == table]
     found, matrices = sum(1 for name in codes if name not in tables), shape.layers * len(shape.matrices)

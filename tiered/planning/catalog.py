@@ -5,9 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tiered.forward.forward_bytes import kv_bytes_per_token
-from tiered.models.config_source import read_config
 from tiered.models.families import FAMILIES, family_of
-from tiered.models.locate import EMBEDDED_MODELS, find_directory
+from tiered.models.locate import EMBEDDED_MODELS, find_directory, read_config
 from tiered.models.presets import PRESETS
 from tiered.models.shape import BYTES_PER_ELEMENT
 from tiered.offload.codec_bytes import Codec, codec_bytes

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from tiered.core.budget import MemoryBudget
 from tiered.forward.sizes import CallSizes
 from tiered.planning.workload import Workload, answer_of, prompt_of
-from tiered.policies.auto import Auto
 from tiered.policies.base import Policy
 from tiered.policies.block_causal import BlockCausal
+from tiered.policies.registry import Auto
 from tiered.policies.row_schedule import LEAST_STALE_PROMPT, SELDOM, row_schedule
 
 

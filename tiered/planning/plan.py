@@ -13,9 +13,8 @@ from tiered.core.rates import Rates, rates_of
 from tiered.forward.library_bytes import LARGEST_GPU, gpu_of
 from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallSizes, Gpu, kv_code
 from tiered.models.checkpoint import Checkpoint
-from tiered.models.config_source import read_config
 from tiered.models.families import family_of
-from tiered.models.locate import find_directory
+from tiered.models.locate import find_directory, read_config
 from tiered.models.quantised import require_readable
 from tiered.models.rotation import rotation_of, stretched
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
@@ -56,7 +55,7 @@ def plan(
     refuses of every such call, a plan refuses too.
 
     Args:
-        path_or_config: a name, path or config that `tiered.models.config_source.read_config` takes.
+        path_or_config: a name, path or config that `tiered.models.locate.read_config` takes.
         context: positions of the canvas, prompt and answer together. A model with exact blocks takes whole ones.
         batch: sequences.
         policy: a name, with options as further keywords, or a policy; "auto" is decided as by `generate`.

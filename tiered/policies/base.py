@@ -45,17 +45,15 @@ class Step:
         canvas: tokens, committed steps and pads of every sequence; read it, never write it.
         block: number of the current block; `start` and `stop` are its columns.
         number: forwards done in this block (0: the block begins).
-        first_row, last_row: span of rows whose logits the commit rule needs. The block itself, except where a family
-            predicts position p from row p − 1 and the span begins one row earlier.
-        forwards: forwards that each sequence has taken part in: its own clock. Intervals that are counted by it do not
-            depend on what else is in the batch.
+        first_row, last_row: span of rows whose logits the commit rule needs: the block, or one row earlier in a family
+            that predicts position p from row p − 1.
+        forwards: forwards that each sequence has taken part in: its own clock, whatever else is in the batch.
         active: sequences that take part in this forward; the others have nothing left to commit here, and wait.
         upcoming: 1, 2, … at the block's columns that are committed after this forward, in the order of their ranks, and
-            0 elsewhere, where that is known before it: under random remasking. None: the rule decides on the logits.
+            0 elsewhere, under random remasking. None if the rule decides on the logits.
         guidance: whether there is classifier-free guidance.
-        remasked: whether rows see others than in the forward before: in a family with a noise mask
-            (`ModelShape.noise_masked`) where a block begins. All that is cached in front of the block was computed
-            under another mask, and the forward must recompute it; from then on it stays exact until the block ends.
+        remasked: True at a block's first forward under a noise mask (`ModelShape.noise_masked`). Everything cached in
+            front of the block was computed under another mask, and the forward must recompute it.
         rewrites: whether a token may be committed more than once.
     """
 
@@ -88,18 +86,16 @@ class StepRows:
 
     Attributes:
         rows: which, in any order.
-        output: where in `rows` those stand whose logits the step gets. Of a span they are the needed rows (`Step`).
-            Scattered, they are any of them, for each sequence its own; what none of them predicts is no candidate in
-            this step. Every active sequence needs a row that predicts a pending token, and rows that predict all of
-            them where the commit rule rewrites tokens.
+        output: part of `rows` whose logits the step gets. Of a span they are the needed rows (`Step`). Scattered, they
+            are any of them; a token that none of them predicts is no candidate in this step. Every active sequence
+            needs a row that predicts a pending token, and rows that predict all of them if the rule rewrites tokens.
         kind: what the forward is for.
-        program: how a row goes through a layer, where that is not `Forward.dense`: a policy that captures hidden
-            states, keeps a branch's output, or recomputes other rows from layer to layer brings its own.
+        program: how a row goes through a layer; None for `Forward.dense`.
         guided: under classifier-free guidance, the sequences that see their masked prompts in this forward; the others
-            take the difference that it made in their last forward with it. Where none does, the forward goes over
-            the first half of the batch alone. None: all, in every forward.
-        refreshed: the sequences whose rows are all recomputed, where sequences of a batch differ in it. None: all of
-            them in a forward of kind `REFRESH`, else none.
+            take the difference of their last forward with it. If none does, the forward goes over the first half of
+            the batch alone. None for all, in every forward.
+        refreshed: the sequences whose rows are all recomputed. None for all of them in a forward of kind `REFRESH`,
+            else for none.
     """
 
     rows: Rows
@@ -125,8 +121,8 @@ class PolicyState(ABC):
     """The mutable part of a policy: made by `Policy.start` for one call, and gone with it."""
 
     def before_block(self, step: Step) -> Iterable[StepRows]:
-        """The forwards that a block needs before its first step, in order; each of them is of rows whose tokens are
-        final (`StepRows.written`), and takes no part in what the block commits."""
+        """The forwards that a block needs before its first step, in order, over rows whose tokens are final
+        (`StepRows.written`)."""
         return ()
 
     @abstractmethod
@@ -147,8 +143,7 @@ class Needs:
 
     Attributes:
         state: bytes on the device, by account, of what the state and its programs hold at most.
-        records: bytes of the hidden states that are kept as records in the tiers, by the least bytes of a staging slot,
-            which others may use as well; None for no records.
+        records: bytes of the hidden states in the tiers, by the least bytes of a staging slot; None for no records.
         on_host: those of `Policy.features` that are kept in the host tier, and streamed, even if the device has room.
         logit_rows: rows of a sequence whose logits a step gets, at most; None for those of the block.
         most_rows: rows of a sequence that go through a layer in one step, at most; None for the whole canvas.
@@ -170,32 +165,28 @@ class Policy(ABC):
     """Options of a caching policy. Raises `ValueError` or `TypeError` on construction for options out of range."""
 
     name: ClassVar[str]
-    # What models it is for, by what their rows see. A cache of what later tokens would change is for canvases alone.
+    # A cache of what later tokens would change is for canvases alone.
     sights: ClassVar[frozenset[Sight]] = CANVAS
 
     def __str__(self) -> str:
-        """Its name, with the options that are not at their defaults."""
         changed = ", ".join(f"{name}={value!r}" for name, value in self.changed.items())
         return f"{self.name}({changed})" if changed else self.name
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """The default of each option."""
         return {each.name: each.default for each in fields(self)}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The value of each option."""
         return {name: getattr(self, name) for name in self.defaults}
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The options that are not at their defaults."""
         return {name: value for name, value in self.options.items() if value != self.defaults[name]}
 
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
-        """What is kept on the device, by the number of layers: `shape.layers`, or 1 for a workspace that each layer
-        overwrites. `KEY` and `VALUE` are always there; they alone, in all layers, unless a policy says otherwise."""
+        """Layers of each feature on the device: `shape.layers`, or 1 for a workspace that each layer overwrites. `KEY`
+        and `VALUE` are always there."""
         return {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
 
     def needs(self, sizes: CallSizes) -> Needs:

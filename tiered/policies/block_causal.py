@@ -21,8 +21,8 @@ class BlockCausal(Policy):
     """Keys and values of finished blocks are kept as they are.
 
     Attributes:
-        prefill_rows: rows of all sequences together that a forward over the prompts takes, in whole blocks and one of
-            each sequence at the least; more of them read the weights less often, and hold more hidden states.
+        prefill_rows: rows of all sequences together that a forward over the prompts takes, in whole blocks, and at
+            least one block of each sequence. More rows read the weights less often, and hold more hidden states.
     """
 
     name: ClassVar[str] = "block_causal"

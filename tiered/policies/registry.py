@@ -1,20 +1,32 @@
 """Every policy by name, and presets: names for a policy with some of its options set."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 from tiered.core.aliases import POLICY_ALIASES
 from tiered.core.checks import nearest, plain_number, unknown_name
-from tiered.models.shape import Sight
-from tiered.policies.auto import Auto
-from tiered.policies.base import Policy
+from tiered.models.shape import BLOCK_CAUSAL, CANVAS, Sight
+from tiered.policies.base import Policy, PolicyState
 from tiered.policies.block_causal import BlockCausal
 from tiered.policies.dllm_cache.policy import DLLMCache
 from tiered.policies.elastic_cache.policy import ElasticCache
 from tiered.policies.polestar.policy import Polestar, PolestarWindow
 from tiered.policies.row_schedule import SCHEDULES, row_schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auto(Policy):
+    """Stands for the policy that `tiered.planning.choice.TABLE` has for the prompt and the blocks of a call."""
+
+    name: ClassVar[str] = "auto"
+    sights: ClassVar[frozenset[Sight]] = CANVAS | BLOCK_CAUSAL
+
+    def start(self) -> PolicyState:
+        raise TypeError("policy 'auto' is decided before a call (tiered.planning.choice), which runs under another one")
+
 
 # A new policy is one file and one entry here: a function that makes it from its options.
 POLICIES: dict[str, Callable[..., Policy]] = {
@@ -87,7 +99,6 @@ def check_arguments(function: Callable[..., Any], policy: str | Policy, options:
 
 
 def _known(policy: object) -> tuple[Callable[..., Policy], Mapping[str, Any]]:
-    """The maker of the policy of that name, and the options that the name sets."""
     if not isinstance(policy, str):
         raise TypeError(f"a policy is a name or a Policy object, not {policy!r}")
     if policy in PRESETS:

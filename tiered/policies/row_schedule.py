@@ -3,20 +3,23 @@
 Eight policies are rows of the table `SCHEDULES`. Each of them has the options that its row names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
+import torch
+import torch.nn.functional as F
 from jaxtyping import Bool
 from torch import Tensor
 
+from tiered.core.canvas import PROMPT
 from tiered.core.checks import check_integer, check_interval, unknown_name
 from tiered.core.features import Feature
+from tiered.core.rows import rows_where
+from tiered.kernels.host_values import on_device
 from tiered.models.shape import BLOCK_CAUSAL, CANVAS, ModelShape, Sight
-from tiered.policies import row_sets
 from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
-from tiered.policies.row_sets import Span
 
 RowsOf = Literal["all", "block", "suffix", "answer", "undecided", "upcoming"]
 
@@ -37,12 +40,10 @@ class RowSchedule(Policy):
             ("suffix"); everything behind the prompt ("answer"); pending tokens and those committed in the last `delay`
             steps ("undecided"); or tokens that are committed next, those committed last, and a `window` around the
             latter ("upcoming").
-        refresh_interval: steps from one refresh of all rows to the next; None for none but the first. A block counts
-            its own steps and begins with a refresh, unless `refresh_blocks` is None: then each sequence counts its
-            steps, whatever block they are in.
+        refresh_interval: steps from one refresh of all rows to the next; None for the first alone. A block counts its
+            own steps and begins with a refresh; each sequence counts its steps if `refresh_blocks` is None.
         refresh_blocks: blocks from one that begins with a refresh to the next; None if blocks do not matter. The other
-            blocks begin with the rows of the finished block and those of a step: a number that does not grow with the
-            context. "auto": decided before a call.
+            blocks begin with the rows of the finished block and those of a step. "auto": decided before a call.
         prompt_interval: steps of a sequence from one refresh of the prompt's rows to the next; None for the first
             alone; "refresh" for those of all rows.
         next_block_interval: steps of a block from one renewal of the next block's rows to another; None for none.
@@ -96,7 +97,7 @@ class RowSchedule(Policy):
 
 
 class Schedule(NamedTuple):
-    """A row of `SCHEDULES`: `rows` as in `RowSchedule`, fields that are `fixed`, and options with their defaults."""
+    """A row of `SCHEDULES`: fields of `RowSchedule` that are `fixed`, and `options` with their defaults."""
 
     rows: RowsOf
     options: Mapping[str, Any] = MappingProxyType({})
@@ -123,14 +124,19 @@ SCHEDULES: Mapping[str, Schedule] = {
 
 
 def row_schedule(name: str, **options: Any) -> RowSchedule:
-    """The policy of that row of `SCHEDULES`, with these options."""
     row = SCHEDULES[name]
     return RowSchedule(name=name, rows=row.rows, **{**row.fixed, **row.options, **options})
 
 
-class ScheduledRows(PolicyState):
-    """Decides by the step alone."""
+class Span(NamedTuple):
+    """Columns `start` to `stop` (exclusive) of the sequences that are True in `sequences`."""
 
+    start: int
+    stop: int
+    sequences: tuple[bool, ...]
+
+
+class ScheduledRows(PolicyState):
     def __init__(self, schedule: RowSchedule) -> None:
         self._schedule = schedule
 
@@ -166,8 +172,10 @@ class ScheduledRows(PolicyState):
                 case "upcoming":
                     assert step.upcoming is not None, "the runtime refuses rules that decide on the logits"
                     upcoming = step.upcoming > 0
-                    mask = self.around(step, row_sets.just_committed(step), schedule.window)
-        rows = row_sets.rows_of(step, spans, mask, StepKind.UPDATE if renews else StepKind.STEP, upcoming)
+                    dates = step.canvas.committed_at
+                    fresh = (dates == clock(step) - 1) & (dates != PROMPT)
+                    mask = self.around(step, fresh, schedule.window)
+        rows = rows_of(step, spans, mask, StepKind.UPDATE if renews else StepKind.STEP, upcoming)
         refreshed = tuple(first and second for first, second in zip(of_prompt, of_answer, strict=True))
         return replace(rows, refreshed=refreshed)
 
@@ -187,9 +195,68 @@ class ScheduledRows(PolicyState):
         return every, every
 
     def undecided(self, step: Step, delay: int) -> Bool[Tensor, "batch length"]:
-        """Rows of tokens that are pending, or were committed in the last `delay` steps of their sequence."""
-        return row_sets.undecided(step, delay)
+        """Rows of tokens that are pending, or were committed in the last `delay` forwards of their sequence. If a row
+        predicts the token behind its own, both tokens count; the last row predicts nothing."""
+        dates = step.canvas.committed_at
+        own = (dates >= clock(step) - delay) & (dates != PROMPT)
+        shift = step.start - step.first_row
+        return own | torch.cat([own[:, shift:], own[:, -shift:]], dim=1) if shift else own
 
     def around(self, step: Step, fresh: Bool[Tensor, "batch length"], window: int) -> Bool[Tensor, "batch length"]:
-        """The rows that the last step committed (`fresh`), and a window around each of them."""
-        return row_sets.around(fresh, window)
+        """The rows that the last step committed (`fresh`), and the `window` nearest ones of each, half of them on
+        either side."""
+        reach = window // 2
+        return F.max_pool1d(fresh.float()[:, None], 2 * reach + 1, stride=1, padding=reach)[:, 0] > 0
+
+
+def rows_of(
+    step: Step,
+    spans: Sequence[Span],
+    mask: Bool[Tensor, "batch length"] | None,
+    kind: StepKind,
+    candidates: Bool[Tensor, "batch block"] | None = None,
+) -> StepRows:
+    """The rows of all `spans`, those of `mask`, and those that predict `candidates` (None for what is pending).
+
+    One span that all active sequences share stays a span, which costs no gathering.
+    """
+    shared = [span for span in spans if span.sequences == step.active]
+    if mask is None and (whole := _union(shared)) is not None and all(_within(span, whole) for span in spans):
+        return StepRows.of_span(*whole, step, kind)
+    wanted = torch.zeros_like(step.canvas.committed_at, dtype=torch.bool) if mask is None else mask.clone()
+    for span in spans:
+        wanted[:, span.start : span.stop] |= _flags(span.sequences, wanted)
+    predicting = torch.zeros_like(wanted)
+    candidates = step.canvas.pending(step.start, step.stop) if candidates is None else candidates
+    predicting[:, step.first_row : step.last_row] = candidates
+    # What the prompt's padding holds is never read.
+    needed = torch.arange(step.canvas.length, device=wanted.device) >= step.canvas.pads[:, None]
+    needed = needed & _flags(step.active, wanted)
+    rows, counts = rows_where(predicting & needed, wanted & needed)
+    return StepRows(rows, slice(0, counts[0]), kind)
+
+
+def clock(step: Step) -> Tensor:
+    """Forwards that each sequence has taken part in, as a column."""
+    return on_device(step.forwards, step.canvas.committed_at.device)[:, None]
+
+
+def _flags(sequences: tuple[bool, ...], like: Tensor) -> Bool[Tensor, "batch 1"]:
+    return on_device(sequences, like.device)[:, None]
+
+
+def _union(spans: Sequence[Span]) -> tuple[int, int] | None:
+    found = sorted((span.start, span.stop) for span in spans if span.start < span.stop)
+    if not found:
+        return None
+    start, stop = found[0]
+    for first, last in found[1:]:
+        if first > stop:
+            return None
+        stop = max(stop, last)
+    return start, stop
+
+
+def _within(span: Span, whole: tuple[int, int]) -> bool:
+    empty = not any(span.sequences) or span.start >= span.stop
+    return empty or whole[0] <= span.start <= span.stop <= whole[1]

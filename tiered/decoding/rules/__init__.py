@@ -1,1 +1,1 @@
-"""Commit rules: which candidates a step fixes. One file each, registered by name, usable with any policy."""
+"""Commit rules: which candidates a step fixes. Found in the files here by name, usable with any policy."""

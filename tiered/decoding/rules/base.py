@@ -19,11 +19,9 @@ class Candidates:
         tokens: proposed ids.
         confidence: float64 score of each proposal; −inf where the row is not pending, so that it sorts last.
         pending: True where nothing is fixed yet.
-        shift: KL, in nats, of each row's attention in the last layer, mean over heads, from the step before to this
-            one; NaN where there is none before: at a block's first step and at one that refreshes every row. None where
-            it was not measured, because the rule does not ask for it (`CommitRule.needs_shift`).
-        broken: sequences with a pending row whose largest logit, as the model gave it, is no finite number: nothing
-            right can come of it. None where it was not looked for.
+        shift: KL in nats of each row's attention in the last layer from the step before, mean over heads; NaN at a
+            block's first step and at a refresh of every row. None unless `CommitRule.needs_shift`.
+        broken: sequences with a pending row whose largest logit is not finite; None if it was not looked for.
     """
 
     tokens: Int[Tensor, "batch block"]
@@ -56,7 +54,7 @@ class CommitState(ABC):
 class CommitRule(ABC):
     """Options of a commit rule. Raises `ValueError` or `TypeError` on construction for options out of range.
 
-    A rule is a file of this folder, and found there. The fields of its dataclass are options of `generate` and flags of
+    Rules are found in the files of this folder. The fields of its dataclass are options of `generate` and flags of
     `tiered generate`, and its "Attributes" section is their help.
 
     Attributes:

@@ -16,10 +16,10 @@ from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 class DriftAware(CommitRule):
     """Fix every candidate that `threshold` would fix, and early ones beside them.
 
-    A row's shift d, which the paper calls its drift, is KL(its attention in the last layer now ‖ at the step before);
-    its rise is d minus the mean of the row's last `drift_window` shifts before this one, or d itself where there are
-    none. A candidate passes early where its confidence c is above `early_threshold`, its rise is at least
-    `drift_slope` · (`confidence_threshold` − c)², and the rise is below `drift_ceiling`.
+    A row's shift d, the paper's drift, is KL(its attention in the last layer now ‖ at the step before). Its rise is d
+    minus the mean of the row's last `drift_window` shifts before this one. A candidate passes early if its confidence c
+    is above `early_threshold`, and its rise is at least `drift_slope` · (`confidence_threshold` − c)² and below
+    `drift_ceiling`.
 
     A step that refreshes every row has no attention to compare with, and begins all of this anew: under a policy that
     refreshes at every step, such as `none`, the rule is `threshold`.

@@ -1,7 +1,8 @@
-"""So many tokens of a block a step, counted from the whole block: SDAR's samplers (arXiv 2510.06303).
+"""So many tokens of a block a step: the schedule of LLaDA's own sampler (arXiv 2502.09992, algorithm 5), and SDAR's
+samplers (arXiv 2510.06303).
 
-Semantics follow the authors' code (JetAstra/SDAR, commit c2041a83), which counts a block's first tokens in even where
-they are the prompt's. Unlike there, nothing fixed is chosen again, and a block that its steps leave open goes on.
+Those of SDAR follow the authors' code (JetAstra/SDAR, commit c2041a83), which counts the whole block, even if its first
+tokens are the prompt's. Unlike there, nothing fixed is chosen again, and a block that its steps leave open goes on.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,17 @@ from torch import Tensor
 from tiered.core.checks import check_number
 from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Static(CommitRule):
+    """A block's n tokens over s steps: n // s in each, and one more in each of the first n mod s."""
+
+    name: ClassVar[str] = "static"
+    rank: ClassVar[int] = 0
+
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+        return _Quota(steps_per_block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +72,6 @@ class _Counted(CommitState):
         self._step = 0
 
     def _due(self, block: int) -> int:
-        """Tokens of the step that this counts, of a block of so many."""
         due = block // self._steps + (self._step < block % self._steps)
         self._step += 1
         return max(1, due)
@@ -86,3 +97,17 @@ class _First(_Counted):
         # Counted from the first open token, fixed ones among them.
         place = (pending.cumsum(dim=1) > 0).cumsum(dim=1)
         return pending & (place <= self._due(pending.shape[1]))
+
+
+class _Quota(CommitState):
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
+        self._count = pending.sum(dim=1, keepdim=True)
+        self._step = 0
+
+    def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
+        quota = self._count // self._steps + (self._step < self._count % self._steps)
+        self._step += 1
+        return candidates.pending & (candidates.ranks() < quota)

@@ -71,6 +71,5 @@ def fitting_rules(noise: str, *, rewriting: bool = True) -> list[str]:
 
 
 def _fits(rule: type[CommitRule], options: Mapping[str, float]) -> bool:
-    """Whether `rule` knows all of `options`, and they have every one that it cannot do without."""
     needed = {field.name for field in fields(rule) if field.default is MISSING}
     return needed <= set(options) <= {field.name for field in fields(rule)}

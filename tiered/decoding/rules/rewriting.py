@@ -1,19 +1,22 @@
 """Rules under which a block's tokens stay open, and may change again, until the block ends: what uniform noise needs.
 
 A masked model shows by its masks what is undecided. Under uniform noise any token may be wrong, so a step rewrites
-some, and a block ends after its steps, or once a step has nothing to change.
+some, and a block ends after its steps, or once a step has nothing to change. The rules are GIDD's: its adaptive sampler
+(dvruette/gidd-easydel, 6525e88) and its ancestral sampler (arXiv 2503.04482, section 3).
 """
 
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxtyping import Bool
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.core.checks import unknown_name
+from tiered.core.checks import check_integer, unknown_name
+from tiered.decoding.random_streams import RandomStreams
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
-from tiered.decoding.sampling import OpenBlock
+from tiered.decoding.sampling import OpenBlock, drawn_from, proposals
 from tiered.models.noise import SCHEDULES, Noise, Schedule
 
 
@@ -35,7 +38,7 @@ class RewritingRule(CommitRule):
 
 
 class RewritingState(CommitState):
-    """State of a rule whose tokens stay open; its `choose` says which are rewritten, and counts the block's steps."""
+    """State of a rule whose tokens stay open. Its `choose` chooses what is rewritten, and counts the block's steps."""
 
     def __init__(self, rule: RewritingRule, steps: int) -> None:
         self._rule, self._steps = rule, steps
@@ -56,3 +59,150 @@ class RewritingState(CommitState):
     @abstractmethod
     def finished(self, changed: Bool[Tensor, "batch block"]) -> Bool[Tensor, " batch"]:
         """Sequences whose block ends with this step, which has changed these tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adaptive(RewritingRule):
+    """Rewrite the `tokens_per_step` tokens with the largest (p_max − p_current) · π(z).
+
+    p_max is the probability of the likeliest token, p_current that of the token z which stands there, and π(z) that
+    noise at this level has put it there. Under masks alone π is 0 for all but masks, and the rule fixes the most
+    confident ones. The new token is the likeliest, or drawn at a temperature.
+
+    A block ends after its steps, or earlier if nothing is left to change, as after a step at temperature 0 that changes
+    nothing.
+
+    Attributes:
+        tokens_per_step: how many tokens a step rewrites at most.
+        noise_schedule: how noise falls over a block's steps, "cosine" or "linear"; it matters where π does.
+    """
+
+    name: ClassVar[str] = "adaptive"
+    tokens_per_step: int = 1
+
+    def __post_init__(self) -> None:
+        check_integer("tokens_per_step", self.tokens_per_step, least=1)
+        RewritingRule.__post_init__(self)
+
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+        return MostWanted(self, steps_per_block)
+
+
+class MostWanted(RewritingState):
+    def __init__(self, rule: Adaptive, steps: int) -> None:
+        super().__init__(rule, steps)
+        self._tokens = rule.tokens_per_step
+
+    def propose(self, block: OpenBlock) -> Candidates:
+        process, level, _ = self.levels(block)
+        # How likely noise at this level is to put each token where it stands: π(z).
+        of_token, of_mask = process.probability(level)
+        noise = block.logits.new_full(block.tokens.shape, of_token)
+        noise.masked_fill_(block.tokens == block.mask_token_id, of_mask).masked_fill_(~block.pending, 0.0)
+        self._settles = block.sampling.temperature == 0
+        # A token that noise does not make is no noise any more once it stands.
+        self._fixes = process.of_tokens(level) == 0
+        found = proposals(block)
+        gain = _gain(block, found.likeliest)
+        gain *= noise / noise.sum(dim=-1, keepdim=True)
+        return block.candidates(found.tokens, self.urgency(gain, noise))
+
+    def urgency(self, gain: Float[Tensor, "batch rows"], noise: Tensor) -> Float[Tensor, "batch rows"]:
+        """`gain`, and −inf for what cannot be noise."""
+        return gain.masked_fill_(noise == 0, -torch.inf)
+
+    def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
+        self._step += 1
+        count = min(self._tokens, candidates.confidence.shape[1])
+        wanted = candidates.confidence != -torch.inf
+        chosen = candidates.pending & wanted & (candidates.ranks() < count)
+        self._left = (wanted & ~chosen if self._fixes else wanted).any(dim=1)
+        return chosen
+
+    def finished(self, changed: Bool[Tensor, "batch block"]) -> Bool[Tensor, " batch"]:
+        settled = ~changed.any(dim=1)
+        if self._step >= self._steps:
+            return torch.ones_like(settled)
+        return ~self._left | settled if self._settles else ~self._left
+
+
+def _gain(block: OpenBlock, likeliest: Tensor) -> Float[Tensor, "batch rows"]:
+    """p_max − p_current, in place of the logits: they are the largest tensor of a step."""
+    logits = block.logits
+    logits -= logits.gather(-1, likeliest[..., None])
+    logits.exp_()
+    of_current = logits.gather(-1, block.tokens[..., None])[..., 0]
+    return (1 - of_current) / logits.sum(dim=-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ancestral(RewritingRule):
+    """Every token of the block is drawn anew from q(z_s | z_t, x̂), from noise level t to the next cleaner one, s.
+
+    x̂ is the model's distribution at the temperature, cut by `top_p` and `top_k`; at temperature 0 all of it is on the
+    likeliest token. A token that noise cannot have put there and the model does not expect stays as it is.
+
+    Attributes:
+        noise_schedule: how noise falls over a block's steps, "cosine" or "linear".
+    """
+
+    name: ClassVar[str] = "ancestral"
+    rank: ClassVar[int] = 2
+
+    @property
+    def draws(self) -> bool:
+        return True
+
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+        return _Posterior(self, steps_per_block)
+
+
+class _Posterior(RewritingState):
+    def propose(self, block: OpenBlock) -> Candidates:
+        assert block.streams is not None, "a rule that draws needs streams"
+        process, noisy, cleaner = self.levels(block)
+        tokens = block.tokens.clone()
+        expected = drawn_from(block)
+        for sequence, rows in enumerate(block.pending_rows()):
+            if len(rows):
+                current = block.tokens[sequence, rows]
+                weights = posterior(expected[sequence, rows], current, process, noisy, cleaner)
+                tokens[sequence, rows] = draw(weights, block.streams, sequence)
+                del weights  # else the next sequence's would stand beside them
+        return block.candidates(tokens, torch.zeros_like(tokens, dtype=torch.float64))
+
+    def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
+        self._step += 1
+        return candidates.pending
+
+    def finished(self, changed: Bool[Tensor, "batch block"]) -> Bool[Tensor, " batch"]:
+        return changed.new_full((len(changed),), self._step >= self._steps)
+
+
+def draw(weights: Float[Tensor, "rows vocab"], streams: RandomStreams, sequence: int) -> Int[Tensor, " rows"]:
+    """A token for each row, by weight, from the sequence's own stream."""
+    # The largest of log-weights plus Gumbel numbers is a draw by weight. Here both are raised to e, for the logarithm
+    # in float64 would take as much room as the numbers.
+    return streams.gumbel(sequence, *weights.shape).exp_().mul_(weights).argmax(dim=-1)
+
+
+def posterior(
+    expected: Float[Tensor, "rows vocab"], current: Tensor, process: Noise, noisy: float, cleaner: float
+) -> Float[Tensor, "rows vocab"]:
+    """q(z_s | z_t, x̂) up to a factor by row: q_s(z) · q(z_t | z_s = z). `expected`: x̂, the distribution of the clean
+    token; `current`: z_t; `noisy`, `cleaner`: log-SNR of t and of s."""
+    clean_t, clean_s = process.clean(noisy), process.clean(cleaner)
+    kept = clean_t / clean_s
+    of_token_t, of_mask_t = process.probability(noisy)
+    of_token_s, of_mask_s = process.probability(cleaner)
+    marginal = clean_s * expected + (1 - clean_s) * of_token_s
+    marginal[:, process.mask_token_id] += (1 - clean_s) * (of_mask_s - of_token_s)
+    # What noise adds between s and t, by the token that it puts there.
+    added_token = max(0.0, (1 - clean_t) * of_token_t - kept * (1 - clean_s) * of_token_s)
+    added_mask = max(0.0, (1 - clean_t) * of_mask_t - kept * (1 - clean_s) * of_mask_s)
+    added = expected.new_full(current.shape, added_token).masked_fill_(current == process.mask_token_id, added_mask)
+    weights = marginal * added[:, None]
+    own = current[:, None]
+    weights.scatter_add_(-1, own, kept * marginal.gather(-1, own))
+    impossible = weights.sum(dim=-1, keepdim=True) == 0
+    return weights.scatter_add_(-1, own, impossible.to(weights.dtype))

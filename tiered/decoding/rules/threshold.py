@@ -1,8 +1,9 @@
-"""All tokens that are confident enough: Fast-dLLM's parallel decoding (arXiv 2505.22618, section 3.3)."""
+"""All tokens that are confident enough, or reliable together: Fast-dLLM's rules (arXiv 2505.22618, section 3.3)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -39,3 +40,42 @@ class AtLeast(CommitState):
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
         confident = candidates.confidence >= self._bound
         return candidates.pending & (confident | (candidates.ranks() == 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor(CommitRule):
+    """Fix the n most confident candidates, n as large as (n + 1)(1 − confidence of the n-th) ≤ `factor` allows.
+
+    As in the authors' code, the most confident one always passes, and where all pending ones but the last do, the
+    last is fixed too.
+
+    Attributes:
+        factor: the larger, the more tokens pass together; above 0.
+    """
+
+    name: ClassVar[str] = "factor"
+    confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_number("factor", self.factor, least=0.0)
+        if self.factor == 0:
+            raise ValueError("factor = 0 would never let a second token pass; a number above 0 is allowed")
+
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+        return _Leading(self.factor)
+
+
+class _Leading(CommitState):
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
+        best_first = candidates.confidence.sort(dim=1, descending=True, stable=True).values
+        nth = torch.arange(1, best_first.shape[1] + 1, device=best_first.device, dtype=best_first.dtype)
+        passes = best_first >= 1 - self._factor / (nth + 1)
+        # The first passes whatever its confidence, NaN too, or a broken model's block would never end.
+        leading = passes.cumprod(dim=1).sum(dim=1, keepdim=True).clamp(min=1)
+        pending = candidates.pending.sum(dim=1, keepdim=True)
+        count = leading.where(leading < pending - 1, pending)
+        return candidates.pending & (candidates.ranks() < count)

@@ -1,4 +1,5 @@
-"""As many tokens a step as Dream's time says: its rules maskgit_plus, topk_margin and entropy (arXiv 2508.15487).
+"""As many tokens a step as Dream's time says: its rules maskgit_plus, topk_margin, entropy and origin (arXiv
+2508.15487).
 
 The time falls from 1 in equal steps, and says how much of what is masked a step fixes.
 """
@@ -28,14 +29,17 @@ def check_schedule_floor(floor: object) -> None:
 class Timed(CommitState):
     """State of a rule that follows Dream's time."""
 
-    def __init__(self, steps: int, floor: float) -> None:
-        """`floor` is the time that the last of a block's `steps` would end at."""
+    def __init__(self, steps: int, floor: float, streams: RandomStreams | None = None) -> None:
+        """`floor`: the time that the last of a block's `steps` would end at. `streams`: of a rule that draws."""
+        self._streams = streams
         times: Float32[Tensor, " times"] = torch.linspace(1, floor, steps + 1)
         # 1 − s/t for each step from time t to s, in float32 as in the official code; the last leaves nothing.
         self._shares: list[float] = [*(1 - times[1:-1] / times[:-2]).tolist(), 1.0]
 
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
         self._step = 0
+        if self._streams is not None:
+            self._drawn = self._streams.of_block()
 
     def next_share(self) -> float:
         """How much of what is masked this step fixes."""
@@ -73,13 +77,15 @@ class Timestep(CommitRule):
         return self.confidence_temperature > 0
 
     def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
-        if not self.draws:
-            return _Shares(steps_per_block, self.schedule_floor)
-        assert streams is not None, "a rule that draws needs streams"
-        return _DrawnShares(steps_per_block, self.schedule_floor, self.confidence_temperature, streams)
+        assert streams is not None or not self.draws, "a rule that draws needs streams"
+        return _Shares(self, steps_per_block, streams if self.draws else None)
 
 
 class _Shares(Timed):
+    def __init__(self, rule: Timestep, steps: int, streams: RandomStreams | None) -> None:
+        super().__init__(steps, rule.schedule_floor, streams)
+        self._temperature = rule.confidence_temperature
+
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
         super().begin_block(pending)
         # Counted here, for a policy may show the rule only some of the block's rows.
@@ -90,25 +96,47 @@ class _Shares(Timed):
         count = (self._masks.float() * self.next_share()).long()
         # Where a policy shows fewer candidates than there are masks, the step was made for those: one goes at least.
         count = count.where(candidates.pending.sum(dim=1, keepdim=True) == self._masks, count.clamp(min=1))
-        chosen = candidates.pending & (self._rank(candidates).ranks() < count)
+        ranked = self._rank(candidates) if self._temperature > 0 else candidates
+        chosen = candidates.pending & (ranked.ranks() < count)
         self._masks = self._masks - chosen.sum(dim=1, keepdim=True)
         return chosen
-
-    def _rank(self, candidates: Candidates) -> Candidates:
-        """`candidates` with the scores that rank them."""
-        return candidates
-
-
-class _DrawnShares(_Shares):
-    def __init__(self, steps: int, floor: float, temperature: float, streams: RandomStreams) -> None:
-        super().__init__(steps, floor)
-        self._temperature, self._streams = temperature, streams
-
-    def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
-        super().begin_block(pending)
-        self._drawn = self._streams.of_block()
 
     def _rank(self, candidates: Candidates) -> Candidates:
         # The n largest of log p + a Gumbel number are n draws from p without replacement (arXiv 1903.06059).
         chance = self._drawn.gumbel(candidates.pending.shape[1])
         return replace(candidates, confidence=candidates.confidence / self._temperature + chance)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin(CommitRule):
+    """In a step from time t to s, fix each candidate with probability 1 − s/t, whatever the others do; all of them in
+    the last step.
+
+    Attributes:
+        schedule_floor: the time at which the schedule ends, between 0 and 1, both exclusive. Dream's `eps`.
+    """
+
+    name: ClassVar[str] = "origin"
+    confidences: ClassVar[frozenset[str]] = frozenset({"probability"})  # which it does not look at
+    tempered_confidence: ClassVar[bool] = True
+    schedule_floor: float = 1e-3
+
+    def __post_init__(self) -> None:
+        check_schedule_floor(self.schedule_floor)
+
+    @property
+    def by_time(self) -> bool:
+        return True
+
+    @property
+    def draws(self) -> bool:
+        return True
+
+    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+        assert streams is not None, "a rule that draws needs streams"
+        return _Chance(steps_per_block, self.schedule_floor, streams)
+
+
+class _Chance(Timed):
+    def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
+        return candidates.pending & (self._drawn.uniform(candidates.pending.shape[1]) < self.next_share())

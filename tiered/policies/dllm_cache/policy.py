@@ -19,10 +19,10 @@ from tiered.policies.dllm_cache.program import BranchStep, Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DLLMCache(Policy):
-    """Intervals count the forwards of each sequence, over all blocks; a sequence's first one renews everything.
+    """Intervals count the forwards of each sequence over all blocks. A sequence's first forward renews everything.
 
     Attributes:
-        prompt_interval: Kp, forwards from one renewal of the prompt's rows to the next; None: never again.
+        prompt_interval: Kp, forwards from one renewal of the prompt's rows to the next; None for the first alone.
         response_interval: Kr, the same of the answer's rows, masks of later blocks included.
         update_ratio: ρ, share of the answer's rows that any other forward recomputes in each layer: those whose values
             are least similar to the cached ones.
@@ -95,12 +95,10 @@ class Clocks(PolicyState):
         return min(step.canvas.prompt_length, step.first_row)
 
     def program(self, work: Work, step: Step) -> BranchStep:
-        """The layer program of `step`."""
         answer = step.canvas.prompt_length, step.canvas.length
         return BranchStep(work, answer, (step.first_row, step.last_row))
 
     def guides(self, step: Step) -> list[bool]:
-        """Sequences whose unconditional half takes part."""
         self._guided = self._guided or [0] * len(step.active)
         interval, begins = self._policy.guidance_interval, step.number == 0
         return [
@@ -110,5 +108,4 @@ class Clocks(PolicyState):
 
 
 def _due(interval: int | None, clock: int, step: Step) -> bool:
-    """Whether an area is due in a sequence's forward number `clock`; before its first, everything is."""
     return step.remasked or clock == 0 or (interval is not None and clock % interval == 0)

@@ -32,11 +32,11 @@ class Work:
     """What a step recomputes, by sequence of the forward; with guidance, the unconditional ones follow.
 
     Attributes:
-        first: first column that is recomputed: 0, where the prompt is; the answer's first (or that of the row that
-            predicts it), where it is not; the canvas's length, where the sequence takes no part.
-        rows: how many rows of the answer are recomputed in every layer; 0 where the sequence takes no part.
+        first: first column that is recomputed: 0 with the prompt; without it the answer's first, or that of the row
+            that predicts it; the canvas's length if the sequence takes no part.
+        rows: rows of the answer that every layer recomputes; 0 if the sequence takes no part.
         clocks: forwards that the sequence has taken part in.
-        due: whether its prompt is due, and its answer; neither is where it takes no part.
+        due: whether its prompt is due, and its answer; neither is if it takes no part.
     """
 
     first: Sequence[int]
@@ -46,20 +46,15 @@ class Work:
 
 
 class BranchStep:
-    """Layer program over a span of rows: the answer, and the prompt in front of it where some sequence's is due.
+    """Layer program over a span of rows: the answer, and the prompt in front of it if some sequence's is due.
 
-    Where every sequence renews its whole answer, a layer is a plain one that also keeps the answer's branches. Else it
-    recomputes a sequence's farthest rows, and adds cached branches to all others. Sequences may ask for different
-    numbers of rows; filler that is computed and never written makes them even.
+    If every sequence renews its whole answer, a layer is a plain one that also keeps the answer's branches. Else it
+    recomputes a sequence's farthest rows, and adds cached branches to all others. Filler that is computed and never
+    written makes the rows of sequences even.
     """
 
     def __init__(self, work: Work, answer: tuple[int, int], block: tuple[int, int]) -> None:
-        """
-        Args:
-            work: what is due.
-            answer: its columns, first and behind the last, the canvas's length.
-            block: columns of the rows whose logits the step is for, first and behind the last.
-        """
+        """`answer`: its columns, first and behind the last. `block`: those of the rows whose logits the step needs."""
         self._work = work
         self._start, self._stop = answer
         self._block = (max(0, block[0] - self._start), block[1] - self._start)
@@ -101,7 +96,6 @@ class BranchStep:
         return min(self._head, flow.output.start) if layer == forward.model.shape.layers - 1 else 0
 
     def _whole(self, forward: Forward, layer: int, flow: Flow) -> Flow:
-        """A plain layer, whose branches are kept."""
         rows, hidden, first = self._span, flow.hidden, self._first_needed(forward, layer, flow)
         keep = partial(self._keep, forward, layer, first)
         forward.write(layer, rows, hidden)
@@ -118,7 +112,6 @@ class BranchStep:
         part: slice,
         branch: Float[Tensor, "batch rows width"],
     ) -> None:
-        """Store what of a part's branch belongs to the answer; parts begin with row `first`."""
         skipped = max(0, self._head - first - part.start)
         if skipped < branch.shape[1]:
             rows = self._span[first + part.start + skipped : first + part.stop]
@@ -152,7 +145,6 @@ class BranchStep:
     def _farthest(
         self, forward: Forward, layer: int, hidden: Float[Tensor, "batch rows width"], counts: Sequence[int]
     ) -> Rows:
-        """The `counts[b]` rows of sequence b that have moved most, filler behind."""
         most, span = max(counts), (self._start, self._stop)
         if not most:
             return Rows.at(torch.empty(len(hidden), 0, dtype=torch.int64, device=hidden.device), within=span)
@@ -167,7 +159,6 @@ class BranchStep:
     def _ranked(
         self, forward: Forward, layer: int, hidden: Float[Tensor, "batch rows width"]
     ) -> Int[Tensor, "batch rows"]:
-        """Places in the answer of its rows from the one that has moved most to the one that has least."""
         answer = self._span[self._head :]
         parts = forward.parts(answer.count, len(hidden))
         moved = [self.moved(forward, layer, answer[part], hidden[:, part]) for part in parts]
@@ -182,7 +173,6 @@ class BranchStep:
 
     @spanned(Op.GATHER)
     def _taken(self, hidden: Float[Tensor, "batch answer width"], rows: Rows) -> Float[Tensor, "batch rows width"]:
-        """A copy of the answer's `rows`."""
         assert rows.index is not None, "farthest rows are scattered"
         return hidden.gather(1, (rows.index - self._start)[:, :, None].expand(-1, -1, hidden.shape[2]))
 
@@ -214,5 +204,4 @@ def turns_of(starts: Int[Tensor, " batch"], rows: int, block: tuple[int, int]) -
 
 
 def _length(rows: Float[Tensor, "batch heads rows elements"]) -> Float32[Tensor, "batch 1 rows 1"]:
-    """Euclidean length of each row, all heads together; never 0."""
     return torch.linalg.vector_norm(rows, dim=(1, 3), keepdim=True, dtype=torch.float32).clamp_(min=_TINY)

@@ -66,8 +66,6 @@ class ElasticCache(Policy):
 
 
 class _Elastic(PolicyState):
-    """Keeps the tracked tokens. `ElasticStep` decides which steps widen."""
-
     def __init__(self, policy: ElasticCache) -> None:
         self._policy = policy
         self._tracked = Tracked(policy.tracked)

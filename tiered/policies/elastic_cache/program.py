@@ -26,8 +26,7 @@ class ElasticStep:
     """Layer program. With classifier-free guidance the halves that see their prompts decide for both."""
 
     def __init__(self, tracked: Tracked, step: WindowRows, threshold: float, *, apart: bool) -> None:
-        """`tracked`: as the last step left it. `threshold`: similarity below which a sequence widens. `apart`: see
-        `Storing`."""
+        """`threshold`: similarity below which a sequence widens. `apart`: see `Storing`."""
         self._tracked, self._step, self._threshold, self._apart = tracked, step, threshold, apart
 
     def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
@@ -46,7 +45,6 @@ class ElasticStep:
         self._chunk = window_chunk(sizes, window=window, tracked=self._tracked.count)
 
     def _watched(self, forward: Forward, layer: int, flow: Flow) -> Flow:
-        """`Forward.dense` that compares attention once the keys are written, and stores its output."""
         rows, hidden, widening = flow.rows, flow.hidden, self._widening
         complete, past = widening.settled and self._step.all_active, None
         if not widening.settled:  # the store still holds the last step's keys
@@ -104,7 +102,6 @@ class Storing:
 
 
 def _pieces(step: WindowRows, rows: Rows) -> list[tuple[slice, tuple[int, int] | None]]:
-    """The rows near the window and each tracked token, with the columns that they are within."""
     assert rows.index is not None and rows.valid is not None, "rows of a step are scattered"
     index, valid = rows.index[:, : step.count], rows.valid[:, : step.count]
     first = index.where(valid, torch.iinfo(index.dtype).max).amin(dim=0)
@@ -196,10 +193,7 @@ def watch(
 
     Args:
         asked: queries in the layer, after its keys were written.
-        tracked: as the last step left it.
         past: attention of the tracked tokens in the last step; None if all sequences recompute every row.
-        threshold: cosine similarity below which attention has moved.
-        chunk: part of the window that is summed up at a time.
 
     Returns:
         Sequences that widen from the next layer on, None for no sequence; and the rows that join each of them, at most.

@@ -48,7 +48,6 @@ class Tracked:
 
     @property
     def count(self) -> int:
-        """Tokens of each layer and sequence."""
         return self.columns(0).shape[1]
 
     def columns(self, layer: int) -> Int[Tensor, "batch tracked"]:
@@ -169,7 +168,6 @@ class Widening:
     """
 
     def __init__(self, step: WindowRows, flow: Flow, length: int) -> None:
-        """`flow`: the rows as the step begins; with guidance they are of the batch twice."""
         self.full, self.settled = step.due.clone(), step.all_due
         self._step, self._others = step, step.others
         self._twice = len(flow.hidden) > len(step.due)
@@ -200,7 +198,10 @@ class Widening:
                 torch.where(begin, values, target, out=target)
             else:
                 target.copy_(values)
-        rows = _joined(flow.rows[:count], behind.only(full))
+        front, behind = flow.rows[:count], behind.only(full)
+        assert front.index is not None and front.valid is not None, "rows of a step are scattered"
+        assert behind.index is not None and behind.valid is not None, "so are all others"
+        rows = Rows.at(torch.cat([front.index, behind.index], dim=1), torch.cat([front.valid, behind.valid], dim=1))
         self.place = self._places(rows)
         return Flow(rows, hidden, flow.output)
 
@@ -220,9 +221,3 @@ class Widening:
 
     def _both(self, mask: Bool[Tensor, " batch"]) -> Bool[Tensor, " sequences"]:
         return torch.cat([mask, mask]) if self._twice else mask
-
-
-def _joined(front: Rows, behind: Rows) -> Rows:
-    assert front.index is not None and front.valid is not None, "rows of a step are scattered"
-    assert behind.index is not None and behind.valid is not None, "so are all others"
-    return Rows.at(torch.cat([front.index, behind.index], dim=1), torch.cat([front.valid, behind.valid], dim=1))

@@ -142,7 +142,6 @@ class DriftReference(DriftDistribution):
 
     def append(self) -> "DriftReference":
         """One more centroid, a copy of the first one until `recenter`."""
-
         scores, peak, mass = (
             torch.cat([ours, ours[:, :, :1]], dim=2) for ours in (self.scores, self.sums.peak, self.sums.mass)
         )
@@ -166,7 +165,6 @@ def _sums(
     soft_cap: float | None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
 ) -> LogSumExp:
-    """Sums over the keys of each part, and last over `sink_keys`."""
     attention = for_device(proxy_attention, keys.device)
     if parts == 1:
         one = attention(queries, keys, part >= 0, soft_cap)
@@ -194,5 +192,4 @@ def _scores(
 
 
 def _keys_of(rows: Rows, keys: Float[Tensor, "batch kv_heads length head_dim"]) -> tuple[Tensor, Tensor | None]:
-    """The keys and their index, for the ops. A span is a view of the keys."""
     return (rows.take(keys), None) if rows.index is None else (keys, rows.index)

@@ -59,11 +59,8 @@ class HiddenRecords:
         codec: Codec | str = Codec.NVFP4_DELTA,
         tier: Tier = Tier.HOST,
     ) -> "HiddenRecords":
-        """Store the members of every cluster of `index`; `hidden` holds the layer's input rows by canvas column.
-
-        Raises:
-            TierCapacityError, ValueError: see `TierManager.store`.
-        """
+        """Store the members of every cluster of `index`; `hidden` holds the layer's input rows by canvas column. Raises
+        as `TierManager.store`."""
         most = most_rows(tiers.slot_bytes, codec, hidden)
         records = cls(layer, sequence, index.sizes, pieces(index.sizes, most), Codec(codec), Tier(tier), most)
         records.renew(tiers, range(index.clusters), hidden[index.rows], index.centroids)
@@ -84,10 +81,7 @@ class HiddenRecords:
         centroids: Float[Tensor, "clusters width"],
     ) -> None:
         """Store all members of `clusters` anew: their `rows`, cluster after cluster, and against these `centroids`.
-
-        Raises:
-            TierCapacityError, ValueError: see `TierManager.store`.
-        """
+        Raises as `TierManager.store`."""
         parts = self._parts(clusters)
         tables: dict[int, CentroidBank] = {}
         try:

@@ -72,7 +72,6 @@ class LayerState:
 
     @property
     def batch(self) -> int:
-        """Number of sequences."""
         return len(self.members)
 
     def keep(self, sequences: list[int]) -> None:
@@ -143,7 +142,6 @@ def _reference(
     part_of: Int[Tensor, "batch length"] | None,
     parts: int,
 ) -> DriftReference:
-    """The attention of `queries` over all keys as they are now."""
     keys = forward.keys(layer)
     return DriftReference.of(
         queries,
@@ -158,7 +156,6 @@ def _reference(
 
 
 def _padded(part: Tensor, count: int) -> Tensor:
-    """`part` with zeros behind it, `count` rows in all."""
     return torch.cat([part, part.new_zeros(count - len(part), *part.shape[1:])])
 
 
@@ -173,11 +170,9 @@ def write_and_measure(
         flow: rows of the layer, which begin with the columns that `state` tracks.
         current: columns of the current block, the last of the active ones.
         last_active: number in `flow` of the first row behind the active ones.
-        updating: sequences that update.
 
     Returns:
-        KL of every cluster, by sequence; without meaning in a sequence that does not update. KL below rounding is 0, so
-        that noise does not choose among clusters that stand still.
+        KL of every cluster, by sequence; without meaning in a sequence that does not update. KL below rounding is 0.
     """
     layer, known = state.layer, state.current[1] - state.current[0]
     others, reference = flow.rows[known:], state.reference

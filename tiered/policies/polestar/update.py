@@ -70,12 +70,10 @@ class Update:
     ) -> None:
         """
         Args:
-            cache: as the last refresh or update left it.
             taking_part: sequences whose active rows count; the others wait.
             updating: sequences that update; the others take a plain step.
             active: columns that the step computes anyway: the current block, and the finished block if this one begins
                 without a refresh.
-            current: columns of the current block.
             number: number of the forward in the call.
             kept: whether another update may read what this one stores; else it stores nothing.
         """
@@ -153,13 +151,11 @@ class Update:
     def _most_drifted(
         self, drift: Sequence[float], members: Members, recomputed: Bool[np.ndarray, " length"]
     ) -> list[int]:
-        """`top_m` clusters. Clusters that the layer below has renewed by half or more come first:
-        their inputs have moved, which drift at the old centroid does not measure. Then the most drifted comes first,
-        and of equal ones the lowest number."""
+        """`top_m` clusters. Clusters that the layer below has renewed by half or more come first: their inputs have
+        moved, which drift at the old centroid does not measure. Then the most drifted comes first."""
         below = members.mostly(recomputed)
-        return sorted(range(len(drift)), key=lambda cluster: (cluster not in below, -drift[cluster]))[
-            : self._cache.top_m
-        ]
+        ranked = sorted(range(len(drift)), key=lambda cluster: (cluster not in below, -drift[cluster]))
+        return ranked[: self._cache.top_m]
 
     @spanned(Op.FETCH)
     def _guess(self, layer: int, recomputed: Bool[np.ndarray, "batch length"]) -> None:
