@@ -46,7 +46,7 @@ def denoiser(
     if streamer is not None:
         streamer.put(call.prompts.ids)
     ends = options.ends(model.eos_token_id)
-    rules = [options.rule().start(options.steps_per_block, generators)]
+    rules = [options.rule.start(options.steps_per_block, generators)]
     if options.correction_steps:
         rules.append(Adaptive().start(options.correction_steps))
     publisher = Publisher(

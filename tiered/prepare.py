@@ -58,7 +58,7 @@ def prepare(
 
 
 def _sizes(context: CallContext, options: GenerationOptions, prompts: Prompts) -> CallSizes:
-    rule, front, answer, shape = options.rule(), prompts.longest, options.columns, context.model.shape
+    rule, front, answer, shape = options.rule, prompts.longest, options.columns, context.model.shape
     if shape.block_causal:
         lengths: list[int] = prompts.mask.sum(dim=1).tolist()
         whole, answer = columns_in_blocks(lengths, options.block, options.max_new_tokens)
@@ -80,7 +80,7 @@ def _sizes(context: CallContext, options: GenerationOptions, prompts: Prompts) -
 
 def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy, *, name: str) -> None:
     """Raise `ValueError` where `options` asks for what the model, called `name`, or the policy cannot do."""
-    rule = options.rule()
+    rule = options.rule
     if rule.rewrites and model.noise is None:
         raise ValueError(
             f"the commit rule {rule.name!r} follows the noise that models of GIDD are trained on; {name!r} knows masks "
@@ -120,7 +120,7 @@ def _check_prior(prior: Tensor, shape: tuple[int, int], options: GenerationOptio
     """
     if not isinstance(prior, Tensor) or prior.dtype != torch.long:
         raise TypeError(f"prior is a LongTensor of shape {shape}, not {prior!r}")
-    rule = options.rule()
+    rule = options.rule
     if not rule.rewrites:
         raise ValueError(f"a prior goes with a commit rule that rewrites tokens, not with {rule.name!r}")
     check_readable("prior", prior)

@@ -3,9 +3,14 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from tiered.cli.memory_options import add_memory_options, memory_budget
-from tiered.cli.model_options import add_model_options, model_options
-from tiered.cli.policy_options import add_policy_options, policy_options
+from tiered.cli.flags import (
+    add_memory_options,
+    add_model_options,
+    add_policy_options,
+    memory_budget,
+    model_options,
+    policy_options,
+)
 from tiered.cli.printing import add_json, print_result
 from tiered.core.rates import DEVICES
 from tiered.models.locate import EMBEDDED_MODELS

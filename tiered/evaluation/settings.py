@@ -192,7 +192,7 @@ class Defaults:
         if block is None:
             # The number of steps has to go with the number of blocks, which is not known yet.
             probe = {name: value for name, value in options.items() if name != "steps"}
-            rule = self._checked({**probe, "max_new_tokens": DEFAULT_BLOCK_LENGTH}).rule()
+            rule = self._checked({**probe, "max_new_tokens": DEFAULT_BLOCK_LENGTH}).rule
             block = tokens if rule.by_time else min(DEFAULT_BLOCK_LENGTH, tokens)
         check_integer("block_length", block, least=1)
         return -(-tokens // block) * block

@@ -22,12 +22,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tiered.serving.answering import Answering, Gone, logged, prepared_calls
 from tiered.serving.metrics import registry_of
 from tiered.serving.openai_fields import Limits, read_body, read_json
 from tiered.serving.prompts import RefusedBody
 from tiered.serving.replies import Replies, error_body, told
 from tiered.serving.request import BusyError, ClosedError
+from tiered.serving.responder import ClientDisconnected, Responder, logged, prepared_calls
 from tiered.serving.scheduler import Scheduler
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -104,7 +104,7 @@ class _Endpoints:
 
     def __init__(self, service: Service) -> None:
         self._service, self._scheduler, self._tokens = service, service.scheduler, threading.Lock()
-        self.responding: set[Answering] = set()
+        self.responding: set[Responder] = set()
         # The queue has its own limit; this one counts prompts on their way there.
         self._places = asyncio.Semaphore(self._scheduler.max_running + self._scheduler.max_waiting)
         self._registry = registry_of(self._scheduler)
@@ -167,7 +167,7 @@ class _Endpoints:
             raise BusyError("too many prompts are read at a time")
         async with self._places:
             calls = await run_in_threadpool(prepared_calls, scheduler, wanted, service.limits, self._tokens)
-        answering, replies = Answering(scheduler, wanted, calls), Replies(model=service.model, chat=chat)
+        answering, replies = Responder(scheduler, wanted, calls), Replies(model=service.model, chat=chat)
         gone = _gone(request)
         if wanted.stream:
             return _Stream(answering.streamed(replies, gone), self._under_way(answering))
@@ -175,7 +175,7 @@ class _Endpoints:
             return JSONResponse(await answering.gathered(replies, gone))
 
     @contextmanager
-    def _under_way(self, answering: Answering) -> Iterator[None]:
+    def _under_way(self, answering: Responder) -> Iterator[None]:
         self.responding.add(answering)
         try:
             with answering:
@@ -233,7 +233,7 @@ def refused(error: Exception) -> Response:
     if isinstance(error, HTTPException):
         body = error_body(str(error.detail), "invalid_request_error")
         return JSONResponse(body, error.status_code, error.headers)
-    if isinstance(error, Gone | ClientDisconnect):
+    if isinstance(error, ClientDisconnected | ClientDisconnect):
         return Response(status_code=499)
     status, body = told(logged(error))
     return JSONResponse(body, status, _HEADERS.get(status))

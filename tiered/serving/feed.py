@@ -30,7 +30,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class Finished:
     """The request of choice `index` has ended."""
 
     index: int
@@ -44,8 +44,8 @@ class Failed:
     error: Exception
 
 
-OfChoice = Final | Draft | Over
-Event = OfChoice | Failed
+OfChoice = Final | Draft | Finished
+ChoiceEvent = OfChoice | Failed
 
 
 class Feed:
@@ -54,14 +54,14 @@ class Feed:
     def __init__(self) -> None:
         """In the event loop that listens."""
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[ChoiceEvent] = asyncio.Queue()
 
-    def put(self, event: Event) -> None:
+    def put(self, event: ChoiceEvent) -> None:
         """From any thread."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-    async def next(self) -> Event:
+    async def next(self) -> ChoiceEvent:
         """In the loop."""
         return await self._events.get()
 
@@ -87,7 +87,7 @@ class ChoiceStreamer:
         self._tell(value[0][whole].tolist())
 
     def end(self) -> None:
-        """See `Streamer`; `Over` says more."""
+        """See `Streamer`; `Finished` says more."""
 
     def _tell(self, block: list[int]) -> None:
         if new := block[self._told - self._blocks :]:

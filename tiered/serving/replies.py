@@ -9,7 +9,7 @@ from typing import Any
 
 from tiered.core.errors import TierCapacityError
 from tiered.serving.prompts import RefusedBody
-from tiered.serving.request import BusyError, ClosedError, LateRequest
+from tiered.serving.request import BusyError, ClosedError, RequestTimeout
 
 DONE = b"data: [DONE]\n\n"
 
@@ -95,7 +95,7 @@ def told(error: Exception) -> tuple[int, dict[str, Any]]:
             return 429, error_body(str(error), "rate_limit_error", code="too_many_waiting")
         case ClosedError():
             return 503, error_body(str(error), "server_error", code="closed")
-        case LateRequest():
+        case RequestTimeout():
             return 504, error_body(str(error), "server_error", code="timeout")
         case TypeError() | ValueError():
             return 400, error_body(str(error), "invalid_request_error")
