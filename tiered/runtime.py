@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tiered.call import CallContext
-from tiered.call_checks import check_inspector, read_block, read_noise_mask
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
@@ -34,7 +33,7 @@ from tiered.planning.choice import Choice
 from tiered.policies.base import Policy
 from tiered.policies.registry import make_policy
 from tiered.policies.row_schedule import row_schedule
-from tiered.prepare import PreparedCall, check_call, prepare
+from tiered.prepare import PreparedCall, check_call, check_inspector, prepare, read_block, read_noise_mask
 from tiered.tiers.manager import TierManager
 from tiered.tiers.stats import TierStats
 

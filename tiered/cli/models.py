@@ -18,7 +18,6 @@ HEADER = ("name", "from", "family", "parameters", "layers", "KV/token", "hidden/
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Enter the command."""
     parser = subparsers.add_parser("models", help="the models that can be planned or loaded", description=DESCRIPTION)
     add_json(parser)
     parser.set_defaults(run=run)

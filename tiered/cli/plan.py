@@ -25,7 +25,6 @@ The exit status is 0 whether it fits or not."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Enter the command."""
     parser = subparsers.add_parser("plan", help="what a call takes in each memory tier", description=DESCRIPTION)
     embedded, presets = ", ".join(EMBEDDED_MODELS), ", ".join(PRESETS)
     named = f"an embedded model ({embedded}), a preset ({presets})"

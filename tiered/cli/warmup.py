@@ -18,7 +18,6 @@ ANSWER = 64  # tokens
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Enter the command."""
     parser = subparsers.add_parser("warmup", help="compile a model's kernels beforehand", description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", help="directory, id of a downloaded model, or 'embedded'")
     add_policy_options(parser)

@@ -16,8 +16,7 @@ from rich.text import Text
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, ColumnState
 from tiered.core.whole_file import write_then_rename
-from tiered.observe.watch.frame import Frame, State
-from tiered.observe.watch.words import LINE_BREAK, Words
+from tiered.observe.watch.frame import LINE_BREAK, Frame, State, Words
 from tiered.offload.lane import Lane
 
 STILL_WIDTH, FRAMES_PER_SECOND = 100, 12  # cells; at most
