@@ -157,7 +157,6 @@ def _forward(
 
 
 def _attention_shift(context: CallContext, sizes: CallSizes) -> AttentionShift | None:
-    """The shift of the sequences of the batch, the first ones of a forward; None if the rule needs none."""
     if not sizes.compared:
         return None
     return AttentionShift(

@@ -31,16 +31,13 @@ class Prompts:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest."""
         return int(self.mask.sum(dim=1).max())
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest."""
         return int(self.mask.sum(dim=1).min())
 
     def to(self, device: torch.device | str) -> "Prompts":
-        """The same prompts on `device`."""
         return Prompts(ids=self.ids.to(device), mask=self.mask.to(device))
 
     def packed(self) -> tuple[Int[Tensor, "batch longest"], Int[Tensor, " batch"]]:
@@ -144,7 +141,6 @@ def _are_ids(given: object) -> bool:
 
 
 def _padded(name: str, given: Any, padding: int) -> tuple[Tensor, Bool[Tensor, "batch longest"]]:
-    """The argument `name` as a tensor: rows of several lengths are padded on the left. Also where it is not padding."""
     if isinstance(given, Tensor):
         check_readable(name, given)
         return given, torch.ones(given.shape, dtype=torch.bool)
@@ -164,7 +160,6 @@ def _padded(name: str, given: Any, padding: int) -> tuple[Tensor, Bool[Tensor, "
 
 
 def _tensor(row: Any) -> Tensor:
-    """Numbers as a tensor of their own. Raises `TypeError` or `ValueError` unless torch has their kind."""
     if isinstance(row, Tensor):
         return row
     array = np.asarray(row)

@@ -153,7 +153,6 @@ class GenerationOptions:
 
     @property
     def block(self) -> int:
-        """Tokens of a block."""
         if self.block_length is not None:
             return self.block_length
         return self.max_new_tokens if self.rule.by_time else min(DEFAULT_BLOCK_LENGTH, self.max_new_tokens)
@@ -171,21 +170,17 @@ class GenerationOptions:
 
     @property
     def columns(self) -> int:
-        """Canvas columns behind the prompt."""
         return self.max_new_tokens + self.trailing_noise
 
     def told_columns(self, prompt_length: int) -> str:
-        """What the columns of a canvas are, for an error."""
         trailing = f" and trailing_noise = {self.trailing_noise}" if self.trailing_noise else ""
         return f"the prompt's {prompt_length} tokens and max_new_tokens = {self.max_new_tokens}{trailing} make"
 
     def ends(self, eos_token_id: int) -> tuple[int, ...]:
-        """The tokens that end an answer."""
         return tuple(dict.fromkeys((eos_token_id, *map(int, self.stop_tokens or ()))))
 
     @property
     def draws(self) -> bool:
-        """Whether the call draws random numbers."""
         return self.temperature > 0 or self.remasking == "random" or self.rule.draws
 
     @cached_property

@@ -41,7 +41,6 @@ class PreparedCall:
 
     @property
     def warnings(self) -> list[str]:
-        """What a user should know before the call."""
         warning = beyond_training(self.sizes.shape, self.sizes.context)
         return [] if warning is None else [warning]
 

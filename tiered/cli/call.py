@@ -104,11 +104,7 @@ def load_runtime(args: argparse.Namespace) -> "Runtime":
     from tiered.loading import from_pretrained
 
     return from_pretrained(
-        args.model,
-        policy=args.policy,
-        memory=memory_budget(args),
-        **model_options(args),
-        **policy_options(args),
+        args.model, policy=args.policy, memory=memory_budget(args), **model_options(args), **policy_options(args)
     )
 
 

@@ -24,7 +24,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table."""
     from tiered.planning.catalog import known_models
 
     models = known_models()
@@ -53,7 +52,6 @@ def _cells(model: "KnownModel") -> tuple[str, ...]:
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
-    """`rows` in columns; those of numbers stand on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = "<<<>>>>>><"
     return "\n".join(

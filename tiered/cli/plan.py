@@ -64,7 +64,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the card."""
     made = planned(args)
     print_result(args, made, made.as_dict())
     return 0

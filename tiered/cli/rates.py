@@ -20,7 +20,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the figures."""
     import torch
 
     from tiered.core.checks import unknown_name

@@ -73,8 +73,6 @@ def shown(
 
 
 class _Bar:
-    """A streamer that moves a progress bar by every block."""
-
     def __init__(self, bar: "tqdm[Any]") -> None:
         self._bar, self._forwards, self._prompts_seen = bar, 0, False
 

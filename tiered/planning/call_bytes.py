@@ -120,7 +120,6 @@ class CallBytes:
 
     @property
     def device(self) -> dict[Account, int]:
-        """Bytes of the device by account."""
         device = self.steps if self.records is None else added(self.steps, self.records.device)
         staging = self.slot_bytes * self.fetch_slots + self.store_bytes * self.store_slots
         device = {**device, Account.STAGING: staging} if self._parts else dict(device)
@@ -222,7 +221,6 @@ class _Search:
         return cap is None or self.held.get(tier, 0) + sum(amounts.values()) <= cap
 
     def _lacks(self, call: CallBytes) -> int:
-        """Bytes for which the tiers have no room."""
         totals = {tier: self.held.get(tier, 0) + sum(of.values()) for tier, of in call.tiers(self.budget).items()}
         return sum(max(0, total - cap) for tier, total in totals.items() if (cap := self.budget.cap(tier)) is not None)
 

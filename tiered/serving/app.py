@@ -32,11 +32,7 @@ from tiered.serving.scheduler import Scheduler
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 _BODY_SECONDS = 30.0
-_HEADERS = {
-    401: {"WWW-Authenticate": "Bearer"},
-    429: {"Retry-After": "1"},
-    503: {"Retry-After": "1"},
-}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
@@ -133,27 +129,22 @@ class _Endpoints:
             return refused(error)
 
     async def models(self, request: Request) -> Response:
-        """The list of models: the one."""
         self._check_key(request)
         return JSONResponse({"object": "list", "data": [self._model]})
 
     async def model(self, request: Request) -> Response:
-        """The model of that name."""
         self._check_key(request)
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model)
 
     async def metrics(self, request: Request) -> Response:
-        """For Prometheus."""
         self._check_key(request)
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def health(self, request: Request) -> Response:
-        """Whether the server takes requests: it answers."""
         return JSONResponse({"status": "ok"})
 
     async def index(self, request: Request) -> Response:
-        """The page."""
         return HTMLResponse(self._page, headers={"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"})
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
@@ -240,7 +231,6 @@ def refused(error: Exception) -> Response:
 
 
 async def _body_of(request: Request, most: int) -> bytes:
-    """The body, of which no more than `most` bytes are read."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a browser asks first before it sends this to another site's server
         raise RefusedBody(f"the body is application/json, not {kind or 'of no type'!r:.80}", status=415)

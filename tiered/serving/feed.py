@@ -62,7 +62,6 @@ class Feed:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
     async def next(self) -> ChoiceEvent:
-        """In the loop."""
         return await self._events.get()
 
 
@@ -82,7 +81,6 @@ class ChoiceStreamer:
         self._blocks += value.shape[1]
 
     def put_open(self, value: Tensor, still: Tensor) -> None:
-        """A block after a forward."""
         whole = still[0].int().cumsum(dim=0) == 0
         self._tell(value[0][whole].tolist())
 
@@ -107,10 +105,8 @@ class DraftStreamer(ChoiceStreamer):
         super().put(value)
 
     def put_draft(self, value: Tensor) -> None:
-        """Comes in front of `put_open`."""
         self._draft = value
 
     def put_open(self, value: Tensor, still: Tensor) -> None:
-        """See `ChoiceStreamer`."""
         self._feed.put(Draft(self.index, self._blocks, self._before, self._draft[0].tolist(), still[0].tolist()))
         super().put_open(value, still)

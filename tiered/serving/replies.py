@@ -29,7 +29,6 @@ class Replies:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, texts: Sequence[str], reasons: Sequence[str], usage: Mapping[str, int]) -> dict[str, Any]:
-        """The answer in one piece."""
         choices = [
             self._choice(index, {"message": {"role": "assistant", "content": text, "refusal": None}}, text, reason)
             for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
@@ -50,7 +49,6 @@ class Replies:
         return self._chunk([self._choice(index, {"delta": {}}, "", reason)])
 
     def beside(self, **more: Any) -> bytes:
-        """A chunk without a choice."""
         return self._chunk([], **more)
 
     def _choice(self, index: int, of_chat: dict[str, Any], text: str, reason: str | None) -> dict[str, Any]:
@@ -66,18 +64,15 @@ class Replies:
 
 
 def usage_of(prompt_tokens: int, answer_tokens: int) -> dict[str, int]:
-    """The sums of a request."""
     total = prompt_tokens + answer_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": answer_tokens, "total_tokens": total}
 
 
 def event(body: Mapping[str, Any]) -> bytes:
-    """A server-sent event."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
 def error_body(message: str, kind: str, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 

@@ -92,7 +92,6 @@ class Request:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, one way or another."""
         return self.state not in (State.WAITING, State.RUNNING)
 
     def cancel(self) -> None:
@@ -177,7 +176,6 @@ class RequestQueue:
         return len(self._waiting)
 
     def require_open(self) -> None:
-        """Raise `ClosedError` if the queue is closed."""
         if self.closed is not None:
             raise ClosedError(self.closed)
 
@@ -197,7 +195,6 @@ class RequestQueue:
         return request
 
     def requests(self) -> list[Request]:
-        """The waiting requests."""
         with self.changed:
             return [*self._waiting]
 

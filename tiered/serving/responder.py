@@ -71,7 +71,6 @@ class Responder:
         self.cancel()
 
     def cancel(self) -> None:
-        """Cancel the choices that are not over."""
         for request in self._requests:
             request.cancel()
 
@@ -111,7 +110,6 @@ class Responder:
             yield event(told(logged(error))[1])
 
     async def _told(self, gone: Callable[[], Awaitable[object]]) -> AsyncIterator[tuple[OfChoice, str]]:
-        """What happens, with the text that it makes final, until every choice is over."""
         left = set(range(len(self._calls)))
         leaving = asyncio.ensure_future(gone())
         try:
@@ -161,7 +159,6 @@ class Responder:
         return usage_of(prompts, sum(text.tokens for text in self._texts))
 
     def _draft(self, draft: Draft) -> dict[str, object]:
-        """What a page draws: a block as it stands, and where memory is."""
         ledger = self._ledger
         return {
             "index": draft.index,

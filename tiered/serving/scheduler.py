@@ -74,12 +74,10 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Requests that are denoised."""
         return len(self._running)
 
     @property
@@ -88,11 +86,7 @@ class Scheduler:
         return self._queue.closed is not None
 
     def submit(
-        self,
-        call: PreparedCall,
-        *,
-        streamer: Streamer | None = None,
-        on_end: Callable[[Request], object] | None = None,
+        self, call: PreparedCall, *, streamer: Streamer | None = None, on_end: Callable[[Request], object] | None = None
     ) -> Request:
         """Put a call of one prompt (`Runtime.prepare`) into the queue.
 
@@ -215,7 +209,6 @@ class Scheduler:
                 self._end(request, why)
 
     def _serve(self, requests: Sequence[Request]) -> None:
-        """One forward for each of `requests`; of long forwards one, and none while one is under way."""
         self._round += 1
         asking = [
             (request, ask) for request in requests if (ask := request.ask) is not None and request is not self._long
@@ -255,7 +248,6 @@ class Scheduler:
             self._long, ask.forward.between = None, None
 
     def _forward(self, group: Sequence[tuple[Request, Ask]]) -> None:
-        """One forward for all of a group, and the commits of each."""
         with self.counts.clock.of(Work.MODEL):
             self.counts.forwards += 1
             self.counts.taken += len(group)
