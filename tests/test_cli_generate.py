@@ -59,7 +59,7 @@ def test_a_prompt_means_what_a_string_means_to_the_library(capsys: pytest.Captur
     [
         (["x", "--max-new-tokens", "20", "--block-length", "8"], "16 or 24 would be"),
         (["x", "--policy", "fast_dllm_duel"], "did you mean 'fast_dllm_dual'"),
-        (["x", "--policy", "polestar", "--policy-option", "refresh_interval=0"], "refresh_interval = 0"),
+        (["x", "--policy", "polestar", "--policy-option", "refresh_blocks=0"], "refresh_blocks = 0"),
         (["x", "--policy-option", "refresh_interval"], "NAME=VALUE"),
         (["x", "--model", "no/such-model"], "hf download no/such-model"),
         (["x", "--memory", "1MiB"], "the device tier needs"),

@@ -17,16 +17,21 @@ PAD = 125
 
 
 def read(
-    inputs: Any, mask: Tensor | None = None, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any
+    inputs: Any,
+    mask: Tensor | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    raw: bool = False,
+    **options: Any,
 ) -> Prompts:
     return read_inputs(
         inputs,
-        mask,
+        {"attention_mask": mask, **options},
         tokenizer=tokenizer,
         tokenizer_missing="there is none",
         pad_token_id=PAD,
         vocab_size=128,
-        **options,
+        raw=raw,
     )
 
 

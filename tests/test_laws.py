@@ -153,7 +153,7 @@ def test_every_rule_is_under_the_laws(runtimes: dict[str, Runtime]):
             {**SIZES, **options},
             mask_token_id=0,
             shape=shapes[next(of for of in FAMILIES if name in FAMILIES[of][1])],
-        ).rule()
+        ).rule
         for name, options in RULES.items()
     }
     assert {rule.name for rule in meant} == set(COMMIT_RULES)

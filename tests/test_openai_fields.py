@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiered.serving.openai_fields import Limits, Wanted, read_body, read_json, sampler_seed
+from tiered.serving.openai_fields import Limits, ParsedRequest, read_body, read_json, sampler_seed
 from tiered.serving.prompts import RefusedBody
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -14,7 +14,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
 LIMITS = Limits(answer_tokens=100, choices=4)
 
 
-def read(*, chat: bool = True, **body: Any) -> Wanted:
+def read(*, chat: bool = True, **body: Any) -> ParsedRequest:
     source = {"messages": HELLO} if chat else {"prompt": "hello"}
     return read_body(source | body, chat=chat, defaults={"steps": 8}, limits=LIMITS, mask_token_id=3)
 

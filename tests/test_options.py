@@ -33,7 +33,7 @@ def options(config: Any = None, **given: Any) -> GenerationOptions:
 def test_defaults():
     assert options() == options({}) == options(DEFAULTS) == DEFAULTS
     assert (DEFAULTS.max_new_tokens, DEFAULTS.block, DEFAULTS.blocks, DEFAULTS.steps_per_block) == (128, 32, 4, 32)
-    assert DEFAULTS.rule() == Static()
+    assert DEFAULTS.rule == Static()
     assert (DEFAULTS.temperature, DEFAULTS.cfg_scale, DEFAULTS.seed) == (0.0, 0.0, None)
     assert DEFAULTS.stop_at_eos and not DEFAULTS.output_history
 
@@ -209,7 +209,7 @@ def test_steps_per_block(given: dict[str, Any], block: int, blocks: int, steps_p
 def test_pasted_lines(line: dict[str, Any], expected: dict[str, Any], rule: object):
     chosen = options(**line)
     assert chosen == replace(DEFAULTS, **expected)
-    assert chosen.rule() == rule
+    assert chosen.rule == rule
 
 
 VALUES: dict[str, Any] = {
@@ -332,7 +332,7 @@ def test_options_go_on_top_of_a_config():
 def test_config_and_options_are_checked_together():
     # Neither half is valid alone: 48 is no multiple of the default block, nor 128 of 24.
     assert options({"max_new_tokens": 48}, block_length=24) == replace(DEFAULTS, max_new_tokens=48, block_length=24)
-    assert options({"commit": "factor"}, factor=2.0).rule() == Factor(factor=2.0)
+    assert options({"commit": "factor"}, factor=2.0).rule == Factor(factor=2.0)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_config_and_options_are_checked_together():
     ],
 )
 def test_rule(given: dict[str, Any], rule: object):
-    assert options(**given).rule() == rule
+    assert options(**given).rule == rule
 
 
 def test_a_rule_with_more_options_takes_no_call_from_another():

@@ -22,7 +22,7 @@ from tiered.output import GenerationOutput
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from tiered.serving.counts import Work
-from tiered.serving.request import BusyError, CancelledRequest, ClosedError, LateRequest, Request, State
+from tiered.serving.request import BusyError, CancelledRequest, ClosedError, Request, RequestTimeout, State
 from tiered.serving.scheduler import Scheduler
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -284,7 +284,7 @@ def test_one_that_fails_takes_nobody_with_it(tiny_model: DiffusionModel):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "state", "error"), [(None, State.CANCELLED, CancelledRequest), (0.0, State.LATE, LateRequest)]
+    ("seconds", "state", "error"), [(None, State.CANCELLED, CancelledRequest), (0.0, State.LATE, RequestTimeout)]
 )
 def test_one_in_the_middle_of_its_first_pass_can_leave(seconds: float | None, state: State, error: type[Exception]):
     runtime = runtime_of("llada", "fast_dllm_dual", {})

@@ -14,10 +14,9 @@ from rich.text import Text
 import tiered
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import ColumnState, Tier
-from tiered.observe.watch.frame import Frame, State
+from tiered.observe.watch.frame import Frame, State, Words
 from tiered.observe.watch.picture import Painter
 from tiered.observe.watch.watcher import Watcher
-from tiered.observe.watch.words import Words
 from tiered.offload.lane import Lane
 from tiered.runtime import Runtime
 

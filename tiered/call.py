@@ -71,12 +71,10 @@ class CallContext:
 
     @property
     def budget(self) -> MemoryBudget:
-        """The budget of the ledger."""
         return self._ledger.budget
 
     @property
     def closed(self) -> bool:
-        """Whether there is a model no more."""
         return self._loaded is None
 
     def close(self) -> None:
@@ -114,11 +112,6 @@ class CallContext:
         weights: StreamedWeights | None,
         inspected: Mapping[Account, int] = MappingProxyType({}),
     ) -> CallBytes:
-        """What a call takes beside `held` bytes of each tier, with `weights` moved as it needs them, and an inspector.
-
-        Raises:
-            TierCapacityError: a tier has no room for all of it.
-        """
         hint = PLAIN_HINT if policy.needs(sizes).records is None else HINT
         needed = CallBytes.fitting(
             policy,
@@ -133,12 +126,7 @@ class CallContext:
 
     @contextmanager
     def booked(
-        self,
-        policy: Policy,
-        sizes: CallSizes,
-        inspector: Inspector | None = None,
-        *,
-        reported: ExitStack | None = None,
+        self, policy: Policy, sizes: CallSizes, inspector: Inspector | None = None, *, reported: ExitStack | None = None
     ) -> Iterator[tuple[TierManager | None, StreamBytes | None]]:
         """Book what a call takes, and an inspector, while the `with` lasts, which computes on the model's device. It
         waits while layers of the weights are streamed to another thread.
@@ -170,11 +158,6 @@ class CallContext:
             yield tiers, needed.streams
 
     def _settled(self, policy: Policy, sizes: CallSizes, inspector: Inspector | None, *, reported: bool) -> CallBytes:
-        """What a call and its inspector take, for which the weights have made room.
-
-        Raises:
-            TierCapacityError: a tier has no room for all of it.
-        """
         inspected: Mapping[Account, int] = {}
         if inspector is not None:
             inspected = inspector.device_bytes(
@@ -200,7 +183,6 @@ class CallContext:
 
     @contextmanager
     def _tiers(self, needed: CallBytes) -> Iterator[TierManager | None]:
-        """A manager with rings that fit what is `needed`; None for a call whose features are all on the device."""
         records = needed.records
         if records is None and needed.streams is None:
             yield None

@@ -46,7 +46,7 @@ def denoiser(
     if streamer is not None:
         streamer.put(call.prompts.ids)
     ends = options.ends(model.eos_token_id)
-    rules = [options.rule().start(options.steps_per_block, generators)]
+    rules = [options.rule.start(options.steps_per_block, generators)]
     if options.correction_steps:
         rules.append(Adaptive().start(options.correction_steps))
     publisher = Publisher(
@@ -157,7 +157,6 @@ def _forward(
 
 
 def _attention_shift(context: CallContext, sizes: CallSizes) -> AttentionShift | None:
-    """The shift of the sequences of the batch, the first ones of a forward; None if the rule needs none."""
     if not sizes.compared:
         return None
     return AttentionShift(

@@ -18,6 +18,7 @@ Message = Mapping[str, Any]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 Ids = Tensor | np.ndarray | Sequence[int] | Sequence[Sequence[int]]
 Inputs = str | Sequence[str] | Sequence[Message] | Sequence[Sequence[Message]] | Ids | Mapping[str, Any]
+ENCODED = ("input_ids", "attention_mask", "token_type_ids")
 _ALLOWED_IDS = "a LongTensor [batch, length], a numpy array or lists of ints"
 
 
@@ -30,16 +31,13 @@ class Prompts:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest."""
         return int(self.mask.sum(dim=1).max())
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest."""
         return int(self.mask.sum(dim=1).min())
 
     def to(self, device: torch.device | str) -> "Prompts":
-        """The same prompts on `device`."""
         return Prompts(ids=self.ids.to(device), mask=self.mask.to(device))
 
     def packed(self) -> tuple[Int[Tensor, "batch longest"], Int[Tensor, " batch"]]:
@@ -65,15 +63,13 @@ class Prompts:
 
 def read_inputs(
     inputs: Inputs | None,
-    attention_mask: Ids | None,
+    encoded: Mapping[str, Any],
     *,
     tokenizer: PreTrainedTokenizerBase | None,
     tokenizer_missing: str,
     pad_token_id: int,
     vocab_size: int,
     raw: bool = False,
-    input_ids: Ids | Mapping[str, Any] | None = None,
-    token_type_ids: Ids | None = None,
 ) -> Prompts:
     """Prompts of a string, a list of strings, chat messages (one chat or a list of chats), or ids.
 
@@ -82,9 +78,9 @@ def read_inputs(
     prompt, or several, padded on the left), or what a tokenizer returns (a mapping with `input_ids`).
 
     Args:
-        inputs, input_ids: two names of one argument; text goes by the first alone.
-        attention_mask: of the ids' shape, 0 at padding on any side; None: what `inputs` hold, else no padding.
-        token_type_ids: zeros, which tokenizers return and models here have no embedding for.
+        encoded: arguments beside `inputs`, each None or not given for none. `input_ids`: ids in place of `inputs`.
+            `attention_mask`: of the ids' shape, 0 at padding on any side; None for the mask in `inputs`, else no
+            padding. `token_type_ids`: zeros, which tokenizers return and models here have no embedding for.
 
     Raises:
         TypeError: no inputs, or two; another kind of input; a mask beside text, or `raw` beside chats.
@@ -92,8 +88,7 @@ def read_inputs(
             without a tokenizer (`tokenizer_missing` says why there is none).
     """
     check_switch("raw", raw)
-    encoded = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
-    given, attention_mask = _given(inputs, encoded)
+    given, attention_mask = _given(inputs, {name: encoded.get(name) for name in ENCODED})
     if not _are_ids(given):
         if attention_mask is not None:
             raise TypeError("attention_mask goes with token ids; text is padded and masked here")
@@ -114,8 +109,7 @@ def read_inputs(
 
 
 def _given(inputs: object, encoded: dict[str, Any]) -> tuple[Any, Any]:
-    """The one argument that holds the prompts, and the mask that goes with it. `encoded`: what a tokenizer returns, by
-    name."""
+    """The one argument that holds the prompts, and its mask."""
     if inputs is not None and encoded["input_ids"] is not None:
         raise TypeError("inputs and input_ids are both given; one of them is allowed")
     whole = encoded["input_ids"] if inputs is None else inputs
@@ -138,8 +132,6 @@ def _given(inputs: object, encoded: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _are_ids(given: object) -> bool:
-    """Whether these are numbers, or rows of numbers."""
-
     def of_numbers(item: object) -> bool:
         if isinstance(item, Sequence) and not isinstance(item, str):
             return len(item) > 0 and isinstance(item[0], Real)
@@ -149,7 +141,6 @@ def _are_ids(given: object) -> bool:
 
 
 def _padded(name: str, given: Any, padding: int) -> tuple[Tensor, Bool[Tensor, "batch longest"]]:
-    """The argument `name` as a tensor: rows of several lengths are padded on the left. Also where it is not padding."""
     if isinstance(given, Tensor):
         check_readable(name, given)
         return given, torch.ones(given.shape, dtype=torch.bool)
@@ -169,7 +160,6 @@ def _padded(name: str, given: Any, padding: int) -> tuple[Tensor, Bool[Tensor, "
 
 
 def _tensor(row: Any) -> Tensor:
-    """Numbers as a tensor of their own. Raises `TypeError` or `ValueError` unless torch has their kind."""
     if isinstance(row, Tensor):
         return row
     array = np.asarray(row)
@@ -180,7 +170,6 @@ def _tensor(row: Any) -> Tensor:
 
 
 def _encode(inputs: object, tokenizer: PreTrainedTokenizerBase, raw: bool) -> list[list[int]]:
-    """Ids of every prompt in `inputs`, which is text or chats."""
     if isinstance(inputs, str):
         inputs = [inputs]
     if not isinstance(inputs, Sequence):

@@ -136,7 +136,6 @@ def _too_large(budget: MemoryBudget, device: torch.device) -> str | None:
 
 
 def _form(name: str, codes: Mapping[str, WeightCode], shape: ModelShape) -> WeightForm:
-    """The form of weights that the files hold in `codes`, if the caller named `name`."""
     if not codes:
         return WeightForm.of(name)
     held = held_form(codes, shape)

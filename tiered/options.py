@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from tiered.core.aliases import resolve_aliases
@@ -29,14 +30,13 @@ T = TypeVar("T")
 
 
 def _with_rule_options(cls: type[T]) -> type[T]:
-    """Enter every option of a commit rule as one of `cls`; None: not given."""
     cls.__annotations__ = cls.__annotations__ | {name: kind | None for name, kind in COMMIT_OPTIONS.items()}
     for name in COMMIT_OPTIONS:
         setattr(cls, name, None)
     return cls
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 @_with_rule_options
 class GenerationOptions:
     """How to denoise. The options of commit rules (`tiered.decoding.rules`) are options here too: None, or not given,
@@ -109,7 +109,7 @@ class GenerationOptions:
         check_integer("max_new_tokens", self.max_new_tokens, least=1)
         if self.block_length is not None:
             check_integer("block_length", self.block_length, least=1)
-        rule = self.rule()
+        rule = self.rule
         if self.steps is not None:
             check_integer("steps", self.steps, least=1, most=MOST_STEPS if rule.by_time else None)
         if self.block_steps is not None:
@@ -153,10 +153,9 @@ class GenerationOptions:
 
     @property
     def block(self) -> int:
-        """Tokens of a block."""
         if self.block_length is not None:
             return self.block_length
-        return self.max_new_tokens if self.rule().by_time else min(DEFAULT_BLOCK_LENGTH, self.max_new_tokens)
+        return self.max_new_tokens if self.rule.by_time else min(DEFAULT_BLOCK_LENGTH, self.max_new_tokens)
 
     @property
     def blocks(self) -> int:
@@ -167,40 +166,32 @@ class GenerationOptions:
     def steps_per_block(self) -> int:
         """Forwards that a rule spreads one block's commits over; `static` never needs more than its tokens."""
         steps = self.block_steps or (self.max_new_tokens if self.steps is None else self.steps) // self.blocks
-        rule = self.rule()
-        return steps if rule.by_time or rule.rewrites else min(self.block, steps)
+        return steps if self.rule.by_time or self.rule.rewrites else min(self.block, steps)
 
     @property
     def columns(self) -> int:
-        """Canvas columns behind the prompt."""
         return self.max_new_tokens + self.trailing_noise
 
     def told_columns(self, prompt_length: int) -> str:
-        """What the columns of a canvas are, for an error."""
         trailing = f" and trailing_noise = {self.trailing_noise}" if self.trailing_noise else ""
         return f"the prompt's {prompt_length} tokens and max_new_tokens = {self.max_new_tokens}{trailing} make"
 
     def ends(self, eos_token_id: int) -> tuple[int, ...]:
-        """The tokens that end an answer."""
         return tuple(dict.fromkeys((eos_token_id, *map(int, self.stop_tokens or ()))))
 
     @property
     def draws(self) -> bool:
-        """Whether the call draws random numbers."""
-        return self.temperature > 0 or self.remasking == "random" or self.rule().draws
+        return self.temperature > 0 or self.remasking == "random" or self.rule.draws
 
+    @cached_property
     def rule(self) -> CommitRule:
         """The commit rule that the options name, with its own options filled in."""
-        return make_commit_rule(self.commit, **self._rule_options())
-
-    def _rule_options(self) -> dict[str, Any]:
-        """Options of rules that were given."""
         given = {name: value for name in COMMIT_OPTIONS if (value := getattr(self, name)) is not None}
         if (temperature := given.get("confidence_temperature")) is not None:
             check_temperature("confidence_temperature", temperature)
             if temperature == 0:  # scripts of Dream pass alg_temp = 0 whatever the rule
                 del given["confidence_temperature"]
-        return given
+        return make_commit_rule(self.commit, **given)
 
     def sampling(self) -> Sampling:
         """How logits become proposals."""
@@ -209,8 +200,8 @@ class GenerationOptions:
             top_p=self.top_p,
             top_k=self.top_k,
             confidence=self.confidence,
-            tempered_confidence=self.rule().tempered_confidence,
-            top_k_first=self.rule().top_k_first,
+            tempered_confidence=self.rule.tempered_confidence,
+            top_k_first=self.rule.top_k_first,
             random_ranks=self.remasking == "random",
         )
 
@@ -238,7 +229,9 @@ class GenerationOptions:
         # Both mappings before the checks: one may hold what the other needs, as block_length for max_new_tokens.
         given: dict[str, Any] = {}
         for mapping in (config if isinstance(config, Mapping) else {}, options):
-            given |= own_names(mapping, mask_token_id=mask_token_id, block_causal=shape.block_causal)
+            given |= resolve_aliases(
+                mapping, OPTION_NAMES, mask_token_id=mask_token_id, block_causal=shape.block_causal
+            )
         if shape.block_causal:
             return replace(base, **_in_blocks(base, given, shape, name))._for_noise(shape.noise)
         chosen = replace(base, **given)
@@ -250,7 +243,7 @@ class GenerationOptions:
         return chosen._for_noise(shape.noise)
 
     def _for_noise(self, noise: str) -> "GenerationOptions":
-        rule = self.rule()
+        rule = self.rule
         if noise in rule.noise:
             return self
         fitting = fitting_rules(noise)
@@ -269,7 +262,6 @@ REAL_OPTIONS = frozenset(
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...] | None:
-    """Ids of tokens, which a command line has as text."""
     if value is None:
         return None
     try:
@@ -301,12 +293,3 @@ def _in_blocks(base: GenerationOptions, given: dict[str, Any], shape: ModelShape
     if trailing := given.get("trailing_noise", base.trailing_noise):
         raise ValueError(f"trailing_noise = {trailing}, but no row of {name!r} sees what stands behind its block")
     return given
-
-
-def own_names(options: Mapping[str, Any], *, mask_token_id: int, block_causal: bool = False) -> dict[str, Any]:
-    """`options` of `generate`, some of them under names of other scripts, under those of `GenerationOptions`.
-
-    Raises:
-        ValueError: see `tiered.core.aliases.resolve_aliases`.
-    """
-    return resolve_aliases(options, OPTION_NAMES, mask_token_id=mask_token_id, block_causal=block_causal)

@@ -1,18 +1,22 @@
-"""A call of `generate` that is checked and counted before it begins."""
+"""Calls, checked before work starts; a call of `generate` is counted as well."""
 
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from tiered.call import CallContext
 from tiered.core.canvas import columns_in_blocks
+from tiered.core.checks import check_integer
+from tiered.decoding.observers import Inspector
 from tiered.decoding.rules.registry import COMMIT_RULES, fitting_rules
 from tiered.forward.sizes import CallSizes
 from tiered.inputs import Prompts, check_readable
 from tiered.models.base import DiffusionModel
+from tiered.models.shape import ModelShape
 from tiered.options import GenerationOptions
-from tiered.planning.checks import beyond_training, check_policy, check_positions
+from tiered.planning.checks import beyond_training, check_block, check_policy, check_positions
 from tiered.planning.choice import Choice, choose
 from tiered.policies.base import Policy
 
@@ -37,7 +41,6 @@ class PreparedCall:
 
     @property
     def warnings(self) -> list[str]:
-        """What a user should know before the call."""
         warning = beyond_training(self.sizes.shape, self.sizes.context)
         return [] if warning is None else [warning]
 
@@ -58,7 +61,7 @@ def prepare(
 
 
 def _sizes(context: CallContext, options: GenerationOptions, prompts: Prompts) -> CallSizes:
-    rule, front, answer, shape = options.rule(), prompts.longest, options.columns, context.model.shape
+    rule, front, answer, shape = options.rule, prompts.longest, options.columns, context.model.shape
     if shape.block_causal:
         lengths: list[int] = prompts.mask.sum(dim=1).tolist()
         whole, answer = columns_in_blocks(lengths, options.block, options.max_new_tokens)
@@ -80,7 +83,7 @@ def _sizes(context: CallContext, options: GenerationOptions, prompts: Prompts) -
 
 def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy, *, name: str) -> None:
     """Raise `ValueError` where `options` asks for what the model, called `name`, or the policy cannot do."""
-    rule = options.rule()
+    rule = options.rule
     if rule.rewrites and model.noise is None:
         raise ValueError(
             f"the commit rule {rule.name!r} follows the noise that models of GIDD are trained on; {name!r} knows masks "
@@ -111,21 +114,63 @@ def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy
 
 
 def _check_prior(prior: Tensor, shape: tuple[int, int], options: GenerationOptions, *, vocab_size: int) -> None:
-    """Check what answers are to begin as.
-
-    Raises:
-        TypeError: no LongTensor.
-        ValueError: no dense tensor with values, another shape, ids outside the vocabulary, or a commit rule that fixes
-            tokens once for all.
-    """
     if not isinstance(prior, Tensor) or prior.dtype != torch.long:
         raise TypeError(f"prior is a LongTensor of shape {shape}, not {prior!r}")
-    rule = options.rule()
-    if not rule.rewrites:
-        raise ValueError(f"a prior goes with a commit rule that rewrites tokens, not with {rule.name!r}")
+    if not options.rule.rewrites:
+        raise ValueError(f"a prior goes with a commit rule that rewrites tokens, not with {options.rule.name!r}")
     check_readable("prior", prior)
     if prior.shape != shape:
         raise ValueError(f"prior has the shape {tuple(prior.shape)}; {shape} is allowed")
     least, most = int(prior.min()), int(prior.max())
     if least < 0 or most >= vocab_size:
         raise ValueError(f"prior holds ids from {least} to {most}; ids in [0, {vocab_size}) are allowed")
+
+
+def check_inspector(inspector: object) -> None:
+    """Raise `TypeError` for what is neither an inspector nor None."""
+    if inspector is not None and not isinstance(inspector, Inspector):
+        raise TypeError(f"an inspector has the methods device_bytes and after_forward, not {inspector!r}")
+
+
+def read_noise_mask(
+    noise_mask: Tensor | None, shape: ModelShape, size: tuple[int, int], device: torch.device
+) -> Int[Tensor, " batch"] | None:
+    """Number of clean columns of each sequence; None without a mask.
+
+    Raises:
+        TypeError: no tensor.
+        ValueError: a family to which it makes no difference, another size than (batch, length), values other than 0
+            and 1, or clean tokens behind noisy ones.
+    """
+    if noise_mask is None:
+        return None
+    if not (shape.noise_masked or shape.sight == "context"):
+        raise ValueError(f"a noise_mask is for families whose clean tokens see clean ones alone, not {shape.family!r}")
+    if not isinstance(noise_mask, Tensor):
+        raise TypeError(f"noise_mask is a tensor of size {size}, not {noise_mask!r}")
+    check_readable("noise_mask", noise_mask)
+    if noise_mask.shape != size:
+        raise ValueError(f"noise_mask has the size {tuple(noise_mask.shape)}; {size} is allowed")
+    noisy = noise_mask.to(device) != 0
+    if not bool((noise_mask.to(device) == noisy).all()):
+        raise ValueError("noise_mask holds values other than 0 (clean) and 1 (noisy)")
+    clean = (~noisy).sum(dim=1)
+    if not torch.equal(noisy, torch.arange(size[1], device=device)[None] >= clean[:, None]):
+        raise ValueError("noise_mask has clean tokens behind noisy ones; clean ones stand in front")
+    return clean
+
+
+def read_block(block_length: int | None, shape: ModelShape, *, name: str) -> int | None:
+    """Length of the blocks that rows see; None for a family whose rows see the whole canvas.
+
+    Raises:
+        TypeError: no int.
+        ValueError: not positive, for a family without blocks, or as `check_block`.
+    """
+    if block_length is not None:
+        check_integer("block_length", block_length, least=1)
+        if not shape.block_causal:
+            raise ValueError(
+                f"block_length = {block_length}, but rows of {name!r} see the whole canvas: None is allowed"
+            )
+    return check_block(shape, block_length, name=name) if shape.block_causal else None

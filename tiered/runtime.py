@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tiered.call import CallContext
-from tiered.call_checks import check_inspector, read_block, read_noise_mask
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
@@ -20,7 +19,6 @@ from tiered.decoding.loop import Denoiser
 from tiered.decoding.observers import Inspector, Streamer, check_streamer, ending
 from tiered.decoding.publishing import Denoised
 from tiered.denoising import denoiser, uncached
-from tiered.forward.sight import Clean
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.inputs import Ids, Inputs, Prompts, read_inputs
 from tiered.kernels.row_code import RowCode
@@ -35,7 +33,7 @@ from tiered.planning.choice import Choice
 from tiered.policies.base import Policy
 from tiered.policies.registry import make_policy
 from tiered.policies.row_schedule import row_schedule
-from tiered.prepare import PreparedCall, check_call, prepare
+from tiered.prepare import PreparedCall, check_call, check_inspector, prepare, read_block, read_noise_mask
 from tiered.tiers.manager import TierManager
 from tiered.tiers.stats import TierStats
 
@@ -165,11 +163,9 @@ class Runtime:
         """
         check_inspector(inspector)
         check_streamer(streamer)
-        ids: dict[str, Any] = {
-            "input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids,
-        }  # fmt: skip
+        options |= {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
         with ending(streamer), ExitStack() as reported:
-            call = self.prepare(inputs, generation_config=generation_config, raw=raw, prior=prior, **ids, **options)
+            call = self.prepare(inputs, generation_config=generation_config, raw=raw, prior=prior, **options)
             for warning in call.warnings:
                 warnings.warn(warning, stacklevel=3)  # the caller's line, behind the decorator
             with self.begin(call, streamer=streamer, inspector=inspector, reported=reported) as (denoiser, tiers):
@@ -200,7 +196,8 @@ class Runtime:
             generation_config, options, mask_token_id=model.mask_token_id, shape=model.shape, name=name
         )
         check_call(chosen, model, self.policy, name=name)
-        prompts = self._read(inputs, attention_mask, raw=raw, input_ids=input_ids, token_type_ids=token_type_ids)
+        ids = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        prompts = self._read(inputs, ids, raw=raw)
         return prepare(self._call, self.policy, chosen, prompts, prior)
 
     def check_alone(self, call: PreparedCall) -> None:
@@ -276,35 +273,25 @@ class Runtime:
             TypeError, ValueError: ids or a mask of the wrong type, shape or range; a block length that is missing, or
                 not the checkpoint's.
         """
-        ids: dict[str, Any] = {
-            "input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids,
-        }  # fmt: skip
-        prompts, clean, block = self._read_ids(noise_mask, block_length, **ids)
+        ids = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        prompts, shape = self._read(None, ids), self.model.shape
         batch, length = prompts.ids.shape
+        check_positions(shape, length, "the ids make")
+        clean = read_noise_mask(noise_mask, shape, (batch, length), self.device)
+        block = read_block(block_length, shape, name=self.name)
         with self._call.booked(row_schedule("none"), self._call.sizes(batch, length, length)):
             forward = uncached(self._call, prompts, block)
             clean = forward.sight.last_block() if clean is None else clean
             return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length), clean=clean)
 
-    def _read_ids(
-        self, noise_mask: Tensor | None, block_length: int | None, **ids: Any
-    ) -> tuple[Prompts, Clean | None, int | None]:
-        """The ids as prompts, how many columns of each are clean (None: all but the last block), and how long blocks
-        are (None: there are none)."""
-        prompts = self._read(None, **ids)
-        batch, length = prompts.ids.shape
-        check_positions(self.model.shape, length, "the ids make")
-        clean = read_noise_mask(noise_mask, self.model.shape, (batch, length), self.device)
-        return prompts, clean, read_block(block_length, self.model.shape, name=self.name)
-
-    def _read(self, inputs: Inputs | None, attention_mask: Ids | None, **given: Any) -> Prompts:
+    def _read(self, inputs: Inputs | None, ids: Mapping[str, Any], *, raw: bool = False) -> Prompts:
         prompts = read_inputs(
             inputs,
-            attention_mask,
+            ids,
             tokenizer=self.tokenizer,
             tokenizer_missing=f"{self.name!r} has none ({TOKENIZER_SOURCES}, beside the weights)",
             pad_token_id=self.model.pad_token_id,
             vocab_size=self.model.shape.vocab_size,
-            **given,
+            raw=raw,
         )
         return prompts.to("cpu")

@@ -58,7 +58,7 @@ class ByTransformers:
         runtime = self._runtime
         prompts = read_inputs(
             inputs,
-            attention_mask,
+            {"attention_mask": attention_mask},
             tokenizer=runtime.tokenizer,
             tokenizer_missing="there is none",
             pad_token_id=runtime.model.pad_token_id,

@@ -17,7 +17,7 @@ from workloads.answer_tables import Column, pivot, policy, size, where
 from workloads.answers import OF, TIMED, measure, tasks_of
 from workloads.models import paths, weights
 
-from tiered.cli.policy_options import policy_options
+from tiered.cli.flags import policy_options
 from tiered.core.byte_size import parse_bytes
 from tiered.core.checks import unknown_name
 from tiered.policies.registry import PRESETS, make_policy

@@ -6,9 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tiered.cli.memory_options import add_memory_options, memory_budget
-from tiered.cli.model_options import add_model_options, model_options
-from tiered.cli.policy_options import add_policy_options, policy_options
+from tiered.cli.flags import (
+    add_memory_options,
+    add_model_options,
+    add_policy_options,
+    memory_budget,
+    model_options,
+    policy_options,
+)
 from tiered.core.checks import nearest
 from tiered.models.locate import EMBEDDED_MODELS
 
@@ -17,8 +22,11 @@ if TYPE_CHECKING:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of a command. An error is one line. Arguments that come from code with torch in it are entered by
-    `late` once the command is asked for: the help of the others comes at once."""
+    """The parser of a command. An error is one line.
+
+    Attributes:
+        late: enters arguments that need torch, once the command itself is parsed; None for none.
+    """
 
     late: Callable[[argparse.ArgumentParser], None] | None = None
 
@@ -70,13 +78,13 @@ def add_how(parser: CommandParser) -> None:
     add_policy_options(parser)
     add_memory_options(parser)
     add_model_options(parser)
+    parser.late = _add_late
 
-    def late(parser: argparse.ArgumentParser) -> None:
-        from tiered.cli.option_flags import add_option_flags
 
-        add_option_flags(parser)
+def _add_late(parser: argparse.ArgumentParser) -> None:
+    from tiered.cli.option_flags import add_option_flags
 
-    parser.late = late
+    add_option_flags(parser)
 
 
 def as_asked(args: argparse.Namespace, prompts: list[str], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,20 +104,12 @@ def load_runtime(args: argparse.Namespace) -> "Runtime":
     from tiered.loading import from_pretrained
 
     return from_pretrained(
-        args.model,
-        policy=args.policy,
-        memory=memory_budget(args),
-        **model_options(args),
-        **policy_options(args),
+        args.model, policy=args.policy, memory=memory_budget(args), **model_options(args), **policy_options(args)
     )
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts, from wherever they come.
-
-    Raises:
-        ValueError: none at all, or from two places.
-    """
+    """The prompts. Raises `ValueError` if there are none, or if they come from two places."""
     if args.prompts and args.prompt_file:
         raise ValueError("prompts come as arguments or from --prompt-file, not both")
     if args.prompts:

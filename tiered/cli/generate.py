@@ -14,7 +14,6 @@ Options are known by the names of official scripts too: --gen-length, --threshol
 
 
 def add_parser(subparsers: "argparse._SubParsersAction") -> None:
-    """Enter the command."""
     parser = subparsers.add_parser("generate", help="answer prompts with a checkpoint", description=DESCRIPTION)
     add_call(parser)
     add_watch_options(parser)

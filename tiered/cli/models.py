@@ -18,14 +18,12 @@ HEADER = ("name", "from", "family", "parameters", "layers", "KV/token", "hidden/
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Enter the command."""
     parser = subparsers.add_parser("models", help="the models that can be planned or loaded", description=DESCRIPTION)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table."""
     from tiered.planning.catalog import known_models
 
     models = known_models()
@@ -54,7 +52,6 @@ def _cells(model: "KnownModel") -> tuple[str, ...]:
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
-    """`rows` in columns; those of numbers stand on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = "<<<>>>>>><"
     return "\n".join(

@@ -7,9 +7,9 @@ from collections import defaultdict
 from dataclasses import MISSING, fields
 from typing import Any, get_args, get_type_hints
 
-from tiered.core.aliases import ALIASES, GIDD_ALIASES
+from tiered.core.aliases import ALIASES, GIDD_ALIASES, resolve_aliases
 from tiered.decoding.rules.registry import COMMIT_OPTIONS, COMMIT_RULES
-from tiered.options import GenerationOptions, own_names
+from tiered.options import OPTION_NAMES, GenerationOptions
 
 # Type of each option that a flag can carry: a number or a word. Switches have flags of their own.
 _KINDS: dict[str, type] = {
@@ -53,7 +53,7 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     """
     given = {name: value for name in (*_KINDS, *_OFFICIAL) if (value := getattr(args, name)) is not None}
     # No flag is called as the mask token is, so any id does.
-    return {"stop_at_eos": not args.no_stop_at_eos, **own_names(given, mask_token_id=0)}
+    return {"stop_at_eos": not args.no_stop_at_eos, **resolve_aliases(given, OPTION_NAMES, mask_token_id=0)}
 
 
 def attributes_of(cls: type) -> dict[str, str]:

@@ -3,9 +3,14 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from tiered.cli.memory_options import add_memory_options, memory_budget
-from tiered.cli.model_options import add_model_options, model_options
-from tiered.cli.policy_options import add_policy_options, policy_options
+from tiered.cli.flags import (
+    add_memory_options,
+    add_model_options,
+    add_policy_options,
+    memory_budget,
+    model_options,
+    policy_options,
+)
 from tiered.cli.printing import add_json, print_result
 from tiered.core.rates import DEVICES
 from tiered.models.locate import EMBEDDED_MODELS
@@ -20,7 +25,6 @@ The exit status is 0 whether it fits or not."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Enter the command."""
     parser = subparsers.add_parser("plan", help="what a call takes in each memory tier", description=DESCRIPTION)
     embedded, presets = ", ".join(EMBEDDED_MODELS), ", ".join(PRESETS)
     named = f"an embedded model ({embedded}), a preset ({presets})"
@@ -60,7 +64,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the card."""
     made = planned(args)
     print_result(args, made, made.as_dict())
     return 0

@@ -11,7 +11,6 @@ how long the smallest layer takes; `tiered plan --device FILE` tells the time of
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Enter the command."""
     parser = subparsers.add_parser("rates", help="how fast this machine is", description=DESCRIPTION)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto (what is here)")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: bfloat16 on CUDA)")
@@ -21,7 +20,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the figures."""
     import torch
 
     from tiered.core.checks import unknown_name

@@ -15,7 +15,6 @@ bear it."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction") -> None:
-    """Enter the command."""
     parser: CommandParser = subparsers.add_parser(
         "serve", help="answer requests over HTTP, as OpenAI's API does", description=DESCRIPTION
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tiered.cli.call import add_call, as_asked, load_runtime, read_prompts
 from tiered.cli.printing import add_json, print_result
+from tiered.cli.watch import progress_bar
 
 SUFFIXES = (".json", ".json.gz")  # of files that Perfetto opens
 DESCRIPTION = """Answer prompts as `tiered generate` does, under torch's profiler, and write its trace: ranges by
@@ -14,7 +15,6 @@ https://ui.perfetto.dev."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction") -> None:
-    """Enter the command."""
     parser = subparsers.add_parser("trace", help="when a call computes, copies and waits", description=DESCRIPTION)
     add_call(parser)
     parser.add_argument(
@@ -29,7 +29,6 @@ def run(args: argparse.Namespace) -> int:
     _check_path(args.out)
     prompts = read_prompts(args)
     from tiered.cli.option_flags import generation_options
-    from tiered.cli.progress import progress_bar
     from tiered.observe.trace import trace_call, trace_report, write_trace
 
     options = generation_options(args)

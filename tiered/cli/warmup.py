@@ -4,9 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tiered.cli.call import load_runtime
-from tiered.cli.memory_options import add_memory_options
-from tiered.cli.model_options import add_model_options
-from tiered.cli.policy_options import add_policy_options
+from tiered.cli.flags import add_memory_options, add_model_options, add_policy_options
 from tiered.cli.printing import add_json, print_result
 
 if TYPE_CHECKING:
@@ -20,7 +18,6 @@ ANSWER = 64  # tokens
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Enter the command."""
     parser = subparsers.add_parser("warmup", help="compile a model's kernels beforehand", description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", help="directory, id of a downloaded model, or 'embedded'")
     add_policy_options(parser)

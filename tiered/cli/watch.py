@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 from tiered.core.extras import Extra
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from tqdm import tqdm
+
     from tiered.runtime import Runtime
 
 
@@ -65,7 +68,33 @@ def shown(
         with watching(runtime, policy, **how) as watcher:
             yield {"streamer": watcher, "inspector": watcher}
     else:
-        from tiered.cli.progress import progress_bar
-
         with progress_bar(options) as streamer:
             yield {"streamer": streamer}
+
+
+class _Bar:
+    def __init__(self, bar: "tqdm[Any]") -> None:
+        self._bar, self._forwards, self._prompts_seen = bar, 0, False
+
+    def put(self, value: "Tensor") -> None:
+        if self._prompts_seen:
+            self._bar.update(value.shape[1])
+        self._prompts_seen = True
+
+    def put_draft(self, value: "Tensor") -> None:
+        self._forwards += 1
+        self._bar.set_postfix(forwards=self._forwards)
+
+    def end(self) -> None: ...
+
+
+@contextmanager
+def progress_bar(options: Mapping[str, Any]) -> Iterator[_Bar | None]:
+    """A streamer that shows an answer under `options` of `generate` as a bar on stderr; None without a terminal."""
+    from tqdm import tqdm
+
+    from tiered.options import GenerationOptions
+
+    tokens = options.get("max_new_tokens", GenerationOptions().max_new_tokens)
+    with tqdm(desc="denoising", total=tokens, unit=" tokens", leave=False, disable=None, dynamic_ncols=True) as bar:
+        yield None if bar.disable else _Bar(bar)

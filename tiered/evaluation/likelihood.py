@@ -101,7 +101,6 @@ class Likelihood:
         return -(taken * masks).sum(dim=1) * len(target) / masks.sum(dim=1)
 
     def _logits(self, ids: Tensor, start: int) -> Float[Tensor, "draws length vocab"]:
-        """Guided logits that predict the columns from `start` on."""
         first = start - self._runtime.model.shape.prediction_shift
         rows = slice(first, first + ids.shape[1] - start)
         logits = self._runtime.logits(ids)[:, rows]

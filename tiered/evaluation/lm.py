@@ -127,7 +127,6 @@ class TieredLM(LM):
         return [answers[index] for index in range(len(requests))]
 
     def _text(self, request: Request, settings: RequestSettings) -> str:
-        """The answer of a request that is over. Raises its error if it has one."""
         if request.output is None:
             raise request.error or RuntimeError(f"{request!r} has no answer")
         self.totals.add(request.output)
@@ -171,7 +170,6 @@ class TieredLM(LM):
         return results
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt."""
         return encode(self.tokenizer, text, eos_token_id=self.eot_token_id, add_bos_token=self._bos)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -184,7 +182,6 @@ class TieredLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The key of cached requests by tokenizer."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
@@ -200,7 +197,6 @@ class TieredLM(LM):
 
 
 def _batch_size(batch_size: int | str, most: int | None) -> int:
-    """Requests at a time of `batch_size`: a number, "auto" or "auto:N"."""
     if isinstance(batch_size, str):
         if batch_size.partition(":")[0] == "auto":
             batch_size = AUTO_BATCH_SIZE if most is None else most
@@ -211,11 +207,6 @@ def _batch_size(batch_size: int | str, most: int | None) -> int:
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The options of loading, of the policy and of `generate`.
-
-    Raises:
-        ValueError: an option that is none of them (names the nearest).
-    """
     loading, policy, generation = {}, {}, {}
     for name, value in options.items():
         if name in _LOADING or name in _CAPS:
@@ -232,7 +223,6 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dic
 
 
 def _runtime(pretrained: str | Path | Runtime, loading: dict[str, Any], policy: dict[str, Any]) -> Runtime:
-    """The runtime of these arguments; one that is loaded takes another policy only."""
     given = {name: value for name, value in loading.items() if value is not None}
     named = given.pop("policy", None)
     if isinstance(pretrained, Runtime):

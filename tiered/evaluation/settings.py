@@ -47,7 +47,6 @@ class RequestSettings:
 
     @property
     def columns(self) -> int:
-        """Canvas columns behind the prompt."""
         return self.options["max_new_tokens"] + self.options.get("trailing_noise", 0)
 
 
@@ -72,7 +71,6 @@ class CallTotals:
     peak_bytes: dict[str, int] = field(default_factory=dict)
 
     def add(self, out: GenerationOutput) -> None:
-        """Count one answer."""
         self.sequences += 1
         self.forwards += sum(out.forwards)
         self.tokens += out.timings.tokens
@@ -187,12 +185,11 @@ class Defaults:
         return {name: value for name, value in given.items() if name not in ("top_p", "top_k")} | {"temperature": 0.0}
 
     def _canvas_length(self, tokens: int, options: Mapping[str, Any]) -> int:
-        """`tokens` rounded up to whole blocks of a call with `options`, which name no length."""
         block = options.get("block_length")
         if block is None:
             # The number of steps has to go with the number of blocks, which is not known yet.
             probe = {name: value for name, value in options.items() if name != "steps"}
-            rule = self._checked({**probe, "max_new_tokens": DEFAULT_BLOCK_LENGTH}).rule()
+            rule = self._checked({**probe, "max_new_tokens": DEFAULT_BLOCK_LENGTH}).rule
             block = tokens if rule.by_time else min(DEFAULT_BLOCK_LENGTH, tokens)
         check_integer("block_length", block, least=1)
         return -(-tokens // block) * block

@@ -36,7 +36,6 @@ class Advice:
     change: Mapping[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
         change = {name: asdict(value) if is_dataclass(value) else value for name, value in self.change.items()}  # pyright: ignore[reportArgumentType]
         return {"text": self.text, "change": change}
 
@@ -66,7 +65,6 @@ def code_savings(workload: Workload, budget: MemoryBudget) -> str:
 
 
 def _streamed(workload: Workload, budget: MemoryBudget) -> tuple[int, int]:
-    """Bytes that a step brings to the device: of weights; of keys and values."""
     needed = workload.needed(budget)
     streams = () if needed.streams is None else needed.streams.streams
     weights = 0 if needed.weights is None else needed.weights.moved
@@ -106,7 +104,6 @@ def _changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
 
 
 def _hidden_changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
-    """Changes to what the policy keeps of hidden states."""
     policy, sizes = workload.policy, workload.sizes
     if not isinstance(policy, Polestar) or not policy.top_m:
         return

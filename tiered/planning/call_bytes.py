@@ -54,28 +54,7 @@ class CallBytes:
         If it does not fit at all, it is the call that lacks the least: it takes the least of the device with what the
         lower tiers have room for, or fits the device and takes more of the host.
         """
-        call = cls._fewest(policy, sizes, budget, held, weights)
-        if call._fits(budget, held):
-            return call
-        lower = cls._with_more_host(policy, sizes, budget, held, weights)
-        return call if lower is None else min((call, lower), key=lambda each: each._lacks(budget, held))
-
-    @classmethod
-    def _with_more_host(
-        cls,
-        policy: Policy,
-        sizes: CallSizes,
-        budget: MemoryBudget,
-        held: Mapping[Tier, int] | None,
-        weights: WeightBytes | None,
-    ) -> "CallBytes | None":
-        """What would fit the device if the host were larger; None if nothing would, or the host has no cap."""
-        if budget.cap(Tier.HOST) is None:
-            return None
-        call = cls._fewest(policy, sizes, budget.with_cap(Tier.HOST, None), held, weights)
-        if call.weights is not None and call.weights.layers:
-            call = call._streaming(len(call.weights.layers), budget, held)
-        return call if call._fits(budget, held, Tier.DEVICE) else None
+        return _Search(policy, sizes, budget, held or {}, weights).best()
 
     @classmethod
     def fitting(
@@ -95,18 +74,18 @@ class CallBytes:
             TierCapacityError: a tier has no room for it. The error also says with how much of the other tier it would
                 fit, if it would.
         """
-        asked = policy, sizes, budget, held, weights
-        call = cls.of(*asked)
+        search = _Search(policy, sizes, budget, held, weights)
+        call = search.best()
         for tier, amounts in call.tiers(budget).items():
             cap, used, needed = budget.cap(tier), held.get(tier, 0), sum(amounts.values())
             if cap is None or used + needed <= cap:
                 continue
             if tier is Tier.DEVICE:
-                other, instead = cls._with_more_host(*asked), Tier.HOST
+                other, instead = search.with_more_host(), Tier.HOST
             else:
-                resident = budget.with_cap(Tier.DEVICE, None)
-                other, instead = cls._fewest(policy, sizes, resident, held, weights), Tier.DEVICE
-                other = other if other._fits(resident, held) else None
+                resident, instead = search.with_cap(Tier.DEVICE, None), Tier.DEVICE
+                other = resident.fewest()
+                other = other if resident.fits(other) else None
             if other is not None:
                 total = sum(other.tiers(budget)[instead].values()) + held.get(instead, 0)
                 hint = f'pass {instead}="{enough(total)}" instead; {hint}'
@@ -114,139 +93,33 @@ class CallBytes:
             raise TierCapacityError(needed - before, cap - used - before, tier, hint, used + needed)
         return call
 
-    def _lacks(self, budget: MemoryBudget, held: Mapping[Tier, int] | None) -> int:
-        """Bytes for which the tiers have no room."""
-        totals = {tier: (held or {}).get(tier, 0) + sum(of.values()) for tier, of in self.tiers(budget).items()}
-        return sum(max(0, total - cap) for tier, total in totals.items() if (cap := budget.cap(tier)) is not None)
-
-    @classmethod
-    def _fewest(
-        cls,
-        policy: Policy,
-        sizes: CallSizes,
-        budget: MemoryBudget,
-        held: Mapping[Tier, int] | None,
-        weights: WeightBytes | None,
-    ) -> "CallBytes":
-        features = cls._of_features(policy, sizes, budget, held, weights)
-        if weights is None or weights.fixed or features._fits(budget, held):
-            return features
-        most = weights.of_layers
-        least = cls._of_features(policy, sizes, budget.with_cap(Tier.DEVICE, 0), held, weights)
-        for call in (cls._of_features(policy, sizes, budget.with_cap(Tier.DEVICE, None), held, weights), least):
-            found = bisect_left(
-                range(most + 1), True, lo=min(FEWEST, most),
-                key=lambda count, call=call: call._streaming(count, budget, held)._fits(budget, held, Tier.DEVICE),
-            )  # fmt: skip
-            if found <= most and (fitting := call._streaming(found, budget, held))._fits(budget, held):
-                return fitting
-        if most >= FEWEST and (everything := least._streaming(most, budget, held))._fits(budget, held, *BELOW_DEVICE):
-            return everything
-        return features
-
-    def _streaming(self, count: int, budget: MemoryBudget, held: Mapping[Tier, int] | None) -> "CallBytes":
-        """The same with so many layers of weights streamed, as many of them from the host as that has room for."""
-        assert self.weights is not None, "weights are streamed that are the call's"
-        weights, cap = self.weights.streaming(count), budget.cap(Tier.HOST)
-        if cap is not None and weights.passes_host(budget):
-            free = cap - (held or {}).get(Tier.HOST, 0) - sum(self.tiers(budget)[Tier.HOST].values())
-            if sum(weights.lower(budget)[Tier.HOST].values()) > free:
-                rings = sum(weights.streaming(count, count).lower(budget)[Tier.HOST].values())
-                here = max(0, free - rings) // weights.slot_bytes
-                # What is coded goes to the disk by way of the host.
-                weights = weights.streaming(count, count - max(here, 0 if weights.in_files else 1))
-        return replace(self, weights=weights)
-
-    def _fits(self, budget: MemoryBudget, held: Mapping[Tier, int] | None, *only: Tier) -> bool:
-        """Whether all of it has room beside `held`; or what of it is in `only` these tiers."""
-        amounts = self.tiers(budget)
-        return all(
-            (cap := budget.cap(tier)) is None or (held or {}).get(tier, 0) + sum(amounts[tier].values()) <= cap
-            for tier in only or Tier
-        )
-
-    @classmethod
-    def _of_features(
-        cls,
-        policy: Policy,
-        sizes: CallSizes,
-        budget: MemoryBudget,
-        held: Mapping[Tier, int] | None,
-        weights: WeightBytes | None,
-    ) -> "CallBytes":
-        """With all `weights` on the device."""
-        held, layers = held or {}, sizes.shape.layers
-        whole = policy.device_bytes(sizes)
-        kept = [feature for feature, count in policy.features(sizes.shape).items() if count == layers > 1]
-        needs = policy.needs(sizes)
-        forced = [feature for feature in kept if feature in needs.on_host]
-        records = cache(needs.records or (lambda least_slot: None))
-
-        def needed(streamed: StreamedLayers) -> CallBytes:
-            alone = records(0)
-            streams = StreamBytes.of(
-                sizes,
-                streamed.counts,
-                workspaces=streamed.workspaces,
-                least_slot=0 if alone is None else alone.slot_bytes,
-            )
-            if streams is None:
-                return cls(steps=whole, records=alone, streams=None, weights=weights)
-            steps = added(whole, {Account.ACTIVATIONS: streams.activations})
-            for stream in streams.streams:
-                steps[stream.account] -= stream.saved
-            return cls(steps=steps, records=records(streams.slot_bytes), streams=streams, weights=weights)
-
-        def room(tier: Tier, amounts: Mapping[Account, int]) -> bool:
-            cap = budget.cap(tier)
-            return cap is None or held.get(tier, 0) + sum(amounts.values()) <= cap
-
-        def above(streamed: StreamedLayers) -> bool:
-            return room(Tier.DEVICE, needed(streamed).device)
-
-        def below(streamed: StreamedLayers) -> bool:
-            amounts = needed(streamed).tiers(budget)
-            return all(room(tier, amounts[tier]) for tier in (Tier.HOST, Tier.DISK))
-
-        resident = StreamedLayers(dict.fromkeys(forced, layers))
-        if budget.cap(Tier.DEVICE) is None:
-            return needed(resident)
-        found = fewest_streamed(kept, forced, layers, above, below)
-        if found is not None:
-            return needed(found)
-        everything = StreamedLayers(dict.fromkeys(kept, layers), 1)
-        least, most = needed(everything), needed(resident)
-        smaller = kept and below(everything) and least.total(Tier.DEVICE) < most.total(Tier.DEVICE)
-        return least if smaller else most
-
     @property
     def slot_bytes(self) -> int:
-        """Of a staging slot that records arrive in; 0 where there are no tiers."""
+        """Bytes of a staging slot that records arrive in; 0 if nothing leaves the device."""
         return max((part.slot_bytes for part in self._parts), default=0)
 
     @property
     def store_bytes(self) -> int:
-        """Of a staging slot that records leave from."""
+        """Bytes of a staging slot that records leave from."""
         return max((part.store_bytes for part in self._parts), default=0)
 
     @property
     def slab_bytes(self) -> int:
-        """Of what the memory of records is cut from."""
+        """Bytes of a slab, which records get their memory from."""
         return max((part.slab_bytes for part in self._parts), default=0)
 
     @property
     def fetch_slots(self) -> int:
-        """Of the ring that records arrive in."""
+        """Slots of the ring that records arrive in."""
         return sum(part.fetch_slots for part in self._parts)
 
     @property
     def store_slots(self) -> int:
-        """Of the ring that records leave through."""
+        """Slots of the ring that records leave through."""
         return max((part.store_slots for part in self._parts), default=0)
 
     @property
     def device(self) -> dict[Account, int]:
-        """Bytes of the device by account."""
         device = self.steps if self.records is None else added(self.steps, self.records.device)
         staging = self.slot_bytes * self.fetch_slots + self.store_bytes * self.store_slots
         device = {**device, Account.STAGING: staging} if self._parts else dict(device)
@@ -292,3 +165,114 @@ class CallBytes:
     def total(self, tier: Tier) -> int:
         """Bytes of a tier in all, without a disk tier."""
         return sum((self.device if tier is Tier.DEVICE else self.tiers(MemoryBudget())[tier]).values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Finds the call that streams the fewest layers beside `held` bytes of each tier."""
+
+    policy: Policy
+    sizes: CallSizes
+    budget: MemoryBudget
+    held: Mapping[Tier, int]
+    weights: WeightBytes | None
+
+    def best(self) -> CallBytes:
+        call = self.fewest()
+        if self.fits(call) or (lower := self.with_more_host()) is None:
+            return call
+        return min((call, lower), key=self._lacks)
+
+    def with_more_host(self) -> CallBytes | None:
+        """What would fit the device if the host were larger; None if nothing would, or the host has no cap."""
+        if self.budget.cap(Tier.HOST) is None:
+            return None
+        call = self.with_cap(Tier.HOST, None).fewest()
+        if call.weights is not None and call.weights.layers:
+            call = self._streaming(call, len(call.weights.layers))
+        return call if self.fits(call, Tier.DEVICE) else None
+
+    def with_cap(self, tier: Tier, cap: int | None) -> "_Search":
+        return replace(self, budget=self.budget.with_cap(tier, cap))
+
+    def fewest(self) -> CallBytes:
+        features, weights = self._of_features(), self.weights
+        if weights is None or weights.fixed or self.fits(features):
+            return features
+        most, least = weights.of_layers, self.with_cap(Tier.DEVICE, 0)._of_features()
+        for call in (self.with_cap(Tier.DEVICE, None)._of_features(), least):
+            found = bisect_left(
+                range(most + 1), True, lo=min(FEWEST, most),
+                key=lambda count, call=call: self.fits(self._streaming(call, count), Tier.DEVICE),
+            )  # fmt: skip
+            if found <= most and self.fits(fitting := self._streaming(call, found)):
+                return fitting
+        if most >= FEWEST and self.fits(everything := self._streaming(least, most), *BELOW_DEVICE):
+            return everything
+        return features
+
+    def fits(self, call: CallBytes, *only: Tier) -> bool:
+        """Whether `call` has room, in all tiers or in `only` these."""
+        amounts = call.tiers(self.budget)
+        return all(self._room(tier, amounts[tier]) for tier in only or Tier)
+
+    def _room(self, tier: Tier, amounts: Mapping[Account, int]) -> bool:
+        cap = self.budget.cap(tier)
+        return cap is None or self.held.get(tier, 0) + sum(amounts.values()) <= cap
+
+    def _lacks(self, call: CallBytes) -> int:
+        totals = {tier: self.held.get(tier, 0) + sum(of.values()) for tier, of in call.tiers(self.budget).items()}
+        return sum(max(0, total - cap) for tier, total in totals.items() if (cap := self.budget.cap(tier)) is not None)
+
+    def _streaming(self, call: CallBytes, count: int) -> CallBytes:
+        """`call` with so many layers of weights streamed, as many of them from the host as that has room for."""
+        assert call.weights is not None, "weights are streamed that are the call's"
+        weights, cap = call.weights.streaming(count), self.budget.cap(Tier.HOST)
+        if cap is not None and weights.passes_host(self.budget):
+            free = cap - self.held.get(Tier.HOST, 0) - sum(call.tiers(self.budget)[Tier.HOST].values())
+            if sum(weights.lower(self.budget)[Tier.HOST].values()) > free:
+                rings = sum(weights.streaming(count, count).lower(self.budget)[Tier.HOST].values())
+                here = max(0, free - rings) // weights.slot_bytes
+                # What is coded goes to the disk by way of the host.
+                weights = weights.streaming(count, count - max(here, 0 if weights.in_files else 1))
+        return replace(call, weights=weights)
+
+    def _of_features(self) -> CallBytes:
+        """The call with the fewest layers of features streamed, and all weights on the device."""
+        policy, sizes, layers = self.policy, self.sizes, self.sizes.shape.layers
+        whole, needs = policy.device_bytes(sizes), policy.needs(sizes)
+        kept = [feature for feature, count in policy.features(sizes.shape).items() if count == layers > 1]
+        forced = [feature for feature in kept if feature in needs.on_host]
+        records = cache(needs.records or (lambda least_slot: None))
+
+        def needed(streamed: StreamedLayers) -> CallBytes:
+            alone = records(0)
+            streams = StreamBytes.of(
+                sizes,
+                streamed.counts,
+                workspaces=streamed.workspaces,
+                least_slot=0 if alone is None else alone.slot_bytes,
+            )
+            if streams is None:
+                return CallBytes(steps=whole, records=alone, streams=None, weights=self.weights)
+            steps = added(whole, {Account.ACTIVATIONS: streams.activations})
+            for stream in streams.streams:
+                steps[stream.account] -= stream.saved
+            return CallBytes(steps=steps, records=records(streams.slot_bytes), streams=streams, weights=self.weights)
+
+        def above(streamed: StreamedLayers) -> bool:
+            return self._room(Tier.DEVICE, needed(streamed).device)
+
+        def below(streamed: StreamedLayers) -> bool:
+            return self.fits(needed(streamed), *BELOW_DEVICE)
+
+        resident = StreamedLayers(dict.fromkeys(forced, layers))
+        if self.budget.cap(Tier.DEVICE) is None:
+            return needed(resident)
+        found = fewest_streamed(kept, forced, layers, above, below)
+        if found is not None:
+            return needed(found)
+        everything = StreamedLayers(dict.fromkeys(kept, layers), 1)
+        least, most = needed(everything), needed(resident)
+        smaller = kept and below(everything) and least.total(Tier.DEVICE) < most.total(Tier.DEVICE)
+        return least if smaller else most

@@ -50,7 +50,6 @@ class TierPlan:
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
         return sum(self.accounts.values())
 
     @property
@@ -106,7 +105,6 @@ class Plan:
 
     @property
     def shape(self) -> ModelShape:
-        """Sizes of the model."""
         return self.sizes.shape
 
     @property
@@ -121,7 +119,6 @@ class Plan:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
         return self.shape.layers * sum(self.sizes.row_bytes(feature) for feature in KEY_VALUE)
 
     def require_fit(self) -> None:

@@ -44,7 +44,6 @@ class KnownModel:
     loadable: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
         hidden = {codec.value: count for codec, count in self.hidden_bytes_per_token.items()}
         return asdict(self) | {"hidden_bytes_per_token": hidden}
 
@@ -83,7 +82,6 @@ def _known(name: str, source: Source) -> KnownModel:
 
 
 def _cached_models() -> Iterator[str]:
-    """Ids of the models in the local Hugging Face cache."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

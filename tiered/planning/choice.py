@@ -57,7 +57,6 @@ class Choice:
         return f"<Choice {self}>"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
         return {"policy": self.policy.name, "policy_options": self.policy.options, "why": self.why}
 
 

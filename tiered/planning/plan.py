@@ -92,7 +92,6 @@ def plan(
 def _figures(
     policy: Policy, sizes: CallSizes, budget: MemoryBudget, rates: Rates | None, tokens: int
 ) -> dict[str, Any]:
-    """The fields of `Plan` that the sizes, the budget and the rates decide."""
     choice = choose(policy, sizes, budget)
     workload = Workload(choice.policy, sizes)
     needed = workload.needed(budget)
@@ -136,7 +135,6 @@ def _warnings(workload: Workload, budget: MemoryBudget, time: CallTime | None) -
 def _positions(
     shape: ModelShape, name: str, context: int, batch: int, max_new_tokens: int | None, block_length: int | None
 ) -> dict[str, Any]:
-    """Sequences, positions, answer and block of a call, as `CallSizes` has them."""
     context, batch = _size("context", context), _size("batch", batch)
     answer = None if max_new_tokens is None else _size("max_new_tokens", max_new_tokens)
     given = None if block_length is None else _size("block_length", block_length)
@@ -200,7 +198,6 @@ def _largest_context(workload: Workload, budget: MemoryBudget) -> int | None:
 
 
 def _check(policy: Policy, sizes: CallSizes, name: str) -> None:
-    """Refuse what no call can be."""
     shape, context, block = sizes.shape, sizes.context, sizes.block_length
     if sizes.answer is not None:
         check_multiple("max_new_tokens", sizes.answer, block, f"block_length = {block}")

@@ -84,7 +84,6 @@ class CallTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the call."""
         return sum(kind.count * kind.seconds for kind in self.kinds.values())
 
     @property
@@ -123,7 +122,6 @@ def call_time(
 
 
 def _kinds(policy: Policy, sizes: CallSizes, tokens_per_forward: int) -> tuple[tuple[int, DryForward], ...]:
-    """How many forwards of each kind a call has, with the average of them."""
     forwards = list(dry_run(policy, sizes, tokens_per_forward=tokens_per_forward))
     blocks, later = answer_of(sizes) // sizes.block_length, forwards[-1].block
     kinds = []

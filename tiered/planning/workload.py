@@ -55,7 +55,6 @@ class Workload:
         return self.needed(budget).tiers(budget)
 
     def total(self, tier: Tier = Tier.DEVICE, budget: MemoryBudget = UNCAPPED) -> int:
-        """All bytes of `tier`."""
         return sum(self.accounts(budget)[tier].values())
 
     def over(self, budget: MemoryBudget) -> dict[Tier, int]:
@@ -110,5 +109,4 @@ class HiddenBytes:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
         return asdict(self) | {"codecs": {codec.value: size for codec, size in self.codecs.items()}}

@@ -22,21 +22,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tiered.serving.answering import Answering, Gone, logged, prepared_calls
 from tiered.serving.metrics import registry_of
 from tiered.serving.openai_fields import Limits, read_body, read_json
 from tiered.serving.prompts import RefusedBody
 from tiered.serving.replies import Replies, error_body, told
 from tiered.serving.request import BusyError, ClosedError
+from tiered.serving.responder import ClientDisconnected, Responder, logged, prepared_calls
 from tiered.serving.scheduler import Scheduler
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 _BODY_SECONDS = 30.0
-_HEADERS = {
-    401: {"WWW-Authenticate": "Bearer"},
-    429: {"Retry-After": "1"},
-    503: {"Retry-After": "1"},
-}
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}}
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 )
@@ -104,7 +100,7 @@ class _Endpoints:
 
     def __init__(self, service: Service) -> None:
         self._service, self._scheduler, self._tokens = service, service.scheduler, threading.Lock()
-        self.responding: set[Answering] = set()
+        self.responding: set[Responder] = set()
         # The queue has its own limit; this one counts prompts on their way there.
         self._places = asyncio.Semaphore(self._scheduler.max_running + self._scheduler.max_waiting)
         self._registry = registry_of(self._scheduler)
@@ -133,27 +129,22 @@ class _Endpoints:
             return refused(error)
 
     async def models(self, request: Request) -> Response:
-        """The list of models: the one."""
         self._check_key(request)
         return JSONResponse({"object": "list", "data": [self._model]})
 
     async def model(self, request: Request) -> Response:
-        """The model of that name."""
         self._check_key(request)
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model)
 
     async def metrics(self, request: Request) -> Response:
-        """For Prometheus."""
         self._check_key(request)
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def health(self, request: Request) -> Response:
-        """Whether the server takes requests: it answers."""
         return JSONResponse({"status": "ok"})
 
     async def index(self, request: Request) -> Response:
-        """The page."""
         return HTMLResponse(self._page, headers={"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"})
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
@@ -167,7 +158,7 @@ class _Endpoints:
             raise BusyError("too many prompts are read at a time")
         async with self._places:
             calls = await run_in_threadpool(prepared_calls, scheduler, wanted, service.limits, self._tokens)
-        answering, replies = Answering(scheduler, wanted, calls), Replies(model=service.model, chat=chat)
+        answering, replies = Responder(scheduler, wanted, calls), Replies(model=service.model, chat=chat)
         gone = _gone(request)
         if wanted.stream:
             return _Stream(answering.streamed(replies, gone), self._under_way(answering))
@@ -175,7 +166,7 @@ class _Endpoints:
             return JSONResponse(await answering.gathered(replies, gone))
 
     @contextmanager
-    def _under_way(self, answering: Answering) -> Iterator[None]:
+    def _under_way(self, answering: Responder) -> Iterator[None]:
         self.responding.add(answering)
         try:
             with answering:
@@ -233,14 +224,13 @@ def refused(error: Exception) -> Response:
     if isinstance(error, HTTPException):
         body = error_body(str(error.detail), "invalid_request_error")
         return JSONResponse(body, error.status_code, error.headers)
-    if isinstance(error, Gone | ClientDisconnect):
+    if isinstance(error, ClientDisconnected | ClientDisconnect):
         return Response(status_code=499)
     status, body = told(logged(error))
     return JSONResponse(body, status, _HEADERS.get(status))
 
 
 async def _body_of(request: Request, most: int) -> bytes:
-    """The body, of which no more than `most` bytes are read."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a browser asks first before it sends this to another site's server
         raise RefusedBody(f"the body is application/json, not {kind or 'of no type'!r:.80}", status=415)

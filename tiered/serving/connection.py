@@ -55,7 +55,6 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._restart_timer()
         if len(self.connections) > self._most:
@@ -63,28 +62,23 @@ class Connection(H11Protocol):
             min(idle, key=lambda each: each._since).abort()
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         super().data_received(data)
         self._restart_timer()
 
     def on_response_complete(self) -> None:
-        """See uvicorn."""
         self._since = time.monotonic()
         super().on_response_complete()
         self._restart_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         super().connection_lost(exc)
         self._stop_timer()
 
     def abort(self) -> None:
-        """Close it at once; an answer that is under way is lost."""
         self.connections.discard(self)
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """See uvicorn, which calls it while it handles the error."""
         self._refuse(getattr(sys.exception(), "error_status_hint", 400), msg)
 
     def _restart_timer(self) -> None:

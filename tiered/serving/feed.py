@@ -30,7 +30,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class Finished:
     """The request of choice `index` has ended."""
 
     index: int
@@ -44,8 +44,8 @@ class Failed:
     error: Exception
 
 
-OfChoice = Final | Draft | Over
-Event = OfChoice | Failed
+OfChoice = Final | Draft | Finished
+ChoiceEvent = OfChoice | Failed
 
 
 class Feed:
@@ -54,15 +54,14 @@ class Feed:
     def __init__(self) -> None:
         """In the event loop that listens."""
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[ChoiceEvent] = asyncio.Queue()
 
-    def put(self, event: Event) -> None:
+    def put(self, event: ChoiceEvent) -> None:
         """From any thread."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
 
-    async def next(self) -> Event:
-        """In the loop."""
+    async def next(self) -> ChoiceEvent:
         return await self._events.get()
 
 
@@ -82,12 +81,11 @@ class ChoiceStreamer:
         self._blocks += value.shape[1]
 
     def put_open(self, value: Tensor, still: Tensor) -> None:
-        """A block after a forward."""
         whole = still[0].int().cumsum(dim=0) == 0
         self._tell(value[0][whole].tolist())
 
     def end(self) -> None:
-        """See `Streamer`; `Over` says more."""
+        """See `Streamer`; `Finished` says more."""
 
     def _tell(self, block: list[int]) -> None:
         if new := block[self._told - self._blocks :]:
@@ -107,10 +105,8 @@ class DraftStreamer(ChoiceStreamer):
         super().put(value)
 
     def put_draft(self, value: Tensor) -> None:
-        """Comes in front of `put_open`."""
         self._draft = value
 
     def put_open(self, value: Tensor, still: Tensor) -> None:
-        """See `ChoiceStreamer`."""
         self._feed.put(Draft(self.index, self._blocks, self._before, self._draft[0].tolist(), still[0].tolist()))
         super().put_open(value, still)

@@ -15,13 +15,10 @@ _OVER = (State.DONE, State.FAILED, State.CANCELLED, State.LATE)
 
 
 class SchedulerMetrics(Collector):
-    """Queue, batch, tokens, forwards, bytes by tier and copies, as families of metrics."""
-
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
-        """See `prometheus_client`."""
         scheduler, counts = self._scheduler, self._scheduler.counts
         yield GaugeMetricFamily("tiered_requests_waiting", "Requests that wait for their turn", scheduler.waiting)
         yield GaugeMetricFamily("tiered_requests_running", "Requests that are denoised", scheduler.running)
@@ -60,7 +57,6 @@ class SchedulerMetrics(Collector):
 
 
 def registry_of(scheduler: Scheduler) -> CollectorRegistry:
-    """A registry of this scheduler's metrics alone."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(SchedulerMetrics(scheduler))
     return registry

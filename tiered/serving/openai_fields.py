@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tiered.core.aliases import ALIASES, GIDD_ALIASES
+from tiered.core.aliases import ALIASES, GIDD_ALIASES, resolve_aliases
 from tiered.core.checks import check_integer, check_switch, nearest
 from tiered.core.errors import ContextLengthError
 from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH
 from tiered.inputs import Inputs
-from tiered.options import OPTION_NAMES, own_names
+from tiered.options import OPTION_NAMES
 from tiered.serving.prompts import RefusedBody, check_field, read_messages, read_prompts, read_stops
 
 # Fields that are not served, with their values that change nothing. None is such a value of every field.
@@ -72,7 +72,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ParsedRequest:
     """A body that was read.
 
     Attributes:
@@ -129,7 +129,7 @@ def read_json(body: bytes) -> dict[str, Any]:
 
 def read_body(
     body: Mapping[str, Any], *, chat: bool, defaults: Mapping[str, Any], limits: Limits, mask_token_id: int
-) -> Wanted:
+) -> ParsedRequest:
     """What a body of `/v1/chat/completions` (`chat`) or `/v1/completions` asks for; `defaults`: options of `generate`
     that it may overrule.
 
@@ -165,7 +165,7 @@ def read_body(
     seed = options.pop("seed", None)
     if seed is not None:
         check_field("seed", check_integer, seed, least=-(2**63), most=2**63 - 1)
-    return Wanted(
+    return ParsedRequest(
         model=model, source=source, fields=_fields(given), prompts=prompts, raw=not chat, options=options, seed=seed,
         n=n, most=most, stop=read_stops(given.get("stop", [])), stream=stream,
         **_stream_options(given.get("stream_options"), stream),
@@ -179,7 +179,7 @@ def _options(
     the canvas then has as many as fill its blocks."""
     asked = {name: given[name] for name in given if name in (*OPTION_NAMES, *ALIASES, *GIDD_ALIASES, "mask_id")}
     try:
-        own = own_names(asked, mask_token_id=mask_token_id)
+        own = resolve_aliases(asked, OPTION_NAMES, mask_token_id=mask_token_id)
     except (TypeError, ValueError) as error:
         raise RefusedBody(str(error), _field_of(str(error), {name: name for name in asked}, None)) from None
     lengths = {name: given[name] for name in ("max_completion_tokens", "max_tokens") if name in given}

@@ -34,7 +34,6 @@ def check_field(field: str, check: Any, value: object, **bounds: Any) -> None:
 
 
 def read_stops(value: object) -> list[str]:
-    """Stop strings, from one or a list."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise RefusedBody(f"stop = {value!r:.80} is a string, or a list of strings", "stop")

@@ -9,7 +9,7 @@ from typing import Any
 
 from tiered.core.errors import TierCapacityError
 from tiered.serving.prompts import RefusedBody
-from tiered.serving.request import BusyError, ClosedError, LateRequest
+from tiered.serving.request import BusyError, ClosedError, RequestTimeout
 
 DONE = b"data: [DONE]\n\n"
 
@@ -29,7 +29,6 @@ class Replies:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, texts: Sequence[str], reasons: Sequence[str], usage: Mapping[str, int]) -> dict[str, Any]:
-        """The answer in one piece."""
         choices = [
             self._choice(index, {"message": {"role": "assistant", "content": text, "refusal": None}}, text, reason)
             for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
@@ -50,7 +49,6 @@ class Replies:
         return self._chunk([self._choice(index, {"delta": {}}, "", reason)])
 
     def beside(self, **more: Any) -> bytes:
-        """A chunk without a choice."""
         return self._chunk([], **more)
 
     def _choice(self, index: int, of_chat: dict[str, Any], text: str, reason: str | None) -> dict[str, Any]:
@@ -66,18 +64,15 @@ class Replies:
 
 
 def usage_of(prompt_tokens: int, answer_tokens: int) -> dict[str, int]:
-    """The sums of a request."""
     total = prompt_tokens + answer_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": answer_tokens, "total_tokens": total}
 
 
 def event(body: Mapping[str, Any]) -> bytes:
-    """A server-sent event."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
 def error_body(message: str, kind: str, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
@@ -95,7 +90,7 @@ def told(error: Exception) -> tuple[int, dict[str, Any]]:
             return 429, error_body(str(error), "rate_limit_error", code="too_many_waiting")
         case ClosedError():
             return 503, error_body(str(error), "server_error", code="closed")
-        case LateRequest():
+        case RequestTimeout():
             return 504, error_body(str(error), "server_error", code="timeout")
         case TypeError() | ValueError():
             return 400, error_body(str(error), "invalid_request_error")

@@ -1,9 +1,12 @@
-"""A request of a scheduler: it waits, runs, and ends in an output or in an error."""
+"""A request of a scheduler: it waits in a queue, runs, and ends in an output or in an error."""
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from enum import StrEnum
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -41,7 +44,7 @@ class CancelledRequest(RuntimeError):
     """The request was cancelled."""
 
 
-class LateRequest(TimeoutError):
+class RequestTimeout(TimeoutError):
     """The request took longer than its limit."""
 
 
@@ -89,19 +92,18 @@ class Request:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, one way or another."""
         return self.state not in (State.WAITING, State.RUNNING)
 
     def cancel(self) -> None:
         """End the request and free its memory before its next step. A request that is over does not change."""
         self._cancelled = True
 
-    def why_leave(self) -> CancelledRequest | LateRequest | None:
+    def why_leave(self) -> CancelledRequest | RequestTimeout | None:
         """The error that ends the request before its next step; None if it goes on."""
         if self._cancelled:
             return CancelledRequest("the request was cancelled")
         if self._seconds is not None and time.monotonic() - self.arrived > self._seconds:
-            return LateRequest(f"the request was not over in {self._seconds:g} s")
+            return RequestTimeout(f"the request was not over in {self._seconds:g} s")
         return None
 
     def begin(self, runtime: Runtime) -> None:
@@ -133,7 +135,7 @@ class Request:
 
     def leave(self, error: Exception) -> None:
         """End in an error, and free the request's memory."""
-        states = {CancelledRequest: State.CANCELLED, LateRequest: State.LATE}
+        states = {CancelledRequest: State.CANCELLED, RequestTimeout: State.LATE}
         self.error = error
         try:
             self._free()
@@ -153,3 +155,72 @@ class Request:
             self._streamer.end()
         if self._on_end is not None:
             self._on_end(self)
+
+
+class RequestQueue:
+    """Waiting requests, by arrival. Methods may be called in any thread.
+
+    Attributes:
+        changed: condition that guards the queue; notified when a request arrives, and when the queue closes.
+        closed: reason why the queue accepts no more requests; None while it accepts them.
+    """
+
+    def __init__(self, most: int) -> None:
+        """`most`: most requests that wait."""
+        self._most, self._numbers = most, count()
+        self._waiting: deque[Request] = deque()
+        self.changed = threading.Condition()
+        self.closed: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def require_open(self) -> None:
+        if self.closed is not None:
+            raise ClosedError(self.closed)
+
+    def add(self, call: PreparedCall, **options: Any) -> Request:
+        """A new request for `call`; `options`: those of `Request`.
+
+        Raises:
+            BusyError: the queue is full.
+            ClosedError: the queue is closed.
+        """
+        with self.changed:
+            self.require_open()
+            if len(self._waiting) >= self._most:
+                raise BusyError(f"{len(self._waiting)} requests wait; at most {self._most} may")
+            self._waiting.append(request := Request(next(self._numbers), call, **options))
+            self.changed.notify_all()
+        return request
+
+    def requests(self) -> list[Request]:
+        with self.changed:
+            return [*self._waiting]
+
+    def take(self) -> Request | None:
+        """The first request, which leaves the queue; None if no request waits."""
+        with self.changed:
+            return self._waiting.popleft() if self._waiting else None
+
+    def put_back(self, request: Request) -> bool:
+        """Put `request` in front of the others. Returns False, and puts nothing, if the queue is closed."""
+        with self.changed:
+            if self.closed is None:
+                self._waiting.appendleft(request)
+            return self.closed is None
+
+    def discard(self, request: Request) -> None:
+        """Remove `request` if it waits."""
+        with self.changed:
+            if request in self._waiting:
+                self._waiting.remove(request)
+
+    def close(self, why: str) -> list[Request]:
+        """Accept no more requests. Returns the waiting ones, which leave the queue; the first reason stays."""
+        with self.changed:
+            self.closed = self.closed or why
+            refused = [*self._waiting]
+            self._waiting.clear()
+            self.changed.notify_all()
+        return refused

@@ -10,9 +10,7 @@ and a round of the other requests runs in between.
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import count
 
 from torch import Tensor
 
@@ -25,7 +23,7 @@ from tiered.offload.device import computing_on
 from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
 from tiered.serving.counts import Counts, Work
-from tiered.serving.request import BusyError, ClosedError, Request
+from tiered.serving.request import ClosedError, Request, RequestQueue
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,37 +65,28 @@ class Scheduler:
             check_number("seconds", seconds, least=0.0)
         self.runtime, self.counts = runtime, Counts()
         self.max_running, self.max_waiting, self.max_prefill_rows = max_running, max_waiting, max_prefill_rows
-        self._seconds = seconds
-        self._numbers, self._round = count(), 0
-        self._waiting: deque[Request] = deque()
+        self._seconds, self._round = seconds, 0
+        self._queue = RequestQueue(max_waiting)
         self._running: list[Request] = []
-        self._changed = threading.Condition()  # guards `_waiting` and `_closed`
-        self._closed: str | None = None
         self._thread: threading.Thread | None = None
         self._full = False  # the next request had no room, and none has left since
         self._long: Request | None = None  # the request whose long forward is under way
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Requests that are denoised."""
         return len(self._running)
 
     @property
     def closed(self) -> bool:
         """Whether it takes no requests any more."""
-        return self._closed is not None
+        return self._queue.closed is not None
 
     def submit(
-        self,
-        call: PreparedCall,
-        *,
-        streamer: Streamer | None = None,
-        on_end: Callable[[Request], object] | None = None,
+        self, call: PreparedCall, *, streamer: Streamer | None = None, on_end: Callable[[Request], object] | None = None
     ) -> Request:
         """Put a call of one prompt (`Runtime.prepare`) into the queue.
 
@@ -115,15 +104,7 @@ class Scheduler:
             raise ValueError(f"a request is one prompt, not {len(call.prompts.ids)}: submit each by itself")
         check_streamer(streamer)
         self.runtime.check_alone(call)
-        with self._changed:
-            if self._closed is not None:
-                raise ClosedError(self._closed)
-            if len(self._waiting) >= self.max_waiting:
-                raise BusyError(f"{len(self._waiting)} requests wait; at most {self.max_waiting} may")
-            request = Request(next(self._numbers), call, streamer=streamer, on_end=on_end, seconds=self._seconds)
-            self._waiting.append(request)
-            self._changed.notify_all()
-        return request
+        return self._queue.add(call, streamer=streamer, on_end=on_end, seconds=self._seconds)
 
     @call_modes
     def step(self) -> bool:
@@ -134,7 +115,7 @@ class Scheduler:
                 with self.counts.clock.of(Work.OWN):
                     self._serve(self._running)
                     self._let_leave()
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._queue)
 
     def run(self) -> None:
         """Run rounds until no request is left."""
@@ -149,21 +130,15 @@ class Scheduler:
         Raises:
             ClosedError: the scheduler is closed.
         """
-        with self._changed:
-            if self._closed is not None:
-                raise ClosedError(self._closed)
+        with self._queue.changed:
+            self._queue.require_open()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._rounds, name="tiered-scheduler", daemon=True)
                 self._thread.start()
 
     def drain(self, why: str = "the scheduler is closed") -> None:
         """Stop accepting requests, reject waiting ones, finish running ones."""
-        with self._changed:
-            self._closed = self._closed or why
-            refused = [*self._waiting]
-            self._waiting.clear()
-            self._changed.notify_all()
-        for request in refused:
+        for request in self._queue.close(why):
             self._end(request, ClosedError(why))
 
     def close(self, *, cancel: bool = False) -> None:
@@ -186,9 +161,9 @@ class Scheduler:
 
     def _rounds(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._running or self._closed)
-                if self._closed and not self._running:
+            with self._queue.changed:
+                self._queue.changed.wait_for(lambda: self._queue or self._running or self.closed)
+                if self.closed and not self._running:
                     return
             try:
                 self.step()
@@ -204,49 +179,36 @@ class Scheduler:
     def _turn_over(self) -> None:
         """End requests that are cancelled or late, and begin waiting ones, by arrival, as the budget has room."""
         self._let_leave()
-        while len(self._running) < self.max_running:
-            with self._changed:
-                if not self._waiting or self._full:
-                    return
-                request = self._waiting.popleft()
+        while len(self._running) < self.max_running and not self._full:
+            if (request := self._queue.take()) is None:
+                return
             try:
                 with self.counts.clock.of(Work.MODEL):
                     request.begin(self.runtime)
                 self._running.append(request)
             except TierCapacityError as error:
-                self._full = bool(self._running) and self._wait_on(request)
-                if self._full:
-                    return
-                self._end(request, error)
+                self._full = bool(self._running) and self._queue.put_back(request)
+                if not self._full:
+                    self._end(request, error)
             except Exception as error:
                 self._end(request, error)
 
-    def _wait_on(self, request: Request) -> bool:
-        """Put `request` back in front of the queue. Returns False if the scheduler is closed."""
-        with self._changed:
-            if self._closed is None:
-                self._waiting.appendleft(request)
-            return self._closed is None
-
     def _let_leave(self) -> None:
         """Drop requests that are over, and end those that are cancelled or late."""
-        with self._changed:
-            every = [*self._running, *self._waiting]
-        for request in every:
+        for request in [*self._running, *self._queue.requests()]:
             # A request whose long forward is under way ends inside that forward.
             why = None if request.over or request is self._long else request.why_leave()
             if why is None and not request.over:
                 continue
             self._full = False
-            with self._changed:
-                for where in (self._running, self._waiting):
-                    if request in where:
-                        where.remove(request)
+            if request in self._running:
+                self._running.remove(request)
+            else:
+                self._queue.discard(request)
             if why is not None:
                 self._end(request, why)
 
     def _serve(self, requests: Sequence[Request]) -> None:
-        """One forward for each of `requests`; of long forwards one, and none while one is under way."""
         self._round += 1
         asking = [
             (request, ask) for request in requests if (ask := request.ask) is not None and request is not self._long
@@ -286,7 +248,6 @@ class Scheduler:
             self._long, ask.forward.between = None, None
 
     def _forward(self, group: Sequence[tuple[Request, Ask]]) -> None:
-        """One forward for all of a group, and the commits of each."""
         with self.counts.clock.of(Work.MODEL):
             self.counts.forwards += 1
             self.counts.taken += len(group)

@@ -11,10 +11,10 @@ from typing import cast
 
 import uvicorn
 
-from tiered.serving.answering import Answering
 from tiered.serving.app import Service, make_app
 from tiered.serving.connection import BACKLOG, Connection, most_connections
 from tiered.serving.request import ClosedError
+from tiered.serving.responder import Responder
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Server(uvicorn.Server):
         self._last = min(1.0, grace_seconds / 4)
         self._why, self._deadline, self._at_once = "the server ends", math.inf, False
         app = make_app(service)
-        self._answering: set[Answering] = app.state.answering
+        self._answering: set[Responder] = app.state.answering
         connection = partial(Connection, header_seconds=header_seconds, most=most_connections())
         super().__init__(
             uvicorn.Config(

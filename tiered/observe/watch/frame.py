@@ -1,15 +1,19 @@
-"""Books: a snapshot of a call after one forward and its commit. Integers and arrays on the host, no tensors."""
+"""A snapshot of a call after one forward and its commit, in arrays on the host; and the texts of its tokens."""
 
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 from jaxtyping import Int, Int8
+from transformers import PreTrainedTokenizerBase
 
 from tiered.core.features import Account, ColumnState, Tier
 from tiered.core.memory_report import TierReport
 from tiered.offload.lane import Lane
+
+LINE_BREAK = "⏎"
 
 
 class State(IntEnum):
@@ -59,3 +63,24 @@ class Frame:
     def count(self, state: State | ColumnState) -> int:
         """Number of tokens, or of columns, in this state."""
         return int((self.states == state if isinstance(state, State) else self.column_states & state != 0).sum())
+
+
+class Words(dict[int, str]):
+    """The text of each token, with the space in front of it, and without characters that a terminal would obey."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, mask_token_id: int, eos_token_id: int) -> None:
+        super().__init__({eos_token_id: "∎", mask_token_id: "░"})
+        special = set(tokenizer.all_special_ids)
+        self._tokenizer = tokenizer
+        # Alone, a token would lose its space in many tokenizers; behind another it keeps it.
+        self._first = next((token for token in range(len(tokenizer)) if token not in special), 0)
+
+    def __missing__(self, token: int) -> str:
+        before, both = self._decode(self._first), self._decode(self._first, token)
+        text = both[len(before) :] if both.startswith(before) else self._decode(token)
+        text = text.replace("\r\n", "\n").replace("\n", LINE_BREAK).replace("\t", " ")
+        self[token] = "".join("�" if unicodedata.category(char)[0] == "C" else char for char in text)
+        return self[token]
+
+    def _decode(self, *tokens: int) -> str:
+        return str(self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))

@@ -16,8 +16,7 @@ from rich.text import Text
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, ColumnState
 from tiered.core.whole_file import write_then_rename
-from tiered.observe.watch.frame import Frame, State
-from tiered.observe.watch.words import LINE_BREAK, Words
+from tiered.observe.watch.frame import LINE_BREAK, Frame, State, Words
 from tiered.offload.lane import Lane
 
 STILL_WIDTH, FRAMES_PER_SECOND = 100, 12  # cells; at most
@@ -114,7 +113,6 @@ def _letters(text: Text) -> int:
 
 
 def _map(frame: Frame, sequence: int, width: int) -> Text:
-    """The columns of the canvas, the current block underlined. Padding and columns behind the end are blank."""
     per_cell, text = -(-frame.tokens.shape[1] // width), Text()
     for first in range(0, frame.tokens.shape[1], per_cell):
         cell = slice(first, first + per_cell)
@@ -127,7 +125,6 @@ def _map(frame: Frame, sequence: int, width: int) -> Text:
 
 
 def _tiers(frame: Frame) -> Iterator[list[Text]]:
-    """A bar for each tier in use, of its cap or else of its peak, and the bytes by account."""
     for tier, of in frame.tiers.items():
         if whole := of.cap or of.peak:
             cap, bar, items, reached = "" if of.cap else " (peak)", Text(), list[Text](), 0
@@ -142,7 +139,6 @@ def _tiers(frame: Frame) -> Iterator[list[Text]]:
 
 
 def _lines(frame: Frame) -> Iterator[list[Text]]:
-    """The copies, the states of tokens, and the states of columns with their glyphs."""
     label = "{:<6}".format
     moved = [(lane, name) for lane, name in _LANES.items() if frame.moved_in_all.get(lane)]
     moves = (

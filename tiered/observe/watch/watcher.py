@@ -164,7 +164,6 @@ class Watcher:
             self._counts.scatter_add_(1, columns, ones if rows.valid is None else ones * rows.valid[: len(columns)])
 
     def _complete(self, frame: Frame) -> None:
-        """Add times and bytes to `frame`, and show it."""
         before, tiers = frame.moved_in_all, self._forward.tiers
         moved = {} if tiers is None else {lane: way.nbytes for lane, way in tiers.stats().ways.items()}
         last, self.seconds = self.seconds, max(0.0, self.entered - self._began - self.own_seconds)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tiered.core.features import ColumnState
-from tiered.observe.watch.frame import Frame, State
+from tiered.observe.watch.frame import Frame, State, Words
 from tiered.observe.watch.watcher import Watcher
-from tiered.observe.watch.words import Words
 from tiered.offload.lane import Lane
 from tiered.runtime import Runtime
 

@@ -10,8 +10,18 @@ from tiered.core.errors import ContextLengthError
 from tiered.core.features import Tier
 from tiered.prepare import PreparedCall
 from tiered.serving.answer_text import AnswerText, token_texts
-from tiered.serving.feed import ChoiceStreamer, Draft, DraftStreamer, Event, Failed, Feed, Final, OfChoice, Over
-from tiered.serving.openai_fields import Limits, Wanted, sampler_seed
+from tiered.serving.feed import (
+    ChoiceEvent,
+    ChoiceStreamer,
+    Draft,
+    DraftStreamer,
+    Failed,
+    Feed,
+    Final,
+    Finished,
+    OfChoice,
+)
+from tiered.serving.openai_fields import Limits, ParsedRequest, sampler_seed
 from tiered.serving.replies import DONE, Replies, event, told, usage_of
 from tiered.serving.request import Request
 from tiered.serving.scheduler import Scheduler
@@ -19,49 +29,48 @@ from tiered.serving.scheduler import Scheduler
 _LOG = logging.getLogger(__name__)
 
 
-class Gone(ConnectionError):
+class ClientDisconnected(ConnectionError):
     """The client has closed the connection."""
 
 
-class Answering:
+class Responder:
     """The answers to one request.
 
     As a context manager it cancels, at the end, the choices that are not over.
     """
 
-    def __init__(self, scheduler: Scheduler, wanted: Wanted, calls: Sequence[PreparedCall]) -> None:
+    def __init__(self, scheduler: Scheduler, parsed: ParsedRequest, calls: Sequence[PreparedCall]) -> None:
         """In the event loop. `calls`: one for each choice.
 
         Raises:
             TierCapacityError, BusyError, ClosedError: as `Scheduler.submit`; then nothing is submitted.
         """
-        self._feed, self._wanted, self._calls = Feed(), wanted, calls
+        self._feed, self._parsed, self._calls = Feed(), parsed, calls
         self._ledger, self._model = scheduler.runtime.ledger, scheduler.runtime.model
         assert scheduler.runtime.tokenizer is not None, "a server has one"
         self._tokenizer = scheduler.runtime.tokenizer
         self._texts = [
-            AnswerText(self._tokenizer, eos_token_id=self._model.eos_token_id, stop=wanted.stop, most=wanted.most)
+            AnswerText(self._tokenizer, eos_token_id=self._model.eos_token_id, stop=parsed.stop, most=parsed.most)
             for _ in calls
         ]
-        kind = DraftStreamer if wanted.drafts else ChoiceStreamer
+        kind = DraftStreamer if parsed.drafts else ChoiceStreamer
         self._requests: list[Request] = []
         try:
             for index, call in enumerate(calls):
-                over = lambda request, index=index: self._feed.put(Over(index, request))  # noqa: E731
+                over = lambda request, index=index: self._feed.put(Finished(index, request))  # noqa: E731
                 streamer = kind(self._feed, index)
                 self._requests.append(scheduler.submit(call, streamer=streamer, on_end=over))
         except Exception:
             self.cancel()
             raise
 
-    def __enter__(self) -> "Answering":
+    def __enter__(self) -> "Responder":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.cancel()
 
     def cancel(self) -> None:
-        """Cancel the choices that are not over."""
         for request in self._requests:
             request.cancel()
 
@@ -73,14 +82,14 @@ class Answering:
         """The whole answer.
 
         Raises:
-            Gone: `gone` has returned before.
+            ClientDisconnected: `gone` has returned before.
         """
         async for _ in self._told(gone):
             pass
         return replies.whole([text.text for text in self._texts], self._reasons(), self._usage())
 
     async def streamed(self, replies: Replies, gone: Callable[[], Awaitable[object]]) -> AsyncIterator[bytes]:
-        """Events: text that is final, and drafts and sums where they are wanted. An error in the middle is one too."""
+        """Events: text that is final, and drafts and sums if the request has them. An error becomes the last event."""
         try:
             for index in range(len(self._calls)):
                 yield replies.first(index)
@@ -90,18 +99,17 @@ class Answering:
                     continue
                 if text:
                     yield replies.more(told_of.index, text)
-                if isinstance(told_of, Over):
+                if isinstance(told_of, Finished):
                     yield replies.last(told_of.index, self._reasons()[told_of.index])
-            if self._wanted.usage:
+            if self._parsed.usage:
                 yield replies.beside(usage=self._usage())
             yield DONE
-        except Gone:
+        except ClientDisconnected:
             return
         except Exception as error:
             yield event(told(logged(error))[1])
 
     async def _told(self, gone: Callable[[], Awaitable[object]]) -> AsyncIterator[tuple[OfChoice, str]]:
-        """What happens, with the text that it makes final, until every choice is over."""
         left = set(range(len(self._calls)))
         leaving = asyncio.ensure_future(gone())
         try:
@@ -118,10 +126,10 @@ class Answering:
                         if text.ended is not None:  # a stop string, or enough: the rest is of no use
                             self._requests[happens.index].cancel()
                             left.discard(happens.index)
-                            yield Over(happens.index, self._requests[happens.index]), ""
+                            yield Finished(happens.index, self._requests[happens.index]), ""
                     case Draft():
                         yield happens, ""
-                    case Over():
+                    case Finished():
                         if (error := happens.request.error) is not None:
                             raise error
                         left.discard(happens.index)
@@ -129,12 +137,12 @@ class Answering:
         finally:
             leaving.cancel()
 
-    async def _next(self, leaving: "asyncio.Future[object]") -> Event:
+    async def _next(self, leaving: "asyncio.Future[object]") -> ChoiceEvent:
         following = asyncio.ensure_future(self._feed.next())
         try:
             await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not following.done():
-                raise Gone
+                raise ClientDisconnected
             return following.result()
         finally:
             following.cancel()
@@ -147,11 +155,10 @@ class Answering:
 
     def _usage(self) -> dict[str, int]:
         # A prompt counts once, however often it is answered.
-        prompts = sum(call.prompts.longest for call in self._calls[:: self._wanted.n])
+        prompts = sum(call.prompts.longest for call in self._calls[:: self._parsed.n])
         return usage_of(prompts, sum(text.tokens for text in self._texts))
 
     def _draft(self, draft: Draft) -> dict[str, object]:
-        """What a page draws: a block as it stands, and where memory is."""
         ledger = self._ledger
         return {
             "index": draft.index,
@@ -170,25 +177,25 @@ class Answering:
         }
 
 
-def prepared_calls(scheduler: Scheduler, wanted: Wanted, limits: Limits, lock: Lock) -> list[PreparedCall]:
+def prepared_calls(scheduler: Scheduler, parsed: ParsedRequest, limits: Limits, lock: Lock) -> list[PreparedCall]:
     """A call for each choice; `lock`: a tokenizer is of one thread at a time.
 
     Raises:
         RefusedBody: as `Runtime.prepare` raises, and a prompt that is too long.
     """
     calls = []
-    for prompt in wanted.prompts:
-        raw = wanted.raw and isinstance(prompt, str)
-        for number in range(wanted.n):
-            seed = None if wanted.seed is None else sampler_seed(wanted.seed + number)
+    for prompt in parsed.prompts:
+        raw = parsed.raw and isinstance(prompt, str)
+        for number in range(parsed.n):
+            seed = None if parsed.seed is None else sampler_seed(parsed.seed + number)
             try:
                 with lock:
-                    call = scheduler.runtime.prepare(prompt, raw=raw, **wanted.options, seed=seed)
+                    call = scheduler.runtime.prepare(prompt, raw=raw, **parsed.options, seed=seed)
             except (TypeError, ValueError) as error:
-                raise wanted.refusal(error) from None
+                raise parsed.refusal(error) from None
             if limits.prompt_tokens is not None and call.prompts.longest > limits.prompt_tokens:
                 what = f"the prompt has {call.prompts.longest} tokens; at most {limits.prompt_tokens} are allowed"
-                raise wanted.refusal(ContextLengthError(what))
+                raise parsed.refusal(ContextLengthError(what))
             calls.append(call)
     return calls
 

@@ -1,0 +1,82 @@
+"""Flags that several commands share: memory, policy, and the form of the model. The help needs no torch."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+from tiered.policies import DEFAULT_POLICY
+
+if TYPE_CHECKING:
+    from tiered.core.budget import MemoryBudget
+
+_OF_MODEL = ("dtype", "device", "weights", "kv", "rope_theta", "rope_scaling")
+
+
+def add_memory_options(parser: argparse.ArgumentParser) -> None:
+    """Enter a cap for each tier."""
+    parser.add_argument("--memory", metavar="SIZE", help="cap of the device tier, such as 22.5GiB on a card of 24 GiB")
+    below = parser.add_argument_group("memory below the device")
+    below.add_argument("--host-memory", metavar="SIZE", help="cap of the host tier (pinned memory)")
+    below.add_argument("--disk-memory", metavar="SIZE", help="size of the disk tier; needs --disk-path")
+    below.add_argument("--disk-path", metavar="PATH", help="existing folder that the disk tier takes its room from")
+
+
+def memory_budget(args: argparse.Namespace) -> "MemoryBudget":
+    """The budget of the memory flags. Raises `ValueError` and `TypeError` as `MemoryBudget`."""
+    from tiered.core.budget import MemoryBudget
+
+    return MemoryBudget(device=args.memory, host=args.host_memory, disk=args.disk_memory, disk_path=args.disk_path)
+
+
+def add_model_options(
+    parser: argparse.ArgumentParser, *, device: str = "cpu, cuda, cuda:N or auto (what is here)"
+) -> None:
+    """Enter the device and the form of the model. `device`: help of `--device`."""
+    parser.add_argument("--device", default="auto", help=device)
+    parser.add_argument(
+        "--weights",
+        default="raw",
+        help="how weights are kept: raw, int8, fp8, nvfp4, int4, with +head or without (default: %(default)s)",
+    )
+    form = parser.add_argument_group("form of the model")
+    form.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (the checkpoint's)")
+    form.add_argument(
+        "--kv", default="raw", help="how keys and values are kept: raw, fp8 or nvfp4 (default: %(default)s)"
+    )
+    form.add_argument(
+        "--rope-scaling",
+        metavar="KIND:FACTOR",
+        help="how the model's rotation is stretched past the positions that it was trained on: linear:F, ntk:F, yarn:F",
+    )
+    form.add_argument("--rope-theta", type=float, metavar="BASE", help="another base of the rotation")
+
+
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of `add_model_options` as arguments of `from_pretrained` and of `plan`."""
+    return {name: getattr(args, name) for name in _OF_MODEL}
+
+
+def add_policy_options(parser: argparse.ArgumentParser) -> None:
+    """Enter the policy and its options."""
+    parser.add_argument("--policy", default=DEFAULT_POLICY, help="caching policy (default: %(default)s)")
+    parser.add_argument(
+        "--policy-option", action="append", default=[], metavar="NAME=VALUE", help="option of the policy; repeatable"
+    )
+
+
+def policy_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The values of `--policy-option` by name, read as JSON; a value that is no JSON is text.
+
+    Raises:
+        ValueError: an option without a value.
+    """
+    options: dict[str, Any] = {}
+    for text in args.policy_option:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--policy-option {text!r}; NAME=VALUE is allowed")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return options
