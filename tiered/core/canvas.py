@@ -123,7 +123,7 @@ class Canvas:
         return [self.prompt_length + end for end in self.answer_ends]
 
     def over(self, block: int) -> list[bool]:
-        """Which sequences have no block behind `block`."""
+        """True for sequences without a block behind `block`."""
         return [blocks <= block + 1 for blocks in self._own_blocks]
 
     def open_columns(self, block: int) -> list[int]:
@@ -176,11 +176,9 @@ class Canvas:
         self.tokens[:, columns] = tokens.where(chosen, self.tokens[:, columns])
 
     def reopen(self) -> None:
-        """Everything behind the prompts is pending again, as it is."""
         self.committed_at[:, self.prompt_length :] = PENDING
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending)."""
         self.tokens, self.committed_at = self.tokens[sequences], self.committed_at[sequences]
         self.pads = self.pads[sequences]
         self.pad_counts = [self.pad_counts[sequence] for sequence in sequences]

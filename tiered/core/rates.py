@@ -55,7 +55,6 @@ class Rates:
     multiprocessors: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
         return asdict(self)
 
 
@@ -87,11 +86,8 @@ DEVICES: Mapping[str, Rates] = MappingProxyType(
 
 
 def rates_of(device: str | Path) -> Rates:
-    """The rates of a GPU by name, or of a file that `tiered rates --out` wrote.
-
-    Raises:
-        TypeError, ValueError: neither a name nor such a file.
-    """
+    """The rates of a GPU by name, or of a file that `tiered rates --out` wrote. Raises `TypeError` or `ValueError` for
+    anything else."""
     if not isinstance(device, str | Path):
         raise TypeError(f"device = {device!r}; the name of a device, or a file of rates, is allowed")
     name = str(device).lower().replace(" ", "").replace("-", "").removeprefix("nvidia").removeprefix("geforce")

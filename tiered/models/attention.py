@@ -26,8 +26,7 @@ def attend(
     since: Int[Tensor, "batch #rows"] | None = None,
     **softened: Any,
 ) -> Float[Tensor, "batch rows heads_width"]:
-    """Bidirectional attention, heads concatenated: by `block_attention` if it is a kernel or torch cannot compute it,
-    else by torch.
+    """Attention, heads concatenated: by `block_attention` if it is a kernel or torch cannot compute it, else by torch.
 
     Args:
         key_mask: False at keys that no row may read.

@@ -68,8 +68,6 @@ class ModelConfig:
     """What every forward needs beside the sizes.
 
     Attributes:
-        rotation: of queries and keys, by their positions.
-        norm_eps: of the norms.
         head_tied: True if the language-model head is the embedding.
         biases: the projections of a block that have a bias.
         parameter_names: our own name of each weight, by its official one.

@@ -20,9 +20,8 @@ from tiered.core.spans import spanned
 from tiered.forward.forward import Flow, Forward, add_branch
 from tiered.kernels.host_values import on_device
 
-# Below this distance between directions (cosine: 1 − 5e-7) a movement may be rounding alone. Rows that stand still are
-# many, such as those of the first layer whose tokens have not changed; rounding must not choose among them, or a
-# sequence would be answered otherwise in a batch than alone.
+# Below this distance between directions (cosine: 1 − 5e-7) a movement may be rounding alone. Rounding must not choose
+# among rows that stand still, or a sequence would be answered otherwise in a batch than alone.
 STILL = 2**-10
 _TINY = 1e-30  # the length of a row of zeros
 
@@ -118,8 +117,7 @@ class BranchStep:
             forward.store.write(feature, layer, rows, branch[:, None, skipped:])
 
     def _chosen(self, forward: Forward, layer: int, flow: Flow, counts: Sequence[int]) -> Flow:
-        """The prompt, where it is there, and the answer's farthest rows; keys and values of all of them before any
-        attends."""
+        """The prompt, if it is there, and the answer's farthest rows: all keys and values before any row attends."""
         model, store, head = forward.model, forward.store, self._head
         prompt, answer = flow.hidden[:, :head], flow.hidden[:, head:]
         forward.write(layer, self._span[:head], prompt)

@@ -164,9 +164,7 @@ class HiddenCache:
 
 class Refresh:
     """Layer program of a refresh: stores the rows that enter every group of layers as clusters, and begins their drift.
-
-    Rows are encoded before the layer runs, and copied while it and the next layers do.
-    """
+    Rows are encoded before the layer runs, and copied while it and the next layers do."""
 
     def __init__(self, cache: HiddenCache, areas: tuple[Span, Span], current: Span, pads: Sequence[int]) -> None:
         """`areas`: columns before and behind the `current` block. Under a noise mask the columns before it make no

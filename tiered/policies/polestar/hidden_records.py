@@ -107,7 +107,6 @@ class HiddenRecords:
         return [self._key(part) for part in self._parts(clusters)]
 
     def forget(self, tiers: TierManager) -> None:
-        """Drop all records."""
         tiers.forget(self._key(part) for part in range(len(self.pieces)))
 
     def _key(self, part: int) -> RecordKey:
@@ -122,11 +121,8 @@ class HiddenRecords:
 
 
 def most_rows(slot_bytes: int, codec: Codec | str, hidden: Float[Tensor, "length width"]) -> int:
-    """Rows of the largest record of `codec` that fits a staging slot, at most `hidden_bytes.MOST_ROWS`.
-
-    Raises:
-        ValueError: no row fits.
-    """
+    """Rows of the largest record of `codec` that fits a staging slot, at most `hidden_bytes.MOST_ROWS`. Raises
+    `ValueError` if no row fits."""
     width, element = hidden.shape[1], hidden.element_size()
     fitting = fitting_rows(codec, width, element, slot_bytes)
     if not fitting:

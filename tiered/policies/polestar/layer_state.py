@@ -30,7 +30,6 @@ class LayerState:
     """Clusters of every sequence in the first layer of a group. Sequences with fewer clusters have filler behind them.
 
     Attributes:
-        layer: number of the layer.
         current: columns of the current block. Their keys change with every step, and that is what makes drift.
         members: the columns of each cluster, by sequence.
         records: records of the members, by sequence; None for a layer without records.

@@ -108,10 +108,8 @@ class Polestar(Policy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolestarWindow(Polestar):
-    """The authors' code (commit a125b28c): clusters of a window of blocks, on the device, as they are.
-
-    One of the authors' 8 clusters is for rows behind the block, even if there are none.
-    """
+    """The authors' code (commit a125b28c): clusters of a window of blocks, on the device, as they are. One of the
+    authors' 8 clusters is for rows behind the block, even if there are none."""
 
     name: ClassVar[str] = "polestar-window"
     cumulative_threshold: ClassVar[int | None] = 2
@@ -183,7 +181,6 @@ class Drifting(PolicyState):
 
     @property
     def _clustered(self) -> bool:
-        """Whether there are clusters to renew."""
         return self._cache is not None and (self._dry or bool(self._cache.states))
 
     def _begins_with_refresh(self, block: int) -> bool:
