@@ -78,7 +78,7 @@ class AttentionShift:
         keys: Float[Tensor, "sequences kv_heads length head_dim"],
         key_mask: Bool[Tensor, "sequences 1 1 length"] | None,
     ) -> None:
-        """See rows on their way through the last layer; those that the step does not need are passed over."""
+        """Compare the rows that the step needs, on their way through the last layer."""
         batch, _, block_length, _ = self._log_rows.shape
         queries, keys = queries[:batch], keys[:batch]
         key_mask = None if key_mask is None else key_mask[:batch]

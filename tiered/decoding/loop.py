@@ -122,9 +122,7 @@ class Denoiser:
             ids, fed = self.canvas.tokens, rows
             if self._guidance is not None:
                 ids, fed = self._guidance.ids(self.canvas, None), rows.doubled()
-            yield Ask(
-                forward=self.forward, ids=ids, rows=fed, output=slice(0, 0), clean=rows.start + rows.count
-            )  # fmt: skip
+            yield Ask(forward=self.forward, ids=ids, rows=fed, output=slice(0, 0), clean=rows.start + rows.count)
         if self._inspector is not None:
             everyone = (True,) * self.canvas.batch
             forwards = tuple(result.forwards[number] for number in self.canvas.numbers)

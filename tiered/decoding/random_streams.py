@@ -29,7 +29,6 @@ class RandomStreams:
         self._device = device
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending)."""
         for streams in (self._ranks, self._gumbel, self._rules, self._prior):
             streams[:] = [streams[i] for i in sequences]
 

@@ -108,8 +108,6 @@ class ZeroCentredNorm(nn.Module):
 
 
 class GiddBlock(DenseBlock):
-    """The weights of one layer."""
-
     norm = ZeroCentredNorm
 
     def __init__(self, config: GiddConfig) -> None:
@@ -124,8 +122,6 @@ class GiddBlock(DenseBlock):
 
 
 class Gidd(DiffusionModel):
-    """See `DiffusionModel`."""
-
     config: GiddConfig
     _block_type: ClassVar[type[DenseBlock]] = GiddBlock
     read_config = staticmethod(read_gidd_config)

@@ -37,12 +37,8 @@ COMMIT_OPTIONS: dict[str, Any] = {
 
 
 def make_commit_rule(commit: str | CommitRule | None, **options: float) -> CommitRule:
-    """The rule of that name; None: the first rule that `options` are enough for and not too many, `static` without any.
-
-    Raises:
-        TypeError: neither name, rule nor None.
-        ValueError: no such rule, an option that the rule lacks or needs, or options of two rules.
-    """
+    """The rule of that name; for None the first rule that `options` fit, `static` without any. Raises `TypeError` for
+    neither name, rule nor None, and `ValueError` for an unknown name or options that do not fit."""
     if isinstance(commit, CommitRule):
         if options:
             raise ValueError(f"options {options} beside a commit rule object; set them in the object: {commit}")
