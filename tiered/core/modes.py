@@ -32,9 +32,8 @@ def safe_point() -> None:
 
 
 class _Interrupts:
-    """Ctrl-C in the main thread, the only one that Python runs signal handlers in. It is raised at the next safe point
-    or at the end of the call, because between two lines it could leave the books wrong. A second one is raised at
-    once."""
+    """Ctrl-C in the main thread, the only one that runs signal handlers. It is raised at the next safe point or at the
+    end of the call, because elsewhere it could leave the books wrong. A second one is raised at once."""
 
     def __init__(self) -> None:
         self._handler: Callable[[int, Any], object] | None = None  # the caller's, while a call defers

@@ -38,8 +38,7 @@ class Rates:
         bytes_per_second: bytes read from the device's memory.
         link_bytes_per_second: bytes copied from the host to the device.
         layer_seconds: seconds of a layer without a program, however few its rows.
-        source: the source of the figures.
-        measured: whether the machine itself was measured; else the figures make an estimate.
+        measured: True if the machine itself was measured; else the figures make an estimate.
         multiprocessors: multiprocessors of a GPU; 0 for a CPU.
     """
 

@@ -52,8 +52,7 @@ class AttentionShift:
         return self._shift
 
     def begin_step(self, first_row: int, *, forget: Sequence[bool]) -> None:
-        """A forward comes that needs the rows from column `first_row` on; `forget`: the sequences that have nothing to
-        compare it with."""
+        """Begin a forward that needs the rows from column `first_row` on. `forget`: sequences without a step before."""
         self._first_row = first_row
         batch, _, block_length, _ = self._log_rows.shape
         if not self._stored:

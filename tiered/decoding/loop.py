@@ -225,8 +225,7 @@ class Denoiser:
         return left, [bool(flag) for flag in ended], [bool(flag) for flag in broken]
 
     def _first_broken(self, step: Step) -> str | None:
-        """What makes NaN or infinity in a forward over the canvas as it was before this step. The call is over with it:
-        its caches are overwritten."""
+        """The source of NaN or infinity over the canvas as before this step; overwrites the caches of the call."""
         canvas, clock = self.canvas, on_device(step.forwards, self.canvas.tokens.device)[:, None]
         if not isinstance(self.rule, RewritingState):
             canvas.tokens.masked_fill_(canvas.committed_at == clock, self._model.mask_token_id)

@@ -39,8 +39,7 @@ class Proposer:
     def draw_ranks(
         self, rule: CommitState, step: Step, pending: Bool[Tensor, "batch block"]
     ) -> Int[Tensor, "batch block"] | None:
-        """Draw what ranks the candidates of `step`, where that is chance: what the rule will commit by it, as in
-        `Step.upcoming`. None: confidence ranks them."""
+        """`Step.upcoming` of `step`, by ranks drawn at random; None if confidence ranks the candidates."""
         if not self._sampling.random_ranks:
             return None
         canvas = step.canvas

@@ -20,16 +20,14 @@ def _found() -> Iterator[type[CommitRule]]:
 
 
 def in_order(rules: Iterable[type[CommitRule]]) -> list[type[CommitRule]]:
-    """Plain ones first, by rank and number of options, so that a new rule with more of them takes no call from another;
-    those that rewrite tokens last."""
+    """Plain rules by rank and number of options, so a new rule takes no call from another; rewriting rules last."""
     return sorted(rules, key=lambda rule: (rule.rewrites, rule.rank, len(fields(rule)), rule.name))
 
 
-# But for what rules have in common, which has no name.
+# Abstract rules have no name.
 COMMIT_RULES: dict[str, type[CommitRule]] = {
     rule.name: rule for rule in in_order(rule for rule in _found() if "name" in vars(rule))
 }
-
 # The type of each option of a rule, by name.
 COMMIT_OPTIONS: dict[str, Any] = {
     field.name: get_type_hints(rule)[field.name] for rule in COMMIT_RULES.values() for field in fields(rule)

@@ -179,10 +179,8 @@ def distances(
     new: Float[Tensor, "batch heads rows elements"],
     cached: Float[Tensor, "batch heads rows elements"],
 ) -> Float32[Tensor, "batch rows"]:
-    """Distance of each row's direction, all heads together, from the cached one; 0 if it is no more than rounding.
-
-    It is √(2 − 2·cos): in the order of falling cosine, and exact where the cosine itself rounds to 1.
-    """
+    """Distance of each row's direction, all heads together, from the cached one; 0 if it is no more than rounding. It
+    is √(2 − 2·cos), in the order of falling cosine, and exact where the cosine itself rounds to 1."""
     difference = (new / _length(new)).sub_(cached / _length(cached))
     apart = torch.linalg.vector_norm(difference, dim=(1, 3), dtype=torch.float32)
     return apart.masked_fill_(apart <= STILL, 0.0)

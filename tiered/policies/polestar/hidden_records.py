@@ -32,10 +32,8 @@ class HiddenRecords:
     """The hidden states of one layer of one sequence in a tier: one record for each cluster, or piece of a large one.
 
     Attributes:
-        layer, sequence: whose hidden states.
         sizes: members of each cluster; the records hold their rows in cluster-major order.
         pieces: the rows of each record, by part number.
-        codec, tier: how and where they are stored.
         most_rows: rows of a record, at most.
     """
 

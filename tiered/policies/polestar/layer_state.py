@@ -197,10 +197,8 @@ def gather_rows(
     tickets: Tickets,
     out: Float[Tensor, "batch rows width"],
 ) -> Rows:
-    """Write the layer's input at the clusters of `layout` to `out`, and return all of its rows.
-
-    Rows come from `known`, or from `tickets`, for which compute waits. All other rows, filler too, become 0.
-    """
+    """Write the layer's input at the clusters of `layout` to `out`, and return all of its rows. They come from `known`,
+    or from `tickets`, for which compute waits. All other rows, filler too, become 0."""
     flat = out.view(-1, out.shape[2])
     columns, blank, *numbers = _on_device(out.device, layout.columns, layout.blank, *layout.to, *layout.source)
     gathered = Rows.at(columns)

@@ -188,8 +188,7 @@ class Drifting(PolicyState):
 
     def _due(self, step: Step) -> tuple[list[bool], bool]:
         """Sequences with more commits than the thresholds allow and something left to commit; and whether another
-        update may read what theirs stores. It may if the block has enough left for one, or the next block begins with
-        one."""
+        update may read what theirs stores: in this block, if enough of it is left, or as the next block begins."""
         if not self._clustered:
             return [False], False
         assert self._last is not None and self._since is not None, "the first step of a call is a refresh"
