@@ -331,7 +331,7 @@ def test_the_drift_is_that_of_attention_from_scratch(
     if part := options.pop("part", None):
         monkeypatch.setattr("tiered.forward.forward.part_rows", lambda batch: part)
     if chunk := options.pop("chunk", None):
-        monkeypatch.setattr("tiered.call.compared_at_a_time", lambda *_, **__: chunk)
+        monkeypatch.setattr("tiered.denoising.compared_at_a_time", lambda *_, **__: chunk)
     if shift := options.pop("shift", 0):
         monkeypatch.setattr(tiny.model, "shape", replace(tiny.model.shape, prediction_shift=shift))
     policy, kind = ROUTES[route]

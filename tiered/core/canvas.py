@@ -44,12 +44,11 @@ class Canvas:
     """Prompts, padded on the left to one length, and answers behind them that begin as noise; every block spans the
     same columns.
 
-    Where blocks count from the first token of each sequence, a prompt's last tokens may share a block with the first of
-    its answer: its *tail*. Padding is whole blocks then, so that the blocks of all sequences still begin in the same
-    columns; answers end with a block, and some a block before others.
+    If blocks count from the first token of each sequence, a prompt's last tokens, its *tail*, may share a block with
+    the first of its answer. Padding is then whole blocks, and some answers end a block before others.
 
     Attributes:
-        tokens: ids; masks, or whatever the noise is, where nothing is fixed yet.
+        tokens: ids; masks or other noise at open columns.
         committed_at: which forward of its own sequence fixed each token (0: the first); `PROMPT` in prompts and their
             padding, `PENDING` if no forward has. Mask tokens inside a prompt are never denoised.
         pads, pad_counts: padding columns in front of each prompt, on the device and on the host.
@@ -71,9 +70,9 @@ class Canvas:
         prior: Int[Tensor, "batch noise"] | None = None,
         tails: Int[Tensor, " batch"] | None = None,
     ) -> None:
-        """`prompts`: left-padded ids, `pads[b]` of them padding. `prior`: what answers begin as, and the noise of
-        `trailing` columns behind them that stays; None: masks, all of them. `tails`: the last columns of `prompts` are
-        tails, as many as the longest has; what stands behind a shorter one means nothing."""
+        """`prompts`: left-padded ids, `pads[b]` of them padding. `prior`: the noise that answers begin as, and that of
+        `trailing` columns behind them, which stays; None for masks. `tails`: tokens of each tail. The last columns of
+        `prompts` are tails, and the ids behind a shorter one have no meaning."""
         batch, columns = prompts.shape
         self.tails, self.tail_counts = tails, [0] * batch if tails is None else list[int](tails.tolist())
         self.prompt_length = columns - max(self.tail_counts)
@@ -123,7 +122,7 @@ class Canvas:
         return [self.prompt_length + end for end in self.answer_ends]
 
     def over(self, block: int) -> list[bool]:
-        """Which sequences have no block behind `block`."""
+        """True for sequences without a block behind `block`."""
         return [blocks <= block + 1 for blocks in self._own_blocks]
 
     def open_columns(self, block: int) -> list[int]:
@@ -176,11 +175,9 @@ class Canvas:
         self.tokens[:, columns] = tokens.where(chosen, self.tokens[:, columns])
 
     def reopen(self) -> None:
-        """Everything behind the prompts is pending again, as it is."""
         self.committed_at[:, self.prompt_length :] = PENDING
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending)."""
         self.tokens, self.committed_at = self.tokens[sequences], self.committed_at[sequences]
         self.pads = self.pads[sequences]
         self.pad_counts = [self.pad_counts[sequence] for sequence in sequences]

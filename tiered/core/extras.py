@@ -16,7 +16,6 @@ class Extra:
     """`with Extra("bench"): import pyarrow`. Raises `MissingPackageError` with the command that brings it."""
 
     def __init__(self, name: str) -> None:
-        """`name`: of the extra in pyproject.toml."""
         self._name = name
 
     def __enter__(self) -> None:

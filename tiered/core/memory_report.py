@@ -14,7 +14,7 @@ class TierReport:
 
     Attributes:
         current: held now.
-        peak: held at the most, in all, without what nobody used (`Ledger.idle`).
+        peak: held at the most, without idle bytes (`Ledger.idle`).
         at_peak: the same by account.
         required: the least cap under which the same call runs. It is above the peak if a policy keeps hidden states,
             because a call asks for the most that clusters may take. Of the disk it is an estimate if records spill.
@@ -66,5 +66,4 @@ class MemoryReport:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON. Sizes are bytes."""
         return asdict(self)

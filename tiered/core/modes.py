@@ -15,11 +15,8 @@ R = TypeVar("R")
 
 
 def call_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` without gradients, outside `torch.inference_mode`, and with Ctrl-C at safe points.
-
-    Tensors of one call are written by the next, which may come from another mode, and in inference mode torch refuses
-    that.
-    """
+    """`function` without gradients, with Ctrl-C at safe points, and outside `torch.inference_mode`, whose tensors a
+    later call could not write."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -35,11 +32,8 @@ def safe_point() -> None:
 
 
 class _Interrupts:
-    """Ctrl-C in the main thread, the only one that Python runs signal handlers in.
-
-    A Ctrl-C between two lines that keep the books would leave them wrong for good. So it is noted, and raised at the
-    next safe point or at the end of the call. A second one is raised at once.
-    """
+    """Ctrl-C in the main thread, the only one that runs signal handlers. It is raised at the next safe point or at the
+    end of the call, because elsewhere it could leave the books wrong. A second one is raised at once."""
 
     def __init__(self) -> None:
         self._handler: Callable[[int, Any], object] | None = None  # the caller's, while a call defers
@@ -78,10 +72,7 @@ _INTERRUPTS = _Interrupts()
 
 class Turn:
     """One thread holds the lock at a time, any number of times over; another thread waits until all holds have ended.
-
-    A hold may end in another thread than it began in, and in any order: a call that is half done may be dropped
-    anywhere. Ctrl-C ends the wait.
-    """
+    A hold may end in another thread and in any order. Ctrl-C ends the wait."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -89,7 +80,6 @@ class Turn:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock while the `with` lasts."""
         with self._changed:
             while self._holds and self._thread != threading.get_ident():
                 self._changed.wait(_LOOK_SECONDS)

@@ -38,8 +38,7 @@ class Rates:
         bytes_per_second: bytes read from the device's memory.
         link_bytes_per_second: bytes copied from the host to the device.
         layer_seconds: seconds of a layer without a program, however few its rows.
-        source: the source of the figures.
-        measured: whether the machine itself was measured; else the figures make an estimate.
+        measured: True if the machine itself was measured; else the figures make an estimate.
         multiprocessors: multiprocessors of a GPU; 0 for a CPU.
     """
 
@@ -55,7 +54,6 @@ class Rates:
     multiprocessors: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
         return asdict(self)
 
 
@@ -87,11 +85,8 @@ DEVICES: Mapping[str, Rates] = MappingProxyType(
 
 
 def rates_of(device: str | Path) -> Rates:
-    """The rates of a GPU by name, or of a file that `tiered rates --out` wrote.
-
-    Raises:
-        TypeError, ValueError: neither a name nor such a file.
-    """
+    """The rates of a GPU by name, or of a file that `tiered rates --out` wrote. Raises `TypeError` or `ValueError` for
+    anything else."""
     if not isinstance(device, str | Path):
         raise TypeError(f"device = {device!r}; the name of a device, or a file of rates, is allowed")
     name = str(device).lower().replace(" ", "").replace("-", "").removeprefix("nvidia").removeprefix("geforce")

@@ -17,8 +17,7 @@ class Span:
     """A range of the code, and the context manager that reports it.
 
     Attributes:
-        op: the operation.
-        layer: index of the layer. A range inside a layer's range is of that layer; None outside layers.
+        layer: index of the layer, also of a range around this one; None outside layers.
         forward: number of the step, from 0; None before the first.
         parent: the range around this one; None for an outermost range.
     """
@@ -54,7 +53,6 @@ class Recorder:
         self.events: list[Event] = []
 
     def span(self, op: Op, layer: int | None = None, kind: str | None = None) -> Span:
-        """A range that begins when it is entered. `kind`: see `kinds`."""
         if kind is not None and self.kinds:
             self.kinds[-1] = kind
         return Span(self, op, layer)

@@ -52,8 +52,7 @@ class AttentionShift:
         return self._shift
 
     def begin_step(self, first_row: int, *, forget: Sequence[bool]) -> None:
-        """A forward comes that needs the rows from column `first_row` on; `forget`: the sequences that have nothing to
-        compare it with."""
+        """Begin a forward that needs the rows from column `first_row` on. `forget`: sequences without a step before."""
         self._first_row = first_row
         batch, _, block_length, _ = self._log_rows.shape
         if not self._stored:
@@ -78,7 +77,7 @@ class AttentionShift:
         keys: Float[Tensor, "sequences kv_heads length head_dim"],
         key_mask: Bool[Tensor, "sequences 1 1 length"] | None,
     ) -> None:
-        """See rows on their way through the last layer; those that the step does not need are passed over."""
+        """Compare the rows that the step needs, on their way through the last layer."""
         batch, _, block_length, _ = self._log_rows.shape
         queries, keys = queries[:batch], keys[:batch]
         key_mask = None if key_mask is None else key_mask[:batch]

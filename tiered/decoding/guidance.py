@@ -66,7 +66,6 @@ class Guidance:
         return conditional[:, columns].add(difference, alpha=self.scale)
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending)."""
         if self._difference is not None:
             self._difference = self._difference[sequences]
 

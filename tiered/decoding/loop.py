@@ -122,9 +122,7 @@ class Denoiser:
             ids, fed = self.canvas.tokens, rows
             if self._guidance is not None:
                 ids, fed = self._guidance.ids(self.canvas, None), rows.doubled()
-            yield Ask(
-                forward=self.forward, ids=ids, rows=fed, output=slice(0, 0), clean=rows.start + rows.count
-            )  # fmt: skip
+            yield Ask(forward=self.forward, ids=ids, rows=fed, output=slice(0, 0), clean=rows.start + rows.count)
         if self._inspector is not None:
             everyone = (True,) * self.canvas.batch
             forwards = tuple(result.forwards[number] for number in self.canvas.numbers)
@@ -227,8 +225,7 @@ class Denoiser:
         return left, [bool(flag) for flag in ended], [bool(flag) for flag in broken]
 
     def _first_broken(self, step: Step) -> str | None:
-        """What makes NaN or infinity in a forward over the canvas as it was before this step. The call is over with it:
-        its caches are overwritten."""
+        """The source of NaN or infinity over the canvas as before this step; overwrites the caches of the call."""
         canvas, clock = self.canvas, on_device(step.forwards, self.canvas.tokens.device)[:, None]
         if not isinstance(self.rule, RewritingState):
             canvas.tokens.masked_fill_(canvas.committed_at == clock, self._model.mask_token_id)

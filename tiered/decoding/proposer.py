@@ -39,8 +39,7 @@ class Proposer:
     def draw_ranks(
         self, rule: CommitState, step: Step, pending: Bool[Tensor, "batch block"]
     ) -> Int[Tensor, "batch block"] | None:
-        """Draw what ranks the candidates of `step`, where that is chance: what the rule will commit by it, as in
-        `Step.upcoming`. None: confidence ranks them."""
+        """`Step.upcoming` of `step`, by ranks drawn at random; None if confidence ranks the candidates."""
         if not self._sampling.random_ranks:
             return None
         canvas = step.canvas
@@ -95,7 +94,6 @@ class Proposer:
         return found
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending)."""
         self._streams.keep(sequences)
 
     def _keep_open(self, step: Step, logits: Float[Tensor, "batch rows vocab"], columns: Tensor | None) -> None:

@@ -29,11 +29,9 @@ class Denoised:
         forwards: forwards that each sequence took part in.
         passes: forwards of the batch by kind.
         rows: rows of each sequence that every forward recomputed, on average over layers.
-        seconds: wall time of all of it.
-        step_seconds: wall time of every forward with its commit.
-        block_ends: number of forwards after which each block ended.
-        updates: what the policy's updates did.
-        history: answers before the first forward and after every one that changed something; empty if not asked for.
+        seconds, step_seconds: wall time of the call, and of every forward with its commit.
+        block_ends: forwards after which each block ended.
+        history: answers before the first forward and after every one that changed something; may be empty.
     """
 
     answers: Int[Tensor, "batch answer"]
@@ -63,7 +61,6 @@ class Publisher:
         output_history: bool = False,
         streamer: Streamer | None = None,
     ) -> None:
-        """`max_new_tokens`: that each answer has, in families that cut them; `ends`: tokens that end one."""
         self._columns = canvas.answers.clone()  # of all blocks, by their columns on the canvas
         self._tails, self._counts = canvas.tails, canvas.tail_counts
         stops = canvas.answer_ends
@@ -86,8 +83,8 @@ class Publisher:
     def step(
         self, start: int, stop: int, ended: list[bool], candidates: Candidates | None, *, final: bool = True
     ) -> None:
-        """Tell what a step has changed in the block from column `start` to `stop`; `candidates`, where tokens are fixed
-        once for all, are its draft. `final`: what is fixed stays so."""
+        """Publish what a step changed in the block from column `start` to `stop`. `candidates`: its draft; None if
+        tokens stay open. `final`: fixed tokens stay so."""
         if not self._keeps_history and self._put_draft is None and self._put_open is None:
             return
         self.publish(start, stop, ended)

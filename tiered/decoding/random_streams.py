@@ -29,17 +29,14 @@ class RandomStreams:
         self._device = device
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending)."""
         for streams in (self._ranks, self._gumbel, self._rules, self._prior):
             streams[:] = [streams[i] for i in sequences]
 
     def confidence(
         self, stops: list[int], pads: list[int], start: int, stop: int, active: list[bool]
     ) -> Float[Tensor, "batch columns"]:
-        """Uniform float64 scores for columns `start` to `stop`.
-
-        Each active sequence draws for all of its columns, from `pads[i]` to `stops[i]`, as the official sampler does.
-        """
+        """Uniform float64 scores for columns `start` to `stop`. Each active sequence draws for all of its columns, from
+        `pads[i]` to `stops[i]`, as the official sampler does."""
         scores = torch.zeros(len(pads), stop - start, dtype=torch.float64)
         for i, pad in enumerate(pads):
             if active[i]:
@@ -74,14 +71,10 @@ class RandomStreams:
 
 
 class BlockStreams:
-    """Random numbers of one block, from a stream of each sequence that ends with the block.
-
-    Sequences that wait for the others draw on: their numbers are not read, and in the next block they stand where they
-    would stand alone. So a rule need not ask, at the price of a host read, which ones wait.
-    """
+    """Random numbers of one block, from a stream of each sequence that ends with the block. Sequences that wait draw
+    on, and their numbers are not read, so a rule needs no host read to find out which ones wait."""
 
     def __init__(self, seeds: list[int], device: torch.device) -> None:
-        """`seeds`: of each sequence."""
         self._streams = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._device = device
 

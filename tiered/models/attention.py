@@ -26,16 +26,9 @@ def attend(
     since: Int[Tensor, "batch #rows"] | None = None,
     **softened: Any,
 ) -> Float[Tensor, "batch rows heads_width"]:
-    """Bidirectional attention, heads concatenated: by `block_attention` if it is a kernel or torch cannot compute it,
-    else by torch.
-
-    Args:
-        key_mask: False at keys that no row may read.
-        visible: as for `block_attention`.
-        first: the first column of each sequence, if `key_mask` is False in front of it and nowhere else.
-        since: the first column that each row may read, whatever the mask says; None for 0.
-        softened: `soft_cap`, `sink_keys` and `sink_values` of `block_attention`.
-    """
+    """Attention, heads concatenated: by `block_attention` if it is a kernel or torch cannot compute it, else by torch.
+    `softened`: `soft_cap`, `sink_keys` and `sink_values` of `block_attention`; other arguments as in
+    `DiffusionModel.attend`."""
     attention = for_device(block_attention, queries.device)
     plain = visible is None and since is None and all(value is None for value in softened.values())
     by_torch = plain and (attention is block_attention or queries.shape[2] > MOST_ROWS)

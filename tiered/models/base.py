@@ -68,8 +68,6 @@ class DiffusionModel(nn.Module):
 
     Attributes:
         read_config: reads config.json (official keys); raises ValueError for a setting that the forward lacks.
-        config: the result of `read_config`.
-        shape: sizes and weight names.
         noise: noise that answers begin with and that steps remove; None for masks alone.
         mask_token_id, eos_token_id, pad_token_id: special tokens of the vocabulary.
     """
@@ -105,11 +103,9 @@ class DiffusionModel(nn.Module):
         return cls(cls.read_config(config))
 
     def parameter_name(self, official: str) -> str:
-        """Our own name of the weight that the checkpoint calls `official`."""
         return self.config.parameter_names[official]
 
     def rotary(self, positions: Int[Tensor, "batch length"]) -> Rotary:
-        """RoPE angles of `positions`."""
         return Rotary.of(positions, self.shape.head_dim, self.config.rotation)
 
     def embed(self, ids: Int[Tensor, "batch rows"]) -> Float[Tensor, "batch rows width"]:
@@ -141,7 +137,6 @@ class DiffusionModel(nn.Module):
     def keys_values(
         self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
     ) -> tuple[Float[Tensor, "batch kv_heads rows head_dim"], Float[Tensor, "batch kv_heads rows head_dim"]]:
-        """Keys (rotated) and values of the rows."""
         return self.keys(layer, normed, rotary), self.values(layer, normed)
 
     def queries(

@@ -35,7 +35,7 @@ _FULL, _SLIDING, _MAX_WINDOW_LAYERS = "full_attention", "sliding_attention", 28
 
 
 def value_of(config: Mapping[str, object], key: str, default: object) -> object:
-    """`config[key]`; `default` where it is absent or null."""
+    """`config[key]`; `default` if it is absent or null."""
     value = config.get(key)
     return default if value is None else value
 

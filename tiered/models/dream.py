@@ -11,7 +11,6 @@ from tiered.models.layout import Layout, ModelConfig
 
 _LAYOUT = Layout(
     family="Dream",
-    # What the released models use; another value changes the function computed, so it is refused rather than ignored.
     allowed={
         "attention_bias": (True,),
         "hidden_act": ("silu",),
@@ -28,6 +27,4 @@ def read_dream_config(config: Mapping[str, object]) -> ModelConfig:
 
 
 class Dream(DiffusionModel):
-    """See `DiffusionModel`."""
-
     read_config = staticmethod(read_dream_config)

@@ -13,12 +13,7 @@ from tiered.models.shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One model family.
-
-    Attributes:
-        name: name for cards and error messages.
-        loader: the family's model class, as "module:name".
-    """
+    """One model family. `name`: for cards and error messages; `loader`: the model class, as "module:name"."""
 
     name: str
     loader: str

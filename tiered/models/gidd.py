@@ -44,11 +44,10 @@ class GiddConfig(ModelConfig):
     """What the GIDD forward needs beside the sizes and what every forward needs.
 
     Attributes:
-        qk_norm: whether queries and keys are normed over the full width.
-        branch_scale: of each branch: `resid_scale` over the number of layers.
-        weight_scale: what every projection is multiplied by: a number, or "fan_in" or "fan_out", to the power of −½.
-        head_scale: what logits are multiplied by.
-        noise: the process that the model was trained on.
+        qk_norm: True if queries and keys are normed over the full width.
+        branch_scale: factor of each branch: `resid_scale` over the number of layers.
+        weight_scale: factor of every projection: a number, or "fan_in" or "fan_out" to the power of −½.
+        head_scale: factor of logits.
     """
 
     qk_norm: bool
@@ -109,8 +108,6 @@ class ZeroCentredNorm(nn.Module):
 
 
 class GiddBlock(DenseBlock):
-    """The weights of one layer."""
-
     norm = ZeroCentredNorm
 
     def __init__(self, config: GiddConfig) -> None:
@@ -125,8 +122,6 @@ class GiddBlock(DenseBlock):
 
 
 class Gidd(DiffusionModel):
-    """See `DiffusionModel`."""
-
     config: GiddConfig
     _block_type: ClassVar[type[DenseBlock]] = GiddBlock
     read_config = staticmethod(read_gidd_config)

@@ -1,7 +1,7 @@
 """Books: the keys of config.json and the names of weights of a dense family, and the reader of both.
 
 Inside a model the weights of every family have the same names, LLaDA's: `wte`, `blocks`, `ln_f`, `ff_out` (the head),
-and in a block those of `_IN_BLOCK`, where `ff_proj` is the gate of the MLP.
+and in a block those of `IN_BLOCK`, where `ff_proj` is the gate of the MLP.
 """
 
 from collections.abc import Iterable, Mapping
@@ -50,7 +50,7 @@ NAMES: Mapping[str, str] = {
     "blocks.ff_out": "mlp.down_proj",
 }
 # The weights of a block in its sizes, by our own names.
-_IN_BLOCK: Mapping[str, tuple[str, ...]] = {
+IN_BLOCK: Mapping[str, tuple[str, ...]] = {
     "attn_norm": ("width",),
     "q_proj": ("heads_width", "width"),
     "k_proj": ("kv_width", "width"),
@@ -68,8 +68,6 @@ class ModelConfig:
     """What every forward needs beside the sizes.
 
     Attributes:
-        rotation: of queries and keys, by their positions.
-        norm_eps: of the norms.
         head_tied: True if the language-model head is the embedding.
         biases: the projections of a block that have a bias.
         parameter_names: our own name of each weight, by its official one.
@@ -92,7 +90,7 @@ class Layout:
 
     Attributes:
         family: name for messages.
-        allowed: switches of config.json, with the values that the forward implements (`require`).
+        allowed: switches of config.json, with the values that the forward implements; others are refused (`require`).
         keys: size, or special token → key of config.json.
         names: our own name of a module → its official one, from the root, or from the block.
         norm_eps: default, if config.json has none.
@@ -214,7 +212,7 @@ class Layout:
 
 def _in_block(biases: frozenset[str], mlp_matrices: int) -> dict[str, tuple[str, ...]]:
     block: dict[str, tuple[str, ...]] = {}
-    for name, dims in _IN_BLOCK.items():
+    for name, dims in IN_BLOCK.items():
         if name != "ff_proj" or mlp_matrices == 2:
             block |= {f"{name}.weight": dims} | ({f"{name}.bias": dims[:1]} if name in biases else {})
     return block

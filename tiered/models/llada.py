@@ -4,12 +4,10 @@ from collections.abc import Mapping
 
 from tiered.models.base import DiffusionModel
 from tiered.models.config_fields import positive, switch
-from tiered.models.layout import KEYS, Layout, ModelConfig
+from tiered.models.layout import IN_BLOCK, KEYS, Layout, ModelConfig
 
-_IN_BLOCK = ("attn_norm", "q_proj", "k_proj", "v_proj", "attn_out", "ff_norm", "ff_proj", "up_proj", "ff_out")
 _LAYOUT = Layout(
     family="LLaDA",
-    # What the released models use; another value changes the function computed, so it is refused rather than ignored.
     allowed={
         "activation_type": ("silu",),
         "alibi": (False,),
@@ -39,7 +37,7 @@ _LAYOUT = Layout(
         "head_tied": "weight_tying",
     },
     names={name: f"model.transformer.{name}" for name in ("wte", "blocks", "ln_f", "ff_out")}
-    | {f"blocks.{name}": name for name in _IN_BLOCK},
+    | {f"blocks.{name}": name for name in IN_BLOCK},
     norm_eps=1e-5,
 )
 
@@ -66,6 +64,4 @@ def read_llada_config(config: Mapping[str, object]) -> ModelConfig:
 
 
 class LLaDA(DiffusionModel):
-    """See `DiffusionModel`."""
-
     read_config = staticmethod(read_llada_config)

@@ -15,7 +15,6 @@ from tiered.models.layout import NAMES, Layout, ModelConfig
 
 _LAYOUT = Layout(
     family="Nemotron-Labs",
-    # What the released models use; another value changes the function computed, so it is refused rather than ignored.
     allowed={
         "dlm_paradigm": ("bidirectional",),
         "hidden_act": ("silu",),
@@ -44,6 +43,4 @@ def read_nemotron_config(config: Mapping[str, object]) -> ModelConfig:
 
 
 class Nemotron(DiffusionModel):
-    """See `DiffusionModel`."""
-
     read_config = staticmethod(read_nemotron_config)

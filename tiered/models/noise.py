@@ -17,10 +17,7 @@ class Noise:
     A token is what it was with probability σ(log-SNR), else noise: any token but the mask, all alike, with probability
     σ(log-SNR + `shift`), else the mask.
 
-    Attributes:
-        shift: `noise_type` of config.json: far above 0 for uniform noise, far below for masks alone.
-        min_log_snr, max_log_snr: the ends.
-        vocab_size, mask_token_id: of the model.
+    `shift` is `noise_type` of config.json: far above 0 for uniform noise, far below for masks alone.
     """
 
     shift: float
@@ -30,10 +27,8 @@ class Noise:
     mask_token_id: int
 
     def log_snrs(self, steps: int, schedule: Schedule) -> list[float]:
-        """The levels between which `steps` steps go, clean first: entry i is that of time i / steps.
-
-        The share of clean tokens falls linearly in time, or as a half wave of the cosine.
-        """
+        """The levels between which `steps` steps go, clean first: entry i is that of time i / steps. The share of clean
+        tokens falls linearly in time, or as a half wave of the cosine."""
         low, high = _sigmoid(self.min_log_snr), _sigmoid(self.max_log_snr)
         levels = []
         for number in range(steps + 1):

@@ -24,11 +24,7 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "llada-1.5": "llada-8b",
-        "gidd-3b": "gidd-unif-3b",
-        "gidd-10b": "gidd-unif-10b",
-    }
+    {"llada-1.5": "llada-8b", "gidd-3b": "gidd-unif-3b", "gidd-10b": "gidd-unif-10b"}
 )
 
 _FOLDER = Path(__file__).parent / "presets"

@@ -10,8 +10,8 @@ made. Layouts as compressed-tensors 0.20 and torchao 0.18 (its safetensors suppo
     torchao, Intx… of int4 in groups of 32, bfloat16 scales      int4
     torchao, NVFP4Tensor, block scales swizzled or not           nvfp4
 
-Codes and scales are kept exactly. One exception is the scale of a tensor in the NVFP4 of compressed-tensors: it is a
-divisor, and its reciprocal is rounded to float32. Activations are not quantised, whatever the checkpoint says of them.
+Codes and scales are kept exactly, except the scale of a tensor in the NVFP4 of compressed-tensors: it is a divisor, and
+its reciprocal is rounded to float32. Activations are not quantised, whatever the checkpoint says of them.
 """
 
 import json

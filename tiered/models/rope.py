@@ -29,7 +29,6 @@ class Rotary:
 
     @classmethod
     def of(cls, positions: Int[Tensor, "batch length"], head_dim: int, rotation: Rotation) -> "Rotary":
-        """Angles for `positions` of heads with `head_dim` elements."""
         frequencies, scale = frequencies_and_scale(rotation, int(head_dim * rotation.part), positions.device)
         angles = positions[:, None, :, None].float() * frequencies
         grown = None

@@ -16,7 +16,6 @@ from tiered.models.layout import NAMES, Layout, ModelConfig
 
 _LAYOUT = Layout(
     family="SDAR",
-    # What the released models use; another value changes the function computed, so it is refused rather than ignored.
     allowed={
         "hidden_act": ("silu",),
         "use_qk_norm": (True,),
@@ -46,8 +45,6 @@ def read_sdar_config(config: Mapping[str, object]) -> ModelConfig:
 
 
 class SdarBlock(DenseBlock):
-    """The weights of one layer."""
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.q_norm = self.norm(config.shape.head_dim, config.norm_eps)
@@ -55,8 +52,6 @@ class SdarBlock(DenseBlock):
 
 
 class Sdar(DiffusionModel):
-    """See `DiffusionModel`."""
-
     _block_type: ClassVar[type[DenseBlock]] = SdarBlock
     read_config = staticmethod(read_sdar_config)
 

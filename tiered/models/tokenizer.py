@@ -16,12 +16,8 @@ _SAME_AS: Mapping[str, type[PreTrainedTokenizerBase]] = {"DreamTokenizer": Qwen2
 
 
 def load_tokenizer(directory: Path, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in `directory`; None where it has none (token ids still work).
-
-    Raises:
-        ValueError: the files are there and cannot be read, need code of their own, or have tokens that the model, of
-            `vocab_size` tokens, has not; names the file.
-    """
+    """The tokenizer in `directory`; None if it has none. Raises `ValueError`, which names the file, for files that
+    cannot be read, need code of their own, or have tokens beyond the `vocab_size` tokens of the model."""
     has_settings = (directory / SETTINGS_FILE).exists()
     in_parts = has_settings and (directory / "vocab.json").exists() and (directory / "merges.txt").exists()
     if not (directory / VOCABULARY_FILE).exists() and not in_parts:

@@ -28,7 +28,7 @@ class WeightForm:
     Attributes:
         code: code of the matrices of layers; None for the model's dtype.
         head: True if the embedding and the head are in that code too.
-        fixed: True if all layers stay on the device, as for a model that the caller has made.
+        fixed: True if all layers stay on the device.
     """
 
     code: WeightCode | None = None
@@ -62,7 +62,6 @@ FIXED_WEIGHTS = WeightForm(fixed=True)
 
 
 def drop_of(code: WeightCode) -> str:
-    """The measured cost of weights in `code`."""
     return f"exact match of the embedded model fell by {DROPS[code]:.2g} points"
 
 

@@ -1,7 +1,7 @@
-"""The contract of a caching policy: what it keeps, and which rows each step recomputes.
+"""The contract of a caching policy: what it keeps, and which rows each step recomputes (docs/adding.md).
 
-A policy is a frozen dataclass of options. `start` makes the state of one call, and the decoding loop asks that state
-for a `StepRows` before every forward and tells it afterwards what was committed. See docs/adding.md.
+A policy is a frozen dataclass of options. `start` makes the state of one call, which gives the `StepRows` of every
+forward and observes every commit.
 """
 
 from abc import ABC, abstractmethod

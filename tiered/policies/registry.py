@@ -56,8 +56,7 @@ def make_policy(policy: str | Policy, **options: Any) -> Policy:
 
     Raises:
         TypeError: neither a name nor a policy.
-        ValueError: no such policy or option (names the nearest one), one option under two names with two values, or
-            options beside a policy object.
+        ValueError: no such policy or option, one option with two values, or options beside a policy object.
     """
     if isinstance(policy, Policy):
         if options:

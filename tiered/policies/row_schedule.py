@@ -23,9 +23,8 @@ from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
 
 RowsOf = Literal["all", "block", "suffix", "answer", "undecided", "upcoming"]
 
-# Tokens of a prompt from which on stale prompt keys were measured to cost no answers. Lookups in 256 tokens and more
-# lose none under any cache. Lists, which end at about 40 tokens, are sorted right in 98 of 100 cases without a cache
-# and in 42 to 65 with one (docs/benchmarks.md, docs/embedded-model.md).
+# Tokens of a prompt from which on stale prompt keys were measured to cost no answers (docs/benchmarks.md). Lists, which
+# end at about 40 tokens, are sorted right in 98 of 100 cases without a cache and in 42 to 65 with one.
 LEAST_STALE_PROMPT = 256
 SELDOM = 4  # blocks from one refresh to the next, if a block need not begin with one
 
@@ -216,10 +215,8 @@ def rows_of(
     kind: StepKind,
     candidates: Bool[Tensor, "batch block"] | None = None,
 ) -> StepRows:
-    """The rows of all `spans`, those of `mask`, and those that predict `candidates` (None for what is pending).
-
-    One span that all active sequences share stays a span, which costs no gathering.
-    """
+    """The rows of all `spans`, those of `mask`, and those that predict `candidates` (None for what is pending). One
+    span that all active sequences share stays a span, which costs no gathering."""
     shared = [span for span in spans if span.sequences == step.active]
     if mask is None and (whole := _union(shared)) is not None and all(_within(span, whole) for span in spans):
         return StepRows.of_span(*whole, step, kind)

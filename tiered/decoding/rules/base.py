@@ -84,8 +84,8 @@ class CommitRule(ABC):
 
     @property
     def by_time(self) -> bool:
-        """Whether the rule follows a time that falls over the steps, as Dream's do: the block is the whole answer where
-        no block length is given, and every step counts, even where there are more of them than tokens."""
+        """True if the rule follows a time that falls over the steps, as Dream's do. The block is then the whole answer
+        by default, and all steps count, even if they are more than the tokens."""
         return False
 
     @abstractmethod

@@ -20,16 +20,14 @@ def _found() -> Iterator[type[CommitRule]]:
 
 
 def in_order(rules: Iterable[type[CommitRule]]) -> list[type[CommitRule]]:
-    """Plain ones first, by rank and number of options, so that a new rule with more of them takes no call from another;
-    those that rewrite tokens last."""
+    """Plain rules by rank and number of options, so a new rule takes no call from another; rewriting rules last."""
     return sorted(rules, key=lambda rule: (rule.rewrites, rule.rank, len(fields(rule)), rule.name))
 
 
-# But for what rules have in common, which has no name.
+# Abstract rules have no name.
 COMMIT_RULES: dict[str, type[CommitRule]] = {
     rule.name: rule for rule in in_order(rule for rule in _found() if "name" in vars(rule))
 }
-
 # The type of each option of a rule, by name.
 COMMIT_OPTIONS: dict[str, Any] = {
     field.name: get_type_hints(rule)[field.name] for rule in COMMIT_RULES.values() for field in fields(rule)
@@ -37,12 +35,8 @@ COMMIT_OPTIONS: dict[str, Any] = {
 
 
 def make_commit_rule(commit: str | CommitRule | None, **options: float) -> CommitRule:
-    """The rule of that name; None: the first rule that `options` are enough for and not too many, `static` without any.
-
-    Raises:
-        TypeError: neither name, rule nor None.
-        ValueError: no such rule, an option that the rule lacks or needs, or options of two rules.
-    """
+    """The rule of that name; for None the first rule that `options` fit, `static` without any. Raises `TypeError` for
+    neither name, rule nor None, and `ValueError` for an unknown name or options that do not fit."""
     if isinstance(commit, CommitRule):
         if options:
             raise ValueError(f"options {options} beside a commit rule object; set them in the object: {commit}")

@@ -47,7 +47,7 @@ class RewritingState(CommitState):
         self._step = 0
 
     def levels(self, block: OpenBlock) -> tuple[Noise, float, float]:
-        """The noise that the model was trained on, and its log-SNR in front of this step and behind it."""
+        """The noise that the model was trained on, and its log-SNR before this step and after it."""
         assert block.process is not None, "the runtime refuses the rule for other models"
         levels, now = block.process.log_snrs(self._steps, self._rule.noise_schedule), self._steps - self._step
         return block.process, levels[now], levels[now - 1]

@@ -20,9 +20,8 @@ from tiered.core.spans import spanned
 from tiered.forward.forward import Flow, Forward, add_branch
 from tiered.kernels.host_values import on_device
 
-# Below this distance between directions (cosine: 1 − 5e-7) a movement may be rounding alone. Rows that stand still are
-# many, such as those of the first layer whose tokens have not changed; rounding must not choose among them, or a
-# sequence would be answered otherwise in a batch than alone.
+# Below this distance between directions (cosine: 1 − 5e-7) a movement may be rounding alone. Rounding must not choose
+# among rows that stand still, or a sequence would be answered otherwise in a batch than alone.
 STILL = 2**-10
 _TINY = 1e-30  # the length of a row of zeros
 
@@ -118,8 +117,7 @@ class BranchStep:
             forward.store.write(feature, layer, rows, branch[:, None, skipped:])
 
     def _chosen(self, forward: Forward, layer: int, flow: Flow, counts: Sequence[int]) -> Flow:
-        """The prompt, where it is there, and the answer's farthest rows; keys and values of all of them before any
-        attends."""
+        """The prompt, if it is there, and the answer's farthest rows: all keys and values before any row attends."""
         model, store, head = forward.model, forward.store, self._head
         prompt, answer = flow.hidden[:, :head], flow.hidden[:, head:]
         forward.write(layer, self._span[:head], prompt)
@@ -181,10 +179,8 @@ def distances(
     new: Float[Tensor, "batch heads rows elements"],
     cached: Float[Tensor, "batch heads rows elements"],
 ) -> Float32[Tensor, "batch rows"]:
-    """Distance of each row's direction, all heads together, from the cached one; 0 if it is no more than rounding.
-
-    It is √(2 − 2·cos): in the order of falling cosine, and exact where the cosine itself rounds to 1.
-    """
+    """Distance of each row's direction, all heads together, from the cached one; 0 if it is no more than rounding. It
+    is √(2 − 2·cos), in the order of falling cosine, and exact where the cosine itself rounds to 1."""
     difference = (new / _length(new)).sub_(cached / _length(cached))
     apart = torch.linalg.vector_norm(difference, dim=(1, 3), dtype=torch.float32)
     return apart.masked_fill_(apart <= STILL, 0.0)

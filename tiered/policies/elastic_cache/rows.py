@@ -30,8 +30,8 @@ class Tracked:
     """The most attended tokens of each layer and sequence: their columns, and their queries of the last step. The last
     layer tracks none, because no layer is behind it.
 
-    Queries are kept, not attention rows: the previous step's attention is recomputed from them and the keys that the
-    cache still holds. A query takes `head_dim` numbers a head, an attention row one for each column.
+    The previous step's attention is recomputed from the queries and the keys that the cache still holds. A query takes
+    `head_dim` numbers a head, an attention row one for each column.
     """
 
     def __init__(self, count: int) -> None:
@@ -82,7 +82,6 @@ class Tracked:
         return mask[:, :length]
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending)."""
         if self._columns is not None and self._queries is not None:
             self._columns, self._queries = self._columns[:, sequences], self._queries[:, sequences]
 

@@ -35,9 +35,8 @@ class HiddenCache:
     """Clusters, records and drift of the layers that lead a group (`leads`).
 
     An update chooses clusters in the leader, and their rows go up through the whole group. The other layers would
-    choose the same clusters, because rows with new inputs come first, so nothing of these layers is stored. The first
-    layer's rows are embeddings, which are looked up. The last layer's output is read of the current block alone, so no
-    other row goes through it. Only the leaders between them have records.
+    choose the same clusters, because rows with new inputs come first, so they store nothing. The first layer's rows are
+    embeddings, and of the last layer only the current block is read. So only the leaders between them have records.
 
     Attributes:
         clusters, top_m, codec, backend: options of `Polestar`; `backend` is `kmeans`.
@@ -164,9 +163,7 @@ class HiddenCache:
 
 class Refresh:
     """Layer program of a refresh: stores the rows that enter every group of layers as clusters, and begins their drift.
-
-    Rows are encoded before the layer runs, and copied while it and the next layers do.
-    """
+    Rows are encoded before the layer runs, and copied while it and the next layers do."""
 
     def __init__(self, cache: HiddenCache, areas: tuple[Span, Span], current: Span, pads: Sequence[int]) -> None:
         """`areas`: columns before and behind the `current` block. Under a noise mask the columns before it make no

@@ -21,10 +21,9 @@ class DriftReference(DriftDistribution):
     """A distribution over columns, in two sets: columns whose keys may change before the next update, and the rest.
 
     The rest is summed without the changing columns, because a difference would be noise if they hold nearly all of the
-    attention. For the same reason the rest lies in parts: part 0 for the columns of no cluster, one for each cluster's
-    members, and a last one for sinks, if there are any. The members of whole clusters leave the rest (`add_changing`)
-    without a subtraction, and come back (`measured`) to an empty part. So a reference that goes from update to update
-    is as exact as a new one. An update that gives new keys to the columns F and moves a few centroids:
+    attention. So it lies in parts: part 0 for the columns of no cluster, one for each cluster's members, and a last one
+    for sinks, if any. The members of whole clusters leave the rest (`add_changing`) without a subtraction, and come
+    back (`measured`) to an empty part. An update that gives new keys to the columns F and moves a few centroids:
 
         reference = reference.add_changing(queries, keys, F)
         ... the keys at the changing columns and at F are written ...

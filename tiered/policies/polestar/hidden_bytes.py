@@ -151,10 +151,8 @@ class ClusterSizes:
 
 
 def fitting_rows(codec: Codec | str, width: int, element_bytes: int, slot_bytes: int) -> int:
-    """Rows of the largest record in a staging slot of `slot_bytes`, rounded up to whole pages; 0 if no row fits.
-
-    A larger slot holds more records, not larger ones, because rows decode to values that depend on their record.
-    """
+    """Rows of the largest record in a staging slot of `slot_bytes`, rounded up to whole pages; 0 if no row fits. A
+    larger slot holds more records, not larger ones, because rows decode to values that depend on their record."""
     largest = codec_bytes(codec, RECORD_ROWS, width, element_bytes=element_bytes)
     return _rows_within(Codec(codec), width, element_bytes, -(-min(slot_bytes, largest) // UNIT) * UNIT)
 

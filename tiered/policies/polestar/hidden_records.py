@@ -32,10 +32,8 @@ class HiddenRecords:
     """The hidden states of one layer of one sequence in a tier: one record for each cluster, or piece of a large one.
 
     Attributes:
-        layer, sequence: whose hidden states.
         sizes: members of each cluster; the records hold their rows in cluster-major order.
         pieces: the rows of each record, by part number.
-        codec, tier: how and where they are stored.
         most_rows: rows of a record, at most.
     """
 
@@ -107,7 +105,6 @@ class HiddenRecords:
         return [self._key(part) for part in self._parts(clusters)]
 
     def forget(self, tiers: TierManager) -> None:
-        """Drop all records."""
         tiers.forget(self._key(part) for part in range(len(self.pieces)))
 
     def _key(self, part: int) -> RecordKey:
@@ -122,11 +119,8 @@ class HiddenRecords:
 
 
 def most_rows(slot_bytes: int, codec: Codec | str, hidden: Float[Tensor, "length width"]) -> int:
-    """Rows of the largest record of `codec` that fits a staging slot, at most `hidden_bytes.MOST_ROWS`.
-
-    Raises:
-        ValueError: no row fits.
-    """
+    """Rows of the largest record of `codec` that fits a staging slot, at most `hidden_bytes.MOST_ROWS`. Raises
+    `ValueError` if no row fits."""
     width, element = hidden.shape[1], hidden.element_size()
     fitting = fitting_rows(codec, width, element, slot_bytes)
     if not fitting:

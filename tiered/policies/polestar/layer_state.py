@@ -30,7 +30,6 @@ class LayerState:
     """Clusters of every sequence in the first layer of a group. Sequences with fewer clusters have filler behind them.
 
     Attributes:
-        layer: number of the layer.
         current: columns of the current block. Their keys change with every step, and that is what makes drift.
         members: the columns of each cluster, by sequence.
         records: records of the members, by sequence; None for a layer without records.
@@ -198,10 +197,8 @@ def gather_rows(
     tickets: Tickets,
     out: Float[Tensor, "batch rows width"],
 ) -> Rows:
-    """Write the layer's input at the clusters of `layout` to `out`, and return all of its rows.
-
-    Rows come from `known`, or from `tickets`, for which compute waits. All other rows, filler too, become 0.
-    """
+    """Write the layer's input at the clusters of `layout` to `out`, and return all of its rows. They come from `known`,
+    or from `tickets`, for which compute waits. All other rows, filler too, become 0."""
     flat = out.view(-1, out.shape[2])
     columns, blank, *numbers = _on_device(out.device, layout.columns, layout.blank, *layout.to, *layout.source)
     gathered = Rows.at(columns)

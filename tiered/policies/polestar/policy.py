@@ -108,10 +108,8 @@ class Polestar(Policy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolestarWindow(Polestar):
-    """The authors' code (commit a125b28c): clusters of a window of blocks, on the device, as they are.
-
-    One of the authors' 8 clusters is for rows behind the block, even if there are none.
-    """
+    """The authors' code (commit a125b28c): clusters of a window of blocks, on the device, as they are. One of the
+    authors' 8 clusters is for rows behind the block, even if there are none."""
 
     name: ClassVar[str] = "polestar-window"
     cumulative_threshold: ClassVar[int | None] = 2
@@ -183,7 +181,6 @@ class Drifting(PolicyState):
 
     @property
     def _clustered(self) -> bool:
-        """Whether there are clusters to renew."""
         return self._cache is not None and (self._dry or bool(self._cache.states))
 
     def _begins_with_refresh(self, block: int) -> bool:
@@ -191,8 +188,7 @@ class Drifting(PolicyState):
 
     def _due(self, step: Step) -> tuple[list[bool], bool]:
         """Sequences with more commits than the thresholds allow and something left to commit; and whether another
-        update may read what theirs stores. It may if the block has enough left for one, or the next block begins with
-        one."""
+        update may read what theirs stores: in this block, if enough of it is left, or as the next block begins."""
         if not self._clustered:
             return [False], False
         assert self._last is not None and self._since is not None, "the first step of a call is a refresh"

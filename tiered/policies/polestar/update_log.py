@@ -38,5 +38,4 @@ class GroupUpdate:
     repairs: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
         return asdict(self)
