@@ -71,25 +71,20 @@ class AnswerText:
 
     def _give(self, whole: str, *, rest: bool = False) -> str:
         """What of `whole` may go; `rest`: nothing comes behind it."""
-        if (found := self._first_stop(whole)) is not None:
+        found = min((place for stop in self._stop if (place := whole.find(stop)) >= 0), default=None)
+        if found is not None:
             whole, self.ended = whole[:found], "stop"
             while len(self._ids) > 1 and len(self._decoded(len(self._ids) - 1)) >= found:
                 self._ids.pop()  # behind the text, or of the stop string
         elif not rest:
             whole = whole.rstrip(_HALF)
-            whole = whole[: len(whole) - self._may_be_stop(whole)]
+            # The end may be the first characters of a stop string.
+            begun = (n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n]))
+            whole = whole[: len(whole) - max(begun, default=0)]
         if not whole.startswith(self.text):  # the tokenizer's text of the first tokens depends on those behind them
             return ""
         given, self.text = whole[len(self.text) :], whole
         return given
-
-    def _first_stop(self, whole: str) -> int | None:
-        return min((place for stop in self._stop if (place := whole.find(stop)) >= 0), default=None)
-
-    def _may_be_stop(self, whole: str) -> int:
-        """Characters at the end that may be the first of a stop string."""
-        lengths = (length for stop in self._stop for length in range(1, len(stop)) if whole.endswith(stop[:length]))
-        return max(lengths, default=0)
 
     def _decoded(self, count: int | None = None) -> str:
         return str(self._tokenizer.decode(self._ids[:count], skip_special_tokens=True))
