@@ -46,7 +46,7 @@ class CallContext:
         weights: StreamedWeights | None = None,
     ) -> None:
         """`transport` makes what carries copies between the tiers of a call; None: by device. `kv`: code of keys and
-        values. `weights`: of the model, where they may lie below the device; None: all of them stay on it."""
+        values. `weights`: those of the model that may leave the device; None if all stay."""
         self._loaded: DiffusionModel | None = model
         self._ledger, self._transport = ledger, transport
         self.kv = kv
@@ -101,7 +101,7 @@ class CallContext:
         )
 
     def check_alone(self, policy: Policy, sizes: CallSizes) -> None:
-        """Raise `TierCapacityError` where a tier has no room for such a call even while no other is there."""
+        """Raise `TierCapacityError` if a tier has no room for such a call even without other calls."""
         self._needed(policy, sizes, self._standing, self._weights)
 
     def _needed(
@@ -210,5 +210,5 @@ class CallContext:
 
     @property
     def weights(self) -> StreamedWeights | None:
-        """Those of the model, where they may lie below the device."""
+        """Weights of the model that may leave the device; None if all stay."""
         return self._weights

@@ -220,7 +220,7 @@ def _check_chat(chat: object) -> None:
 
 
 def check_readable(name: str, tensor: Tensor) -> None:
-    """Raise `ValueError` where `tensor`, the argument `name`, has no plain values to look at."""
+    """Raise `ValueError` if `tensor`, the argument `name`, is not dense or has no values."""
     if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
         kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else str(tensor.layout)
         raise ValueError(f"{name} is a tensor of the kind {kind}; a dense one with values is allowed")

@@ -5,7 +5,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-_HALF = "\N{REPLACEMENT CHARACTER}"  # what bytes look like of which the rest is still to come
+_HALF = "\N{REPLACEMENT CHARACTER}"  # an incomplete character decodes to this
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], before: int | None) -> list[str]:
@@ -25,8 +25,7 @@ class AnswerText:
 
     Attributes:
         text: given out so far.
-        ended: why nothing more comes: the end-of-sequence token or a stop string ("stop"), or no room ("length"); None:
-            more may come.
+        ended: "stop" behind an end-of-sequence token or a stop string, "length" without room; None while text may come.
     """
 
     def __init__(
@@ -45,11 +44,11 @@ class AnswerText:
 
     @property
     def tokens(self) -> int:
-        """Of the answer so far; the end-of-sequence token is none."""
+        """Tokens of the answer so far, without the end-of-sequence token."""
         return len(self._ids)
 
     def put(self, ids: Sequence[int]) -> str:
-        """Hear the next final tokens; the text that this makes final."""
+        """Add the next final tokens. Returns the text that they make final."""
         if self.ended is not None:
             return ""
         for token in ids:
@@ -61,7 +60,7 @@ class AnswerText:
         return self._give(self._decoded())
 
     def end(self) -> str:
-        """No more tokens come; the rest of the text."""
+        """No more tokens come. Returns the rest of the text."""
         return "" if self.ended is not None else self._end("length")
 
     def _end(self, why: Literal["stop", "length"]) -> str:
@@ -70,7 +69,7 @@ class AnswerText:
         return given
 
     def _give(self, whole: str, *, rest: bool = False) -> str:
-        """What of `whole` may go; `rest`: nothing comes behind it."""
+        """The part of `whole` that is final and was not given; `rest`: nothing comes behind `whole`."""
         found = min((place for stop in self._stop if (place := whole.find(stop)) >= 0), default=None)
         if found is not None:
             whole, self.ended = whole[:found], "stop"

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tiered.serving.metrics import registry_of
 from tiered.serving.openai_fields import Limits, read_body, read_json
 from tiered.serving.prompts import RefusedBody
-from tiered.serving.replies import Replies, error_body, told
+from tiered.serving.replies import Replies, error_body, error_reply
 from tiered.serving.request import BusyError, ClosedError
 from tiered.serving.responder import ClientDisconnected, Responder, logged, prepared_calls
 from tiered.serving.scheduler import Scheduler
@@ -40,10 +40,10 @@ _PAGE_POLICY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What is served, and to whom.
+    """A served model and its limits.
 
     Attributes:
-        scheduler: answers; it is started and closed by who serves.
+        scheduler: scheduler that answers; the caller starts and closes it.
         model: the name that it is served under.
         defaults: options of `generate` that a request may overrule.
         limits: of a request.
@@ -63,7 +63,7 @@ class Service:
 
 
 def check_api_key(name: str, key: str | None) -> None:
-    """Raise `ValueError` where no client can send `key`, which `name` is called. The error does not show it."""
+    """Raise `ValueError` if no client can send `key`, called `name` in the error, which does not show the key."""
     if key is not None and not re.fullmatch("[!-~]+", key):
         raise ValueError(f"{name} has characters beside printable ASCII without spaces, which alone are allowed")
 
@@ -220,13 +220,13 @@ def make_app(service: Service) -> FastAPI:
 
 
 def refused(error: Exception) -> Response:
-    """What a request gets in place of an answer."""
+    """The response to a request that ends in `error`."""
     if isinstance(error, HTTPException):
         body = error_body(str(error.detail), "invalid_request_error")
         return JSONResponse(body, error.status_code, error.headers)
     if isinstance(error, ClientDisconnected | ClientDisconnect):
         return Response(status_code=499)
-    status, body = told(logged(error))
+    status, body = error_reply(logged(error))
     return JSONResponse(body, status, _HEADERS.get(status))
 
 

@@ -22,7 +22,7 @@ from tiered.serving.feed import (
     OfChoice,
 )
 from tiered.serving.openai_fields import Limits, ParsedRequest, sampler_seed
-from tiered.serving.replies import DONE, Replies, event, told, usage_of
+from tiered.serving.replies import DONE, Replies, error_reply, event, usage_of
 from tiered.serving.request import Request
 from tiered.serving.scheduler import Scheduler
 
@@ -84,7 +84,7 @@ class Responder:
         Raises:
             ClientDisconnected: `disconnect` has returned first.
         """
-        async for _ in self._told(disconnect):
+        async for _ in self._events(disconnect):
             pass
         return replies.whole([text.text for text in self._texts], self._reasons(), self._usage())
 
@@ -93,7 +93,7 @@ class Responder:
         try:
             for index in range(len(self._calls)):
                 yield replies.first(index)
-            async for happened, text in self._told(disconnect):
+            async for happened, text in self._events(disconnect):
                 if isinstance(happened, Draft):
                     yield replies.beside(draft=self._draft(happened))
                     continue
@@ -107,9 +107,9 @@ class Responder:
         except ClientDisconnected:
             return
         except Exception as error:
-            yield event(told(logged(error))[1])
+            yield event(error_reply(logged(error))[1])
 
-    async def _told(self, disconnect: Callable[[], Awaitable[object]]) -> AsyncIterator[tuple[OfChoice, str]]:
+    async def _events(self, disconnect: Callable[[], Awaitable[object]]) -> AsyncIterator[tuple[OfChoice, str]]:
         left = set(range(len(self._calls)))
         leaving = asyncio.ensure_future(disconnect())
         try:
@@ -202,6 +202,6 @@ def prepared_calls(scheduler: Scheduler, parsed: ParsedRequest, limits: Limits, 
 
 def logged(error: Exception) -> Exception:
     """`error`, which is written to the log if the request is not to blame."""
-    if told(error)[0] == 500:
+    if error_reply(error)[0] == 500:
         _LOG.error("a request failed", exc_info=error)
     return error

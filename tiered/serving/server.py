@@ -166,7 +166,7 @@ class Server(uvicorn.Server):
             self.run(sockets=[listening])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See uvicorn; a signal that is heard is not raised again at the end."""
+        """See uvicorn; the signal is not raised again at the end."""
         self._why = f"the server ends ({signal.Signals(sig).name})"
         self._at_once, self.should_exit = self.should_exit, True
 
@@ -196,6 +196,6 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at `host`; port 0: at a free one. Raises `OSError` where that cannot be."""
+    """A socket that listens at `host`; port 0: at a free one. Raises `OSError` if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=BACKLOG)
