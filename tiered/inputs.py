@@ -73,8 +73,8 @@ def read_inputs(
 ) -> Prompts:
     """Prompts of a string, a list of strings, chat messages (one chat or a list of chats), or ids.
 
-    A string is a user's message where the tokenizer has a chat template, and is continued as it stands where it has
-    none, or with `raw`. Ids always stay as they are: a tensor or a numpy array [batch, length], lists of ints (one
+    A string is a user's message if the tokenizer has a chat template; without one, or with `raw`, it is continued as it
+    stands. Ids always stay as they are: a tensor or a numpy array [batch, length], lists of ints (one
     prompt, or several, padded on the left), or what a tokenizer returns (a mapping with `input_ids`).
 
     Args:
