@@ -31,10 +31,10 @@ HINT = "raise `memory`, lower `clusters`, shorten the prompt or pass fewer seque
 
 
 class CallContext:
-    """Makes what calls of one model run in, within one ledger.
+    """Books the calls of one model in one ledger, and makes their tiers.
 
-    Calls are booked one after another. Those of one thread may take turns; those of several threads run side by side,
-    unless layers of the weights are streamed: their ring, and the matrices of the model, serve one thread at a time.
+    Calls of one thread may take turns. Calls of several threads run side by side, unless layers of the weights are
+    streamed: their ring, and the matrices of the model, serve one thread at a time.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CallContext:
         weights: StreamedWeights | None = None,
     ) -> None:
         """`transport` makes what carries copies between the tiers of a call; None: by device. `kv`: code of keys and
-        values. `weights`: of the model, where they may lie below the device; None: all of them stay on it."""
+        values. `weights`: those of the model that may leave the device; None if all stay."""
         self._loaded: DiffusionModel | None = model
         self._ledger, self._transport = ledger, transport
         self.kv = kv
@@ -101,7 +101,7 @@ class CallContext:
         )
 
     def check_alone(self, policy: Policy, sizes: CallSizes) -> None:
-        """Raise `TierCapacityError` where a tier has no room for such a call even while no other is there."""
+        """Raise `TierCapacityError` if a tier has no room for such a call even without other calls."""
         self._needed(policy, sizes, self._standing, self._weights)
 
     def _needed(
@@ -128,14 +128,13 @@ class CallContext:
     def booked(
         self, policy: Policy, sizes: CallSizes, inspector: Inspector | None = None, *, reported: ExitStack | None = None
     ) -> Iterator[tuple[TierManager | None, StreamBytes | None]]:
-        """Book what a call takes, and an inspector, while the `with` lasts, which computes on the model's device. It
-        waits while layers of the weights are streamed to another thread.
+        """Book the bytes of a call and its inspector while the `with` lasts. It waits while layers of the weights are
+        streamed to another thread.
 
-        `reported`: of a call whose memory is to be reported. The ledger counts peaks anew, unless another call is under
-        way; and where layers of the weights are streamed, no other thread's call begins before the stack is closed.
+        `reported`: stack of a call whose memory is reported. The ledger counts peaks anew, unless another call is under
+        way. If layers of the weights are streamed, no other thread's call begins before the stack is closed.
 
-        Gives the call's tiers, and the features that are streamed through them, as few as the budget needs; None where
-        nothing leaves the device.
+        Gives the call's tiers and the features that are streamed through them; None if nothing leaves the device.
 
         Raises:
             TierCapacityError: a tier has no room for all of it.
@@ -210,5 +209,5 @@ class CallContext:
 
     @property
     def weights(self) -> StreamedWeights | None:
-        """Those of the model, where they may lie below the device."""
+        """Weights of the model that may leave the device; None if all stay."""
         return self._weights

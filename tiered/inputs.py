@@ -73,8 +73,8 @@ def read_inputs(
 ) -> Prompts:
     """Prompts of a string, a list of strings, chat messages (one chat or a list of chats), or ids.
 
-    A string is a user's message where the tokenizer has a chat template, and is continued as it stands where it has
-    none, or with `raw`. Ids always stay as they are: a tensor or a numpy array [batch, length], lists of ints (one
+    A string is a user's message if the tokenizer has a chat template; without one, or with `raw`, it is continued as it
+    stands. Ids always stay as they are: a tensor or a numpy array [batch, length], lists of ints (one
     prompt, or several, padded on the left), or what a tokenizer returns (a mapping with `input_ids`).
 
     Args:
@@ -220,7 +220,7 @@ def _check_chat(chat: object) -> None:
 
 
 def check_readable(name: str, tensor: Tensor) -> None:
-    """Raise `ValueError` where `tensor`, the argument `name`, has no plain values to look at."""
+    """Raise `ValueError` if `tensor`, the argument `name`, is not dense or has no values."""
     if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided:
         kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else str(tensor.layout)
         raise ValueError(f"{name} is a tensor of the kind {kind}; a dense one with values is allowed")

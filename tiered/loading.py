@@ -109,15 +109,14 @@ def from_pretrained(
         model: DiffusionModel = family.resolve_loader().from_config(config)
     tokenizer = load_tokenizer(directory, vocab_size=min(shape.vocab_size, config.get("vocab_size", shape.vocab_size)))
     checkpoint = Checkpoint(directory, shape, config)
-    if (why := _too_large(budget, target)) is not None:
-        warnings.warn(why, stacklevel=2)
     form = _form(weights, checkpoint.codes, shape)
     block = max(1, min(DEFAULT_BLOCK_LENGTH, shape.max_context // 2))
     small = CallSizes(
         shape=shape, batch=1, context=2 * block, block_length=block, dtype=dtype_name, weights=form, gpu=gpu_of(target)
     )
-    if why := code_savings(Workload(row_schedule("none"), small), budget):
-        warnings.warn(why, stacklevel=2)
+    for why in (_too_large(budget, target), code_savings(Workload(row_schedule("none"), small), budget)):
+        if why:
+            warnings.warn(why, stacklevel=2)
     of_model = load_weights(model, checkpoint, ledger, dtype=getattr(torch, dtype_name), device=target, form=form)
     return Runtime(
         model, policy=chosen, ledger=ledger, tokenizer=tokenizer, name=str(path_or_name), kv=code, weights=of_model

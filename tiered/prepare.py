@@ -82,7 +82,7 @@ def _sizes(context: CallContext, options: GenerationOptions, prompts: Prompts) -
 
 
 def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy, *, name: str) -> None:
-    """Raise `ValueError` where `options` asks for what the model, called `name`, or the policy cannot do."""
+    """Raise `ValueError` if the model, called `name`, or the policy cannot run a call with `options`."""
     rule = options.rule
     if rule.rewrites and model.noise is None:
         raise ValueError(
@@ -127,7 +127,7 @@ def _check_prior(prior: Tensor, shape: tuple[int, int], options: GenerationOptio
 
 
 def check_inspector(inspector: object) -> None:
-    """Raise `TypeError` for what is neither an inspector nor None."""
+    """Raise `TypeError` unless `inspector` is an inspector or None."""
     if inspector is not None and not isinstance(inspector, Inspector):
         raise TypeError(f"an inspector has the methods device_bytes and after_forward, not {inspector!r}")
 

@@ -39,8 +39,8 @@ from tiered.tiers.stats import TierStats
 
 
 class Runtime:
-    """A model that is loaded, a policy, and the books of what both hold. Calls leave no trace in it but the host memory
-    that they had pinned, which stays in the books and serves the next ones.
+    """A loaded model, a policy, and the books of their memory. Host memory that a call pinned stays booked, and serves
+    the next calls.
 
     As a context manager it closes itself: `with tiered.from_pretrained(…) as runtime:`.
     """
@@ -93,12 +93,10 @@ class Runtime:
 
     @call_modes
     def close(self) -> None:
-        """Let the model go, and the host memory that calls share, and take both off the books. Nothing else outlives a
-        call.
+        """Free the model and the host memory that calls share, and take both off the books. A second call does nothing.
 
-        The model's memory is free once no other reference is left, and on CUDA stays with torch's allocator for the
-        next model. From then on calls of this runtime, and of others made from it by `with_policy`, raise `ValueError`.
-        A second time does nothing.
+        The model's memory is free once no other reference is left; on CUDA it stays with torch's allocator. Later calls
+        of this runtime, and of others made from it by `with_policy`, raise `ValueError`.
         """
         self._call.close()
 

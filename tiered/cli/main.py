@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; `argv` is the process's own where it is None.
+    """Run one command; `argv`: arguments; None for the process's own.
 
     Returns the exit status: 0 done, 2 for anything wrong with what was asked, 130 after Ctrl-C, 141 where the reader of
     the output has gone (`| head`). A command line that cannot be parsed, `--help` and `--version` raise `SystemExit`,
@@ -61,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _interrupts_stay_interrupts() -> Iterator[None]:
-    """Ctrl-C leaves the block as `KeyboardInterrupt`, also where a library that it meets half imported makes another
-    error of it."""
+    """Ctrl-C leaves the block as `KeyboardInterrupt`, even if a half imported library raises another error of it."""
     came = False
 
     def note(number: int, frame: object) -> None:

@@ -118,7 +118,7 @@ def _hidden_changes(workload: Workload, budget: MemoryBudget) -> Iterator[Advice
 
 
 def _stream_from_host(workload: Workload, budget: MemoryBudget) -> Iterator[Advice]:
-    """More of the host, where it is what keeps features from being streamed."""
+    """More host memory, if only its cap keeps features from being streamed."""
     free = replace(budget, host=None)
     if budget.cap(Tier.HOST) is None or workload.needed(free).streams is None or workload.over(free):
         return

@@ -48,11 +48,9 @@ class CallBytes:
         held: Mapping[Tier, int] | None = None,
         weights: WeightBytes | None = None,
     ) -> "CallBytes":
-        """What a call of `sizes` takes beside `held` bytes of each tier, with as few layers streamed as `budget` needs:
-        of features, where that is enough; else of `weights`, if they may be; else of both. What has to come up is the
-        same, and features that are streamed go down as well, but of them a few layers often do, which are smaller.
-        If it does not fit at all, it is the call that lacks the least: it takes the least of the device with what the
-        lower tiers have room for, or fits the device and takes more of the host.
+        """The bytes of a call of `sizes` beside `held` bytes of each tier. It streams as few layers as `budget` needs:
+        of features if that is enough, else of `weights` if they may be streamed, else of both. A call that does not
+        fit is the one that lacks the least.
         """
         return _Search(policy, sizes, budget, held or {}, weights).best()
 
@@ -71,8 +69,7 @@ class CallBytes:
         """As `of`; `own`: bytes of each tier that `weights` hold already.
 
         Raises:
-            TierCapacityError: a tier has no room for it. The error also says with how much of the other tier it would
-                fit, if it would.
+            TierCapacityError: a tier has no room for it. If more of another tier would help, the hint says how much.
         """
         search = _Search(policy, sizes, budget, held, weights)
         call = search.best()

@@ -5,7 +5,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-_HALF = "\N{REPLACEMENT CHARACTER}"  # what bytes look like of which the rest is still to come
+_HALF = "\N{REPLACEMENT CHARACTER}"  # an incomplete character decodes to this
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], before: int | None) -> list[str]:
@@ -25,8 +25,7 @@ class AnswerText:
 
     Attributes:
         text: given out so far.
-        ended: why nothing more comes: the end-of-sequence token or a stop string ("stop"), or no room ("length"); None:
-            more may come.
+        ended: "stop" behind an end-of-sequence token or a stop string, "length" without room; None while text may come.
     """
 
     def __init__(
@@ -45,11 +44,11 @@ class AnswerText:
 
     @property
     def tokens(self) -> int:
-        """Of the answer so far; the end-of-sequence token is none."""
+        """Tokens of the answer so far, without the end-of-sequence token."""
         return len(self._ids)
 
     def put(self, ids: Sequence[int]) -> str:
-        """Hear the next final tokens; the text that this makes final."""
+        """Add the next final tokens. Returns the text that they make final."""
         if self.ended is not None:
             return ""
         for token in ids:
@@ -61,7 +60,7 @@ class AnswerText:
         return self._give(self._decoded())
 
     def end(self) -> str:
-        """No more tokens come; the rest of the text."""
+        """No more tokens come. Returns the rest of the text."""
         return "" if self.ended is not None else self._end("length")
 
     def _end(self, why: Literal["stop", "length"]) -> str:
@@ -70,26 +69,21 @@ class AnswerText:
         return given
 
     def _give(self, whole: str, *, rest: bool = False) -> str:
-        """What of `whole` may go; `rest`: nothing comes behind it."""
-        if (found := self._first_stop(whole)) is not None:
+        """The part of `whole` that is final and was not given; `rest`: nothing comes behind `whole`."""
+        found = min((place for stop in self._stop if (place := whole.find(stop)) >= 0), default=None)
+        if found is not None:
             whole, self.ended = whole[:found], "stop"
             while len(self._ids) > 1 and len(self._decoded(len(self._ids) - 1)) >= found:
                 self._ids.pop()  # behind the text, or of the stop string
         elif not rest:
             whole = whole.rstrip(_HALF)
-            whole = whole[: len(whole) - self._may_be_stop(whole)]
+            # The end may be the first characters of a stop string.
+            begun = (n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n]))
+            whole = whole[: len(whole) - max(begun, default=0)]
         if not whole.startswith(self.text):  # the tokenizer's text of the first tokens depends on those behind them
             return ""
         given, self.text = whole[len(self.text) :], whole
         return given
-
-    def _first_stop(self, whole: str) -> int | None:
-        return min((place for stop in self._stop if (place := whole.find(stop)) >= 0), default=None)
-
-    def _may_be_stop(self, whole: str) -> int:
-        """Characters at the end that may be the first of a stop string."""
-        lengths = (length for stop in self._stop for length in range(1, len(stop)) if whole.endswith(stop[:length]))
-        return max(lengths, default=0)
 
     def _decoded(self, count: int | None = None) -> str:
         return str(self._tokenizer.decode(self._ids[:count], skip_special_tokens=True))

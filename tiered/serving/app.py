@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tiered.serving.metrics import registry_of
 from tiered.serving.openai_fields import Limits, read_body, read_json
 from tiered.serving.prompts import RefusedBody
-from tiered.serving.replies import Replies, error_body, told
+from tiered.serving.replies import Replies, error_body, error_reply
 from tiered.serving.request import BusyError, ClosedError
 from tiered.serving.responder import ClientDisconnected, Responder, logged, prepared_calls
 from tiered.serving.scheduler import Scheduler
@@ -40,10 +40,10 @@ _PAGE_POLICY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What is served, and to whom.
+    """A served model and its limits.
 
     Attributes:
-        scheduler: answers; it is started and closed by who serves.
+        scheduler: scheduler that answers; the caller starts and closes it.
         model: the name that it is served under.
         defaults: options of `generate` that a request may overrule.
         limits: of a request.
@@ -63,7 +63,7 @@ class Service:
 
 
 def check_api_key(name: str, key: str | None) -> None:
-    """Raise `ValueError` where no client can send `key`, which `name` is called. The error does not show it."""
+    """Raise `ValueError` if no client can send `key`, called `name` in the error, which does not show the key."""
     if key is not None and not re.fullmatch("[!-~]+", key):
         raise ValueError(f"{name} has characters beside printable ASCII without spaces, which alone are allowed")
 
@@ -80,14 +80,14 @@ class _Gate:
 
 
 class _Stream(StreamingResponse):
-    """Events of an answer, which is wanted as long as they are sent."""
+    """Events of an answer. `under_way` is open while they are sent."""
 
-    def __init__(self, events: AsyncIterator[bytes], wanted: AbstractContextManager[object]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], under_way: AbstractContextManager[object]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._wanted = wanted
+        self._under_way = under_way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._wanted:
+        with self._under_way:
             await super().__call__(scope, receive, send)
 
 
@@ -95,12 +95,12 @@ class _Endpoints:
     """The answers of the application, by endpoint.
 
     Attributes:
-        responding: answers under way.
+        responders: answers under way.
     """
 
     def __init__(self, service: Service) -> None:
         self._service, self._scheduler, self._tokens = service, service.scheduler, threading.Lock()
-        self.responding: set[Responder] = set()
+        self.responders: set[Responder] = set()
         # The queue has its own limit; this one counts prompts on their way there.
         self._places = asyncio.Semaphore(self._scheduler.max_running + self._scheduler.max_waiting)
         self._registry = registry_of(self._scheduler)
@@ -152,27 +152,27 @@ class _Endpoints:
         service, scheduler = self._service, self._scheduler
         body = read_json(await _body_of(request, service.limits.body))
         mask = scheduler.runtime.model.mask_token_id
-        wanted = read_body(body, chat=chat, defaults=service.defaults, limits=service.limits, mask_token_id=mask)
-        self._check_model(wanted.model)
+        parsed = read_body(body, chat=chat, defaults=service.defaults, limits=service.limits, mask_token_id=mask)
+        self._check_model(parsed.model)
         if self._places.locked():
             raise BusyError("too many prompts are read at a time")
         async with self._places:
-            calls = await run_in_threadpool(prepared_calls, scheduler, wanted, service.limits, self._tokens)
-        answering, replies = Responder(scheduler, wanted, calls), Replies(model=service.model, chat=chat)
-        gone = _gone(request)
-        if wanted.stream:
-            return _Stream(answering.streamed(replies, gone), self._under_way(answering))
-        with self._under_way(answering):
-            return JSONResponse(await answering.gathered(replies, gone))
+            calls = await run_in_threadpool(prepared_calls, scheduler, parsed, service.limits, self._tokens)
+        responder, replies = Responder(scheduler, parsed, calls), Replies(model=service.model, chat=chat)
+        disconnect = _disconnect(request)
+        if parsed.stream:
+            return _Stream(responder.streamed(replies, disconnect), self._under_way(responder))
+        with self._under_way(responder):
+            return JSONResponse(await responder.gathered(replies, disconnect))
 
     @contextmanager
-    def _under_way(self, answering: Responder) -> Iterator[None]:
-        self.responding.add(answering)
+    def _under_way(self, responder: Responder) -> Iterator[None]:
+        self.responders.add(responder)
         try:
-            with answering:
+            with responder:
                 yield
         finally:
-            self.responding.discard(answering)
+            self.responders.discard(responder)
 
     def _check_key(self, request: Request) -> None:
         if (key := self._service.key) is None:
@@ -189,7 +189,7 @@ class _Endpoints:
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application. `app.state.answering` has the answers under way.
+    """The application. `app.state.responders` has the answers under way.
 
     Raises:
         ValueError: the model has no tokenizer, or no client can send the key.
@@ -198,7 +198,7 @@ def make_app(service: Service) -> FastAPI:
     if service.scheduler.runtime.tokenizer is None:
         raise ValueError(f"{service.model!r} has no tokenizer, and a server answers in text")
     app, endpoints = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), _Endpoints(service)
-    app.state.answering = endpoints.responding
+    app.state.responders = endpoints.responders
     for path, chat in (("/v1/chat/completions", True), ("/v1/completions", False)):
         app.add_route(path, partial(endpoints.answer, chat=chat), methods=["POST"])
     for path, endpoint in (
@@ -220,13 +220,13 @@ def make_app(service: Service) -> FastAPI:
 
 
 def refused(error: Exception) -> Response:
-    """What a request gets in place of an answer."""
+    """The response to a request that ends in `error`."""
     if isinstance(error, HTTPException):
         body = error_body(str(error.detail), "invalid_request_error")
         return JSONResponse(body, error.status_code, error.headers)
     if isinstance(error, ClientDisconnected | ClientDisconnect):
         return Response(status_code=499)
-    status, body = told(logged(error))
+    status, body = error_reply(logged(error))
     return JSONResponse(body, status, _HEADERS.get(status))
 
 
@@ -247,11 +247,11 @@ async def _body_of(request: Request, most: int) -> bytes:
     return b"".join(parts)
 
 
-def _gone(request: Request) -> Callable[[], Awaitable[object]]:
+def _disconnect(request: Request) -> Callable[[], Awaitable[object]]:
     """A function that returns once the client of `request` has gone. Its body was read."""
 
-    async def gone() -> None:
+    async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    return gone
+    return disconnect

@@ -1,4 +1,4 @@
-"""Books: what a scheduler has done since it was made."""
+"""Books: the work of a scheduler since it was made."""
 
 import time
 from collections import Counter
@@ -11,18 +11,14 @@ from tiered.output import GenerationOutput
 
 
 class Work(StrEnum):
-    """What a scheduler's thread is at."""
+    """Work of a scheduler's thread."""
 
     MODEL = "model"  # forwards, and the commits behind them
-    OWN = "own"  # who is served next
+    OWN = "own"  # the choice of the next requests
 
 
 class Clock:
-    """Seconds by work, of which one is inside another and counts by itself.
-
-    Attributes:
-        seconds: of all work that is over.
-    """
+    """Seconds of finished work, by kind. Work inside other work counts by itself."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(Work, 0.0)
@@ -31,7 +27,7 @@ class Clock:
 
     @contextmanager
     def of(self, work: Work) -> Iterator[None]:
-        """`work` as long as the block lasts, but for what is inside it."""
+        """Count the time of the block as `work`, without the time of blocks inside it."""
         before = self._now
         self._turn_to(work)
         try:
@@ -83,5 +79,5 @@ class Counts:
 
     @property
     def hidden_share(self) -> float:
-        """Of the time of these copies, that in which compute went on; 1.0 where nothing was copied."""
+        """Share of the copies' time in which compute went on; 1.0 without copies."""
         return max(0.0, 1 - self.exposed_ns / self.copy_ns) if self.copy_ns else 1.0

@@ -1,4 +1,4 @@
-"""From the scheduler's thread to a server's event loop: what becomes of the choices of one HTTP request."""
+"""Events of the choices of one HTTP request, from the scheduler's thread to a server's event loop."""
 
 import asyncio
 from contextlib import suppress
@@ -19,8 +19,14 @@ class Final:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A block of choice `index` after a forward: its first column behind the prompt, the token in front of that (None:
-    the prompt's), its tokens, proposals where they are open, and which are."""
+    """A block of choice `index` after a forward.
+
+    Attributes:
+        first: its first column behind the prompt.
+        before: the token in front of it; None for the prompt's last one.
+        ids: its tokens; proposals for the open ones.
+        open: whether each token is open.
+    """
 
     index: int
     first: int
@@ -49,10 +55,10 @@ ChoiceEvent = OfChoice | Failed
 
 
 class Feed:
-    """A queue that other threads put into. What comes once the loop is closed is dropped."""
+    """A queue from other threads. Events behind the end of the loop are dropped."""
 
     def __init__(self) -> None:
-        """In the event loop that listens."""
+        """Made in the event loop that reads it."""
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[ChoiceEvent] = asyncio.Queue()
 
@@ -66,30 +72,30 @@ class Feed:
 
 
 class ChoiceStreamer:
-    """The streamer of one choice: tells tokens as soon as all in front of them are final too."""
+    """The streamer of one choice. It sends tokens once all tokens in front of them are final too."""
 
     def __init__(self, feed: Feed, index: int) -> None:
         self._feed, self.index = feed, index
-        self._told, self._blocks = 0, -1  # tokens that are told; those of blocks that are over, -1 before the prompt
+        self._sent, self._blocks = 0, -1  # tokens sent; tokens of finished blocks, -1 before the prompt
 
     def put(self, value: Tensor) -> None:
         """The prompt, then every final block."""
         if self._blocks < 0:
             self._blocks = 0
             return
-        self._tell(value[0].tolist())
+        self._send(value[0].tolist())
         self._blocks += value.shape[1]
 
     def put_open(self, value: Tensor, still: Tensor) -> None:
         whole = still[0].int().cumsum(dim=0) == 0
-        self._tell(value[0][whole].tolist())
+        self._send(value[0][whole].tolist())
 
     def end(self) -> None:
         """See `Streamer`; `Finished` says more."""
 
-    def _tell(self, block: list[int]) -> None:
-        if new := block[self._told - self._blocks :]:
-            self._told += len(new)
+    def _send(self, block: list[int]) -> None:
+        if new := block[self._sent - self._blocks :]:
+            self._sent += len(new)
             self._feed.put(Final(self.index, new))
 
 

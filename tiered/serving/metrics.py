@@ -1,4 +1,4 @@
-"""What Prometheus is told of a scheduler, read when it asks."""
+"""Metrics of a scheduler for Prometheus, read at every scrape."""
 
 from collections.abc import Iterator
 

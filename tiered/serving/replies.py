@@ -76,8 +76,8 @@ def error_body(message: str, kind: str, *, field: str | None = None, code: str |
     return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
 
-def told(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status and the body that tell of `error`. What nobody can help who asked is told without its words."""
+def error_reply(error: Exception) -> tuple[int, dict[str, Any]]:
+    """The status and the body for `error`. A defect of the server is named without its message."""
     match error:
         case RefusedBody():
             kind = "authentication_error" if error.status == 401 else "invalid_request_error"

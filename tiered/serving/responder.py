@@ -22,7 +22,7 @@ from tiered.serving.feed import (
     OfChoice,
 )
 from tiered.serving.openai_fields import Limits, ParsedRequest, sampler_seed
-from tiered.serving.replies import DONE, Replies, event, told, usage_of
+from tiered.serving.replies import DONE, Replies, error_reply, event, usage_of
 from tiered.serving.request import Request
 from tiered.serving.scheduler import Scheduler
 
@@ -78,40 +78,40 @@ class Responder:
         """End it in `error`, behind what is final already."""
         self._feed.put(Failed(error))
 
-    async def gathered(self, replies: Replies, gone: Callable[[], Awaitable[object]]) -> dict[str, object]:
+    async def gathered(self, replies: Replies, disconnect: Callable[[], Awaitable[object]]) -> dict[str, object]:
         """The whole answer.
 
         Raises:
-            ClientDisconnected: `gone` has returned before.
+            ClientDisconnected: `disconnect` has returned first.
         """
-        async for _ in self._told(gone):
+        async for _ in self._events(disconnect):
             pass
         return replies.whole([text.text for text in self._texts], self._reasons(), self._usage())
 
-    async def streamed(self, replies: Replies, gone: Callable[[], Awaitable[object]]) -> AsyncIterator[bytes]:
+    async def streamed(self, replies: Replies, disconnect: Callable[[], Awaitable[object]]) -> AsyncIterator[bytes]:
         """Events: text that is final, and drafts and sums if the request has them. An error becomes the last event."""
         try:
             for index in range(len(self._calls)):
                 yield replies.first(index)
-            async for told_of, text in self._told(gone):
-                if isinstance(told_of, Draft):
-                    yield replies.beside(draft=self._draft(told_of))
+            async for happened, text in self._events(disconnect):
+                if isinstance(happened, Draft):
+                    yield replies.beside(draft=self._draft(happened))
                     continue
                 if text:
-                    yield replies.more(told_of.index, text)
-                if isinstance(told_of, Finished):
-                    yield replies.last(told_of.index, self._reasons()[told_of.index])
+                    yield replies.more(happened.index, text)
+                if isinstance(happened, Finished):
+                    yield replies.last(happened.index, self._reasons()[happened.index])
             if self._parsed.usage:
                 yield replies.beside(usage=self._usage())
             yield DONE
         except ClientDisconnected:
             return
         except Exception as error:
-            yield event(told(logged(error))[1])
+            yield event(error_reply(logged(error))[1])
 
-    async def _told(self, gone: Callable[[], Awaitable[object]]) -> AsyncIterator[tuple[OfChoice, str]]:
+    async def _events(self, disconnect: Callable[[], Awaitable[object]]) -> AsyncIterator[tuple[OfChoice, str]]:
         left = set(range(len(self._calls)))
-        leaving = asyncio.ensure_future(gone())
+        leaving = asyncio.ensure_future(disconnect())
         try:
             while left:
                 happens = await self._next(leaving)
@@ -202,6 +202,6 @@ def prepared_calls(scheduler: Scheduler, parsed: ParsedRequest, limits: Limits, 
 
 def logged(error: Exception) -> Exception:
     """`error`, which is written to the log if the request is not to blame."""
-    if told(error)[0] == 500:
+    if error_reply(error)[0] == 500:
         _LOG.error("a request failed", exc_info=error)
     return error
