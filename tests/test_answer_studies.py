@@ -193,7 +193,7 @@ def test_an_axis_that_a_policy_has_not_is_no_axis_of_it():
     given = {"policy": ["polestar", "polestar-window", "none"], "codec": ["raw", "fp8"], "confidence": [None, 0.9]}
     made = points("sweep", clusters=[4, 8], top_m=[1], update_threshold=[0, 2], **given)
     counts = {policy: sum(each["policy"] == policy for each in made) for policy in given["policy"]}
-    # A preset keeps what it sets: of the four it leaves none open.
+    # A preset keeps its own options.
     assert counts == {"polestar": 16, "polestar-window": 2, "none": 2}
     assert {each["call"].get("confidence_threshold") for each in made} == {None, 0.9}
     assert all({"clusters", "codec"} <= each.keys() for each in made if each["policy"] == "polestar")
@@ -201,10 +201,10 @@ def test_an_axis_that_a_policy_has_not_is_no_axis_of_it():
 
 def test_other_options_go_to_the_policies_that_have_them():
     few: dict[str, Any] = {"clusters": [4], "top_m": [1], "update_threshold": [0], "policy": ["polestar", "none"]}
-    option = parse_values("option", "none,cluster_layers=1 seed=3", [None])
+    option = parse_values("option", "none,cluster_layers=1 refresh=drift", [None])
     made = points("sweep", option=option, budget=["12MiB"], **few)
     own = [each["options"] for each in made if each["policy"] == "polestar"]
-    assert [options.get("cluster_layers") for options in own] == [None, 1] and own[1]["seed"] == 3
+    assert [options.get("cluster_layers") for options in own] == [None, 1] and own[1]["refresh"] == "drift"
     assert [each["options"] for each in made if each["policy"] == "none"] == [{}]
     assert {each["budget"] for each in made} == {12 << 20}
     for wrong, why in ((["cluster_layer=1"], "cluster_layers"), (["refresh"], "NAME=VALUE")):

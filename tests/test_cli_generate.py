@@ -79,7 +79,8 @@ def test_errors(arguments: list[str], message: str, capsys: pytest.CaptureFixtur
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    monkeypatch.delitem(sys.modules, "tiered.serving.server", raising=False)
+    for module in ("app", "server"):
+        monkeypatch.delitem(sys.modules, f"tiered.serving.{module}", raising=False)
     assert main(["serve", "embedded"]) == 2
     out, err = capsys.readouterr()
     assert not out and re.fullmatch(r"tiered: error: fastapi is not installed: pip install .*\[serve\].*\n", err)

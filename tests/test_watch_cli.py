@@ -187,7 +187,7 @@ def test_without_a_terminal_a_line_for_every_forward(capsys: pytest.CaptureFixtu
     assert {kind: kinds.count(kind) for kind in sorted(set(kinds))} == dict(sorted(told["passes"].items()))
     last = fields[-1]
     rate = float(figures.partition(" tokens/s without the view's time, ")[0].split()[-1])
-    assert rate == pytest.approx(int(last["tokens"]) / float(last["seconds"]), abs=0.06)  # both are rounded
+    assert rate == pytest.approx(int(last["tokens"]) / float(last["seconds"]), rel=0.01, abs=0.06)  # both are rounded
     assert float(last["tokens_per_forward"]) == pytest.approx(told["tokens_per_forward"][0], abs=1e-3)
     moved = told["tiers"]["ways"]
     assert 0 < sum(int(field["to_host"]) for field in fields) <= moved["store"]["nbytes"]

@@ -1,4 +1,4 @@
-"""By area of the canvas: how stale cached keys and values are, how far a step moves them, where attention goes.
+"""By area of the canvas: staleness of cached keys and values, their drift in a step, and attention.
 
 Part `caches`: the distance (1 - cos) of a policy's cached keys and values from those of an uncached forward. Part
 `steps`: the uncached model's own distance from one step to the next, and the attention of the current block's rows.

@@ -64,9 +64,9 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
 
 
 def option_sets(policy: str, axes: Axes) -> Iterator[dict[str, Any]]:
-    """The options of every point of `policy`. What a preset sets is no axis of it."""
+    """The options of every point of `policy`. A preset keeps its own options."""
     known = {name: [*make_policy(name).options] for name in axes["policy"]}
-    own = [axis for axis in OPTIONS if axis in known[policy] and axis not in PRESETS.get(policy, (policy, {}))[1]]
+    own = [axis for axis in OPTIONS if axis in known[policy] and policy not in PRESETS]
     for extra, *values in product(axes["option"], *(axes[axis] for axis in own)):
         given = policy_options(Namespace(policy_option=(extra or "").split()))
         for name in given:
