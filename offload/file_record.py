@@ -49,7 +49,7 @@ class ReadFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """`nbytes` bytes from `offset` of a file, which are the bytes from `start` of a record."""
 
     file: ReadFile
@@ -63,7 +63,7 @@ class FileRecord:
     """A record of `nbytes` made of `pieces`; bytes in no piece are undefined. `fence` guards its reads."""
 
     nbytes: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[FilePiece]
     fence: Fence = field(default_factory=lambda: Fence(Region.DISK_SLOT))
 
     @property

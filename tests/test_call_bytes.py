@@ -24,7 +24,7 @@ from tiered.core.ledger import Ledger
 from tiered.core.rows import Rows
 from tiered.decoding.attention_shift import AttentionShift
 from tiered.forward.attention_bytes import attention_chunk
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.kernels import block_attention_ref
 from tiered.kernels.row_code import RowCode
 from tiered.models.gidd import Gidd
@@ -315,7 +315,7 @@ def planned(runtime: Runtime, context: int, budget: MemoryBudget = UNCAPPED, **s
     """What the plan says of a call, the weights left out: the runtimes of these tests do not book them."""
     dtype = str(runtime.dtype).removeprefix("torch.")
     sizes = {"batch": 1, "block_length": 32, **sizes}
-    made = CallSizes(shape=runtime.model.shape, context=context, dtype=dtype, **sizes)
+    made = CallShape(shape=runtime.model.shape, context=context, dtype=dtype, **sizes)
     accounts = CallBytes.of(runtime.policy, made, budget).tiers(budget)
     return {tier: sum(accounts[tier].values()) for tier in Tier}
 
@@ -647,7 +647,7 @@ def test_comparing_attention_allocates_what_its_chunk_says(
 ):
     context, block_length, head_dim = 700, 16, 8
     shape = random_model(d_model=heads * head_dim, n_layers=1, n_heads=heads, n_kv_heads=kv_heads).shape
-    sizes = CallSizes(shape=shape, batch=sequences, block_length=block_length, context=context, dtype=dtype)
+    sizes = CallShape(shape=shape, batch=sequences, block_length=block_length, context=context, dtype=dtype)
     chunk = attention_chunk(
         sizes,
         rows=sequences * block_length,

@@ -21,20 +21,20 @@ from workloads.staleness import StalenessInspector
 import tiered
 from tiered.cli.main import main
 from tiered.core.budget import MemoryBudget
-from tiered.forward.sizes import CallSizes, Gpu
+from tiered.forward.sizes import CallShape, Gpu
 from tiered.planning.choice import TABLE, Choice, choose
 from tiered.planning.workload import Workload
 from tiered.policies import DEFAULT_POLICY
 from tiered.policies.base import Policy
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import Auto, make_policy, policies_for
-from tiered.policies.row_schedule import LEAST_STALE_PROMPT, SELDOM
+from tiered.policies.row_schedule import LEAST_STALE_PROMPT, REFRESH_EVERY_4
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 
 
 NONE, DUAL = make_policy("none"), make_policy("fast_dllm_dual")
-SELDOM_DUAL = make_policy("fast_dllm_dual", refresh_blocks=SELDOM)
+SELDOM_DUAL = make_policy("fast_dllm_dual", refresh_blocks=REFRESH_EVERY_4)
 
 
 @cache
@@ -42,10 +42,10 @@ def model(width: int = 64) -> Any:
     return random_model(width, 4, 16384)
 
 
-def sizes(context: int, *, answer: int | None = 128, block: int = BLOCK, width: int = 64, **more: Any) -> CallSizes:
+def sizes(context: int, *, answer: int | None = 128, block: int = BLOCK, width: int = 64, **more: Any) -> CallShape:
     """Of a call with so many positions."""
     of = {"batch": 1, "dtype": "float32"} | more
-    return CallSizes(shape=model(width).shape, context=context, block_length=block, answer=answer, **of)
+    return CallShape(shape=model(width).shape, context=context, block_length=block, answer=answer, **of)
 
 
 def chosen(policy: str = "auto", **given: Any) -> Choice:
@@ -113,7 +113,7 @@ class TestChoice:
             (
                 make_policy("fast_dllm_prefix", refresh_blocks="auto"),
                 make_policy("fast_dllm_prefix"),
-                make_policy("fast_dllm_prefix", refresh_blocks=SELDOM),
+                make_policy("fast_dllm_prefix", refresh_blocks=REFRESH_EVERY_4),
             ),
         ],
     )

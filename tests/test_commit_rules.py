@@ -12,7 +12,7 @@ from baselines import parity
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule
 from tiered.decoding.rules.drift_aware import DriftAware
 from tiered.decoding.rules.quota import Static
@@ -40,7 +40,7 @@ def candidates(rows: list[Row]) -> Candidates:
 
 def chosen(rule: CommitRule, rows: list[Row], steps: int = 1, seed: int = 0) -> list[list[int]]:
     """Columns that the rule fixes in the first step of a block, by sequence."""
-    state, given = rule.start(steps, RandomStreams(seed, len(rows), CPU)), candidates(rows)
+    state, given = rule.start(steps, Generators(seed, len(rows), CPU)), candidates(rows)
     state.begin_block(given.pending)
     return [row.nonzero().flatten().tolist() for row in state.choose(given)]
 
@@ -216,7 +216,7 @@ def test_state_belongs_to_one_call():
 def test_timestep_schedule(tokens: int, steps: int, floor: float, counts: list[int], temperature: float):
     assert sum(counts) == tokens
     rule = Timestep(schedule_floor=floor, confidence_temperature=temperature)
-    state = rule.start(steps, RandomStreams(0, 1, CPU))
+    state = rule.start(steps, Generators(0, 1, CPU))
     for _ in range(2):  # a second block begins the schedule again
         row: Row = [float(i % 3) for i in range(tokens)]
         state.begin_block(candidates([row]).pending)
@@ -258,7 +258,7 @@ def test_drawn_tokens_follow_the_softmax_without_replacement():
     row: Row = [-0.4, None, -0.1, -0.9, -0.2, -0.3]
     weights = {i: math.exp(c / temperature) for i, c in enumerate(row) if c is not None}
     p = {i: weight / sum(weights.values()) for i, weight in weights.items()}
-    state = Timestep(confidence_temperature=temperature).start(2, RandomStreams(5, sequences, CPU))
+    state = Timestep(confidence_temperature=temperature).start(2, Generators(5, sequences, CPU))
     given, seen = candidates([row] * sequences), Counter[tuple[int, ...]]()
     for _ in range(blocks):
         state.begin_block(given.pending)
@@ -276,7 +276,7 @@ def test_drawn_tokens_follow_the_softmax_without_replacement():
 def test_origin_fixes_each_token_by_itself(steps: int):
     sequences, columns = 2000, 10
     rows: list[Row] = [[None, *[0.9] * 4, *[0.1] * 5]] * sequences
-    state, given = Origin(schedule_floor=0.01).start(steps, RandomStreams(1, sequences, CPU)), candidates(rows)
+    state, given = Origin(schedule_floor=0.01).start(steps, Generators(1, sequences, CPU)), candidates(rows)
     state.begin_block(given.pending)
     pending, time = given.pending, [1 - 0.99 * i / steps for i in range(steps)]
     for now, then in pairwise(time):
@@ -306,7 +306,7 @@ def test_a_batch_draws_what_each_sequence_draws_alone(rule: CommitRule):
 
     def blocks(seed: int, sequences: list[int]) -> list[dict[int, list[list[int]]]]:
         """What is fixed in each step of each block, by sequence."""
-        noise, done = RandomStreams(seed, len(sequences), CPU), []
+        noise, done = Generators(seed, len(sequences), CPU), []
         state = rule.start(6, noise)
         for block in range(4):
             if block == 2 and len(sequences) == 3:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiered
-from tiered.decoding.sampling import RandomStreams
+from tiered.decoding.sampling import Generators
 from tiered.models.base import DiffusionModel
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
@@ -31,7 +31,7 @@ def in_order(order: Tensor) -> Callable[..., Tensor]:
     """Scores that rank columns as `order` [blocks, length] does, the row of the block that is asked for."""
 
     def confidence(
-        _: RandomStreams, stops: list[int], pads: list[int], start: int, stop: int, active: list[bool]
+        _: Generators, stops: list[int], pads: list[int], start: int, stop: int, active: list[bool]
     ) -> Tensor:
         (length,) = stops
         block = (start - (length - len(order) * (stop - start))) // (stop - start)
@@ -53,7 +53,7 @@ def test_parity_with_the_authors_code(runtime: Runtime, case: str, monkeypatch: 
         runtime = runtime.with_policy(parity.policy("dkv_decode", refresh_interval=interval))
     else:
         runtime = runtime.with_policy(parity.policy("dkv_greedy", refresh_interval=interval, window=window))
-        monkeypatch.setattr(RandomStreams, "confidence", in_order(RECORDED[f"{case}.denoising_index"]))
+        monkeypatch.setattr(Generators, "confidence", in_order(RECORDED[f"{case}.denoising_index"]))
     out = runtime.generate(RECORDED[f"{case}.prompt"].long(), stop_at_eos=False, output_history=True, **options)
     assert out.history is not None
     assert torch.equal(torch.stack(out.history).int(), RECORDED[f"{case}.history"])

@@ -18,7 +18,7 @@ import tiered
 from tiered.core.canvas import Canvas
 from tiered.core.features import Account, Tier
 from tiered.core.rows import Rows
-from tiered.decoding import proposer
+from tiered.decoding import token_sampler
 from tiered.denoising import feature_store
 from tiered.forward.forward import Forward
 from tiered.models.llada import LLaDA
@@ -278,8 +278,8 @@ def test_logits_and_rows_of_the_method(grouped: Runtime, variant: str, chosen: C
         monkeypatch.setattr("tiered.forward.forward.part_rows", lambda batch: part)
     if shift := call.pop("shift", 0):
         monkeypatch.setattr(grouped.model, "shape", replace(grouped.model.shape, prediction_shift=shift))
-    propose = proposer.propose
-    monkeypatch.setattr(proposer, "propose", lambda block: (seen.append(block.logits.clone()), propose(block))[1])
+    propose = token_sampler.propose
+    monkeypatch.setattr(token_sampler, "propose", lambda block: (seen.append(block.logits.clone()), propose(block))[1])
     prompt, answer, block = 13, 24, 8
     ids = torch.randint(0, 480, (1, prompt), generator=torch.Generator().manual_seed(2))
     out = grouped.with_policy(policy).generate(

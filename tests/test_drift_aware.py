@@ -16,7 +16,7 @@ import tiered
 from tiered.core.features import Feature
 from tiered.core.rows import Rows
 from tiered.decoding.attention_shift import AttentionShift
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 from tiered.decoding.rules.drift_aware import DriftAware
 from tiered.embedded import tasks
@@ -177,7 +177,7 @@ class Recorder(CommitRule):
     needs_shift: ClassVar[bool] = True
     seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return _Recording(self.seen)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import tiered
 from tiered.core.features import Account
 from tiered.forward.forward import Forward
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
 from tiered.policies.base import Policy, Step, StepKind
@@ -165,7 +165,7 @@ def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: py
 
 def test_rows_in_front_of_the_answer_are_not_booked(runtime: Runtime):
     shape = runtime.model.shape
-    sizes = CallSizes(shape=shape, batch=2, context=512, block_length=8, dtype="float32")
+    sizes = CallShape(shape=shape, batch=2, context=512, block_length=8, dtype="float32")
     of_answer = replace(sizes, answer=64)
     # Families without the mask cluster the prompt as well.
     seen = replace(of_answer, shape=replace(shape, noise_masked=False))

@@ -25,7 +25,7 @@ from tiered.core.byte_size import format_bytes, format_count
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.forward.library_bytes import LARGEST_GPU, Gpu, library_bytes
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.models.families import family_of
 from tiered.models.locate import read_config
 from tiered.models.presets import PRESETS, read_preset
@@ -73,7 +73,7 @@ def device_bytes(made: Plan) -> int:
 def test_the_device_holds_weights_and_what_a_call_books(policy: str, sampled: bool):
     made = plan("llada-8b", context=4096, batch=2, policy=policy, cfg=True, block_length=64, sampled=sampled)
     chosen = POLICIES[policy]()
-    sizes = CallSizes(
+    sizes = CallShape(
         shape=made.shape, batch=2, context=4096, block_length=64, dtype="bfloat16", guidance=True, sampled=sampled
     )
     booked = {Account.WEIGHTS: weight_bytes(made.shape, "bfloat16"), **chosen.device_bytes(sizes)}
@@ -139,7 +139,7 @@ def parts_of_keys(programs: int, slots: int, blocks: int) -> int:
 @pytest.mark.parametrize(("batch", "context"), [(1, 130), (1, 1408), (1, 4096), (2, 1536), (3, 32768), (16, 700)])
 def test_the_sums_of_attentions_parts_fit(multiprocessors: int, batch: int, context: int):
     shape, gpu = plan("llada-8b", context=64).shape, Gpu(workspace_bytes=0, multiprocessors=multiprocessors)
-    sizes = CallSizes(shape=shape, batch=batch, context=context, block_length=32, dtype="bfloat16", gpu=gpu)
+    sizes = CallShape(shape=shape, batch=batch, context=context, block_length=32, dtype="bfloat16", gpu=gpu)
     booked = library_bytes(sizes)[Account.LIBRARIES]
     most = min(context, 512 // batch)
     for rows in {min(64 * programs, most) for programs in range(1, 9)}:

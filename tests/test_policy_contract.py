@@ -151,22 +151,22 @@ def test_forwards_count_by_sequence(runtime: Runtime):
 
 
 def test_what_random_remasking_will_commit_is_known_before(runtime: Runtime):
-    upcoming: list[torch.Tensor | None] = []
+    next_commits: list[torch.Tensor | None] = []
     pending: list[torch.Tensor] = []
 
     def rule(step: Step) -> StepRows:
-        upcoming.append(step.upcoming)
+        next_commits.append(step.next_commits)
         pending.append(step.canvas.pending(step.canvas.prompt_length, step.canvas.length).clone())
         return StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH)
 
     ids, options = torch.randint(0, 480, (2, 9)), {"max_new_tokens": 12, "steps": 5, "stop_at_eos": False, "seed": 1}
     runtime.with_policy(Custom(rule=rule)).generate(ids, remasking="random", **options)
-    for ahead, before, after in zip(upcoming, pending, pending[1:], strict=False):
+    for ahead, before, after in zip(next_commits, pending, pending[1:], strict=False):
         assert ahead is not None and ahead.any() and torch.equal(ahead > 0, before & ~after)
         assert all(sorted(row[row > 0].tolist()) == list(range(1, 1 + int((row > 0).sum()))) for row in ahead)
-    upcoming.clear()
+    next_commits.clear()
     runtime.with_policy(Custom(rule=rule)).generate(ids, **options)
-    assert set(upcoming) == {None}
+    assert set(next_commits) == {None}
 
 
 def test_guidance_that_is_computed_at_times(runtime: Runtime):

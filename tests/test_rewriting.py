@@ -10,7 +10,7 @@ from torch import Tensor
 from workloads.staleness import measure_staleness
 
 import tiered
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.rules.registry import COMMIT_RULES
 from tiered.decoding.rules.rewriting import Adaptive, Ancestral, RewritingState, draw, posterior
 from tiered.decoding.sampling import OpenBlock
@@ -69,7 +69,7 @@ def open_block(tokens: Tensor, noise: Noise, *, temperature: float = 0.0, seed: 
         process=noise,
         mask_token_id=MASK,
         sampling=Sampling(temperature=temperature),
-        streams=RandomStreams(5, len(tokens), torch.device("cpu")),
+        streams=Generators(5, len(tokens), torch.device("cpu")),
     )
 
 
@@ -157,7 +157,7 @@ def test_a_token_that_noise_does_not_make_stays():
 
 def test_draws_follow_the_weights():
     weights = torch.tensor([[0.1, 0.0, 0.6, 0.3]]).repeat(4000, 1)
-    found = draw(weights, RandomStreams(1, 1, torch.device("cpu")), 0)
+    found = draw(weights, Generators(1, 1, torch.device("cpu")), 0)
     shares = found.bincount(minlength=4) / 4000
     # Four standard errors of a share are below 0.031.
     torch.testing.assert_close(shares, weights[0], atol=0.031, rtol=0)

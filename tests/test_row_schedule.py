@@ -166,8 +166,8 @@ def test_rows_that_a_step_recomputes(
                 continue
             at = [dates.get(number, {}).get(column) for column in range(LENGTH)]
             rows = expected(n, step.number, step.start, step.stop, at)
-            if step.upcoming is not None:
-                rows |= {step.start + c for c in step.upcoming[number].nonzero()[:, 0].tolist()}
+            if step.next_commits is not None:
+                rows |= {step.start + c for c in step.next_commits[number].nonzero()[:, 0].tolist()}
             pads = int(step.canvas.pads[number])
             fed = columns[number] if made.rows.valid is None else columns[number][made.rows.valid[number]]
             assert {c for c in fed.tolist() if c >= pads} == {c for c in rows if c >= pads}, (number, n, step.number)
@@ -213,7 +213,7 @@ def test_a_policy_says_what_is_not_at_its_default():
 )
 def test_options_out_of_range(options: dict[str, Any], error: type[Exception], named: str):
     with pytest.raises(error, match=named):
-        RowSchedule(**{"name": "dkv_greedy", "rows": "upcoming", **options})
+        RowSchedule(**{"name": "dkv_greedy", "rows": "next_commits", **options})
 
 
 def test_an_order_that_is_not_known_before_is_refused(runtime: Runtime):

@@ -31,7 +31,7 @@ from tiered.core.spans import Recorder, recording
 from tiered.embedded.tasks import sample, score
 from tiered.forward import stream_bytes
 from tiered.forward.forward import Forward
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
 from tiered.offload.codec_bytes import Codec
@@ -218,7 +218,7 @@ def test_who_carries_the_rows_and_when_changes_no_bit(device: str, codec: Codec)
 
 def bytes_of(model: DiffusionModel, policy: Policy, budget: MemoryBudget) -> CallBytes:
     length = prompts()["left"][0].shape[-1] + SIZES["max_new_tokens"]
-    sizes = CallSizes(
+    sizes = CallShape(
         shape=model.shape, batch=2, context=length, block_length=SIZES["block_length"], dtype="float32",
         answer=SIZES["max_new_tokens"],
     )  # fmt: skip

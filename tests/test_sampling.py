@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates
 from tiered.decoding.sampling import OpenBlock, drawn_from, propose
 from tiered.decoding.sampling_options import CONFIDENCES, Sampling
@@ -33,13 +33,13 @@ def proposed(
 ) -> Candidates:
     """The candidates of the last of `times` steps; `logits` stay as they are, `options` are those of `Sampling`."""
     pending = torch.ones(logits.shape[:2], dtype=torch.bool) if pending is None else pending
-    streams, sampling = RandomStreams(seed, len(logits), CPU), Sampling(temperature=temperature, **options)
+    streams, sampling = Generators(seed, len(logits), CPU), Sampling(temperature=temperature, **options)
     for _ in range(times - 1):
         propose(opened(logits, pending, sampling, streams))
     return propose(opened(logits, pending, sampling, streams))
 
 
-def opened(logits: Tensor, pending: Tensor, sampling: Sampling, streams: RandomStreams | None = None) -> OpenBlock:
+def opened(logits: Tensor, pending: Tensor, sampling: Sampling, streams: Generators | None = None) -> OpenBlock:
     remaining = pending.sum(dim=1).tolist()
     return OpenBlock(
         logits=logits.clone(), tokens=torch.full_like(pending, MASK, dtype=torch.long), pending=pending,
@@ -120,7 +120,7 @@ def test_samples_follow_the_tempered_softmax(temperature: float):
 
 
 def test_noise_is_gumbel():
-    noise = RandomStreams(3, 1, CPU).gumbel(0, 1000, 100)
+    noise = Generators(3, 1, CPU).gumbel(0, 1000, 100)
     assert noise.dtype == torch.float64
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)  # Euler's constant
     assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.05)
@@ -140,8 +140,8 @@ def test_a_batch_draws_what_each_row_draws_alone(times: int):
 
 
 def test_ranks_are_those_of_each_row_alone():
-    together = RandomStreams(7, 2, CPU)
-    alone = [RandomStreams(7 + i, 1, CPU) for i in range(2)]
+    together = Generators(7, 2, CPU)
+    alone = [Generators(7 + i, 1, CPU) for i in range(2)]
     for _ in range(2):
         scores = together.confidence([10] * 2, [0, 3], 5, 8, [True, True])
         assert torch.equal(scores[0], alone[0].confidence([10], [0], 5, 8, [True])[0])
@@ -150,16 +150,16 @@ def test_ranks_are_those_of_each_row_alone():
 
 
 def test_who_waits_draws_nothing():
-    waited, straight = RandomStreams(1, 2, CPU), RandomStreams(1, 2, CPU)
+    waited, straight = Generators(1, 2, CPU), Generators(1, 2, CPU)
     waited.confidence([10] * 2, [0, 0], 5, 8, [True, False])
     straight.confidence([10] * 2, [0, 0], 5, 8, [True, True])
     behind, ahead = (noise.confidence([10] * 2, [0, 0], 5, 8, [True, True]) for noise in (waited, straight))
     assert torch.equal(behind[0], ahead[0])
     assert not torch.equal(behind[1], ahead[1])
-    assert torch.equal(behind[1], RandomStreams(2, 1, CPU).confidence([10], [0], 5, 8, [True])[0])
+    assert torch.equal(behind[1], Generators(2, 1, CPU).confidence([10], [0], 5, 8, [True])[0])
 
     logits, pending = random_logits(2, 4, 50, scale=1.0), torch.ones(2, 4, dtype=torch.bool)
-    streams = RandomStreams(1, 2, CPU)
+    streams = Generators(1, 2, CPU)
     for remaining in ([4, 0], [4, 4]):
         here = pending & (torch.tensor(remaining)[:, None] > 0)
         found = propose(opened(logits, here, Sampling(temperature=1.0), streams))
@@ -168,7 +168,7 @@ def test_who_waits_draws_nothing():
 
 
 def test_who_stays_keeps_its_stream():
-    kept, whole = RandomStreams(5, 3, CPU), RandomStreams(5, 3, CPU)
+    kept, whole = Generators(5, 3, CPU), Generators(5, 3, CPU)
     kept.keep([0, 2])
     scores, expected = (
         kept.confidence([8] * 2, [0, 0], 0, 8, [True] * 2),
@@ -179,7 +179,7 @@ def test_who_stays_keeps_its_stream():
 
 
 def test_ranks_and_noise_are_independent():
-    streams = [RandomStreams(seed, 1, CPU) for seed in range(3000)]
+    streams = [Generators(seed, 1, CPU) for seed in range(3000)]
     ranks = torch.cat([stream.confidence([4], [0], 0, 4, [True]) for stream in streams])
     noise = torch.cat([stream.gumbel(0, 1, 4) for stream in streams])
     correlations = torch.corrcoef(torch.cat([ranks, noise], dim=1).T)[:4, 4:]
@@ -188,7 +188,7 @@ def test_ranks_and_noise_are_independent():
 
 def test_torch_seeds_a_call_without_a_seed():
     def drawn(seed: int | None) -> Tensor:
-        return RandomStreams(seed, 1, CPU).gumbel(0, 2, 5)
+        return Generators(seed, 1, CPU).gumbel(0, 2, 5)
 
     torch.manual_seed(3)
     first, second = drawn(None), drawn(None)
@@ -378,7 +378,7 @@ def test_what_sampling_takes(options: dict[str, Any], cuts: bool, by_row: bool, 
 
 
 def test_a_block_draws_what_each_row_draws_alone_whoever_waits():
-    together, alone = RandomStreams(7, 2, CPU), RandomStreams(8, 1, CPU)
+    together, alone = Generators(7, 2, CPU), Generators(8, 1, CPU)
     block, alone_block = together.of_block(), alone.of_block()
     first = block.uniform(6)
     assert torch.equal(first[1], alone_block.uniform(6)[0])
@@ -392,7 +392,7 @@ def test_a_block_draws_what_each_row_draws_alone_whoever_waits():
 
 
 def test_numbers_of_a_block_are_uniform_and_gumbel():
-    uniform, gumbel = RandomStreams(3, 2, CPU).of_block(), RandomStreams(3, 2, CPU).of_block()
+    uniform, gumbel = Generators(3, 2, CPU).of_block(), Generators(3, 2, CPU).of_block()
     numbers = uniform.uniform(50_000)
     assert numbers.dtype == torch.float64 and numbers.min() >= 0 and numbers.max() < 1
     assert numbers.mean().item() == pytest.approx(0.5, abs=0.005)
@@ -400,7 +400,7 @@ def test_numbers_of_a_block_are_uniform_and_gumbel():
 
 
 def test_numbers_of_a_rule_are_apart_from_ranks_and_noise():
-    streams = [RandomStreams(seed, 1, CPU) for seed in range(3000)]
+    streams = [Generators(seed, 1, CPU) for seed in range(3000)]
     of_block = torch.cat([stream.of_block().gumbel(4) for stream in streams])
     ranks = torch.cat([stream.confidence([4], [0], 0, 4, [True]) for stream in streams])
     noise = torch.cat([stream.gumbel(0, 1, 4) for stream in streams])

@@ -22,7 +22,7 @@ from tiered.output import GenerationOutput
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from tiered.serving.counts import Work
-from tiered.serving.request import BusyError, CancelledRequest, ClosedError, Request, RequestTimeout, State
+from tiered.serving.request import BusyError, CancelledRequest, ClosedError, Request, RequestState, RequestTimeout
 from tiered.serving.scheduler import Scheduler
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -190,7 +190,7 @@ def test_the_budget_admits(tiny_model: DiffusionModel):
     requests = [scheduler.submit(asked) for _ in range(5)]
     scheduler.step()
     assert (scheduler.running, scheduler.waiting) == (2, 3)
-    assert [request.state for request in requests] == [State.RUNNING] * 2 + [State.WAITING] * 3
+    assert [request.state for request in requests] == [RequestState.RUNNING] * 2 + [RequestState.WAITING] * 3
     with pytest.raises(TierCapacityError) as refused:
         scheduler.submit(runtime.prepare(ids_of(150) % 120, max_new_tokens=96))
     assert (
@@ -198,7 +198,7 @@ def test_the_budget_admits(tiny_model: DiffusionModel):
         and refused.value.needed > refused.value.available == runtime.ledger.budget.device
     )
     scheduler.run()
-    assert all(request.state is State.DONE for request in requests) and not any(held(runtime).values())
+    assert all(request.state is RequestState.DONE for request in requests) and not any(held(runtime).values())
 
 
 def test_requests_together_take_no_more_than_they_have_booked(random_model: Any, tiny_config: dict[str, Any]):
@@ -257,7 +257,7 @@ def test_as_many_wait_as_may_and_a_closed_one_takes_none(tiny_model: DiffusionMo
     with pytest.raises(ClosedError, match="going"):
         scheduler.submit(asked)
     scheduler.close()
-    assert first.state is State.DONE and not any(held(runtime).values())
+    assert first.state is RequestState.DONE and not any(held(runtime).values())
 
 
 def test_one_that_fails_takes_nobody_with_it(tiny_model: DiffusionModel):
@@ -284,9 +284,12 @@ def test_one_that_fails_takes_nobody_with_it(tiny_model: DiffusionModel):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "state", "error"), [(None, State.CANCELLED, CancelledRequest), (0.0, State.LATE, RequestTimeout)]
+    ("seconds", "state", "error"),
+    [(None, RequestState.CANCELLED, CancelledRequest), (0.0, RequestState.LATE, RequestTimeout)],
 )
-def test_one_in_the_middle_of_its_first_pass_can_leave(seconds: float | None, state: State, error: type[Exception]):
+def test_one_in_the_middle_of_its_first_pass_can_leave(
+    seconds: float | None, state: RequestState, error: type[Exception]
+):
     runtime = runtime_of("llada", "fast_dllm_dual", {})
     before, heard = held(runtime), Heard()
     scheduler = Scheduler(runtime, max_prefill_rows=48)

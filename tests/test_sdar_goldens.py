@@ -12,7 +12,7 @@ from workloads.input_rows import hidden_states
 
 import tiered
 from tiered.decoding import sampling
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.sampling import OpenBlock
 from tiered.runtime import Runtime
 
@@ -73,8 +73,8 @@ class Replayed:
             self.probabilities.append((found.pending[0], found.confidence[0]))
             return found
 
-        monkeypatch.setattr(RandomStreams, "draw", draw)
-        monkeypatch.setattr("tiered.decoding.proposer.propose", noted)
+        monkeypatch.setattr(Generators, "draw", draw)
+        monkeypatch.setattr("tiered.decoding.token_sampler.propose", noted)
 
 
 @pytest.mark.parametrize("policy", ["block_causal", "none"])

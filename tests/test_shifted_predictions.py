@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 import tiered
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
@@ -34,7 +34,7 @@ class LastFirst(CommitRule):
     name: ClassVar[str] = "last_first"
     offered: list[list[bool]] = field(default_factory=list)
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return _LastFirst(self.offered)
 
 
@@ -74,7 +74,7 @@ def test_in_parity_a_rule_may_leave_the_first_token_open(runtime: Runtime, polic
             return super().choose(candidates) & (self.steps > 2)
 
     class LateRule(LastFirst):
-        def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+        def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
             return Late(self.offered)
 
     rule = LateRule()

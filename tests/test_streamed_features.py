@@ -16,7 +16,7 @@ from tiered.core.errors import RecordLostError, TierCapacityError
 from tiered.core.features import Feature, Tier
 from tiered.core.ledger import Ledger
 from tiered.forward import stream_bytes
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.kernels.row_code import RowCode
 from tiered.models.llada import LLaDA
 from tiered.offload.errors import TransferError
@@ -100,7 +100,7 @@ def unlimited(model: LLaDA) -> Callable[[str, str], GenerationOutput]:
 
 
 def bytes_of(model: LLaDA, policy: Policy, budget: MemoryBudget, call: str = "four a step") -> CallBytes:
-    sizes = CallSizes(
+    sizes = CallShape(
         shape=model.shape, batch=2, context=PROMPT + ANSWER, block_length=BLOCK, dtype="float32", answer=ANSWER,
         kv=CALLS[call].get("kv", None), guidance="cfg_scale" in CALLS[call],
     )  # fmt: skip

@@ -17,7 +17,7 @@ from tiered.core.ledger import Ledger
 from tiered.core.rows import Rows
 from tiered.forward import stream_bytes
 from tiered.forward.feature_store import FeatureStore
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.models.llada import LLaDA
@@ -47,7 +47,7 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bytes_of(shape: ModelShape, workspaces: int = 2) -> StreamBytes:
     needed = StreamBytes.of(
-        CallSizes(
+        CallShape(
             shape=shape, batch=BATCH, context=LENGTH, block_length=LENGTH, answer=LENGTH - PROMPT, dtype="float32"
         ),
         COUNTS,

@@ -26,7 +26,7 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import FEWEST, WeightBytes
 from tiered.kernels.coded_weight import CodedWeight
@@ -117,7 +117,7 @@ def loaded(
     return Runtime(model, policy=made, ledger=ledger, transport=transport, weights=weights, kv=kv)
 
 
-def sizes_of(runtime: Runtime) -> CallSizes:
+def sizes_of(runtime: Runtime) -> CallShape:
     space = runtime._call
     return space.sizes(2, PROMPT + SIZES["max_new_tokens"], SIZES["block_length"], answer=SIZES["max_new_tokens"])
 

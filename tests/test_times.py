@@ -16,7 +16,7 @@ import tiered
 from tiered.cli.main import main
 from tiered.core.features import Tier
 from tiered.core.rates import DEVICES, Rates, rates_of
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.planning.times import MOST_BLOCKS, DryForward, answer_of, call_time, dry_run, forward_seconds
 from tiered.planning.workload import Workload
 from tiered.policies.base import StepKind
@@ -45,7 +45,7 @@ def runtimes() -> dict[str, Runtime]:
 
 
 def dry(runtime: Runtime, policy: Any, tokens: int) -> list[DryForward]:
-    sizes = CallSizes(
+    sizes = CallShape(
         shape=runtime.model.shape, batch=1, context=PROMPT + BLOCKS * BLOCK, block_length=BLOCK, dtype="float32",
         answer=BLOCKS * BLOCK,
     )  # fmt: skip
@@ -79,7 +79,7 @@ def test_what_updates_fetch_is_what_they_choose(options: dict[str, Any]):
     runtime = Runtime(random_model(128, 6, 600), policy=policy, name="random")
     ids = torch.randint(0, 100, (1, 512), generator=torch.Generator().manual_seed(0))
     out = runtime.generate(ids, max_new_tokens=64, block_length=16, steps=16, stop_at_eos=False)
-    sizes = CallSizes(
+    sizes = CallShape(
         shape=runtime.model.shape, batch=1, context=576, block_length=16, dtype="float32", answer=64
     )  # fmt: skip
     fetched = sum(each.fetched for each in dry_run(policy, sizes, tokens_per_forward=4))
@@ -90,7 +90,7 @@ def test_what_updates_fetch_is_what_they_choose(options: dict[str, Any]):
 @pytest.mark.parametrize(("policy", "refreshes"), [("dkv_pd", 1), ("fast_dllm_dual", 40)])
 def test_of_many_blocks_the_first_is_one_of_its_kind(policy: str, refreshes: int):
     assert MOST_BLOCKS < 40
-    sizes = CallSizes(
+    sizes = CallShape(
         shape=random_model(64, 2, 640).shape, batch=1, context=640, block_length=8, dtype="float32", answer=320
     )  # fmt: skip
     made = make_policy(policy)
@@ -101,7 +101,7 @@ def test_of_many_blocks_the_first_is_one_of_its_kind(policy: str, refreshes: int
 
 def test_an_answer_that_nobody_measured_has_eight_blocks():
     shape = random_model(64, 1, 640).shape
-    sizes = CallSizes(shape=shape, batch=1, context=640, block_length=32, dtype="float32")
+    sizes = CallShape(shape=shape, batch=1, context=640, block_length=32, dtype="float32")
     assert answer_of(sizes) == 256 and answer_of(replace(sizes, context=96)) == 64
     assert answer_of(replace(sizes, context=32)) == 32 and answer_of(replace(sizes, answer=64)) == 64
 
@@ -119,7 +119,7 @@ class TestSeconds:
 
     def timed(self, policy: str, rows: float, moved: int = 0, **rates: Any) -> tuple[float, str]:
         shape = random_model(64, 2, 640).shape
-        sizes = CallSizes(shape=shape, batch=1, context=640, block_length=32, dtype="float32", answer=128)
+        sizes = CallShape(shape=shape, batch=1, context=640, block_length=32, dtype="float32", answer=128)
         return forward_seconds(make_policy(policy), sizes, rows, moved, replace(self.RATES, **rates))
 
     def test_the_slowest_of_reading_products_link_and_launches_sets_the_pace(self):
@@ -150,7 +150,7 @@ class TestSeconds:
 
     def test_a_call_is_the_sum_of_its_forwards(self):
         shape = random_model(64, 2, 640).shape
-        sizes = CallSizes(shape=shape, batch=3, context=640, block_length=32, dtype="float32", answer=128)
+        sizes = CallShape(shape=shape, batch=3, context=640, block_length=32, dtype="float32", answer=128)
         policy = make_policy("fast_dllm_dual")
         made = call_time(policy, sizes, Workload(policy, sizes).needed(), self.RATES, tokens_per_forward=4)
         assert {kind: (time.count, time.rows) for kind, time in made.kinds.items()} == {
@@ -240,7 +240,7 @@ def test_the_times_of_a_plan_stand_to_each_other_as_those_of_calls(tmp_path: Pat
             ids = torch.randint(0, 100, (1, prompt), generator=torch.Generator().manual_seed(0))
             asked = {"max_new_tokens": 64, "block_length": 32, "steps": 64 // tokens, "stop_at_eos": False}
             measured = runtime.generate(ids, **asked).timings.total
-            sizes = CallSizes(
+            sizes = CallShape(
                 shape=runtime.model.shape, batch=1, context=prompt + 64, block_length=32, dtype="float32", answer=64
             )
             needed = Workload(runtime.policy, sizes).needed()

@@ -21,7 +21,7 @@ from workloads.timing import Timing
 import tiered
 from tiered.core.events import CopyEnded, Waited
 from tiered.core.ops import CONTAINERS, Op
-from tiered.core.spans import Recorder, Span, active, recording, span, spanned
+from tiered.core.spans import Recorder, TimedRange, active, recording, span, spanned
 from tiered.forward.traced_model import PIECES, traced
 from tiered.models.base import DiffusionModel
 from tiered.observe.trace import OpTime, TracedCall, add_copies, op_times, trace_call, trace_report, write_trace
@@ -117,7 +117,7 @@ def test_a_range_costs_nothing_while_nobody_records(model: DiffusionModel, monke
     def made(*_: object) -> None:
         raise AssertionError("a range was made")
 
-    monkeypatch.setattr(Span, "__init__", made)
+    monkeypatch.setattr(TimedRange, "__init__", made)
     assert span(Op.MLP, 1) is span(Op.STEP)
     assert traced(model) is model
     Runtime(model, policy=Polestar(**UPDATES)).generate(prompts(), **CALL)

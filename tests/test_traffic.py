@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from tiered.core.events import CopyEnded, Event, Waited
+from tiered.core.events import CopyEnded, TierEvent, Waited
 from tiered.offload import fence
 from tiered.offload.host_event import HostEvent
 from tiered.offload.lane import Lane
@@ -47,7 +47,7 @@ class ByHand:
 
 
 def test_every_job_is_counted_once_in_the_order_of_its_lane():
-    transport, counted, lost = ByHand(), list[Event](), list[int]()
+    transport, counted, lost = ByHand(), list[TierEvent](), list[int]()
     traffic = Traffic(transport, counted.append)
     for number in range(4):
         piece = Copy(torch.zeros(1), torch.zeros(1))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tiered
 from tiered.core.features import Account, ColumnState, Tier
-from tiered.observe.watch.frame import Frame, State
+from tiered.observe.watch.frame import Frame, TokenState
 from tiered.observe.watch.watcher import Watcher
 from tiered.offload.lane import Lane
 from tiered.output import GenerationOutput
@@ -72,7 +72,7 @@ def watched(runtime: Runtime, **options: Any) -> tuple[GenerationOutput, list[Fr
 
 def states_by_history(
     out: GenerationOutput, runtime: Runtime, length: int, spans: list[tuple[int, int]]
-) -> list[list[list[State]]]:
+) -> list[list[list[TokenState]]]:
     """What a masked answer's tokens were after each forward, from nothing but the tokens after each forward."""
     assert out.history is not None
     mask, eos = runtime.model.mask_token_id, runtime.model.eos_token_id
@@ -83,11 +83,11 @@ def states_by_history(
             row, ended = [], False
             for column, token in enumerate(now):
                 if ended:
-                    row.append(State.END)
+                    row.append(TokenState.END)
                 elif token == mask:
-                    row.append(State.DRAFT if first <= column < stop else State.NOISE)
+                    row.append(TokenState.DRAFT if first <= column < stop else TokenState.NOISE)
                 else:
-                    row.append(State.FRESH if was[column] == mask else State.FIXED)
+                    row.append(TokenState.FRESH if was[column] == mask else TokenState.FIXED)
                 ended = ended or (token == eos and mask not in now[:column])
             rows.append(row)
         found.append(rows)
@@ -118,7 +118,7 @@ def test_states_are_those_of_the_history(embedded: Runtime, policy: str, options
     for frame, rows, after in zip(frames[1:], expected, out.history[1:], strict=True):
         answers = slice(*frame.answer)
         assert frame.states[:, answers].tolist() == rows
-        shown = np.isin(frame.states[:, answers], (State.FRESH, State.FIXED))
+        shown = np.isin(frame.states[:, answers], (TokenState.FRESH, TokenState.FIXED))
         assert np.array_equal(frame.tokens[:, answers][shown], after[:, -length:].numpy()[shown])
         # A sequence that waits or has left takes no step. In the next block nothing is cached of one that has ended.
         steps = frame.layers[:, slice(*frame.span)] > 0
@@ -139,8 +139,8 @@ def test_before_the_first_forward_the_answer_is_noise(tiny: Runtime):
     first = frames[0]
     assert (first.kind, first.forward, first.span) == ("", -1, (7, 15))
     pads, prompts = first.states[1, :3], first.states[0, :7]
-    assert set(pads.tolist()) == {State.PAD} and set(prompts.tolist()) == {State.PROMPT}
-    assert set(first.states[:, 7:].ravel().tolist()) == {State.NOISE}
+    assert set(pads.tolist()) == {TokenState.PAD} and set(prompts.tolist()) == {TokenState.PROMPT}
+    assert set(first.states[:, 7:].ravel().tolist()) == {TokenState.NOISE}
     assert not first.column_states.any() and first.tokens_per_forward == 0
 
 
@@ -162,7 +162,7 @@ def test_drafts_are_what_the_model_proposes(embedded: Runtime):
     _, frames = watched(embedded, **options)
     drafts = 0
     for frame, draft in zip(frames[1:], heard.seen, strict=True):
-        open_ = frame.states[:, slice(*frame.span)] == State.DRAFT
+        open_ = frame.states[:, slice(*frame.span)] == TokenState.DRAFT
         drafts += open_.sum()
         assert np.array_equal(frame.tokens[:, slice(*frame.span)][open_], draft.numpy()[open_])
     assert drafts
@@ -184,14 +184,14 @@ def test_rewritten_tokens_are_told_from_written_ones(uniform: Runtime, correctio
     for before, frame in pairwise(frames):
         changed = before.tokens[:, first:last] != frame.tokens[:, first:last]
         states = frame.states[:, first:last]
-        assert np.array_equal(states == State.REVISED, changed & written)
-        assert ((states == State.FRESH) | ~changed | (changed & written)).all()
+        assert np.array_equal(states == TokenState.REVISED, changed & written)
+        assert ((states == TokenState.FRESH) | ~changed | (changed & written)).all()
         rewrites += (changed & written).sum()
-        written |= changed | (states == State.FRESH) | (states == State.FIXED)
-        assert not ((states == State.NOISE) & written).any()
+        written |= changed | (states == TokenState.FRESH) | (states == TokenState.FIXED)
+        assert not ((states == TokenState.NOISE) & written).any()
         assert not frame.correcting or frame.settled.sum() > 0, "the first pass has written tokens, which count"
     assert rewrites and frames[-1].correcting == bool(correction)
-    assert set(frames[-1].states[:, last:].ravel().tolist()) == {State.NOISE}, "trailing noise stays"
+    assert set(frames[-1].states[:, last:].ravel().tolist()) == {TokenState.NOISE}, "trailing noise stays"
     assert frames[-1].settled.sum() == out.timings.tokens
 
 
@@ -273,7 +273,7 @@ def test_streamed_columns(tiny: Runtime):
     out, frames = watched(tiny.with_policy("elastic_cache"), **padded(*LENGTHS), **SIZES)
     assert torch.equal(out.sequences, resident.sequences)
     for frame in frames[1:]:
-        assert np.array_equal(frame.column_states & ColumnState.STREAMED != 0, frame.states != State.PAD)
+        assert np.array_equal(frame.column_states & ColumnState.STREAMED != 0, frame.states != TokenState.PAD)
 
 
 @pytest.mark.parametrize("policy", ["none", "polestar", "elastic_cache"])

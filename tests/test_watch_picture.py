@@ -14,7 +14,7 @@ from rich.text import Text
 import tiered
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import ColumnState, Tier
-from tiered.observe.watch.frame import Frame, State, Words
+from tiered.observe.watch.frame import Frame, TokenState, Words
 from tiered.observe.watch.picture import Painter
 from tiered.observe.watch.watcher import Watcher
 from tiered.offload.lane import Lane
@@ -54,14 +54,14 @@ def test_the_canvas_by_state(frames: list[Frame], painter: Painter):
     assert "sort: Nora Ben Ivan Cleo" in first.plain and first.plain.count("░" * 32) >= 2
     assert f"forward 5 {frames[5].kind}" in painter.picture(frames[5], 100).plain
     assert len(styled(half, "bold green")) >= 1 and styled(half, "italic cyan")
-    assert f"{frames[4].count(State.DRAFT)} draft" in half.plain
+    assert f"{frames[4].count(TokenState.DRAFT)} draft" in half.plain
     assert "\n Ben Cleo Ivan Nora∎\n" in last.plain
 
 
 def test_the_map_has_a_cell_for_every_column(frames: list[Frame], painter: Painter):
     frame = replace(frames[2], column_states=frames[2].column_states.copy(), states=frames[2].states.copy())
     frame.column_states[0, :3] = ColumnState.FETCHED | ColumnState.STORED, ColumnState.STREAMED, ColumnState.DEVICE
-    frame.states[0, :4], frame.states[1, -2:] = State.PROMPT, State.END
+    frame.states[0, :4], frame.states[1, -2:] = TokenState.PROMPT, TokenState.END
     maps = [line for line in painter.picture(frame, 100).plain.split("\n") if re.fullmatch(r"[ ▲■▂≈·]+", line)]
     assert len(maps) == 2 and maps[0].startswith("▲≈·") and len(maps[0]) == frame.tokens.shape[1]
     assert maps[1].rstrip() == maps[1][:-2]
@@ -96,10 +96,10 @@ def test_a_long_answer_is_shown_around_the_current_block(frames: list[Frame], pa
         name: np.concatenate([getattr(frames[2], name)] * 40, axis=1) for name in ("tokens", "column_states", "layers")
     }
     batch, columns = repeated["tokens"].shape
-    states = np.full((batch, columns), State.FIXED)
-    states[:, columns // 2 :] = State.NOISE
+    states = np.full((batch, columns), TokenState.FIXED)
+    states[:, columns // 2 :] = TokenState.NOISE
     fresh = columns // 2 - 1
-    states[:, fresh] = State.FRESH
+    states[:, fresh] = TokenState.FRESH
     frame = replace(
         frames[2], **repeated, states=states, answer=(0, columns), span=(fresh - 7, fresh + 1), settled=np.zeros(2)
     )

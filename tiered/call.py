@@ -12,7 +12,7 @@ from tiered.core.ledger import Ledger, added
 from tiered.core.modes import Turn
 from tiered.decoding.observers import Inspector
 from tiered.forward.library_bytes import gpu_of
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.kernels.row_code import RowCode
@@ -86,9 +86,9 @@ class CallContext:
         self._pool.close()
         self._ledger.release({Account.WEIGHTS: self._ledger.held(Tier.DEVICE, Account.WEIGHTS)})
 
-    def sizes(self, batch: int, context: int, block_length: int, **more: Any) -> CallSizes:
-        """The sizes of a call of this model; `more` of them as in `CallSizes`."""
-        return CallSizes(
+    def sizes(self, batch: int, context: int, block_length: int, **more: Any) -> CallShape:
+        """The sizes of a call of this model; `more` of them as in `CallShape`."""
+        return CallShape(
             shape=self.model.shape,
             batch=batch,
             context=context,
@@ -100,14 +100,14 @@ class CallContext:
             **more,
         )
 
-    def check_alone(self, policy: Policy, sizes: CallSizes) -> None:
+    def check_alone(self, policy: Policy, sizes: CallShape) -> None:
         """Raise `TierCapacityError` if a tier has no room for such a call even without other calls."""
         self._needed(policy, sizes, self._standing, self._weights)
 
     def _needed(
         self,
         policy: Policy,
-        sizes: CallSizes,
+        sizes: CallShape,
         held: Mapping[Tier, int],
         weights: StreamedWeights | None,
         inspected: Mapping[Account, int] = MappingProxyType({}),
@@ -126,7 +126,7 @@ class CallContext:
 
     @contextmanager
     def booked(
-        self, policy: Policy, sizes: CallSizes, inspector: Inspector | None = None, *, reported: ExitStack | None = None
+        self, policy: Policy, sizes: CallShape, inspector: Inspector | None = None, *, reported: ExitStack | None = None
     ) -> Iterator[tuple[TierManager | None, StreamBytes | None]]:
         """Book the bytes of a call and its inspector while the `with` lasts. It waits while layers of the weights are
         streamed to another thread.
@@ -156,7 +156,7 @@ class CallContext:
                 call.push(lambda kind, *_: weights.rest(failed=kind is not None))
             yield tiers, needed.streams
 
-    def _settled(self, policy: Policy, sizes: CallSizes, inspector: Inspector | None, *, reported: bool) -> CallBytes:
+    def _settled(self, policy: Policy, sizes: CallShape, inspector: Inspector | None, *, reported: bool) -> CallBytes:
         inspected: Mapping[Account, int] = {}
         if inspector is not None:
             inspected = inspector.device_bytes(

@@ -5,18 +5,18 @@ import torch
 from tiered.call import CallContext
 from tiered.core.canvas import Canvas
 from tiered.decoding.attention_shift import AttentionShift
+from tiered.decoding.generators import Generators
 from tiered.decoding.guidance import Guidance
 from tiered.decoding.loop import Denoiser
 from tiered.decoding.observers import Inspector, Streamer
-from tiered.decoding.proposer import Proposer
-from tiered.decoding.publishing import Publisher
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.output_writer import OutputWriter
 from tiered.decoding.rules.rewriting import Adaptive
+from tiered.decoding.token_sampler import TokenSampler
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import compared_at_a_time
 from tiered.forward.sight import Sight
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.forward.traced_model import traced
@@ -41,7 +41,7 @@ def denoiser(
     model, options, policy = context.model, call.options, call.choice.policy
     # A call that draws nothing leaves torch's default stream alone.
     draws = options.draws or (call.prior is None and model.shape.noise == "uniform")
-    generators = RandomStreams(options.seed if draws else 0, len(call.prompts.ids), context.device)
+    generators = Generators(options.seed if draws else 0, len(call.prompts.ids), context.device)
     canvas = _canvas(model, call, context.device, generators)
     if streamer is not None:
         streamer.put(call.prompts.ids)
@@ -49,7 +49,7 @@ def denoiser(
     rules = [options.rule.start(options.steps_per_block, generators)]
     if options.correction_steps:
         rules.append(Adaptive().start(options.correction_steps))
-    publisher = Publisher(
+    publisher = OutputWriter(
         canvas,
         model,
         max_new_tokens=options.max_new_tokens,
@@ -62,7 +62,7 @@ def denoiser(
         _forward(context, canvas, policy, call.sizes, tiers, streams),
         policy.start(),
         rules,
-        Proposer(model, options.sampling(), generators, min_new_tokens=options.min_new_tokens, ends=ends),
+        TokenSampler(model, options.sampling(), generators, min_new_tokens=options.min_new_tokens, ends=ends),
         publisher,
         guidance=Guidance(options.cfg_scale, model.mask_token_id) if options.cfg_scale else None,
         shift=_attention_shift(context, call.sizes),
@@ -101,7 +101,7 @@ def feature_store(context: CallContext, policy: Policy, batch: int, length: int,
     )
 
 
-def _canvas(model: DiffusionModel, call: PreparedCall, device: torch.device, random: RandomStreams) -> Canvas:
+def _canvas(model: DiffusionModel, call: PreparedCall, device: torch.device, random: Generators) -> Canvas:
     prompts, options, shape = call.prompts.to(device), call.options, model.shape
     if shape.block_causal and options.block_edges == "sequence":
         ids, pads, tails = prompts.in_blocks(options.block)
@@ -127,7 +127,7 @@ def _forward(
     context: CallContext,
     canvas: Canvas,
     policy: Policy,
-    sizes: CallSizes,
+    sizes: CallShape,
     tiers: TierManager | None,
     streams: StreamBytes | None,
 ) -> Forward:
@@ -156,7 +156,7 @@ def _forward(
     )
 
 
-def _attention_shift(context: CallContext, sizes: CallSizes) -> AttentionShift | None:
+def _attention_shift(context: CallContext, sizes: CallShape) -> AttentionShift | None:
     if not sizes.compared:
         return None
     return AttentionShift(

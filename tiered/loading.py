@@ -14,7 +14,7 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.modes import call_modes, safe_point
 from tiered.forward.library_bytes import gpu_of
-from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallSizes, kv_code
+from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallShape, kv_code
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.kernels.choice import check_kernels
@@ -29,7 +29,7 @@ from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.tokenizer import load_tokenizer
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, held_form, places
 from tiered.offload.device import available_bytes, pick_device, synchronize
-from tiered.offload.file_record import FileRecord, Piece, ReadFile
+from tiered.offload.file_record import FilePiece, FileRecord, ReadFile
 from tiered.offload.transport import Transport
 from tiered.planning.advice import code_savings
 from tiered.planning.call_bytes import CallBytes
@@ -111,7 +111,7 @@ def from_pretrained(
     checkpoint = Checkpoint(directory, shape, config)
     form = _form(weights, checkpoint.codes, shape)
     block = max(1, min(DEFAULT_BLOCK_LENGTH, shape.max_context // 2))
-    small = CallSizes(
+    small = CallShape(
         shape=shape, batch=1, context=2 * block, block_length=block, dtype=dtype_name, weights=form, gpu=gpu_of(target)
     )
     for why in (_too_large(budget, target), code_savings(Workload(row_schedule("none"), small), budget)):
@@ -164,7 +164,7 @@ def load_weights(
     """
     shape, name = model.shape, str(dtype).removeprefix("torch.")
     files = {} if form.code else layers_in_files(checkpoint, model, dtype)
-    least = CallSizes(shape=shape, batch=1, context=1, block_length=1, dtype=name, weights=form, gpu=gpu_of(device))
+    least = CallShape(shape=shape, batch=1, context=1, block_length=1, dtype=name, weights=form, gpu=gpu_of(device))
     whole = WeightBytes.of(shape, name, form, in_files=bool(files), gpu=least.gpu is not None)
     # While it loads there is no call yet; but the raw tensor stands beside what it becomes, which may take more.
     tables = [(shape.vocab_size, shape.width)] if form.head else []
@@ -215,6 +215,6 @@ def layers_in_files(checkpoint: Checkpoint, model: DiffusionModel, dtype: torch.
             assert length == nbytes, "a raw matrix has as many bytes in the file as in the record"
             if path not in opened:
                 opened[path] = ReadFile(path)
-            pieces.append(Piece(opened[path], offset, nbytes, start))
+            pieces.append(FilePiece(opened[path], offset, nbytes, start))
         found[layer] = FileRecord(record, pieces)
     return found

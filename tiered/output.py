@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tiered.core.canvas import is_any
 from tiered.core.memory_report import MemoryReport
-from tiered.decoding.publishing import Denoised
+from tiered.decoding.output_writer import GenerationState
 from tiered.kernels.host_values import on_device
 from tiered.planning.choice import Choice
 from tiered.policies.polestar.update_log import GroupUpdate
@@ -112,7 +112,7 @@ class GenerationOutput:
     def of(
         cls,
         prompts: Int[Tensor, "batch prompt"],
-        denoised: Denoised,
+        denoised: GenerationState,
         *,
         choice: Choice,
         ends: tuple[int, ...],

@@ -11,7 +11,7 @@ from tiered.core.canvas import columns_in_blocks
 from tiered.core.checks import check_integer
 from tiered.decoding.observers import Inspector
 from tiered.decoding.rules.registry import COMMIT_RULES, fitting_rules
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.inputs import Prompts, check_readable
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
@@ -35,7 +35,7 @@ class PreparedCall:
 
     prompts: Prompts
     options: GenerationOptions
-    sizes: CallSizes
+    sizes: CallShape
     choice: Choice
     prior: Tensor | None = None
 
@@ -60,7 +60,7 @@ def prepare(
     return PreparedCall(prompts=prompts, options=options, sizes=sizes, choice=choice, prior=prior)
 
 
-def _sizes(context: CallContext, options: GenerationOptions, prompts: Prompts) -> CallSizes:
+def _sizes(context: CallContext, options: GenerationOptions, prompts: Prompts) -> CallShape:
     rule, front, answer, shape = options.rule, prompts.longest, options.columns, context.model.shape
     if shape.block_causal:
         lengths: list[int] = prompts.mask.sum(dim=1).tolist()

@@ -17,7 +17,7 @@ from tiered.core.modes import call_modes
 from tiered.core.rows import Rows
 from tiered.decoding.loop import Denoiser
 from tiered.decoding.observers import Inspector, Streamer, check_streamer, ending
-from tiered.decoding.publishing import Denoised
+from tiered.decoding.output_writer import GenerationState
 from tiered.denoising import denoiser, uncached
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.inputs import Ids, Inputs, Prompts, read_inputs
@@ -222,7 +222,7 @@ class Runtime:
         with booked as (tiers, streams):
             yield denoiser(self._call, call, tiers, streams, streamer=streamer, inspector=inspector), tiers
 
-    def output(self, call: PreparedCall, denoised: Denoised, moved: TierStats | None) -> GenerationOutput:
+    def output(self, call: PreparedCall, denoised: GenerationState, moved: TierStats | None) -> GenerationOutput:
         """The output of a call that is over."""
         weights = self._call.weights
         return GenerationOutput.of(

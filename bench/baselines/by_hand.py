@@ -19,7 +19,7 @@ Logits = Callable[[Tensor, Tensor, int, int, bool], Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
-class Denoised:
+class GenerationState:
     """What came out."""
 
     answers: Tensor  # [batch, answer] ids; padding behind an end-of-sequence token
@@ -39,12 +39,12 @@ def denoise(
     end_token: int,
     pad_token: int,
     watch: Callable[[], object] = lambda: None,
-) -> Denoised:
+) -> GenerationState:
     """Answer `prompts` [batch, columns], padded on the left, with `answer` tokens in blocks of `block`. `threshold`:
     commit every token at least as confident; None: one a step. `watch` is called behind every forward, untimed."""
     batch, width = prompts.shape
     canvas = torch.cat([prompts, prompts.new_full((batch, answer), mask_token)], dim=1)
-    done = Denoised(answers=canvas[:, width:].clone(), forwards=[0] * batch)
+    done = GenerationState(answers=canvas[:, width:].clone(), forwards=[0] * batch)
     left = torch.arange(batch, device=prompts.device)
     for start in range(width, width + answer, block):
         stop, first = start + block, True

@@ -18,18 +18,18 @@ from tiered.core.checks import unknown_name
 from tiered.core.features import Account, Feature
 from tiered.core.ledger import added
 from tiered.core.rows import Rows
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 from tiered.decoding.rules.registry import make_commit_rule
 from tiered.decoding.rules.rewriting import Adaptive, MostWanted
 from tiered.decoding.rules.threshold import AtLeast, Threshold
 from tiered.forward.forward import Flow, Forward
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.kernels.host_values import on_device
 from tiered.models.base import DiffusionModel
 from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.dllm_cache.policy import Clocks, DLLMCache
-from tiered.policies.dllm_cache.program import BranchStep, Work, distances
+from tiered.policies.dllm_cache.program import BranchStep, BranchWork, distances
 from tiered.policies.registry import make_policy, with_options
 from tiered.policies.row_schedule import SCHEDULES, RowSchedule, ScheduledRows, clock
 
@@ -104,7 +104,7 @@ class Capped(Threshold):
     def by_time(self) -> bool:
         return True
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return _Shared(self.confidence_threshold, steps_per_block)
 
 
@@ -134,7 +134,7 @@ class Endless(Adaptive):
     """If masks alone are the noise and all are gone, the code goes on. It rewrites the tokens that `torch.topk` finds
     among numbers that are none."""
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return _Endless(self, steps_per_block)
 
 
@@ -224,11 +224,11 @@ class _OfficialRows(ScheduledRows):
         """What is committed next, `fresh`, and `window` rows around each of the former in turn: masks before that
         commit that no other token has taken yet, in turn on the left and on the right, outwards. Walks over tokens on
         the host."""
-        assert step.upcoming is not None, "known before the step"
+        assert step.next_commits is not None, "known before the step"
         length, taken = step.canvas.length, fresh.clone()
-        taken[:, step.start : step.stop] |= step.upcoming > 0
+        taken[:, step.start : step.stop] |= step.next_commits > 0
         masked, chosen = (step.canvas.pending(0, length) | fresh).tolist(), taken.tolist()
-        for masks, rows, turns in zip(masked, chosen, step.upcoming.tolist(), strict=True):
+        for masks, rows, turns in zip(masked, chosen, step.next_commits.tolist(), strict=True):
             in_turn = sorted((turn, step.start + column) for column, turn in enumerate(turns) if turn)
             for _, center in in_turn:
                 found, distance = 0, 1
@@ -309,7 +309,7 @@ class OfficialDLLMCache(DLLMCache):
     and guidance is computed in the first five forwards, but not for a new block. If predictions are shifted, the row
     that predicts the answer's first token is as old as the prompt."""
 
-    def needs(self, sizes: CallSizes) -> Needs:
+    def needs(self, sizes: CallShape) -> Needs:
         needs = super().needs(sizes)
         # What is kept of the row in front of the answer, if it predicts, and what that is made of.
         edge = 4 * sizes.sequences * sizes.shape.prediction_shift * sizes.shape.width * sizes.element
@@ -343,7 +343,7 @@ class _OfficialClocks(Clocks):
     def untouched(self, step: Step) -> int:
         return step.canvas.prompt_length - (step.start - step.first_row)
 
-    def program(self, work: Work, step: Step) -> BranchStep:
+    def program(self, work: BranchWork, step: Step) -> BranchStep:
         shift = step.start - step.first_row
         if shift and self._edge is None:
             self._edge = PromptEdge(shift)
@@ -397,7 +397,9 @@ class PromptEdge:
 
 
 class _OfficialStep(BranchStep):
-    def __init__(self, work: Work, answer: tuple[int, int], block: tuple[int, int], edge: PromptEdge | None) -> None:
+    def __init__(
+        self, work: BranchWork, answer: tuple[int, int], block: tuple[int, int], edge: PromptEdge | None
+    ) -> None:
         super().__init__(work, answer, block)
         self._edge = edge
 

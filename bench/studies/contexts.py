@@ -34,7 +34,7 @@ from measuring.table import Row
 from workloads.calls import BLOCK, answered, budget_of, figures, size_of, sizes_of
 from workloads.calls import TIMED as CALL_TIMED
 from workloads.models import random_model
-from workloads.variants import KV, SELDOM
+from workloads.variants import KV, REFRESH_EVERY_4
 
 from tiered.core.features import Account, Tier
 from tiered.core.rates import Rates
@@ -54,7 +54,7 @@ TIMED = (*CALL_TIMED, "planned_seconds", "plan_over_measured")
 DUAL = "fast_dllm_dual"
 AXES: Axes = {
     "size": ["8192:8:8", "16384:8:8", "16384:16:8"],
-    "policy": [DUAL, "dkv_pd", "polestar", *SELDOM],
+    "policy": [DUAL, "dkv_pd", "polestar", *REFRESH_EVERY_4],
     "coded": [DUAL, "dkv_pd"],
     "kv": [*KV],
     "budget": [0.5],
@@ -83,7 +83,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
         calls = [(size, name, "raw", None) for size, name in product(sizes, axes["policy"])]
         calls += [(first, *of) for of in product(axes["coded"], axes["kv"], axes["budget"])]
         for size, name, kv, budget in calls:
-            base, options = SELDOM.get(name, (name, {}))
+            base, options = REFRESH_EVERY_4.get(name, (name, {}))
             make_policy(base)  # names one that there is not
             of = {"policy": name, "base": base, "options": options, "kv": kv, "budget": budget}
             yield size | {"width": width, "layers": layers, "block": BLOCK} | of

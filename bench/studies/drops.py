@@ -31,7 +31,7 @@ from workloads import answers, kv_logits
 from workloads.answer_tables import Column, Show, mean, pivot, policy, right, right_of, task, where
 from workloads.answers import OF, TIMED, tasks_of
 from workloads.models import paths, weights
-from workloads.variants import KV, ONE_BLOCK, SELDOM
+from workloads.variants import KV, ONE_BLOCK, REFRESH_EVERY_4
 
 from tiered.core.checks import unknown_name
 from tiered.embedded.tasks import TASKS
@@ -46,7 +46,7 @@ CODED = ["none", "fast_dllm_dual", "polestar"]
 AXES: Axes = {
     "model": ["embedded"],
     "part": [*ANSWER],
-    "policy": [*CODED, "dkv_pd", "dllm_cache", "elastic_cache", *SELDOM],
+    "policy": [*CODED, "dkv_pd", "dllm_cache", "elastic_cache", *REFRESH_EVERY_4],
     "kv": [*KV],
     "coded": CODED,
     "weights": [*CODES],
@@ -85,7 +85,7 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
             yield from (of | {"kv": kv, "answer": ANSWER[part]} for kv in axes["kv"])
             continue
         for name in axes["policy"]:
-            base, options = SELDOM.get(name, (name, {}))
+            base, options = REFRESH_EVERY_4.get(name, (name, {}))
             make_policy(base)  # names one that there is not
             call = {"max_new_tokens": ANSWER[part], "block_length": ANSWER[part] if base in ONE_BLOCK else BLOCK}
             asked = of | {"policy": name, "base": base, "call": call | {"confidence_threshold": 0.9}}

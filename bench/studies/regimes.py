@@ -18,7 +18,7 @@ from measuring.statistics import merged, noise_floor, paired
 from measuring.study import Axes
 from measuring.winners import Contest, border, contests, over_least, winners
 from workloads.calls import BLOCK, TIMED, measure
-from workloads.variants import SELDOM
+from workloads.variants import REFRESH_EVERY_4
 
 from tiered.policies.registry import make_policy
 
@@ -27,7 +27,7 @@ __all__ = ["AXES", "OF", "QUICK", "TIMED", "measure", "points", "tables"]
 OF = ()
 AGAIN = "none-again"
 FOURTH = "fast_dllm_dual-4th"  # block begins with a refresh
-SETS = {AGAIN: ("none", {}), FOURTH: ("fast_dllm_dual", {"refresh_blocks": 4}), **SELDOM}
+SETS = {AGAIN: ("none", {}), FOURTH: ("fast_dllm_dual", {"refresh_blocks": 4}), **REFRESH_EVERY_4}
 # From the simplest on: what follows has to be better than all in front of it.
 POLICIES = ["none", AGAIN, "fast_dllm_prefix", "fast_dllm_dual", FOURTH, "dkv_decode", "dkv_pd", "dllm_cache"]
 POLICIES += ["elastic_cache", "polestar", "polestar-drift"]

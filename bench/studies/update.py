@@ -29,7 +29,7 @@ from measuring.statistics import merged
 from measuring.study import Axes
 from workloads.calls import size_of
 from workloads.update import OF, TIMED, measure
-from workloads.variants import SELDOM
+from workloads.variants import REFRESH_EVERY_4
 
 from tiered.core.checks import unknown_name
 from tiered.policies.registry import make_policy
@@ -84,7 +84,7 @@ def local(axes: Axes, *, before: str | None, **flags: str | None) -> dict[str, A
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
     """The launches of all policies, then the seconds of each: they take turns within a size and a number of threads."""
-    policies = {name: SELDOM.get(name, (name, {})) for name in axes["policy"]}
+    policies = {name: REFRESH_EVERY_4.get(name, (name, {})) for name in axes["policy"]}
     for policy, options in policies.values():
         make_policy(policy, **options)
     for part in axes["part"]:

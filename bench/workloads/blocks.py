@@ -15,7 +15,7 @@ from torch import Tensor
 import tiered
 from tiered.core.provenance import ROOT
 from tiered.core.rows import Rows
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.denoising import uncached
 from tiered.inputs import Prompts
 from tiered.models.sdar import Sdar
@@ -115,10 +115,10 @@ def _history(
     if told["draw"] == "greedy":  # the likeliest token, with its probability at temperature 1
         options["temperature"] = 0.0
 
-    def draw(streams: RandomStreams, sequence: int, rows: Tensor, logits: Tensor, temperature: float) -> Tensor:
+    def draw(streams: Generators, sequence: int, rows: Tensor, logits: Tensor, temperature: float) -> Tensor:
         return next(drawn)[rows]
 
-    with patch.object(RandomStreams, "draw", draw):
+    with patch.object(Generators, "draw", draw):
         out = runtime.generate(sequences[f"{case}.prompt"].long(), **options)
     assert out.history is not None
     return torch.stack(out.history).int(), out.rows_per_forward

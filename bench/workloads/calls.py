@@ -12,7 +12,7 @@ from tiered.core.features import Account
 from tiered.core.ledger import Ledger
 from tiered.forward.forward_bytes import kv_bytes_per_token
 from tiered.forward.library_bytes import gpu_of
-from tiered.forward.sizes import RAW, CallSizes
+from tiered.forward.sizes import RAW, CallShape
 from tiered.kernels.row_code import RowCode
 from tiered.models.shape import ModelShape
 from tiered.models.weight_form import FIXED_WEIGHTS, weight_bytes
@@ -76,10 +76,10 @@ def caller(settings: Mapping[str, Any]) -> Runtime:
     )
 
 
-def sizes_of(settings: Mapping[str, Any], shape: ModelShape) -> CallSizes:
+def sizes_of(settings: Mapping[str, Any], shape: ModelShape) -> CallShape:
     """Of the call of `settings`."""
     answer, kv = settings["blocks"] * BLOCK, settings.get("kv", RAW)
-    return CallSizes(
+    return CallShape(
         shape=shape, batch=1, context=settings["context"] + answer, block_length=settings["block"], answer=answer,
         dtype=shape.dtype, kv=None if kv == RAW else RowCode(kv), gpu=gpu_of(pick_device(settings["device"])),
         weights=FIXED_WEIGHTS,

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tiered.core.ops import Op
-from tiered.core.spans import Recorder, Span, active, recording
+from tiered.core.spans import Recorder, TimedRange, active, recording
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from workloads.models import VOCABULARY, random_model
@@ -57,13 +57,13 @@ class Counting(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.launches, self.reads = Counter[Place](), Counter[Place]()
-        self._now: Span | None = None
+        self._now: TimedRange | None = None
 
-    def enter(self, span: Span) -> None:
+    def enter(self, span: TimedRange) -> None:
         super().enter(span)
         self._now = span
 
-    def leave(self, span: Span) -> None:
+    def leave(self, span: TimedRange) -> None:
         super().leave(span)
         self._now = span.parent
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tiered.core.features import Account, Feature
 from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import forward_bytes
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.inputs import Inputs
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Step, StepKind
@@ -50,7 +50,7 @@ class StalenessInspector:
         """Bytes of the recompute: an uncached forward without logits, which keeps one layer at a time. The temporaries
         of a comparison are fewer than those of a layer."""
         check_canvas(shape)
-        sizes = CallSizes(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype)
+        sizes = CallShape(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype)
         return forward_bytes(sizes, row_schedule("none").features(shape))
 
     def after_forward(

@@ -17,7 +17,7 @@ from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import forward_bytes
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.inputs import Inputs
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Step, StepKind
@@ -58,7 +58,7 @@ class StepDriftInspector:
         scores of the attention. With guidance half of it would do."""
         check_canvas(shape)
         kept = dict.fromkeys(COMPARED, shape.layers + 1)
-        sizes = CallSizes(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype)
+        sizes = CallShape(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype)
         amounts = forward_bytes(sizes, kept)
         amounts[Account.ACTIVATIONS] += mass_bytes(shape, length=length, dtype=dtype)
         return amounts

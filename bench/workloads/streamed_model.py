@@ -12,7 +12,7 @@ import torch
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.loading import load_weights
 from tiered.models.checkpoint import Checkpoint
@@ -43,22 +43,22 @@ def shape_of(folder: Path) -> ModelShape:
     return family_of(config).shape(config)
 
 
-def sizes_of(shape: ModelShape, context: int, form: WeightForm, *, block: int | None = None) -> CallSizes:
+def sizes_of(shape: ModelShape, context: int, form: WeightForm, *, block: int | None = None) -> CallShape:
     """Of a call of one sequence of `context` positions whose answer is a `block`; None: of one plain forward."""
-    return CallSizes(
+    return CallShape(
         shape=shape, batch=1, context=context, block_length=block or context, answer=block, dtype=shape.dtype,
         weights=form,
     )  # fmt: skip
 
 
-def all_streamed(policy: Policy, sizes: CallSizes) -> int:
+def all_streamed(policy: Policy, sizes: CallShape) -> int:
     """The device bytes in which a call has just room if all layers stream, and no feature does."""
     weights = WeightBytes.of(sizes.shape, sizes.dtype, sizes.weights)
     needed = CallBytes.of(policy, sizes, MemoryBudget(), weights=weights)
     return replace(needed, weights=weights.streaming(sizes.shape.layers)).total(Tier.DEVICE)
 
 
-def least_host(sizes: CallSizes) -> int:
+def least_host(sizes: CallShape) -> int:
     """The host bytes in which streamed layers just pass by: a ring, and the one that a code is written through."""
     slot = WeightBytes.of(sizes.shape, sizes.dtype, sizes.weights).slot_bytes
     return (LOAD_SLOTS + (sizes.weights.code is not None)) * slot

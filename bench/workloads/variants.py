@@ -12,7 +12,7 @@ from tiered.policies.registry import PRESETS, Auto, make_policy, policies_for
 ONE_BLOCK = frozenset({"elastic_cache"})
 WHOLE_WINDOWS: dict[str, dict[str, Any]] = {"elastic_cache": {"window": 32}}
 # Policies by another name, with which fewer blocks begin with a full pass than by default.
-SELDOM: dict[str, tuple[str, dict[str, Any]]] = {
+REFRESH_EVERY_4: dict[str, tuple[str, dict[str, Any]]] = {
     "fast_dllm_dual-seldom": ("fast_dllm_dual", {"refresh_blocks": 64}),
     "polestar-drift": ("polestar", {"refresh": "drift", "refresh_blocks": 64}),
     "polestar-auto": ("polestar", {"refresh": "auto"}),

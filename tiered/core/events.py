@@ -72,4 +72,4 @@ class Lost:
     reason: str
 
 
-Event = CopyEnded | Stored | Asked | Waited | Evicted | Lost
+TierEvent = CopyEnded | Stored | Asked | Waited | Evicted | Lost

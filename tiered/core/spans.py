@@ -6,14 +6,14 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from tiered.core.events import Event
+from tiered.core.events import TierEvent
 from tiered.core.ops import Op
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Span:
+class TimedRange:
     """A range of the code, and the context manager that reports it.
 
     Attributes:
@@ -27,9 +27,9 @@ class Span:
     def __init__(self, recorder: "Recorder", op: Op, layer: int | None) -> None:
         self._recorder, self.op, self.layer = recorder, op, layer
         self.forward: int | None = None
-        self.parent: Span | None = None
+        self.parent: TimedRange | None = None
 
-    def __enter__(self) -> "Span":
+    def __enter__(self) -> "TimedRange":
         self._recorder.enter(self)
         return self
 
@@ -48,16 +48,16 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.innermost: Span | None = None
+        self.innermost: TimedRange | None = None
         self.kinds: list[str] = []
-        self.events: list[Event] = []
+        self.events: list[TierEvent] = []
 
-    def span(self, op: Op, layer: int | None = None, kind: str | None = None) -> Span:
+    def span(self, op: Op, layer: int | None = None, kind: str | None = None) -> TimedRange:
         if kind is not None and self.kinds:
             self.kinds[-1] = kind
-        return Span(self, op, layer)
+        return TimedRange(self, op, layer)
 
-    def enter(self, span: Span) -> None:
+    def enter(self, span: TimedRange) -> None:
         if span.op is Op.STEP:
             self.kinds.append("")
         span.parent = self.innermost
@@ -66,7 +66,7 @@ class Recorder:
             span.layer = span.parent.layer
         self.innermost = span
 
-    def leave(self, span: Span) -> None:
+    def leave(self, span: TimedRange) -> None:
         self.innermost = span.parent
 
 
@@ -80,7 +80,7 @@ def active() -> Recorder | None:
 
 
 def span(op: Op, layer: int | None = None, kind: str | None = None) -> AbstractContextManager[Any]:
-    """`with span(Op.MLP, layer):` is a range of that name. `layer` and `kind` are as in `Span` and `Recorder.span`."""
+    """`with span(Op.MLP, layer):` is a range of that name. `layer` and `kind` are as in `Recorder.span`."""
     recorder = _ACTIVE.get()
     return _NOTHING if recorder is None else recorder.span(op, layer, kind)
 

@@ -17,10 +17,10 @@ from tiered.decoding.attention_shift import AttentionShift
 from tiered.decoding.guidance import Guidance
 from tiered.decoding.not_finite import cause, first_broken
 from tiered.decoding.observers import CallInspector, Inspector, Traced
-from tiered.decoding.proposer import Proposer
-from tiered.decoding.publishing import Denoised, Publisher
+from tiered.decoding.output_writer import GenerationState, OutputWriter
 from tiered.decoding.rules.base import Candidates, CommitState
 from tiered.decoding.rules.rewriting import RewritingState
+from tiered.decoding.token_sampler import TokenSampler
 from tiered.forward.ask import Ask
 from tiered.forward.forward import Forward
 from tiered.kernels.host_values import on_device
@@ -39,8 +39,8 @@ class Denoiser:
         forward: Forward,
         policy: PolicyState,
         rules: Sequence[CommitState],
-        proposer: Proposer,
-        publisher: Publisher,
+        proposer: TokenSampler,
+        publisher: OutputWriter,
         *,
         guidance: Guidance | None = None,
         shift: AttentionShift | None = None,
@@ -57,7 +57,7 @@ class Denoiser:
         self._ended = [False] * self.canvas.batch  # by place in the canvas
         forward.attention_probe = None if shift is None else shift.observe
 
-    def run(self) -> Denoised:
+    def run(self) -> GenerationState:
         """Denoise every block once with each of the rules."""
         steps = self.steps()
         try:
@@ -67,7 +67,7 @@ class Denoiser:
         except StopIteration as done:
             return done.value
 
-    def steps(self) -> "Asking[Denoised]":
+    def steps(self) -> "Asking[GenerationState]":
         """`run` as a generator, for a caller that computes the forwards. It yields each `Ask`, and is sent the logits
         or thrown the forward's `ValueError`."""
         began = time.perf_counter()
@@ -143,7 +143,7 @@ class Denoiser:
         pending = canvas.pending(step.start, step.stop) & here[:, None]
         forwards = tuple(result.forwards[number] for number in canvas.numbers)
         step = replace(step, forwards=forwards, active=tuple(active))
-        step = replace(step, upcoming=self._proposer.draw_ranks(self.rule, step, pending))
+        step = replace(step, next_commits=self._proposer.draw_ranks(self.rule, step, pending))
         with span(Op.POLICY):
             asked = self.policy.rows(step)
         rows = asked.rows if all(active) else asked.rows.only(here)
@@ -252,7 +252,7 @@ class Denoiser:
         self._ended = [False] * len(places)
 
 
-def _answered(steps: "Asking[Denoised]", ask: Ask) -> Ask:
+def _answered(steps: "Asking[GenerationState]", ask: Ask) -> Ask:
     """The next forward that is asked for; nothing here keeps the logits of this one meanwhile."""
     try:
         logits = ask.logits()

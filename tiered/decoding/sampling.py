@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates
 from tiered.decoding.sampling_options import GREEDY, Sampling
 from tiered.models.noise import Noise
@@ -36,7 +36,7 @@ class OpenBlock:
     remaining: list[int]
     mask_token_id: int
     sampling: Sampling = GREEDY
-    streams: RandomStreams | None = None
+    streams: Generators | None = None
     process: Noise | None = None
 
     def pending_rows(self) -> list[Int[Tensor, " rows"]]:

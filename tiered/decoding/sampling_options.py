@@ -60,7 +60,7 @@ class Sampling:
 
     @property
     def needs_room(self) -> bool:
-        """Whether `propose` takes more room than the logits, as `CallSizes.sampled` has it booked."""
+        """Whether `propose` takes more room than the logits, as `CallShape.sampled` has it booked."""
         return self.by_row or self.confidence == "entropy"
 
 

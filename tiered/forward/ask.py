@@ -17,7 +17,7 @@ from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span
 from tiered.forward.forward import Forward, LayerProgram, add_branch, head
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.models.projection import FEW_ROWS
 from tiered.models.rope import Rotary
 
@@ -55,7 +55,7 @@ class Ask:
         return self.forward.logits(self.ids, self.rows, self.output, self.program, self.clean)
 
 
-def shared_bytes(sizes: CallSizes) -> int:
+def shared_bytes(sizes: CallShape) -> int:
     """Of a call whose rows go beside others': the angles of these rows once more, and of the last layer's."""
     rows = min(FEW_ROWS[-1], sizes.sequences * sizes.context)
     return 2 * rows * sizes.shape.head_dim * _FLOAT32

@@ -6,7 +6,7 @@ anyway. So it adds the kept rows to a call, and temporaries only where a single 
 
 from dataclasses import dataclass
 
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 
 _FLOAT32 = 4
 # Tensors of the size of a chunk that `divergence_terms` holds at its peak, with both log-probabilities and its masks.
@@ -30,13 +30,13 @@ class AttentionChunk:
     temporaries: int
 
 
-def attention_rows_bytes(sizes: CallSizes) -> int:
+def attention_rows_bytes(sizes: CallShape) -> int:
     """Bytes of the rows that are kept, log-probabilities in float32, and of the shift of each."""
     shape = sizes.shape
     return _FLOAT32 * sizes.batch * sizes.block_length * (shape.heads * (sizes.context + shape.sink_tokens) + 2)
 
 
-def attention_chunk(sizes: CallSizes, *, rows: int, room: int) -> AttentionChunk:
+def attention_chunk(sizes: CallShape, *, rows: int, room: int) -> AttentionChunk:
     """As much as `room` bytes of temporaries allow, and one head of one sequence at the least. `rows` of all sequences
     pass a layer at a time."""
     shape, sequences, context, block_length = sizes.shape, sizes.batch, sizes.context, sizes.block_length

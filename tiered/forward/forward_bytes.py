@@ -8,7 +8,7 @@ from itertools import product
 
 from tiered.core.features import Account, Feature
 from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, attention_rows_bytes
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.kernels import block_attention_ref
 from tiered.kernels.attention_splits import partial_bytes
 from tiered.kernels.record_layout import CHUNK_ELEMENTS
@@ -39,7 +39,7 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
 
 
 def forward_bytes(
-    sizes: CallSizes, features: Mapping[Feature, int], logit_rows: int | None = None, most_rows: int | None = None
+    sizes: CallShape, features: Mapping[Feature, int], logit_rows: int | None = None, most_rows: int | None = None
 ) -> dict[Account, int]:
     """Bytes that one call reserves on the device beside the weights.
 
@@ -80,12 +80,12 @@ def forward_bytes(
     }
 
 
-def compared_at_a_time(sizes: CallSizes) -> AttentionChunk:
+def compared_at_a_time(sizes: CallShape) -> AttentionChunk:
     """What of a block's attention is compared with the step before at a time, in the room of one part of a refresh."""
     return attention_chunk(sizes, rows=_rows_at_once(sizes), room=part_bytes(sizes))
 
 
-def part_bytes(sizes: CallSizes, most_rows: int | None = None) -> int:
+def part_bytes(sizes: CallShape, most_rows: int | None = None) -> int:
     """Temporaries of the part of a forward that passes a layer at a time, at their largest; `most_rows`: as for
     `forward_bytes`."""
     shape, element, rows = sizes.shape, sizes.element, _rows_at_once(sizes, most_rows)
@@ -108,7 +108,7 @@ def part_bytes(sizes: CallSizes, most_rows: int | None = None) -> int:
     return max(rotation, attention + tile, feed_forward + tile, coded + tile, by_block)
 
 
-def tile_bytes(sizes: CallSizes, matrix: tuple[int, int], rows: int) -> int:
+def tile_bytes(sizes: CallShape, matrix: tuple[int, int], rows: int) -> int:
     """Temporaries of `weight_product` with so many rows where there is no kernel: a tile of the matrix on its way from
     its codes to values, or its product."""
     if sizes.weights.code is None or sizes.gpu is not None:
@@ -119,12 +119,12 @@ def tile_bytes(sizes: CallSizes, matrix: tuple[int, int], rows: int) -> int:
     return some * inner * sizes.element + max(decoding, some * rows * sizes.element)
 
 
-def _rows_at_once(sizes: CallSizes, most_rows: int | None = None) -> int:
+def _rows_at_once(sizes: CallShape, most_rows: int | None = None) -> int:
     """Rows of all sequences in the largest part of a forward."""
     return min(most_rows or sizes.context, part_rows(sizes.sequences)) * sizes.sequences
 
 
-def _attention_bytes(sizes: CallSizes, rows: int) -> int:
+def _attention_bytes(sizes: CallShape, rows: int) -> int:
     """Temporaries of `block_attention`, of up to `rows` rows of each sequence: what the kernel leaves for its merge,
     and a chunk of the reference, which runs where there is no kernel."""
     shape, context = sizes.shape, sizes.context

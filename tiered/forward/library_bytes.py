@@ -12,7 +12,7 @@ import torch
 
 from tiered.core.features import Account
 from tiered.forward.forward_bytes import part_rows
-from tiered.forward.sizes import CallSizes, Gpu
+from tiered.forward.sizes import CallShape, Gpu
 from tiered.offload.device import cublas_workspace_bytes, device_name, multiprocessors, pick_device
 
 _FLOAT32 = 4
@@ -43,7 +43,7 @@ def gpu_of(device: str | torch.device) -> Gpu | None:
     )
 
 
-def library_bytes(sizes: CallSizes) -> Mapping[Account, int]:
+def library_bytes(sizes: CallShape) -> Mapping[Account, int]:
     """At most so many bytes by account; none without a GPU."""
     gpu, shape = sizes.gpu, sizes.shape
     if gpu is None:

@@ -53,7 +53,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallSizes:
+class CallShape:
     """What decides how much a call takes, beside its policy.
 
     Attributes:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tiered.core.features import Account, Feature
 from tiered.forward.pages import Pages
-from tiered.forward.sizes import CallSizes, stored_row
+from tiered.forward.sizes import CallShape, stored_row
 from tiered.offload.slabs import UNIT, SlabBook, size_class
 
 FETCH_SLOTS = 4  # of the ring that pages arrive in: decoded, arrived, and two filling
@@ -75,7 +75,7 @@ class StreamBytes:
 
     @classmethod
     def of(
-        cls, sizes: CallSizes, counts: Mapping[Feature, int], *, workspaces: int, least_slot: int = 0
+        cls, sizes: CallShape, counts: Mapping[Feature, int], *, workspaces: int, least_slot: int = 0
     ) -> "StreamBytes | None":
         """Of `counts` layers of each feature, spread evenly over the stack so that copies run beside the layers between
         them; None where there are none.
@@ -177,7 +177,7 @@ def spread(count: int, layers: int) -> tuple[int, ...]:
     return tuple((2 * number + 1) * layers // (2 * count) for number in range(count))
 
 
-def _pages(sizes: CallSizes, feature: Feature, columns: int) -> Pages:
+def _pages(sizes: CallShape, feature: Feature, columns: int) -> Pages:
     rows = FEWEST_PAGE_ROWS
     while rows < min(MOST_PAGE_ROWS, columns / _PAGES):
         rows *= 2

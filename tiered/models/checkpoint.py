@@ -30,7 +30,7 @@ _LENGTH_BYTES = 8  # of the header, in front of it
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor of a file: its shape, safetensors' name of its dtype, its first byte and its bytes."""
 
     file: Path
@@ -259,9 +259,9 @@ def _shards_in(directory: Path) -> list[Path]:
     return files
 
 
-def _read_headers(files: list[Path]) -> tuple[dict[str, Stored], dict[str, str]]:
+def _read_headers(files: list[Path]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """The tensors of all files by name, file by file in the order of their bytes; and the files' metadata, as one."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     metadata: dict[str, str] = {}
     for file in files:
         header, first = _header(file)
@@ -270,7 +270,7 @@ def _read_headers(files: list[Path]) -> tuple[dict[str, Stored], dict[str, str]]
             if name in found:
                 raise ValueError(f"weight {name} is in two files: {found[name].file.name} and {file.name}")
             start, stop = entry["data_offsets"]
-            found[name] = Stored(file, tuple(entry["shape"]), entry["dtype"], first + start, stop - start)
+            found[name] = StoredTensor(file, tuple(entry["shape"]), entry["dtype"], first + start, stop - start)
     return found, metadata
 
 

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Schedule = Literal["cosine", "linear"]
+NoiseSchedule = Literal["cosine", "linear"]
 # Beyond it the share of clean tokens, or of noise, is no float64 apart from 0 and 1.
 MOST_LOG_SNR = 30.0
-SCHEDULES: tuple[Schedule, ...] = ("cosine", "linear")
+SCHEDULES: tuple[NoiseSchedule, ...] = ("cosine", "linear")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Noise:
     vocab_size: int
     mask_token_id: int
 
-    def log_snrs(self, steps: int, schedule: Schedule) -> list[float]:
+    def log_snrs(self, steps: int, schedule: NoiseSchedule) -> list[float]:
         """The levels between which `steps` steps go, clean first: entry i is that of time i / steps. The share of clean
         tokens falls linearly in time, or as a half wave of the cosine."""
         low, high = _sigmoid(self.min_log_snr), _sigmoid(self.max_log_snr)

@@ -18,9 +18,9 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tiered.core.byte_size import format_bytes
-from tiered.core.events import CopyEnded, Event, Waited
+from tiered.core.events import CopyEnded, TierEvent, Waited
 from tiered.core.ops import CONTAINERS, Op
-from tiered.core.spans import Recorder, Span, recording
+from tiered.core.spans import Recorder, TimedRange, recording
 from tiered.core.whole_file import write_then_rename
 from tiered.inputs import Inputs
 from tiered.offload.lane import Lane
@@ -60,14 +60,14 @@ class _Marking(Recorder):
         self.steps: list[int] = []
         self._marks: list[AbstractContextManager[Any]] = []
 
-    def enter(self, span: Span) -> None:
+    def enter(self, span: TimedRange) -> None:
         super().enter(span)
         self._marks.append(record_function(span.op.value if span.layer is None else f"{span.op.value}/L{span.layer}"))
         if span.op is Op.STEP:
             self.steps.append(time.monotonic_ns())
         self._marks[-1].__enter__()
 
-    def leave(self, span: Span) -> None:
+    def leave(self, span: TimedRange) -> None:
         self._marks.pop().__exit__(None, None, None)
         super().leave(span)
 
@@ -112,7 +112,7 @@ def add_copies(trace: dict[str, Any], recorder: Recorder, steps: list[int]) -> N
     ] + added
 
 
-def _on_track(event: Event, offset: float) -> dict[str, Any] | None:
+def _on_track(event: TierEvent, offset: float) -> dict[str, Any] | None:
     """`event` in Chrome's format; None for an event without a track. `offset`: µs from our clock to the profiler's."""
     match event:
         case CopyEnded():

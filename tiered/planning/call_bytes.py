@@ -11,7 +11,7 @@ from tiered.core.byte_size import enough
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import added
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.weight_bytes import FEWEST, WeightBytes
 from tiered.offload.slabs import UNIT
@@ -43,7 +43,7 @@ class CallBytes:
     def of(
         cls,
         policy: Policy,
-        sizes: CallSizes,
+        sizes: CallShape,
         budget: MemoryBudget,
         held: Mapping[Tier, int] | None = None,
         weights: WeightBytes | None = None,
@@ -58,7 +58,7 @@ class CallBytes:
     def fitting(
         cls,
         policy: Policy,
-        sizes: CallSizes,
+        sizes: CallShape,
         budget: MemoryBudget,
         held: Mapping[Tier, int],
         weights: WeightBytes | None,
@@ -169,7 +169,7 @@ class _Search:
     """Finds the call that streams the fewest layers beside `held` bytes of each tier."""
 
     policy: Policy
-    sizes: CallSizes
+    sizes: CallShape
     budget: MemoryBudget
     held: Mapping[Tier, int]
     weights: WeightBytes | None

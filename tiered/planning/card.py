@@ -10,7 +10,7 @@ from tiered.core.byte_size import format_bytes, format_count
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import KEY_VALUE, Account, Tier
 from tiered.core.rates import Rates
-from tiered.forward.sizes import RAW, CallSizes, Gpu
+from tiered.forward.sizes import RAW, CallShape, Gpu
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.models.shape import ModelShape
@@ -86,7 +86,7 @@ class Plan:
 
     model: str
     family: str
-    sizes: CallSizes
+    sizes: CallShape
     policy: str
     policy_options: Mapping[str, Any]
     tiers: Mapping[Tier, TierPlan]

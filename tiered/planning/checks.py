@@ -1,7 +1,7 @@
 """The calls that `generate` and a plan refuse alike."""
 
 from tiered.core.errors import ContextLengthError
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.models.shape import MOST_SIZE, ModelShape
 from tiered.policies.base import Policy
 from tiered.policies.registry import policies_for
@@ -76,7 +76,7 @@ def check_policy(
             f"policy {policy.name!r} recomputes the tokens that a step will commit, so it must know them before: "
             f"remasking = 'random' is allowed, not 'low_confidence', which decides on the logits{masks}"
         )
-    sizes = CallSizes(shape=shape, batch=1, context=block_length, block_length=block_length, dtype="float32")
+    sizes = CallShape(shape=shape, batch=1, context=block_length, block_length=block_length, dtype="float32")
     seen = policy.needs(sizes).logit_rows or block_length
     if rewrites and seen < block_length:
         raise ValueError(

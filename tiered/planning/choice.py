@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from tiered.core.budget import MemoryBudget
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.planning.workload import Workload, answer_of, prompt_of
 from tiered.policies.base import Policy
 from tiered.policies.block_causal import BlockCausal
 from tiered.policies.registry import Auto
-from tiered.policies.row_schedule import LEAST_STALE_PROMPT, SELDOM, row_schedule
+from tiered.policies.row_schedule import LEAST_STALE_PROMPT, REFRESH_EVERY_4, row_schedule
 
 
 class Row(NamedTuple):
@@ -31,11 +31,11 @@ class Row(NamedTuple):
 # docs/benchmarks.md (regimes), which tests/test_choice.py holds the rows to. Answers: docs/policies.md (drops: several
 # blocks behind 1000 and 2000 tokens), docs/benchmarks.md (compare) and docs/embedded-model.md (accuracy).
 TABLE: tuple[Row, ...] = (
-    Row(960, 2, row_schedule("fast_dllm_dual", refresh_blocks=SELDOM)),
+    Row(960, 2, row_schedule("fast_dllm_dual", refresh_blocks=REFRESH_EVERY_4)),
     Row(LEAST_STALE_PROMPT, 1, row_schedule("fast_dllm_dual")),
 )
 # An option that is "auto": its value in calls of one block or a short prompt, and its value in all others.
-REFRESHES: Mapping[str, tuple[Any, Any]] = {"refresh": ("full", "drift"), "refresh_blocks": (1, SELDOM)}
+REFRESHES: Mapping[str, tuple[Any, Any]] = {"refresh": ("full", "drift"), "refresh_blocks": (1, REFRESH_EVERY_4)}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -60,7 +60,7 @@ class Choice:
         return {"policy": self.policy.name, "policy_options": self.policy.options, "why": self.why}
 
 
-def choose(policy: Policy, sizes: CallSizes, budget: MemoryBudget, *, prompt: int | None = None) -> Choice:
+def choose(policy: Policy, sizes: CallShape, budget: MemoryBudget, *, prompt: int | None = None) -> Choice:
     """The policy that a call of `sizes` runs under: `policy` itself, unless an option of it is "auto".
 
     Args:

@@ -11,7 +11,7 @@ from tiered.core.checks import check_multiple, check_switch, plain_number, unkno
 from tiered.core.features import Tier
 from tiered.core.rates import Rates, rates_of
 from tiered.forward.library_bytes import LARGEST_GPU, gpu_of
-from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallSizes, Gpu, kv_code
+from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallShape, Gpu, kv_code
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.families import family_of
 from tiered.models.locate import find_directory, read_config
@@ -81,7 +81,7 @@ def plan(
     name, shape = _name(path_or_config, config), family_of(config).shape(config)
     call = {"guidance": cfg, "sampled": sampled, "gpu": gpu, "dtype": _dtype(dtype, shape), "kv": kv_code(kv, shape)}
     call |= _positions(shape, name, context, batch, max_new_tokens, block_length)
-    sizes = CallSizes(shape=shape, weights=_form(weights, path_or_config, config, shape), **call)
+    sizes = CallShape(shape=shape, weights=_form(weights, path_or_config, config, shape), **call)
     _check(asked, sizes, name)
     tokens = min(_size("tokens_per_forward", tokens_per_forward), sizes.block_length)
     model = {"model": name, "stretch": _stretch(config, shape), "family": family_of(config).name}
@@ -90,7 +90,7 @@ def plan(
 
 
 def _figures(
-    policy: Policy, sizes: CallSizes, budget: MemoryBudget, rates: Rates | None, tokens: int
+    policy: Policy, sizes: CallShape, budget: MemoryBudget, rates: Rates | None, tokens: int
 ) -> dict[str, Any]:
     choice = choose(policy, sizes, budget)
     workload = Workload(choice.policy, sizes)
@@ -197,7 +197,7 @@ def _largest_context(workload: Workload, budget: MemoryBudget) -> int | None:
     return None if largest + block >= LARGEST_SIZE else min(largest, most)
 
 
-def _check(policy: Policy, sizes: CallSizes, name: str) -> None:
+def _check(policy: Policy, sizes: CallShape, name: str) -> None:
     shape, context, block = sizes.shape, sizes.context, sizes.block_length
     if sizes.answer is not None:
         check_multiple("max_new_tokens", sizes.answer, block, f"block_length = {block}")

@@ -12,7 +12,7 @@ from tiered.core.features import Feature, Tier
 from tiered.core.rates import CODED_PRODUCTS, Rates
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import ForwardWork, forward_work
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.models.weight_form import read_bytes
 from tiered.offload.slabs import UNIT
 from tiered.planning.call_bytes import CallBytes
@@ -103,7 +103,7 @@ class CallTime:
 
 
 def call_time(
-    policy: Policy, sizes: CallSizes, needed: CallBytes, rates: Rates, *, tokens_per_forward: int
+    policy: Policy, sizes: CallShape, needed: CallBytes, rates: Rates, *, tokens_per_forward: int
 ) -> CallTime:
     """The seconds of a call of `sizes` that takes what is `needed`. Every forward moves all that is streamed."""
     streamed = 0 if needed.weights is None else needed.weights.moved
@@ -121,7 +121,7 @@ def call_time(
     )  # fmt: skip
 
 
-def _kinds(policy: Policy, sizes: CallSizes, tokens_per_forward: int) -> tuple[tuple[int, DryForward], ...]:
+def _kinds(policy: Policy, sizes: CallShape, tokens_per_forward: int) -> tuple[tuple[int, DryForward], ...]:
     forwards = list(dry_run(policy, sizes, tokens_per_forward=tokens_per_forward))
     blocks, later = answer_of(sizes) // sizes.block_length, forwards[-1].block
     kinds = []
@@ -136,7 +136,7 @@ def _kinds(policy: Policy, sizes: CallSizes, tokens_per_forward: int) -> tuple[t
 
 
 def forward_seconds(
-    policy: Policy, sizes: CallSizes, rows: float, moved: float, rates: Rates, *, launches: float = PLAIN_LAUNCHES
+    policy: Policy, sizes: CallShape, rows: float, moved: float, rates: Rates, *, launches: float = PLAIN_LAUNCHES
 ) -> tuple[float, str]:
     """The seconds of a forward over `rows` of each sequence while `moved` bytes come to the device, and the slowest
     part. Copies, reading and arithmetic run at the same time. `launches`: launches of a layer."""
@@ -166,7 +166,7 @@ def forward_seconds(
     return paces[bound] + alone, bound
 
 
-def work_of(policy: Policy, sizes: CallSizes, rows: float) -> ForwardWork:
+def work_of(policy: Policy, sizes: CallShape, rows: float) -> ForwardWork:
     """The work of a forward that recomputes `rows` of each sequence. A policy that keeps one layer's keys and values
     reads none: it has just made them."""
     shape = sizes.shape
@@ -187,7 +187,7 @@ def work_of(policy: Policy, sizes: CallSizes, rows: float) -> ForwardWork:
     )
 
 
-def dry_run(policy: Policy, sizes: CallSizes, *, tokens_per_forward: int) -> Iterator[DryForward]:
+def dry_run(policy: Policy, sizes: CallShape, *, tokens_per_forward: int) -> Iterator[DryForward]:
     """The forwards of a call of `sizes` of one sequence, in the order of the decoding loop. Each commits the first
     `tokens_per_forward` pending tokens of its block."""
     shape, block, prompt = sizes.shape, sizes.block_length, prompt_of(sizes)
@@ -217,14 +217,14 @@ def dry_run(policy: Policy, sizes: CallSizes, *, tokens_per_forward: int) -> Ite
         while (pending := canvas.pending(start, stop)).any():
             chosen = pending & (pending.cumsum(1) <= tokens_per_forward)
             ranks = (pending.cumsum(1) * chosen) if policy.needs_order() else None
-            step = replace(step, forwards=(forwards,), upcoming=ranks)
+            step = replace(step, forwards=(forwards,), next_commits=ranks)
             yield _dry_forward(policy, sizes, number, state.rows(step))
             canvas.commit(start, chosen, torch.zeros_like(canvas.tokens[:, start:stop]), torch.tensor([forwards]))
             state.observe(step, chosen)
             step, forwards = replace(step, number=step.number + 1, remasked=False), forwards + 1
 
 
-def _dry_forward(policy: Policy, sizes: CallSizes, block: int, asked: StepRows) -> DryForward:
+def _dry_forward(policy: Policy, sizes: CallShape, block: int, asked: StepRows) -> DryForward:
     count, layers = asked.rows.count, sizes.shape.layers
     if asked.program is None:
         return DryForward(block, asked.kind, count)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.call_bytes import CallBytes
@@ -21,12 +21,12 @@ UNCAPPED = MemoryBudget()
 ANSWER_BLOCKS = 8  # blocks of an answer whose length is not given
 
 
-def prompt_of(sizes: CallSizes) -> int:
+def prompt_of(sizes: CallShape) -> int:
     """Tokens of the longest prompt."""
     return sizes.context - answer_of(sizes)
 
 
-def answer_of(sizes: CallSizes) -> int:
+def answer_of(sizes: CallShape) -> int:
     """Positions of the answer; if it is not given, `ANSWER_BLOCKS` blocks, or as many as a prompt leaves."""
     if sizes.answer is not None:
         return sizes.answer
@@ -38,7 +38,7 @@ class Workload:
     """A policy, and the sizes of a call under it."""
 
     policy: Policy
-    sizes: CallSizes
+    sizes: CallShape
 
     def resized(self, **sizes: Any) -> "Workload":
         """The same policy with some sizes changed."""
@@ -92,7 +92,7 @@ class HiddenBytes:
     slots: int
 
     @classmethod
-    def of(cls, sizes: CallSizes) -> "HiddenBytes":
+    def of(cls, sizes: CallShape) -> "HiddenBytes":
         """Those of a call of these `sizes`."""
         policies = {codec: Polestar(codec=codec) for codec in Codec}
         by_codec = {

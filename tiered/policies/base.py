@@ -20,7 +20,7 @@ from tiered.core.rows import Rows
 from tiered.forward.forward import LayerProgram
 from tiered.forward.forward_bytes import forward_bytes
 from tiered.forward.library_bytes import library_bytes
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.models.shape import CANVAS, ModelShape, Sight
 from tiered.tiers.record_bytes import RecordBytes
 
@@ -49,8 +49,8 @@ class Step:
             that predicts position p from row p − 1.
         forwards: forwards that each sequence has taken part in: its own clock, whatever else is in the batch.
         active: sequences that take part in this forward; the others have nothing left to commit here, and wait.
-        upcoming: 1, 2, … at the block's columns that are committed after this forward, in the order of their ranks, and
-            0 elsewhere, under random remasking. None if the rule decides on the logits.
+        next_commits: 1, 2, … at the block's columns that are committed after this forward, in the order of their ranks,
+            and 0 elsewhere, under random remasking. None if the rule decides on the logits.
         guidance: whether there is classifier-free guidance.
         remasked: True at a block's first forward under a noise mask (`ModelShape.noise_masked`). Everything cached in
             front of the block was computed under another mask, and the forward must recompute it.
@@ -66,7 +66,7 @@ class Step:
     last_row: int
     forwards: tuple[int, ...]
     active: tuple[bool, ...]
-    upcoming: Int[Tensor, "batch block"] | None = None
+    next_commits: Int[Tensor, "batch block"] | None = None
     guidance: bool = False
     remasked: bool = False
     rewrites: bool = False
@@ -189,11 +189,11 @@ class Policy(ABC):
         and `VALUE` are always there."""
         return {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
 
-    def needs(self, sizes: CallSizes) -> Needs:
+    def needs(self, sizes: CallShape) -> Needs:
         """What a call of these `sizes` provides beside `features` and a plain step."""
         return Needs()
 
-    def device_bytes(self, sizes: CallSizes) -> dict[Account, int]:
+    def device_bytes(self, sizes: CallShape) -> dict[Account, int]:
         """Bytes that a call takes on the device beside weights and records, while all features are there."""
         needs = self.needs(sizes)
         logit_rows, most_rows = needs.logit_rows or sizes.block_length, needs.most_rows or sizes.context
@@ -205,7 +205,7 @@ class Policy(ABC):
         return added(plain, needs.state, {Account.ACTIVATIONS: decoded}, kept, library_bytes(sizes))
 
     def needs_order(self) -> bool:
-        """Whether plans need `Step.upcoming`, so that only rules go with the policy that decide without logits."""
+        """Whether plans need `Step.next_commits`, so that only rules go with the policy that decide without logits."""
         return False
 
     @abstractmethod

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from tiered.core.checks import check_integer
 from tiered.forward.forward_bytes import PART_ROWS
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.models.shape import BLOCK_CAUSAL, Sight
 from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
 
@@ -32,7 +32,7 @@ class BlockCausal(Policy):
     def __post_init__(self) -> None:
         check_integer("prefill_rows", self.prefill_rows, least=1)
 
-    def needs(self, sizes: CallSizes) -> Needs:
+    def needs(self, sizes: CallShape) -> Needs:
         front = sizes.context - (sizes.answer or 0)
         chunk = self.chunk(sizes.sequences, sizes.block_length)
         return Needs(most_rows=max(sizes.block_length, min(front, chunk)))

@@ -21,12 +21,12 @@ from tiered.kernels.host_values import on_device
 from tiered.models.shape import BLOCK_CAUSAL, CANVAS, ModelShape, Sight
 from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
 
-RowsOf = Literal["all", "block", "suffix", "answer", "undecided", "upcoming"]
+RowsOf = Literal["all", "block", "suffix", "answer", "undecided", "next_commits"]
 
 # Tokens of a prompt from which on stale prompt keys were measured to cost no answers (docs/benchmarks.md). Lists, which
 # end at about 40 tokens, are sorted right in 98 of 100 cases without a cache and in 42 to 65 with one.
 LEAST_STALE_PROMPT = 256
-SELDOM = 4  # blocks from one refresh to the next, if a block need not begin with one
+REFRESH_EVERY_4 = 4  # blocks from one refresh to the next, if a block need not begin with one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class RowSchedule(Policy):
         rows: rows that every step recomputes: every row ("all"); the current block; it and everything behind it
             ("suffix"); everything behind the prompt ("answer"); pending tokens and those committed in the last `delay`
             steps ("undecided"); or tokens that are committed next, those committed last, and a `window` around the
-            latter ("upcoming").
+            latter ("next_commits").
         refresh_interval: steps from one refresh of all rows to the next; None for the first alone. A block counts its
             own steps and begins with a refresh; each sequence counts its steps if `refresh_blocks` is None.
         refresh_blocks: blocks from one that begins with a refresh to the next; None if blocks do not matter. The other
@@ -88,7 +88,7 @@ class RowSchedule(Policy):
         return {Feature.KEY: layers, Feature.VALUE: layers}
 
     def needs_order(self) -> bool:
-        return self.rows == "upcoming"
+        return self.rows == "next_commits"
 
     def start(self) -> PolicyState:
         assert self.refresh_blocks != "auto", "decided before a call"
@@ -113,7 +113,7 @@ SCHEDULES: Mapping[str, Schedule] = {
     "fast_dllm_dual": Schedule("block", _BY_BLOCK),
     # dKV-Cache (arXiv 2505.15781): a token's keys and values are kept from one step after its commit.
     "dkv_decode": Schedule("undecided", {"delay": 1, "refresh_interval": 8}),
-    "dkv_greedy": Schedule("upcoming", {"window": 4, "refresh_interval": 2}),
+    "dkv_greedy": Schedule("next_commits", {"window": 4, "refresh_interval": 2}),
     "dkv_prefill": Schedule("answer", {"prompt_interval": None}),
     "dkv_pd": Schedule("undecided", {"delay": 1, "refresh_interval": 8, "prompt_interval": None}),
     # Uniform-Cache (Barry, "Block-Wise KV Caching for Uniform Diffusion Language Models", UT Austin 2026): the next
@@ -158,7 +158,7 @@ class ScheduledRows(PolicyState):
             spans.append(Span(0, step.start, step.active))
         if between:
             spans.append(Span(step.first_row - (step.stop - step.start), step.first_row, step.active))
-        mask = upcoming = None
+        mask = next_commits = None
         if of_answer != step.active:
             match schedule.rows:
                 case "block":
@@ -168,13 +168,13 @@ class ScheduledRows(PolicyState):
                     spans.append(Span(step.first_row, length, step.active))
                 case "undecided":
                     mask = self.undecided(step, schedule.delay)
-                case "upcoming":
-                    assert step.upcoming is not None, "the runtime refuses rules that decide on the logits"
-                    upcoming = step.upcoming > 0
+                case "next_commits":
+                    assert step.next_commits is not None, "the runtime refuses rules that decide on the logits"
+                    next_commits = step.next_commits > 0
                     dates = step.canvas.committed_at
                     fresh = (dates == clock(step) - 1) & (dates != PROMPT)
                     mask = self.around(step, fresh, schedule.window)
-        rows = rows_of(step, spans, mask, StepKind.UPDATE if renews else StepKind.STEP, upcoming)
+        rows = rows_of(step, spans, mask, StepKind.UPDATE if renews else StepKind.STEP, next_commits)
         refreshed = tuple(first and second for first, second in zip(of_prompt, of_answer, strict=True))
         return replace(rows, refreshed=refreshed)
 

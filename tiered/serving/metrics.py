@@ -8,10 +8,10 @@ from prometheus_client.registry import Collector
 
 from tiered.core.features import Tier
 from tiered.serving.counts import Work
-from tiered.serving.request import State
+from tiered.serving.request import RequestState
 from tiered.serving.scheduler import Scheduler
 
-_OVER = (State.DONE, State.FAILED, State.CANCELLED, State.LATE)
+_OVER = (RequestState.DONE, RequestState.FAILED, RequestState.CANCELLED, RequestState.LATE)
 
 
 class SchedulerMetrics(Collector):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tiered.core.features import Account
 from tiered.decoding.observers import Streamer
-from tiered.decoding.publishing import Denoised
+from tiered.decoding.output_writer import GenerationState
 from tiered.forward.ask import Ask, shared_bytes
 from tiered.output import GenerationOutput
 from tiered.prepare import PreparedCall
@@ -21,7 +21,7 @@ from tiered.runtime import Runtime
 from tiered.tiers.manager import TierManager
 
 
-class State(StrEnum):
+class RequestState(StrEnum):
     """State of a request. The last four are final."""
 
     WAITING = "waiting"
@@ -73,7 +73,7 @@ class Request:
     ) -> None:
         """`on_end` is called once, in the scheduler's thread. `seconds`: most seconds, in the queue included; None for
         no limit."""
-        self.number, self.call, self.state = number, call, State.WAITING
+        self.number, self.call, self.state = number, call, RequestState.WAITING
         self.output: GenerationOutput | None = None
         self.error: Exception | None = None
         self.arrived = time.monotonic()
@@ -84,7 +84,7 @@ class Request:
         self._streamer, self._on_end, self._seconds = streamer, on_end, seconds
         self._cancelled = False
         self._held = ExitStack()
-        self._steps: Generator[Ask, Tensor, Denoised] | None = None
+        self._steps: Generator[Ask, Tensor, GenerationState] | None = None
         self._tiers: TierManager | None = None
 
     def __repr__(self) -> str:
@@ -92,7 +92,7 @@ class Request:
 
     @property
     def over(self) -> bool:
-        return self.state not in (State.WAITING, State.RUNNING)
+        return self.state not in (RequestState.WAITING, RequestState.RUNNING)
 
     def cancel(self) -> None:
         """End the request and free its memory before its next step. A request that is over does not change."""
@@ -119,7 +119,7 @@ class Request:
             self._steps = denoiser.steps()
             self.ask = next(self._steps)
             self._held = held.pop_all()
-        self.state, self.began = State.RUNNING, time.monotonic()
+        self.state, self.began = RequestState.RUNNING, time.monotonic()
 
     def advance(self, runtime: Runtime, answer: Tensor | ValueError) -> None:
         """Give the loop its logits, or the error in place of them. It goes on to its next forward, or to its end."""
@@ -131,16 +131,16 @@ class Request:
             moved = None if self._tiers is None else self._tiers.ended()
             self._free()
             self.output = runtime.output(self.call, done.value, moved)
-            self._end(State.DONE)
+            self._end(RequestState.DONE)
 
     def leave(self, error: Exception) -> None:
         """End in an error, and free the request's memory."""
-        states = {CancelledRequest: State.CANCELLED, RequestTimeout: State.LATE}
+        states = {CancelledRequest: RequestState.CANCELLED, RequestTimeout: RequestState.LATE}
         self.error = error
         try:
             self._free()
         finally:
-            self._end(states.get(type(error), State.FAILED))
+            self._end(states.get(type(error), RequestState.FAILED))
 
     def _free(self) -> None:
         self.ask = None
@@ -149,7 +149,7 @@ class Request:
         self._steps = self._tiers = None
         self._held.close()
 
-    def _end(self, state: State) -> None:
+    def _end(self, state: RequestState) -> None:
         self.state, self.ended = state, time.monotonic()
         if self._streamer is not None:
             self._streamer.end()

@@ -59,7 +59,7 @@ class CentroidBank:
             self._centroids = None
 
 
-class Base(NamedTuple):
+class DeltaBase(NamedTuple):
     """What a delta record is decoded against."""
 
     bank: CentroidBank

@@ -13,7 +13,7 @@ from tiered.offload.arena import Slot
 from tiered.offload.fence import Fence
 from tiered.offload.ring import RingSlot
 from tiered.offload.transport import TransferEvent
-from tiered.tiers.banks import Base
+from tiered.tiers.banks import DeltaBase
 from tiered.tiers.record_book import Entry
 
 FASTEST_FIRST = (Tier.DEVICE, Tier.HOST, Tier.DISK)
@@ -65,7 +65,7 @@ class Batch:
 
     entries: Sequence[Entry]
     rows: Sequence[int]
-    bases: Sequence[Base | None]
+    bases: Sequence[DeltaBase | None]
     tier: Tier
     to: Destination
     reading: bool = True

@@ -33,7 +33,7 @@ from tiered.offload.file_record import FileRecord
 from tiered.offload.spill_file import SpillFile
 from tiered.offload.transport import Lane, Transport
 from tiered.tiers.arguments import check_rows, checked_forms
-from tiered.tiers.banks import Base, CentroidBank, banks_of
+from tiered.tiers.banks import CentroidBank, DeltaBase, banks_of
 from tiered.tiers.batches import Destination, memory_slot, runs
 from tiered.tiers.record_book import Entry, RecordBook, RecordForm, RecordKey, nbytes_of
 from tiered.tiers.shipping import Rings, Shipping
@@ -141,9 +141,9 @@ class TierManager:
         self._fetches.check_open()
         check_rows("rows", rows, self.dtype, self.device)
         forms = checked_forms(keys, rows, sizes, codec=codec, bank=bank, clusters=clusters, tier=tier)
-        bases: Sequence[Base | None] = [None] * len(keys)
+        bases: Sequence[DeltaBase | None] = [None] * len(keys)
         if bank is not None and clusters is not None:
-            bases = [Base(*each) for each in zip(banks_of(bank, len(keys)), clusters, strict=True)]
+            bases = [DeltaBase(*each) for each in zip(banks_of(bank, len(keys)), clusters, strict=True)]
         self.progress()
         first = [0, *accumulate(sizes)]
         # The records of one run share a staging slot, in which they take as much room as in the host tier.
@@ -329,7 +329,7 @@ class TierManager:
         self,
         keys: Sequence[RecordKey],
         forms: Sequence[RecordForm],
-        bases: Sequence[Base | None],
+        bases: Sequence[DeltaBase | None],
         rows: Float[Tensor, "rows width"],
         tier: Tier,
     ) -> None:

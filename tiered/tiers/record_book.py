@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tiered.offload.arena import Slot
     from tiered.offload.file_record import FileRecord
     from tiered.offload.spill_file import DiskSlot
-    from tiered.tiers.banks import Base
 
 
 class RecordKey(NamedTuple):
@@ -88,7 +87,7 @@ class Entry:
     key: RecordKey
     form: RecordForm
     version: int
-    base: "Base | None" = None
+    base: "DeltaBase | None" = None
     state: EntryState = EntryState.RESERVED
     slots: "dict[Tier, Slot | DiskSlot | FileRecord]" = field(default_factory=dict)
     readers: int = 0

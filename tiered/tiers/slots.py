@@ -9,7 +9,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from tiered.core.errors import TierCapacityError
-from tiered.core.events import Event, Evicted, Lost
+from tiered.core.events import Evicted, Lost, TierEvent
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.arena import Arena, ArenaStats, Slot
@@ -44,7 +44,7 @@ class Slots:
         spill: SpillFile | None,
         book: RecordBook,
         traffic: Traffic,
-        record: Callable[[Event], None],
+        record: Callable[[TierEvent], None],
     ) -> None:
         """`arenas`: of device and host; `spill`: the disk tier, if there is one; `record`: told what happens."""
         self._ledger = ledger

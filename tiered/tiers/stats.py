@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tiered.core.events import Asked, CopyEnded, Event, Evicted, Lost, Stored, Waited
+from tiered.core.events import Asked, CopyEnded, Evicted, Lost, Stored, TierEvent, Waited
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.core.spans import active
@@ -91,7 +91,7 @@ class TierStats:
         """Fetched records that had to come from disk."""
         return self.asked[Tier.DISK]
 
-    def add(self, event: Event) -> None:
+    def add(self, event: TierEvent) -> None:
         """Count `event`."""
         match event:
             case CopyEnded():
@@ -141,11 +141,11 @@ def _plain(ways: Mapping[Lane, WayStats]) -> dict[str, dict[str, Any]]:
     }
 
 
-def reporting(stats: TierStats, ledger: Ledger) -> Callable[[Event], None]:
+def reporting(stats: TierStats, ledger: Ledger) -> Callable[[TierEvent], None]:
     """Where tiers report what they do: it is counted in `stats`, as transfers in `ledger`, and shown to what records
     the call."""
 
-    def report(event: Event) -> None:
+    def report(event: TierEvent) -> None:
         stats.add(event)
         if (recorder := active()) is not None:
             recorder.events.append(event)

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tiered.core.errors import RecordLostError, TierCapacityError
-from tiered.core.events import Asked, Event
+from tiered.core.events import Asked, TierEvent
 from tiered.core.features import Tier
 from tiered.offload.errors import TransferError
 from tiered.tiers.batches import Batch, Destination, cut
@@ -132,7 +132,7 @@ class Fetches:
         slots: Slots,
         traffic: Traffic,
         shipping: Shipping,
-        record: Callable[[Event], None],
+        record: Callable[[TierEvent], None],
     ) -> None:
         self._book, self._slots, self._traffic, self._shipping = book, slots, traffic, shipping
         self._record, self.closed, self._process = record, False, os.getpid()

@@ -38,7 +38,7 @@ class Traffic:
     after finds it in the fences. Nothing else in the tiers submits jobs, so the law holds if it holds here.
     """
 
-    def __init__(self, transport: Transport, record: Callable[[events.Event], None]) -> None:
+    def __init__(self, transport: Transport, record: Callable[[events.TierEvent], None]) -> None:
         self._transport = transport
         self._record = record
         # By lane, compute among them, whose jobs end in the order of their submission.

@@ -7,7 +7,7 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.sampling_options import CONFIDENCES
 
 
@@ -89,6 +89,6 @@ class CommitRule(ABC):
         return False
 
     @abstractmethod
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         """Fresh state for one call; rules with a schedule spread a block's tokens over `steps_per_block`. A rule that
-        draws takes its numbers from `streams`, a block at a time (`RandomStreams.of_block`)."""
+        draws takes its numbers from `streams`, a block at a time (`Generators.of_block`)."""

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from tiered.core.checks import check_integer, check_number
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 
 
@@ -54,7 +54,7 @@ class DriftAware(CommitRule):
         check_number("drift_slope", self.drift_slope, least=0.0)
         check_number("drift_ceiling", self.drift_ceiling, least=0.0)
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return _Rising(self)
 
 

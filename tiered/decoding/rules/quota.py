@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tiered.core.checks import check_number
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 
 
@@ -23,7 +23,7 @@ class Static(CommitRule):
     name: ClassVar[str] = "static"
     rank: ClassVar[int] = 0
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return _Quota(steps_per_block)
 
 
@@ -47,7 +47,7 @@ class Quota(CommitRule):
         if self.confidence_threshold is not None:
             check_number("confidence_threshold", self.confidence_threshold, least=0.0, most=1.0)
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return _Surest(steps_per_block, self.confidence_threshold)
 
 
@@ -60,7 +60,7 @@ class Sequential(CommitRule):
     tempered_confidence: ClassVar[bool] = True
     top_k_first: ClassVar[bool] = True
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return _First(steps_per_block)
 
 

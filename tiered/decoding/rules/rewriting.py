@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tiered.core.checks import check_integer, unknown_name
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 from tiered.decoding.sampling import OpenBlock, drawn_from, proposals
-from tiered.models.noise import SCHEDULES, Noise, Schedule
+from tiered.models.noise import SCHEDULES, Noise, NoiseSchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class RewritingRule(CommitRule):
 
     noise: ClassVar[frozenset[str]] = frozenset({"uniform", "mask"})
     rewrites: ClassVar[bool] = True
-    noise_schedule: Schedule = "cosine"
+    noise_schedule: NoiseSchedule = "cosine"
 
     def __post_init__(self) -> None:
         if self.noise_schedule not in SCHEDULES:
@@ -84,7 +84,7 @@ class Adaptive(RewritingRule):
         check_integer("tokens_per_step", self.tokens_per_step, least=1)
         RewritingRule.__post_init__(self)
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return MostWanted(self, steps_per_block)
 
 
@@ -153,7 +153,7 @@ class Ancestral(RewritingRule):
     def draws(self) -> bool:
         return True
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return _Posterior(self, steps_per_block)
 
 
@@ -179,7 +179,7 @@ class _Posterior(RewritingState):
         return changed.new_full((len(changed),), self._step >= self._steps)
 
 
-def draw(weights: Float[Tensor, "rows vocab"], streams: RandomStreams, sequence: int) -> Int[Tensor, " rows"]:
+def draw(weights: Float[Tensor, "rows vocab"], streams: Generators, sequence: int) -> Int[Tensor, " rows"]:
     """A token for each row, by weight, from the sequence's own stream."""
     # The largest of log-weights plus Gumbel numbers is a draw by weight. Here both are raised to e, for the logarithm
     # in float64 would take as much room as the numbers.

@@ -8,7 +8,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tiered.core.checks import check_number
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 
 
@@ -27,7 +27,7 @@ class Threshold(CommitRule):
     def __post_init__(self) -> None:
         check_number("confidence_threshold", self.confidence_threshold, least=0.0, most=1.0)
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return AtLeast(self.confidence_threshold)
 
 
@@ -62,7 +62,7 @@ class Factor(CommitRule):
         if self.factor == 0:
             raise ValueError("factor = 0 would never let a second token pass; a number above 0 is allowed")
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return _Leading(self.factor)
 
 

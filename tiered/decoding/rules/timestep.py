@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float32, Int
 from torch import Tensor
 
 from tiered.core.checks import check_number, check_temperature
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 
 # Beyond it, times of neighbouring steps come too close in float32.
@@ -29,7 +29,7 @@ def check_schedule_floor(floor: object) -> None:
 class Timed(CommitState):
     """State of a rule that follows Dream's time."""
 
-    def __init__(self, steps: int, floor: float, streams: RandomStreams | None = None) -> None:
+    def __init__(self, steps: int, floor: float, streams: Generators | None = None) -> None:
         """`floor`: the time that the last of a block's `steps` would end at. `streams`: of a rule that draws."""
         self._streams = streams
         times: Float32[Tensor, " times"] = torch.linspace(1, floor, steps + 1)
@@ -76,13 +76,13 @@ class Timestep(CommitRule):
     def draws(self) -> bool:
         return self.confidence_temperature > 0
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         assert streams is not None or not self.draws, "a rule that draws needs streams"
         return _Shares(self, steps_per_block, streams if self.draws else None)
 
 
 class _Shares(Timed):
-    def __init__(self, rule: Timestep, steps: int, streams: RandomStreams | None) -> None:
+    def __init__(self, rule: Timestep, steps: int, streams: Generators | None) -> None:
         super().__init__(steps, rule.schedule_floor, streams)
         self._temperature = rule.confidence_temperature
 
@@ -132,7 +132,7 @@ class Origin(CommitRule):
     def draws(self) -> bool:
         return True
 
-    def start(self, steps_per_block: int, streams: RandomStreams | None = None) -> CommitState:
+    def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         assert streams is not None, "a rule that draws needs streams"
         return _Chance(steps_per_block, self.schedule_floor, streams)
 

@@ -16,7 +16,7 @@ from tiered.offload.lane import Lane
 LINE_BREAK = "⏎"
 
 
-class State(IntEnum):
+class TokenState(IntEnum):
     """The state of a token on the canvas."""
 
     PAD = 0  # in front of a prompt
@@ -37,7 +37,7 @@ class Frame:
     answer: tuple[int, int]  # first column of the answer, and the column behind it
     span: tuple[int, int]  # the same of the current block
     tokens: Int[np.ndarray, "batch length"]  # ids; the proposal where a token is a draft
-    states: Int8[np.ndarray, "batch length"]  # `State` of every token
+    states: Int8[np.ndarray, "batch length"]  # `TokenState` of every token
     column_states: Int8[np.ndarray, "batch length"]  # `ColumnState` of every column
     layers: Int[np.ndarray, "batch length"]  # number of layers that computed the column's keys and values anew
     active: np.ndarray  # [batch], True for a sequence that took part
@@ -60,9 +60,9 @@ class Frame:
         """TPF so far, the mean over sequences."""
         return float((self.settled / np.maximum(1, self.forwards)).mean())
 
-    def count(self, state: State | ColumnState) -> int:
+    def count(self, state: TokenState | ColumnState) -> int:
         """Number of tokens, or of columns, in this state."""
-        return int((self.states == state if isinstance(state, State) else self.column_states & state != 0).sum())
+        return int((self.states == state if isinstance(state, TokenState) else self.column_states & state != 0).sum())
 
 
 class Words(dict[int, str]):

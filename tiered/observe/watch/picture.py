@@ -16,16 +16,16 @@ from rich.text import Text
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, ColumnState
 from tiered.core.whole_file import write_then_rename
-from tiered.observe.watch.frame import LINE_BREAK, Frame, State, Words
+from tiered.observe.watch.frame import LINE_BREAK, Frame, TokenState, Words
 from tiered.offload.lane import Lane
 
 STILL_WIDTH, FRAMES_PER_SECOND = 100, 12  # cells; at most
 _LABEL, _BAR = 8, 32  # cells
 _STATES = {
-    State.NOISE: ("bright_black", "noise"),
-    State.DRAFT: ("italic cyan", "draft"),
-    State.FRESH: ("bold green", "committed now"),
-    State.REVISED: ("bold yellow", "rewritten now"),
+    TokenState.NOISE: ("bright_black", "noise"),
+    TokenState.DRAFT: ("italic cyan", "draft"),
+    TokenState.FRESH: ("bold green", "committed now"),
+    TokenState.REVISED: ("bold yellow", "rewritten now"),
 }
 # A cell of the map stands for several columns and shows the first state of any of them.
 _COLUMNS = {
@@ -69,7 +69,7 @@ class Painter:
         items = [self._title, step, block, f"{frame.tokens_per_forward:.2f} tokens/forward", rate]
         lines = [Text("  ".join([*items, f"{frame.seconds:.1f} s"]), "bold")]
         for sequence in range(shown):
-            end = np.flatnonzero(frame.states[sequence] == State.PROMPT)[-width:]
+            end = np.flatnonzero(frame.states[sequence] == TokenState.PROMPT)[-width:]
             prompt = self._text(frame, sequence, end).plain
             answer = self._answer(frame, sequence, width, rows)
             lines += [Text(prompt.replace("\n", "")[-width:], "bright_black"), *answer, _map(frame, sequence, width)]
@@ -90,7 +90,7 @@ class Painter:
     def _answer(self, frame: Frame, sequence: int, width: int, rows: int | None) -> list[Text]:
         # In `rows` lines, up to the current block or further.
         columns = np.arange(frame.tokens.shape[1])
-        answer = (columns >= frame.answer[0]) & (columns < frame.answer[1]) & (frame.states[sequence] < State.END)
+        answer = (columns >= frame.answer[0]) & (columns < frame.answer[1]) & (frame.states[sequence] < TokenState.END)
         lines = list(self._text(frame, sequence, answer).wrap(Console(width=width, file=io.StringIO()), width))
         if rows is None or len(lines) <= rows:
             return lines
@@ -118,7 +118,7 @@ def _map(frame: Frame, sequence: int, width: int) -> Text:
         cell = slice(first, first + per_cell)
         states = int(np.bitwise_or.reduce(frame.column_states[sequence, cell]))
         glyph, style, _ = next(look for state, look in _COLUMNS.items() if states & state or not state)
-        blank = np.isin(frame.states[sequence, cell], (State.PAD, State.END)).all()
+        blank = np.isin(frame.states[sequence, cell], (TokenState.PAD, TokenState.END)).all()
         current = first < frame.span[1] and first + per_cell > frame.span[0]
         text.append(" " if blank else glyph, style + " underline" * current)
     return text

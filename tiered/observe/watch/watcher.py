@@ -19,7 +19,7 @@ from tiered.core.rows import Rows
 from tiered.decoding.observers import Traced
 from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
-from tiered.observe.watch.frame import Frame, State
+from tiered.observe.watch.frame import Frame, TokenState
 from tiered.policies.base import PolicyState, Step, StepKind
 
 
@@ -74,9 +74,11 @@ class Watcher:
         forward.rows_probe = self._count_rows
         self._tokens = canvas.tokens.cpu().numpy().copy()
         self._written = np.zeros(self._tokens.shape, dtype=bool)  # a forward has fixed or changed the token
-        states = np.where(canvas.committed_at.cpu().numpy() == PROMPT, State.PROMPT, State.NOISE).astype(np.int8)
+        states = np.where(canvas.committed_at.cpu().numpy() == PROMPT, TokenState.PROMPT, TokenState.NOISE).astype(
+            np.int8
+        )
         for row, pads in enumerate(canvas.pad_counts):
-            states[row, :pads] = State.PAD
+            states[row, :pads] = TokenState.PAD
         self._began, self.own_seconds = self.entered, 0.0
         self._complete(
             Frame(
@@ -99,7 +101,7 @@ class Watcher:
         states[counts > 0] |= ColumnState.RECOMPUTED
         if (streamed := self._forward.store.streamed_from) is not None:
             states[:, streamed:] |= ColumnState.STREAMED
-        real = before.states[rows] != State.PAD
+        real = before.states[rows] != TokenState.PAD
         column_states, layers = np.zeros_like(before.column_states), np.zeros_like(before.layers)
         column_states[rows], layers[rows] = states * real, counts * real  # a sequence that has left has no cache
         again = step.number == 0 and step.block == 0 and before.forward >= 0
@@ -122,7 +124,7 @@ class Watcher:
         clocks, active = np.array(step.forwards), np.array(step.active)
         fresh = (canvas.committed_at.cpu().numpy() == clocks[:, None]) & active[:, None]
         states, settled = frame.states.copy(), frame.settled.copy()
-        states[np.isin(states, (State.FRESH, State.REVISED))] = State.FIXED
+        states[np.isin(states, (TokenState.FRESH, TokenState.REVISED))] = TokenState.FIXED
         states[rows], settled[rows] = self._committed(tokens, drafted, fresh)
         shown, took_part, forwards = frame.tokens.copy(), np.zeros_like(frame.active), frame.forwards.copy()
         shown[rows], took_part[rows], forwards[rows] = drafted, active, clocks + active
@@ -141,18 +143,18 @@ class Watcher:
         rows, answer, model = self._canvas.numbers, slice(*self._frame.answer), self._forward.model
         states, at = self._frame.states[rows], self._canvas.committed_at.cpu().numpy()
         written, changed, open_ = self._written[rows], tokens != self._tokens[rows], at == PENDING
-        mine = np.where(open_, State.NOISE, State.FIXED)
+        mine = np.where(open_, TokenState.NOISE, TokenState.FIXED)
         # A rule that rewrites tokens leaves written ones open; else an open token is a mask with a proposal.
-        mine[open_ & np.where(tokens == model.mask_token_id, drafted != tokens, written | changed)] = State.DRAFT
-        mine[fresh | changed] = State.FRESH
-        mine[changed & written] = State.REVISED
+        mine[open_ & np.where(tokens == model.mask_token_id, drafted != tokens, written | changed)] = TokenState.DRAFT
+        mine[fresh | changed] = TokenState.FRESH
+        mine[changed & written] = TokenState.REVISED
         mine = np.where(at == PROMPT, states, mine)
         self._written[rows] = written = written | changed | ~open_
         settled = ((written if self._frame.correcting else ~open_) & (at != PROMPT))[:, answer]
         ends = settled & (tokens[:, answer] == model.eos_token_id)
         if self._stop_at_eos:
             ended = np.logical_or.accumulate(ends & ~np.logical_or.accumulate(open_[:, answer], axis=1), axis=1)
-            mine[:, answer][:, 1:][ended[:, :-1]] = State.END
+            mine[:, answer][:, 1:][ended[:, :-1]] = TokenState.END
         states[:, answer] = mine[:, answer]
         return states, (settled & ~np.logical_or.accumulate(ends, axis=1)).sum(axis=1)
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from tiered.core.features import ColumnState
-from tiered.observe.watch.frame import Frame, State, Words
+from tiered.observe.watch.frame import Frame, TokenState, Words
 from tiered.observe.watch.watcher import Watcher
 from tiered.offload.lane import Lane
 from tiered.runtime import Runtime
 
 _COUNTS = {
-    "committed": State.FRESH, "rewritten": State.REVISED, "draft": State.DRAFT, "noise": State.NOISE,
-    "recomputed": ColumnState.RECOMPUTED, "fetched": ColumnState.FETCHED, "stored": ColumnState.STORED,
-    "streamed": ColumnState.STREAMED,
+    "committed": TokenState.FRESH, "rewritten": TokenState.REVISED, "draft": TokenState.DRAFT,
+    "noise": TokenState.NOISE, "recomputed": ColumnState.RECOMPUTED, "fetched": ColumnState.FETCHED,
+    "stored": ColumnState.STORED, "streamed": ColumnState.STREAMED,
 }  # fmt: skip
 _LANES = {"to_device": Lane.FETCH, "to_host": Lane.STORE, "to_disk": Lane.SPILL, "from_disk": Lane.LOAD}
 
@@ -39,8 +39,8 @@ def watching(
         view = LiveView(painter, slow) if terminal else view
 
     def telling(frame: Frame) -> tuple[int, ...]:  # clusters fetched, tokens rewritten, then settled tokens and drafts
-        both = int(frame.settled.sum()) * frame.count(State.DRAFT)
-        return frame.count(ColumnState.FETCHED) > 0, frame.count(State.REVISED) > 0, both
+        both = int(frame.settled.sum()) * frame.count(TokenState.DRAFT)
+        return frame.count(ColumnState.FETCHED) > 0, frame.count(TokenState.REVISED) > 0, both
 
     def show(frame: Frame) -> None:
         best[:] = [max([*best, frame], key=telling)]
@@ -73,7 +73,7 @@ class PlainView:
         if frame.forward < 0:
             return
         start, stop = frame.span
-        blocks = zip(frame.tokens[:, start:stop], frame.states[:, start:stop] != State.END, strict=True)
+        blocks = zip(frame.tokens[:, start:stop], frame.states[:, start:stop] != TokenState.END, strict=True)
         texts = ["".join(self._words[token] for token in tokens[shown].tolist()) for tokens, shown in blocks]
         utf = (self._stream.encoding or "").lower().startswith("utf")
         figures = {

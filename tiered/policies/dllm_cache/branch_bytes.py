@@ -6,12 +6,12 @@ The formulas follow `tiered.policies.dllm_cache` tensor by tensor.
 from dataclasses import replace
 
 from tiered.forward.forward_bytes import part_bytes, part_rows
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 
 _FLOAT32, _INT64 = 4, 8
 
 
-def branch_bytes(sizes: CallSizes) -> int:
+def branch_bytes(sizes: CallShape) -> int:
     """Bytes on the device, at their largest, of chosen rows of an answer: their ranks, and a copy of those of a part
     or their angles. A part of them may be smaller than a part of a plain step, whose room it has."""
     answer = sizes.context if sizes.answer is None else sizes.answer

@@ -10,11 +10,11 @@ from typing import ClassVar
 
 from tiered.core.checks import check_integer, check_interval, check_number
 from tiered.core.features import Account, Feature
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.dllm_cache.branch_bytes import branch_bytes
-from tiered.policies.dllm_cache.program import BranchStep, Work
+from tiered.policies.dllm_cache.program import BranchStep, BranchWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class DLLMCache(Policy):
         kept = (Feature.KEY, Feature.VALUE, Feature.ATTN_OUT, Feature.FFN_OUT)
         return dict.fromkeys(kept, shape.layers)
 
-    def needs(self, sizes: CallSizes) -> Needs:
+    def needs(self, sizes: CallShape) -> Needs:
         return Needs(state={Account.ACTIVATIONS: branch_bytes(sizes)}, skips_guidance=self.guidance_interval > 1)
 
     def start(self) -> PolicyState:
@@ -73,7 +73,7 @@ class Clocks(PolicyState):
             (part and _due(policy.prompt_interval, clock, step), part and _due(policy.response_interval, clock, step))
             for part, clock in zip(here, clocks, strict=True)
         ]
-        work = Work(
+        work = BranchWork(
             first=[(0 if prompt else untouched) if part else stop for part, (prompt, _) in zip(here, due, strict=True)],
             rows=[(stop - start if whole else chosen) * part for part, (_, whole) in zip(here, due, strict=True)],
             clocks=clocks,
@@ -94,7 +94,7 @@ class Clocks(PolicyState):
         first token has no branches: it is always recomputed."""
         return min(step.canvas.prompt_length, step.first_row)
 
-    def program(self, work: Work, step: Step) -> BranchStep:
+    def program(self, work: BranchWork, step: Step) -> BranchStep:
         answer = step.canvas.prompt_length, step.canvas.length
         return BranchStep(work, answer, (step.first_row, step.last_row))
 

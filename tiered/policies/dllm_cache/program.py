@@ -27,7 +27,7 @@ _TINY = 1e-30  # the length of a row of zeros
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BranchWork:
     """What a step recomputes, by sequence of the forward; with guidance, the unconditional ones follow.
 
     Attributes:
@@ -52,7 +52,7 @@ class BranchStep:
     written makes the rows of sequences even.
     """
 
-    def __init__(self, work: Work, answer: tuple[int, int], block: tuple[int, int]) -> None:
+    def __init__(self, work: BranchWork, answer: tuple[int, int], block: tuple[int, int]) -> None:
         """`answer`: its columns, first and behind the last. `block`: those of the rows whose logits the step needs."""
         self._work = work
         self._start, self._stop = answer

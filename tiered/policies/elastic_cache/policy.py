@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from tiered.core.checks import check_integer, check_interval, check_number, unknown_name
 from tiered.core.features import Account, Feature, Tier
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.elastic_cache.program import ElasticStep
@@ -53,7 +53,7 @@ class ElasticCache(Policy):
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
         return dict.fromkeys((Feature.KEY, Feature.VALUE, Feature.HIDDEN), shape.layers)
 
-    def needs(self, sizes: CallSizes) -> Needs:
+    def needs(self, sizes: CallShape) -> Needs:
         return Needs(
             state={Account.ACTIVATIONS: elastic_bytes(sizes, window=self.window, tracked=self.tracked)},
             on_host=frozenset({Feature.HIDDEN} if self.hidden_tier == Tier.HOST else ()),

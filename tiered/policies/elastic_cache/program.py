@@ -17,7 +17,7 @@ from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.forward.attention_weights import attention_weights, chunks
 from tiered.forward.forward import Flow, Forward
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.policies.elastic_cache.rows import NONE, Tracked, Widening, WindowRows
 from tiered.policies.elastic_cache.window_bytes import WindowChunk, window_chunk
 
@@ -41,7 +41,7 @@ class ElasticStep:
         self._widening = Widening(self._step, flow, length)
         self._storing = Storing(self._step, flow.rows, length, apart=self._apart)
         dtype = str(flow.hidden.dtype).removeprefix("torch.")
-        sizes = CallSizes(shape=shape, batch=len(flow.hidden), context=length, block_length=window, dtype=dtype)
+        sizes = CallShape(shape=shape, batch=len(flow.hidden), context=length, block_length=window, dtype=dtype)
         self._chunk = window_chunk(sizes, window=window, tracked=self._tracked.count)
 
     def _watched(self, forward: Forward, layer: int, flow: Flow) -> Flow:

@@ -7,7 +7,7 @@ That part fits the room of a full refresh. So the sums add temporaries only if a
 from dataclasses import dataclass
 
 from tiered.forward.forward_bytes import part_bytes, part_rows
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 
 _FLOAT32 = 4
 _INDEX = 8
@@ -26,7 +26,7 @@ class WindowChunk:
     rows: int
 
 
-def window_chunk(sizes: CallSizes, *, window: int, tracked: int) -> WindowChunk:
+def window_chunk(sizes: CallShape, *, window: int, tracked: int) -> WindowChunk:
     """The largest part that fits beside a step over canvases of these `sizes`. The block's length does not matter."""
     shape = sizes.shape
     free = part_bytes(sizes) - _observed(sizes, window=window, tracked=tracked)
@@ -38,7 +38,7 @@ def window_chunk(sizes: CallSizes, *, window: int, tracked: int) -> WindowChunk:
     return WindowChunk(sequences, key_heads, rows)
 
 
-def elastic_bytes(sizes: CallSizes, *, window: int, tracked: int) -> int:
+def elastic_bytes(sizes: CallShape, *, window: int, tracked: int) -> int:
     """Bytes that state and steps hold at most."""
     shape, sequences, context, element = sizes.shape, sizes.sequences, sizes.context, sizes.element
     window, tracked = min(window, context), min(tracked, context)
@@ -54,7 +54,7 @@ def elastic_bytes(sizes: CallSizes, *, window: int, tracked: int) -> int:
     return kept + ragged + by_column + max(0, observing - part_bytes(sizes))
 
 
-def _observed(sizes: CallSizes, *, window: int, tracked: int) -> int:
+def _observed(sizes: CallShape, *, window: int, tracked: int) -> int:
     """Bytes that are held while the window's attention is summed up: normed rows and queries of a part, of the window
     and of the tracked tokens, and the tracked tokens' weights."""
     shape, sequences, context = sizes.shape, sizes.sequences, sizes.context
@@ -66,7 +66,7 @@ def _observed(sizes: CallSizes, *, window: int, tracked: int) -> int:
     return passing + weights + 2 * sequences * context * _FLOAT32
 
 
-def _weights(sizes: CallSizes) -> int:
+def _weights(sizes: CallShape) -> int:
     """Bytes of the attention weights of one row and head, in float32 and in the model's dtype; with sinks, of its query
     too."""
     query = sizes.shape.head_dim * _FLOAT32 if sizes.shape.sink_tokens else 0

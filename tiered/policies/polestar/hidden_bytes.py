@@ -13,7 +13,7 @@ from tiered.clustering.seeding import SKETCH_WIDTH
 from tiered.clustering.tiles import DEVICE_ELEMENTS
 from tiered.core.features import Tier
 from tiered.forward.forward_bytes import part_bytes, part_rows
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.kernels.proxy_attention_ref import SCORES_AT_ONCE
 from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes, workspace_bytes
 from tiered.offload.slabs import UNIT, size_class
@@ -56,7 +56,7 @@ class ClusterSizes:
         least_slot: bytes of a staging slot, at least.
     """
 
-    call: CallSizes
+    call: CallShape
     codec: Codec
     wanted: int | Literal["auto"]
     top_m: int

@@ -16,7 +16,7 @@ from torch import Tensor
 from tiered.clustering.faiss_backend import BACKENDS, Backend, import_faiss
 from tiered.core.checks import check_integer, unknown_name
 from tiered.core.features import Tier
-from tiered.forward.sizes import CallSizes
+from tiered.forward.sizes import CallShape
 from tiered.kernels.host_values import on_device
 from tiered.offload.codec_bytes import Codec
 from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
@@ -24,7 +24,7 @@ from tiered.policies.polestar.cache import HiddenCache, Refresh
 from tiered.policies.polestar.hidden_bytes import ClusterSizes, hidden_record_bytes
 from tiered.policies.polestar.update import Update
 from tiered.policies.polestar.update_log import GroupUpdate
-from tiered.policies.row_schedule import SELDOM
+from tiered.policies.row_schedule import REFRESH_EVERY_4
 from tiered.tiers.record_bytes import RecordBytes
 
 REFRESHES = ("full", "drift", "auto")
@@ -68,7 +68,7 @@ class Polestar(Policy):
     cluster_layers: int = 4
     codec: Codec | str = Codec.NVFP4_DELTA
     refresh: Literal["full", "drift", "auto"] = "full"
-    refresh_blocks: int = SELDOM
+    refresh_blocks: int = REFRESH_EVERY_4
     kmeans: Backend = "torch"
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Polestar(Policy):
         """Finished blocks that become clusters of their own before the next refresh, at most."""
         return self.refresh_blocks - 1 if self.refresh == "drift" else 0
 
-    def cluster_sizes(self, call: CallSizes, least_slot: int = 0) -> ClusterSizes:
+    def cluster_sizes(self, call: CallShape, least_slot: int = 0) -> ClusterSizes:
         """Rows, clusters and records of a call. A staging slot has `least_slot` bytes, at least."""
         return ClusterSizes(
             call=call, codec=Codec(self.codec), wanted=self.clusters, top_m=self.top_m, group=self.cluster_layers,
@@ -95,7 +95,7 @@ class Polestar(Policy):
             appended_blocks=self.appended_blocks, faiss=self.kmeans == "faiss", least_slot=least_slot,
         )  # fmt: skip
 
-    def needs(self, sizes: CallSizes) -> Needs:
+    def needs(self, sizes: CallShape) -> Needs:
         def records(least_slot: int = 0) -> RecordBytes:
             return hidden_record_bytes(self.cluster_sizes(sizes, least_slot), self.hidden_tier)
 

@@ -11,7 +11,7 @@ from tiered.models.noise import Noise
 _RANKS, _GUMBEL, _RULES, _PRIOR = 0, 0x9E3779B9, 0x7F4A7C15, 0x5851F42D
 
 
-class RandomStreams:
+class Generators:
     """Random streams, four for each sequence: sequence i of a batch with seed s draws what it would draw alone
     with seed s + i, whatever the others do."""
 

@@ -20,7 +20,7 @@ from tiered.policies.polestar.update_log import GroupUpdate
 
 
 @dataclass(kw_only=True)
-class Denoised:
+class GenerationState:
     """Answers, and the counts of the loop.
 
     Attributes:
@@ -46,7 +46,7 @@ class Denoised:
     history: list[Int[Tensor, "batch answer"]] = field(default_factory=list)
 
 
-class Publisher:
+class OutputWriter:
     """Copies the answers of a call from its `canvas` to its `result`, in which the loop counts, to the history and to a
     streamer. `ends`: tokens that end an answer. `stop_at_eos`: padding comes behind a sequence's end."""
 
@@ -70,7 +70,7 @@ class Publisher:
         self._told = 0  # columns of answers that a streamer has got
         self.ends, self._pad = ends, model.pad_token_id
         lengths = [stop - tail for stop, tail in zip(stops, self._counts, strict=True)]
-        self.result = Denoised(answers=self._answers(), lengths=lengths, forwards=[0] * canvas.batch)
+        self.result = GenerationState(answers=self._answers(), lengths=lengths, forwards=[0] * canvas.batch)
         self.stop_at_eos = stop_at_eos
         self.canvas, self._streamer = canvas, streamer
         self._put_draft = getattr(streamer, "put_draft", None)

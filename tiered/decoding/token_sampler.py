@@ -10,7 +10,7 @@ from torch import Tensor
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
-from tiered.decoding.random_streams import RandomStreams
+from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitState
 from tiered.decoding.rules.rewriting import RewritingState
 from tiered.decoding.sampling import OpenBlock, propose
@@ -19,14 +19,14 @@ from tiered.models.base import DiffusionModel
 from tiered.policies.base import Step
 
 
-class Proposer:
+class TokenSampler:
     """How one call draws tokens, and ranks them where chance does."""
 
     def __init__(
         self,
         model: DiffusionModel,
         sampling: Sampling,
-        streams: RandomStreams,
+        streams: Generators,
         *,
         min_new_tokens: int = 0,
         ends: tuple[int, ...] = (),
@@ -39,7 +39,7 @@ class Proposer:
     def draw_ranks(
         self, rule: CommitState, step: Step, pending: Bool[Tensor, "batch block"]
     ) -> Int[Tensor, "batch block"] | None:
-        """`Step.upcoming` of `step`, by ranks drawn at random; None if confidence ranks the candidates."""
+        """`Step.next_commits` of `step`, by ranks drawn at random; None if confidence ranks the candidates."""
         if not self._sampling.random_ranks:
             return None
         canvas = step.canvas
