@@ -131,7 +131,8 @@ def budget_for(runtime: Runtime, streamed: int, **lower: Any) -> MemoryBudget:
     return MemoryBudget(device=streaming.total(Tier.DEVICE), **lower)
 
 
-def answer(runtime: Runtime, **options: Any) -> GenerationOutput:
+def answer(runtime: Runtime, *, alone: bool = True, **options: Any) -> GenerationOutput:
+    """`alone`: no other thread has a call meanwhile, so that the books of the layers stand still behind it."""
     generator = torch.Generator().manual_seed(4)
     ids, mask = torch.randint(0, 120, (2, PROMPT), generator=generator), torch.ones(2, PROMPT, dtype=torch.long)
     mask[1, :13] = 0
@@ -142,10 +143,11 @@ def answer(runtime: Runtime, **options: Any) -> GenerationOutput:
     else:
         options = {"steps": 8, **options}
     out = runtime.generate(ids, attention_mask=mask, stop_at_eos=False, output_history=True, **{**SIZES, **options})
-    runtime.ledger.check_integrity()
     weights = runtime._call.weights
     assert weights is not None
-    weights.check_integrity()
+    if alone:
+        runtime.ledger.check_integrity()
+        weights.check_integrity()
     return out
 
 
@@ -486,7 +488,7 @@ def test_threads_that_call_one_runtime_get_what_each_gets_alone(checkpoints: Cal
 
     def calls() -> None:
         for _ in range(2):
-            got.append(answer(runtime, steps=4))
+            got.append(answer(runtime, steps=4, alone=False))
             assert torch.equal(runtime.logits(ids), logits)
         got.append(None)
 
@@ -497,7 +499,7 @@ def test_threads_that_call_one_runtime_get_what_each_gets_alone(checkpoints: Cal
         thread.join()
     outs = [out for out in got if out is not None]
     assert len(outs) == 4 and len(got) == 6 and all(same(out, expected) for out in outs)
-    runtime.ledger.check_integrity()
+    assert same(answer(runtime, steps=4), expected)
     runtime.close()
     assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
 
