@@ -6,14 +6,15 @@ from tiered.kernels.row_code import RowCode
 
 PROGRAMS = 264  # at a time: two a multiprocessor of an H100
 LEAST_COLUMNS = 256  # of a program: fewer do not pay for its start
-PLAIN_HEAD = 128  # elements; of a wider head a tile has fewer columns
-LEAST_TILE = 16  # columns, the least that a matrix product takes
+PLAIN_HEAD = 128  # elements; a tile of a wider head has fewer columns and rows
+LEAST_COPY = 4  # bytes of a thread: shorter copies to shared memory go through registers
 _FLOAT32 = 4
 
 
 class Tile(NamedTuple):
-    """Rows and columns that a program has at a time, its warps, and how many tiles of columns it has under way: as many
-    as fit the registers of its threads, and 99 KiB of shared memory."""
+    """Rows and columns that a program has at a time, its warps, and its tiles of columns under way. Tiles fit the
+    registers of the threads, and 99 KiB of shared memory. The exceptions are codes beside float32 in heads wider than
+    `PLAIN_HEAD`, and any float32 in heads of 512: products of float32 hold whole rows of both factors in registers."""
 
     rows: int
     columns: int
@@ -22,14 +23,19 @@ class Tile(NamedTuple):
 
 
 def tile_of(folded: int, *, head_dim: int, element_bytes: int, code: RowCode | None) -> Tile:
-    """The tile of a head of `head_dim`, if the heads that share keys have `folded` rows together. Codes take registers
-    of their own, and so do products of float32."""
-    wide = 1 << (-(-head_dim // PLAIN_HEAD) - 1).bit_length()  # times as wide as a plain head
-    rows, columns = (32 if folded <= 32 or wide > 2 else 64, 64) if element_bytes == 2 else (16, 32)
-    if code is not None:
-        columns //= 4 if code is RowCode.NVFP4 and rows == 64 else 2
-    warps = 4 if rows == 32 and wide <= 2 and (code is not RowCode.FP8 or wide > 1) else 8
-    return Tile(rows, max(LEAST_TILE, columns // wide), warps, 3 if wide == 1 else 2)
+    """The tile of a head of `head_dim`, if the heads that share keys have `folded` rows together."""
+    wide, widest, fp8 = head_dim > PLAIN_HEAD, head_dim > 2 * PLAIN_HEAD, code is RowCode.FP8
+    if element_bytes == 2:
+        rows = 16 if widest else 32 if wide or folded <= 32 else 64
+        columns = rows if wide else 64
+    else:
+        rows, columns = 16, 16 if widest else 32
+    warps = 4 if rows == 32 and not wide and (not fp8 or head_dim <= 64) else 16 if widest and fp8 else 8
+    if code is not None:  # decoded values take registers of their own
+        columns = max(16, columns // (4 if rows == 64 and not fp8 else 2))
+        least = -(-LEAST_COPY * 32 * warps // (head_dim if fp8 else head_dim // 2))
+        columns = max(columns, min(64, 1 << (least - 1).bit_length()))
+    return Tile(rows, columns, warps, 2 if wide else 3)
 
 
 def splits(tiles: int, length: int) -> int:

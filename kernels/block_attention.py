@@ -13,13 +13,23 @@ from tiered.kernels.block_attention_ref import checked_code
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.launch import VECTOR, launch
 from tiered.kernels.log_sum_exp import LogSumExp
-from tiered.kernels.proxy_attention import elements_block, soft_capped
 from tiered.kernels.row_bits import fp8_values, nvfp4_values, row_scales
 from tiered.kernels.row_code import WORD, RowCode
 
 _CODES = {None: 0, RowCode.FP8: 1, RowCode.NVFP4: 2}
 _RAW, _FP8, _NVFP4 = (tl.constexpr(number) for number in _CODES.values())
-MERGED = 8  # rows of a tile of the second kernel
+MERGED = 1024  # elements of a tile of the second kernel: more would not fit the registers
+
+
+@triton.jit
+def soft_capped(scores, soft_cap):
+    """c · tanh(scores / c): Triton itself has no tanh. Next to 0 the series, for 1 − e⁻²ˣ would cancel there."""
+    x = scores / soft_cap
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    fallen = tl.exp(-2 * tl.abs(x))
+    ratio = (1 - fallen) / (1 + fallen)
+    return soft_cap * tl.where(square < 1 / 16, series, tl.where(x < 0, -ratio, ratio))
 
 
 @triton.jit
@@ -321,9 +331,10 @@ def block_attention(
         on=queries,
     )
     if count > 1:
+        merged = merged_rows(head_dim)
         launch(
             _merge_splits,
-            (-(-batch * heads * rows // MERGED),),
+            (-(-batch * heads * rows // merged),),
             parts,
             *(sums.peak, sums.mass),
             mixed,
@@ -333,7 +344,7 @@ def block_attention(
             rows,
             count,
             HEAD_DIM=head_dim,
-            BLOCK=MERGED,
+            BLOCK=merged,
             BLOCK_ELEMENTS=elements_block(head_dim),
             on=queries,
         )
@@ -358,6 +369,16 @@ def _alignment(rows: Tensor | CodedRows) -> int:
     return gcd(VECTOR, rows.data_ptr(), *(number * rows.element_size() for number in rows.stride()[:3]))
 
 
+def elements_block(head_dim: int) -> int:
+    """Elements of a tile that holds whole heads; 16 is the least that a matrix product takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
 def elements(head_dim: int, code: RowCode | None) -> int:
     """Elements of a tile: of NVFP4 those of even columns, or of odd ones."""
     return elements_block(head_dim // (2 if code is RowCode.NVFP4 else 1))
+
+
+def merged_rows(head_dim: int) -> int:
+    """Rows of a tile of the second kernel."""
+    return max(1, MERGED // elements_block(head_dim))

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
+from tiered.kernels.attention_scores import capped, check_attention
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.log_sum_exp import LogSumExp, finite
-from tiered.kernels.proxy_scores import capped, check_attention
 from tiered.kernels.row_code import RowCode
 
 # 4 MiB of float32: scores exist for so many pairs of a row and a key at a time, or for one head of one sequence.

@@ -1,13 +1,28 @@
-"""How far the attention of centroids has moved, from all keys of then and now: what `proxy_drift` must equal."""
+"""How far the attention of centroids has moved: in float64, by the definition of KL, from all keys of then and now."""
 
 import torch
-from jaxtyping import Bool, Float, Float32
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tiered.kernels.divergence import divergence_terms
-from tiered.kernels.log_sum_exp import LogSumExp
-from tiered.kernels.proxy_attention_ref import SCORES_AT_ONCE, proxy_attention
-from tiered.kernels.proxy_scores import proxy_scores, sink_scores
+
+def scores64(
+    queries: Float[Tensor, "batch heads clusters head_dim"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"],
+    key_mask: Bool[Tensor, "batch length"] | None = None,
+    soft_cap: float | None = None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+) -> Float64[Tensor, "batch heads clusters all"]:
+    """Scores of all columns, then of the sinks; −inf where masked."""
+    keys = keys.double().repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+    scores = queries.double() @ keys.mT
+    if sink_keys is not None:
+        scores = torch.cat([scores, queries.double() @ sink_keys.double().mT], dim=-1)
+    scores /= queries.shape[-1] ** 0.5
+    if soft_cap is not None:
+        scores = soft_cap * (scores / soft_cap).tanh()
+    if key_mask is not None:
+        scores[..., : keys.shape[2]].masked_fill_(~key_mask[:, None, None], -torch.inf)
+    return scores
 
 
 def full_drift(
@@ -17,35 +32,12 @@ def full_drift(
     key_mask: Bool[Tensor, "batch length"] | None = None,
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
-) -> Float32[Tensor, "batch clusters"]:
-    """KL of the proxy attention over `keys` from that over `last_keys`, mean over heads; O(clusters · length) work,
-    and scores of a chunk of keys at a time. Arguments as for `proxy_attention`; `sink_keys` are keys of each head that
-    stand beside those of the columns, then and now.
-
-    Raises:
-        ValueError: shapes that do not go together.
-    """
-    new, old, drift = with_sinks(
-        proxy_attention(queries, keys, key_mask, soft_cap),
-        proxy_attention(queries, last_keys, key_mask, soft_cap),
-        None if sink_keys is None else sink_scores(queries, sink_keys, soft_cap),
-    )
-    chunk = max(16, SCORES_AT_ONCE // max(1, drift.numel()))
-    for first in range(0, keys.shape[2], chunk):
-        part = slice(first, first + chunk)
-        log_new = new.log_probability(proxy_scores(queries, keys[:, :, part], soft_cap))
-        log_old = old.log_probability(proxy_scores(queries, last_keys[:, :, part], soft_cap))
-        if key_mask is not None:
-            log_old.masked_fill_(~key_mask[:, None, None, part], -torch.inf)
-        drift += divergence_terms(log_new, log_old).sum(-1)
-    return drift.mean(1)
-
-
-def with_sinks(
-    new: LogSumExp, old: LogSumExp, scores: Float32[Tensor, "batch heads clusters sinks"] | None
-) -> tuple[LogSumExp, LogSumExp, Float32[Tensor, "batch heads clusters"]]:
-    """Both sums with the sinks in them, and what these add to the divergence."""
-    if scores is None:
-        return new, old, torch.zeros_like(new.mass)
-    new, old = new.plus(scores.clone()), old.plus(scores.clone())
-    return new, old, divergence_terms(new.log_probability(scores), old.log_probability(scores)).sum(-1)
+    *,
+    last_queries: Float[Tensor, "batch heads clusters head_dim"] | None = None,
+) -> Float64[Tensor, "batch clusters"]:
+    """KL of the attention of `queries` over `keys` from that of `last_queries` (None for `queries`) over `last_keys`,
+    mean over heads."""
+    rest = key_mask, soft_cap, sink_keys
+    new = scores64(queries, keys, *rest).log_softmax(-1)
+    old = scores64(queries if last_queries is None else last_queries, last_keys, *rest).log_softmax(-1)
+    return (new.exp() * (new - old)).where(new > -torch.inf, 0.0).sum(-1).mean(1)

@@ -18,9 +18,9 @@ from tiered.forward.sizes import CallShape
 from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
 from tiered.policies.base import Policy, Step, StepKind
-from tiered.policies.polestar import layer_state
+from tiered.policies.polestar import update
 from tiered.policies.polestar.cache import HiddenCache
-from tiered.policies.polestar.drift_reference import DriftReference
+from tiered.policies.polestar.layer_state import LayerState, write_and_measure
 from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
@@ -126,41 +126,35 @@ def test_nothing_behind_the_last_block_makes_no_clusters(runtime: Runtime, cache
     assert out.passes["update"] and not caches[-1].states
 
 
-def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("moves", [False, True])
+def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, moves: bool):
     """The first drift of every layer, against all keys of then and now with the cap and the sinks."""
-    before, expected = {}, []
-    of = layer_state._reference
-    assert runtime.model.shape.soft_cap and runtime.model.shape.sink_tokens
+    shape, before, first = runtime.model.shape, {}, {}
+    assert shape.soft_cap and shape.sink_tokens
+    of = LayerState.of.__func__  # pyright: ignore[reportFunctionMemberAccess]
 
-    def made(forward: Forward, layer: int, queries: Tensor, *rest: Any) -> DriftReference:
-        reference = of(forward, layer, queries, *rest)
-        before.setdefault(layer, (queries.clone(), forward.keys(layer).clone(), forward, reference))
-        return reference
+    def made(kind: type[LayerState], forward: Forward, layer: int, *rest: Any) -> LayerState:
+        state = of(kind, forward, layer, *rest)
+        before.setdefault(layer, forward.keys(layer).clone())
+        return state
 
-    monkeypatch.setattr(layer_state, "_reference", made)
+    def measured(forward: Forward, state: LayerState, *rest: Any) -> list[list[float]]:
+        then, layer = state.queries.clone(), state.layer
+        found = write_and_measure(forward, state, *rest)
+        if layer not in first:
+            sinks, mask = forward.model.sink_keys(layer), forward.key_mask
+            given = forward.keys(layer), before[layer], mask, shape.soft_cap, sinks
+            first[layer] = torch.tensor(found), full_drift(state.queries, *given, last_queries=then).float()
+        return found
+
+    monkeypatch.setattr(LayerState, "of", classmethod(made))
+    monkeypatch.setattr(update, "write_and_measure", measured)
     options = {"clusters": 4, "top_m": 1, "update_threshold": 0, "codec": "raw", "cluster_layers": 1}
-    first: dict[int, Any] = {}
-
-    measure = DriftReference.measured
-
-    def measured(reference: DriftReference, queries: Tensor, *given: Any) -> tuple[Tensor, DriftReference]:
-        found, after = measure(reference, queries, *given)
-        layer = len(first)
-        if layer < 3:
-            old_queries, old_keys, forward, _ = before[layer]
-            assert torch.equal(old_queries, queries)
-            shape, sinks = forward.model.shape, forward.model.sink_keys(layer)
-            mask = forward.key_mask
-            first[layer] = found
-            expected.append(full_drift(queries, forward.keys(layer), old_keys, mask, shape.soft_cap, sinks))
-        return found, after
-
-    monkeypatch.setattr(DriftReference, "measured", measured)
-    generate(runtime, "polestar", options, "adaptive")
+    generate(runtime, variant(**options, moves=moves), {}, "adaptive")
     assert len(first) == 3
-    for layer, drift in first.items():
-        torch.testing.assert_close(drift, expected[layer], rtol=1e-4, atol=1e-8)
-        assert (drift > 1e-6).all()
+    for found, true in first.values():
+        torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-6)
+        assert (found > 0).all()
 
 
 def test_rows_in_front_of_the_answer_are_not_booked(runtime: Runtime):

@@ -268,27 +268,16 @@ def test_bytes_are_those_that_must_move():
     plain = 67 * (4096 // 2 + 256) + 2 * 4 + 8 * (3 + 2 + 67)
     assert moved(delta.DeltaEncode(**size, delta=False)) == plain + 67 * 2 * 4096
 
-    attention, drift = part("kernel_cases_attention"), part("kernel_cases_drift")
+    attention = part("kernel_cases_attention")
     sizes = {"shape": attention.DREAM, "batch": 2, "rows": 6, "length": 90, "dtype": torch.bfloat16}
     queries, column, sums = 2 * 28 * 6 * 128 * 2, 4 * 128 * 2, 2 * 28 * 6 * 4
     visible = 2 * (90 - 11)
-    assert moved(attention.ProxyAttention(**sizes)) == queries + 2 * 90 * column + 2 * sums
-    masked = attention.ProxyAttention(**sizes, masked=True, strided=True)
-    assert moved(masked) == queries + visible * column + 2 * 90 + 2 * sums
     capped = attention.BlockAttention(**sizes, masked=True, partly=True, soft_cap=1.0, sinks=2)
     sinks = 2 * 28 * 2 * 128 * 2
     assert moved(capped) == 2 * queries + 2 * visible * column + 2 * 90 + sinks + 2 * 6 * 8 + 2 * sums
     coded = attention.BlockAttention(**sizes, padded=True, code=RowCode.FP8)
     assert moved(coded) == 2 * queries + 2 * (180 - 11) * 4 * 132 + 2 * 8 + 2 * sums
     assert moved(attention.TorchAttention(**sizes, masked=True)) == 2 * queries + 2 * visible * column + 2 * 90
-    of_drift = sizes | {"changing": 7}
-    # Scores and sums go in and, of the 3 columns that are kept, out; so do columns, and the size of the one part.
-    kept = (7 + 3) * sums + 2 * 2 * sums + 2 * 8 * (7 + 3) + 2 * 2 * 8
-    assert moved(drift.ProxyDrift(**of_drift)) == queries + 2 * 7 * column + kept + 2 * 6 * 4
-    wide = 7 * sums + 2 * 2 * sums + 2 * (8 + 1) * 7 + 2 * 8 * 7 + 2 * 2 * 8
-    assert moved(drift.ProxyWiden(**of_drift)) == queries + 2 * 7 * column + wide
-    parted = attention.ProxyAttention(**sizes, parts=3)
-    assert moved(parted) == queries + 2 * 90 * column + 8 * 2 * 90 + 2 * 3 * sums
 
     copies = part("kernel_cases_copies")
     scatter = copies.ScatterRows(heads=3, length=40, elements=16, rows=10, dtype=torch.float32)
@@ -304,22 +293,20 @@ def test_bytes_are_those_that_must_move():
 
 
 def test_arithmetic_is_that_of_the_products():
-    attention, drift = part("kernel_cases_attention"), part("kernel_cases_drift")
+    attention = part("kernel_cases_attention")
     generator = torch.Generator().manual_seed(0)
     sizes = {"shape": attention.DREAM, "rows": 6, "length": 90, "dtype": torch.bfloat16}
     product = 2 * 28 * 6 * 90 * 128
     for case, flops in [
-        (attention.ProxyAttention(**sizes), product),
         (attention.BlockAttention(**sizes, soft_cap=1.0), 2 * product),
         (attention.TorchAttention(**sizes), 2 * product),
-        (drift.ProxyDrift(**sizes, changing=9), product // 10),
     ]:
         assert case.arithmetic(case.draw(generator)) == flops
 
 
 def test_inputs_are_as_a_store_and_a_batch_with_pads_give_them():
     attention = part("kernel_cases_attention")
-    case = attention.ProxyAttention(
+    case = attention.BlockAttention(
         shape=attention.DREAM, batch=2, rows=3, length=50, dtype=torch.float32, masked=True, strided=True
     )
     given = case.draw(torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Cases of attention: of centroids over all keys, of a block's rows, and of these as torch does it."""
+"""Cases of attention: of a block's rows and of centroids, by our kernel and by torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +11,13 @@ from torch import Tensor
 from gpu_parts.kernel_case import KernelCase, normal, op, size
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.row_code import RowCode
+from tiered.policies.polestar.hidden_bytes import CENTROIDS_AT_ONCE
 
 # Of a sum of exponentials of scores that are float32 sums of some hundred products, each exact.
 _SUMS = 1e-5
 # No multiples of 16: Triton compiles a kernel anew where a number is one, which takes seconds. So what is timed has
 # nearly all been compiled when it was checked.
 CHECKED_KEYS, TIMED_KEYS = 5003, 32763
-TIMED_CLUSTERS = TIMED_KEYS // 64
 SOFT_CAP = 30.0
 _BESIDE = 7  # columns of a store in front of those that are read
 _PADS = 40  # at the most
@@ -175,42 +175,6 @@ class AttentionCase(KernelCase):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProxyAttention(AttentionCase):
-    """`parts`: of the columns that count, one after the other; 0: there are none. Seen: Σ exp(score) and the largest
-    exp(score), so that an error is one of probabilities."""
-
-    kernel, products, roundings, of_rows = "proxy_attention", 1, 0, 5  # a row is a number
-    parts: int = 0
-
-    def part(self, given: Attended) -> Tensor:
-        """[batch, length], −1 at pads."""
-        part = (torch.arange(self.length, device=given.keys.device) % self.parts).expand(self.batch, -1)
-        return part if given.key_mask is None else part.where(given.key_mask, -1)
-
-    def run(self, given: Attended, room: Sequence[Tensor]) -> Sequence[Tensor]:
-        parts = (self.part(given), self.parts) if self.parts else ()
-        found = op(self.kernel)(given.queries, given.keys, given.key_mask, given.soft_cap, *parts)
-        return found.peak, found.mass
-
-    def seen(self, given: Attended, results: Sequence[Tensor]) -> Sequence[Tensor]:
-        largest = results[0].double().exp()
-        both = largest * results[1].double(), largest
-        return both if self.parts else tuple(one[..., None] for one in both)
-
-    def truth(self, given: Attended) -> Sequence[Tensor]:
-        weights = given.scores64(given.keys).exp()
-        if not self.parts:
-            return weights.sum(3, keepdim=True), weights.amax(3, keepdim=True)
-        own = self.part(given)[:, None, None]
-        of_parts = [weights.where(own == part, 0.0) for part in range(self.parts)]
-        return torch.stack([one.sum(3) for one in of_parts], 3), torch.stack([one.amax(3) for one in of_parts], 3)
-
-    def moved(self, given: Attended) -> int:
-        part = 8 * self.batch * self.length if self.parts else 0
-        return given.nbytes() + part + 2 * 4 * given.queries[..., 0].numel() * max(1, self.parts)
-
-
-@dataclass(frozen=True, kw_only=True)
 class BlockAttention(AttentionCase):
     """Seen: the rows, and Σ exp(score) of each.
 
@@ -288,12 +252,6 @@ _FP16, _FP32 = torch.float16, torch.float32
 _CAPPED: dict[str, Any] = {"rows": 32, "soft_cap": SOFT_CAP}
 _TIMED: dict[str, Any] = {"length": TIMED_KEYS, "masked": True}
 CHECKED: tuple[KernelCase, ...] = (
-    ProxyAttention(shape=LLADA, batch=2, rows=65, masked=True),
-    ProxyAttention(shape=DREAM, rows=65, masked=True, strided=True),
-    ProxyAttention(shape=GIDD, rows=65, dtype=_FP16, soft_cap=SOFT_CAP),
-    ProxyAttention(shape=DREAM, batch=2, rows=9, dtype=_FP32, masked=True, strided=True),
-    ProxyAttention(shape=LLADA, batch=2, rows=9, masked=True, parts=17),
-    ProxyAttention(shape=GIDD, rows=9, dtype=_FP32, soft_cap=SOFT_CAP, parts=9),
     TorchAttention(shape=DREAM, batch=2, rows=32, masked=True, strided=True),
     BlockAttention(shape=GIDD, batch=2, masked=True, partly=True, sinks=1, **_CAPPED),
     BlockAttention(shape=GIDD, dtype=_FP16, strided=True, partly=True, **_CAPPED),
@@ -308,10 +266,8 @@ CHECKED: tuple[KernelCase, ...] = (
     ),
 )
 TIMED: tuple[KernelCase, ...] = (
-    ProxyAttention(shape=LLADA, rows=TIMED_CLUSTERS, **_TIMED),
-    ProxyAttention(shape=LLADA, rows=9, **_TIMED),
-    ProxyAttention(shape=LLADA, rows=9, parts=17, **_TIMED),
-    ProxyAttention(shape=DREAM, rows=TIMED_CLUSTERS, **_TIMED),
+    BlockAttention(shape=LLADA, rows=CENTROIDS_AT_ONCE, **_TIMED),  # as drift has them
+    BlockAttention(shape=DREAM, rows=CENTROIDS_AT_ONCE, **_TIMED),
     BlockAttention(shape=GIDD, partly=True, sinks=1, **_TIMED, **_CAPPED),
     *(
         BlockAttention(shape=LLADA, rows=rows, length=length, code=code)

@@ -17,7 +17,7 @@ from tiered.embedded import tasks
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
-from tiered.policies.polestar.drift_reference import DriftReference
+from tiered.policies.polestar.drift import DriftReference, LayerKeys
 from tiered.policies.polestar.policy import Polestar
 from workloads.input_rows import hidden_states
 
@@ -83,7 +83,7 @@ def drifts(
         )
 
         def apart(old: Tensor, new: Tensor, queries: Tensor = queries) -> Tensor:
-            reference = DriftReference.of(queries, old, torch.arange(length)[None])
-            return reference.measured(queries, new, columns)[0]
+            reference = DriftReference.of(queries, LayerKeys(old), columns)
+            return reference.measured(queries, LayerKeys(new), columns, old, slice(None))[0]
 
         yield torch.cat([apart(keys, rounded(keys)), apart(keys, moved), apart(rounded(keys), rounded(moved))])

@@ -3,7 +3,7 @@
 from specialisation import Compilation
 
 from tiered.kernels.attention_splits import tile_of
-from tiered.kernels.block_attention import _CODES, MERGED, _block_attention, _merge_splits, elements
+from tiered.kernels.block_attention import _CODES, _block_attention, _merge_splits, elements, merged_rows
 from tiered.kernels.launch import VECTOR
 from tiered.kernels.row_code import WORD, RowCode
 
@@ -48,7 +48,7 @@ def _compilation(
         num_warps=tile.warps,
         num_stages=tile.stages,
         # A product in float32 has whole rows of both factors in registers.
-        spills=dtype == "fp32" and head_dim == 512,
+        spills=dtype == "fp32" and (head_dim == 512 or (head_dim == 256 and code is not None)),
         copied=2 * tile.columns * head_dim // (2 if code is RowCode.NVFP4 else 1) if code else 0,
     )
 
@@ -75,7 +75,7 @@ COMPILATIONS = (
         Compilation(
             kernel=_merge_splits,
             types={"totals peaks masses peak mass": "*fp32", "mixed": "*bf16", "sums heads rows splits": "i32"},
-            constexprs={"HEAD_DIM": head_dim, "BLOCK": MERGED, "BLOCK_ELEMENTS": head_dim},
+            constexprs={"HEAD_DIM": head_dim, "BLOCK": merged_rows(head_dim), "BLOCK_ELEMENTS": head_dim},
         )
         for head_dim in (128, 512)
     ),

@@ -76,9 +76,11 @@ class Rows:
         """Slices of at most `size` rows that cover all rows in order."""
         return [slice(first, min(first + size, self.count)) for first in range(0, self.count, size)]
 
-    def columns(self, ids: Int[Tensor, "batch length"]) -> Int[Tensor, "batch rows"]:
-        """The entries of `ids` at the rows."""
-        return ids[:, self.start : self.start + self.count] if self.start is not None else ids.gather(1, self._index())
+    def columns(self, values: Shaped[Tensor, "batch length"]) -> Shaped[Tensor, "batch rows"]:
+        """The entries of `values`, such as token ids, at the rows."""
+        if self.start is not None:
+            return values[:, self.start : self.start + self.count]
+        return values.gather(1, self._index())
 
     def positions(self, batch: int, device: torch.device) -> Int[Tensor, "batch rows"]:
         """The column of every row, of a span too."""

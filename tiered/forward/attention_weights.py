@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
-from tiered.kernels.proxy_scores import capped, check_attention, proxy_scores, sink_scores
+from tiered.kernels.attention_scores import attention_scores, capped, check_attention, sink_scores
 
 
 def masked_scores(
@@ -31,7 +31,7 @@ def masked_scores(
     batch, heads, rows, head_dim = queries.shape
     kv_heads, length = keys.shape[1:3]
     if exact:
-        scores = proxy_scores(queries, keys, soft_cap)
+        scores = attention_scores(queries, keys, soft_cap)
     else:
         check_attention(queries, keys)
         folded = queries.reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)

@@ -125,15 +125,27 @@ def _rows_at_once(sizes: CallShape, most_rows: int | None = None) -> int:
 
 
 def _attention_bytes(sizes: CallShape, rows: int) -> int:
-    """Temporaries of `block_attention`, of up to `rows` rows of each sequence: what the kernel leaves for its merge,
-    and a chunk of the reference, which runs where there is no kernel."""
-    shape, context = sizes.shape, sizes.context
-    most = 0
-    if sizes.gpu is not None:
-        of_heads = shape.heads, shape.kv_heads, rows, context, shape.head_dim
-        most = partial_bytes(sizes.sequences, *of_heads, element_bytes=sizes.element)
+    """Temporaries of the attention of up to `rows` rows of each sequence. `block_attention` serves the models that no
+    library serves, and coded keys; on a GPU it may serve all."""
+    shape = sizes.shape
     if shape.soft_cap is None and sizes.kv is None and not shape.block_causal:
-        return most
+        return _merge_bytes(sizes, rows)
+    return block_attention_bytes(sizes, rows)
+
+
+def _merge_bytes(sizes: CallShape, rows: int) -> int:
+    """What the kernel of `block_attention` leaves for its merge."""
+    if sizes.gpu is None:
+        return 0
+    shape, element = sizes.shape, sizes.element
+    of_heads = shape.heads, shape.kv_heads, rows, sizes.context, shape.head_dim
+    return partial_bytes(sizes.sequences, *of_heads, element_bytes=element)
+
+
+def block_attention_bytes(sizes: CallShape, rows: int) -> int:
+    """Temporaries of `block_attention` with up to `rows` rows of each sequence: what the kernel leaves for its merge,
+    and a chunk of the reference, which runs where there is no kernel."""
+    shape, context, most = sizes.shape, sizes.context, _merge_bytes(sizes, rows)
     sharing, copied = shape.heads // shape.kv_heads, sizes.kv is not None or sizes.dtype != "float32"
     every, pairs_at_once = sizes.sequences * shape.kv_heads, block_attention_ref.PAIRS_AT_ONCE
     most_columns = context if sizes.kv is None else min(context, block_attention_ref.CODED_AT_ONCE)

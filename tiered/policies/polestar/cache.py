@@ -42,6 +42,7 @@ class HiddenCache:
         clusters, top_m, codec, backend: options of `Polestar`; `backend` is `kmeans`.
         group: layers of a group.
         tier: tier of the records.
+        measures_moves: whether the move of a centroid counts as drift (`Polestar.measures_moves`).
         states: by leader; empty before the first refresh, and if there is nothing outside the block.
         ranking: drift of every cluster at the last update, by leader and sequence.
         copies: canvases of each sequence; 2 with guidance.
@@ -56,6 +57,7 @@ class HiddenCache:
     codec: Codec
     tier: Tier
     backend: Backend
+    measures_moves: bool = False
     states: dict[int, LayerState] = field(default_factory=dict)
     ranking: dict[int, list[list[float]]] = field(default_factory=dict)
     copies: int = 1

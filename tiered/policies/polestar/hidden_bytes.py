@@ -12,9 +12,8 @@ from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_clusters
 from tiered.clustering.seeding import SKETCH_WIDTH
 from tiered.clustering.tiles import DEVICE_ELEMENTS
 from tiered.core.features import Tier
-from tiered.forward.forward_bytes import part_bytes, part_rows
+from tiered.forward.forward_bytes import block_attention_bytes, part_bytes, part_rows
 from tiered.forward.sizes import CallShape
-from tiered.kernels.proxy_attention_ref import SCORES_AT_ONCE
 from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes, workspace_bytes
 from tiered.offload.slabs import UNIT, size_class
 from tiered.offload.spill_record import HEADER_BYTES
@@ -25,16 +24,10 @@ from tiered.tiers.record_bytes import RecordBytes
 # records move no faster, and an update that wants a part of one fetches it all.
 RECORD_ROWS = 128
 MOST_ROWS = 256  # of a record whose page holds many
-# With so few clusters a reference keeps the attention on each of them apart. Drift is then exact, however much of the
-# attention the renewed clusters hold. It takes clusters² numbers, which is too many for hundreds of clusters.
-MOST_PARTS = 16
+CENTROIDS_AT_ONCE = 64  # of each sequence: one tile of the kernel, and scores that stay in a CPU's cache
 STORE_SLOTS = 2  # rows are encoded into one while the other is copied
 STORE_BYTES = 2 << 20  # most bytes of a store slot; a copy of them is at full speed
 MOST_FETCH_SLOTS = 16
-# Tensors of the size of all scores that stand at once while drift is measured: the reference, both log-probabilities,
-# and the terms of the divergence with their masks.
-_COMPARED = 9.25
-_SUMMED = 4  # the same while columns leave a reference or join it, and while attention is summed part by part
 # Of faiss: `distance_compute_blas_query_bs` and `distance_compute_blas_database_bs`.
 _FAISS_ROWS, _FAISS_CENTROIDS = 4096, 1024
 _FLOAT32, _INT64 = 4, 8
@@ -54,6 +47,7 @@ class ClusterSizes:
         group: layers that share their clusters.
         faiss: whether faiss iterates k-means.
         least_slot: bytes of a staging slot, at least.
+        measures_moves: whether the move of a centroid counts as drift, so that all columns are compared.
     """
 
     call: CallShape
@@ -65,6 +59,7 @@ class ClusterSizes:
     group: int = 1
     faiss: bool = False
     least_slot: int = 0
+    measures_moves: bool = False
 
     @property
     def clustered(self) -> int:
@@ -121,11 +116,6 @@ class ClusterSizes:
     def records(self) -> int:
         """Records of one layer of one sequence."""
         return min(self.kept, self.clusters + self.kept // self.record_rows)
-
-    @property
-    def parts(self) -> int:
-        """Parts of the attention that a reference keeps, if it keeps any."""
-        return min(self.made, MOST_PARTS) + 1 + bool(self.call.shape.sink_tokens)
 
     @property
     def block(self) -> int:  # columns whose keys change at every step, with the row in front that predicts
@@ -207,27 +197,21 @@ def _reference_bytes(sizes: ClusterSizes) -> int:
     """Bytes that one layer of one sequence keeps from update to update (`LayerState`)."""
     shape, clusters = sizes.call.shape, sizes.clusters
     queries = clusters * shape.heads * shape.head_dim * sizes.call.element
-    # Queries of a reference with parts: few enough clusters of a refresh, and those appended since.
-    in_parts = min(clusters, MOST_PARTS + sizes.appended)
-    # Scores of the block's columns; peak and mass of the other columns, by part and in all.
-    scores = max(clusters * (sizes.block + 4), in_parts * (sizes.block + 2 * sizes.parts + 2))
-    columns = _INT64 * (sizes.call.context + sizes.block + sizes.parts)
-    return queries + _FLOAT32 * shape.heads * scores + columns + (_INT64 + 1) * clusters
+    sums = 2 * _FLOAT32 * shape.heads * clusters  # peak and mass
+    return queries + sums + sizes.block * shape.kv_width * sizes.call.element + (_INT64 + 1) * clusters
 
 
 def update_bytes(sizes: ClusterSizes) -> int:
     """The most bytes that an update holds at a time, with its rows and the temporaries of a part."""
     call, shape, batch, clusters = sizes.call, sizes.call.shape, sizes.call.sequences, sizes.clusters
     flow, values = sizes.flow * sizes.row, sizes.kept * sizes.row
-    keys = batch * sizes.flow * shape.kv_width
     # Positions of rows in the canvas and in the gathered rows, and whether they count.
     places = _INT64 * batch * (6 * sizes.flow + 2 * call.context)
-    scores = _FLOAT32 * batch * shape.heads * clusters * sizes.flow
-    members = (_FLOAT32 + 1) * batch * sizes.flow * sizes.parts
-    measured = max(
-        int(_COMPARED * scores) + keys * call.element,
-        _SUMMED * scores + keys * (2 * call.element + _FLOAT32) + members,
-    )
+    # Keys of then and now, in float32 as well, and their scores. The log-sum-exps are made before.
+    compared = 2 * batch * (call.context if sizes.measures_moves else sizes.flow)
+    keys = compared * shape.kv_width * call.element
+    scores = _FLOAT32 * shape.heads * clusters * (compared + 2 * batch * shape.sink_tokens)
+    measured = keys + max(compared * shape.kv_width * _FLOAT32 + scores, _summing(sizes))
     # Rows from below are picked out in a copy. The input of chosen rows stays until affected clusters are stored.
     gathered, known = 2 * flow, sizes.renewed * sizes.row
     # One sequence's rows in float32, and the sums.
@@ -261,19 +245,20 @@ def refresh_bytes(sizes: ClusterSizes) -> int:
     return hidden + held + max(clustering, storing, _moving(sizes) + numbers, part_bytes(call))
 
 
+def _summing(sizes: ClusterSizes) -> int:
+    """Temporaries of the log-sum-exps of all centroids."""
+    call, shape, clusters = sizes.call, sizes.call.shape, sizes.clusters
+    sums = 4 * _FLOAT32 * call.sequences * shape.heads * clusters  # in parts, and joined
+    rows = min(CENTROIDS_AT_ONCE, clusters)
+    mixed = call.sequences * rows * shape.heads * shape.head_dim * call.element
+    return sums + mixed + block_attention_bytes(replace(call, kv=None), rows)
+
+
 def _moving(sizes: ClusterSizes) -> int:
-    """Temporaries of the attention of all centroids, or of those that moved, over all keys."""
-    call, shape, batch, clusters = sizes.call, sizes.call.shape, sizes.call.sequences, sizes.clusters
-    # A chunk of keys is larger for fewer queries, down to those of one centroid.
-    rows, shortest = batch * shape.heads, max(16, sizes.parts)
-    chunk = min(call.context, max(shortest, SCORES_AT_ONCE // rows))
-    keys = batch * shape.kv_width * chunk * (_FLOAT32 + call.element)
-    scores = _FLOAT32 * min(max(SCORES_AT_ONCE, rows * clusters * shortest), rows * clusters * call.context)
-    members = (_FLOAT32 + 1) * batch * chunk * sizes.parts
-    widths = shape.width + shape.heads * shape.head_dim
-    queries = batch * clusters * widths * (call.element + 3 * _FLOAT32)
-    sums = _FLOAT32 * rows * clusters * (2 * sizes.block + 6 * sizes.parts + 6)
-    return keys + _SUMMED * scores + members + queries + 2 * sums
+    """Temporaries of the queries of all centroids, or of those that moved, and of their reference."""
+    call, shape, clusters = sizes.call, sizes.call.shape, sizes.call.sequences * sizes.clusters
+    queries = clusters * (shape.width + shape.heads * shape.head_dim) * (call.element + 3 * _FLOAT32)
+    return queries + _summing(sizes)
 
 
 def _coding(sizes: ClusterSizes) -> int:

@@ -16,13 +16,14 @@ from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
 from tiered.forward.forward import Flow, Forward
 from tiered.kernels.host_values import on_device
-from tiered.policies.polestar.drift_reference import DriftReference
-from tiered.policies.polestar.hidden_bytes import MOST_PARTS
+from tiered.policies.polestar.drift import DriftReference, LayerKeys
 from tiered.policies.polestar.hidden_records import Fetching, HiddenRecords, Tickets
 from tiered.policies.polestar.members import Columns, Members, RowLayout
 from tiered.tiers.manager import TierManager
 
 Span = tuple[int, int]
+# Clusters of each sequence that move, which of them are filler (False), and their new centroids.
+Moved = tuple[Int[Tensor, "batch moved"], Bool[Tensor, "batch moved"], Float[Tensor, "batch moved width"]]
 
 
 @dataclass(slots=True)
@@ -64,9 +65,8 @@ class LayerState:
         centroids = torch.stack([_padded(index.centroids, most) for index in indices])
         present = torch.stack([_padded(torch.ones_like(index.medoids), most) for index in indices]).bool()
         queries = centroid_queries(forward, layer, centroids, medoids)
-        parts = most if most <= MOST_PARTS else 0
-        part_of = torch.stack([index.cluster_of(forward.length) for index in indices]) if parts else None
-        reference = _reference(forward, layer, queries, current, part_of, parts)
+        with span(Op.DRIFT):
+            reference = DriftReference.of(queries, LayerKeys.of(forward, layer), Rows.span(*current))
         return cls(layer, current, members, records, medoids, present, queries, reference)
 
     @property
@@ -89,12 +89,22 @@ class LayerState:
         centroids: Float[Tensor, "batch moved width"],
     ) -> None:
         """Give `clusters` new centroids, hence new queries. Their drift is measured from here."""
-        queries = centroid_queries(forward, self.layer, centroids, self.medoids.gather(1, clusters))
-        keys, sinks = forward.keys(self.layer), forward.model.sink_keys(self.layer)
+        queries = self.move(forward, clusters, valid, centroids)
         with span(Op.DRIFT):
-            self.reference.recenter(queries, keys, clusters, valid, sinks)
+            self.reference.recenter(queries, LayerKeys.of(forward, self.layer), clusters, valid)
+
+    def move(
+        self,
+        forward: Forward,
+        clusters: Int[Tensor, "batch moved"],
+        valid: Bool[Tensor, "batch moved"],
+        centroids: Float[Tensor, "batch moved width"],
+    ) -> Float[Tensor, "batch heads moved head_dim"]:
+        """Give `clusters` new centroids, and return their queries. The reference stays that of the old centroids."""
+        queries = centroid_queries(forward, self.layer, centroids, self.medoids.gather(1, clusters))
         self.queries = self.queries.clone()
         Rows.at(clusters, valid).put(self.queries, queries)
+        return queries
 
     def retire(self, columns: Span) -> None:
         """Let `columns` leave their clusters; the records still hold their rows."""
@@ -132,57 +142,51 @@ def centroid_queries(
     return forward.queries(layer, Rows.at(medoids), forward.model.attention_norm(layer, centroids))
 
 
-@spanned(Op.DRIFT)
-def _reference(
-    forward: Forward,
-    layer: int,
-    queries: Float[Tensor, "batch heads clusters head_dim"],
-    current: Span,
-    part_of: Int[Tensor, "batch length"] | None,
-    parts: int,
-) -> DriftReference:
-    keys = forward.keys(layer)
-    return DriftReference.of(
-        queries,
-        keys,
-        torch.arange(*current, device=keys.device).expand(keys.shape[0], -1),
-        key_mask=forward.key_mask,
-        cluster_of=part_of,
-        clusters=parts,
-        soft_cap=forward.model.shape.soft_cap,
-        sink_keys=forward.model.sink_keys(layer),
-    )
-
-
 def _padded(part: Tensor, count: int) -> Tensor:
     return torch.cat([part, part.new_zeros(count - len(part), *part.shape[1:])])
 
 
 @spanned(Op.DRIFT)
 def write_and_measure(
-    forward: Forward, state: LayerState, flow: Flow, current: Span, last_active: int, updating: Bool[Tensor, " batch"]
+    forward: Forward,
+    state: LayerState,
+    flow: Flow,
+    current: Span,
+    active: int,
+    updating: Bool[Tensor, " batch"] | None,
+    moved: Moved | None = None,
 ) -> list[list[float]]:
-    """Write keys and values of all rows of `flow`, and measure how this and the steps before it moved the attention of
-    the centroids. In sequences that update, drift is measured from here from now on. Reads once from the device.
+    """Write keys and values of all rows of `flow`, and measure how the attention of the centroids has drifted. The next
+    drift of sequences that update is measured from here. Reads once from the device.
 
     Args:
         flow: rows of the layer, which begin with the columns that `state` tracks.
         current: columns of the current block, the last of the active ones.
-        last_active: number in `flow` of the first row behind the active ones.
+        active: number of active rows in `flow`, the first ones.
+        updating: False at sequences whose reference stays; None for none.
+        moved: centroids that move now, so that their move counts as drift; None if no centroid does.
 
     Returns:
         KL of every cluster, by sequence; without meaning in a sequence that does not update. KL below rounding is 0.
     """
-    layer, known = state.layer, state.current[1] - state.current[0]
-    others, reference = flow.rows[known:], state.reference
-    if others.count:
-        reference = reference.add_changing(state.queries, forward.keys(layer), others, updating)
+    layer, reference, last_queries = state.layer, state.reference, None
+    if moved is None:
+        rows, block = flow.rows, slice(active - (current[1] - current[0]), active)
+        others = rows[reference.block.shape[2] :]
+        then = torch.cat([reference.block, LayerKeys.of(forward, layer).at(others)], dim=2)
+    else:
+        rows, block = Rows.span(0, forward.length), slice(*current)
+        then = forward.keys(layer).clone()
+        then[:, :, slice(*state.current)] = reference.block
     forward.write(layer, flow.rows, flow.hidden)
-    keys = forward.keys(layer)  # again: decoded keys are a copy
-    block = slice(last_active - (current[1] - current[0]), last_active)
+    if moved is not None:
+        last_queries = state.queries
+        state.move(forward, *moved)
     # Every sequence updates at the start of a block. Later the columns are the same, and other references stay.
-    drift, state.reference = reference.measured(state.queries, keys, flow.rows, block, updating)
-    drift = torch.nn.functional.threshold(drift, rounding(keys.dtype), 0.0)
+    drift, state.reference = reference.measured(
+        state.queries, LayerKeys.of(forward, layer), rows, then, block, updating=updating, last_queries=last_queries
+    )
+    drift = torch.nn.functional.threshold(drift, rounding(then.dtype), 0.0)
     state.current = current
     return [row[: len(members.sizes)] for row, members in zip(drift.tolist(), state.members, strict=True)]
 
@@ -227,7 +231,7 @@ def patch(
     affected: Sequence[Sequence[int]],
     fetching: Fetching,
     refetched: Tickets,
-) -> tuple[Int[Tensor, "batch moved"], Bool[Tensor, "batch moved"], Float[Tensor, "batch moved width"]] | None:
+) -> Moved | None:
     """Store the `affected` clusters as they are now.
 
     A centroid moves by Σ(new − old) / count: to the mean of the rows as they are now, which needs no old ones.

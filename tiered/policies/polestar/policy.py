@@ -56,11 +56,12 @@ class Polestar(Policy):
 
     name: ClassVar[str] = "polestar"
     # No options, but a subclass may have other values: the T of all commits since the last update, None for
-    # `update_threshold`; blocks before the current one and behind it that are clustered, None for all; and the tier of
-    # the stored rows.
+    # `update_threshold`; blocks before the current one and behind it that are clustered, None for all; the tier of the
+    # stored rows; and whether the move of a centroid counts as drift, which takes its stored rows before the choice.
     cumulative_threshold: ClassVar[int | None] = None
     window_blocks: ClassVar[tuple[int, int] | None] = None
     hidden_tier: ClassVar[Tier] = Tier.HOST
+    measures_moves: ClassVar[bool] = False
 
     clusters: int | Literal["auto"] = "auto"
     top_m: int = 4
@@ -93,6 +94,7 @@ class Polestar(Policy):
             call=call, codec=Codec(self.codec), wanted=self.clusters, top_m=self.top_m, group=self.cluster_layers,
             window=None if self.window_blocks is None else sum(self.window_blocks) * call.block_length,
             appended_blocks=self.appended_blocks, faiss=self.kmeans == "faiss", least_slot=least_slot,
+            measures_moves=self.measures_moves,
         )  # fmt: skip
 
     def needs(self, sizes: CallShape) -> Needs:
@@ -115,6 +117,7 @@ class PolestarWindow(Polestar):
     cumulative_threshold: ClassVar[int | None] = 2
     window_blocks: ClassVar[tuple[int, int] | None] = (2, 1)
     hidden_tier: ClassVar[Tier] = Tier.DEVICE
+    measures_moves: ClassVar[bool] = True
 
     clusters: int | Literal["auto"] = 7
     update_threshold: int = 1
@@ -132,7 +135,7 @@ class Drifting(PolicyState):
         if policy.top_m:
             self._cache = HiddenCache(
                 clusters=policy.clusters, top_m=policy.top_m, group=policy.cluster_layers, codec=Codec(policy.codec),
-                tier=policy.hidden_tier, backend=policy.kmeans,
+                tier=policy.hidden_tier, backend=policy.kmeans, measures_moves=policy.measures_moves,
             )  # fmt: skip
         self._forwards = 0
         self._last: Tensor | None = None  # commits of the last step, by sequence

@@ -30,14 +30,18 @@ class Renewal:
                                 └─ else: fetched (`tickets`) ───┘
         affected: with members from below ── partial ones: the other members are fetched (`refetched`) ──> stored anew
 
+    If the moves of centroids count as drift, `affected` is empty: those clusters were stored before drift was measured.
+
     `finished`: columns of the block that becomes a cluster, if one does. `drift`: drift of every cluster; empty for a
-    sequence that does not update. `layout`: the active rows and the chosen clusters.
+    sequence that does not update. `patched`: number of clusters stored anew. `layout`: the active rows and the chosen
+    clusters.
     """
 
     finished: Span
     drift: list[list[float]]
     chosen: list[list[int]]
     affected: list[list[int]]
+    patched: list[int]
     tickets: Tickets
     refetched: Tickets
     layout: RowLayout
@@ -93,7 +97,7 @@ class Update:
 
     def _begin(self, forward: Forward, flow: Flow) -> None:
         self._fetching = Fetching(self._cache.open_tiers)
-        self._here = on_device(self._updating, flow.hidden.device)
+        self._here = None if all(self._updating) else on_device(self._updating, flow.hidden.device)
         self._rows = flow.rows  # of the active columns: a span, in every layer
         self._length, self._layers = forward.length, forward.model.shape.layers
         # The rows from below: their columns, −1 at rows that do not count; and the same by column.
@@ -133,12 +137,19 @@ class Update:
         finished = (state.current[0], min(state.current[1], self._current[0]))
         if self._active != self._current:  # the current block leaves the clusters that it was in
             state.retire(self._current)
-        measured = write_and_measure(forward, state, flow, self._current, self._count, self._here)
+        pairs = [*zip(state.members, self._recomputed, strict=True)]
+        stores = self._kept or self._cache.measures_moves
+        affected = [members.affected(recomputed) if stores else [] for members, recomputed in pairs]
+        moved, patched = None, [len(clusters) for clusters in affected]
+        if self._cache.measures_moves and any(affected):
+            refetched = self._fetching.refetch(_stored(state, affected, self._recomputed), state.records or ())
+            known = [flow.hidden], [self._from_below]
+            moved = patch(forward, self._cache.open_tiers, state, *known, affected, self._fetching, refetched)
+            affected = [[] for _ in affected]
+        measured = write_and_measure(forward, state, flow, self._current, self._count, self._here, moved)
         drift = [of if updates else [] for of, updates in zip(measured, self._updating, strict=True)]
         with span(Op.FETCH):
-            pairs = [*zip(state.members, self._recomputed, strict=True)]
             chosen = [self._most_drifted(of, *pair) for of, pair in zip(drift, pairs, strict=True)]
-            affected = [members.affected(recomputed) if self._kept else [] for members, recomputed in pairs]
             tickets = self._fetching.ask(_stored(state, chosen, self._recomputed), state.records or ())
             asked = {*chain(*tickets)}
             partial = [one for one in _stored(state, affected, self._recomputed) if one not in asked]
@@ -146,14 +157,14 @@ class Update:
             earlier = self._cache.ranking.get(state.layer, drift)
             self._cache.ranking[state.layer] = [now or before for now, before in zip(drift, earlier, strict=True)]
         layout = RowLayout.of(state.members, chosen, [self._from_below], self._from_below[:, : self._count])
-        return Renewal(finished, drift, chosen, affected, tickets, refetched, layout)
+        return Renewal(finished, drift, chosen, affected, patched, tickets, refetched, layout)
 
     def _most_drifted(
         self, drift: Sequence[float], members: Members, recomputed: Bool[np.ndarray, " length"]
     ) -> list[int]:
-        """`top_m` clusters. Clusters that the layer below has renewed by half or more come first: their inputs have
-        moved, which drift at the old centroid does not measure. Then the most drifted comes first."""
-        below = members.mostly(recomputed)
+        """`top_m` clusters, the most drifted first. If the moves of centroids do not count as drift, clusters that the
+        layer below has renewed by half or more come before the others: their inputs have moved."""
+        below = () if self._cache.measures_moves else members.mostly(recomputed)
         ranked = sorted(range(len(drift)), key=lambda cluster: (cluster not in below, -drift[cluster]))
         return ranked[: self._cache.top_m]
 
@@ -162,8 +173,8 @@ class Update:
         """Fetch ahead what the next layer will probably choose, by the drift of the last update, and not get from
         `layer` (`recomputed`)."""
         above, ranking = self._cache.states.get(layer + 1), self._cache.ranking.get(layer + 1)
-        if above is None or above.records is None or ranking is None:
-            return
+        if above is None or above.records is None or ranking is None or self._cache.measures_moves:
+            return  # or its records change before it chooses
         likely = [
             self._most_drifted(drift, members, columns) if updates else []
             for drift, members, columns, updates in zip(ranking, above.members, recomputed, self._updating, strict=True)
@@ -182,7 +193,7 @@ class Update:
                     sum(len(members.live(cluster)) for cluster in clusters)
                     for members, clusters in zip(state.members, renewal.chosen, strict=True)
                 ],
-                patched=[len(clusters) for clusters in renewal.affected],
+                patched=renewal.patched,
                 **self._fetching.counts(),
             )
         )
