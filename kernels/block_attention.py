@@ -8,61 +8,16 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tiered.kernels.attention_parts import CODES, merge_splits, rows_at, soft_capped
 from tiered.kernels.attention_splits import splits, tile_of
 from tiered.kernels.block_attention_ref import checked_code
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.launch import VECTOR, launch
 from tiered.kernels.log_sum_exp import LogSumExp
-from tiered.kernels.row_bits import fp8_values, nvfp4_values, row_scales
 from tiered.kernels.row_code import WORD, RowCode
 
-_CODES = {None: 0, RowCode.FP8: 1, RowCode.NVFP4: 2}
-_RAW, _FP8, _NVFP4 = (tl.constexpr(number) for number in _CODES.values())
+_NVFP4 = tl.constexpr(CODES[RowCode.NVFP4])
 MERGED = 1024  # elements of a tile of the second kernel: more would not fit the registers
-
-
-@triton.jit
-def soft_capped(scores, soft_cap):
-    """c · tanh(scores / c): Triton itself has no tanh. Next to 0 the series, for 1 − e⁻²ˣ would cancel there."""
-    x = scores / soft_cap
-    square = x * x
-    series = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
-    fallen = tl.exp(-2 * tl.abs(x))
-    ratio = (1 - fallen) / (1 + fallen)
-    return soft_cap * tl.where(square < 1 / 16, series, tl.where(x < 0, -ratio, ratio))
-
-
-@triton.jit
-def _rows_at(
-    start, column, column_stride, element_stride, seen,
-    CODE: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    BLOCK_ELEMENTS: tl.constexpr,
-):  # fmt: skip
-    """Rows of keys or values [BLOCK_KEYS, BLOCK_ELEMENTS], twice; in NVFP4 their even elements, and the odd ones. Each
-    begins at a multiple of ALIGNED bytes, which is a hint here: the compiler drops hints on a helper's arguments."""
-    at = column.to(tl.int64) * column_stride
-    element = tl.arange(0, BLOCK_ELEMENTS)
-    if CODE == _RAW:
-        own = seen[:, None] & (element < HEAD_DIM)[None, :]
-        row = tl.multiple_of(start + at, [ALIGNED])
-        even = tl.load(row[:, None] + (element * element_stride)[None, :], own, other=0.0)
-        odd = even
-    else:
-        row = tl.multiple_of(start + at * 4, [ALIGNED])
-        if CODE == _FP8:
-            codes = tl.load(row[:, None] + element[None, :], seen[:, None] & (element < HEAD_DIM)[None, :], other=0)
-            scale = row_scales(tl.load(row + HEAD_DIM, seen, other=1))
-            even = fp8_values(codes) * scale[:, None]
-            odd = even
-        else:
-            group = tl.arange(0, BLOCK_ELEMENTS // 8)
-            own = seen[:, None] & (group < HEAD_DIM // 16)[None, :]
-            byte = (group * 8)[:, None] + tl.arange(0, 8)[None, :]
-            codes = tl.load(row[:, None, None] + byte[None, :, :], own[:, :, None], other=0)
-            block_scales = tl.load(row[:, None] + (HEAD_DIM // 2 + group)[None, :], own, other=0)
-            scale = row_scales(tl.load(row + HEAD_DIM // 16 * 9, seen, other=1))
-            even, odd = nvfp4_values(codes, block_scales, scale, BLOCK_KEYS, BLOCK_ELEMENTS // 8)
-    return even, odd
 
 
 # What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
@@ -75,59 +30,14 @@ def _rows_at(
     do_not_specialize_on_alignment=["keys", "values", "key_mask", "first", "visible"],
 )
 def _block_attention(
-    queries,
-    keys,
-    values,
-    sink_keys,
-    sink_values,
-    key_mask,
-    first,
-    visible,
-    mixed,
-    peaks,
-    masses,
-    query_batch,
-    query_head,
-    query_row,
-    query_element,
-    key_batch,
-    key_head,
-    key_column,
-    key_element,
-    value_batch,
-    value_head,
-    value_column,
-    value_element,
-    mask_batch,
-    mask_column,
-    first_batch,
-    first_row,
-    visible_batch,
-    visible_row,
-    mixed_split,
-    mixed_batch,
-    mixed_head,
-    mixed_row,
-    kv_heads,
-    group,
-    rows,
-    length,
-    span,
-    sinks,
-    scale,
-    soft_cap,
-    CODE: tl.constexpr,
-    CAPPED: tl.constexpr,
-    MASKED: tl.constexpr,
-    LATER: tl.constexpr,
-    PARTLY: tl.constexpr,
-    UPCAST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    BLOCK_ELEMENTS: tl.constexpr,
-):
+    queries, keys, values, sink_keys, sink_values, key_mask, first, visible, mixed, peaks, masses, query_batch,
+    query_head, query_row, query_element, key_batch, key_head, key_column, key_element, value_batch, value_head,
+    value_column, value_element, mask_batch, mask_column, first_batch, first_row, visible_batch, visible_row,
+    mixed_split, mixed_batch, mixed_head, mixed_row, kv_heads, group, rows, length, span, sinks, scale, soft_cap,
+    CODE: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, LATER: tl.constexpr, PARTLY: tl.constexpr,
+    UPCAST: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
+):  # fmt: skip
     # The rows of all heads that share a key head are one matrix: a tile of keys and values is read once for all.
     folded = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     split = tl.program_id(1).to(tl.int64)
@@ -186,7 +96,7 @@ def _block_attention(
         seen = column < stop
         if MASKED:
             seen &= tl.load(key_mask + batch * mask_batch + column * mask_column, seen, other=0) != 0
-        key, odd_key = _rows_at(
+        key, odd_key = rows_at(
             key_start, column, key_column, key_element, seen, CODE, ALIGNED, HEAD_DIM, BLOCK_KEYS, BLOCK_ELEMENTS
         )
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
@@ -205,7 +115,7 @@ def _block_attention(
         base = tl.where(grown == -float("inf"), 0.0, grown)
         faded, weights = tl.exp(peak - base), tl.exp(scores - base[:, None])
         peak, mass = grown, mass * faded + tl.sum(weights, 1)
-        value, odd_value = _rows_at(
+        value, odd_value = rows_at(
             value_start, column, value_column, value_element, seen, CODE, ALIGNED, HEAD_DIM, BLOCK_KEYS, BLOCK_ELEMENTS
         )
         weights = weights.to(query.dtype)
@@ -221,36 +131,6 @@ def _block_attention(
     sum_at = ((split * (tl.num_programs(2) // kv_heads) + batch) * kv_heads * group + head) * rows + row
     tl.store(peaks + sum_at, peak, there)
     tl.store(masses + sum_at, mass, there)
-
-
-@triton.jit(do_not_specialize=["sums", "rows", "splits"])
-def _merge_splits(
-    totals, peaks, masses, mixed, peak, mass, sums, heads, rows, splits,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
-):  # fmt: skip
-    """totals [splits, sums, HEAD_DIM], where `sums` = batch · heads · rows → mixed [batch, rows, heads, HEAD_DIM]."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = place < sums
-    element = tl.arange(0, BLOCK_ELEMENTS)
-    own = there[:, None] & (element < HEAD_DIM)[None, :]
-    whole = tl.full([BLOCK], -float("inf"), tl.float32)
-    count = tl.zeros([BLOCK], tl.float32)
-    total = tl.zeros([BLOCK, BLOCK_ELEMENTS], tl.float32)
-    for split in range(splits):
-        at = split * sums + place
-        of_split = tl.load(peaks + at, there, other=-float("inf"))
-        grown = tl.maximum(whole, of_split)
-        base = tl.where(grown == -float("inf"), 0.0, grown)
-        faded, weight = tl.exp(whole - base), tl.load(masses + at, there, other=0.0) * tl.exp(of_split - base)
-        part = tl.load(totals + at[:, None] * HEAD_DIM + element[None, :], own, other=0.0)
-        whole, count = grown, count * faded + weight
-        total = total * faded[:, None] + weight[:, None] * part
-    total /= tl.where(count > 0, count, 1.0)[:, None]
-    batch = place // (heads * rows)
-    mixed_at = ((batch * rows + place % rows) * heads + place // rows % heads) * HEAD_DIM
-    tl.store(mixed + mixed_at[:, None] + element[None, :], total.to(mixed.dtype.element_ty), own)
-    tl.store(peak + place, whole, there)
-    tl.store(mass + place, count, there)
 
 
 def block_attention(
@@ -315,7 +195,7 @@ def block_attention(
         0 if sink_keys is None else sink_keys.shape[1],
         head_dim**-0.5,
         soft_cap or 0.0,
-        CODE=_CODES[code],
+        CODE=CODES[code],
         CAPPED=soft_cap is not None,
         MASKED=key_mask is not None,
         LATER=first is not None,
@@ -333,7 +213,7 @@ def block_attention(
     if count > 1:
         merged = merged_rows(head_dim)
         launch(
-            _merge_splits,
+            merge_splits,
             (-(-batch * heads * rows // merged),),
             parts,
             *(sums.peak, sums.mass),

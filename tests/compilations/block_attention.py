@@ -2,8 +2,9 @@
 
 from specialisation import Compilation
 
+from tiered.kernels.attention_parts import CODES, merge_splits
 from tiered.kernels.attention_splits import tile_of
-from tiered.kernels.block_attention import _CODES, _block_attention, _merge_splits, elements, merged_rows
+from tiered.kernels.block_attention import _block_attention, elements, merged_rows
 from tiered.kernels.launch import VECTOR
 from tiered.kernels.row_code import WORD, RowCode
 
@@ -32,7 +33,7 @@ def _compilation(
             "query_element": 1,
             "key_element": 1,
             "value_element": 1,
-            "CODE": _CODES[code],
+            "CODE": CODES[code],
             "CAPPED": capped,
             "MASKED": capped,
             "LATER": not capped,
@@ -63,17 +64,17 @@ COMPILATIONS = (
             ("bf16", 512, True, False),
             ("fp32", 32, True, False),
         )
-        for code in _CODES
+        for code in CODES
     ),
     *(
         _compilation(dtype, code, head_dim, folded, capped=True, split=False)
         for head_dim in (64, 256, 512)
         for dtype, folded in (("bf16", 32), ("bf16", 512), ("fp32", 32))
-        for code in _CODES
+        for code in CODES
     ),
     *(
         Compilation(
-            kernel=_merge_splits,
+            kernel=merge_splits,
             types={"totals peaks masses peak mass": "*fp32", "mixed": "*bf16", "sums heads rows splits": "i32"},
             constexprs={"HEAD_DIM": head_dim, "BLOCK": merged_rows(head_dim), "BLOCK_ELEMENTS": head_dim},
         )

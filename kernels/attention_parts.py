@@ -1,0 +1,84 @@
+"""Parts of `block_attention` in Triton: rows as they are stored, the soft cap, and the merge of splits."""
+
+import triton
+import triton.language as tl
+
+from tiered.kernels.row_bits import fp8_values, nvfp4_values, row_scales
+from tiered.kernels.row_code import RowCode
+
+CODES = {None: 0, RowCode.FP8: 1, RowCode.NVFP4: 2}
+_RAW, _FP8 = tl.constexpr(CODES[None]), tl.constexpr(CODES[RowCode.FP8])
+
+
+@triton.jit
+def soft_capped(scores, soft_cap):
+    """c · tanh(scores / c): Triton itself has no tanh. Next to 0 the series, for 1 − e⁻²ˣ would cancel there."""
+    x = scores / soft_cap
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    fallen = tl.exp(-2 * tl.abs(x))
+    ratio = (1 - fallen) / (1 + fallen)
+    return soft_cap * tl.where(square < 1 / 16, series, tl.where(x < 0, -ratio, ratio))
+
+
+@triton.jit
+def rows_at(
+    start, column, column_stride, element_stride, seen,
+    CODE: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """Rows of keys or values [BLOCK_KEYS, BLOCK_ELEMENTS], twice; in NVFP4 their even elements, and the odd ones. Each
+    begins at a multiple of ALIGNED bytes, which is a hint here: the compiler drops hints on a helper's arguments."""
+    at = column.to(tl.int64) * column_stride
+    element = tl.arange(0, BLOCK_ELEMENTS)
+    if CODE == _RAW:
+        own = seen[:, None] & (element < HEAD_DIM)[None, :]
+        row = tl.multiple_of(start + at, [ALIGNED])
+        even = tl.load(row[:, None] + (element * element_stride)[None, :], own, other=0.0)
+        odd = even
+    else:
+        row = tl.multiple_of(start + at * 4, [ALIGNED])
+        if CODE == _FP8:
+            codes = tl.load(row[:, None] + element[None, :], seen[:, None] & (element < HEAD_DIM)[None, :], other=0)
+            scale = row_scales(tl.load(row + HEAD_DIM, seen, other=1))
+            even = fp8_values(codes) * scale[:, None]
+            odd = even
+        else:
+            group = tl.arange(0, BLOCK_ELEMENTS // 8)
+            own = seen[:, None] & (group < HEAD_DIM // 16)[None, :]
+            byte = (group * 8)[:, None] + tl.arange(0, 8)[None, :]
+            codes = tl.load(row[:, None, None] + byte[None, :, :], own[:, :, None], other=0)
+            block_scales = tl.load(row[:, None] + (HEAD_DIM // 2 + group)[None, :], own, other=0)
+            scale = row_scales(tl.load(row + HEAD_DIM // 16 * 9, seen, other=1))
+            even, odd = nvfp4_values(codes, block_scales, scale, BLOCK_KEYS, BLOCK_ELEMENTS // 8)
+    return even, odd
+
+
+@triton.jit(do_not_specialize=["sums", "rows", "splits"])
+def merge_splits(
+    totals, peaks, masses, mixed, peak, mass, sums, heads, rows, splits,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """totals [splits, sums, HEAD_DIM], where `sums` = batch · heads · rows → mixed [batch, rows, heads, HEAD_DIM]."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < sums
+    element = tl.arange(0, BLOCK_ELEMENTS)
+    own = there[:, None] & (element < HEAD_DIM)[None, :]
+    whole = tl.full([BLOCK], -float("inf"), tl.float32)
+    count = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK, BLOCK_ELEMENTS], tl.float32)
+    for split in range(splits):
+        at = split * sums + place
+        of_split = tl.load(peaks + at, there, other=-float("inf"))
+        grown = tl.maximum(whole, of_split)
+        base = tl.where(grown == -float("inf"), 0.0, grown)
+        faded, weight = tl.exp(whole - base), tl.load(masses + at, there, other=0.0) * tl.exp(of_split - base)
+        part = tl.load(totals + at[:, None] * HEAD_DIM + element[None, :], own, other=0.0)
+        whole, count = grown, count * faded + weight
+        total = total * faded[:, None] + weight[:, None] * part
+    total /= tl.where(count > 0, count, 1.0)[:, None]
+    batch = place // (heads * rows)
+    mixed_at = ((batch * rows + place % rows) * heads + place // rows % heads) * HEAD_DIM
+    tl.store(mixed + mixed_at[:, None] + element[None, :], total.to(mixed.dtype.element_ty), own)
+    tl.store(peak + place, whole, there)
+    tl.store(mass + place, count, there)
