@@ -14,6 +14,7 @@ from tiered.clustering.tiles import DEVICE_ELEMENTS
 from tiered.core.features import Tier
 from tiered.forward.forward_bytes import block_attention_bytes, part_bytes, part_rows
 from tiered.forward.sizes import CallShape
+from tiered.kernels.record_layout import CHUNK_ELEMENTS
 from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes, workspace_bytes
 from tiered.offload.slabs import UNIT, size_class
 from tiered.offload.spill_record import HEADER_BYTES
@@ -262,7 +263,11 @@ def _moving(sizes: ClusterSizes) -> int:
 
 
 def _coding(sizes: ClusterSizes) -> int:
-    return workspace_bytes(sizes.codec, sizes.record_rows, sizes.call.shape.width)
+    """Temporaries of the records of one sequence on their way into their codes: of a chunk of all their rows, and the
+    codes of all of them before they lie in one place."""
+    width = sizes.call.shape.width
+    rows = max(sizes.record_rows, min(sizes.kept, CHUNK_ELEMENTS // width))
+    return workspace_bytes(sizes.codec, rows, width) + sizes.stored(sizes.kept) * (sizes.codec is not Codec.RAW)
 
 
 def _centroids(sizes: ClusterSizes) -> int:
