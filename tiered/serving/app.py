@@ -27,7 +27,7 @@ from tiered.serving.openai_fields import Limits, read_body, read_json
 from tiered.serving.prompts import RefusedBody
 from tiered.serving.replies import Replies, error_body, error_reply
 from tiered.serving.request import BusyError, ClosedError
-from tiered.serving.responder import ClientDisconnected, Responder, logged, prepared_calls
+from tiered.serving.responder import Responder, logged, prepared_calls
 from tiered.serving.scheduler import Scheduler
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -224,7 +224,7 @@ def refused(error: Exception) -> Response:
     if isinstance(error, HTTPException):
         body = error_body(str(error.detail), "invalid_request_error")
         return JSONResponse(body, error.status_code, error.headers)
-    if isinstance(error, ClientDisconnected | ClientDisconnect):
+    if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     status, body = error_reply(logged(error))
     return JSONResponse(body, status, _HEADERS.get(status))
