@@ -29,7 +29,6 @@ class ClusterIndex:
 
     @property
     def clusters(self) -> int:
-        """How many there are."""
         return len(self.sizes)
 
     def cluster_of(self, length: int) -> Int[Tensor, " length"]:

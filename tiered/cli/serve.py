@@ -50,7 +50,6 @@ def add_parser(subparsers: "argparse._SubParsersAction") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
     with Extra("serve"):
         from tiered.serving.app import LOCAL, Service, check_api_key
         from tiered.serving.server import Server, listen

@@ -27,21 +27,24 @@ M = TypeVar("M", bound="DiffusionModel")
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm: normalised in float32, rounded to the model's dtype, then scaled."""
+    """Root-mean-square norm: normalised in float32, rounded to the model's dtype, then scaled by the weight. If it is
+    `zero_centred`, it is scaled by 1 + weight before it is rounded."""
+
+    zero_centred: ClassVar[bool] = False
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.full((width,), 0.0 if self.zero_centred else 1.0))
         self.eps = eps
 
     def forward(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows width"]:
-        return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps)
+        return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps, zero_centred=self.zero_centred)
 
 
 class DenseBlock(nn.Module):
     """The weights of one layer; `ff_proj` is the gate of the MLP, if it has one."""
 
-    norm: ClassVar[type[nn.Module]] = RMSNorm
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -99,7 +102,6 @@ class DiffusionModel(nn.Module):
 
     @classmethod
     def from_config(cls: type[M], config: Mapping[str, Any]) -> M:
-        """The model that `config` describes; raises as `read_config`."""
         return cls(cls.read_config(config))
 
     def parameter_name(self, official: str) -> str:

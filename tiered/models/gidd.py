@@ -13,10 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tiered.kernels.choice import for_device
 from tiered.kernels.coded_weight import CodedWeight
-from tiered.kernels.rms_norm_ref import rms_norm
-from tiered.models.base import DenseBlock, DiffusionModel
+from tiered.models.base import DenseBlock, DiffusionModel, RMSNorm
 from tiered.models.config_fields import finite_number, positive_number, switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
 from tiered.models.noise import MOST_LOG_SNR, Noise
@@ -95,16 +93,8 @@ def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
     )
 
 
-class ZeroCentredNorm(nn.Module):
-    """Root-mean-square norm in float32, scaled by 1 + weight."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width))
-        self.eps = eps
-
-    def forward(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows width"]:
-        return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps, zero_centred=True)
+class ZeroCentredNorm(RMSNorm):
+    zero_centred = True
 
 
 class GiddBlock(DenseBlock):

@@ -80,7 +80,7 @@ def layer_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -
     return sum(form.matrix_bytes(matrix, BYTES_PER_ELEMENT[dtype]) for matrix in shape.matrices.values())
 
 
-def table_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
+def table_bytes(shape: ModelShape, dtype: str, form: WeightForm) -> int:
     """Bytes of the embedding, or of the head."""
     table = shape.vocab_size, shape.width
     return form.matrix_bytes(table, BYTES_PER_ELEMENT[dtype]) if form.head else prod(table) * BYTES_PER_ELEMENT[dtype]

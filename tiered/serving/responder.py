@@ -103,8 +103,6 @@ class ChoiceStreamer:
 
 
 class DraftStreamer(ChoiceStreamer):
-    """The same, with every draft."""
-
     _before: int | None = None
 
     def put(self, value: Tensor) -> None:

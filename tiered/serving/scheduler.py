@@ -118,7 +118,6 @@ class Scheduler:
         return bool(self._running or self._queue)
 
     def run(self) -> None:
-        """Run rounds until no request is left."""
         while self.step():
             pass
 
@@ -194,7 +193,6 @@ class Scheduler:
                 self._end(request, error)
 
     def _let_leave(self) -> None:
-        """Drop requests that are over, and end those that are cancelled or late."""
         for request in [*self._running, *self._queue.requests()]:
             # A request whose long forward is under way ends inside that forward.
             why = None if request.over or request is self._long else request.why_leave()
