@@ -105,22 +105,25 @@ def require(config: Mapping[str, object], allowed: Mapping[str, tuple[object, ..
         raise ValueError(f"config.json asks for what the {family} forward does not have: {'; '.join(wrong)}")
 
 
-def positive_number(config: Mapping[str, object], key: str, default: float) -> float:
-    """`config[key]` as a number; `default` if it is absent or null. Raises `ValueError` unless it is a number above 0
-    that float32 holds."""
-    value = value_of(config, key, default)
+def number_in(
+    config: Mapping[str, object],
+    key: str,
+    default: float,
+    *,
+    least: float = FLOAT32_LEAST,
+    most: float = FLOAT32_MOST,
+    where: str = "config.json: ",
+) -> float:
+    """`config[key]` as a number from `least` to `most`; `default` if it is absent or null. Raises `ValueError`, which
+    begins with `where`, for another value."""
+    value = config.get(key)
+    if value is None:
+        return default
     # Written so that NaN fails too, and an int that no float can hold.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not FLOAT32_LEAST <= value <= FLOAT32_MOST:
-        raise ValueError(f"config.json: {key} = {value!r}; a positive number that float32 can hold is allowed")
-    return float(value)
-
-
-def finite_number(config: Mapping[str, object], key: str, default: float, *, most: float = FLOAT32_MOST) -> float:
-    """`config[key]` as a number from -`most` to `most`; `default` if it is absent or null. Raises `ValueError` for
-    another value."""
-    value = value_of(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -most <= value <= most:
-        raise ValueError(f"config.json: {key} = {value!r}; a finite number from {-most:g} to {most:g} is allowed")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        positive = (least, most) == (FLOAT32_LEAST, FLOAT32_MOST)
+        allowed = "a positive number that float32 can hold" if positive else f"a number from {least:g} to {most:g}"
+        raise ValueError(f"{where}{key} = {value!r}; {allowed} is allowed")
     return float(value)
 
 

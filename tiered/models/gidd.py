@@ -13,9 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tiered.core.checks import FLOAT32_MOST
 from tiered.kernels.coded_weight import CodedWeight
 from tiered.models.base import DenseBlock, DiffusionModel, RMSNorm
-from tiered.models.config_fields import finite_number, positive_number, switch
+from tiered.models.config_fields import number_in, switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
 from tiered.models.noise import MOST_LOG_SNR, Noise
 
@@ -58,7 +59,7 @@ class GiddConfig(ModelConfig):
 def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
     """`config.json` as the GIDD forward reads it; raises as `Layout.read`, and for another number out of range."""
     qk_norm, sinks = switch(config, "use_qk_norm", True), switch(config, "attention_bias")
-    shift = finite_number(config, "noise_type", 0.0)
+    shift = number_in(config, "noise_type", 0.0, least=-FLOAT32_MOST)
     fields = _LAYOUT.read(
         {**config, "num_key_value_heads": None},
         biases=("up_proj", "ff_out") if switch(config, "mlp_bias") else (),
@@ -67,12 +68,12 @@ def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
         mlp_matrices=1,
         noise="uniform" if shift > 0 else "mask",
         noise_masked=True,
-        soft_cap=positive_number(config, "attn_soft_cap", 30.0),
+        soft_cap=number_in(config, "attn_soft_cap", 30.0),
         sink_tokens=int(sinks),
     )
     scale = config.get("weight_scaling", "fan_in")
     low, high = (
-        finite_number(config, key, default, most=MOST_LOG_SNR)
+        number_in(config, key, default, least=-MOST_LOG_SNR, most=MOST_LOG_SNR)
         for key, default in (("min_log_snr", -9.0), ("max_log_snr", 9.0))
     )
     if not low < high:
@@ -80,9 +81,9 @@ def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
     return GiddConfig(
         **fields,
         qk_norm=qk_norm,
-        branch_scale=positive_number(config, "resid_scale", 4.0) / fields["shape"].layers,
-        weight_scale=str(scale) if scale in ("fan_in", "fan_out") else positive_number(config, "weight_scaling", 1.0),
-        head_scale=positive_number(config, "head_scaling", 1.0),
+        branch_scale=number_in(config, "resid_scale", 4.0) / fields["shape"].layers,
+        weight_scale=str(scale) if scale in ("fan_in", "fan_out") else number_in(config, "weight_scaling", 1.0),
+        head_scale=number_in(config, "head_scaling", 1.0),
         noise=Noise(
             shift=shift,
             min_log_snr=low,

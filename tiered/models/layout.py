@@ -10,8 +10,8 @@ from typing import Any
 
 from tiered.models.config_fields import (
     checkpoint_dtype,
+    number_in,
     positive,
-    positive_number,
     require,
     special_tokens,
     switch,
@@ -157,7 +157,7 @@ class Layout:
         return {
             "shape": shape,
             "rotation": rotation,
-            "norm_eps": positive_number(config, "rms_norm_eps", self.norm_eps),
+            "norm_eps": number_in(config, "rms_norm_eps", self.norm_eps),
             "head_tied": head_tied,
             "biases": biases,
             "parameter_names": names,
