@@ -18,7 +18,7 @@ from tiered.core.features import Tier
 from tiered.prepare import PreparedCall
 from tiered.serving.answer_text import AnswerText, token_texts
 from tiered.serving.openai_fields import Limits, ParsedRequest, sampler_seed
-from tiered.serving.replies import DONE, Replies, error_reply, event, usage_of
+from tiered.serving.replies import DONE, Replies, error_reply, event
 from tiered.serving.request import Request
 from tiered.serving.scheduler import Scheduler
 
@@ -121,16 +121,18 @@ class DraftStreamer(ChoiceStreamer):
 class Responder:
     """The answers to one request.
 
-    As a context manager it cancels, at the end, the choices that are not over.
+    As a context manager it is in `under_way`, and cancels, at the end, the choices that are not over.
     """
 
-    def __init__(self, scheduler: Scheduler, parsed: ParsedRequest, calls: Sequence[PreparedCall]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, parsed: ParsedRequest, calls: Sequence[PreparedCall], under_way: set["Responder"]
+    ) -> None:
         """In the event loop. `calls`: one for each choice.
 
         Raises:
             TierCapacityError, BusyError, ClosedError: as `Scheduler.submit`; then nothing is submitted.
         """
-        self._feed, self._parsed, self._calls = Feed(), parsed, calls
+        self._feed, self._parsed, self._calls, self._under_way = Feed(), parsed, calls, under_way
         self._ledger, self._model = scheduler.runtime.ledger, scheduler.runtime.model
         assert scheduler.runtime.tokenizer is not None, "a server has one"
         self._tokenizer = scheduler.runtime.tokenizer
@@ -150,9 +152,11 @@ class Responder:
             raise
 
     def __enter__(self) -> "Responder":
+        self._under_way.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._under_way.discard(self)
         self.cancel()
 
     def cancel(self) -> None:
@@ -232,7 +236,8 @@ class Responder:
     def _usage(self) -> dict[str, int]:
         # A prompt counts once, however often it is answered.
         prompts = sum(call.prompts.longest for call in self._calls[:: self._parsed.n])
-        return usage_of(prompts, sum(text.tokens for text in self._texts))
+        answers = sum(text.tokens for text in self._texts)
+        return {"prompt_tokens": prompts, "completion_tokens": answers, "total_tokens": prompts + answers}
 
     def _draft(self, draft: Draft) -> dict[str, object]:
         ledger = self._ledger
