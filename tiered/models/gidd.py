@@ -26,7 +26,6 @@ _LAYOUT = Layout(
         "attention_bias": (False, True),
         "mlp_bias": (False, True),
         "use_qk_norm": (False, True),
-        "weight_tying": (False,),  # in this family `tie_word_embeddings`
     },
     names={
         **NAMES,

@@ -10,11 +10,14 @@ from typing import Any
 
 from tiered.models.config_fields import (
     checkpoint_dtype,
+    length_or_none,
     number_in,
     positive,
     require,
     special_tokens,
     switch,
+    value_of,
+    windows_of,
 )
 from tiered.models.quantised import require_readable
 from tiered.models.rotation import Rotation, rotation_of
@@ -131,7 +134,8 @@ class Layout:
                 read, a number is out of range, the family cannot use the rotation's scaling, a token is outside the
                 vocabulary, or the mask is the end of an answer.
         """
-        require(config, self.allowed, self.family)
+        other_key = "weight_tying" if self.keys["head_tied"] == KEYS["head_tied"] else KEYS["head_tied"]  # of another family
+        require(config, {other_key: (False,), **self.allowed}, self.family)
         require_readable(config)
         biases, size = frozenset(biases), self._sizes(config, defaults or {})
         rotation = rotation_of(config, head_dim=size["head_dim"], positions=size["max_context"])
@@ -163,6 +167,15 @@ class Layout:
             "parameter_names": names,
             **special_tokens(config, tokens or shape.vocab_size, self.keys, self.tokens),
         }
+
+    def read_in_blocks(self, config: Mapping[str, object], *, windowed: bool, **facts: Any) -> dict[str, Any]:
+        """As `read`, for a family whose rows see blocks; raises as `windows_of` too. `windowed`: whether a window's
+        width counts; `facts`: of `read`."""
+        windows, given = windows_of(config, used=windowed)
+        # Where no token is named for padding, the end is: what stands there is never looked at.
+        end = value_of(config, "eos_token_id", self.tokens[1])
+        given |= {"block_size": None, "pad_token_id": value_of(config, "pad_token_id", end)}
+        return self.read(given, windows=windows, block_length=length_or_none(config, "block_size"), **facts)
 
     def _sizes(self, config: Mapping[str, object], given: Mapping[str, int]) -> dict[str, int]:
         keys = self.keys
