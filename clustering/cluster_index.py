@@ -1,4 +1,4 @@
-"""The clusters of one layer of one sequence: who belongs where, in which order, and what stands for them."""
+"""The clusters of one layer of one sequence: their members in order, their centroids and their medoids."""
 
 from dataclasses import dataclass
 

@@ -93,8 +93,9 @@ def checkpoint_dtype(config: Mapping[str, object]) -> str:
 
 
 def require(config: Mapping[str, object], allowed: Mapping[str, tuple[object, ...]], family: str) -> None:
-    """Raise `ValueError` unless each key of `allowed`, and each switch of other models, is absent, null, or holds a
-    value that our forward implements, or a list of such values. It names every key, its value and what is allowed."""
+    """Check the keys of `allowed` and the switches of other models. Each may be absent or null, or hold a value that
+    our forward implements, or a list of such values. Else `ValueError` names every key, its value and the allowed ones.
+    """
     wrong = [
         f"{key} = {value!r} (allowed: {', '.join(map(repr, values)) or 'null'})"
         for key, values in {**_SWITCHES, **allowed}.items()
@@ -142,8 +143,8 @@ def special_tokens(
     defaults: tuple[int | None, int | None, int | None],
 ) -> dict[str, int]:
     """`mask_token_id`, `eos_token_id` and `pad_token_id`, from their `keys`; `defaults` stand for absent ones, in this
-    order. Raises `ValueError` for a token that is absent without a default or outside the vocabulary, and for a mask
-    that is the end of an answer."""
+    order. Raises `ValueError` for a token outside the vocabulary, for an absent one without a default, and if the mask
+    ends answers."""
     ids: dict[str, int] = {}
     for name, default in zip(("mask_token_id", "eos_token_id", "pad_token_id"), defaults, strict=True):
         key = keys[name]

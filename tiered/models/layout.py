@@ -134,7 +134,8 @@ class Layout:
                 read, a number is out of range, the family cannot use the rotation's scaling, a token is outside the
                 vocabulary, or the mask is the end of an answer.
         """
-        other_key = "weight_tying" if self.keys["head_tied"] == KEYS["head_tied"] else KEYS["head_tied"]  # of another family
+        # The key of other families for a tied head.
+        other_key = "weight_tying" if self.keys["head_tied"] == KEYS["head_tied"] else KEYS["head_tied"]
         require(config, {other_key: (False,), **self.allowed}, self.family)
         require_readable(config)
         biases, size = frozenset(biases), self._sizes(config, defaults or {})

@@ -36,8 +36,8 @@ class Rotation:
             turn seldom within the trained positions (there, section 3.2).
         factor: how many times the trained positions it is for.
         trained: positions that the model was trained on.
-        beta_fast, beta_slow: under "yarn", turns within the trained positions from which on an element is not slowed
-            down, and below which it is slowed down by all of the factor.
+        beta_fast, beta_slow: under "yarn", numbers of turns within the trained positions. An element with `beta_fast`
+            or more is not slowed down. One with `beta_slow` or fewer is slowed down by all of the factor.
         attention_factor: under "yarn", of queries and of keys; None for 0.1 · ln(factor) + 1.
         query_growth: β; queries at position p are times 1 + β · ln(1 + ⌊p / trained⌋) (Ministral 3).
         part: share of a head's elements that are rotated, the first ones.
@@ -147,7 +147,7 @@ def stretched(
         return dict(config)
     given = [config.get(key) or {} for key in _KEYS]
     if not all(isinstance(each, Mapping) for each in given):
-        return dict(config)  # which nobody can read
+        return dict(config)  # `rotation_of` refuses it
     before: dict[str, Any] = {"rope_theta": config.get("rope_theta"), **given[0], **given[1]}
     theta = before.pop("rope_theta", None)
     if rope_scaling is not None:
