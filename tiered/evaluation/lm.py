@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import maybe_truncate
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.checks import check_integer, check_switch, unknown_name
 from tiered.evaluation.likelihood import Likelihood
-from tiered.evaluation.requests import MODEL_NAMES, CallTotals, Defaults, RequestSettings, answer_text, fit
+from tiered.evaluation.requests import MODEL_NAMES, CallTotals, Defaults, RequestSettings, answer_text
 from tiered.loading import from_pretrained
 from tiered.models.tokenizer import TOKENIZER_SOURCES
 from tiered.offload.device import pick_device
@@ -103,15 +104,15 @@ class TieredLM(TemplateLM):
                 room for a prompt.
             TierCapacityError: the budget has no room for a request, even alone.
         """
-        settings = [self.defaults.settings(request.args[1]) for request in requests]  # type: ignore[index]
-        for own in settings:
+        settings, prompts = [], []
+        for context, gen_kwargs in (request.args for request in requests):  # type: ignore[misc]
+            settings.append(own := self.defaults.settings(gen_kwargs))
             if own.columns >= self.max_length:
                 raise ValueError(
                     f"max_gen_toks = {own.max_gen_toks} takes {own.columns} of the model's {self.max_length} positions "
                     "and leaves none for a prompt"
                 )
-        rooms = [self.max_length - own.columns for own in settings]
-        prompts = fit([self._prompt(request.args[0]) for request in requests], rooms)
+            prompts.append(maybe_truncate(self._prompt(context), own.columns, self.max_length)[0])
         answers: dict[int, str] = {}
         waiting: dict[int, Request] = {}
         began = time.perf_counter()
@@ -150,12 +151,9 @@ class TieredLM(TemplateLM):
         Raises:
             NotImplementedError: a model of uniform noise, or one that sees blocks.
         """
-        wholes = [(context or [self.prefix_token_id]) + target for _, context, target in requests]
-        wholes = fit(wholes, [self.max_length] * len(wholes))
         results = []
-        for (request, _, target), whole in zip(
-            requests, tqdm(wholes, disable=disable_tqdm, desc="Running loglikelihood requests"), strict=True
-        ):
+        for request, context, target in tqdm(requests, disable=disable_tqdm, desc="Running loglikelihood requests"):
+            whole, _ = maybe_truncate((context or [self.prefix_token_id]) + target, 0, self.max_length)
             start = max(1, len(whole) - len(target))
             results.append(self._likelihood.score(whole[:start], whole[start:]))
             self.cache_hook.add_partial("loglikelihood", request, results[-1])

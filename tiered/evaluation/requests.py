@@ -1,4 +1,4 @@
-"""A request: its `gen_kwargs` as options of `generate`, the room of its prompt, the text and the price of answers."""
+"""A request: its `gen_kwargs` as options of `generate`, the text and the price of its answer."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -176,21 +176,6 @@ class Defaults:
             )
         # top_p and top_k of the model's own arguments stay: some commit rules rank candidates by them.
         return {name: value for name, value in given.items() if name not in ("top_p", "top_k")} | {"temperature": 0.0}
-
-
-def fit(prompts: Sequence[list[int]], rooms: Sequence[int]) -> list[list[int]]:
-    """The last `rooms[i]` ids of prompt i: in few-shot prompts the question stands at the end. One warning counts the
-    prompts and tokens that were cut."""
-    cuts = [max(0, len(ids) - room) for ids, room in zip(prompts, rooms, strict=True)]
-    if any(cuts):
-        worst = cuts.index(max(cuts))
-        logger.warning(
-            "%d of %d prompts leave no room for their answer in the model's context and lose tokens from the left: "
-            "%d tokens in all, at most %d (request %d, of %d tokens). Fewer few-shot examples or a smaller "
-            "max_gen_toks keep them whole.",
-            sum(map(bool, cuts)), len(prompts), sum(cuts), cuts[worst], worst, len(prompts[worst]),
-        )  # fmt: skip
-    return [ids[cut:] for ids, cut in zip(prompts, cuts, strict=True)]
 
 
 def answer_text(
