@@ -17,7 +17,7 @@ from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.kernels.silu_mul_ref import silu_mul
 from tiered.models.attention import attend
-from tiered.models.layout import ModelConfig
+from tiered.models.layout import IN_BLOCK, ModelConfig
 from tiered.models.noise import Noise
 from tiered.models.projection import project
 from tiered.models.rope import Rotary
@@ -42,27 +42,18 @@ class RMSNorm(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    """The weights of one layer; `ff_proj` is the gate of the MLP, if it has one."""
+    """The weights of one layer, by the names of `IN_BLOCK`."""
 
     norm: ClassVar[type[RMSNorm]] = RMSNorm
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        shape = config.shape
-
-        def linear(name: str, inner: int, out: int) -> nn.Linear:
-            return nn.Linear(inner, out, bias=name in config.biases)
-
-        self.attn_norm = self.norm(shape.width, config.norm_eps)
-        self.q_proj = linear("q_proj", shape.width, shape.heads_width)
-        self.k_proj = linear("k_proj", shape.width, shape.kv_width)
-        self.v_proj = linear("v_proj", shape.width, shape.kv_width)
-        self.attn_out = linear("attn_out", shape.heads_width, shape.width)
-        self.ff_norm = self.norm(shape.width, config.norm_eps)
-        if shape.mlp_matrices == 2:
-            self.ff_proj = linear("ff_proj", shape.width, shape.mlp_width)
-        self.up_proj = linear("up_proj", shape.width, shape.mlp_width)
-        self.ff_out = linear("ff_out", shape.mlp_width, shape.width)
+        for name, dims in IN_BLOCK.items():
+            if len(dims) == 1:
+                setattr(self, name, self.norm(config.shape.width, config.norm_eps))
+            elif name in config.shape.matrices:
+                out, inner = config.shape.matrices[name]
+                setattr(self, name, nn.Linear(inner, out, bias=name in config.biases))
 
 
 class DiffusionModel(nn.Module):
