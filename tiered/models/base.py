@@ -5,6 +5,7 @@ here are Llama's: norm → attention → norm → MLP with a gate. A family over
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -17,13 +18,14 @@ from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.kernels.silu_mul_ref import silu_mul
 from tiered.models.attention import attend
-from tiered.models.layout import IN_BLOCK, ModelConfig
+from tiered.models.layout import ModelConfig
 from tiered.models.noise import Noise
 from tiered.models.projection import project
 from tiered.models.rope import Rotary
 from tiered.models.shape import ModelShape
 
 M = TypeVar("M", bound="DiffusionModel")
+FIRST_BLOCK = "blocks.0."  # in front of the names of its weights
 
 
 class RMSNorm(nn.Module):
@@ -42,18 +44,19 @@ class RMSNorm(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    """The weights of one layer, by the names of `IN_BLOCK`."""
+    """The weights of one layer."""
 
-    norm: ClassVar[type[RMSNorm]] = RMSNorm
-
-    def __init__(self, config: Any) -> None:
+    def __init__(self, sizes: Mapping[str, tuple[int, ...]], norm: Callable[[int], RMSNorm]) -> None:
+        """`sizes`: shape of each weight by our own name. `norm`: makes the norm of a width."""
         super().__init__()
-        for name, dims in IN_BLOCK.items():
-            if len(dims) == 1:
-                setattr(self, name, self.norm(config.shape.width, config.norm_eps))
-            elif name in config.shape.matrices:
-                out, inner = config.shape.matrices[name]
-                setattr(self, name, nn.Linear(inner, out, bias=name in config.biases))
+        for name, size in sizes.items():
+            module, _, kind = name.partition(".")
+            if not kind:
+                setattr(self, name, nn.Parameter(torch.zeros(size)))
+            elif len(size) == 2:
+                setattr(self, module, nn.Linear(size[1], size[0], bias=f"{module}.bias" in sizes))
+            elif kind == "weight":
+                setattr(self, module, norm(size[0]))
 
 
 class DiffusionModel(nn.Module):
@@ -67,8 +70,8 @@ class DiffusionModel(nn.Module):
     """
 
     read_config: ClassVar[Callable[[Mapping[str, object]], ModelConfig]]
-    _block_type: ClassVar[type[DenseBlock]] = DenseBlock
-    blocks: Any  # an nn.ModuleList of `_block_type`
+    _norm: ClassVar[type[RMSNorm]] = RMSNorm
+    blocks: Any  # an nn.ModuleList of `DenseBlock`
     ln_f: Any
     config: Any
     shape: ModelShape
@@ -85,8 +88,11 @@ class DiffusionModel(nn.Module):
         self.eos_token_id = config.eos_token_id
         self.pad_token_id = config.pad_token_id
         self.wte = nn.Embedding(shape.vocab_size, shape.width)
-        self.blocks = nn.ModuleList(self._block_type(config) for _ in range(shape.layers))
-        self.ln_f = self._block_type.norm(shape.width, config.norm_eps)
+        norm = partial(self._norm, eps=config.norm_eps)
+        own_names = {own: name for name, own in config.parameter_names.items() if own.startswith(FIRST_BLOCK)}
+        sizes = {own.removeprefix(FIRST_BLOCK): shape.weight_shapes[name] for own, name in own_names.items()}
+        self.blocks = nn.ModuleList(DenseBlock(sizes, norm) for _ in range(shape.layers))
+        self.ln_f = norm(shape.width)
         if not config.head_tied:
             self.ff_out = nn.Linear(shape.width, shape.vocab_size, bias=False)
         self.requires_grad_(False)

@@ -7,15 +7,14 @@ head. Absent keys of config.json take the defaults of the official `GiddConfig`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from tiered.core.checks import FLOAT32_MOST
 from tiered.kernels.coded_weight import CodedWeight
-from tiered.models.base import DenseBlock, DiffusionModel, RMSNorm
+from tiered.models.base import DiffusionModel, RMSNorm
 from tiered.models.config_fields import number_in, switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
 from tiered.models.noise import MOST_LOG_SNR, Noise
@@ -42,13 +41,11 @@ class GiddConfig(ModelConfig):
     """What the GIDD forward needs beside the sizes and what every forward needs.
 
     Attributes:
-        qk_norm: True if queries and keys are normed over the full width.
         branch_scale: factor of each branch: `resid_scale` over the number of layers.
         weight_scale: factor of every projection: a number, or "fan_in" or "fan_out" to the power of −½.
         head_scale: factor of logits.
     """
 
-    qk_norm: bool
     branch_scale: float
     weight_scale: float | str
     head_scale: float
@@ -79,7 +76,6 @@ def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
         raise ValueError(f"config.json: min_log_snr = {low} must be below max_log_snr = {high}")
     return GiddConfig(
         **fields,
-        qk_norm=qk_norm,
         branch_scale=number_in(config, "resid_scale", 4.0) / fields["shape"].layers,
         weight_scale=str(scale) if scale in ("fan_in", "fan_out") else number_in(config, "weight_scaling", 1.0),
         head_scale=number_in(config, "head_scaling", 1.0),
@@ -97,23 +93,9 @@ class ZeroCentredNorm(RMSNorm):
     zero_centred = True
 
 
-class GiddBlock(DenseBlock):
-    norm = ZeroCentredNorm
-
-    def __init__(self, config: GiddConfig) -> None:
-        super().__init__(config)
-        shape = config.shape
-        if config.qk_norm:
-            self.q_norm = ZeroCentredNorm(shape.width, config.norm_eps)
-            self.k_norm = ZeroCentredNorm(shape.width, config.norm_eps)
-        if shape.sink_tokens:
-            self.k_bias = nn.Parameter(torch.zeros(shape.heads, shape.head_dim))
-            self.v_bias = nn.Parameter(torch.zeros(shape.heads, shape.head_dim))
-
-
 class Gidd(DiffusionModel):
     config: GiddConfig
-    _block_type: ClassVar[type[DenseBlock]] = GiddBlock
+    _norm = ZeroCentredNorm
     read_config = staticmethod(read_gidd_config)
 
     def __init__(self, config: GiddConfig) -> None:

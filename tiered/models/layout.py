@@ -72,7 +72,6 @@ class ModelConfig:
 
     Attributes:
         head_tied: True if the language-model head is the embedding.
-        biases: the projections of a block that have a bias.
         parameter_names: our own name of each weight, by its official one.
     """
 
@@ -80,7 +79,6 @@ class ModelConfig:
     rotation: Rotation
     norm_eps: float
     head_tied: bool
-    biases: frozenset[str]
     parameter_names: Mapping[str, str]
     mask_token_id: int
     eos_token_id: int
@@ -164,7 +162,6 @@ class Layout:
             "rotation": rotation,
             "norm_eps": number_in(config, "rms_norm_eps", self.norm_eps),
             "head_tied": head_tied,
-            "biases": biases,
             "parameter_names": names,
             **special_tokens(config, tokens or shape.vocab_size, self.keys, self.tokens),
         }

@@ -5,12 +5,11 @@ config.json of the released chat models does not say how long blocks are; those 
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tiered.models.base import DenseBlock, DiffusionModel
+from tiered.models.base import DiffusionModel
 from tiered.models.config_fields import switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
 
@@ -35,15 +34,7 @@ def read_sdar_config(config: Mapping[str, object]) -> ModelConfig:
     )
 
 
-class SdarBlock(DenseBlock):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.q_norm = self.norm(config.shape.head_dim, config.norm_eps)
-        self.k_norm = self.norm(config.shape.head_dim, config.norm_eps)
-
-
 class Sdar(DiffusionModel):
-    _block_type: ClassVar[type[DenseBlock]] = SdarBlock
     read_config = staticmethod(read_sdar_config)
 
     def _normed_heads(
