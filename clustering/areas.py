@@ -98,14 +98,17 @@ def cut_clusters(
 
 
 def _resized(index: ClusterIndex, parts: Sequence[Piece]) -> ClusterIndex:
-    """`index` with `parts` as clusters; its centroids and medoids are still those of the clusters before."""
+    """`index` with `parts` as clusters, which keep the centroids and medoids of the clusters that they were part of."""
     ends = list(accumulate(index.shares, initial=0))
     sizes = tuple(part.stop - part.start for part in parts)
+    cluster = on_device([part.cluster for part in parts], index.rows.device)
     return replace(
         index,
         sizes=sizes,
         counts=on_device(sizes, index.rows.device),
         shares=tuple(sum(first <= part.cluster < stop for part in parts) for first, stop in pairwise(ends)),
+        centroids=index.centroids[cluster],
+        medoids=index.medoids[cluster],
     )
 
 
