@@ -7,14 +7,13 @@ order of events happen.
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from tiered.offload.cuda_transport import CudaTransport
 from tiered.offload.fence import Event
-from tiered.offload.host_event import HostEvent
-from tiered.offload.lane_thread import Job, whole
+from tiered.offload.lane_thread import Job
 from tiered.offload.thread_transport import LaneTransport, ThreadTransport
 from tiered.offload.transport import Copy, Lane, TransferEvent
 
@@ -98,14 +97,9 @@ class _Simulated(LaneTransport):
         if self._delay is not None and (seconds := self._delay(point, lane)) > 0:
             time.sleep(seconds)
 
-    def _job(
-        self,
-        event: HostEvent,
-        work: Callable[[], int],
-        after: Iterable[Event],
-        host_part: Callable[[Event], Event] = whole,
-    ) -> Job:
-        return super()._job(event, work, after, lambda each: _Held(host_part(each), self, event.lane))
+    def _job(self, *given: Any, **more: Any) -> Job:
+        job = super()._job(*given, **more)
+        return replace(job, host_part=lambda each: _Held(job.host_part(each), self, job.event.lane))
 
     def _move(self, lane: Lane, pieces: Sequence[Copy]) -> int:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The clusters of one layer of one sequence: who belongs where, in which order, and what stands for them."""
+"""The clusters of one layer of one sequence: their members in order, their centroids and their medoids."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,6 @@ class ClusterIndex:
 
     @property
     def clusters(self) -> int:
-        """How many there are."""
         return len(self.sizes)
 
     def cluster_of(self, length: int) -> Int[Tensor, " length"]:

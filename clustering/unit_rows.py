@@ -54,7 +54,6 @@ class UnitRows:
 
     @property
     def rounding(self) -> float:
-        """`rounding` of the rows' dtype."""
         return rounding(self.rows.dtype)
 
     @property
@@ -68,7 +67,6 @@ class UnitRows:
         return UnitRows(self.rows[groups, columns], valid, self.inverse[groups, columns], self.finite)
 
     def tiles(self, *, columns: int = 1) -> Iterator[tuple[slice, slice, Tensor]]:
-        """The unit rows tile by tile; see `tiles`."""
         return tiles(self.rows, self.inverse, gaps=self.valid is not None, columns=columns)
 
     def take(self, picks: Int[Tensor, "groups picks"]) -> Float32[Tensor, "groups picks width"]:

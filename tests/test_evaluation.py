@@ -17,7 +17,7 @@ from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
 from tiered.embedded.tasks import sample
 from tiered.evaluation import TieredLM
-from tiered.evaluation.text import answer_text
+from tiered.evaluation.requests import answer_text
 from tiered.runtime import Runtime
 from tiered.serving.request import Request
 
@@ -229,11 +229,11 @@ def test_options_of_a_request(
 
 
 def test_greedy_over_a_temperature_is_said_once(runtime: Runtime, caplog: pytest.LogCaptureFixture):
-    lm = TieredLM(runtime, temperature=0.5, confidence_threshold=0.5)
+    lm = TieredLM(runtime, temperature=0.5625, confidence_threshold=0.5)
     assert not caplog.records
     ask(lm, chats(lm)[:3], GREEDY)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "--gen_kwargs do_sample=True,temperature=0.5" in caplog.text
+    assert "--gen_kwargs do_sample=True,temperature=0.5625" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_a_prompt_that_is_too_long_loses_its_beginning(
     assert len(ids) == 4087  # of 4096, of which 32 and 64 are the answer's
     assert seen == [tokenizer("Ada")["input_ids"], ids[-4064:], ids[-4032:], [lm.eot_token_id]]
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert "1 of 1 prompts" in caplog.text and "55 tokens in all, at most 55 (request 0, of 4087" in caplog.text
+    assert "Context length (4087) + max_gen_toks (64) = 4151 exceeds model's max length (4096)" in caplog.text
 
 
 class Beginning:
@@ -336,19 +336,23 @@ class Beginning:
         return self._tokenizer.convert_tokens_to_ids(token)
 
 
-def test_one_beginning_of_sequence_token_however_it_comes(tokenizer: Any):
-    from tiered.evaluation.text import encode
+def test_one_beginning_of_sequence_token_however_it_comes(runtime: Runtime, tokenizer: Any):
+    def encode(tokenizer: Any, text: str, add_bos_token: bool = False) -> list[int]:
+        lm.tokenizer, lm._bos = tokenizer, add_bos_token
+        return lm.tok_encode(text)
 
+    lm = TieredLM(runtime)
     with_bos, begun = Beginning(tokenizer), tokenizer("<|user|> Ada")["input_ids"]
     for text, add in (("Ada", False), ("<|user|>Ada", False), ("<|user|>Ada", True)):
-        assert encode(with_bos, text, eos_token_id=0, add_bos_token=add) == begun  # type: ignore[arg-type]
-    with_bos._tokenizer = lambda text: tokenizer(text.removeprefix(2 * "<|user|>"))
-    assert encode(with_bos, "", eos_token_id=0) == tokenizer("<|user|>")["input_ids"]  # type: ignore[arg-type]
+        assert encode(with_bos, text, add) == begun
+    assert lm.prefix_token_id == begun[0] and TieredLM(runtime).prefix_token_id == lm.eot_token_id
     # A tokenizer that adds none by itself, as LLaDA's and Dream's.
     plain = Beginning(tokenizer)
     plain.__class__ = type("Plain", (Beginning,), {"__call__": lambda self, text, **_: tokenizer(text)})
-    assert encode(plain, "Ada", eos_token_id=0) == tokenizer("Ada")["input_ids"]  # type: ignore[arg-type]
-    assert encode(plain, "Ada", eos_token_id=0, add_bos_token=True) == begun  # type: ignore[arg-type]
+    assert encode(plain, "Ada") == tokenizer("Ada")["input_ids"]
+    assert encode(plain, "Ada", True) == begun
+    # The continuation of an empty context begins no sequence.
+    assert lm.tok_encode("Ada", add_special_tokens=False) == tokenizer("Ada")["input_ids"]
 
 
 def test_chats(lm: TieredLM, runtime: Runtime, monkeypatch: pytest.MonkeyPatch):

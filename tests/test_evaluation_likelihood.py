@@ -112,11 +112,13 @@ def test_requests_are_split_where_the_whole_texts_ids_are(lm: TieredLM, caplog: 
     ids = lm.tokenizer("copy: Ada Ben Cleo")["input_ids"]
     expected, _ = lm._likelihood.score(ids[:3], ids[3:])
     assert len(ids) == 5 and score(lm, "copy: Ada", " Ben Cleo") == expected == score(lm, "copy: Ada ", "Ben Cleo")
-    # An empty context is one token; a long one loses its beginning.
+    # An empty context, or one of spaces alone, is one token; a long one loses its beginning.
     assert score(lm, "", "Ada Ben") == lm._likelihood.score([lm.eot_token_id], lm.tokenizer("Ada Ben")["input_ids"])[0]
+    spaced, _ = lm._likelihood.score([lm.eot_token_id], lm.tokenizer(" Ada Ben")["input_ids"])
+    assert score(lm, " ", "Ada Ben") == spaced
     words = "Ada " * 300
     long = lm.tokenizer(words + "Ben")["input_ids"][-256:]
-    assert score(lm, words, "Ben") == lm._likelihood.score(long[:-1], long[-1:])[0] and "1 of 1 prompts" in caplog.text
+    assert score(lm, words, "Ben") == lm._likelihood.score(long[:-1], long[-1:])[0] and "Truncating" in caplog.text
 
 
 def test_rolling_sums_windows_of_the_models_context(lm: TieredLM):

@@ -43,8 +43,8 @@ class Answerer:  # of `answered`
         self._runtime.prepare([0], **self._options)  # an option that no row can have ends the job
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        scheduler, requests = Scheduler(self._runtime, max_waiting=1 << 31), dict[int, Any]()
-        answers, errors = ([""] * len(batch["prompt"]) for _ in range(2))
+        scheduler, requests = Scheduler(self._runtime, max_waiting=1 << 31), {}
+        answers, errors = [""] * len(batch["prompt"]), [""] * len(batch["prompt"])
         for row, prompt in enumerate(p.tolist() if hasattr(p, "tolist") else p for p in batch["prompt"]):
             own: dict[str, Any] = {"seed": int(batch["seed"][row])} if "seed" in batch else {}
             try:

@@ -13,15 +13,20 @@ from torch import Tensor
 
 from tiered.core.features import Account, Feature
 from tiered.forward.forward import Forward
-from tiered.forward.forward_bytes import forward_bytes
-from tiered.forward.sizes import CallShape
 from tiered.inputs import Inputs
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Step, StepKind
 from tiered.policies.row_schedule import row_schedule
 from tiered.runtime import Runtime
-from workloads.canvas_areas import AreaFigures, area_spans, check_canvas
-from workloads.uncached import StepFigures, counted_rows, distances_by_span, layers_of, uncached_forward
+from workloads.canvas_areas import AreaFigures, area_spans
+from workloads.uncached import (
+    StepFigures,
+    counted_rows,
+    distances_by_span,
+    layers_of,
+    uncached_bytes,
+    uncached_forward,
+)
 
 
 def measure_staleness(runtime: Runtime, inputs: Inputs, **generate_options: Any) -> AreaFigures:
@@ -49,9 +54,8 @@ class StalenessInspector:
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
         """Bytes of the recompute: an uncached forward without logits, which keeps one layer at a time. The temporaries
         of a comparison are fewer than those of a layer."""
-        check_canvas(shape)
-        sizes = CallShape(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype)
-        return forward_bytes(sizes, row_schedule("none").features(shape))
+        kept = row_schedule("none").features(shape)
+        return uncached_bytes(shape, kept, sequences=sequences, length=length, dtype=dtype)
 
     def after_forward(
         self,

@@ -16,15 +16,21 @@ from tiered.core.features import Account
 from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
-from tiered.forward.forward_bytes import forward_bytes
-from tiered.forward.sizes import CallShape
 from tiered.inputs import Inputs
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Step, StepKind
 from tiered.runtime import Runtime
 from workloads.attention_mass import attention_mass, mass_bytes
-from workloads.canvas_areas import COLUMNS, MASSES, AreaFigures, area_spans, check_canvas
-from workloads.uncached import COMPARED, StepFigures, counted_rows, distances_by_span, layers_of, uncached_forward
+from workloads.canvas_areas import COLUMNS, MASSES, AreaFigures, area_spans
+from workloads.uncached import (
+    COMPARED,
+    StepFigures,
+    counted_rows,
+    distances_by_span,
+    layers_of,
+    uncached_bytes,
+    uncached_forward,
+)
 
 
 def measure_step_drift(runtime: Runtime, inputs: Inputs, **generate_options: Any) -> AreaFigures:
@@ -56,10 +62,8 @@ class StepDriftInspector:
     def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
         """Bytes of a forward without logits over one layer's workspace, of all layers of the step before, and of the
         scores of the attention. With guidance half of it would do."""
-        check_canvas(shape)
         kept = dict.fromkeys(COMPARED, shape.layers + 1)
-        sizes = CallShape(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype)
-        amounts = forward_bytes(sizes, kept)
+        amounts = uncached_bytes(shape, kept, sequences=sequences, length=length, dtype=dtype)
         amounts[Account.ACTIVATIONS] += mass_bytes(shape, length=length, dtype=dtype)
         return amounts
 

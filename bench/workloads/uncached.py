@@ -1,7 +1,7 @@
 """An uncached forward over the canvas of a step, beside the forward that answers, and distances of its keys and
 values."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -9,15 +9,17 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from tiered.core.features import Feature
+from tiered.core.features import Account, Feature
 from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Flow, Forward
-from tiered.forward.forward_bytes import part_rows
+from tiered.forward.forward_bytes import forward_bytes, part_rows
+from tiered.forward.sizes import CallShape
 from tiered.models.base import DiffusionModel
+from tiered.models.shape import ModelShape
 from tiered.policies.base import Step
 from tiered.policies.row_schedule import row_schedule
-from workloads.canvas_areas import AreaFigures
+from workloads.canvas_areas import AreaFigures, check_canvas
 
 COMPARED: tuple[Feature, ...] = (Feature.KEY, Feature.VALUE)
 
@@ -45,6 +47,18 @@ def uncached_forward(
     fresh = make(model, store, positions, key_mask)
     fresh.clean = step.start
     return fresh
+
+
+def uncached_bytes(
+    shape: ModelShape, kept: Mapping[Feature, int], *, sequences: int, length: int, dtype: str
+) -> dict[Account, int]:
+    """Bytes of an uncached forward without logits. `kept`: number of layers whose rows are kept, by feature.
+
+    Raises:
+        ValueError: rows of the model see blocks.
+    """
+    check_canvas(shape)
+    return forward_bytes(CallShape(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype), kept)
 
 
 def layers_of(fresh: Forward, ids: Int[Tensor, "sequences length"], asked: slice) -> Iterator[int]:

@@ -31,7 +31,6 @@ class CommandParser(argparse.ArgumentParser):
     late: Callable[[argparse.ArgumentParser], None] | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """See argparse."""
         late, self.late = self.late, None
         if late is not None:
             late(self)
@@ -45,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, unknown
 
     def format_help(self) -> str:
-        """See argparse. The usage has what is required; groups list the rest."""
+        # The usage has what is required; groups list the rest.
         if self.usage is None:
             needed = [action for action in self._actions if action.required and action.option_strings]
             places = [action for action in self._actions if not action.option_strings]
@@ -56,7 +55,6 @@ class CommandParser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2 and one line on stderr."""
         self.exit(2, f"{self.prog}: error: {message} (help: {self.prog} --help)\n")
 
 
@@ -88,7 +86,6 @@ def _add_late(parser: argparse.ArgumentParser) -> None:
 
 
 def as_asked(args: argparse.Namespace, prompts: list[str], options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the command line asked for, for JSON."""
     return {
         "model": args.model,
         "policy": args.policy,
@@ -100,7 +97,6 @@ def as_asked(args: argparse.Namespace, prompts: list[str], options: Mapping[str,
 
 
 def load_runtime(args: argparse.Namespace) -> "Runtime":
-    """The model under the policy that was asked for."""
     from tiered.loading import from_pretrained
 
     return from_pretrained(

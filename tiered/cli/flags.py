@@ -13,7 +13,6 @@ _OF_MODEL = ("dtype", "device", "weights", "kv", "rope_theta", "rope_scaling")
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
-    """Enter a cap for each tier."""
     parser.add_argument("--memory", metavar="SIZE", help="cap of the device tier, such as 22.5GiB on a card of 24 GiB")
     below = parser.add_argument_group("memory below the device")
     below.add_argument("--host-memory", metavar="SIZE", help="cap of the host tier (pinned memory)")
@@ -57,7 +56,6 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """Enter the policy and its options."""
     parser.add_argument("--policy", default=DEFAULT_POLICY, help="caching policy (default: %(default)s)")
     parser.add_argument(
         "--policy-option", action="append", default=[], metavar="NAME=VALUE", help="option of the policy; repeatable"

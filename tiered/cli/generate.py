@@ -22,7 +22,6 @@ def add_parser(subparsers: "argparse._SubParsersAction") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the answers, and a line of figures on stderr."""
     from tiered.cli.option_flags import generation_options
 
     check_watch_options(args)
@@ -38,8 +37,7 @@ def run(args: argparse.Namespace) -> int:
         rate = f"{out.timings.tokens / seconds:.1f} tokens/s without the view's time"
     peaks = ((tier, report.peak) for tier, report in out.memory.tiers.items())
     print(
-        f"{out.num_forwards} forwards, {out.tokens_per_forward.mean():.2f} tokens per forward, "
-        f"{rate}, "
+        f"{out.num_forwards} forwards, {out.tokens_per_forward.mean():.2f} tokens per forward, {rate}, "
         f"peak {', '.join(f'{format_bytes(peak)} {tier}' for tier, peak in peaks if peak)}, policy {out.choice}",
         file=sys.stderr,
     )

@@ -20,7 +20,6 @@ MODULES = ("generate", "serve", "trace", "plan", "models", "rates", "warmup")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
     parser = CommandParser(
         prog="tiered",
         usage="%(prog)s COMMAND [OPTION ...]",

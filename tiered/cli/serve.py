@@ -36,21 +36,20 @@ def add_parser(subparsers: "argparse._SubParsersAction") -> None:
         ("--max-answer-tokens", 4096, "tokens of an answer"),
         ("--max-choices", 16, "answers of a request"),
     ):
-        told = text if default is None else f"{text} (default: %(default)s)"
-        limits.add_argument(flag, type=int, default=default, metavar="N", help=told)
+        with_default = text if default is None else f"{text} (default: %(default)s)"
+        limits.add_argument(flag, type=int, default=default, metavar="N", help=with_default)
     limits.add_argument(
         "--seconds", type=float, default=600.0, help="of a request, waiting included (default: %(default)s)"
     )
     limits.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS",
-        help="that running requests have to end once the server is told to (default: %(default)s)",
+        help="that running requests have to end once a signal has come (default: %(default)s)",
     )  # fmt: skip
     add_how(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
     with Extra("serve"):
         from tiered.serving.app import LOCAL, Service, check_api_key
         from tiered.serving.server import Server, listen
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     defaults, key = generation_options(args), os.environ.get(KEY) or None
     check_api_key(KEY, key)
     if args.host not in LOCAL and key is None:
-        print(f"tiered: anybody who reaches {args.host} may ask: {KEY} is not set", file=sys.stderr)
+        print(f"tiered: {KEY} is not set: every client that reaches {args.host} gets answers", file=sys.stderr)
     with load_runtime(args) as runtime:
         scheduler = Scheduler(
             runtime,

@@ -25,7 +25,6 @@ def add_parser(subparsers: "argparse._SubParsersAction") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the trace, and print the time of each operation and of the copies."""
     _check_path(args.out)
     prompts = read_prompts(args)
     from tiered.cli.option_flags import generation_options

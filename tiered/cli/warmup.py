@@ -28,7 +28,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the prompts, and say how long that took."""
     from time import perf_counter
 
     from tiered.kernels.choice import runs_kernels

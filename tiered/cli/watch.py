@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def add_watch_options(parser: argparse.ArgumentParser) -> None:
-    """Enter `--watch` and the options that go with it."""
     parser.add_argument(
         "--watch",
         action="store_true",

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tiered.core.checks import check_integer, check_number, check_switch
+from tiered.core.checks import check_integer, check_switch
 from tiered.core.errors import NonFiniteError
 from tiered.runtime import Runtime
 
@@ -51,12 +51,10 @@ class Likelihood:
             seed: of the masks. Texts of one length get the same masks, so that choices are compared alike.
 
         Raises:
-            TypeError, ValueError: an option of the wrong type or out of range.
+            TypeError, ValueError: `mc_num` or `check_greedy` of the wrong type, or out of range.
         """
         check_integer("mc_num", mc_num, least=1)
-        check_integer("batch_size", batch_size, least=1)
         check_switch("is_check_greedy", check_greedy)
-        check_number("cfg_scale", cfg_scale, least=0.0)
         self._runtime, self._mc_num, self._batch_size = runtime, mc_num, batch_size
         self._check_greedy, self._cfg_scale, self._seed = check_greedy, cfg_scale, seed
 
@@ -70,14 +68,10 @@ class Likelihood:
         """
         shape = self._runtime.model.shape
         if shape.noise != "mask" or shape.block_causal:
-            bounded, other = (
-                ("for masked models", f"knows {shape.noise} noise")
-                if shape.noise != "mask"
-                else ("where every row sees the whole answer", "sees blocks")
-            )
+            other = "sees blocks" if shape.noise == "mask" else f"knows {shape.noise} noise"
             raise NotImplementedError(
-                f"loglikelihood is bounded {bounded}; {self._runtime.name!r} ({shape.family}) {other}: "
-                "tasks that generate (generate_until) are allowed"
+                "loglikelihood is bounded for masked models where every row sees the whole answer; "
+                f"{self._runtime.name!r} ({shape.family}) {other}: tasks that generate (generate_until) are allowed"
             )
         if not target:
             return 0.0, True

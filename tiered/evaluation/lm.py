@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import maybe_truncate
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.checks import check_integer, check_switch, unknown_name
 from tiered.evaluation.likelihood import Likelihood
-from tiered.evaluation.settings import MODEL_NAMES, CallTotals, Defaults, RequestSettings
-from tiered.evaluation.text import answer_text, chat_text, encode, encode_pair, fit, template
+from tiered.evaluation.requests import MODEL_NAMES, CallTotals, Defaults, RequestSettings, answer_text
 from tiered.loading import from_pretrained
 from tiered.models.tokenizer import TOKENIZER_SOURCES
 from tiered.offload.device import pick_device
@@ -33,7 +33,7 @@ _CAPS = {"memory": "device", "host_memory": "host", "disk_memory": "disk", "disk
 _LOADING = inspect.signature(from_pretrained).parameters.keys() - {"path_or_name", "policy_options", "memory"}
 
 
-class TieredLM(LM):
+class TieredLM(TemplateLM):
     """A model under a caching policy and a memory budget, as `--model tiered`."""
 
     def __init__(
@@ -72,7 +72,7 @@ class TieredLM(LM):
         if self.runtime.tokenizer is None:
             raise ValueError(f"{self.runtime.name!r} has no tokenizer ({TOKENIZER_SOURCES}, beside the weights)")
         self.tokenizer, self._device, self._bos = self.runtime.tokenizer, self.runtime.device, add_bos_token
-        self.max_length, self.eot_token_id = self.runtime.model.shape.max_context, self.runtime.model.eos_token_id
+        self.max_length = self.runtime.model.shape.max_context
         self.defaults, self.totals = Defaults(self.runtime, generation), CallTotals()
         own = self.defaults.options
         self._likelihood = Likelihood(
@@ -86,7 +86,7 @@ class TieredLM(LM):
     ) -> "TieredLM":
         """The model of `--model_args`. They win over `--batch_size` and `--device`, which the command line always
         passes, given or not."""
-        return cls(**{name: value for name, value in (additional_config or {}).items() if value is not None} | arg_dict)
+        return super().create_from_arg_obj((additional_config or {}) | arg_dict)
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "TieredLM":
@@ -100,12 +100,19 @@ class TieredLM(LM):
         has the seed + n.
 
         Raises:
-            TypeError, ValueError: bad `gen_kwargs`, named, before any request is answered.
+            TypeError, ValueError: bad `gen_kwargs`, named, before any request is answered; or an answer that leaves no
+                room for a prompt.
             TierCapacityError: the budget has no room for a request, even alone.
         """
-        settings = self.defaults.all_settings([request.args[1] for request in requests])  # type: ignore[index]
-        rooms = [self.max_length - own.columns for own in settings]
-        prompts = fit([self.encode(request.args[0]) for request in requests], rooms)  # type: ignore[index]
+        settings, prompts = [], []
+        for context, gen_kwargs in (request.args for request in requests):  # type: ignore[misc]
+            settings.append(own := self.defaults.settings(gen_kwargs))
+            if own.columns >= self.max_length:
+                raise ValueError(
+                    f"max_gen_toks = {own.max_gen_toks} takes {own.columns} of the model's {self.max_length} positions "
+                    "and leaves none for a prompt"
+                )
+            prompts.append(maybe_truncate(self._prompt(context), own.columns, self.max_length)[0])
         answers: dict[int, str] = {}
         waiting: dict[int, Request] = {}
         began = time.perf_counter()
@@ -135,22 +142,21 @@ class TieredLM(LM):
             self.tokenizer, ids, most=settings.max_gen_toks, eos_token_id=self.eot_token_id, until=settings.until
         )
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Of every (context, continuation): a lower bound on its log-probability in nats, and whether greedy decoding
-        would give it; see `Likelihood`. Slow and noisy: prefer tasks that generate.
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **options: object
+    ) -> list[tuple[float, bool]]:
+        """Of every (request, context, continuation): a lower bound on its log-probability in nats, and whether greedy
+        decoding would give it; see `Likelihood`. Slow and noisy: prefer tasks that generate.
 
         Raises:
             NotImplementedError: a model of uniform noise, or one that sees blocks.
         """
-        pairs = [encode_pair(self.encode, *request.args) for request in requests]
-        wholes = fit([prefix + target for prefix, target in pairs], [self.max_length] * len(pairs))
         results = []
-        for request, whole, (_, target) in zip(
-            requests, tqdm(wholes, disable=disable_tqdm, desc="Running loglikelihood requests"), pairs, strict=True
-        ):
+        for request, context, target in tqdm(requests, disable=disable_tqdm, desc="Running loglikelihood requests"):
+            whole, _ = maybe_truncate((context or [self.prefix_token_id]) + target, 0, self.max_length)
             start = max(1, len(whole) - len(target))
             results.append(self._likelihood.score(whole[:start], whole[start:]))
-            self.cache_hook.add_partial("loglikelihood", request.args, results[-1])
+            self.cache_hook.add_partial("loglikelihood", request, results[-1])
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -160,8 +166,8 @@ class TieredLM(LM):
         for request in tqdm(requests, disable=disable_tqdm, desc="Running loglikelihood_rolling requests"):
             (text,) = request.args
             windows = get_rolling_token_windows(
-                self.encode(text),
-                prefix_token=self.encode("")[0],
+                self._prompt(text),
+                prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length - 1,  # and one for the prefix, which is no input of a causal model's last
                 context_len=1,
             )
@@ -169,16 +175,60 @@ class TieredLM(LM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, results[-1])
         return results
 
-    def encode(self, text: str) -> list[int]:
-        return encode(self.tokenizer, text, eos_token_id=self.eot_token_id, add_bos_token=self._bos)
+    @property
+    def eot_token_id(self) -> int:
+        return self.runtime.model.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The beginning-of-sequence token, or the end-of-sequence token if the tokenizer has none."""
+        bos = self.tokenizer.bos_token
+        return self.tokenizer.convert_tokens_to_ids(str(bos)) if bos else self.eot_token_id  # type: ignore[return-value]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+        """Ids of a text, which may have gone through a chat template.
+
+        A text that begins with the tokenizer's beginning-of-sequence token gets no second one; `add_bos_token` adds it
+        to the others. `add_special_tokens`: False for a text that begins no sequence.
+        """
+        bos = str(self.tokenizer.bos_token or "")
+        if self._bos and add_special_tokens is not False and not string.startswith(bos):
+            string = bos + string
+        special = not (bos and string.startswith(bos)) if add_special_tokens is None else add_special_tokens
+        return list(self.tokenizer(string, add_special_tokens=special)["input_ids"])  # type: ignore[arg-type]
+
+    def _prompt(self, text: str) -> list[int]:
+        return self.tok_encode(text) or [self.prefix_token_id]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A chat as one prompt, by the tokenizer's own template; see `chat_text`."""
-        return chat_text(self.tokenizer, chat_history, add_generation_prompt=add_generation_prompt)
+        """A chat as one prompt, by the tokenizer's own template. Without `add_generation_prompt` the last message is
+        the answer's own beginning (a task's `gen_prefix`), and stays open. Raises `ValueError` as `chat_template`."""
+        self.chat_template(True)
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's text, for the results; None if none is applied."""
-        return template(self.tokenizer, chat_template)
+        """The text of the tokenizer's own template, for the results; None if none is applied.
+
+        Raises:
+            ValueError: the tokenizer has no template, or `chat_template` is a name: the harness passes it for the
+                results alone, and not when it applies a template.
+        """
+        if not chat_template:
+            return None
+        if isinstance(chat_template, str):
+            raise ValueError(
+                f"--apply_chat_template {chat_template}: no template is chosen by name here; leave the name out"
+            )
+        if not self.tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template; run without --apply_chat_template")
+        return self.tokenizer.get_chat_template()
 
     @property
     def tokenizer_name(self) -> str:
@@ -200,10 +250,12 @@ def _batch_size(batch_size: int | str, most: int | None) -> int:
     if isinstance(batch_size, str):
         if batch_size.partition(":")[0] == "auto":
             batch_size = AUTO_BATCH_SIZE if most is None else most
-        elif not batch_size.isdecimal():
+        elif batch_size.isdecimal():
+            batch_size = int(batch_size)
+        else:
             raise ValueError(f"batch_size = {batch_size!r}; a positive int or 'auto' is allowed")
-    check_integer("batch_size", int(batch_size) if isinstance(batch_size, str) else batch_size, least=1)
-    return int(batch_size)
+    check_integer("batch_size", batch_size, least=1)
+    return batch_size
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -224,8 +276,8 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dic
 
 def _runtime(pretrained: str | Path | Runtime, loading: dict[str, Any], policy: dict[str, Any]) -> Runtime:
     given = {name: value for name, value in loading.items() if value is not None}
-    named = given.pop("policy", None)
     if isinstance(pretrained, Runtime):
+        named = given.pop("policy", None)
         if any(value not in ("auto", "raw") for value in given.values()):
             raise ValueError(
                 "the runtime is loaded already: its memory, dtype, device and rotation are those it was loaded with"
@@ -235,7 +287,7 @@ def _runtime(pretrained: str | Path | Runtime, loading: dict[str, Any], policy: 
     memory = caps["device"] if isinstance(caps.get("device"), MemoryBudget) else MemoryBudget(**caps)
     if str(given.get("device", "")).startswith("cuda") and pick_device("auto").type != "cuda":
         logger.warning("device = %r, but there is no CUDA here: going on on the CPU", str(given.pop("device")))
-    return from_pretrained(pretrained, **({} if named is None else {"policy": named}), memory=memory, **given, **policy)
+    return from_pretrained(pretrained, memory=memory, **given, **policy)
 
 
 def _seed(options: Any) -> int:

@@ -5,6 +5,7 @@ here are Llama's: norm → attention → norm → MLP with a gate. A family over
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -24,42 +25,38 @@ from tiered.models.rope import Rotary
 from tiered.models.shape import ModelShape
 
 M = TypeVar("M", bound="DiffusionModel")
+FIRST_BLOCK = "blocks.0."  # in front of the names of its weights
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm: normalised in float32, rounded to the model's dtype, then scaled."""
+    """Root-mean-square norm: normalised in float32, rounded to the model's dtype, then scaled by the weight. If it is
+    `zero_centred`, it is scaled by 1 + weight before it is rounded."""
+
+    zero_centred: ClassVar[bool] = False
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.full((width,), 0.0 if self.zero_centred else 1.0))
         self.eps = eps
 
     def forward(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows width"]:
-        return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps)
+        return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps, zero_centred=self.zero_centred)
 
 
 class DenseBlock(nn.Module):
-    """The weights of one layer; `ff_proj` is the gate of the MLP, if it has one."""
+    """The weights of one layer."""
 
-    norm: ClassVar[type[nn.Module]] = RMSNorm
-
-    def __init__(self, config: Any) -> None:
+    def __init__(self, sizes: Mapping[str, tuple[int, ...]], norm: Callable[[int], RMSNorm]) -> None:
+        """`sizes`: shape of each weight by our own name. `norm`: makes the norm of a width."""
         super().__init__()
-        shape = config.shape
-
-        def linear(name: str, inner: int, out: int) -> nn.Linear:
-            return nn.Linear(inner, out, bias=name in config.biases)
-
-        self.attn_norm = self.norm(shape.width, config.norm_eps)
-        self.q_proj = linear("q_proj", shape.width, shape.heads_width)
-        self.k_proj = linear("k_proj", shape.width, shape.kv_width)
-        self.v_proj = linear("v_proj", shape.width, shape.kv_width)
-        self.attn_out = linear("attn_out", shape.heads_width, shape.width)
-        self.ff_norm = self.norm(shape.width, config.norm_eps)
-        if shape.mlp_matrices == 2:
-            self.ff_proj = linear("ff_proj", shape.width, shape.mlp_width)
-        self.up_proj = linear("up_proj", shape.width, shape.mlp_width)
-        self.ff_out = linear("ff_out", shape.mlp_width, shape.width)
+        for name, size in sizes.items():
+            module, _, kind = name.partition(".")
+            if not kind:
+                setattr(self, name, nn.Parameter(torch.zeros(size)))
+            elif len(size) == 2:
+                setattr(self, module, nn.Linear(size[1], size[0], bias=f"{module}.bias" in sizes))
+            elif kind == "weight":
+                setattr(self, module, norm(size[0]))
 
 
 class DiffusionModel(nn.Module):
@@ -73,8 +70,8 @@ class DiffusionModel(nn.Module):
     """
 
     read_config: ClassVar[Callable[[Mapping[str, object]], ModelConfig]]
-    _block_type: ClassVar[type[DenseBlock]] = DenseBlock
-    blocks: Any  # an nn.ModuleList of `_block_type`
+    _norm: ClassVar[type[RMSNorm]] = RMSNorm
+    blocks: Any  # an nn.ModuleList of `DenseBlock`
     ln_f: Any
     config: Any
     shape: ModelShape
@@ -91,15 +88,17 @@ class DiffusionModel(nn.Module):
         self.eos_token_id = config.eos_token_id
         self.pad_token_id = config.pad_token_id
         self.wte = nn.Embedding(shape.vocab_size, shape.width)
-        self.blocks = nn.ModuleList(self._block_type(config) for _ in range(shape.layers))
-        self.ln_f = self._block_type.norm(shape.width, config.norm_eps)
+        norm = partial(self._norm, eps=config.norm_eps)
+        own_names = {own: name for name, own in config.parameter_names.items() if own.startswith(FIRST_BLOCK)}
+        sizes = {own.removeprefix(FIRST_BLOCK): shape.weight_shapes[name] for own, name in own_names.items()}
+        self.blocks = nn.ModuleList(DenseBlock(sizes, norm) for _ in range(shape.layers))
+        self.ln_f = norm(shape.width)
         if not config.head_tied:
             self.ff_out = nn.Linear(shape.width, shape.vocab_size, bias=False)
         self.requires_grad_(False)
 
     @classmethod
     def from_config(cls: type[M], config: Mapping[str, Any]) -> M:
-        """The model that `config` describes; raises as `read_config`."""
         return cls(cls.read_config(config))
 
     def parameter_name(self, official: str) -> str:

@@ -93,8 +93,9 @@ def checkpoint_dtype(config: Mapping[str, object]) -> str:
 
 
 def require(config: Mapping[str, object], allowed: Mapping[str, tuple[object, ...]], family: str) -> None:
-    """Raise `ValueError` unless each key of `allowed`, and each switch of other models, is absent, null, or holds a
-    value that our forward implements, or a list of such values. It names every key, its value and what is allowed."""
+    """Check the keys of `allowed` and the switches of other models. Each may be absent or null, or hold a value that
+    our forward implements, or a list of such values. Else `ValueError` names every key, its value and the allowed ones.
+    """
     wrong = [
         f"{key} = {value!r} (allowed: {', '.join(map(repr, values)) or 'null'})"
         for key, values in {**_SWITCHES, **allowed}.items()
@@ -105,22 +106,25 @@ def require(config: Mapping[str, object], allowed: Mapping[str, tuple[object, ..
         raise ValueError(f"config.json asks for what the {family} forward does not have: {'; '.join(wrong)}")
 
 
-def positive_number(config: Mapping[str, object], key: str, default: float) -> float:
-    """`config[key]` as a number; `default` if it is absent or null. Raises `ValueError` unless it is a number above 0
-    that float32 holds."""
-    value = value_of(config, key, default)
+def number_in(
+    config: Mapping[str, object],
+    key: str,
+    default: float,
+    *,
+    least: float = FLOAT32_LEAST,
+    most: float = FLOAT32_MOST,
+    where: str = "config.json: ",
+) -> float:
+    """`config[key]` as a number from `least` to `most`; `default` if it is absent or null. Raises `ValueError`, which
+    begins with `where`, for another value."""
+    value = config.get(key)
+    if value is None:
+        return default
     # Written so that NaN fails too, and an int that no float can hold.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not FLOAT32_LEAST <= value <= FLOAT32_MOST:
-        raise ValueError(f"config.json: {key} = {value!r}; a positive number that float32 can hold is allowed")
-    return float(value)
-
-
-def finite_number(config: Mapping[str, object], key: str, default: float, *, most: float = FLOAT32_MOST) -> float:
-    """`config[key]` as a number from -`most` to `most`; `default` if it is absent or null. Raises `ValueError` for
-    another value."""
-    value = value_of(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -most <= value <= most:
-        raise ValueError(f"config.json: {key} = {value!r}; a finite number from {-most:g} to {most:g} is allowed")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        positive = (least, most) == (FLOAT32_LEAST, FLOAT32_MOST)
+        allowed = "a positive number that float32 can hold" if positive else f"a number from {least:g} to {most:g}"
+        raise ValueError(f"{where}{key} = {value!r}; {allowed} is allowed")
     return float(value)
 
 
@@ -139,8 +143,8 @@ def special_tokens(
     defaults: tuple[int | None, int | None, int | None],
 ) -> dict[str, int]:
     """`mask_token_id`, `eos_token_id` and `pad_token_id`, from their `keys`; `defaults` stand for absent ones, in this
-    order. Raises `ValueError` for a token that is absent without a default or outside the vocabulary, and for a mask
-    that is the end of an answer."""
+    order. Raises `ValueError` for a token outside the vocabulary, for an absent one without a default, and if the mask
+    ends answers."""
     ids: dict[str, int] = {}
     for name, default in zip(("mask_token_id", "eos_token_id", "pad_token_id"), defaults, strict=True):
         key = keys[name]

@@ -14,7 +14,6 @@ _LAYOUT = Layout(
     allowed={
         "attention_bias": (True,),
         "hidden_act": ("silu",),
-        "weight_tying": (False,),  # in this family `tie_word_embeddings`
     },
 )
 

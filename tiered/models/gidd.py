@@ -7,17 +7,15 @@ head. Absent keys of config.json take the defaults of the official `GiddConfig`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from tiered.kernels.choice import for_device
+from tiered.core.checks import FLOAT32_MOST
 from tiered.kernels.coded_weight import CodedWeight
-from tiered.kernels.rms_norm_ref import rms_norm
-from tiered.models.base import DenseBlock, DiffusionModel
-from tiered.models.config_fields import finite_number, positive_number, switch
+from tiered.models.base import DiffusionModel, RMSNorm
+from tiered.models.config_fields import number_in, switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
 from tiered.models.noise import MOST_LOG_SNR, Noise
 
@@ -27,7 +25,6 @@ _LAYOUT = Layout(
         "attention_bias": (False, True),
         "mlp_bias": (False, True),
         "use_qk_norm": (False, True),
-        "weight_tying": (False,),  # in this family `tie_word_embeddings`
     },
     names={
         **NAMES,
@@ -44,13 +41,11 @@ class GiddConfig(ModelConfig):
     """What the GIDD forward needs beside the sizes and what every forward needs.
 
     Attributes:
-        qk_norm: True if queries and keys are normed over the full width.
         branch_scale: factor of each branch: `resid_scale` over the number of layers.
         weight_scale: factor of every projection: a number, or "fan_in" or "fan_out" to the power of −½.
         head_scale: factor of logits.
     """
 
-    qk_norm: bool
     branch_scale: float
     weight_scale: float | str
     head_scale: float
@@ -60,7 +55,7 @@ class GiddConfig(ModelConfig):
 def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
     """`config.json` as the GIDD forward reads it; raises as `Layout.read`, and for another number out of range."""
     qk_norm, sinks = switch(config, "use_qk_norm", True), switch(config, "attention_bias")
-    shift = finite_number(config, "noise_type", 0.0)
+    shift = number_in(config, "noise_type", 0.0, least=-FLOAT32_MOST)
     fields = _LAYOUT.read(
         {**config, "num_key_value_heads": None},
         biases=("up_proj", "ff_out") if switch(config, "mlp_bias") else (),
@@ -69,22 +64,21 @@ def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
         mlp_matrices=1,
         noise="uniform" if shift > 0 else "mask",
         noise_masked=True,
-        soft_cap=positive_number(config, "attn_soft_cap", 30.0),
+        soft_cap=number_in(config, "attn_soft_cap", 30.0),
         sink_tokens=int(sinks),
     )
     scale = config.get("weight_scaling", "fan_in")
     low, high = (
-        finite_number(config, key, default, most=MOST_LOG_SNR)
+        number_in(config, key, default, least=-MOST_LOG_SNR, most=MOST_LOG_SNR)
         for key, default in (("min_log_snr", -9.0), ("max_log_snr", 9.0))
     )
     if not low < high:
         raise ValueError(f"config.json: min_log_snr = {low} must be below max_log_snr = {high}")
     return GiddConfig(
         **fields,
-        qk_norm=qk_norm,
-        branch_scale=positive_number(config, "resid_scale", 4.0) / fields["shape"].layers,
-        weight_scale=str(scale) if scale in ("fan_in", "fan_out") else positive_number(config, "weight_scaling", 1.0),
-        head_scale=positive_number(config, "head_scaling", 1.0),
+        branch_scale=number_in(config, "resid_scale", 4.0) / fields["shape"].layers,
+        weight_scale=str(scale) if scale in ("fan_in", "fan_out") else number_in(config, "weight_scaling", 1.0),
+        head_scale=number_in(config, "head_scaling", 1.0),
         noise=Noise(
             shift=shift,
             min_log_snr=low,
@@ -95,35 +89,13 @@ def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
     )
 
 
-class ZeroCentredNorm(nn.Module):
-    """Root-mean-square norm in float32, scaled by 1 + weight."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width))
-        self.eps = eps
-
-    def forward(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows width"]:
-        return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps, zero_centred=True)
-
-
-class GiddBlock(DenseBlock):
-    norm = ZeroCentredNorm
-
-    def __init__(self, config: GiddConfig) -> None:
-        super().__init__(config)
-        shape = config.shape
-        if config.qk_norm:
-            self.q_norm = ZeroCentredNorm(shape.width, config.norm_eps)
-            self.k_norm = ZeroCentredNorm(shape.width, config.norm_eps)
-        if shape.sink_tokens:
-            self.k_bias = nn.Parameter(torch.zeros(shape.heads, shape.head_dim))
-            self.v_bias = nn.Parameter(torch.zeros(shape.heads, shape.head_dim))
+class ZeroCentredNorm(RMSNorm):
+    zero_centred = True
 
 
 class Gidd(DiffusionModel):
     config: GiddConfig
-    _block_type: ClassVar[type[DenseBlock]] = GiddBlock
+    _norm = ZeroCentredNorm
     read_config = staticmethod(read_gidd_config)
 
     def __init__(self, config: GiddConfig) -> None:

@@ -10,11 +10,14 @@ from typing import Any
 
 from tiered.models.config_fields import (
     checkpoint_dtype,
+    length_or_none,
+    number_in,
     positive,
-    positive_number,
     require,
     special_tokens,
     switch,
+    value_of,
+    windows_of,
 )
 from tiered.models.quantised import require_readable
 from tiered.models.rotation import Rotation, rotation_of
@@ -69,7 +72,6 @@ class ModelConfig:
 
     Attributes:
         head_tied: True if the language-model head is the embedding.
-        biases: the projections of a block that have a bias.
         parameter_names: our own name of each weight, by its official one.
     """
 
@@ -77,7 +79,6 @@ class ModelConfig:
     rotation: Rotation
     norm_eps: float
     head_tied: bool
-    biases: frozenset[str]
     parameter_names: Mapping[str, str]
     mask_token_id: int
     eos_token_id: int
@@ -131,7 +132,9 @@ class Layout:
                 read, a number is out of range, the family cannot use the rotation's scaling, a token is outside the
                 vocabulary, or the mask is the end of an answer.
         """
-        require(config, self.allowed, self.family)
+        # The key of other families for a tied head.
+        other_key = "weight_tying" if self.keys["head_tied"] == KEYS["head_tied"] else KEYS["head_tied"]
+        require(config, {other_key: (False,), **self.allowed}, self.family)
         require_readable(config)
         biases, size = frozenset(biases), self._sizes(config, defaults or {})
         rotation = rotation_of(config, head_dim=size["head_dim"], positions=size["max_context"])
@@ -157,12 +160,20 @@ class Layout:
         return {
             "shape": shape,
             "rotation": rotation,
-            "norm_eps": positive_number(config, "rms_norm_eps", self.norm_eps),
+            "norm_eps": number_in(config, "rms_norm_eps", self.norm_eps),
             "head_tied": head_tied,
-            "biases": biases,
             "parameter_names": names,
             **special_tokens(config, tokens or shape.vocab_size, self.keys, self.tokens),
         }
+
+    def read_in_blocks(self, config: Mapping[str, object], *, windowed: bool, **facts: Any) -> dict[str, Any]:
+        """As `read`, for a family whose rows see blocks; raises as `windows_of` too. `windowed`: whether a window's
+        width counts; `facts`: of `read`."""
+        windows, given = windows_of(config, used=windowed)
+        # Where no token is named for padding, the end is: what stands there is never looked at.
+        end = value_of(config, "eos_token_id", self.tokens[1])
+        given |= {"block_size": None, "pad_token_id": value_of(config, "pad_token_id", end)}
+        return self.read(given, windows=windows, block_length=length_or_none(config, "block_size"), **facts)
 
     def _sizes(self, config: Mapping[str, object], given: Mapping[str, int]) -> dict[str, int]:
         keys = self.keys

@@ -23,7 +23,6 @@ _LAYOUT = Layout(
         "rope": (True,),
         "rope_full_precision": (True,),
         "scale_logits": (False,),
-        "tie_word_embeddings": (False,),  # in this family `weight_tying`
     },
     keys={
         **KEYS,

@@ -35,16 +35,16 @@ def checkpoint_directory(name: str | Path) -> Path:
     if not isinstance(name, str | Path):
         raise TypeError(f"a checkpoint is named by a string or a Path, not {name!r}")
     directory = find_directory(name)
-    preset = preset_of(str(name))
-    if directory is None and preset is not None:
+    if directory is None:
+        preset = preset_of(str(name))
+        if preset is None:
+            raise ValueError(not_found(str(name)))
         checkpoints = PRESETS[preset]
         wanted = str(name) if str(name) in checkpoints else checkpoints[0]
         raise ValueError(
             f"{str(name)!r} can be planned, but its weights are not on this machine; download them with "
             f"`hf download {wanted}` and load {wanted!r}"
         )
-    if directory is None:
-        raise ValueError(not_found(name))
     lacking = [f for f in ("config.json", "*.safetensors") if not any(directory.glob(f))]
     if lacking:
         raise ValueError(f"{str(name)!r} is no complete checkpoint: {directory} has no {' and no '.join(lacking)}")
@@ -95,10 +95,10 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def not_found(name: str | Path) -> str:
-    if is_hub_id(str(name)):
-        return f"no directory {str(name)!r} and no such model in the local cache; download it with `hf download {name}`"
-    known = unknown_name("model", str(name), EMBEDDED_MODELS)
+def not_found(name: str) -> str:
+    if is_hub_id(name):
+        return f"no directory {name!r} and no such model in the local cache; download it with `hf download {name}`"
+    known = unknown_name("model", name, EMBEDDED_MODELS)
     return f"{known}, a checkpoint's directory (none is called so), or the id of a downloaded model"
 
 

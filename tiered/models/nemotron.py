@@ -10,7 +10,6 @@ code, of which no copy was at hand.
 from collections.abc import Mapping
 
 from tiered.models.base import DiffusionModel
-from tiered.models.config_fields import length_or_none, value_of, windows_of
 from tiered.models.layout import NAMES, Layout, ModelConfig
 
 _LAYOUT = Layout(
@@ -18,7 +17,6 @@ _LAYOUT = Layout(
     allowed={
         "dlm_paradigm": ("bidirectional",),
         "hidden_act": ("silu",),
-        "weight_tying": (False,),  # in this family `tie_word_embeddings`
     },
     names={
         **NAMES,
@@ -34,12 +32,8 @@ _LAYOUT = Layout(
 
 
 def read_nemotron_config(config: Mapping[str, object]) -> ModelConfig:
-    """`config.json` as the forward reads it; raises as `Layout.read`, `windows_of` and `length_or_none`."""
-    windows, given = windows_of({**config, "max_window_layers": 0}, used=True)
-    # Where no token is named for padding, the end is: what stands there is never looked at.
-    pad = value_of(config, "pad_token_id", value_of(config, "eos_token_id", _LAYOUT.tokens[1]))
-    given, length = {**given, "block_size": None, "pad_token_id": pad}, length_or_none(config, "block_size")
-    return ModelConfig(**_LAYOUT.read(given, sight="context", block_length=length, windows=windows))
+    """`config.json` as the forward reads it; raises as `Layout.read_in_blocks`."""
+    return ModelConfig(**_LAYOUT.read_in_blocks({**config, "max_window_layers": 0}, windowed=True, sight="context"))
 
 
 class Nemotron(DiffusionModel):

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from tiered.core.checks import FLOAT32_LEAST, FLOAT32_MOST, plain_number, unknown_name
+from tiered.core.checks import plain_number, unknown_name
+from tiered.models.config_fields import number_in
 from tiered.models.shape import MOST_SIZE
 
 # The keys of each kind of scaling beside its kind and the base.
@@ -34,8 +36,8 @@ class Rotation:
             turn seldom within the trained positions (there, section 3.2).
         factor: how many times the trained positions it is for.
         trained: positions that the model was trained on.
-        beta_fast, beta_slow: under "yarn", turns within the trained positions from which on an element is not slowed
-            down, and below which it is slowed down by all of the factor.
+        beta_fast, beta_slow: under "yarn", numbers of turns within the trained positions. An element with `beta_fast`
+            or more is not slowed down. One with `beta_slow` or fewer is slowed down by all of the factor.
         attention_factor: under "yarn", of queries and of keys; None for 0.1 · ln(factor) + 1.
         query_growth: β; queries at position p are times 1 + β · ln(1 + ⌊p / trained⌋) (Ministral 3).
         part: share of a head's elements that are rotated, the first ones.
@@ -67,26 +69,27 @@ def rotation_of(config: Mapping[str, object], *, head_dim: int, positions: int) 
         ValueError: an unknown scaling, one with an unknown key, or a number out of range.
     """
     name, kind, found = _scaling(config)
-    theta = _number(found, "rope_theta", THETA)
-    trained = _number(found, "original_max_position_embeddings", float(positions), least=1.0, most=float(MOST_SIZE))
+    number = partial(number_in, where="")
+    theta = number(found, "rope_theta", THETA)
+    trained = number(found, "original_max_position_embeddings", float(positions), least=1.0, most=float(MOST_SIZE))
     factor = 1.0
     if kind != "default":
         if "factor" not in found:
             raise ValueError(f"{name} = {config.get(name)!r} lacks a factor, how many times the trained positions")
-        factor = _number(found, "factor", 1.0, least=1.0)
-    elif (before := _number(found, "trained_rope_theta", theta)) < theta:
+        factor = number(found, "factor", 1.0, least=1.0)
+    elif (before := number(found, "trained_rope_theta", theta)) < theta:
         factor = (theta / before) ** ((head_dim - 2) / head_dim)
     if trained * factor > MOST_SIZE:
         raise ValueError(
             f"{trained:.0f} positions times {factor:g} are more than {MOST_SIZE}, the most that is allowed"
         )
-    of_yarn = {of: _number(found, of, 1.0) for of in ("beta_fast", "beta_slow", "attention_factor") if of in found}
-    if (scales := {of: _number(found, of, 1.0) for of in ("mscale", "mscale_all_dim") if of in found}).keys():
+    of_yarn = {of: number(found, of, 1.0) for of in ("beta_fast", "beta_slow", "attention_factor") if of in found}
+    if (scales := {of: number(found, of, 1.0) for of in ("mscale", "mscale_all_dim") if of in found}).keys():
         if len(scales) < 2 or "attention_factor" in found:
             raise ValueError(f"{name}: mscale and mscale_all_dim go together, without attention_factor")
         above, below = (0.1 * each * math.log(factor) + 1 for each in (scales["mscale"], scales["mscale_all_dim"]))
         of_yarn["attention_factor"] = above / below
-    part = _number(config, "partial_rotary_factor", 1.0)
+    part = number(config, "partial_rotary_factor", 1.0)
     if part > 1 or int(head_dim * part) % 2 or not int(head_dim * part):
         raise ValueError(
             f"partial_rotary_factor = {part} of a head of {head_dim} elements; a share that is an even number of them "
@@ -98,7 +101,7 @@ def rotation_of(config: Mapping[str, object], *, head_dim: int, positions: int) 
         )
     rotation = Rotation(
         theta=theta, kind=kind, factor=factor, trained=int(trained), part=part, **of_yarn,
-        query_growth=_number(found, "llama_4_scaling_beta", 0.0),
+        query_growth=number(found, "llama_4_scaling_beta", 0.0),
     )  # fmt: skip
     if rotation.beta_fast <= rotation.beta_slow:
         raise ValueError(f"{name}: beta_fast = {rotation.beta_fast} must be above beta_slow = {rotation.beta_slow}")
@@ -144,7 +147,7 @@ def stretched(
         return dict(config)
     given = [config.get(key) or {} for key in _KEYS]
     if not all(isinstance(each, Mapping) for each in given):
-        return dict(config)  # which nobody can read
+        return dict(config)  # `rotation_of` refuses it
     before: dict[str, Any] = {"rope_theta": config.get("rope_theta"), **given[0], **given[1]}
     theta = before.pop("rope_theta", None)
     if rope_scaling is not None:
@@ -170,16 +173,3 @@ def _parsed(scaling: Mapping[str, Any] | str) -> dict[str, Any]:
         return {"rope_type": kind, "factor": float(factor)}
     except ValueError as error:
         raise ValueError(f"rope_scaling = {scaling!r}; KIND:FACTOR is allowed, as 'yarn:4'") from error
-
-
-def _number(
-    found: Mapping[str, Any], key: str, default: float, *, least: float = FLOAT32_LEAST, most: float = FLOAT32_MOST
-) -> float:
-    value = found.get(key)
-    if value is None:
-        return default
-    # Written so that NaN fails too, and an int that no float can hold.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        allowed = f"a number from {least:g} to {most:g}" if least >= 1 else "a positive number that float32 can hold"
-        raise ValueError(f"{key} = {value!r}; {allowed} is allowed")
-    return float(value)

@@ -5,13 +5,12 @@ config.json of the released chat models does not say how long blocks are; those 
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tiered.models.base import DenseBlock, DiffusionModel
-from tiered.models.config_fields import length_or_none, switch, value_of, windows_of
+from tiered.models.base import DiffusionModel
+from tiered.models.config_fields import switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
 
 _LAYOUT = Layout(
@@ -19,7 +18,6 @@ _LAYOUT = Layout(
     allowed={
         "hidden_act": ("silu",),
         "use_qk_norm": (True,),
-        "weight_tying": (False,),  # in this family `tie_word_embeddings`
     },
     names={**NAMES, "blocks.q_norm": "self_attn.q_norm", "blocks.k_norm": "self_attn.k_norm"},
     heads_fill_width=False,
@@ -28,31 +26,15 @@ _LAYOUT = Layout(
 
 
 def read_sdar_config(config: Mapping[str, object]) -> ModelConfig:
-    """`config.json` as the SDAR forward reads it; raises as `Layout.read`, `windows_of` and `length_or_none`."""
-    windows, given = windows_of(config, used=switch(config, "use_sliding_window"))
-    # Where no token is named for padding, the end is: what stands there is never looked at.
-    pad = value_of(config, "pad_token_id", value_of(config, "eos_token_id", _LAYOUT.tokens[1]))
+    """`config.json` as the SDAR forward reads it; raises as `Layout.read_in_blocks`."""
+    norms = {"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)}
+    windowed = switch(config, "use_sliding_window")
     return ModelConfig(
-        **_LAYOUT.read(
-            {**given, "block_size": None, "pad_token_id": pad},
-            more={"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)},
-            sight="blocks",
-            cuts_answers=False,
-            windows=windows,
-            block_length=length_or_none(config, "block_size"),
-        )
+        **_LAYOUT.read_in_blocks(config, windowed=windowed, more=norms, sight="blocks", cuts_answers=False)
     )
 
 
-class SdarBlock(DenseBlock):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.q_norm = self.norm(config.shape.head_dim, config.norm_eps)
-        self.k_norm = self.norm(config.shape.head_dim, config.norm_eps)
-
-
 class Sdar(DiffusionModel):
-    _block_type: ClassVar[type[DenseBlock]] = SdarBlock
     read_config = staticmethod(read_sdar_config)
 
     def _normed_heads(

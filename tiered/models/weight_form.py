@@ -67,12 +67,7 @@ def drop_of(code: WeightCode) -> str:
 
 def weight_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
     """Bytes of all weights; weights without a code are in `dtype`."""
-    element = BYTES_PER_ELEMENT[dtype]
-    saved = shape.layers * (layer_bytes(shape, dtype) - layer_bytes(shape, dtype, form))
-    if form.head:
-        tables = sum(1 for each in shape.weight_shapes.values() if each == (shape.vocab_size, shape.width))
-        saved += tables * (shape.vocab_size * shape.width * element - table_bytes(shape, dtype, form))
-    return shape.parameters * element - saved
+    return shape.layers * layer_bytes(shape, dtype, form) + sum(beside_layers(shape, dtype, form))
 
 
 def layer_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
@@ -80,7 +75,7 @@ def layer_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -
     return sum(form.matrix_bytes(matrix, BYTES_PER_ELEMENT[dtype]) for matrix in shape.matrices.values())
 
 
-def table_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
+def table_bytes(shape: ModelShape, dtype: str, form: WeightForm) -> int:
     """Bytes of the embedding, or of the head."""
     table = shape.vocab_size, shape.width
     return form.matrix_bytes(table, BYTES_PER_ELEMENT[dtype]) if form.head else prod(table) * BYTES_PER_ELEMENT[dtype]

@@ -5,8 +5,8 @@ import hmac
 import html
 import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
@@ -27,7 +27,7 @@ from tiered.serving.openai_fields import Limits, read_body, read_json
 from tiered.serving.prompts import RefusedBody
 from tiered.serving.replies import Replies, error_body, error_reply
 from tiered.serving.request import BusyError, ClosedError
-from tiered.serving.responder import ClientDisconnected, Responder, logged, prepared_calls
+from tiered.serving.responder import Responder, logged, prepared_calls
 from tiered.serving.scheduler import Scheduler
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -80,14 +80,14 @@ class _Gate:
 
 
 class _Stream(StreamingResponse):
-    """Events of an answer. `under_way` is open while they are sent."""
+    """Events of an answer. `responder` is open while they are sent."""
 
-    def __init__(self, events: AsyncIterator[bytes], under_way: AbstractContextManager[object]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], responder: Responder) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._under_way = under_way
+        self._responder = responder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._under_way:
+        with self._responder:
             await super().__call__(scope, receive, send)
 
 
@@ -104,8 +104,7 @@ class _Endpoints:
         # The queue has its own limit; this one counts prompts on their way there.
         self._places = asyncio.Semaphore(self._scheduler.max_running + self._scheduler.max_waiting)
         self._registry = registry_of(self._scheduler)
-        created = Replies(model=service.model, chat=True).created
-        self._model = {"id": service.model, "object": "model", "created": created, "owned_by": "tiered"}
+        self._model = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "tiered"}
         page = files("tiered.serving").joinpath("page.html").read_text(encoding="utf-8")
         shown = {"model": service.model, "policy": self._scheduler.runtime.policy, "example": service.example}
         for name, text in shown.items():
@@ -158,21 +157,12 @@ class _Endpoints:
             raise BusyError("too many prompts are read at a time")
         async with self._places:
             calls = await run_in_threadpool(prepared_calls, scheduler, parsed, service.limits, self._tokens)
-        responder, replies = Responder(scheduler, parsed, calls), Replies(model=service.model, chat=chat)
-        disconnect = _disconnect(request)
+        responder = Responder(scheduler, parsed, calls, self.responders)
+        replies, disconnect = Replies(model=service.model, chat=chat), partial(_disconnect, request)
         if parsed.stream:
-            return _Stream(responder.streamed(replies, disconnect), self._under_way(responder))
-        with self._under_way(responder):
+            return _Stream(responder.streamed(replies, disconnect), responder)
+        with responder:
             return JSONResponse(await responder.gathered(replies, disconnect))
-
-    @contextmanager
-    def _under_way(self, responder: Responder) -> Iterator[None]:
-        self.responders.add(responder)
-        try:
-            with responder:
-                yield
-        finally:
-            self.responders.discard(responder)
 
     def _check_key(self, request: Request) -> None:
         if (key := self._service.key) is None:
@@ -224,7 +214,7 @@ def refused(error: Exception) -> Response:
     if isinstance(error, HTTPException):
         body = error_body(str(error.detail), "invalid_request_error")
         return JSONResponse(body, error.status_code, error.headers)
-    if isinstance(error, ClientDisconnected | ClientDisconnect):
+    if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     status, body = error_reply(logged(error))
     return JSONResponse(body, status, _HEADERS.get(status))
@@ -247,11 +237,7 @@ async def _body_of(request: Request, most: int) -> bytes:
     return b"".join(parts)
 
 
-def _disconnect(request: Request) -> Callable[[], Awaitable[object]]:
-    """A function that returns once the client of `request` has gone. Its body was read."""
-
-    async def disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    return disconnect
+async def _disconnect(request: Request) -> None:
+    """Return once the client of `request`, whose body was read, has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -11,8 +11,6 @@ from tiered.output import GenerationOutput
 
 
 class Work(StrEnum):
-    """Work of a scheduler's thread."""
-
     MODEL = "model"  # forwards, and the commits behind them
     OWN = "own"  # the choice of the next requests
 
@@ -64,7 +62,6 @@ class Counts:
     exposed_ns: int = 0
 
     def add(self, output: GenerationOutput) -> None:
-        """Count an answer that is done."""
         self.tokens += output.timings.tokens
         if output.tiers is None:
             return

@@ -34,10 +34,7 @@ class SchedulerMetrics(Collector):
         for work in Work:
             seconds.add_metric([work.value], counts.clock.seconds[work])
         yield seconds
-        yield from self._tiers()
-
-    def _tiers(self) -> Iterator[Metric]:
-        ledger, counts = self._scheduler.runtime.ledger, self._scheduler.counts
+        ledger = scheduler.runtime.ledger
         held = GaugeMetricFamily("tiered_tier_bytes", "Bytes that a tier holds", labels=["tier"])
         caps = GaugeMetricFamily("tiered_tier_cap_bytes", "Bytes that a tier may hold", labels=["tier"])
         for tier in Tier:

@@ -52,6 +52,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
 # For the client's own books: no answer depends on them.
 UNREAD = ("metadata", "prompt_cache_key", "safety_identifier", "user")
 _READ = ("model", "n", "stop", "stream", "stream_options", "max_tokens", "max_completion_tokens")
+_OPTIONS = frozenset((*OPTION_NAMES, *ALIASES, *GIDD_ALIASES, "mask_id"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,7 @@ def read_body(
             or a value that is not allowed.
     """
     source = "messages" if chat else "prompt"
-    known = {*REFUSED, *UNREAD, *_READ, source, *OPTION_NAMES, *ALIASES, *GIDD_ALIASES, "mask_id"}
+    known = {*REFUSED, *UNREAD, *_READ, source, *_OPTIONS}
     for name, value in body.items():
         if name not in known:
             near = nearest(name, known - REFUSED.keys())
@@ -177,7 +178,7 @@ def _options(
 ) -> tuple[dict[str, Any], int | None]:
     """Options of `generate` by their own names, and the tokens of an answer where they are said as OpenAI says them:
     the canvas then has as many as fill its blocks."""
-    asked = {name: given[name] for name in given if name in (*OPTION_NAMES, *ALIASES, *GIDD_ALIASES, "mask_id")}
+    asked = {name: value for name, value in given.items() if name in _OPTIONS}
     try:
         own = resolve_aliases(asked, OPTION_NAMES, mask_token_id=mask_token_id)
     except (TypeError, ValueError) as error:

@@ -63,11 +63,6 @@ class Replies:
         return {"id": id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
-def usage_of(prompt_tokens: int, answer_tokens: int) -> dict[str, int]:
-    total = prompt_tokens + answer_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": answer_tokens, "total_tokens": total}
-
-
 def event(body: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 

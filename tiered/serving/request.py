@@ -57,7 +57,7 @@ class Request:
         state: its state.
         output: the output; None unless the request is done.
         error: the error; None unless the request ended in one.
-        arrived, began, ended: times of `time.monotonic`; None before.
+        arrived, ended: times of `time.monotonic`, in seconds; `ended` is None before the end.
         ask: the next forward; None if there is none.
         turn: round in which it was last served.
     """
@@ -77,7 +77,6 @@ class Request:
         self.output: GenerationOutput | None = None
         self.error: Exception | None = None
         self.arrived = time.monotonic()
-        self.began: float | None = None
         self.ended: float | None = None
         self.ask: Ask | None = None
         self.turn = -1
@@ -119,7 +118,7 @@ class Request:
             self._steps = denoiser.steps()
             self.ask = next(self._steps)
             self._held = held.pop_all()
-        self.state, self.began = RequestState.RUNNING, time.monotonic()
+        self.state = RequestState.RUNNING
 
     def advance(self, runtime: Runtime, answer: Tensor | ValueError) -> None:
         """Give the loop its logits, or the error in place of them. It goes on to its next forward, or to its end."""

@@ -1,51 +1,138 @@
-"""One HTTP request from its body to its answer: submitted, gathered or streamed, and cancelled when its client goes."""
+"""One HTTP request from its body to its answer: submitted, gathered or streamed, and cancelled when its client goes.
+
+Events of its choices come from the scheduler's thread to the server's event loop.
+"""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from threading import Lock
+
+from starlette.requests import ClientDisconnect
+from torch import Tensor
 
 from tiered.core.errors import ContextLengthError
 from tiered.core.features import Tier
 from tiered.prepare import PreparedCall
 from tiered.serving.answer_text import AnswerText, token_texts
-from tiered.serving.feed import (
-    ChoiceEvent,
-    ChoiceStreamer,
-    Draft,
-    DraftStreamer,
-    Failed,
-    Feed,
-    Final,
-    Finished,
-    OfChoice,
-)
 from tiered.serving.openai_fields import Limits, ParsedRequest, sampler_seed
-from tiered.serving.replies import DONE, Replies, error_reply, event, usage_of
+from tiered.serving.replies import DONE, Replies, error_reply, event
 from tiered.serving.request import Request
 from tiered.serving.scheduler import Scheduler
 
 _LOG = logging.getLogger(__name__)
 
 
-class ClientDisconnected(ConnectionError):
-    """The client has closed the connection."""
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The next tokens of choice `index` are final."""
+
+    index: int
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A block of choice `index` after a forward.
+
+    Attributes:
+        first: its first column behind the prompt.
+        before: the token in front of it; None for the prompt's last one.
+        ids: its tokens; proposals for the open ones.
+        open: whether each token is open.
+    """
+
+    index: int
+    first: int
+    before: int | None
+    ids: list[int]
+    open: list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The request of choice `index` has ended."""
+
+    index: int
+
+
+ChoiceEvent = Final | Draft | Finished
+
+
+class Feed(asyncio.Queue[ChoiceEvent | Exception]):
+    """A queue from other threads to the event loop that made it. An exception ends all choices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._reader = asyncio.get_running_loop()
+
+    def send(self, event: ChoiceEvent | Exception) -> None:
+        """Put `event` from any thread; behind the end of the loop, drop it."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._reader.call_soon_threadsafe(self.put_nowait, event)
+
+
+class ChoiceStreamer:
+    """The streamer of one choice. It sends tokens once all tokens in front of them are final too."""
+
+    def __init__(self, feed: Feed, index: int) -> None:
+        self._feed, self.index = feed, index
+        self._sent, self._blocks = 0, -1  # tokens sent; tokens of finished blocks, -1 before the prompt
+
+    def put(self, value: Tensor) -> None:
+        """The prompt, then every final block."""
+        if self._blocks < 0:
+            self._blocks = 0
+            return
+        self._send(value[0].tolist())
+        self._blocks += value.shape[1]
+
+    def put_open(self, value: Tensor, still: Tensor) -> None:
+        whole = still[0].int().cumsum(dim=0) == 0
+        self._send(value[0][whole].tolist())
+
+    def end(self) -> None:
+        """See `Streamer`; `Finished` says more."""
+
+    def _send(self, block: list[int]) -> None:
+        if new := block[self._sent - self._blocks :]:
+            self._sent += len(new)
+            self._feed.send(Final(self.index, new))
+
+
+class DraftStreamer(ChoiceStreamer):
+    _before: int | None = None
+
+    def put(self, value: Tensor) -> None:
+        if self._blocks >= 0:
+            self._before = value[0].tolist()[-1]
+        super().put(value)
+
+    def put_draft(self, value: Tensor) -> None:
+        self._draft = value
+
+    def put_open(self, value: Tensor, still: Tensor) -> None:
+        self._feed.send(Draft(self.index, self._blocks, self._before, self._draft[0].tolist(), still[0].tolist()))
+        super().put_open(value, still)
 
 
 class Responder:
     """The answers to one request.
 
-    As a context manager it cancels, at the end, the choices that are not over.
+    As a context manager it is in `under_way`, and cancels, at the end, the choices that are not over.
     """
 
-    def __init__(self, scheduler: Scheduler, parsed: ParsedRequest, calls: Sequence[PreparedCall]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, parsed: ParsedRequest, calls: Sequence[PreparedCall], under_way: set["Responder"]
+    ) -> None:
         """In the event loop. `calls`: one for each choice.
 
         Raises:
             TierCapacityError, BusyError, ClosedError: as `Scheduler.submit`; then nothing is submitted.
         """
-        self._feed, self._parsed, self._calls = Feed(), parsed, calls
+        self._feed, self._parsed, self._calls, self._under_way = Feed(), parsed, calls, under_way
         self._ledger, self._model = scheduler.runtime.ledger, scheduler.runtime.model
         assert scheduler.runtime.tokenizer is not None, "a server has one"
         self._tokenizer = scheduler.runtime.tokenizer
@@ -57,7 +144,7 @@ class Responder:
         self._requests: list[Request] = []
         try:
             for index, call in enumerate(calls):
-                over = lambda request, index=index: self._feed.put(Finished(index, request))  # noqa: E731
+                over = lambda _, index=index: self._feed.send(Finished(index))  # noqa: E731
                 streamer = kind(self._feed, index)
                 self._requests.append(scheduler.submit(call, streamer=streamer, on_end=over))
         except Exception:
@@ -65,9 +152,11 @@ class Responder:
             raise
 
     def __enter__(self) -> "Responder":
+        self._under_way.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._under_way.discard(self)
         self.cancel()
 
     def cancel(self) -> None:
@@ -76,13 +165,13 @@ class Responder:
 
     def fail(self, error: Exception) -> None:
         """End it in `error`, behind what is final already."""
-        self._feed.put(Failed(error))
+        self._feed.send(error)
 
     async def gathered(self, replies: Replies, disconnect: Callable[[], Awaitable[object]]) -> dict[str, object]:
         """The whole answer.
 
         Raises:
-            ClientDisconnected: `disconnect` has returned first.
+            ClientDisconnect: `disconnect` has returned first.
         """
         async for _ in self._events(disconnect):
             pass
@@ -104,51 +193,42 @@ class Responder:
             if self._parsed.usage:
                 yield replies.beside(usage=self._usage())
             yield DONE
-        except ClientDisconnected:
+        except ClientDisconnect:
             return
         except Exception as error:
             yield event(error_reply(logged(error))[1])
 
-    async def _events(self, disconnect: Callable[[], Awaitable[object]]) -> AsyncIterator[tuple[OfChoice, str]]:
+    async def _events(self, disconnect: Callable[[], Awaitable[object]]) -> AsyncIterator[tuple[ChoiceEvent, str]]:
         left = set(range(len(self._calls)))
-        leaving = asyncio.ensure_future(disconnect())
+        leaving = asyncio.ensure_future(self._leave(disconnect))
         try:
             while left:
-                happens = await self._next(leaving)
-                if isinstance(happens, Failed):
-                    raise happens.error
-                text = self._texts[happens.index]
-                if happens.index not in left:
+                happens = await self._feed.get()
+                if isinstance(happens, Exception):
+                    raise happens
+                index, text = happens.index, self._texts[happens.index]
+                if index not in left:
                     continue
                 match happens:
                     case Final():
                         yield happens, text.put(happens.ids)
                         if text.ended is not None:  # a stop string, or enough: the rest is of no use
-                            self._requests[happens.index].cancel()
-                            left.discard(happens.index)
-                            yield Finished(happens.index, self._requests[happens.index]), ""
+                            self._requests[index].cancel()
+                            left.discard(index)
+                            yield Finished(index), ""
                     case Draft():
                         yield happens, ""
                     case Finished():
-                        if (error := happens.request.error) is not None:
+                        if (error := self._requests[index].error) is not None:
                             raise error
-                        left.discard(happens.index)
+                        left.discard(index)
                         yield happens, text.end()
         finally:
             leaving.cancel()
 
-    async def _next(self, leaving: "asyncio.Future[object]") -> ChoiceEvent:
-        following = asyncio.ensure_future(self._feed.next())
-        try:
-            await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not following.done():
-                raise ClientDisconnected
-            return following.result()
-        finally:
-            following.cancel()
-            with suppress(asyncio.CancelledError):
-                if following.cancelled():
-                    await following
+    async def _leave(self, disconnect: Callable[[], Awaitable[object]]) -> None:
+        await disconnect()
+        self.fail(ClientDisconnect())
 
     def _reasons(self) -> list[str]:
         return [text.ended or "length" for text in self._texts]
@@ -156,7 +236,8 @@ class Responder:
     def _usage(self) -> dict[str, int]:
         # A prompt counts once, however often it is answered.
         prompts = sum(call.prompts.longest for call in self._calls[:: self._parsed.n])
-        return usage_of(prompts, sum(text.tokens for text in self._texts))
+        answers = sum(text.tokens for text in self._texts)
+        return {"prompt_tokens": prompts, "completion_tokens": answers, "total_tokens": prompts + answers}
 
     def _draft(self, draft: Draft) -> dict[str, object]:
         ledger = self._ledger

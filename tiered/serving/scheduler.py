@@ -113,12 +113,10 @@ class Scheduler:
             self._turn_over()
             if self._running:
                 with self.counts.clock.of(Work.OWN):
-                    self._serve(self._running)
-                    self._let_leave()
+                    self._serve()
         return bool(self._running or self._queue)
 
     def run(self) -> None:
-        """Run rounds until no request is left."""
         while self.step():
             pass
 
@@ -194,25 +192,20 @@ class Scheduler:
                 self._end(request, error)
 
     def _let_leave(self) -> None:
-        """Drop requests that are over, and end those that are cancelled or late."""
         for request in [*self._running, *self._queue.requests()]:
             # A request whose long forward is under way ends inside that forward.
-            why = None if request.over or request is self._long else request.why_leave()
-            if why is None and not request.over:
-                continue
-            self._full = False
-            if request in self._running:
-                self._running.remove(request)
-            else:
-                self._queue.discard(request)
-            if why is not None:
+            if not request.over and request is not self._long and (why := request.why_leave()) is not None:
                 self._end(request, why)
+            if request.over:
+                self._full = False
+                self._queue.discard(request)
+                if request in self._running:
+                    self._running.remove(request)
 
-    def _serve(self, requests: Sequence[Request]) -> None:
+    def _serve(self) -> None:
+        """Run one forward of each running request; then let those leave that are over."""
         self._round += 1
-        asking = [
-            (request, ask) for request in requests if (ask := request.ask) is not None and request is not self._long
-        ]
+        asking = [(each, ask) for each in self._running if (ask := each.ask) is not None and each is not self._long]
         short = [(request, ask) for request, ask in asking if ask.count <= self.max_prefill_rows]
         shared = [(request, ask) for request, ask in short if ask.shareable]
         for numbers in groups_of([ask for _, ask in shared]):
@@ -223,6 +216,7 @@ class Scheduler:
         long = [(request, ask) for request, ask in asking if ask.count > self.max_prefill_rows]
         if long and self._long is None:
             self._forward_long(*min(long, key=lambda each: (each[0].turn, each[0].number)))
+        self._let_leave()
 
     def _forward_long(self, request: Request, ask: Ask) -> None:
         """A long forward, with rounds of the others in between."""
@@ -238,8 +232,7 @@ class Scheduler:
                 raise why
             with self.counts.clock.of(Work.OWN):
                 self._turn_over()
-                self._serve(self._running)
-                self._let_leave()
+                self._serve()
 
         self._long, ask.forward.between = request, between
         try:

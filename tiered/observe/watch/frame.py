@@ -17,8 +17,6 @@ LINE_BREAK = "⏎"
 
 
 class TokenState(IntEnum):
-    """The state of a token on the canvas."""
-
     PAD = 0  # in front of a prompt
     PROMPT = 1
     NOISE = 2  # a mask, or noise that no step has rewritten

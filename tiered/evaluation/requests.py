@@ -1,18 +1,20 @@
-"""A request's `gen_kwargs` in the options of `generate`, and the price of all answers."""
+"""A request: its `gen_kwargs` as options of `generate`, the text and the price of its answer."""
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from lm_eval.utils import warning_once
+from transformers import PreTrainedTokenizerBase
+
 from tiered.core.aliases import ALIASES, ALWAYS_NAMES, GIDD_ALIASES, MASK_NAMES, resolve_aliases
 from tiered.core.checks import check_integer, unknown_name
-from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH
 from tiered.options import OPTION_NAMES, GenerationOptions
 from tiered.output import GenerationOutput
 from tiered.prepare import check_call
 from tiered.runtime import Runtime
+from tiered.serving.answer_text import AnswerText
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +110,13 @@ class Defaults:
         lengths = {name: value for name in LENGTH_NAMES if (value := generation.get(name)) is not None}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the answer's length is given as {lengths}; give one of them")
-        self.options = self._own({name: value for name, value in generation.items() if name not in LENGTH_NAMES})
-        length = next(iter(lengths.values()), self.options.pop("max_new_tokens", None))  # GIDD's max_length
-        self.max_gen_toks = DEFAULT_MAX_GEN_TOKS if length is None else length
-        check_call(self._checked(self.settings({}).options), model, runtime.policy, name=runtime.name)
+        self.options, self.max_gen_toks = {}, DEFAULT_MAX_GEN_TOKS
+        self.options, self.max_gen_toks = self._resolved(generation)
+        options = self.settings({}).options
+        check_call(
+            GenerationOptions.of(None, options, mask_token_id=model.mask_token_id, shape=model.shape),
+            model, runtime.policy, name=runtime.name,
+        )  # fmt: skip
 
     def settings(self, gen_kwargs: Mapping[str, Any]) -> RequestSettings:
         """The settings of a request with these `gen_kwargs`.
@@ -133,37 +138,23 @@ class Defaults:
         until = (until,) if isinstance(until, str) else tuple(until)
         if not all(isinstance(stop, str) for stop in until):
             raise TypeError(f"gen_kwargs: until is a string or strings, not {gen_kwargs['until']!r}")
-        lengths = [value for name in LENGTH_NAMES if (value := given.pop(name, None)) is not None]
-        options = {**self.options, **self._own(self._sampled(given))}
-        lengths.append(options.pop("max_new_tokens", self.max_gen_toks))  # GIDD's max_length
-        check_integer("max_gen_toks", lengths[0], least=1)
-        options["max_new_tokens"] = self._canvas_length(lengths[0], options)
-        return RequestSettings(max_gen_toks=lengths[0], until=until, options=options)
+        options, tokens = self._resolved(self._sampled(given))
+        check_integer("max_gen_toks", tokens, least=1)
+        block = GenerationOptions(**options, max_new_tokens=tokens).block
+        options["max_new_tokens"] = -(-tokens // block) * block
+        return RequestSettings(max_gen_toks=tokens, until=until, options=options)
 
-    def all_settings(self, requests: Sequence[Mapping[str, Any]]) -> list[RequestSettings]:
-        """As `settings`, for many requests. Equal ones are read once, and warn once.
-
-        Raises:
-            TypeError, ValueError: as `settings`; or an answer that leaves no room for a prompt.
-        """
-        read: dict[str, RequestSettings] = {}
-        keys, most = [json.dumps(gen_kwargs, default=repr) for gen_kwargs in requests], self._model.shape.max_context
-        for key, gen_kwargs in zip(keys, requests, strict=True):
-            own = read[key] = read.get(key) or self.settings(gen_kwargs)
-            if own.columns >= most:
-                raise ValueError(
-                    f"max_gen_toks = {own.max_gen_toks} takes {own.columns} of the model's {most} positions and leaves "
-                    "none for a prompt"
-                )
-        return [read[key] for key in keys]
-
-    def _own(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        blocks = self._model.shape.block_causal
-        return resolve_aliases(options, OPTION_NAMES, mask_token_id=self._model.mask_token_id, block_causal=blocks)
-
-    def _checked(self, options: Mapping[str, Any]) -> GenerationOptions:
-        model = self._model
-        return GenerationOptions.of(None, options, mask_token_id=model.mask_token_id, shape=model.shape)
+    def _resolved(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """The options, with `given` over the defaults, under their own names, and the answer's length."""
+        lengths = [value for name in LENGTH_NAMES if (value := given.get(name)) is not None]
+        own = resolve_aliases(
+            {name: value for name, value in given.items() if name not in LENGTH_NAMES},
+            OPTION_NAMES,
+            mask_token_id=self._model.mask_token_id,
+            block_causal=self._model.shape.block_causal,
+        )
+        lengths.append(own.pop("max_new_tokens", self.max_gen_toks))  # GIDD's max_length
+        return {**self.options, **own}, lengths[0]
 
     def _sampled(self, given: dict[str, Any]) -> dict[str, Any]:
         """`given` as options of `generate`: transformers' `do_sample` says whether the temperature counts."""
@@ -176,20 +167,32 @@ class Defaults:
         if do_sample is not False:
             return given
         if temperature:
-            logger.warning(
+            warning_once(
+                logger,
                 "do_sample = False overrules temperature = %s: answers are greedy; "
                 "--gen_kwargs do_sample=True,temperature=%s would sample",
-                temperature, temperature,
-            )  # fmt: skip
+                temperature,
+                temperature,
+            )
         # top_p and top_k of the model's own arguments stay: some commit rules rank candidates by them.
         return {name: value for name, value in given.items() if name not in ("top_p", "top_k")} | {"temperature": 0.0}
 
-    def _canvas_length(self, tokens: int, options: Mapping[str, Any]) -> int:
-        block = options.get("block_length")
-        if block is None:
-            # The number of steps has to go with the number of blocks, which is not known yet.
-            probe = {name: value for name, value in options.items() if name != "steps"}
-            rule = self._checked({**probe, "max_new_tokens": DEFAULT_BLOCK_LENGTH}).rule
-            block = tokens if rule.by_time else min(DEFAULT_BLOCK_LENGTH, tokens)
-        check_integer("block_length", block, least=1)
-        return -(-tokens // block) * block
+
+def answer_text(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, most: int, eos_token_id: int, until: Sequence[str]
+) -> str:
+    """The text of the answer in `ids`, the canvas behind the prompt.
+
+    Args:
+        most: most tokens of the answer (`max_gen_toks`).
+        eos_token_id: ends an answer.
+        until: stop strings. The one that begins first cuts the text, and is no part of it.
+    """
+    # Decoding drops special tokens, so that a stop string such as "<|eot_id|>" would never be seen in text.
+    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = {special[stop] for stop in until if stop in special}
+    kept = next((at for at, token in enumerate(ids) if token in ends), len(ids))
+    answer = AnswerText(tokenizer, eos_token_id=eos_token_id, stop=[stop for stop in until if stop], most=most)
+    answer.put(ids[:kept])
+    answer.end()
+    return answer.text
