@@ -340,6 +340,13 @@ def test_a_call_with_hidden_states_allocates_what_it_books(options: str, model: 
         assert all(out.memory.tiers[tier].peak <= most[tier] for tier in Tier)
 
 
+@pytest.mark.usefixtures("host_memory_apart")
+def test_the_codes_of_a_long_prompt_are_booked():
+    """In a narrow model a refresh takes most: the rows of all clusters go into their codes at once."""
+    runtime = Runtime(random_model(n_layers=4, vocab_size=256, mlp_hidden_size=128), policy=make_policy("polestar"))
+    generated(runtime, torch.randint(0, 250, (1, 2000)), 0.8, max_new_tokens=32, steps=4, stop_at_eos=False)
+
+
 # ---- features that the device has no room for ----
 
 KEEPING = [name for name in EVERY if name not in ("auto", "none")]
