@@ -92,7 +92,7 @@ class _Schedule:
         self.generator = torch.Generator().manual_seed(seed)
         disk = self.draw.choice(DISK_SLABS) * (SLOT_BYTES + 4096)
         budget = MemoryBudget(host=(HOST_SLABS + 1) * SLOT_BYTES, disk=disk, disk_path=folder)
-        with patch("tiered.tiers.manager.Traffic", traffic):
+        with patch("tiered.tiers.lifetime.Traffic", traffic):
             self.tiers = open_tiers(
                 Ledger(budget),
                 device=device,

@@ -136,7 +136,7 @@ def _block_attention(
 def block_attention(
     queries: Float[Tensor, "batch heads rows head_dim"],
     keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows | None,
     *,
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
@@ -147,6 +147,8 @@ def block_attention(
 ) -> tuple[Float[Tensor, "batch heads rows head_dim"], LogSumExp]:
     """As in block_attention_ref.py. Products of 16-bit tensors take weights of 16 bits."""
     code = checked_code(queries, keys, values)
+    if values is None:  # any will do, and these are in the cache
+        values, sink_values = keys, sink_keys
     batch, heads, rows, head_dim = queries.shape
     kv_heads, length = keys.shape[1:3]
     group = heads // kv_heads

@@ -19,7 +19,7 @@ CODED_AT_ONCE = 1024  # columns of rows in codes, which have values for so long 
 def block_attention(
     queries: Float[Tensor, "batch heads rows head_dim"],
     keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows | None,
     *,
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
@@ -34,7 +34,8 @@ def block_attention(
 
     Args:
         queries, keys, values: as stored, rotated. Head h reads key head h // (heads / kv_heads). Keys and values are
-            both as they are, or both in one code; of coded ones a part has values at a time.
+            both as they are, or both in one code; of coded ones a part has values at a time. `values` is None for the
+            log-sum-exp alone: the rows that come out have no meaning.
         soft_cap: c where scores s count as c · tanh(s / c); None: as they are.
         sink_keys, sink_values: learned tokens that every row attends to, as they are; None: there are none.
         key_mask: False at columns that nothing may attend to.
@@ -69,7 +70,7 @@ def block_attention(
             of_keys = slice(group, group + groups)
             of_heads = slice(group * sharing, (group + groups) * sharing)
             mixed[some, of_heads], whole.peak[some, of_heads], whole.mass[some, of_heads] = _mixed(
-                queries[some, of_heads], keys[some, of_keys], values[some, of_keys],
+                queries[some, of_heads], keys[some, of_keys], None if values is None else values[some, of_keys],
                 None if sink_keys is None else sink_keys[of_heads],
                 None if sink_values is None else sink_values[of_heads],
                 soft_cap, columns, hidden,
@@ -80,7 +81,7 @@ def block_attention(
 def checked_code(
     queries: Float[Tensor, "batch heads rows head_dim"],
     keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows | None,
 ) -> RowCode | None:
     """The code of keys and values; None: they are as they are.
 
@@ -88,6 +89,7 @@ def checked_code(
         ValueError: as `block_attention`.
     """
     check_attention(queries, keys)
+    values = keys if values is None else values
     code, of_values = (rows.code if isinstance(rows, CodedRows) else None for rows in (keys, values))
     if code != of_values or keys.shape != values.shape:
         raise ValueError(
@@ -100,7 +102,7 @@ def checked_code(
 def _mixed(
     queries: Float[Tensor, "batch heads rows head_dim"],
     keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows | None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None,
     soft_cap: float | None,
@@ -123,18 +125,20 @@ def _mixed(
     for start in range(0, length, max(1, columns)):
         part = slice(start, start + columns)
         unseen = None if hidden is None else hidden[..., part]
-        peak = _add_part(folded, keys[:, :, part], values[:, :, part], soft_cap, unseen, peak, mass, total)
-    if sinks is not None and sink_values is not None:
+        of_part = None if values is None else values[:, :, part]
+        peak = _add_part(folded, keys[:, :, part], of_part, soft_cap, unseen, peak, mass, total)
+    if sinks is not None:
         sinks.sub_(peak).exp_()
         mass.add_(sinks.sum(-1, keepdim=True))
-        total.add_(sinks @ sink_values.float())
+        if sink_values is not None:
+            total.add_(sinks @ sink_values.float())
     return total.div_(mass.masked_fill(mass == 0, 1.0)).to(queries.dtype), peak[..., 0], mass[..., 0]
 
 
 def _add_part(
     folded: Float32[Tensor, "batch kv_heads folded head_dim"],
     keys: Float[Tensor, "batch kv_heads columns head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads columns head_dim"] | CodedRows,
+    values: Float[Tensor, "batch kv_heads columns head_dim"] | CodedRows | None,
     soft_cap: float | None,
     hidden: Bool[Tensor, "batch 1 #rows columns"] | None,
     peak: Float32[Tensor, "batch heads rows 1"],
@@ -151,6 +155,8 @@ def _add_part(
     faded = (peak - base).exp_()
     scores.sub_(base).exp_()
     mass.mul_(faded).add_(scores.sum(-1, keepdim=True))
+    if values is None:
+        return grown
     of_values = scores.view(*folded.shape[:3], -1) @ _floats(values)
     total.mul_(faded).add_(of_values.view_as(total))
     return grown

@@ -206,6 +206,16 @@ def test_columns_in_parts_are_merged(implementation: str, code: RowCode | None):
         assert_close(case.by(implementation), case)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shape", list(SHAPES)[::3])
+def test_the_log_sum_exp_alone(implementation: str, shape: str):
+    """Without values the sums are those with values, bit for bit."""
+    case = random_case(**SHAPES[shape]).to(device_of(implementation))
+    without: dict[str, Any] = {"values": None}
+    (_, with_values), (_, alone) = case.by(implementation), replace(case, **without).by(implementation)
+    assert torch.equal(alone.peak, with_values.peak) and torch.equal(alone.mass, with_values.mass)
+
+
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.usefixtures("several_parts")
 def test_the_same_bits_every_time(code: RowCode | None):

@@ -21,7 +21,8 @@ from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 from tiered.decoding.rules.drift_aware import DriftAware
 from tiered.embedded import tasks
 from tiered.forward.attention_bytes import AttentionChunk
-from tiered.forward.forward import Flow, Forward
+from tiered.forward.flow import Flow
+from tiered.forward.forward import Forward
 from tiered.models.rope import Rotary
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows

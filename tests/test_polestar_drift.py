@@ -14,7 +14,8 @@ from torch import Tensor
 
 import tiered
 from tiered.core.rows import Rows
-from tiered.forward.forward import Flow, Forward
+from tiered.forward.flow import Flow
+from tiered.forward.forward import Forward
 from tiered.output import GenerationOutput
 from tiered.policies.base import Step, StepKind, StepRows
 from tiered.policies.polestar import policy as polestar

@@ -13,7 +13,8 @@ import tiered
 from tiered.core.canvas import PROMPT
 from tiered.core.features import Feature
 from tiered.core.rows import Rows, rows_where
-from tiered.forward.forward import Flow, Forward, LayerProgram
+from tiered.forward.flow import Flow, LayerProgram
+from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
 from tiered.policies.registry import make_policy

@@ -20,7 +20,8 @@ from tiered.core.rows import Rows
 from tiered.embedded import tasks
 from tiered.forward import forward_bytes
 from tiered.forward.feature_store import FeatureStore
-from tiered.forward.forward import Flow, Forward
+from tiered.forward.flow import Flow
+from tiered.forward.forward import Forward
 from tiered.models.gidd import Gidd
 from tiered.runtime import Runtime
 

@@ -262,7 +262,7 @@ def test_a_copy_waits_for_those_who_had_its_memory_before(
     runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS))
     ids = torch.randint(0, 120, (1, 5), generator=torch.Generator().manual_seed(1))
     expected = resident.logits(ids)
-    for module in ("tiered.forward.streamed_weights", "tiered.tiers.opening"):
+    for module in ("tiered.forward.layer_record", "tiered.forward.layer_ring", "tiered.tiers.opening"):
         monkeypatch.setattr(f"{module}.device_chunks", obtained)
     for _ in range(2):
         answer(runtime, steps=2)

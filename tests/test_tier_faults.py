@@ -48,7 +48,7 @@ def works(tiers: TierManager) -> None:
     assert torch.equal(tiers.fetch(keys(99)).wait(), rows_of(99))
     tiers.synchronize()
     tiers.check_integrity()
-    assert tiers._shipping.free_slots == opening.FETCH_SLOTS, "a staging slot leaked"
+    assert tiers._shipping.free_slots == opening.StagingSizes().fetch_slots, "a staging slot leaked"
 
 
 class Faults:
@@ -136,7 +136,7 @@ def test_a_transport_that_is_gone_costs_no_slot(tiers: TierManager, ledger: Ledg
     with pytest.raises(TransferError, match="closed"):
         store(tiers, 2, 3)
     tiers.check_integrity()
-    assert tiers._shipping.free_slots == opening.FETCH_SLOTS
+    assert tiers._shipping.free_slots == opening.StagingSizes().fetch_slots
     assert tiers._shipping._rings.store.held == 0
     assert ledger.held(Tier.HOST, Account.HIDDEN) == held
 

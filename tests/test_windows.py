@@ -10,6 +10,7 @@ from block_models import NEMOTRON, SIZES, batch, ministral3, prompt, prompts
 from torch import Tensor
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 
+from tiered.core.rows import Rows
 from tiered.forward.sight import Sight
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
@@ -69,7 +70,7 @@ def test_what_rows_see(runtimes: dict[str, Runtime], sight: str, window: int | N
         columns = torch.arange(length)[None]
         for start, stop in ((0, length), (4, 8), (5, 15), (19, 21)):
             found = torch.zeros(length, length, dtype=torch.bool)
-            for part in of_columns.of_span(start, stop, clean, window):
+            for part in of_columns.of_rows(Rows.span(start, stop), clean, window):
                 rows = columns[:, start:stop][:, part.rows]
                 found[rows[0], part.start : part.stop] = True
                 if part.by_row:

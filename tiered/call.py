@@ -94,7 +94,7 @@ class CallContext:
             context=context,
             block_length=block_length,
             dtype=self._dtype_name,
-            weights=FIXED_WEIGHTS if self._weights is None else self._weights.form,
+            weights=FIXED_WEIGHTS if self._weights is None else self._weights.records.form,
             kv=self.kv,
             gpu=self._gpu,
             **more,

@@ -143,17 +143,9 @@ def _forward(
         store = FeatureStore(shape, features, **of_call, dtype=context.dtype, device=context.device)
     block = canvas.block_length if shape.block_causal else None
     sight = Sight(shape, canvas.length, block, first=canvas.prompt_length)
-    return Forward(
-        traced(context.model),
-        store,
-        positions,
-        key_mask,
-        tiers,
-        first,
-        sight,
-        policy.needs(sizes).most_rows,
-        context.weights,
-    )
+    forward = Forward(traced(context.model), store, positions, key_mask, tiers, first, sight, context.weights)
+    forward.most_rows = policy.needs(sizes).most_rows or canvas.length
+    return forward
 
 
 def _attention_shift(context: CallContext, sizes: CallShape) -> AttentionShift | None:

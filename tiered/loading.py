@@ -13,6 +13,7 @@ from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.modes import call_modes, safe_point
+from tiered.forward.layer_record import LayerRecords
 from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallShape, kv_code
 from tiered.forward.streamed_weights import StreamedWeights
@@ -173,21 +174,21 @@ def load_weights(
     held = {tier: ledger.held(tier) + beside.get(tier, 0) for tier in Tier}
     needed = CallBytes.fitting(row_schedule("none"), least, ledger.budget, held, whole, hint=LEAST_HINT)
     assert needed.weights is not None, "they were given"
+    records, pool = LayerRecords(model, dtype, form), HostPool(ledger, device)
     weights = StreamedWeights(
-        model, ledger, HostPool(ledger, device), dtype=dtype, device=device, form=form, now=needed.weights, files=files,
-        transport=transport,
-    )  # fmt: skip
+        records, ledger, pool, device=device, now=needed.weights, files=files, transport=transport
+    )
     try:
         for official in checkpoint.order():
             safe_point()
             own = model.parameter_name(official)
-            code, room = form.code if weights.may_be_coded(own) else None, 0
+            code, room = form.code if records.may_be_coded(own) else None, 0
             if code is not None:  # the raw tensor stands beside what it becomes
                 room = prod(shape.weight_shapes[official]) * dtype.itemsize
             with ledger.holding({Account.ACTIVATIONS: room}):
                 weight = checkpoint.read(official, dtype=dtype, device=device, code=code, into=weights.room(own))
                 # The head alone may be in a code in the files: it is kept as the embedding is.
-                decoded = isinstance(weight, CodedWeight) and not weights.may_be_coded(own)
+                decoded = isinstance(weight, CodedWeight) and not records.may_be_coded(own)
                 weights.place(own, weight.values() if decoded else weight)
         weights.note()
     except BaseException:

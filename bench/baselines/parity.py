@@ -23,7 +23,8 @@ from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 from tiered.decoding.rules.registry import make_commit_rule
 from tiered.decoding.rules.rewriting import Adaptive, MostWanted
 from tiered.decoding.rules.threshold import AtLeast, Threshold
-from tiered.forward.forward import Flow, Forward
+from tiered.forward.flow import Flow
+from tiered.forward.forward import Forward
 from tiered.forward.sizes import CallShape
 from tiered.kernels.host_values import on_device
 from tiered.models.base import DiffusionModel

@@ -12,7 +12,8 @@ from torch.nn.functional import normalize
 from tiered.core.features import Account, Feature
 from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
-from tiered.forward.forward import Flow, Forward
+from tiered.forward.flow import Flow
+from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import forward_bytes, part_rows
 from tiered.forward.sizes import CallShape
 from tiered.models.base import DiffusionModel

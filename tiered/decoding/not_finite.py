@@ -5,7 +5,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tiered.core.rows import Rows
-from tiered.forward.forward import Flow, Forward
+from tiered.forward.flow import Flow
+from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import part_rows
 
 

@@ -16,8 +16,10 @@ from torch import Tensor
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span
-from tiered.forward.forward import Forward, LayerProgram, add_branch, head
+from tiered.forward.flow import LayerProgram, add_branch
+from tiered.forward.forward import Forward
 from tiered.forward.sizes import CallShape
+from tiered.models.base import head
 from tiered.models.projection import FEW_ROWS
 from tiered.models.rope import Rotary
 

@@ -5,9 +5,7 @@ store (`attend`), and the MLP (`mlp`); branches are added to the residual stream
 canvas takes one hidden state of it and the temporaries of one part, and no N×N tensor exists.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,61 +17,21 @@ from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
 from tiered.forward.feature_store import FeatureStore
+from tiered.forward.flow import (
+    AttentionProbe,
+    Between,
+    BranchKeeper,
+    Flow,
+    LayerProgram,
+    LayerWeights,
+    RowsProbe,
+    add_branch,
+)
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import RowFlops
 from tiered.forward.sight import Clean, Sight
-from tiered.forward.streamed_weights import StreamedWeights
-from tiered.models.base import DiffusionModel
+from tiered.models.base import DiffusionModel, head
 from tiered.models.rope import Rotary
-
-if TYPE_CHECKING:
-    from tiered.tiers.manager import TierManager
-
-
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """What goes from layer to layer.
-
-    Attributes:
-        rows: the positions of `hidden`.
-        hidden: the residual stream of these rows; a layer may update it in place.
-        output: the rows, by their place in `rows`, whose logits the step needs. A layer may drop all others once
-            nothing reads them, so the last layer asks no query for them.
-        computed: rows that the layer before has recomputed, where it passed others on as they were cached; None: all.
-    """
-
-    rows: Rows
-    hidden: Float[Tensor, "batch rows width"]
-    output: slice
-    computed: int | None = None
-
-
-LayerProgram = Callable[["Forward", int, Flow], Flow]
-# Called with rows, their queries, the layer's keys, and the key mask, False at keys that may not be read.
-AttentionProbe = Callable[[Rows, Tensor, Tensor, Tensor | None], None]
-# Called with rows, and of how many sequences, the first ones.
-RowsProbe = Callable[[Rows, int], None]
-# Called with the branches of a part of the rows.
-BranchKeeper = Callable[[Feature, slice, Tensor], None]
-# Called with how many rows' work in a layer was done, of all sequences together.
-Between = Callable[[float], None]
-
-
-def head(model: DiffusionModel, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows vocab"]:
-    """float32 logits of what the last layer puts out, which is scratch space afterwards; NaN where a row has no finite
-    norm."""
-    # The last norm would make zeros of a row whose own norm float32 cannot hold, and its logits would be equal: a token
-    # like any other. Such a row is NaN from here on; to all others this adds 0.
-    hidden.add_(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32).mul_(0))
-    return model.logits(hidden)
-
-
-@spanned(Op.RESIDUAL)
-def add_branch(
-    hidden: Float[Tensor, "batch rows width"], part: slice, branch: Float[Tensor, "batch part width"]
-) -> None:
-    """Add a branch of the rows in `part` to the residual stream, in place."""
-    hidden[:, part].add_(branch)
 
 
 class Forward:
@@ -81,20 +39,19 @@ class Forward:
 
     Attributes:
         length: columns of the canvas.
-        tiers: records of hidden states; None where the policy keeps none.
+        tiers: records of hidden states; None if the policy keeps none.
         ids: what the step under way reads.
         sight: what rows see of the columns.
-        most_rows: of a sequence, that a forward of the call has room for.
+        most_rows: rows of a sequence that a forward of the call has room for; all of them, unless the call sets it.
         clean: columns in front of which tokens are final, of all sequences or of each. In a family with a noise mask
             they see each other alone; where contexts are causal, each sees those in front of it alone.
         rows_computed: rows of each sequence that went through a layer in the last step, on average over layers.
-        attention_probe: sees what the last layer's attention is made of, whenever rows go through it; None: none.
-        rows_probe: hears, in every layer, whose keys and values are computed anew; None: none.
-        between: called whenever rows have gone through one of a layer's pieces, with its share of a row's work; what it
-            runs must use another store. None: nothing runs in the middle of a forward.
+        attention_probe: called with the inputs of the last layer's attention; None for no call.
+        rows_probe: called in every layer with the rows whose keys and values are computed; None for no call.
+        between: called after each piece of a layer with its share of a row's work; what it runs must use another store.
+            None for no call.
 
-    `dense` is the layer of a plain step. It is built from the pieces below it, which a policy's own layer program may
-    call as well, in another order or over other rows.
+    `dense` is the layer of a plain step. A policy's layer program may call its pieces over other rows.
     """
 
     def __init__(
@@ -103,22 +60,25 @@ class Forward:
         store: FeatureStore,
         positions: Int[Tensor, "batch length"],
         key_mask: Bool[Tensor, "batch length"] | None = None,
-        tiers: "TierManager | None" = None,
+        tiers: Any = None,
         first: Int[Tensor, " batch"] | None = None,
         sight: Sight | None = None,
-        most_rows: int | None = None,
-        weights: StreamedWeights | None = None,
+        weights: LayerWeights | None = None,
     ) -> None:
-        """`positions`: RoPE position of every column (one row where all sequences share them); `key_mask`: False at
-        columns that no row may attend to; `tiers`: where a policy that keeps hidden states has them; `first`: where
-        `key_mask` is False in front of these columns alone; `sight`: what rows see; None: the whole canvas;
-        `most_rows`: that a forward has room for; None: all; `weights`: what brings those of each layer, where some are
-        not on the device."""
+        """
+        Args:
+            positions: RoPE position of every column; one row if all sequences share them.
+            key_mask: False at columns that no row may attend to; None for no such column.
+            tiers: the `TierManager` of a policy that keeps hidden states; the forward only hands it on.
+            first: columns in front of which `key_mask` is False, if it is False nowhere else.
+            sight: what rows see; None for the whole canvas.
+            weights: what brings the weights of each layer; None if all are on the device.
+        """
         self.model = model
         self.store = store
         self.length = positions.shape[1]
         self.sight = sight or Sight(model.shape, self.length)
-        self.most_rows = most_rows or self.length
+        self.most_rows = self.length
         self.tiers = tiers
         self.ids: Int[Tensor, "batch length"] | None = None
         self.clean: Clean = 0
@@ -148,9 +108,8 @@ class Forward:
         program: LayerProgram | None = None,
         clean: Clean = 0,
     ) -> Float[Tensor, "batch output vocab"]:
-        """float32 logits of `rows[output]` after all layers, NaN where a row has no finite norm; every layer goes
-        through `program` (None: `dense`). A step over the first sequences alone leaves the others' cache as it is.
-        `clean`: see the attribute."""
+        """float32 logits of `rows[output]` after all layers, NaN at rows without a finite norm. A layer is `program`;
+        None for `dense`. A step over the first sequences leaves the cache of the others as it is."""
         flow = self._through(ids, rows, output, program, clean)
         return head(self.model, flow.hidden[:, flow.output])
 
@@ -161,7 +120,6 @@ class Forward:
     def _through(
         self, ids: Int[Tensor, "batch length"], rows: Rows, output: slice, program: LayerProgram | None, clean: Clean
     ) -> Flow:
-        """`rows` behind the last layer."""
         self.begin(ids, clean)
         flow = Flow(rows, self.model.embed(rows.columns(ids)), output)
         layers, computed = self.model.shape.layers, 0
@@ -175,17 +133,12 @@ class Forward:
         return flow
 
     def begin(self, ids: Int[Tensor, "batch length"], clean: Clean = 0) -> None:
-        """A step over the sequences of `ids` comes; `clean`: see the attribute."""
-        self.ids, self.clean = ids, clean
-        self._sequences = len(ids)
+        self.ids, self.clean, self._sequences = ids, clean, len(ids)
         self.store.narrow(len(ids))
 
     def enter(self, layer: int) -> None:
-        """Let the weights of `layer` be there, which is used from now on, and no other until the next is entered.
-
-        Raises:
-            RecordLostError, TransferError: a copy between the tiers failed.
-        """
+        """Make the weights of `layer` usable, and of no other layer. Raises `RecordLostError` or `TransferError` for a
+        copy between the tiers that failed."""
         safe_point()
         self._layer = layer
         if self._weights is not None:
@@ -203,8 +156,6 @@ class Forward:
         del normed  # not held while the MLP runs: it is as large as the residual stream of the part
         self.mlp(layer, hidden)
         return Flow(rows, hidden, output)
-
-    # The three pieces of a layer. They go over the rows in parts, so that temporaries are those of one part.
 
     def write(
         self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
@@ -263,12 +214,12 @@ class Forward:
             self.enter(self._layer)  # others may have entered theirs
 
     def parts(self, rows: int, batch: int) -> list[slice]:
-        """Slices of `rows` rows of each of `batch` sequences: what passes a layer at a time."""
+        """Slices of `rows` rows of each of `batch` sequences that pass a layer at a time."""
         return Rows.span(0, rows).parts(min(part_rows(batch), self.length))
 
     @spanned(Op.QKV)
     def write_keys_values(self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]) -> None:
-        """Project `normed` (see `DiffusionModel.attention_norm`) to keys and values, and store them at `rows`."""
+        """Project `normed` to keys and values, and store them at `rows`."""
         self.store_keys_values(layer, rows, *self.model.keys_values(layer, normed, self.rotary.at(rows)))
 
     def store_keys_values(
@@ -308,14 +259,8 @@ class Forward:
         mask, batch = self._mask, len(queries)
         first = None if self._first is None else self._first[: self._sequences]
         window = self.model.shape.window(layer)
-        if isinstance(self.clean, Tensor) or rows.start is None:
-            visible = since = None
-            if not self._sees_all(rows):
-                visible, since = self.sight.limits(rows.positions(batch, queries.device), self.clean, window)
-            return self.model.attend(layer, queries, keys, values, mask, visible, first, since)
-        # A span falls into rows that see the same columns, which need no limits of their own, and others.
         mixed = []
-        for part in self.sight.of_span(rows.start, rows.start + rows.count, self.clean, window):
+        for part in self.sight.of_rows(rows, self.clean, window):
             visible = since = None
             if part.by_row:
                 columns = rows[part.rows].positions(batch, queries.device)
@@ -327,16 +272,6 @@ class Forward:
             stored = queries[:, :, part.rows], keys[:, :, some], values[:, :, some]
             mixed.append(self.model.attend(layer, *stored, front, visible, begin, since))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
-
-    def _sees_all(self, rows: Rows) -> bool:
-        """Whether scattered rows see all columns, as far as the host knows."""
-        if self.model.shape.block_causal or isinstance(self.clean, Tensor):
-            return False
-        return not self.clean or (rows.within is not None and rows.within[0] >= self.clean)
-
-    def visible(self, columns: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"] | None:
-        """How many columns, from the first on, the rows at `columns` of the first sequences see; None: all of them."""
-        return self.sight.visible(columns, self.clean)
 
     @spanned(Op.QKV)
     def queries(
@@ -351,7 +286,7 @@ class Forward:
 
     @property
     def key_mask(self) -> Bool[Tensor, "batch length"] | None:
-        """False at columns that no row may attend to; None where there are none."""
+        """False at columns that no row may attend to; None for no such column."""
         return None if self._mask is None else self._mask[:, 0, 0]
 
     @property

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from tiered.core.rows import Rows
 from tiered.models.shape import ModelShape
 
 C = TypeVar("C", int, Tensor)
@@ -49,8 +50,16 @@ class Sight:
     positions: Int[Tensor, "batch length"] | None = None
     first: int = 0
 
-    def of_span(self, start: int, stop: int, clean: int, window: int | None = None) -> list[Seen]:
-        """What the rows from column `start` to `stop` see, in order, in a layer with so wide a window."""
+    def of_rows(self, rows: Rows, clean: Clean, window: int | None = None) -> list[Seen]:
+        """What `rows` see, in order, in a layer with so wide a window. A span falls into rows that see the same columns
+        and rows with limits of their own. Scattered rows have limits of their own, unless the host knows that they see
+        all columns."""
+        if rows.start is not None and not isinstance(clean, Tensor):
+            return self._of_span(rows.start, rows.start + rows.count, clean, window)
+        final = isinstance(clean, Tensor) or (clean and (rows.within is None or rows.within[0] < clean))
+        return [Seen(slice(0, rows.count), self.length, by_row=self.shape.block_causal or bool(final))]
+
+    def _of_span(self, start: int, stop: int, clean: int, window: int | None) -> list[Seen]:
         every, cut = slice(0, stop - start), min(max(clean - start, 0), stop - start)
         apart = self.shape.noise_masked or self.shape.sight == "context"
         final, others = slice(0, cut), slice(cut, stop - start) if apart else every

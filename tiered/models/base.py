@@ -214,3 +214,12 @@ class DiffusionModel(nn.Module):
 
     def _heads(self, projected: Float[Tensor, "batch rows heads_width"]) -> Float[Tensor, "batch heads rows head_dim"]:
         return projected.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+
+
+def head(model: DiffusionModel, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows vocab"]:
+    """float32 logits of what the last layer puts out, which is scratch space afterwards; NaN where a row has no finite
+    norm."""
+    # The last norm would make zeros of a row whose own norm float32 cannot hold, and its logits would be equal: a token
+    # like any other. Such a row is NaN from here on; to all others this adds 0.
+    hidden.add_(torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32).mul_(0))
+    return model.logits(hidden)

@@ -17,7 +17,7 @@ from tiered.core.canvas import Canvas
 from tiered.core.features import Account, Feature
 from tiered.core.ledger import added
 from tiered.core.rows import Rows
-from tiered.forward.forward import LayerProgram
+from tiered.forward.flow import LayerProgram
 from tiered.forward.forward_bytes import forward_bytes
 from tiered.forward.library_bytes import library_bytes
 from tiered.forward.sizes import CallShape

@@ -10,93 +10,35 @@ back as soon as its last job is submitted, and its next holder finds that job in
 caller uses a manager; copies run on the transport's streams and threads.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from copy import deepcopy
-from dataclasses import fields
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from tiered.core.errors import TierCapacityError
 from tiered.core.events import Stored
 from tiered.core.features import Tier
-from tiered.core.ledger import Ledger
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
-from tiered.offload.arena import Arena
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.fence import Fence, settle
 from tiered.offload.file_record import FileRecord
-from tiered.offload.spill_file import SpillFile
-from tiered.offload.transport import Lane, Transport
+from tiered.offload.transport import Lane
 from tiered.tiers.arguments import check_rows, checked_forms
 from tiered.tiers.banks import CentroidBank, DeltaBase, banks_of
 from tiered.tiers.batches import Destination, memory_slot, runs
-from tiered.tiers.record_book import Entry, RecordBook, RecordForm, RecordKey, nbytes_of
-from tiered.tiers.shipping import Rings, Shipping
-from tiered.tiers.slots import Slots
-from tiered.tiers.stats import TierStats, reporting
-from tiered.tiers.ticket import Fetches, Ticket
-from tiered.tiers.traffic import Traffic
+from tiered.tiers.lifetime import TierLifetime
+from tiered.tiers.record_book import Entry, RecordForm, RecordKey, nbytes_of
+from tiered.tiers.ticket import Ticket
 
 
-class TierManager:
+class TierManager(TierLifetime):
     """Records of rows in three tiers under one budget; `open_tiers` makes one.
 
     `store` and `fetch` never wait for a copy. A fetch answers with what was stored when it was asked, whatever is
     stored under the same keys meanwhile; a delta is decoded against the centroids that it was made with.
-
-    Attributes:
-        device: where rows come from and go to.
-        dtype: of the rows.
-        slot_bytes: of a staging slot that records arrive in: no record may be larger.
     """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        arenas: Mapping[Tier, Arena],
-        spill: SpillFile | None,
-        rings: Rings,
-        transport: Transport,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        run_bytes: int,
-        on_close: Callable[[], None],
-        promote: bool = True,
-    ) -> None:
-        """Memory, file and transport are the caller's; `on_close` gives them back. `run_bytes`: of records that are
-        stored at once, in one staging slot. `promote`: see `open_tiers`."""
-        self.device = device
-        self.dtype = dtype
-        self.slot_bytes = rings.fetch.slot_bytes
-        self._run_bytes = run_bytes
-        self._ledger = ledger
-        self._stats = TierStats()
-        self._record = record = reporting(self._stats, ledger)
-        self._book = book = RecordBook()
-        self._traffic = jobs = Traffic(transport, record)
-        self._slots = slots = Slots(ledger, arenas, spill, book, jobs, record)
-        self._shipping = shipping = Shipping(jobs, slots, rings, ledger, device=device, dtype=dtype, promote=promote)
-        self._fetches = Fetches(book, slots, jobs, shipping, record)
-        self._reserved: dict[RecordKey, Entry] = {}
-        self._on_close = on_close
-        self._versions = 0
-
-    def __len__(self) -> int:
-        """How many records there are."""
-        return len(self._book)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._book
-
-    def holds(self, key: RecordKey, tier: Tier) -> bool:
-        """Whether `tier` has the bytes of a record that there is."""
-        return tier in self._book.find(key).slots
 
     def bank(self, centroids: Float[Tensor, "clusters width"], version: int = 0) -> CentroidBank:
         """Book `centroids` as what records may be decoded against. The caller is a holder and releases it in the end.
@@ -267,64 +209,6 @@ class TierManager:
         for key in keys:
             self._slots.leave(self._book.remove(key))
 
-    def close_tickets(self) -> None:
-        """Close every ticket that is open."""
-        self._fetches.close_tickets()
-
-    def trim(self) -> None:
-        """Give memory back in which no record lies. Waits for the copies that are under way there."""
-        self._fetches.check_open()
-        self._slots.trim()
-
-    def progress(self) -> None:
-        """Note which copies have ended, and send what waits for a staging slot. Never blocks."""
-        self._fetches.send_waiting()
-
-    def synchronize(self) -> None:
-        """Block the host until every copy so far has ended."""
-        self._traffic.synchronize()
-
-    def stats(self) -> TierStats:
-        """What happened so far; a copy."""
-        self.progress()
-        stats, host = deepcopy(self._stats), self._slots.host_memory()
-        stats.pinned_requested, stats.pinned_actual = host.held_bytes, host.actual_bytes
-        stats.pinned = host.pinned
-        return stats
-
-    def ended(self) -> TierStats:
-        """`stats` once every copy has ended."""
-        self.synchronize()
-        return self.stats()
-
-    def restart_stats(self) -> None:
-        """Forget what happened so far."""
-        self.progress()
-        for name, value in ((each.name, getattr(TierStats(), each.name)) for each in fields(TierStats)):
-            setattr(self._stats, name, value)
-
-    def check_integrity(self) -> None:
-        """Raise `RuntimeError` where books, tickets, slots and ledger contradict each other."""
-        self._slots.check_integrity()
-        self._fetches.check_integrity()
-
-    def close(self) -> None:
-        """Wait for the copies under way, then give everything back: open tickets, records, memory, file and threads.
-        May be called again."""
-        if self._fetches.closed:
-            return
-        with ExitStack() as closing:  # the last one first, and every one whatever becomes of another
-            closing.callback(self._on_close)
-            closing.callback(self._leave_all)
-            closing.callback(self._traffic.synchronize)
-            closing.callback(self._fetches.close)
-
-    def __enter__(self) -> "TierManager":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _store(
         self,
         keys: Sequence[RecordKey],
@@ -354,19 +238,3 @@ class TierManager:
         for entry in entries:
             self._slots.leave(self._book.commit(entry))
         self._record(Stored(tier=tier, records=len(entries), nbytes=nbytes_of(entries)))
-
-    def _leave_all(self) -> None:
-        for entry in [*self._book.entries(), *self._reserved.values()]:
-            self._slots.leave(entry)
-
-    def _entry(self, key: RecordKey, nbytes: int) -> Entry:
-        """A new one of bytes as they are."""
-        self._versions += 1
-        return Entry(key, RecordForm(Codec.RAW, 1, nbytes, 1), self._versions)
-
-    def _find(self, key: RecordKey) -> Entry:
-        if key not in self._book:
-            raise KeyError(f"nothing is stored as {key}")
-        entry = self._book.find(key)
-        entry.check_there()
-        return entry

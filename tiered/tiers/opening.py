@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -27,9 +29,54 @@ from tiered.tiers.record_bytes import LOAD_SLOTS, run_bytes
 from tiered.tiers.shipping import Rings
 from tiered.tiers.slots import KNOBS, told_by_tier
 
-SLOT_BYTES = 4 << 20
-FETCH_SLOTS = 3  # one is decoded, one has arrived, one is filling
-STORE_SLOTS = 2
+Memory = Callable[[int], Chunk]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingSizes:
+    """Sizes of staging slots and slabs. Raises `ValueError` for sizes that do not work.
+
+    Attributes:
+        slot_bytes: bytes of a staging slot that records arrive in, a multiple of 4096; no record may be larger.
+        store_bytes: bytes of a staging slot that records leave from, `slot_bytes` at least; None for `slot_bytes`.
+        slab_bytes: bytes of what slots in the tiers are cut from, a multiple of 4096 and `slot_bytes` at least; None
+            for `slot_bytes`.
+        load_bytes: bytes of a slot that records from files pass. If given, there is such a ring without a disk tier
+            too, for records that stand in other files. None for `slot_bytes`, beside a disk tier.
+        fetch_slots, store_slots, load_slots: staging slots of the rings.
+    """
+
+    slot_bytes: int = 4 << 20
+    store_bytes: int | None = None
+    slab_bytes: int | None = None
+    load_bytes: int | None = None
+    fetch_slots: int = 3  # one is decoded, one has arrived, one is filling
+    store_slots: int = 2
+    load_slots: int = LOAD_SLOTS
+
+    def __post_init__(self) -> None:
+        for name in ("store_bytes", "slab_bytes"):
+            if (size := getattr(self, name)) is not None and size < self.slot_bytes:
+                raise ValueError(f"{name} = {size} must be slot_bytes = {self.slot_bytes} or more")
+
+    @property
+    def slab(self) -> int:
+        return self.slab_bytes or self.slot_bytes
+
+    @property
+    def store(self) -> int:
+        return self.store_bytes or self.slot_bytes
+
+    def rings(self, ledger: Ledger, opened: ExitStack, memory: Memory, pool: HostPool, *, files: bool) -> Rings:
+        """The rings, booked until `opened` is closed. `files`: whether there is a disk tier."""
+        hint = "lower slot_bytes, store_bytes, fetch_slots or store_slots, or raise the budget"
+        ring, on_device = partial(open_ring, ledger, opened), booked(ledger, Tier.DEVICE, memory, hint)
+        load = None
+        store = ring(Region.STORE_SLOT, self.store_slots, self.store, Tier.DEVICE, on_device)
+        fetch = ring(Region.FETCH_SLOT, self.fetch_slots, self.slot_bytes, Tier.DEVICE, on_device)
+        if files or self.load_bytes:
+            load = ring(Region.LOAD_SLOT, self.load_slots, self.load_bytes or self.slot_bytes, Tier.HOST, pool.take)
+        return Rings(store, fetch, load)
 
 
 def open_tiers(
@@ -38,77 +85,54 @@ def open_tiers(
     device: torch.device | str = "auto",
     dtype: torch.dtype = torch.float32,
     transport: Transport | None = None,
-    slot_bytes: int = SLOT_BYTES,
-    store_bytes: int | None = None,
-    slab_bytes: int | None = None,
-    fetch_slots: int = FETCH_SLOTS,
-    store_slots: int = STORE_SLOTS,
-    load_slots: int = LOAD_SLOTS,
-    load_bytes: int | None = None,
     promote: bool = True,
     pool: HostPool | None = None,
     expected_bytes: Mapping[Tier, int] = MappingProxyType({}),
+    **sizes: Any,
 ) -> TierManager:
     """A tier manager within `ledger`'s budget. Close it in the end, or use it in a `with`.
 
-    Memory of device and host is obtained as records need it, in whole slabs. The rings on the device, of
-    `fetch_slots · slot_bytes` and `store_slots · store_bytes`, are obtained here; with a disk tier, also a ring of
-    `load_slots · load_bytes` of host memory, and the spill file is made, empty: it grows by `slab_bytes` and a page as
-    records need it.
+    Memory of device and host is obtained as records need it, in whole slabs. The rings on the device are obtained
+    here. With a disk tier, so is a ring of host memory, and the spill file is made, empty: it grows by `slab_bytes` and
+    a page as records need it.
 
     Args:
         ledger: books everything. Its budget caps the tiers; without a disk budget there is no disk tier.
-        device, dtype: of the rows.
-        transport: what carries copies; None: streams on CUDA, threads on the CPU. It is closed with the manager.
-        slot_bytes: bytes of a staging slot that records arrive in, a multiple of 4096; no record may be larger.
-        store_bytes: bytes of a staging slot that records leave from; None: `slot_bytes`, and no less.
-        slab_bytes: bytes of what slots in the tiers are cut from, a multiple of 4096; None: `slot_bytes`, and no less.
-        fetch_slots, store_slots, load_slots: staging slots of the rings.
-        load_bytes: bytes of a slot that records from files pass; given, there is such a ring without a disk tier too,
-            for records that stand in other files. None: `slot_bytes`.
-        promote: what comes from disk stays in the host tier, where others leave for it. Not for records that are used
-            in turn, of which the next one always is the one that left.
-        pool: where host memory comes from and goes back to, of the same ledger; None: one of this manager's own.
+        device, dtype: device and dtype of the rows.
+        transport: what carries copies; None for streams on CUDA, threads on the CPU. It is closed with the manager.
+        promote: whether what comes from disk stays in the host tier, where others leave for it. False for records that
+            are used in turn, of which the next one always is the one that left.
+        pool: where host memory comes from and goes back to, of the same ledger; None for one of this manager's own.
         expected_bytes: what all records will take of device and host at most, see `Arena`.
+        sizes: fields of `StagingSizes`.
 
     Raises:
         OSError: no file can be made in `disk_path` any more.
         TierCapacityError: the rings do not fit the budget.
         ValueError: sizes that do not work.
     """
-    device = pick_device(device)
-    store_bytes, slab_bytes = store_bytes or slot_bytes, slab_bytes or slot_bytes
-    for name, size in (("store_bytes", store_bytes), ("slab_bytes", slab_bytes)):
-        if size < slot_bytes:
-            raise ValueError(f"{name} = {size} must be slot_bytes = {slot_bytes} or more")
+    device, staging = pick_device(device), StagingSizes(**sizes)
     with ExitStack() as opened:
         if pool is None:
             pool = HostPool(ledger, device)
             opened.callback(pool.close)
         memory = device_chunks(device)
-        arena = partial(_arena, ledger, opened, slab_bytes, expected_bytes)
+        arena = partial(_arena, ledger, opened, staging.slab, expected_bytes)
         arenas = {
             Tier.DEVICE: arena(Region.DEVICE_SLOT, Tier.DEVICE, booked(ledger, Tier.DEVICE, memory)),
-            Tier.HOST: arena(Region.HOST_SLOT, Tier.HOST, partial(pool.take, unit=slab_bytes)),
+            Tier.HOST: arena(Region.HOST_SLOT, Tier.HOST, partial(pool.take, unit=staging.slab)),
         }
-        spill = _spill_file(ledger, slab_bytes, opened)
-        hint = "lower slot_bytes, store_bytes, fetch_slots or store_slots, or raise the budget"
-        ring, on_device = partial(open_ring, ledger, opened), booked(ledger, Tier.DEVICE, memory, hint)
-        rings = Rings(
-            store=ring(Region.STORE_SLOT, store_slots, store_bytes, Tier.DEVICE, on_device),
-            fetch=ring(Region.FETCH_SLOT, fetch_slots, slot_bytes, Tier.DEVICE, on_device),
-            load=ring(Region.LOAD_SLOT, load_slots, load_bytes or slot_bytes, Tier.HOST, pool.take)
-            if spill is not None or load_bytes
-            else None,
+        spill = _spill_file(ledger, staging.slab, opened)
+        rings = staging.rings(ledger, opened, memory, pool, files=spill is not None)
+        run = run_bytes(
+            ledger.budget, slot_bytes=staging.slot_bytes, store_bytes=staging.store, slab_bytes=staging.slab
         )
-        run = run_bytes(ledger.budget, slot_bytes=slot_bytes, store_bytes=store_bytes, slab_bytes=slab_bytes)
         transport = transport or _transport_for(device)
         opened.callback(transport.close)  # the last to come is the first to go: no copy outlives what it works on
-        on_close = opened.pop_all().close
+        rings = rings._replace(run_bytes=run, promote=promote)
         return TierManager(
-            ledger, arenas, spill, rings, transport,
-            device=device, dtype=dtype, run_bytes=run, on_close=on_close, promote=promote,
-        )  # fmt: skip
+            ledger, arenas, spill, rings, transport, device=device, dtype=dtype, on_close=opened.pop_all().close
+        )
 
 
 def check_disk(budget: MemoryBudget) -> None:
@@ -139,7 +163,7 @@ def _arena(
     expected_bytes: Mapping[Tier, int],
     region: Region,
     tier: Tier,
-    allocate: Callable[[int], Chunk],
+    allocate: Memory,
 ) -> Arena:
     cap, expected = ledger.budget.cap(tier), expected_bytes.get(tier, 0)
     arena = Arena(region, slab_bytes, cap, allocate, expected_bytes=expected)
@@ -154,7 +178,7 @@ def open_ring(
     slots: int,
     slot_bytes: int,
     tier: Tier,
-    allocate: Callable[[int], Chunk],
+    allocate: Memory,
 ) -> Ring:
     """A ring of `slots` over memory from `allocate`, booked as staging until `opened` is closed.
 

@@ -1,6 +1,6 @@
 """Records on their way: encoded into a staging slot and sent down, brought up into one and decoded."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +14,12 @@ from torch import Tensor
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
-from tiered.kernels.host_values import on_device
 from tiered.offload.arena import Slot
-from tiered.offload.codecs import CODECS
 from tiered.offload.fence import Fence, Region
 from tiered.offload.ring import Ring, RingSlot
 from tiered.offload.transport import Copy, Lane, TransferEvent, merge_neighbours
 from tiered.tiers.batches import Batch, memory_slot
+from tiered.tiers.coding import decoding, encoding, nothing
 from tiered.tiers.record_book import Entry
 from tiered.tiers.slots import Slots
 from tiered.tiers.traffic import Traffic
@@ -45,12 +44,20 @@ class _Span:
 
 
 class Rings(NamedTuple):
-    """Staging slots, used in turn: of the device, those that records leave from (`store`) and arrive in (`fetch`); of
-    host memory, where there is a disk tier, those that records from disk pass (`load`)."""
+    """Staging slots, and how they are used.
+
+    Attributes:
+        store, fetch: slots of the device that records leave from, and arrive in.
+        load: slots of host memory that records from files pass; None without files.
+        run_bytes: bytes of records that are stored at once, in one slot; 0 for a whole slot.
+        promote: whether what comes from disk stays in the host tier.
+    """
 
     store: Ring
     fetch: Ring
     load: Ring | None
+    run_bytes: int = 0
+    promote: bool = True
 
 
 class Shipping:
@@ -69,13 +76,11 @@ class Shipping:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        promote: bool = True,
     ) -> None:
-        """`device`, `dtype`: of the rows. `promote`: what comes from disk stays in the host tier."""
+        """`device`, `dtype`: device and dtype of the rows."""
         self.device = device
         self.dtype = dtype
         self.load_bytes = 0 if rings.load is None else rings.load.slot_bytes
-        self._promote = promote
         self.slot_bytes = rings.fetch.slot_bytes
         self._traffic = traffic
         self._slots = slots
@@ -88,11 +93,10 @@ class Shipping:
         return self._rings.fetch.slots - self._rings.fetch.held
 
     def check_integrity(self, arriving: int) -> None:
-        """Raise `RuntimeError` where the rings' books contradict themselves, or others than so many batches hold the
-        slots that records arrive in."""
-        for ring in self._rings:
-            if ring is not None:
-                ring.check_integrity()
+        """Raise `RuntimeError` if the rings' books contradict themselves, or if not `arriving` batches hold the slots
+        that records arrive in."""
+        for ring in filter(None, self._rings[:3]):
+            ring.check_integrity()
         if self._rings.fetch.held != arriving:
             raise RuntimeError(f"{self._rings.fetch.held} staging slots are held, by {arriving} batches")
 
@@ -103,7 +107,7 @@ class Shipping:
         for _, group in groupby(range(len(entries)), key=lambda number: id(slots[number].chunk)):
             numbers = list(group)
             part = slice(numbers[0], numbers[-1] + 1)
-            work = _encode(
+            work = encoding(
                 entries[part],
                 rows[first[part.start] : first[part.stop]],
                 slots[part.start].chunk.bytes,
@@ -120,7 +124,7 @@ class Shipping:
             slots = [memory_slot(entry, Tier.HOST) for entry in entries]
             spans = [_Span.of(slot) for slot in slots]
             offsets = _offsets(spans)
-            work = _encode(entries, rows, staging.bytes, offsets)
+            work = encoding(entries, rows, staging.bytes, offsets)
             layer = _layer_of(entries)
             self._traffic.compute(Lane.STORE, work, writes=[staging.fence], layer=layer)
             self._traffic.move(
@@ -187,7 +191,7 @@ class Shipping:
         passing, filled = None, 0
         try:
             for entry in batch.entries:
-                if Tier.HOST not in entry.slots and self._promote:
+                if Tier.HOST not in entry.slots and self._rings.promote:
                     with suppress(TierCapacityError):
                         self._slots.load(entry)
                 if Tier.HOST in entry.slots:
@@ -212,7 +216,7 @@ class Shipping:
         """Decode a batch to its destination, where that has not arrived as it is; it may not be decoded again, its
         staging slot is given back."""
         try:
-            work = _decode(batch, self.dtype) if batch.to.fence is None else _nothing
+            work = decoding(batch, self.dtype) if batch.to.fence is None else nothing
             layer = _layer_of(batch.entries)
             return self._traffic.compute(Lane.FETCH, work, reads=batch.fences, layer=layer)
         finally:
@@ -250,10 +254,6 @@ class Shipping:
             self._slots.copy_failed(entry, Tier.HOST, slot)
 
 
-def _nothing() -> None:
-    """What compute has to do for records that are used where they arrived: wait."""
-
-
 def _layer_of(entries: Sequence[Entry]) -> int | None:
     """The layer of the records; None where they are of several."""
     layers = {entry.key.layer for entry in entries}
@@ -276,38 +276,3 @@ def _pieces(spans: Sequence[_Span], offsets: Sequence[int], staging: RingSlot) -
         buffer = members[0][0].buffer
         for start, offset, size in merge_neighbours((span.start, offset, span.room) for span, offset in members):
             yield buffer[start : start + size], staging.bytes[offset : offset + size]
-
-
-def _encode(
-    entries: Sequence[Entry], rows: Float[Tensor, "rows width"], out: UInt8[Tensor, " bytes"], offsets: Sequence[int]
-) -> Callable[[], None]:
-    """What writes `rows` as the records of `entries`."""
-    sizes = [entry.form.rows for entry in entries]
-    bases = [entry.base for entry in entries if entry.base is not None]
-    # Taken now, here and in `_decode`: a bank may be given back before compute gets to it.
-    centroids, clusters = None, [base.cluster for base in bases] or None
-    if bases:
-        centroids = bases[0].bank.centroids
-        if any(base.bank is not bases[0].bank for base in bases):
-            centroids = torch.stack([base.bank.centroids[base.cluster] for base in bases])
-            clusters = list(range(len(bases)))
-    return partial(CODECS[entries[0].form.codec].encode, rows, sizes, out, offsets, centroids, clusters)
-
-
-def _decode(batch: Batch, dtype: torch.dtype) -> Callable[[], None]:
-    """What writes the rows of `batch` to their places in its destination."""
-    out, rows = batch.to.out, batch.to.rows
-    assert batch.buffer is not None and out is not None, "a batch is decoded after it has set out, to somewhere"
-    form = batch.entries[0].form
-    sizes = [entry.form.rows for entry in batch.entries]
-    centroids = [base.bank.centroids[base.cluster] for base in batch.bases if base is not None]
-    stacked = torch.stack(centroids) if centroids else None
-    ends = [first + size for first, size in zip(batch.rows, sizes, strict=True)]
-    if batch.rows[1:] == ends[:-1]:  # in the answer, too, they stand one after another
-        part = slice(batch.rows[0], ends[-1])
-        target, places = (out[part], None) if rows is None else (out, rows[part])
-    else:
-        numbers = torch.cat([torch.arange(first, end) for first, end in zip(batch.rows, ends, strict=True)])
-        places = on_device(numbers, out.device)
-        target, places = out, places if rows is None else rows[places]
-    return partial(CODECS[form.codec].decode, batch.buffer, batch.offsets, sizes, dtype, target, places, stacked)

@@ -119,11 +119,10 @@ class Ticket:
 class Fetches:
     """Batches of records on their way up, and the open tickets that want them.
 
-    A ticket always progresses, whatever the others do. Where one is waited for and no staging slot is free, another
-    gives its own up: the first to have set out that has a destination is decoded there, which costs nothing, since
-    copies arrive in the order in which they set out. Where none has a destination, the last to have set out goes back
-    to those that wait, behind all others; and if its records were replaced meanwhile, its bytes go aside, which books
-    them.
+    A ticket always progresses. If it is waited for and no staging slot is free, another batch gives its slot up. The
+    first batch under way that has a destination is decoded there, at no cost: copies arrive in the order in which they
+    set out. If no batch has one, the last goes back behind those that wait; if its records were replaced meanwhile, its
+    bytes are set aside, which books them.
     """
 
     def __init__(
@@ -141,7 +140,6 @@ class Fetches:
         self._air: list[Batch] = []  # with a staging slot, in the order in which they set out
 
     def begin(self, keys: Sequence[RecordKey], entries: Sequence[Entry], to: Destination) -> Ticket:
-        """A ticket for `entries`, those of `keys`."""
         widths = {entry.form.width for entry in entries}
         if len(widths) != 1:
             raise ValueError(f"a fetch is of one or more records of one width: {len(keys)} keys have {sorted(widths)}")
@@ -167,12 +165,11 @@ class Fetches:
         return ticket
 
     def new_answer(self, shape: tuple[int, int]) -> Float[Tensor, "rows width"]:
-        """What the rows of a ticket go to that was told of nothing else."""
+        """Room for the rows of a ticket without a destination."""
         return torch.empty(shape, dtype=self._shipping.dtype, device=self._shipping.device)
 
     def send_waiting(self) -> None:
-        """Let batches set out while there are staging slots, those with a destination first; what has arrived makes
-        room for the next. Never waits for a copy."""
+        """Let batches set out while there are staging slots, those with a destination first. Never waits for a copy."""
         self._traffic.harvest()
         for batch in sorted(self._waiting, key=lambda batch: batch.to.out is None):
             first = None if self._shipping.free_slots else self._first()
@@ -211,7 +208,7 @@ class Fetches:
         return bool(batches)
 
     def give_up(self, ticket: Ticket, batches: Iterable[Batch]) -> None:
-        """`ticket` is closed: what is not decoded yet of its `batches` never will be."""
+        """Drop the batches of a closed ticket that are not decoded."""
         self._tickets.discard(ticket)
         for batch in batches:
             if batch.landed is None:
@@ -219,7 +216,7 @@ class Fetches:
                 self._shipping.give_back(batch)
 
     def check_integrity(self) -> None:
-        """Raise `RuntimeError` where the book has other readers than the open tickets, or the slots other holders."""
+        """Raise `RuntimeError` unless the book's readers are the open tickets, and the slots' holders the batches."""
         readers = Counter(id(entry) for ticket in self._tickets for entry in ticket.unread())
         for entry in self._book.entries():
             if entry.readers != readers[id(entry)]:
@@ -234,17 +231,14 @@ class Fetches:
             raise ValueError("this tier manager is closed")
 
     def close_tickets(self) -> None:
-        """Close every ticket."""
         for ticket in list(self._tickets):
             ticket.close()
 
     def close(self) -> None:
-        """Close every ticket; there will be no others."""
         self.closed = True
         self.close_tickets()
 
     def _free_a_slot(self) -> None:
-        """Let a batch give up its staging slot where none is free."""
         if self._shipping.free_slots:
             return
         if first := self._first():
@@ -275,7 +269,7 @@ class Fetches:
         self._end_reading(batch)
 
     def _first(self) -> Batch | None:
-        """The first in the air that has a destination, and so the first of them to arrive."""
+        """The first batch to arrive that has a destination."""
         return next((batch for batch in self._air if batch.to.out is not None), None)
 
     def _decode_for_others(self, batch: Batch) -> None:
@@ -289,7 +283,6 @@ class Fetches:
             self._forget(batch)
 
     def _forget(self, batch: Batch) -> None:
-        """The batch waits for nothing any more, and reads nothing."""
         for queue in (self._waiting, self._air):
             if batch in queue:
                 queue.remove(batch)

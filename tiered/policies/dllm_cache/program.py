@@ -17,7 +17,8 @@ from tiered.core.features import Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
-from tiered.forward.forward import Flow, Forward, add_branch
+from tiered.forward.flow import Flow, add_branch
+from tiered.forward.forward import Forward
 from tiered.kernels.host_values import on_device
 
 # Below this distance between directions (cosine: 1 − 5e-7) a movement may be rounding alone. Rounding must not choose

@@ -16,7 +16,8 @@ from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.forward.attention_weights import attention_weights, chunks
-from tiered.forward.forward import Flow, Forward
+from tiered.forward.flow import Flow
+from tiered.forward.forward import Forward
 from tiered.forward.sizes import CallShape
 from tiered.policies.elastic_cache.rows import NONE, Tracked, Widening, WindowRows
 from tiered.policies.elastic_cache.window_bytes import WindowChunk, window_chunk
@@ -173,7 +174,7 @@ def weights_of(
         _readable(forward, len(queries)),
         soft_cap=forward.model.shape.soft_cap,
         sink_keys=forward.model.sink_keys(layer),
-        visible=forward.visible(columns),
+        visible=forward.sight.visible(columns, forward.clean),
         exact=False,
     )[0]
 

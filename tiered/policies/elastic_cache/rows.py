@@ -18,7 +18,8 @@ from tiered.core.features import Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows, rows_where
 from tiered.core.spans import spanned
-from tiered.forward.forward import Flow, Forward
+from tiered.forward.flow import Flow
+from tiered.forward.forward import Forward
 from tiered.kernels.host_values import on_device
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Step

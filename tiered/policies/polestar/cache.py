@@ -17,7 +17,8 @@ from tiered.clustering.faiss_backend import Backend
 from tiered.core.features import ColumnState, Tier
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
-from tiered.forward.forward import Flow, Forward
+from tiered.forward.flow import Flow
+from tiered.forward.forward import Forward
 from tiered.kernels.host_values import on_device
 from tiered.offload.codec_bytes import Codec
 from tiered.policies.polestar.hidden_records import HiddenRecords
@@ -66,8 +67,9 @@ class HiddenCache:
     updated_in: int = -1
     fetched: Bool[np.ndarray, "sequences length"] = field(default_factory=lambda: np.zeros((0, 0), dtype=bool))
 
-    def begin(self, tiers: TierManager | None, copies: int) -> None:
+    def begin(self, tiers: object | None, copies: int) -> None:
         """Forget everything: a refresh begins."""
+        assert tiers is None or isinstance(tiers, TierManager), tiers
         for state in self.states.values():
             self._forget(state, range(state.batch))
         self.states.clear()

@@ -47,11 +47,7 @@ class LayerKeys:
         """Log-sum-exp of the scores over all columns and sinks, by batch, head and cluster."""
         attention, sinks, found = for_device(block_attention, self.keys.device), self.sink_keys, []
         for some in queries.split(CENTROIDS_AT_ONCE, dim=2):
-            # Only the sums count. The keys stand in for values, because they are in the cache already.
-            _, sums = attention(
-                some, self.keys, self.keys,
-                soft_cap=self.soft_cap, sink_keys=sinks, sink_values=sinks, key_mask=self.key_mask,
-            )  # fmt: skip
+            _, sums = attention(some, self.keys, None, soft_cap=self.soft_cap, sink_keys=sinks, key_mask=self.key_mask)
             found.append(sums)
         if len(found) == 1:
             return found[0]

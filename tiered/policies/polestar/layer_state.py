@@ -14,7 +14,8 @@ from tiered.clustering.unit_rows import rounding
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
-from tiered.forward.forward import Flow, Forward
+from tiered.forward.flow import Flow
+from tiered.forward.forward import Forward
 from tiered.kernels.host_values import on_device
 from tiered.policies.polestar.drift import DriftReference, LayerKeys
 from tiered.policies.polestar.hidden_records import Fetching, HiddenRecords, Tickets

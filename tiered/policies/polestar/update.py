@@ -13,7 +13,8 @@ from jaxtyping import Bool
 
 from tiered.core.ops import Op
 from tiered.core.spans import span, spanned
-from tiered.forward.forward import Flow, Forward
+from tiered.forward.flow import Flow
+from tiered.forward.forward import Forward
 from tiered.kernels.host_values import on_device
 from tiered.policies.polestar.cache import HiddenCache
 from tiered.policies.polestar.hidden_records import Fetching, Tickets

@@ -1,0 +1,114 @@
+"""The matrices of a model's layers as they stand in records, one record a layer, and in the modules that use them."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from tiered.core.errors import TierCapacityError
+from tiered.core.features import Account, Tier
+from tiered.kernels.coded_weight import CodedWeight
+from tiered.models.base import DiffusionModel
+from tiered.models.checkpoint import assign
+from tiered.models.weight_form import WeightForm, places
+from tiered.offload.arena import device_chunks
+from tiered.offload.chunk import Chunk
+from tiered.offload.errors import ArenaFullError
+from tiered.tiers.record_book import RecordKey
+
+Matrix = Tensor | CodedWeight
+
+
+class LayerRecords:
+    """Where each matrix of a layer stands in the layer's record, and the modules that it belongs to.
+
+    Attributes:
+        form: how the weights are kept.
+        nbytes: bytes of a record.
+        layers: number of layers.
+    """
+
+    def __init__(self, model: DiffusionModel, dtype: torch.dtype, form: WeightForm) -> None:
+        self.form, self.layers = form, model.shape.layers
+        self._model, self._dtype = model, dtype
+        self._places, self.nbytes = places(model.shape, str(dtype).removeprefix("torch."), form)
+        self._owners = [[getattr(block, each) for each in self._places] for block in model.blocks]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of a layer's matrices, in the order of the record."""
+        return list(self._places)
+
+    def find(self, own: str) -> tuple[int, str] | None:
+        """The layer whose record has the weight that we call `own`, and the matrix's name; None for no record."""
+        root, _, rest = own.partition(".")
+        layer, _, name = rest.removesuffix(".weight").partition(".")
+        return (int(layer), name) if root == "blocks" and name in self._places else None
+
+    def may_be_coded(self, own: str) -> bool:
+        """Whether the weight that we call `own` is in the form's code, if it has one."""
+        return self.find(own) is not None or (self.form.head and own in ("wte.weight", "ff_out.weight"))
+
+    def on_device(self, device: torch.device) -> Chunk:
+        """Memory for the record of a layer that stays. Raises `TierCapacityError` if the device has none."""
+        try:
+            return device_chunks(device)(self.nbytes)
+        except ArenaFullError as error:
+            raise TierCapacityError(error.needed, error.available, Tier.DEVICE, str(error)) from error
+
+    def part(self, record: UInt8[Tensor, " record"], name: str) -> UInt8[Tensor, " nbytes"]:
+        """The bytes of one matrix in a record."""
+        start, nbytes = self._places[name]
+        return record[start : start + nbytes]
+
+    def part_bytes(self, name: str) -> int:
+        return self._places[name][1]
+
+    def matrices(self, record: UInt8[Tensor, " record"]) -> list[Matrix]:
+        """The matrices of a layer, as views of its record."""
+        return list(self._matrices(record))
+
+    def write(self, layer: int, record: UInt8[Tensor, " record"]) -> None:
+        """Copy the matrices of a layer that is on the device to its record."""
+        for name in self._places:
+            weight = getattr(self._model.blocks[layer], name).weight
+            stored = weight.bytes if isinstance(weight, CodedWeight) else weight.detach().view(torch.uint8)
+            self.part(record, name).copy_(stored.flatten())
+
+    def assign(self, layer: int, record: UInt8[Tensor, " record"]) -> None:
+        """Make the matrices in `record` the model's, to stay."""
+        for name, weight in zip(self._places, self._matrices(record), strict=True):
+            assign(self._model, f"blocks.{layer}.{name}.weight", weight)
+
+    def place(self, own: str, weight: Matrix | None) -> None:
+        """Make `weight` the one that we call `own`; None for a weight that is elsewhere."""
+        assign(self._model, own, weight)
+
+    def bind(self, layer: int, matrices: Sequence[Matrix]) -> None:
+        """Let the modules of `layer` use `matrices` until `unbind`."""
+        # Right into their attributes: a module takes its time for a parameter, and there is one for every forward.
+        for owner, weight in zip(self._owners[layer], matrices, strict=True):
+            vars(owner)["weight"] = weight
+
+    def unbind(self, layer: int) -> None:
+        """Leave the modules of `layer` without matrices: their use is an error then."""
+        for owner in self._owners[layer]:
+            owner._parameters.pop("weight", None)
+            vars(owner)["weight"] = None
+
+    def bound(self, layer: int) -> list[Matrix]:
+        """The matrices that the modules of `layer` have."""
+        return [owner.weight for owner in self._owners[layer] if owner.weight is not None]
+
+    @staticmethod
+    def key(layer: int) -> RecordKey:
+        return RecordKey(Account.WEIGHTS, layer, 0, 0)
+
+    def _matrices(self, record: UInt8[Tensor, " record"]) -> Iterator[Matrix]:
+        for name in self._places:
+            (out, inner), stored, code = self._model.shape.matrices[name], self.part(record, name), self.form.code
+            if code is None:
+                yield stored.view(self._dtype).view(out, inner)
+            else:
+                yield CodedWeight(stored.view(out, -1), code, inner, self._dtype)
