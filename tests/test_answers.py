@@ -37,17 +37,19 @@ def asked_directly(runtime: tiered.Runtime, task: str, size: int | None, count: 
         outs.append(runtime.generate([[{"role": "user", "content": example.prompt}] for example in own], **CALL))
         assert outs[-1].text is not None
         right += [text == example.answer for text, example in zip(outs[-1].text, own, strict=True)]
-    rows = [number for out in outs for number in out.rows_per_forward]
-    columns = [out.sequences.shape[1] for out in outs for _ in out.rows_per_forward]
+    rows = [number for out in outs for number in out.rows_per_step]
+    columns = [out.sequences.shape[1] for out in outs for _ in out.rows_per_step]
     ways = [way for out in outs if out.tiers is not None for way in out.tiers.ways.values()]
     assert sum(way.busy_ns for way in ways) > 0
     return {
         "correct": sum(right),
         "right": "".join(str(int(each)) for each in right),
         "nfe": sum(number for out in outs for number in out.forwards) / count,
-        "rows_per_forward": pytest.approx(sum(rows) / len(rows)),
+        "rows_per_step": pytest.approx(sum(rows) / len(rows)),
         "cache_ratio": pytest.approx(1 - sum(rows) / sum(columns)),
-        "passes": {name: sum(out.passes.get(name, 0) for out in outs) for out in outs for name in out.passes},
+        "passes": {
+            name: sum(out.steps_by_kind.get(name, 0) for out in outs) for out in outs for name in out.steps_by_kind
+        },
         "device_bytes": max(out.memory.peak_device_bytes for out in outs),
         "host_bytes": max(out.memory.peak_host_bytes for out in outs),
         "to_device_bytes": sum(out.memory.moved.get("host->device", 0) for out in outs),
@@ -88,7 +90,7 @@ def test_a_baseline_is_a_row_or_says_why(monkeypatch: pytest.MonkeyPatch):
     theirs, ours = (
         next(measure(point(policy, asked), paths=PATHS)) for policy in ("transformers, cache", "fast_dllm_prefix")
     )
-    same = ("correct", "nfe", "tokens_per_forward", "rows_per_forward", "cache_ratio", "passes")
+    same = ("correct", "nfe", "tokens_per_forward", "rows_per_step", "cache_ratio", "passes")
     assert {name: theirs[name] for name in same} == {name: ours[name] for name in same}
     assert (theirs["bytes"], ours["bytes"]) == ("counted", "booked") and theirs["cache_ratio"] > 0
     monkeypatch.setattr(transformers.cache_utils, "is_optimum_quanto_available", lambda: False)

@@ -81,10 +81,10 @@ def test_random_weights_give_the_runtimes_tokens(
         for ours, theirs in pairs:
             expected, found = ours.generate(ids, **given, **options), theirs.generate(ids, **given, **options)
             assert torch.equal(found.sequences, expected.sequences)
-            assert found.forwards == expected.forwards and found.passes == expected.passes
+            assert found.forwards == expected.forwards and found.steps_by_kind == expected.steps_by_kind
             assert torch.equal(found.tokens_per_forward, expected.tokens_per_forward)
             assert found.timings.tokens == expected.timings.tokens
-            assert found.rows_per_forward == expected.rows_per_forward
+            assert found.rows_per_step == expected.rows_per_step
             answers.append(expected.sequences)
         differ += not torch.equal(*answers)
     # A cache answers otherwise than full forwards, or the equality of each would say little.
@@ -187,7 +187,7 @@ def test_a_quantized_prefix_is_made_once_a_block_and_left_as_it_is(
     monkeypatch.setattr(caches.PrefixCache, "_lend", recorded)
     ids = torch.randint(0, 120, (1, 12), generator=torch.Generator().manual_seed(1))
     out = theirs.generate(ids, max_new_tokens=24, block_length=8)
-    assert out.passes == {"refresh": 3, "step": 21} and len(seen) == 21
+    assert out.steps_by_kind == {"refresh": 3, "step": 21} and len(seen) == 21
     for block in range(3):
         first, *others = seen[7 * block : 7 * block + 7]
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))

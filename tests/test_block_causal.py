@@ -88,11 +88,11 @@ def test_a_prompt_is_written_in_chunks(runtime: Runtime):
     whole = runtime.generate(ids, **call)
     parts = runtime.with_policy("block_causal", prefill_rows=24).generate(ids, **call)
     assert torch.equal(whole.sequences, parts.sequences)
-    assert whole.rows_per_forward[:2] == [88, 4] and parts.rows_per_forward[:5] == [24, 24, 24, 16, 4]
+    assert whole.rows_per_step[:2] == [88, 4] and parts.rows_per_step[:5] == [24, 24, 24, 16, 4]
     # As many of each sequence as are allowed together, in whole blocks, and one at the least.
     two = runtime.with_policy("block_causal", prefill_rows=24).generate(ids.repeat(2, 1), **call)
-    assert two.rows_per_forward[0] == 12 and torch.equal(two.sequences[1], whole.sequences[0])
-    assert runtime.with_policy("block_causal", prefill_rows=1).generate(ids, **call).rows_per_forward[0] == 4
+    assert two.rows_per_step[0] == 12 and torch.equal(two.sequences[1], whole.sequences[0])
+    assert runtime.with_policy("block_causal", prefill_rows=1).generate(ids, **call).rows_per_step[0] == 4
 
 
 @pytest.mark.parametrize("policy", ["block_causal", "none"])
@@ -140,9 +140,9 @@ def test_blocks_of_a_prompt_count_from_its_first_token(runtime: Runtime):
     # The prompt's last token shares its block with three of the answer.
     ids = prompt(9)
     out = runtime.generate(ids, max_new_tokens=3, block_length=4, stop_at_eos=False, output_history=True)
-    assert out.rows_per_forward == [8, 4, 4, 4] and out.sequences.shape[1] == 12
+    assert out.rows_per_step == [8, 4, 4, 4] and out.sequences.shape[1] == 12
     moved = runtime.generate(ids[:, 1:], max_new_tokens=3, block_length=4, stop_at_eos=False)
-    assert moved.rows_per_forward[0] == 8 and moved.sequences.shape[1] == 12
+    assert moved.rows_per_step[0] == 8 and moved.sequences.shape[1] == 12
 
 
 def test_a_model_that_predicts_masks_leaves_none(make: Callable[..., Runtime]):
@@ -226,7 +226,7 @@ def test_a_streamer_gets_every_token_once(runtime: Runtime, lengths: tuple[int, 
     prompt, *pieces, _ = listener.pieces
     assert torch.equal(prompt, ids)
     assert torch.equal(torch.cat(pieces, dim=1), out.sequences[:, ids.shape[1] :])
-    assert len(listener.drafts) == out.passes["step"]
+    assert len(listener.drafts) == out.steps_by_kind["step"]
     if len(lengths) == 1:  # two tokens of the first block are the prompt's
         assert [draft.shape[1] for draft in listener.drafts] == [2] * 2 + [4] * 8
 
@@ -284,7 +284,7 @@ def test_steps_of_options_made_before_are_those_of_an_answer(runtime: Runtime):
 
 def test_the_checkpoint_s_block_length_needs_no_option(make: Callable[..., Runtime]):
     out = make(block_size=4).generate(prompt(8), max_new_tokens=8, stop_at_eos=False)
-    assert out.rows_per_forward[:2] == [8, 4]
+    assert out.rows_per_step[:2] == [8, 4]
     assert tiered.plan({**SDAR, "block_size": 4}, context=64).sizes.block_length == 4
 
 
@@ -303,7 +303,7 @@ def test_the_live_view_shows_every_step(runtime: Runtime):
     ids, mask = batch((18, 9))
     call: dict[str, Any] = {"max_new_tokens": 6, "block_length": 4, "stop_at_eos": False}
     out = runtime.generate(ids, attention_mask=mask, inspector=watcher, streamer=watcher, **call)
-    assert not errors and len(frames) > out.passes["step"]
+    assert not errors and len(frames) > out.steps_by_kind["step"]
 
 
 @pytest.mark.parametrize("rule", [{}, {"confidence_threshold": 0.9}], ids=["one a step", "threshold"])
@@ -312,6 +312,6 @@ def test_the_embedded_model_is_right_and_its_cache_changes_no_token(rule: dict[s
     examples = [sample(task, "test", number) for number in range(3) for task in ("copy", "reverse", "remove", "lookup")]
     asked = [[{"role": "user", "content": example.prompt}] for example in examples]
     out = runtime.generate(asked, max_new_tokens=32, **rule)
-    assert out.text is not None and out.passes["prefill"] and out.passes["commit"]
+    assert out.text is not None and out.steps_by_kind["prefill"] and out.steps_by_kind["commit"]
     assert all(score(example, text) for example, text in zip(examples, out.text, strict=True))
     assert torch.equal(runtime.with_policy("none").generate(asked, max_new_tokens=32, **rule).sequences, out.sequences)

@@ -327,7 +327,7 @@ def test_a_call_with_hidden_states_allocates_what_it_books(options: str, model: 
     ids, generation = call_of(call)
     runtime = Runtime(random_model(**{"n_layers": 4, **MODELS[model]}), policy=variant(**policy))
     out = generated(runtime, ids, tight, **generation)
-    assert out.passes["update"]
+    assert out.steps_by_kind["update"]
     if "commit" not in generation:
         most = planned(
             runtime,
@@ -408,7 +408,7 @@ def test_a_call_runs_to_its_end_in_what_it_needs(options: str, seed: int):
     needed = planned(budgeted(options, UNCAPPED), ids.shape[1] + 96, batch=2)
     runtime = budgeted(options, MemoryBudget(device=needed[Tier.DEVICE], host=needed[Tier.HOST]))
     out = runtime.generate(ids, max_new_tokens=96, steps=12, block_length=32, stop_at_eos=False)
-    assert out.passes["update"]
+    assert out.steps_by_kind["update"]
     assert {account for tier in Tier for account in runtime.ledger.accounts(tier)} <= {Account.SPARE}
     runtime.ledger.check_integrity()
 
@@ -449,7 +449,7 @@ def test_a_layer_leaves_in_few_copies():
     """A staging slot of a store holds many records, where one that they arrive in holds two."""
     runtime = Runtime(random_model(n_layers=4), policy=make_policy("polestar", clusters=40, codec="raw"))
     out = runtime.generate(torch.randint(0, 1000, (1, 320)), max_new_tokens=32, steps=1, block_length=32)
-    assert out.passes["refresh"] == out.num_forwards == 1 and out.tiers is not None
+    assert out.steps_by_kind["refresh"] == out.num_forwards == 1 and out.tiers is not None
     records_of = runtime.policy.needs(runtime._call.sizes(1, 352, 32)).records
     assert records_of is not None
     records = records_of(0)

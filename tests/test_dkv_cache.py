@@ -58,7 +58,7 @@ def test_parity_with_the_authors_code(runtime: Runtime, case: str, monkeypatch: 
     assert out.history is not None
     assert torch.equal(torch.stack(out.history).int(), RECORDED[f"{case}.history"])
     assert torch.equal(out.sequences, RECORDED[f"{case}.final"].long())
-    assert out.rows_per_forward == recorded["fwd_seq_lens"]
+    assert out.rows_per_step == recorded["fwd_seq_lens"]
 
 
 def by_hand(model: DiffusionModel, prompt: Tensor, block: int, wanted: Callable[[int, list[int]], set[int]]) -> Tensor:
@@ -164,7 +164,7 @@ def test_rows_of_two_tokens_by_hand(shifted: Runtime, variant: str, block: int):
     )
     assert out.history is not None
     assert torch.equal(torch.stack(out.history), expected)
-    assert out.rows_per_forward == [56, *counts]
+    assert out.rows_per_step == [56, *counts]
 
 
 @pytest.mark.parametrize("policy", ["dkv_decode", "dkv_pd"])

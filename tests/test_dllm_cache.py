@@ -326,11 +326,11 @@ def test_passes_and_rows_are_counted(grouped: Runtime):
     options = {"prompt_interval": 6, "response_interval": 4, "update_ratio": 0.25}
     out = grouped.with_policy("dllm_cache", **options).generate(PROMPT, **CALL)
     # Forwards 0 and 12 renew everything; 6 and 18 the prompt; 4, 8, 16 and 20 the answer.
-    assert out.passes == {StepKind.REFRESH: 2, StepKind.UPDATE: 6, StepKind.STEP: 16}
+    assert out.steps_by_kind == {StepKind.REFRESH: 2, StepKind.UPDATE: 6, StepKind.STEP: 16}
     expected = [17 * (n % 6 == 0) + (24 if n % 4 == 0 else 6) for n in range(24)]
-    assert out.rows_per_forward == expected
+    assert out.rows_per_step == expected
     whole = grouped.with_policy(parity.policy("dllm_cache", **options)).generate(PROMPT, **CALL)
-    assert whole.rows_per_forward == [17 * (n % 6 == 0) + (24 if n % 4 == 0 else (24 + 3 * 6) / 4) for n in range(24)]
+    assert whole.rows_per_step == [17 * (n % 6 == 0) + (24 if n % 4 == 0 else (24 + 3 * 6) / 4) for n in range(24)]
 
 
 def test_branches_are_kept_of_the_answer_alone(grouped: Runtime):

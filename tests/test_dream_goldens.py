@@ -129,7 +129,7 @@ def test_sequences(runtimes: dict[str, Runtime], part: str, case: str):
     # One state a step, where the first is not among them.
     assert out.num_forwards == recorded.get("n_forward", len(states))
     if "fwd_seq_lens" in recorded:
-        assert out.rows_per_forward == recorded["fwd_seq_lens"]
+        assert out.rows_per_step == recorded["fwd_seq_lens"]
 
 
 def test_drawn_sequences(runtimes: dict[str, Runtime], monkeypatch: pytest.MonkeyPatch):
@@ -182,7 +182,7 @@ def test_drawn_sequences(runtimes: dict[str, Runtime], monkeypatch: pytest.Monke
 def test_parity_makes_a_difference(runtimes: dict[str, Runtime], part: str, case: str, changed: dict[str, Any]):
     out, recorded = generate(runtimes, part, case, **changed)
     same_tokens = torch.equal(out.sequences.int(), SEQUENCES[part][f"{case}.final"])
-    assert not (same_tokens and out.rows_per_forward == recorded.get("fwd_seq_lens", out.rows_per_forward))
+    assert not (same_tokens and out.rows_per_step == recorded.get("fwd_seq_lens", out.rows_per_step))
 
 
 DECODED = [
@@ -230,4 +230,4 @@ def test_a_block_s_first_token_is_a_candidate_like_others(runtimes: dict[str, Ru
     assert any(first_of_blocks), first_of_blocks
     # The row in front of the block, and all rows of the block, whose tokens change: its last row too.
     kept = {"none": 56, "fast_dllm_dual": 9, "fast_dllm_prefix": 33}[policy]
-    assert out.rows_per_forward[1] == kept
+    assert out.rows_per_step[1] == kept

@@ -49,7 +49,7 @@ EVERYTHING: dict[str, Any] = {"codec": "raw", "top_m": 1000, "update_threshold":
 def test_renewing_every_cluster_equals_none(runtime: Runtime, refresh: str, call: dict[str, Any]):
     found = generate(runtime.with_policy("polestar", clusters=5, refresh=refresh, **EVERYTHING), **call)
     assert torch.equal(history(found), history(generate(runtime, **call)))
-    assert found.passes["update"] >= 6
+    assert found.steps_by_kind["update"] >= 6
 
 
 def test_without_clusters_to_renew_it_is_the_dual_cache(runtime: Runtime):
@@ -57,8 +57,8 @@ def test_without_clusters_to_renew_it_is_the_dual_cache(runtime: Runtime):
         generate(runtime.with_policy(policy, **options))
         for policy, options in (("polestar", {"top_m": 0}), ("fast_dllm_dual", {}))
     )
-    assert torch.equal(history(found), history(dual)) and found.passes == dual.passes
-    assert found.rows_per_forward == dual.rows_per_forward
+    assert torch.equal(history(found), history(dual)) and found.steps_by_kind == dual.steps_by_kind
+    assert found.rows_per_step == dual.rows_per_step
 
 
 def slow(point: Point, lane: Lane | None) -> float:
@@ -88,4 +88,4 @@ def test_offloaded_is_resident(runtime: Runtime, options: str, transport: str):
     assert torch.equal(history(left), history(right))
     assert [update.clusters for update in left.updates] == [update.clusters for update in right.updates]
     assert [update.drift for update in left.updates] == [update.drift for update in right.updates]
-    assert left.passes["update"] > 3 and any(any(update.clusters) for update in left.updates)
+    assert left.steps_by_kind["update"] > 3 and any(any(update.clusters) for update in left.updates)

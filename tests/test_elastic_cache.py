@@ -231,7 +231,7 @@ def test_tokens_and_caches_are_those_of_the_paper(runtime: Runtime, case: str):
     )  # fmt: skip
     assert out.history is not None
     assert [state[0].tolist() for state in out.history] == oracle.history
-    assert out.rows_per_forward == [sum(forward) / 4 for forward in oracle.rows]
+    assert out.rows_per_step == [sum(forward) / 4 for forward in oracle.rows]
     for seen, expected in zip(stores.seen, oracle.caches, strict=True):
         for (feature, layer), stored in seen.items():
             kept = expected[KEPT.index(feature)][layer]

@@ -82,7 +82,7 @@ def test_sequences(runtimes: dict[str, Runtime], name: str, policy: str):
     blocks = [fed[first : first + steps + 1] for first in range(0, len(fed), steps + 1)]
     assert out.num_forwards == recorded["n_forward"] - len(blocks)
     if policy == "uniform_prefix":
-        assert out.rows_per_forward == [row for block in blocks for row in (block[0] + block[1], *block[2:])]
+        assert out.rows_per_step == [row for block in blocks for row in (block[0] + block[1], *block[2:])]
 
 
 def test_ancestral_sequence(runtimes: dict[str, Runtime], monkeypatch: pytest.MonkeyPatch):

@@ -63,7 +63,7 @@ def test_renewing_every_cluster_at_every_step_equals_none(
     out = generate(runtime, "polestar", {"clusters": clusters, "refresh": refresh, **EVERYTHING}, rule)
     assert_same(out, generate(runtime, "none", {}, rule))
     # And not by chance: the dual cache, which renews nothing, gives other tokens.
-    assert out.passes["update"]
+    assert out.steps_by_kind["update"]
     dual = generate(runtime, "fast_dllm_dual", {}, rule)
     assert not torch.equal(out.sequences, dual.sequences)
 
@@ -123,7 +123,7 @@ def test_nothing_behind_the_last_block_makes_no_clusters(runtime: Runtime, cache
     options: dict[str, Any] = {"trailing_noise": 0, "max_new_tokens": 16}
     out = generate(runtime, "polestar", EVERYTHING, "adaptive", **options)
     assert_same(out, generate(runtime, "none", {}, "adaptive", **options))
-    assert out.passes["update"] and not caches[-1].states
+    assert out.steps_by_kind["update"] and not caches[-1].states
 
 
 @pytest.mark.parametrize("moves", [False, True])

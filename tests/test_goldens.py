@@ -61,4 +61,4 @@ def test_sequences(runtimes: dict[str, Runtime], sampler: str, case: str):
     assert torch.equal(out.sequences, tensors[f"{case}.final"].long())
     assert out.num_forwards == recorded["n_forward"]
     # Guidance feeds its two canvases in one forward here, and in one doubled batch there.
-    assert out.rows_per_forward == recorded["fwd_seq_lens"]
+    assert out.rows_per_step == recorded["fwd_seq_lens"]

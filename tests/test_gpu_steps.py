@@ -246,7 +246,7 @@ def flops(positions: int, keys: list[int], through: list[int]) -> int:
 def floors_at_1k(part: Callable[[str], ModuleType], setting: Any, updates: list[GroupUpdate]) -> Mapping[StepKind, Any]:
     llada = part("random_llada")
     shape = tiered.plan(llada.llada_config(replace(setting, tiny=False)), context=64, policy="none").shape
-    out = SimpleNamespace(rows_per_forward=[1024.0, 32.0, 280.0, 32.0], updates=updates)
+    out = SimpleNamespace(rows_per_step=[1024.0, 32.0, 280.0, 32.0], updates=updates)
     kinds = (StepKind.REFRESH, StepKind.STEP, StepKind.UPDATE, StepKind.STEP)
     return part("step_figures").floors(shape, 1024, out, kinds)
 

@@ -58,7 +58,7 @@ def test_the_ledger_is_what_torch_allocates(case: str, model: LLaDA):
     out = runtime.generate(IDS, inspector=timeline, **call)
     assert [row["account"] for row in timeline.rows if row["forward"] == -1] == [Account.WEIGHTS.value]
     passes = list({row["forward"]: row["pass"] for row in timeline.rows if row["forward"] >= 0}.values())
-    assert {kind: passes.count(kind) for kind in passes} == out.passes
+    assert {kind: passes.count(kind) for kind in passes} == out.steps_by_kind
     for tier, report in out.memory.tiers.items():
         held = [
             sum(r["bytes"] for r in timeline.rows if r["forward"] == n and r["tier"] == tier.value) for n in range(4)

@@ -108,7 +108,7 @@ def test_a_prompt_in_chunks(runtime: Runtime):
         whole = runtime.generate(ids, max_new_tokens=8, block_edges=edges)
         parts = runtime.with_policy("block_causal", prefill_rows=12).generate(ids, max_new_tokens=8, block_edges=edges)
         assert torch.equal(whole.sequences, parts.sequences)
-        assert parts.passes["prefill"] == 5 + (edges == "prompt")
+        assert parts.steps_by_kind["prefill"] == 5 + (edges == "prompt")
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_the_drift_of_updates_is_that_of_all_keys(runtime: Runtime, oracle: Orac
             * max(sum(oracle.stored[at, each.layer][b][c] for c in of) for b, of in enumerate(each.clusters))
             for each in layers
         ]
-        assert out.rows_per_forward[number] == active + sum(renewed) / 4
+        assert out.rows_per_step[number] == active + sum(renewed) / 4
 
 
 def test_clusters_that_stand_still_are_chosen_by_number(runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
@@ -264,8 +264,8 @@ def test_updates_happen_when_enough_was_committed(
     for number, plan in enumerate(plans):
         assert (plan.kind is StepKind.UPDATE) == (number in expected)
         if plan.kind is StepKind.STEP:  # what any cache's step is
-            assert plan.program is None and out.rows_per_forward[number] == BLOCK
-    assert len(plans) == out.num_forwards and out.passes.get("update", 0) == len(expected)
+            assert plan.program is None and out.rows_per_step[number] == BLOCK
+    assert len(plans) == out.num_forwards and out.steps_by_kind.get("update", 0) == len(expected)
 
 
 def test_sequences_that_are_not_due_take_a_plain_step(runtime: Runtime):

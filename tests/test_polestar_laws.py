@@ -95,7 +95,7 @@ def history(out: GenerationOutput) -> Tensor:
 
 
 def updates(out: GenerationOutput) -> int:
-    return out.passes.get("update", 0)
+    return out.steps_by_kind.get("update", 0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_renewing_every_cluster_at_every_step_equals_none(
     assert torch.equal(history(found), history(exact))
     blocks = sizes["max_new_tokens"] // block_length
     refreshed = -(-blocks // options.get("refresh_blocks", 4)) if refresh == "drift" else blocks
-    assert found.passes == {"refresh": refreshed, "update": exact.num_forwards - refreshed}
+    assert found.steps_by_kind == {"refresh": refreshed, "update": exact.num_forwards - refreshed}
 
 
 def test_a_commit_rule_that_measures_drift_sees_that_of_the_uncached_model(runtime: Runtime):
@@ -140,7 +140,7 @@ def test_a_commit_rule_that_measures_drift_sees_that_of_the_uncached_model(runti
 def test_without_clusters_to_renew_it_is_the_dual_cache(runtime: Runtime, options: dict[str, Any]):
     found = generate(runtime, "polestar", top_m=0, **options)
     exact = generate(runtime, "fast_dllm_dual", **options)
-    assert torch.equal(history(found), history(exact)) and found.passes == exact.passes
+    assert torch.equal(history(found), history(exact)) and found.steps_by_kind == exact.steps_by_kind
     assert found.tiers is None and exact.tiers is None and not found.updates
 
 

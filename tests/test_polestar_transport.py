@@ -91,7 +91,7 @@ def run(model: Any, transport: Callable[[], Transport] | None = None, guidance: 
         ids, attention_mask=mask, max_new_tokens=16, block_length=8, steps=8, stop_at_eos=False,
         cfg_scale=guidance, output_history=True, inspector=stores,
     )  # fmt: skip
-    assert out.passes["update"] > 1
+    assert out.steps_by_kind["update"] > 1
     return Left(out, torch.stack(stores.left))
 
 

@@ -22,9 +22,9 @@ def test_what_is_timed_is_the_policy_itself(policy: str):
     call = variant.call(answer=24, block=8)
     plain = runtime.with_policy(variant.make()).generate(prompt, stop_at_eos=False, **call)
     _, passes = cost.passes(runtime, variant.make(), prompt, **call)
-    assert [each.rows for each in passes] == plain.rows_per_forward
+    assert [each.rows for each in passes] == plain.rows_per_step
     kinds = [each.kind for each in passes]
-    assert {kind.value: kinds.count(kind) for kind in kinds} == plain.passes
+    assert {kind.value: kinds.count(kind) for kind in kinds} == plain.steps_by_kind
     # Every layer but the last, with the choice of rows, takes part of a forward.
     assert all(0 < each.chosen_ms < each.ms for each in passes)
 
@@ -35,7 +35,7 @@ def test_figures_of_a_kind_of_a_run_and_of_selection():
 
     def answer(seconds: float, *rows: float) -> Any:
         timings, sequences = SimpleNamespace(total=seconds), SimpleNamespace(shape=(1, 100))
-        return SimpleNamespace(num_forwards=len(rows), rows_per_forward=rows, timings=timings, sequences=sequences)
+        return SimpleNamespace(num_forwards=len(rows), rows_per_step=rows, timings=timings, sequences=sequences)
 
     # Medians 10 and 1, and of times over rows (0.05, 0.2, 0.15) 0.15.
     steps = [passed(10, 0.5), passed(5, 1.0), passed(20, 3.0)]

@@ -45,14 +45,14 @@ def test_a_block_between_begins_with_the_finished_one(family: str, shift: int, p
     for block in range(BLOCKS):
         behind = (BLOCKS - block) * BLOCK if policy == "fast_dllm_prefix" else BLOCK
         expected += [whole if block % refresh_blocks == 0 else BLOCK + shift + behind, shift + behind]
-    assert list(out.rows_per_forward) == expected
+    assert list(out.rows_per_step) == expected
     refreshes = -(-BLOCKS // refresh_blocks)
-    assert (out.passes["refresh"], out.passes.get("update", 0)) == (refreshes, BLOCKS - refreshes)
+    assert (out.steps_by_kind["refresh"], out.steps_by_kind.get("update", 0)) == (refreshes, BLOCKS - refreshes)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_under_a_noise_mask_every_block_begins_with_a_refresh(policy: str):
-    assert answered("gidd", policy, block_steps=4).passes["refresh"] == BLOCKS
+    assert answered("gidd", policy, block_steps=4).steps_by_kind["refresh"] == BLOCKS
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -77,9 +77,9 @@ def test_a_batch_answers_as_its_prompts_alone(family: str, policy: str, options:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_in_the_authors_code_a_block_between_gives_its_first_token_alone(policy: str):
     out = answered("dream", policy, official=True, steps=2 * BLOCKS, output_history=True)
-    assert out.history is not None and out.passes["update"] == BLOCKS // 2
-    begins = [index for index, rows in enumerate(out.rows_per_forward) if rows > BLOCK * BLOCKS]
-    second = begins[0] + (len(out.rows_per_forward) - begins[0]) // BLOCKS
+    assert out.history is not None and out.steps_by_kind["update"] == BLOCKS // 2
+    begins = [index for index, rows in enumerate(out.rows_per_step) if rows > BLOCK * BLOCKS]
+    second = begins[0] + (len(out.rows_per_step) - begins[0]) // BLOCKS
     changed = (out.history[second + 1] != out.history[second])[0].nonzero().flatten().tolist()
     assert changed == [PROMPT + BLOCK]
 

@@ -320,8 +320,8 @@ def test_a_correction_costs_what_a_step_of_the_policy_costs(uniform: Runtime):
     options = {"block_steps": 4, "tokens_per_step": 2, "seed": 1, **SIZES}
     dual = uniform.with_policy("fast_dllm_dual")
     plain, out = dual.generate(prompt(), **options), dual.generate(prompt(), correction_steps=3, **options)
-    corrections = out.rows_per_forward[plain.num_forwards :]
-    assert out.rows_per_forward[: plain.num_forwards] == plain.rows_per_forward
+    corrections = out.rows_per_step[plain.num_forwards :]
+    assert out.rows_per_step[: plain.num_forwards] == plain.rows_per_step
     assert corrections.count(52.0) == 4 and set(corrections) == {52.0, 8.0}
     assert len(corrections) <= 4 * 3
 

@@ -139,7 +139,9 @@ def on_the_cpu(policy: str) -> GenerationOutput:
 def test_tokens_are_those_of_the_cpu_and_right(device: str, policy: str):
     out = answer(under(policy, device))
     assert torch.equal(history(out), history(on_the_cpu(policy)))
-    assert out.passes == on_the_cpu(policy).passes and (policy.startswith("polestar") == ("update" in out.passes))
+    assert out.steps_by_kind == on_the_cpu(policy).steps_by_kind and (
+        policy.startswith("polestar") == ("update" in out.steps_by_kind)
+    )
     assert out.sequences.device.type == device
     tokenizer = loaded("embedded", "cpu").tokenizer
     assert tokenizer is not None
@@ -156,7 +158,7 @@ def test_refreshing_every_step_equals_none(device: str, policy: str):
 
 def test_renewing_every_cluster_equals_none(device: str):
     everything = answer(under("polestar", device, clusters=6, codec="raw", top_m=1000, update_threshold=0))
-    assert everything.passes["update"] == 6
+    assert everything.steps_by_kind["update"] == 6
     assert torch.equal(history(everything), history(answer(under("none", device))))
 
 
@@ -279,7 +281,7 @@ def test_uniform_noise_with_capped_attention(device: str):
     assert torch.equal(history(exact), history(expected))
     everything = {"clusters": 6, "codec": "raw", "top_m": 1000, "update_threshold": 0}
     renewed = answer(runtime.with_policy("polestar", **everything), **REWRITING)
-    assert renewed.passes["update"] > 3 and torch.equal(history(renewed), history(exact))
+    assert renewed.steps_by_kind["update"] > 3 and torch.equal(history(renewed), history(exact))
     host, resident = (answer(runtime.with_policy(variant(tier, **UPDATES)), **REWRITING) for tier in ("host", "device"))
     assert torch.equal(history(host), history(resident)) and host.memory.moved["host->device"] > 0
 

@@ -100,7 +100,7 @@ def check_arrivals(runtime: Runtime, *, requests: int, max_prefill_rows: int, sh
         alone = runtime.generate(**wanted)
         assert output is not None
         assert torch.equal(output.sequences, alone.sequences), wanted
-        assert (output.num_forwards, output.passes) == (alone.num_forwards, alone.passes)
+        assert (output.num_forwards, output.steps_by_kind) == (alone.num_forwards, alone.steps_by_kind)
     assert len(done) > requests / 2
     assert all(isinstance(request.error, CancelledRequest) for _, request in sent if request.output is None)
     assert held(runtime) == before

@@ -97,10 +97,10 @@ def test_sequences(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, case: str,
     assert torch.equal(out.sequences.int(), expected)
     if policy == "block_causal":
         # But for the last, which would write what nobody reads.
-        assert out.rows_per_forward == recorded["fwd_seq_lens"][:-1]
+        assert out.rows_per_step == recorded["fwd_seq_lens"][:-1]
         stored = recorded["stores_kv"][:-1]
-        assert out.passes["step"] == stored.count(False) == recorded["denoise_forwards"]
-        assert out.passes["prefill"] + out.passes["commit"] == stored.count(True)
+        assert out.steps_by_kind["step"] == stored.count(False) == recorded["denoise_forwards"]
+        assert out.steps_by_kind["prefill"] + out.steps_by_kind["commit"] == stored.count(True)
     if replayed is not None:
         for (pending, found), expected in zip(replayed.probabilities, SEQUENCES[f"{case}.sampled_prob"], strict=True):
             torch.testing.assert_close(found[pending].float(), expected[pending], atol=1e-4, rtol=0)

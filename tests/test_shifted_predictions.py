@@ -87,7 +87,7 @@ def test_in_parity_a_rule_may_leave_the_first_token_open(runtime: Runtime, polic
 def test_in_parity_a_pass_within_a_block_may_refresh(runtime: Runtime, policy: str):
     out = runtime.with_policy(parity.policy(policy, refresh_interval=3)).generate(PROMPT, **SIZES)
     kept = [8] * 24 if policy == "fast_dllm_dual" else [41 - start for start in (17, 25, 33) for _ in range(8)]
-    assert out.rows_per_forward == [41 if n % 8 % 3 == 0 else rows for n, rows in enumerate(kept)]
+    assert out.rows_per_step == [41 if n % 8 % 3 == 0 else rows for n, rows in enumerate(kept)]
 
 
 def test_parity_means_nothing_where_nothing_is_shifted():
@@ -97,7 +97,7 @@ def test_parity_means_nothing_where_nothing_is_shifted():
             llada.with_policy(make(policy)).generate(PROMPT, **SIZES) for make in (make_policy, parity.policy)
         )
         assert torch.equal(plain.sequences, official.sequences)
-        assert plain.rows_per_forward == official.rows_per_forward
+        assert plain.rows_per_step == official.rows_per_step
 
 
 EMPTY: dict[str, Callable[[Runtime], object]] = {

@@ -161,7 +161,7 @@ def test_measuring_changes_no_answer(
     measure(measured, **left_padded(), output_history=True, **options, **SIZES)
     assert torch.equal(kept[0].sequences, plain.sequences)
     assert torch.equal(torch.stack(kept[0].history), torch.stack(plain.history or []))
-    assert (kept[0].forwards, kept[0].passes) == (plain.forwards, plain.passes)
+    assert (kept[0].forwards, kept[0].steps_by_kind) == (plain.forwards, plain.steps_by_kind)
 
 
 @BOTH

@@ -63,13 +63,13 @@ def test_forwards_are_those_of_a_call(runtimes: dict[str, Runtime], family: str,
     out = runtime.with_policy(policy).generate(ids, stop_at_eos=False, **call)
     found = dry(runtime, policy, tokens)
     assert {kind: sum(each.kind is kind for each in found) for kind in StepKind} == {
-        kind: out.passes.get(kind, 0) for kind in StepKind
+        kind: out.steps_by_kind.get(kind, 0) for kind in StepKind
     }
     rows = [each.rows for each in found]
     if name in EXPECTED or (family == "dream" and name in BY_TWO):
-        assert sum(rows) == pytest.approx(sum(out.rows_per_forward), rel=0.5)
+        assert sum(rows) == pytest.approx(sum(out.rows_per_step), rel=0.5)
     else:
-        assert rows == pytest.approx(list(out.rows_per_forward))
+        assert rows == pytest.approx(list(out.rows_per_step))
 
 
 @pytest.mark.parametrize("options", [{}, {"refresh": "drift"}, {"top_m": 2, "clusters": 8}, {"tier": "device"}])

@@ -144,7 +144,7 @@ def test_forwards_layers_and_kinds(call: TracedCall, model: DiffusionModel):
     out, layers, found = call.out, model.shape.layers, ranges(call)
     count = Counter(event["name"].partition("/")[0] for event in found)
     assert count["step"] == count["forward"] == count["head"] == out.num_forwards == len(call.kinds)
-    assert count["layer"] == layers * out.num_forwards and Counter(call.kinds) == out.passes
+    assert count["layer"] == layers * out.num_forwards and Counter(call.kinds) == out.steps_by_kind
     mlps = {(event["args"]["forward"], event["name"]) for event in found if event["name"].startswith("mlp")}
     assert mlps == set(itertools.product(range(out.num_forwards), (f"mlp/L{layer}" for layer in range(layers))))
     for op in (Op.QKV, Op.ATTENTION, Op.ATTENTION_OUT, Op.WRITE, Op.DRIFT, Op.DECODE, Op.ENCODE):
@@ -271,7 +271,7 @@ def test_recording_changes_no_token(model: DiffusionModel, policy: str, options:
     with recording(Timing()) as timing:
         found = runtime.generate(prompts(), **call)
     assert torch.equal(found.sequences, plain.sequences)
-    assert found.passes == plain.passes
+    assert found.steps_by_kind == plain.steps_by_kind
     count = Counter(each.op for each in timing.ranges)
     assert bool(count[Op.GUIDANCE]) == ("cfg_scale" in options)
     assert bool(count[Op.VERIFY]) == (policy == "dllm_cache")

@@ -131,7 +131,7 @@ def test_states_are_those_of_the_history(embedded: Runtime, policy: str, options
     assert last.forwards.tolist() == list(out.forwards)
     assert last.settled.sum() == out.timings.tokens
     assert last.tokens_per_forward == pytest.approx(out.tokens_per_forward.mean().item())
-    assert Counter(frame.kind for frame in frames[1:]) == out.passes
+    assert Counter(frame.kind for frame in frames[1:]) == out.steps_by_kind
 
 
 def test_before_the_first_forward_the_answer_is_noise(tiny: Runtime):
@@ -214,7 +214,7 @@ def test_watching_changes_no_token_and_counts_what_is_recomputed(tiny: Runtime, 
     assert len(frames) == out.num_forwards + 1
     layers = tiny.model.shape.layers
     assert (frames[1].layers == layers).all(), "the first forward computes everything"
-    for frame, rows in zip(frames[1:], out.rows_per_forward, strict=True):
+    for frame, rows in zip(frames[1:], out.rows_per_step, strict=True):
         assert np.array_equal(frame.column_states & ColumnState.RECOMPUTED != 0, frame.layers > 0)
         if policy == "dkv_greedy":  # some of its rows are filling
             assert frame.layers.sum() <= 2 * layers * rows
@@ -263,7 +263,7 @@ def test_rows_are_stored_and_fetched_by_updates(tiny: Runtime, options: dict[str
 def test_on_the_device_nothing_is_stored_or_fetched(tiny: Runtime):
     runtime = tiny.with_policy(variant("device", clusters=6, update_threshold=0))
     out, frames = watched(runtime, **padded(*LENGTHS), **SIZES)
-    assert out.passes["update"]
+    assert out.steps_by_kind["update"]
     assert not any(frame.count(ColumnState.STORED | ColumnState.FETCHED) for frame in frames)
 
 

@@ -1,5 +1,6 @@
 """What `generate` returns: answers, and the figures of the call from the ledger and the clock."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,9 +68,9 @@ class GenerationOutput:
         forwards: forwards that each sequence took part in.
         tokens_per_forward: TPF of each sequence: its answer's tokens (end-of-sequence and padding not counted) over
             its forwards.
-        passes: forwards by kind (`refresh`, `update`, `step`).
-        rows_per_forward: rows of each sequence that every forward recomputed, on average over layers; where sequences
-            recompute different numbers of rows, the largest.
+        steps_by_kind: number of steps, which are forwards, by kind (`refresh`, `update`, `step`, …).
+        rows_per_step: rows of each sequence that every step recomputed, on average over layers; of the sequence with
+            the most rows.
         memory: bytes in each tier, from the ledger.
         timings: seconds.
         updates: what every layer of every update did, for a policy that measures drift.
@@ -84,14 +85,28 @@ class GenerationOutput:
     num_forwards: int
     forwards: list[int]
     tokens_per_forward: Float[Tensor, " batch"]
-    passes: dict[str, int]
-    rows_per_forward: list[float]
+    steps_by_kind: dict[str, int]
+    rows_per_step: list[float]
     memory: MemoryReport
     timings: Timings
     updates: Sequence[GroupUpdate] = field(repr=False, default=())
     tiers: TierStats | None = field(repr=False, default=None)
     weights: TierStats | None = field(repr=False, default=None)
     history: list[Int[Tensor, "batch length"]] | None
+
+    @property
+    def passes(self) -> dict[str, int]:
+        """Deprecated name of `steps_by_kind`."""
+        return self._renamed("passes", "steps_by_kind")
+
+    @property
+    def rows_per_forward(self) -> list[float]:
+        """Deprecated name of `rows_per_step`."""
+        return self._renamed("rows_per_forward", "rows_per_step")
+
+    def _renamed(self, old: str, new: str) -> Any:
+        warnings.warn(f"GenerationOutput.{old} is now {new}", DeprecationWarning, stacklevel=3)
+        return getattr(self, new)
 
     def as_dict(self) -> dict[str, Any]:
         """The figures in plain types, for JSON; without ids and history."""
@@ -100,7 +115,7 @@ class GenerationOutput:
             "text": self.text,
             "num_forwards": self.num_forwards,
             "tokens_per_forward": self.tokens_per_forward.tolist(),
-            "passes": self.passes,
+            "steps_by_kind": self.steps_by_kind,
             "timings": self.timings.as_dict(),
             "memory": self.memory.as_dict(),
             "updates": [update.as_dict() for update in self.updates],
@@ -142,8 +157,8 @@ class GenerationOutput:
             num_forwards=len(denoised.step_seconds),
             forwards=denoised.forwards,
             tokens_per_forward=tokens.cpu() / torch.tensor(denoised.forwards),
-            passes={kind.value: count for kind, count in denoised.passes.items()},
-            rows_per_forward=denoised.rows,
+            steps_by_kind={kind.value: count for kind, count in denoised.steps_by_kind.items()},
+            rows_per_step=denoised.rows,
             memory=memory,
             timings=Timings(
                 total=denoised.seconds,

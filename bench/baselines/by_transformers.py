@@ -93,8 +93,8 @@ class ByTransformers:
             num_forwards=len(done.seconds),
             forwards=done.forwards,
             tokens_per_forward=counts / torch.tensor(done.forwards),
-            passes={name: count for name, count in call.passes.items() if count},
-            rows_per_forward=call.rows,
+            steps_by_kind={name: count for name, count in call.passes.items() if count},
+            rows_per_step=call.rows,
             memory=call.memory(),
             timings=Timings(
                 total=sum(done.seconds),

@@ -52,8 +52,8 @@ class Answers:
             "tokens": out.sequences[0, ids.shape[1] :].tolist(),
             "seconds": seconds,
             "forwards": out.num_forwards,
-            "rows": sum(out.rows_per_forward),
-            "kinds": by_kind(timing, out.rows_per_forward, out.timings.steps),
+            "rows": sum(out.rows_per_step),
+            "kinds": by_kind(timing, out.rows_per_step, out.timings.steps),
         }
 
 

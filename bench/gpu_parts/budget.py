@@ -70,7 +70,7 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
     ran = "at the longest context" if positions == longest else "planned only; a shorter context was run"
     row |= {"ran_at": positions, "ran": ran, "ran_over_fast_dllm_dual": positions / dual, "expected_seconds": seconds}
     row["streamed_layers"] = 0 if plan.streams is None else sum(len(of.layers) for of in plan.streams.streams)
-    row["forwards"] = dict(measured.out.passes)
+    row["forwards"] = dict(measured.out.steps_by_kind)
     row["kinds"] = {kind.value: times(milliseconds) for kind, milliseconds in measured.milliseconds().items()}
     row |= {"copies": copies(measured.out.tiers), **run, "refused_beyond": refused}
     return row | checked(*faults, unrefused)

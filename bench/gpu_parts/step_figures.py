@@ -77,7 +77,7 @@ def floors(
         by_forward.setdefault(update.forward, []).extend([sum(update.rows)] * update.layers)
     found = {}
     for kind in dict.fromkeys(kinds):
-        rows = median(count for count, of in zip(out.rows_per_forward, kinds, strict=True) if of is kind)
+        rows = median(count for count, of in zip(out.rows_per_step, kinds, strict=True) if of is kind)
         work = work_of(shape, positions, round(rows))
         found[kind] = Floor(rows=rows, nbytes=work.read_bytes, flops=work.flops)
         if kind is StepKind.UPDATE and by_forward:

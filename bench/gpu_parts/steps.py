@@ -55,7 +55,7 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
     _answers[setting, variant, call.positions] = last.answer
     row = {"variant": variant, "policy": runtime.policy.name, "policy_options": runtime.policy.options}
     row |= {"positions": call.positions, "new_tokens": call.answer, "steps": call.steps}
-    row |= {"forwards": dict(last.out.passes), "kinds": by_kind(runtime.model.shape, call, first, last, rates)}
+    row |= {"forwards": dict(last.out.steps_by_kind), "kinds": by_kind(runtime.model.shape, call, first, last, rates)}
     row |= {"total_ms": 1000 * last.out.timings.total, "ms_per_forward": last.out.timings.ms_per_forward}
     row["tokens_per_second"] = call.answer / last.out.timings.total
     row |= {"bandwidth_gb_per_s": rates.bytes_per_second / 1e9, "tflop_per_s": rates.flops_per_second / 1e12}

@@ -88,20 +88,20 @@ class Tally:
             "seconds": out.timings.total,
             "first_block": out.timings.first_block,
             "forwards": len(out.timings.steps),
-            "rows": sum(out.rows_per_forward),
-            "columns": out.sequences.shape[1] * len(out.rows_per_forward),
+            "rows": sum(out.rows_per_step),
+            "columns": out.sequences.shape[1] * len(out.rows_per_step),
             "copy_ms": sum(way.busy_ns for way in ways) / 1e6,
             "hidden_ms": sum(way.hidden_ns for way in ways) / 1e6,
             "exposed_ms": sum(way.exposed_ns for way in ways) / 1e6,
         }
         for name, value in (counts | dict(out.memory.moved)).items():
             self._sums[name] += value
-        self._passes.update(out.passes)
+        self._passes.update(out.steps_by_kind)
         self._device = max(self._device, out.memory.peak_device_bytes)
         self._host = max(self._host, out.memory.peak_host_bytes)
 
     def figures(self) -> dict[str, Any]:
-        """Columns of a row. "rows_per_forward": of a sequence, recomputed, on average; "cache_ratio": the share of a
+        """Columns of a row. "rows_per_step": of a sequence, recomputed, on average; "cache_ratio": the share of a
         full pass's rows that were not; "passes": forwards by kind; copies: their time in all directions, that with
         compute going on meanwhile, and that which was waited for."""
         sums = self._sums
@@ -109,7 +109,7 @@ class Tally:
             "tokens_per_second": sums["tokens"] / sums["seconds"],
             "ms_per_forward": 1e3 * sums["seconds"] / sums["forwards"],
             "first_block_ms": 1e3 * sums["first_block"] / sums["calls"],
-            "rows_per_forward": sums["rows"] / sums["forwards"],
+            "rows_per_step": sums["rows"] / sums["forwards"],
             "cache_ratio": 1 - sums["rows"] / sums["columns"],
             "passes": dict(self._passes),
             "device_bytes": self._device,

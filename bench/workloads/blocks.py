@@ -61,11 +61,11 @@ def cost(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         passes = [_full_pass(runtime, positions) for _ in range(PASSES)]
         out = runtime.generate(prompt, max_new_tokens=blocks * block, **call)
         passes += [_full_pass(runtime, positions) for _ in range(PASSES)]
-    rows = sum(out.rows_per_forward)
+    rows = sum(out.rows_per_step)
     floor = median(passes) * rows / positions
     yield {
         "seconds": out.timings.total, "full_seconds": median(passes), "floor_seconds": floor, "rows_fed": rows,
-        "over_floor": out.timings.total / floor, "device_bytes": out.memory.peak_device_bytes, **out.passes,
+        "over_floor": out.timings.total / floor, "device_bytes": out.memory.peak_device_bytes, **out.steps_by_kind,
     }  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def _history(
     with patch.object(Generators, "draw", draw):
         out = runtime.generate(sequences[f"{case}.prompt"].long(), **options)
     assert out.history is not None
-    return torch.stack(out.history).int(), out.rows_per_forward
+    return torch.stack(out.history).int(), out.rows_per_step
 
 
 def _changes(states: Tensor) -> Tensor:

@@ -111,8 +111,8 @@ def figures(out: GenerationOutput) -> dict[str, Any]:
     ways = () if out.tiers is None else out.tiers.ways.values()
     return {
         "forwards": out.num_forwards,
-        "passes": out.passes,
-        "rows_computed": sum(out.rows_per_forward),
+        "passes": out.steps_by_kind,
+        "rows_computed": sum(out.rows_per_step),
         "moved_bytes": sum(out.memory.moved.values()),
         "device_bytes": out.memory.peak_device_bytes,
         "host_bytes": out.memory.peak_host_bytes,

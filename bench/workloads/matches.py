@@ -168,7 +168,7 @@ def by_runtime(
         with refusing():
             out = answerer.generate(ids, stop_at_eos=False, **call)
         seconds = time.perf_counter() - began
-        return Answer(out.sequences[0, len(prompt) :].tolist(), seconds, out.num_forwards, sum(out.rows_per_forward))
+        return Answer(out.sequences[0, len(prompt) :].tolist(), seconds, out.num_forwards, sum(out.rows_per_step))
 
     return ask
 

@@ -49,7 +49,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
         nbytes = codec_bytes(Codec.NVFP4_DELTA, TOP_M * ROWS, width, element_bytes=4, records=TOP_M)
         out, _ = answered(runtime, settings, Link(fetch=LinkSpeed(bandwidth=nbytes / (ratio * attention))))
     assert out.tiers is not None, "the policy keeps hidden states"
-    of_all = {"copy_over_attention": ratio, "updates": out.passes.get("update", 0)}
+    of_all = {"copy_over_attention": ratio, "updates": out.steps_by_kind.get("update", 0)}
     of_all |= {"attention_ms": 1e3 * attention, "update_ms": 1e3 * median(out.timings.steps[1:])}
     for name in ("ahead", "on_demand", "in_vain", "repairs"):  # clusters
         of_all[name] = sum(getattr(update, name) for update in out.updates)

@@ -44,7 +44,7 @@ def passes(runtime: Runtime, policy: Policy, prompt: Any, **call: Any) -> tuple[
                 plans.setdefault(each.forward, each.ns)
             elif each.op is Op.LAYER and each.layer != runtime.model.shape.layers - 1:
                 layers[each.forward] += each.ns
-    figures = zip(timing.kinds, out.rows_per_forward, out.timings.steps, layers, strict=True)
+    figures = zip(timing.kinds, out.rows_per_step, out.timings.steps, layers, strict=True)
     return out, [
         Pass(StepKind(kind), rows, 1e3 * seconds, (plans[number] + ns) / 1e6)
         for number, (kind, rows, seconds, ns) in enumerate(figures)
@@ -97,13 +97,13 @@ def of_kind(kind: StepKind, own: Sequence[Pass], positions: int, full_ms: float)
 
 def whole_run(run: GenerationOutput, duals: Sequence[GenerationOutput], full_ms: float) -> dict[str, Any]:
     """Time and rows of all forwards over the dual cache's, before and behind, and over those of as many full passes."""
-    count, ms, rows = run.num_forwards, 1e3 * run.timings.total, sum(run.rows_per_forward)
+    count, ms, rows = run.num_forwards, 1e3 * run.timings.total, sum(run.rows_per_step)
     return {
         "forwards": count,
         "run_ms": ms,
         "run_rows": rows,
         "run_over_dual": run.timings.total / mean(dual.timings.total for dual in duals),
-        "rows_over_dual": rows / sum(duals[0].rows_per_forward),
+        "rows_over_dual": rows / sum(duals[0].rows_per_step),
         "run_over_none": ms / (count * full_ms),
         "rows_over_none": rows / (count * run.sequences.shape[1]),
     }

@@ -129,7 +129,7 @@ class Denoiser:
             here = on_device(everyone, self.canvas.tokens.device)
             step = replace(step, forwards=forwards, active=everyone)
             self._inspector.after_forward(step, asked.kind, ids, self.forward, here)
-        result.passes[asked.kind] += 1
+        result.steps_by_kind[asked.kind] += 1
         result.rows.append(self.forward.rows_computed)
         for number, pads in zip(self.canvas.numbers, self.canvas.pad_counts, strict=True):
             result.forwards[number] += pads < rows.start + rows.count
@@ -154,7 +154,7 @@ class Denoiser:
         committed = self._commit(step, candidates, here)
         with span(Op.POLICY):
             self.policy.observe(step, committed)
-        result.passes[asked.kind] += 1
+        result.steps_by_kind[asked.kind] += 1
         result.rows.append(self.forward.rows_computed)
         for number, is_active in zip(canvas.numbers, active, strict=True):
             result.forwards[number] += is_active

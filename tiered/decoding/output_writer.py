@@ -27,7 +27,7 @@ class GenerationState:
         answers: final ids of every sequence of the call, and padding behind those of fewer blocks than others.
         lengths: tokens of each answer, without such padding.
         forwards: forwards that each sequence took part in.
-        passes: forwards of the batch by kind.
+        steps_by_kind: number of the batch's steps by kind.
         rows: rows of each sequence that every forward recomputed, on average over layers.
         seconds, step_seconds: wall time of the call, and of every forward with its commit.
         block_ends: forwards after which each block ended.
@@ -37,7 +37,7 @@ class GenerationState:
     answers: Int[Tensor, "batch answer"]
     lengths: list[int]
     forwards: list[int]
-    passes: Counter[StepKind] = field(default_factory=Counter)
+    steps_by_kind: Counter[StepKind] = field(default_factory=Counter)
     rows: list[float] = field(default_factory=list)
     seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
