@@ -1,4 +1,4 @@
-"""What one call takes of every tier, booked before it begins, and the forward that it runs on."""
+"""What one call takes of every tier, booked before it begins."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -29,7 +29,7 @@ class PreparedCall:
         prompts: prompts on the host, so that preparing waits for no device.
         options: options of the call.
         sizes: numbers from which its bytes follow.
-        choice: policy and codes that it runs under.
+        choice: policy that the call runs under, and why.
         prior: ids that answers begin as; None for the model's own noise.
     """
 

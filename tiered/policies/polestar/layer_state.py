@@ -82,26 +82,15 @@ class LayerState:
         self.medoids, self.present = self.medoids[sequences], self.present[sequences]
         self.queries, self.reference = self.queries[sequences], self.reference.of_sequences(sequences)
 
-    def recenter(
-        self,
-        forward: Forward,
-        clusters: Int[Tensor, "batch moved"],
-        valid: Bool[Tensor, "batch moved"],
-        centroids: Float[Tensor, "batch moved width"],
-    ) -> None:
-        """Give `clusters` new centroids, hence new queries. Their drift is measured from here."""
-        queries = self.move(forward, clusters, valid, centroids)
+    def recenter(self, forward: Forward, moved: Moved) -> None:
+        """Give clusters new centroids, hence new queries. Their drift is measured from here."""
+        queries, (clusters, valid, _) = self.move(forward, moved), moved
         with span(Op.DRIFT):
             self.reference.recenter(queries, LayerKeys.of(forward, self.layer), clusters, valid)
 
-    def move(
-        self,
-        forward: Forward,
-        clusters: Int[Tensor, "batch moved"],
-        valid: Bool[Tensor, "batch moved"],
-        centroids: Float[Tensor, "batch moved width"],
-    ) -> Float[Tensor, "batch heads moved head_dim"]:
-        """Give `clusters` new centroids, and return their queries. The reference stays that of the old centroids."""
+    def move(self, forward: Forward, moved: Moved) -> Float[Tensor, "batch heads moved head_dim"]:
+        """Give clusters new centroids, and return their queries. The reference stays that of the old centroids."""
+        clusters, valid, centroids = moved
         queries = centroid_queries(forward, self.layer, centroids, self.medoids.gather(1, clusters))
         self.queries = self.queries.clone()
         Rows.at(clusters, valid).put(self.queries, queries)
@@ -126,7 +115,7 @@ class LayerState:
         self.present = torch.cat([self.present, filler.bool()], dim=1).scatter_(1, number, True)
         self.queries = torch.cat([self.queries, self.queries[:, :, :1]], dim=2)
         self.reference = self.reference.append()
-        self.recenter(forward, number, torch.ones_like(number, dtype=torch.bool), centroids)
+        self.recenter(forward, (number, torch.ones_like(number, dtype=torch.bool), centroids))
         self.members = [members.appended(*columns) for members in self.members]
         if self.records is not None:
             self.records = [records.appended(count) for records in self.records]
@@ -182,7 +171,7 @@ def write_and_measure(
     forward.write(layer, flow.rows, flow.hidden)
     if moved is not None:
         last_queries = state.queries
-        state.move(forward, *moved)
+        state.move(forward, moved)
     # Every sequence updates at the start of a block. Later the columns are the same, and other references stay.
     drift, state.reference = reference.measured(
         state.queries, LayerKeys.of(forward, layer), rows, then, block, updating=updating, last_queries=last_queries

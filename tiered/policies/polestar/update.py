@@ -123,7 +123,7 @@ class Update:
         moved = patch(forward, tiers, state, known, columns, renewal.affected, self._fetching, renewal.refetched)
         del known
         if moved is not None:
-            state.recenter(forward, *moved)
+            state.recenter(forward, moved)
         if self._active != self._current and self._kept:
             append(forward, tiers, state, flow, renewal.finished)
         if state.records is not None:
