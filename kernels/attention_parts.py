@@ -1,4 +1,4 @@
-"""Parts of `block_attention` in Triton: rows as they are stored, the soft cap, and the merge of splits."""
+"""Parts of `block_attention` in Triton: rows as they are stored, and the soft cap."""
 
 import triton
 import triton.language as tl
@@ -52,33 +52,3 @@ def rows_at(
             scale = row_scales(tl.load(row + HEAD_DIM // 16 * 9, seen, other=1))
             even, odd = nvfp4_values(codes, block_scales, scale, BLOCK_KEYS, BLOCK_ELEMENTS // 8)
     return even, odd
-
-
-@triton.jit(do_not_specialize=["sums", "rows", "splits"])
-def merge_splits(
-    totals, peaks, masses, mixed, peak, mass, sums, heads, rows, splits,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
-):  # fmt: skip
-    """totals [splits, sums, HEAD_DIM], where `sums` = batch · heads · rows → mixed [batch, rows, heads, HEAD_DIM]."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = place < sums
-    element = tl.arange(0, BLOCK_ELEMENTS)
-    own = there[:, None] & (element < HEAD_DIM)[None, :]
-    whole = tl.full([BLOCK], -float("inf"), tl.float32)
-    count = tl.zeros([BLOCK], tl.float32)
-    total = tl.zeros([BLOCK, BLOCK_ELEMENTS], tl.float32)
-    for split in range(splits):
-        at = split * sums + place
-        of_split = tl.load(peaks + at, there, other=-float("inf"))
-        grown = tl.maximum(whole, of_split)
-        base = tl.where(grown == -float("inf"), 0.0, grown)
-        faded, weight = tl.exp(whole - base), tl.load(masses + at, there, other=0.0) * tl.exp(of_split - base)
-        part = tl.load(totals + at[:, None] * HEAD_DIM + element[None, :], own, other=0.0)
-        whole, count = grown, count * faded + weight
-        total = total * faded[:, None] + weight[:, None] * part
-    total /= tl.where(count > 0, count, 1.0)[:, None]
-    batch = place // (heads * rows)
-    mixed_at = ((batch * rows + place % rows) * heads + place // rows % heads) * HEAD_DIM
-    tl.store(mixed + mixed_at[:, None] + element[None, :], total.to(mixed.dtype.element_ty), own)
-    tl.store(peak + place, whole, there)
-    tl.store(mass + place, count, there)

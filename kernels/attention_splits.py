@@ -7,6 +7,7 @@ from tiered.kernels.row_code import RowCode
 PROGRAMS = 264  # at a time: two a multiprocessor of an H100
 LEAST_COLUMNS = 256  # of a program: fewer do not pay for its start
 PLAIN_HEAD = 128  # elements; a tile of a wider head has fewer columns and rows
+MERGED = 1024  # elements of a tile of the second kernel: more would not fit the registers
 LEAST_COPY = 4  # bytes of a thread: shorter copies to shared memory go through registers
 _FLOAT32 = 4
 
@@ -53,3 +54,18 @@ def partial_bytes(
     tile = tile_of(heads // kv_heads * rows, head_dim=head_dim, element_bytes=element_bytes, code=None)
     held = min(most * sequences * heads * rows, PROGRAMS * tile.rows) if most > 1 else 0
     return _FLOAT32 * (head_dim + 2) * held
+
+
+def elements_block(head_dim: int) -> int:
+    """Elements of a tile that holds whole heads; 16 is the least that a matrix product takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def elements(head_dim: int, code: RowCode | None) -> int:
+    """Elements of a tile: of NVFP4 those of even columns, or of odd ones."""
+    return elements_block(head_dim // (2 if code is RowCode.NVFP4 else 1))
+
+
+def merged_rows(head_dim: int) -> int:
+    """Rows of a tile of the second kernel."""
+    return max(1, MERGED // elements_block(head_dim))

@@ -8,8 +8,8 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.kernels.attention_parts import CODES, merge_splits, rows_at, soft_capped
-from tiered.kernels.attention_splits import splits, tile_of
+from tiered.kernels.attention_parts import CODES, rows_at, soft_capped
+from tiered.kernels.attention_splits import elements, elements_block, merged_rows, splits, tile_of
 from tiered.kernels.block_attention_ref import checked_code
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.launch import VECTOR, launch
@@ -17,7 +17,6 @@ from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.row_code import WORD, RowCode
 
 _NVFP4 = tl.constexpr(CODES[RowCode.NVFP4])
-MERGED = 1024  # elements of a tile of the second kernel: more would not fit the registers
 
 
 # What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
@@ -133,6 +132,36 @@ def _block_attention(
     tl.store(masses + sum_at, mass, there)
 
 
+@triton.jit(do_not_specialize=["sums", "rows", "splits"])
+def _merge_splits(
+    totals, peaks, masses, mixed, peak, mass, sums, heads, rows, splits,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    """totals [splits, sums, HEAD_DIM], where `sums` = batch · heads · rows → mixed [batch, rows, heads, HEAD_DIM]."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = place < sums
+    element = tl.arange(0, BLOCK_ELEMENTS)
+    own = there[:, None] & (element < HEAD_DIM)[None, :]
+    whole = tl.full([BLOCK], -float("inf"), tl.float32)
+    count = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK, BLOCK_ELEMENTS], tl.float32)
+    for split in range(splits):
+        at = split * sums + place
+        of_split = tl.load(peaks + at, there, other=-float("inf"))
+        grown = tl.maximum(whole, of_split)
+        base = tl.where(grown == -float("inf"), 0.0, grown)
+        faded, weight = tl.exp(whole - base), tl.load(masses + at, there, other=0.0) * tl.exp(of_split - base)
+        part = tl.load(totals + at[:, None] * HEAD_DIM + element[None, :], own, other=0.0)
+        whole, count = grown, count * faded + weight
+        total = total * faded[:, None] + weight[:, None] * part
+    total /= tl.where(count > 0, count, 1.0)[:, None]
+    batch = place // (heads * rows)
+    mixed_at = ((batch * rows + place % rows) * heads + place // rows % heads) * HEAD_DIM
+    tl.store(mixed + mixed_at[:, None] + element[None, :], total.to(mixed.dtype.element_ty), own)
+    tl.store(peak + place, whole, there)
+    tl.store(mass + place, count, there)
+
+
 def block_attention(
     queries: Float[Tensor, "batch heads rows head_dim"],
     keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
@@ -215,7 +244,7 @@ def block_attention(
     if count > 1:
         merged = merged_rows(head_dim)
         launch(
-            merge_splits,
+            _merge_splits,
             (-(-batch * heads * rows // merged),),
             parts,
             *(sums.peak, sums.mass),
@@ -249,18 +278,3 @@ def _alignment(rows: Tensor | CodedRows) -> int:
     if isinstance(rows, CodedRows):
         return WORD
     return gcd(VECTOR, rows.data_ptr(), *(number * rows.element_size() for number in rows.stride()[:3]))
-
-
-def elements_block(head_dim: int) -> int:
-    """Elements of a tile that holds whole heads; 16 is the least that a matrix product takes."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def elements(head_dim: int, code: RowCode | None) -> int:
-    """Elements of a tile: of NVFP4 those of even columns, or of odd ones."""
-    return elements_block(head_dim // (2 if code is RowCode.NVFP4 else 1))
-
-
-def merged_rows(head_dim: int) -> int:
-    """Rows of a tile of the second kernel."""
-    return max(1, MERGED // elements_block(head_dim))

@@ -260,7 +260,7 @@ def test_what_is_compared_stands_together_and_names_stand_for_all_of_them():
 def test_a_comparison_says_what_its_rows_say():
     study, slow, fast = study_named("compare"), "one a step", "threshold 0.9"
     call, of = {"block_length": 8}, {"model": "embedded", "noise": "mask", "bytes": "booked"}
-    costs = {"rows_per_step": 2.0, "cache_ratio": 0.5, "passes": {"step": 4}}
+    costs = {"rows_per_forward": 2.0, "cache_ratio": 0.5, "passes": {"step": 4}}
     long = costs | {"to_device_bytes": 3072, "to_host_bytes": 1024, "size": 992, "nfe": 6.0}
     rows = [
         *(each | of | {"rule": rule, "call": call} for rule in (slow, fast) for each in (

@@ -45,7 +45,7 @@ def asked_directly(runtime: tiered.Runtime, task: str, size: int | None, count: 
         "correct": sum(right),
         "right": "".join(str(int(each)) for each in right),
         "nfe": sum(number for out in outs for number in out.forwards) / count,
-        "rows_per_step": pytest.approx(sum(rows) / len(rows)),
+        "rows_per_forward": pytest.approx(sum(rows) / len(rows)),
         "cache_ratio": pytest.approx(1 - sum(rows) / sum(columns)),
         "passes": {
             name: sum(out.steps_by_kind.get(name, 0) for out in outs) for out in outs for name in out.steps_by_kind
@@ -90,7 +90,7 @@ def test_a_baseline_is_a_row_or_says_why(monkeypatch: pytest.MonkeyPatch):
     theirs, ours = (
         next(measure(point(policy, asked), paths=PATHS)) for policy in ("transformers, cache", "fast_dllm_prefix")
     )
-    same = ("correct", "nfe", "tokens_per_forward", "rows_per_step", "cache_ratio", "passes")
+    same = ("correct", "nfe", "tokens_per_forward", "rows_per_forward", "cache_ratio", "passes")
     assert {name: theirs[name] for name in same} == {name: ours[name] for name in same}
     assert (theirs["bytes"], ours["bytes"]) == ("counted", "booked") and theirs["cache_ratio"] > 0
     monkeypatch.setattr(transformers.cache_utils, "is_optimum_quanto_available", lambda: False)

@@ -240,7 +240,7 @@ def files_of(directory: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture
 def nothing_loads(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tiered.forward.streamed_weights.assign", started)
+    monkeypatch.setattr("tiered.forward.layer_record.assign", started)
 
 
 @pytest.mark.parametrize(("damage", "error", "fragments"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
@@ -621,7 +621,7 @@ def test_a_streamer_needs_both_methods(runtime: Runtime):
     ("rule", "options"),
     [
         *[(Threshold, {"confidence_threshold": value}) for value in (-0.1, 1.1, NAN, "0.9", True, None)],
-        *[(DriftAware, {name: value}) for name in ("drift_slope", "drift_ceiling") for value in (NAN, INF, 1e39)],
+        *[(DriftAware, {"early_threshold": value}) for value in (NAN, INF, 1e39)],
         *[(Timestep, {"confidence_temperature": value}) for value in (NAN, INF, 1e39, 1e-39)],
         *[(DLLMCache, {"update_ratio": value}) for value in (NAN, INF)],
         *[(ElasticCache, {"similarity_threshold": value}) for value in (NAN, INF, 1e39)],

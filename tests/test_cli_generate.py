@@ -114,7 +114,7 @@ VALUES: dict[str, Any] = {
 
 
 def test_every_option_has_a_flag():
-    assert VALUES["drift_window"] == 3 and VALUES["factor"] == 0.75 and len(VALUES) == len(OPTION_NAMES) - 2
+    assert VALUES["correction_steps"] == 3 and VALUES["factor"] == 0.75 and len(VALUES) == len(OPTION_NAMES) - 2
     flags = [word for name, value in VALUES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     given = generation_options(build_parser().parse_args(["generate", "x", *flags, "--no-stop-at-eos"]))
     assert given == {**VALUES, "stop_at_eos": False}

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from baselines import parity
+from drift_rules import drift_aware
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -344,6 +345,7 @@ def test_branches_are_kept_of_the_answer_alone(grouped: Runtime):
 # ---- sequences with clocks of their own ----
 
 UNEVEN = (17, 9, 12)
+EARLY = drift_aware(confidence_threshold=0.3, early_threshold=0.25, drift_slope=0.1, drift_ceiling=9.0)
 BATCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "threshold": ({}, {}),
     "factor": ({}, {"confidence_threshold": None, "factor": 1.0}),
@@ -352,7 +354,7 @@ BATCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "guided": ({}, {"cfg_scale": 0.7}),
     "guided at times": ({"guidance_interval": 3}, {"cfg_scale": 0.7}),
     "guided at times, parity": ({"guidance_interval": 7, "official": True}, {"cfg_scale": 0.7}),
-    "drift-aware": ({}, {"early_threshold": 0.25, "drift_slope": 0.1, "drift_ceiling": 9.0}),
+    "drift-aware": ({}, {"confidence_threshold": None, "commit": EARLY}),
     "shifted, parity": ({"official": True}, {"shift": 1, "confidence_threshold": 0.6}),
     "shifted, parity, some end, guided": ({"official": True}, {"shift": 1, "stop_at_eos": True, "cfg_scale": 0.7}),
     "some end": ({}, {"stop_at_eos": True}),

@@ -310,6 +310,16 @@ def test_an_update_reads_nothing_back():
     assert found.shape == (2, 5) and done.block.shape == (2, 2, 6, 8) and done.sums.peak.shape == (2, 4, 6)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 32), (28, 4)], ids=["LLaDA-8B", "Dream-7B"])
+def test_at_the_size_of_a_model(dtype: torch.dtype, heads: int, kv_heads: int):
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "clusters": 80, "length": 5000, "head_dim": 128}
+    world = World(0, scale=0.25, dtype=dtype, device="cuda", sinks=1, **sizes)
+    world.update(world.rows(256), 2.0)
+    world.step()
+
+
 def test_what_does_not_go_together():
     world = World(0)
     with pytest.raises(ValueError, match="do not fit keys"):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from drift_rules import EAGER, drift_aware
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -47,7 +48,7 @@ BLOCKS = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 9)).flat
     )
 )  # fmt: skip
 RULES = st.builds(
-    lambda low, high, window, slope, ceiling: DriftAware(
+    lambda low, high, window, slope, ceiling: drift_aware(
         early_threshold=min(low, high), confidence_threshold=max(low, high),
         drift_window=window, drift_slope=slope, drift_ceiling=ceiling,
     ),
@@ -128,7 +129,7 @@ def early(rule: DriftAware, drifts: list[float], confidence: float = 0.85) -> li
     ],
 )
 def test_early_commits(options: dict[str, Any], drifts: list[float], passes: list[bool]):
-    assert early(DriftAware(**options), drifts) == passes
+    assert early(drift_aware(**options), drifts) == passes
 
 
 def test_sequences_that_go_on_keep_their_history():
@@ -156,10 +157,6 @@ def test_the_rule_needs_the_drift():
         ({"confidence_threshold": 0.5}, "early_threshold = 0.7 is allowed up to confidence_threshold = 0.5"),
         ({"confidence_threshold": 1.1}, "confidence_threshold = 1.1"),
         ({"early_threshold": -0.1}, "early_threshold = -0.1"),
-        ({"drift_window": 0}, "drift_window = 0"),
-        ({"drift_window": 2.0}, "drift_window = 2.0"),
-        ({"drift_slope": -1.0}, "drift_slope = -1.0"),
-        ({"drift_ceiling": NAN}, "drift_ceiling = nan"),
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str):
@@ -388,9 +385,6 @@ def test_rows_that_a_step_leaves_out_are_compared_with_their_last(soft_cap: floa
 
 # ---- both together ----
 
-EAGER: dict[str, Any] = {
-    "confidence_threshold": 0.8, "early_threshold": 0.2, "drift_slope": 0.1, "drift_ceiling": 9.0,
-}  # fmt: skip
 SIZES: dict[str, Any] = {"max_new_tokens": 32, "block_length": 8}
 PROMPT = torch.randint(0, 480, (1, 17), generator=torch.Generator().manual_seed(1))
 
@@ -404,7 +398,7 @@ def history(runtime: Runtime, **options: Any) -> Tensor:
 @pytest.mark.parametrize("policy", [make_policy("fast_dllm_dual"), make_policy("fast_dllm_prefix")])
 def test_early_commits_save_forwards(tiny: Runtime, policy: Policy):
     runtime = tiny.with_policy(policy)
-    assert len(history(runtime, **EAGER)) < len(history(runtime, confidence_threshold=0.8)) - 4
+    assert len(history(runtime, commit=EAGER)) < len(history(runtime, confidence_threshold=0.8)) - 4
 
 
 def test_without_drift_the_rule_is_threshold(tiny: Runtime):
@@ -412,17 +406,17 @@ def test_without_drift_the_rule_is_threshold(tiny: Runtime):
         tiered_none := tiny.with_policy("none"),
         tiny.with_policy(make_policy("fast_dllm_dual", refresh_interval=1)),
     ):
-        assert torch.equal(history(policy, **EAGER), history(tiered_none, confidence_threshold=0.8))
+        assert torch.equal(history(policy, commit=EAGER), history(tiered_none, confidence_threshold=0.8))
     # With a refresh in every second step there is a drift in the others, and none before it.
     runtime = tiny.with_policy(make_policy("fast_dllm_dual", refresh_interval=2))
-    assert len(history(runtime, **EAGER)) < len(history(runtime, confidence_threshold=0.8))
+    assert len(history(runtime, commit=EAGER)) < len(history(runtime, confidence_threshold=0.8))
 
 
 def test_stopping_at_the_end_changes_no_text():
     runtime = tiered.from_pretrained("embedded", policy="fast_dllm_dual")
     examples = [tasks.sample(task, "test", seed) for task, seed in (("copy", 1), ("remove", 2), ("add", 0))]
     chats = [[{"role": "user", "content": example.prompt}] for example in examples]
-    options = {**SIZES, **EAGER, "confidence_threshold": 0.999}
+    options = {**SIZES, "commit": replace(EAGER, confidence_threshold=0.999)}
     stopped, whole = (runtime.generate(chats, stop_at_eos=stop, **options) for stop in (True, False))
     assert stopped.text == whole.text
     assert len(set(stopped.forwards)) > 1 and max(stopped.forwards) < whole.num_forwards

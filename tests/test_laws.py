@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from drift_rules import EAGER
 from torch import Tensor
 
 import tiered
@@ -47,7 +48,7 @@ RULES: dict[str, dict[str, Any]] = {
     "random, uneven": {"remasking": "random", "seed": 4, "steps": 8},
     "threshold": {"confidence_threshold": 0.3},
     "factor": {"factor": 1.0},
-    "drift-aware": {"confidence_threshold": 0.8, "early_threshold": 0.2, "drift_slope": 0.1, "drift_ceiling": 9.0},
+    "drift-aware": {"commit": EAGER},
     "guidance": {"cfg_scale": 0.7, "steps": 6},
     "sampled": {"temperature": 0.8, "seed": 5},
     "by time, drawn": {"commit": "timestep", "confidence": "margin", "confidence_temperature": 0.3, "seed": 2},

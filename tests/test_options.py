@@ -347,8 +347,6 @@ def test_config_and_options_are_checked_together():
         ({"commit": "drift_aware"}, DriftAware()),
         ({"commit": "drift_aware", "confidence_threshold": 0.8}, DriftAware(confidence_threshold=0.8)),
         ({"early_threshold": 0.0}, DriftAware(early_threshold=0.0)),
-        ({"confidence_threshold": 0.9, "drift_window": 2}, DriftAware(drift_window=2)),
-        ({"drift_slope": 1, "drift_ceiling": 3.0}, DriftAware(drift_slope=1, drift_ceiling=3.0)),
         ({"commit": "timestep", "confidence": "margin"}, Timestep()),
         ({"schedule_floor": 0.01}, Origin(schedule_floor=0.01)),  # Dream's own default
         (

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from drift_rules import drift_aware
 from polestar_variants import variant
 from torch import Tensor
 
@@ -129,7 +130,7 @@ def test_renewing_every_cluster_at_every_step_equals_none(
 
 
 def test_a_commit_rule_that_measures_drift_sees_that_of_the_uncached_model(runtime: Runtime):
-    rule = {"commit": "drift_aware", "confidence_threshold": 0.8, "early_threshold": 0.1, "drift_slope": 0.05}
+    rule: dict[str, Any] = {"commit": drift_aware(confidence_threshold=0.8, early_threshold=0.1, drift_slope=0.05)}
     found = generate(runtime, "polestar", clusters=6, **EVERYTHING, **rule)
     assert torch.equal(history(found), history(generate(runtime, Recomputed(), **rule)))
     # Else the rule would not have looked at the drift.

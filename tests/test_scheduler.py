@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from allocations import Allocations
+from drift_rules import EAGER
 from torch import Tensor
 
 import tiered
@@ -41,7 +42,6 @@ MASKS: list[dict[str, Any]] = [
     {"max_new_tokens": 16, "cfg_scale": 0.7, "steps": 4},
     {"max_new_tokens": 12, "block_length": 6, "steps": 4},
 ]
-DRIFT = {"confidence_threshold": 0.8, "early_threshold": 0.2, "drift_slope": 0.1, "drift_ceiling": 9.0}
 UNIFORM: list[dict[str, Any]] = [
     {"max_new_tokens": 32, "block_length": 16, "tokens_per_step": 4, "block_steps": 4},
     {"max_new_tokens": 32, "block_length": 16, "commit": "ancestral", "block_steps": 3},
@@ -73,7 +73,7 @@ def asking(runtime: Runtime, generator: random.Random) -> dict[str, Any]:
     uniform = runtime.model.shape.noise == "uniform"
     options = dict(generator.choice(UNIFORM if uniform else MASKS))
     if not uniform and generator.random() < 0.1:
-        options |= DRIFT
+        options |= {"commit": EAGER}
         options = {name: value for name, value in options.items() if name not in ("steps", "factor", "remasking")}
     ids = torch.tensor([[generator.randrange(480) for _ in range(generator.choice([3, 16, 33, 47]))]])
     return {"inputs": ids, "seed": generator.randrange(1000), **options}

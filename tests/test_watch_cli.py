@@ -184,7 +184,7 @@ def test_without_a_terminal_a_line_for_every_forward(capsys: pytest.CaptureFixtu
     assert told["timings"]["total_s"] > 0.05 * told["num_forwards"]  # waits in it, which the view's rate leaves out
     fields = [dict(word.split("=", 1) for word in line.partition(" text=")[0].split()[1:]) for line in lines]
     kinds = [field["kind"] for field in fields]
-    assert {kind: kinds.count(kind) for kind in sorted(set(kinds))} == dict(sorted(told["passes"].items()))
+    assert {kind: kinds.count(kind) for kind in sorted(set(kinds))} == dict(sorted(told["steps_by_kind"].items()))
     last = fields[-1]
     rate = float(figures.partition(" tokens/s without the view's time, ")[0].split()[-1])
     assert rate == pytest.approx(int(last["tokens"]) / float(last["seconds"]), rel=0.01, abs=0.06)  # both are rounded

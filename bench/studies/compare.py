@@ -116,7 +116,7 @@ def figures(runs: Sequence[Row], rule: str) -> dict[str, Column]:
     shown: dict[str, Show] = {
         "tokens/s": mean("tokens_per_second", 1),
         "over `none`": lambda rows: spread_words(ratios(rows[0], runs)),
-        "rows a step": mean("rows_per_step", 1),
+        "rows a step": mean("rows_per_forward", 1),
         "from cache": mean("cache_ratio", 3),
         "device": lambda rows: ("≥ " if rows[0]["bytes"] == "counted" else "") + size("device_bytes")(rows),
         "host": size("host_bytes"),

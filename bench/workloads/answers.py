@@ -101,7 +101,7 @@ class Tally:
         self._host = max(self._host, out.memory.peak_host_bytes)
 
     def figures(self) -> dict[str, Any]:
-        """Columns of a row. "rows_per_step": of a sequence, recomputed, on average; "cache_ratio": the share of a
+        """Columns of a row. "rows_per_forward": of a sequence, recomputed, on average; "cache_ratio": the share of a
         full pass's rows that were not; "passes": forwards by kind; copies: their time in all directions, that with
         compute going on meanwhile, and that which was waited for."""
         sums = self._sums
@@ -109,7 +109,7 @@ class Tally:
             "tokens_per_second": sums["tokens"] / sums["seconds"],
             "ms_per_forward": 1e3 * sums["seconds"] / sums["forwards"],
             "first_block_ms": 1e3 * sums["first_block"] / sums["calls"],
-            "rows_per_step": sums["rows"] / sums["forwards"],
+            "rows_per_forward": sums["rows"] / sums["forwards"],
             "cache_ratio": 1 - sums["rows"] / sums["columns"],
             "passes": dict(self._passes),
             "device_bytes": self._device,

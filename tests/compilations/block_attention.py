@@ -2,9 +2,9 @@
 
 from specialisation import Compilation
 
-from tiered.kernels.attention_parts import CODES, merge_splits
-from tiered.kernels.attention_splits import tile_of
-from tiered.kernels.block_attention import _block_attention, elements, merged_rows
+from tiered.kernels.attention_parts import CODES
+from tiered.kernels.attention_splits import elements, merged_rows, tile_of
+from tiered.kernels.block_attention import _block_attention, _merge_splits
 from tiered.kernels.launch import VECTOR
 from tiered.kernels.row_code import WORD, RowCode
 
@@ -74,7 +74,7 @@ COMPILATIONS = (
     ),
     *(
         Compilation(
-            kernel=merge_splits,
+            kernel=_merge_splits,
             types={"totals peaks masses peak mass": "*fp32", "mixed": "*bf16", "sums heads rows splits": "i32"},
             constexprs={"HEAD_DIM": head_dim, "BLOCK": merged_rows(head_dim), "BLOCK_ELEMENTS": head_dim},
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -51,6 +51,7 @@ def add_branch(
     hidden[:, part].add_(branch)
 
 
+@runtime_checkable
 class LayerWeights(Protocol):
     """Weights of layers that may be elsewhere than on the device."""
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import fields
-from typing import Self
 
 import torch
 
@@ -122,9 +121,6 @@ class TierLifetime:
             closing.callback(self._leave_all)
             closing.callback(self._traffic.synchronize)
             closing.callback(self._fetches.close)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -209,6 +209,9 @@ class TierManager(TierLifetime):
         for key in keys:
             self._slots.leave(self._book.remove(key))
 
+    def __enter__(self) -> "TierManager":
+        return self
+
     def _store(
         self,
         keys: Sequence[RecordKey],

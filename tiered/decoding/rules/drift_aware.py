@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from tiered.core.checks import check_integer, check_number
+from tiered.core.checks import check_number
 from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 
@@ -27,20 +27,19 @@ class DriftAware(CommitRule):
     Attributes:
         confidence_threshold: at this confidence a candidate needs no rise; in [0, 1].
         early_threshold: below it a rise is of no help; in [0, `confidence_threshold`].
-        drift_window: earlier shifts that a rise is measured against, at least 1.
-        drift_slope: nats of rise needed for each squared unit of missing confidence, at least 0.
-        drift_ceiling: rise, in nats, from which on a row is unsettled and must wait, at least 0.
     """
 
     name: ClassVar[str] = "drift_aware"
     rank: ClassVar[int] = 2
     confidences: ClassVar[frozenset[str]] = frozenset({"probability"})
     needs_shift: ClassVar[bool] = True
+    # Constants of the authors' code (commit a125b28c): earlier shifts that a rise is measured against; nats of rise
+    # needed for each squared unit of missing confidence; rise, in nats, from which on a row is unsettled and must wait.
+    drift_window: ClassVar[int] = 5
+    drift_slope: ClassVar[float] = 10.0
+    drift_ceiling: ClassVar[float] = 2.0
     confidence_threshold: float = 0.9
     early_threshold: float = 0.7
-    drift_window: int = 5
-    drift_slope: float = 10.0
-    drift_ceiling: float = 2.0
 
     def __post_init__(self) -> None:
         check_number("confidence_threshold", self.confidence_threshold, least=0.0, most=1.0)
@@ -50,9 +49,6 @@ class DriftAware(CommitRule):
                 f"early_threshold = {self.early_threshold} is allowed up to "
                 f"confidence_threshold = {self.confidence_threshold}"
             )
-        check_integer("drift_window", self.drift_window, least=1)
-        check_number("drift_slope", self.drift_slope, least=0.0)
-        check_number("drift_ceiling", self.drift_ceiling, least=0.0)
 
     def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return _Rising(self)
