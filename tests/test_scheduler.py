@@ -73,8 +73,8 @@ def asking(runtime: Runtime, generator: random.Random) -> dict[str, Any]:
     uniform = runtime.model.shape.noise == "uniform"
     options = dict(generator.choice(UNIFORM if uniform else MASKS))
     if not uniform and generator.random() < 0.1:
-        options |= {"commit": EAGER}
-        options = {name: value for name, value in options.items() if name not in ("steps", "factor", "remasking")}
+        others = ("steps", "factor", "remasking", "confidence_threshold")
+        options = {"commit": EAGER} | {name: value for name, value in options.items() if name not in others}
     ids = torch.tensor([[generator.randrange(480) for _ in range(generator.choice([3, 16, 33, 47]))]])
     return {"inputs": ids, "seed": generator.randrange(1000), **options}
 
