@@ -41,7 +41,7 @@ from tiered.planning.workload import UNCAPPED
 from tiered.policies.polestar.hidden_records import Fetching
 from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
-from tiered.tiers.arena_bytes import arena_bytes
+from tiered.tiers.arena_bytes import arena_bytes, record_sizes
 from tiered.tiers.batches import runs
 
 # How much of what is booked is allocated, at the least.
@@ -509,10 +509,8 @@ def test_records_of_any_sizes_fit_their_arena(
         taken = [book.room_for(nbytes(sizes[number])) for number in numbers]
         for run in runs(taken, store):
             put(numbers[run])
-    bound = arena_bytes(
-        codec, rows=sum(sizes), records=len(sizes), most_rows=most, width=width, element_bytes=2,
-        slab_bytes=slab, store_bytes=store, header=header,
-    )  # fmt: skip
+    each = record_sizes(codec, most, width, 2, header)
+    bound = arena_bytes(each, rows=sum(sizes), records=len(sizes), slab_bytes=slab, store_bytes=store)
     assert book.capacity_bytes <= bound
 
 
@@ -525,9 +523,8 @@ def test_small_and_large_records_together_take_more_than_their_mean():
             book.add_slabs(1)
             book.allocate(nbytes)
     assert book.slabs > 300
-    of_records: dict[str, Any] = {"rows": sum(sizes), "records": len(sizes), "most_rows": 129, "slab_bytes": slab}
-    of_records["store_bytes"] = slab
-    bound = arena_bytes(Codec.NVFP4_DELTA, width=4096, element_bytes=2, **of_records)
+    each = record_sizes(Codec.NVFP4_DELTA, 129, 4096, 2)
+    bound = arena_bytes(each, rows=sum(sizes), records=len(sizes), slab_bytes=slab, store_bytes=slab)
     assert book.capacity_bytes <= bound <= 1.2 * book.capacity_bytes
 
 

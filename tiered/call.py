@@ -1,7 +1,7 @@
 """What one call takes of every tier, booked before it begins."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +10,6 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger, added
 from tiered.core.modes import Turn
-from tiered.decoding.observers import Inspector
 from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import CallShape
 from tiered.forward.stream_bytes import StreamBytes
@@ -25,9 +24,6 @@ from tiered.policies.base import Policy
 from tiered.tiers.host_pool import HostPool
 from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
-
-PLAIN_HINT = "raise `memory`, shorten the prompt or max_new_tokens, or pass fewer sequences at once"
-HINT = "raise `memory`, lower `clusters`, shorten the prompt or pass fewer sequences at once"
 
 
 class CallContext:
@@ -112,7 +108,7 @@ class CallContext:
         weights: StreamedWeights | None,
         inspected: Mapping[Account, int] = MappingProxyType({}),
     ) -> CallBytes:
-        hint = PLAIN_HINT if policy.needs(sizes).records is None else HINT
+        hint = _hint(policy.needs(sizes).records)
         needed = CallBytes.fitting(
             policy,
             sizes,
@@ -126,10 +122,15 @@ class CallContext:
 
     @contextmanager
     def booked(
-        self, policy: Policy, sizes: CallShape, inspector: Inspector | None = None, *, reported: ExitStack | None = None
+        self,
+        policy: Policy,
+        sizes: CallShape,
+        inspected: Mapping[Account, int] = MappingProxyType({}),
+        *,
+        reported: ExitStack | None = None,
     ) -> Iterator[tuple[TierManager | None, StreamBytes | None]]:
-        """Book the bytes of a call and its inspector while the `with` lasts. It waits while layers of the weights are
-        streamed to another thread.
+        """Book the bytes of a call, and those of the device that its inspector takes (`inspected`), while the `with`
+        lasts. It waits while layers of the weights are streamed to another thread.
 
         `reported`: stack of a call whose memory is reported. The ledger counts peaks anew, unless another call is under
         way. If layers of the weights are streamed, no other thread's call begins before the stack is closed.
@@ -142,11 +143,11 @@ class CallContext:
         with ExitStack() as own, ExitStack() as call:
             turn = own if reported is None else reported
             turn.enter_context(self._turn.held())
-            needed = self._settled(policy, sizes, inspector, reported=reported is not None)
+            needed = self._settled(policy, sizes, inspected, reported=reported is not None)
             key = object()
             self._under_way.add(key)
             call.callback(self._under_way.discard, key)
-            call.enter_context(self._ledger.holding(needed.steps))
+            call.enter_context(self._ledger.holding(needed.fixed, hint=_hint(needed.records)))
             call.enter_context(computing_on(self.device))
             tiers = call.enter_context(self._tiers(needed))
             if self._weights is None or not self._weights.now.layers:
@@ -156,12 +157,9 @@ class CallContext:
                 call.push(lambda kind, *_: weights.rest(failed=kind is not None))
             yield tiers, needed.streams
 
-    def _settled(self, policy: Policy, sizes: CallShape, inspector: Inspector | None, *, reported: bool) -> CallBytes:
-        inspected: Mapping[Account, int] = {}
-        if inspector is not None:
-            inspected = inspector.device_bytes(
-                sizes.shape, sequences=sizes.sequences, length=sizes.context, dtype=sizes.dtype
-            )
+    def _settled(
+        self, policy: Policy, sizes: CallShape, inspected: Mapping[Account, int], *, reported: bool
+    ) -> CallBytes:
         ledger = self._ledger
         # The layers that another call uses stay where they are.
         weights = None if self._under_way else self._weights
@@ -180,34 +178,29 @@ class CallContext:
             ledger.require(sum(amounts.values()) - own[tier], tier)
         return needed
 
-    @contextmanager
-    def _tiers(self, needed: CallBytes) -> Iterator[TierManager | None]:
-        records = needed.records
-        if records is None and needed.streams is None:
-            yield None
-            return
-        beside: dict[Account, int] = {}
-        if records is not None:
-            beside = {Account.CENTROIDS: records.references, Account.ACTIVATIONS: records.activations}
-        with (
-            self._ledger.holding(beside, hint=HINT),
-            open_tiers(
-                self._ledger,
-                device=self.device,
-                dtype=self.dtype,
-                transport=None if self._transport is None else self._transport(),
-                slot_bytes=needed.slot_bytes,
-                store_bytes=needed.store_bytes,
-                slab_bytes=needed.slab_bytes,
-                fetch_slots=needed.fetch_slots,
-                store_slots=needed.store_slots,
-                pool=self._pool,
-                expected_bytes=needed.arenas,
-            ) as tiers,
-        ):
-            yield tiers
+    def _tiers(self, needed: CallBytes) -> AbstractContextManager[TierManager | None]:
+        if needed.records is None and needed.streams is None:
+            return nullcontext()
+        return open_tiers(
+            self._ledger,
+            device=self.device,
+            dtype=self.dtype,
+            transport=None if self._transport is None else self._transport(),
+            slot_bytes=needed.slot_bytes,
+            store_bytes=needed.store_bytes,
+            slab_bytes=needed.slab_bytes,
+            fetch_slots=needed.fetch_slots,
+            store_slots=needed.store_slots,
+            pool=self._pool,
+            expected_bytes=needed.arenas,
+        )
 
     @property
     def weights(self) -> StreamedWeights | None:
         """Weights of the model that may leave the device; None if all stay."""
         return self._weights
+
+
+def _hint(records: object | None) -> str:
+    fewer = "" if records is None else "lower `clusters`, "
+    return f"raise `memory`, {fewer}shorten the prompt or max_new_tokens, or pass fewer sequences at once"

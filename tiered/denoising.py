@@ -1,6 +1,7 @@
 """A prepared call put together: its features, its forward, its canvas, and the loop over them."""
 
 import torch
+from torch import Tensor
 
 from tiered.call import CallContext
 from tiered.core.canvas import Canvas
@@ -42,7 +43,10 @@ def denoiser(
     # A call that draws nothing leaves torch's default stream alone.
     draws = options.draws or (call.prior is None and model.shape.noise == "uniform")
     generators = Generators(options.seed if draws else 0, len(call.prompts.ids), context.device)
-    canvas = _canvas(model, call, context.device, generators)
+    prior = call.prior
+    if prior is None and model.noise is not None:
+        prior = generators.prior(options.columns, model.noise)
+    canvas = _canvas(model, call, context.device, prior)
     if streamer is not None:
         streamer.put(call.prompts.ids)
     ends = options.ends(model.eos_token_id)
@@ -101,16 +105,13 @@ def feature_store(context: CallContext, policy: Policy, batch: int, length: int,
     )
 
 
-def _canvas(model: DiffusionModel, call: PreparedCall, device: torch.device, random: Generators) -> Canvas:
+def _canvas(model: DiffusionModel, call: PreparedCall, device: torch.device, prior: Tensor | None) -> Canvas:
     prompts, options, shape = call.prompts.to(device), call.options, model.shape
     if shape.block_causal and options.block_edges == "sequence":
         ids, pads, tails = prompts.in_blocks(options.block)
     else:
         ids, pads = prompts.packed()
         tails = torch.zeros_like(pads) if shape.block_causal else None
-    prior = call.prior
-    if prior is None and model.noise is not None:
-        prior = random.prior(options.columns, model.noise)
     return Canvas(
         ids,
         pads,

@@ -218,7 +218,12 @@ class Runtime:
         Raises:
             TierCapacityError: the call does not fit beside what is booked.
         """
-        booked = self._call.booked(call.choice.policy, call.sizes, inspector, reported=reported)
+        sizes, inspected = call.sizes, {}
+        if inspector is not None:
+            inspected = inspector.device_bytes(
+                sizes.shape, sequences=sizes.sequences, length=sizes.context, dtype=sizes.dtype
+            )
+        booked = self._call.booked(call.choice.policy, sizes, inspected, reported=reported)
         with booked as (tiers, streams):
             yield denoiser(self._call, call, tiers, streams, streamer=streamer, inspector=inspector), tiers
 

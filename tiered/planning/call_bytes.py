@@ -116,6 +116,14 @@ class CallBytes:
         return max((part.store_slots for part in self._parts), default=0)
 
     @property
+    def fixed(self) -> Mapping[Account, int]:
+        """Bytes on the device that are booked before the tiers open: all but those of records and of staging."""
+        if self.records is None:
+            return self.steps
+        fixed = {Account.CENTROIDS: self.records.references, Account.ACTIVATIONS: self.records.activations}
+        return added(self.steps, fixed)
+
+    @property
     def device(self) -> dict[Account, int]:
         device = self.steps if self.records is None else added(self.steps, self.records.device)
         staging = self.slot_bytes * self.fetch_slots + self.store_bytes * self.store_slots

@@ -15,40 +15,33 @@ from tiered.offload.slabs import SlabBook
 SLAB_BYTES = 4 << 20  # of a slab at most, unless a record is larger
 
 
-def arena_bytes(
-    codec: Codec,
-    *,
-    rows: int,
-    records: int,
-    most_rows: int,
-    width: int,
-    element_bytes: int,
-    slab_bytes: int,
-    store_bytes: int,
-    header: int = 0,
-) -> int:
+def arena_bytes(sizes: tuple[int, ...], *, rows: int, records: int, slab_bytes: int, store_bytes: int) -> int:
     """Bytes of the slabs that hold up to `records` records of up to `rows` rows in all, and one more staging slot of
     them while they are replaced; 0 for none.
 
     Args:
-        codec: of the records.
-        rows, records: in all.
-        most_rows: of a record.
-        width, element_bytes: of a row.
-        slab_bytes: of a slab.
-        store_bytes: of a staging slot that records leave from: those of one stand beside those that they replace.
-        header: bytes in front of each record.
+        sizes: bytes of a record by its rows, from one row to the most that a record has.
+        rows, records: of all records together.
+        slab_bytes: bytes of a slab.
+        store_bytes: bytes of a staging slot that records leave from: its records stand beside those that they replace.
     """
     if not records:
         return 0
-    shares, classes = _shares(codec, most_rows, width, element_bytes, slab_bytes, header)
-    mean = min(rows / records, len(shares) - 1)
+    shares, classes = _shares(sizes, slab_bytes)
+    mean = min(rows / records, len(sizes))
     below = int(mean)
-    share = shares[below] + (mean - below) * (shares[min(below + 1, len(shares) - 1)] - shares[below])
+    share = shares[below] + (mean - below) * (shares[min(below + 1, len(sizes))] - shares[below])
     partly = sum(sorted(classes)[-records:])
     in_transit = -(-2 * store_bytes // slab_bytes)  # a record takes twice its share of a slab at most
     slabs = int(records * share + partly) + 1 + in_transit
     return slabs * slab_bytes
+
+
+@cache
+def record_sizes(codec: Codec, most_rows: int, width: int, element_bytes: int, header: int = 0) -> tuple[int, ...]:
+    """Bytes of records of 1 to `most_rows` rows of `width` elements, with `header` bytes in front of each."""
+    each = range(1, most_rows + 1)
+    return tuple(header + codec_bytes(codec, rows, width, element_bytes=element_bytes) for rows in each)
 
 
 def best_slab(least_bytes: int, arena: Callable[[int], int]) -> int:
@@ -66,13 +59,10 @@ def best_slab(least_bytes: int, arena: Callable[[int], int]) -> int:
 
 
 @cache
-def _shares(
-    codec: Codec, most_rows: int, width: int, element_bytes: int, slab_bytes: int, header: int
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _shares(sizes: tuple[int, ...], slab_bytes: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """By rows of a record, from 0: the share of a slab that records of so many rows take on average, at most, with
     other records larger and smaller; and for each class, the share of its last slab that may be empty."""
     book = SlabBook(slab_bytes)
-    sizes = [header + codec_bytes(codec, rows, width, element_bytes=element_bytes) for rows in range(1, most_rows + 1)]
     slots = {book.room_for(size): book.slots_per_slab(size) for size in sizes}
     points = [0.0, *(1 / slots[book.room_for(size)] for size in sizes)]
     hull = [0]

@@ -18,7 +18,7 @@ from tiered.kernels.record_layout import CHUNK_ELEMENTS
 from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes, workspace_bytes
 from tiered.offload.slabs import UNIT, size_class
 from tiered.offload.spill_record import HEADER_BYTES
-from tiered.tiers.arena_bytes import arena_bytes, best_slab
+from tiered.tiers.arena_bytes import arena_bytes, best_slab, record_sizes
 from tiered.tiers.record_bytes import RecordBytes
 
 # Rows of the largest record, before its last page is filled: 128 rows of LLaDA-8B are 295 KiB as nvfp4_delta. Larger
@@ -160,10 +160,9 @@ def hidden_record_bytes(sizes: ClusterSizes, tier: Tier) -> RecordBytes:
     layers, width = sequences * sizes.layers, call.shape.width
 
     def arena(slab_bytes: int, header: int = 0) -> int:
-        return arena_bytes(
-            sizes.codec, rows=layers * sizes.kept, records=layers * sizes.records, most_rows=sizes.record_rows,
-            width=width, element_bytes=call.element, slab_bytes=slab_bytes, store_bytes=store, header=header,
-        )  # fmt: skip
+        each = record_sizes(sizes.codec, sizes.record_rows, width, call.element, header)
+        rows, records = layers * sizes.kept, layers * sizes.records
+        return arena_bytes(each, rows=rows, records=records, slab_bytes=slab_bytes, store_bytes=store)
 
     records = tables = activations = 0
     store = slot
