@@ -24,7 +24,8 @@ from tiered.core.ledger import Ledger
 from tiered.offload.errors import CorruptRecordError, TransferError
 from tiered.offload.fence import Region
 from tiered.offload.transport import Segment
-from tiered.tiers.residency import Parts, Residency, Wanted
+from tiered.tiers.parts import Parts, Wanted
+from tiered.tiers.residency import Residency
 from tiered.tiers.tiers import Tiers
 from tiered.tiers.traffic import Traffic
 
@@ -40,7 +41,7 @@ class Shuffled:
     parts: int = PARTS
 
     def segments(self, parts: Parts) -> Iterable[Segment]:
-        """See `tiered.tiers.residency.Layout`."""
+        """See `tiered.tiers.parts.Layout`."""
         return [
             Segment(at * PART_BYTES, part * PART_BYTES, PART_BYTES) for at, part in enumerate(self.order) if parts[part]
         ]
@@ -144,10 +145,11 @@ class _Schedule:
             touched, covered = np.zeros(PARTS, dtype=bool), np.zeros(PARTS, dtype=bool)
             touched[start // PART_BYTES : -(-stop // PART_BYTES)] = True
             covered[-(-start // PART_BYTES) : stop // PART_BYTES] = True
-            (view,) = self.residency.use([Wanted(key, touched & ~covered)], self.ahead(), writing=True)
+            (view,) = self.residency.use([Wanted(key, touched & ~covered)], self.ahead())
+            self.residency.write(key, touched)
             new = torch.randint(0, 256, (stop - start,), dtype=torch.uint8, generator=self.generator)
             self.transport.compute(partial(_copy, view[start:stop], new.to(self.device)))
-            self.residency.patch(key, touched, record.layout.within(start, stop))
+            self.residency.patch(key, record.layout.within(start, stop))
             record.bytes[start:stop], record.known[start:stop] = new, True
 
     def add(self) -> None:

@@ -86,7 +86,7 @@ class Slot:
 
 
 class Arena:
-    """Slots over slabs of `slab_bytes`, in chunks. Its memory grows up to `capacity` and stays until `trim` or `close`.
+    """Slots over slabs of `slab_bytes`, in chunks. Its memory grows up to `capacity` and stays until `close`.
 
     Not for several threads. Slots with neighbouring offsets are neighbours in memory within a chunk only.
 
@@ -155,18 +155,6 @@ class Arena:
             actual_bytes=self.actual_bytes,
             pinned_bytes=sum(chunk.actual_bytes for chunk in self._chunks.values() if chunk.pinned),
         )
-
-    def trim(self) -> None:
-        """Free the chunks without a slot in use, after the accesses that are under way there."""
-        self._check_open()
-        for first, chunk in list(self._chunks.items()):
-            slabs = chunk.bytes.numel() // self.slab_bytes
-            if self.book.is_empty(first, slabs):
-                settle([fence for slab in range(first, first + slabs) for fence in self._fences.end(slab)])
-                self.book.drop_slabs(first, slabs)
-                for slab in range(first, first + slabs):
-                    del self._homes[slab]
-                self._free(first)
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` with the numbers if the books differ from the chunks."""

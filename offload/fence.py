@@ -32,9 +32,9 @@ class Event(Protocol):
 class Region(StrEnum):
     """The kind of bytes that a fence guards."""
 
-    FETCH_SLOT = "fetch_slot"  # device ring that records arrive in
+    FETCH_SLOT = "fetch_slot"  # device ring that records arrive in, and are used in
     STORE_SLOT = "store_slot"  # device ring that records leave from
-    LOAD_SLOT = "load_slot"  # host ring that records from disk pass if the host tier is full
+    LOAD_SLOT = "load_slot"  # host ring that records from files pass
     DEVICE_SLOT = "device_slot"  # a record that stays on the device
     HOST_SLOT = "host_slot"
     DISK_SLOT = "disk_slot"
@@ -100,12 +100,6 @@ class SlabFences:
     def begin(self, slab: int, slab_bytes: int, earlier: Iterable[Event]) -> None:
         """Add a slab. `earlier`: events of accesses that are under way on its bytes."""
         self._former[slab] = [(0, slab_bytes, Fence(self.region, earlier))]
-
-    def end(self, slab: int) -> list[Fence]:
-        """Remove a slab; returns its fences with an access under way."""
-        self._rooms.pop(slab, None)
-        fences = [*self._fences.pop(slab, {}).values(), *(fence for _, _, fence in self._former.pop(slab, []))]
-        return [fence for fence in fences if not fence.idle()]
 
     def fence(self, booked: BookedSlot) -> Fence:
         """The fence of a slot that was just booked. It waits for every unfinished access to any of its bytes.

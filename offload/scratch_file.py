@@ -6,7 +6,6 @@ counts and that it gives up under pressure; and a read may be served from there,
 
 import errno
 import os
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -107,8 +106,6 @@ class ScratchFile:
         self._on_grow, self._on_shrink = on_grow, on_shrink
         self._slots: dict[int, ScratchSlot] = {}  # in use, by index
         self._process = os.getpid()
-        self._idle = threading.Condition()
-        self._users = 0  # threads inside `write` or `read`
         self._closed = False
         try:
             # O_TMPFILE, which does not follow links, or else a new file with a random name that is unlinked at once.
@@ -153,20 +150,15 @@ class ScratchFile:
             raise RuntimeError(f"the scratch file in {self.folder} of {found} bytes, booked {self.file_bytes}, {end}")
 
     def close(self) -> None:
-        """Wait for the threads inside `write` and `read`, then give the file back to the disk. May be called again.
+        """Give the file back to the disk. No `write` or `read` is under way. May be called again.
 
         A forked child's call leaves the file to the parent.
         """
-        if os.getpid() != self._process:
-            self._file.close()
-        else:
-            with self._idle:
-                was_closed, self._closed = self._closed, True
-                self._idle.wait_for(lambda: not self._users)
-            if not was_closed:
-                with suppress(OSError):  # a forked child has the descriptor too, and would keep the bytes
-                    os.ftruncate(self._file.fileno(), 0)
-                self._file.close()
+        was_closed, self._closed = self._closed, True
+        if not was_closed and os.getpid() == self._process:
+            with suppress(OSError):  # a forked child has the descriptor too, and would keep the bytes
+                os.ftruncate(self._file.fileno(), 0)
+        self._file.close()
         self._on_shrink(self.file_bytes)
         self.file_bytes = 0
 
@@ -214,21 +206,12 @@ class ScratchFile:
 
     @contextmanager
     def _using(self, what: str) -> Iterator[int]:
-        """The descriptor, which stays open until the end: the system gives the number of a closed one to other files.
-        `what` is named in an error of the system."""
-        self._check_open()  # first of all: in a forked child the lock may be held for ever
-        with self._idle:
-            self._check_open()
-            self._users += 1
+        """The descriptor. `what` is named in an error of the system."""
+        self._check_open()
         try:
             yield self._file.fileno()
         except OSError as error:
             raise TransferError(f"{what}: {error}") from error
-        finally:
-            with self._idle:
-                self._users -= 1
-                if not self._users:
-                    self._idle.notify_all()
 
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, f"disk_path takes no file of records: {error.strerror}", str(self.folder))

@@ -54,8 +54,7 @@ class SlabBook:
             raise ValueError(f"slab_bytes = {slab_bytes} must be a positive multiple of {unit}")
         self.slab_bytes = slab_bytes
         self.unit = unit
-        self._end = 0  # slabs that there were at any time
-        self._gone = 0  # bit s: slab s was dropped
+        self.slabs = 0  # their number
         self.held_bytes = 0  # the room of all slots
         self.requested_bytes = 0  # what was asked for; the rest of the room is padding
         self._slots: dict[int, BookedSlot] = {}  # by offset
@@ -64,11 +63,6 @@ class SlabBook:
         self._free: dict[int, int] = {}  # slab in use → bit i: slot i is free
         self._partial: Counter[int] = Counter()  # class → bit s: slab s is of it and has a free slot
         self._spare: Counter[int] = Counter()  # class → free slots of its slabs
-
-    @property
-    def slabs(self) -> int:
-        """Number of slabs."""
-        return self._end - self._gone.bit_count()
 
     @property
     def capacity_bytes(self) -> int:
@@ -95,40 +89,17 @@ class SlabBook:
         return (self._empty.bit_count() * (self.slab_bytes // room) + self._spare[room]) * room
 
     def add_slabs(self, count: int) -> int:
-        """Make room for `count` more slabs, numbered one after another; returns the number of the first. Numbers of
-        dropped slabs are used again.
+        """Make room for `count` more slabs, numbered one after another; returns the number of the first.
 
         Raises:
             ValueError: `count` is not positive.
         """
         if count < 1:
             raise ValueError(f"count = {count} slabs must be positive")
-        runs = self._gone
-        for _ in range(count - 1):
-            runs &= runs >> 1
-        first = _lowest(runs) if runs else self._end
-        added = (1 << count) - 1 << first
-        self._end = max(self._end, first + count)
-        self._gone &= ~added
-        self._empty |= added
+        first = self.slabs
+        self.slabs += count
+        self._empty |= (1 << count) - 1 << first
         return first
-
-    def is_empty(self, first: int, count: int) -> bool:
-        """True if no slot of the slabs `first` to `first + count - 1` is in use."""
-        slabs = (1 << count) - 1 << first
-        return self._empty & slabs == slabs
-
-    def drop_slabs(self, first: int, count: int) -> None:
-        """Take empty slabs out of the address space.
-
-        Raises:
-            ValueError: one of them is in use, or not there.
-        """
-        if not self.is_empty(first, count):
-            raise ValueError(f"slabs {first} to {first + count - 1} are not all empty")
-        slabs = (1 << count) - 1 << first
-        self._empty ^= slabs
-        self._gone |= slabs
 
     def allocate(self, nbytes: int) -> BookedSlot | None:
         """The lowest free slot for a record of `nbytes`, in a slab of its class or else in an empty one; None if full.
@@ -185,7 +156,7 @@ class SlabBook:
                 raise RuntimeError(f"slab {slab} of class {room}: taken {taken[slab]:b}, free {self._free[slab]:b}")
             spare[room] += self._free[slab].bit_count()
             partial[room] |= bool(self._free[slab]) << slab
-        empty = sum(1 << slab for slab in range(self._end) if slab not in self._class) & ~self._gone
+        empty = sum(1 << slab for slab in range(self.slabs) if slab not in self._class)
         if (self._empty, self._spare, self._partial) != (empty, spare, partial):
             kept = f"empty {self._empty:b}, spare {self._spare}, partly filled {self._partial}"
             raise RuntimeError(f"{kept}; counted: {empty:b}, {spare}, {partial}")

@@ -427,22 +427,20 @@ def test_a_byte_less_is_refused_before_any_work(options: str, tier: Tier, monkey
     assert {account for tier in Tier for account in runtime.ledger.accounts(tier)} <= {Account.SPARE}
 
 
-@pytest.mark.parametrize(("share", "seed"), and_long([(0.0, 0), (0.4, 1)], product([0.0, 0.2, 0.4], range(3))))
-def test_what_the_host_has_no_room_for_goes_to_disk(share: float, seed: int, tmp_path: Path):
-    def generate(budget: MemoryBudget):
-        runtime = budgeted("many clusters", budget, n_layers=6)
-        ids = torch.randint(0, 500, (1, 300), generator=torch.Generator().manual_seed(seed))
-        return runtime, runtime.generate(ids, max_new_tokens=64, steps=8, block_length=32, stop_at_eos=False)
-
-    runtime, resident = generate(UNCAPPED)
-    whole = planned(runtime, 364)[Tier.HOST]
-    host = int(share * whole)
-    needed = planned(runtime, 364, MemoryBudget(host=host, disk="1GiB", disk_path=tmp_path))
-    # However little there is, records pass through some slabs and a ring.
-    budget = MemoryBudget(host=max(host, needed[Tier.HOST]), disk=needed[Tier.DISK], disk_path=tmp_path)
-    _, out = generate(budget)
-    assert out.tiers is not None and out.tiers.evicted[Tier.HOST]
-    assert torch.equal(out.sequences, resident.sequences)
+@pytest.mark.parametrize("disk", [False, True])
+def test_a_call_that_the_host_has_no_room_for_is_refused_with_a_host_that_fits(disk: bool, tmp_path: Path):
+    """A disk tier has weights alone."""
+    given: dict[str, Any] = {"disk": "1GiB", "disk_path": tmp_path} if disk else {}
+    ids = torch.randint(0, 500, (1, 300))
+    options: dict[str, Any] = {"max_new_tokens": 64, "steps": 2, "block_length": 32, "stop_at_eos": False}
+    needed = planned(budgeted("many clusters", UNCAPPED, n_layers=6), 364)
+    runtime = budgeted("many clusters", MemoryBudget(device=needed[Tier.DEVICE], host=1, **given), n_layers=6)
+    with pytest.raises(TierCapacityError, match=r'pass host="') as caught:
+        runtime.generate(ids, **options)
+    assert caught.value.tier is Tier.HOST and caught.value.total == needed[Tier.HOST]
+    enough = MemoryBudget(device=needed[Tier.DEVICE], host=caught.value.total, **given)
+    out = budgeted("many clusters", enough, n_layers=6).generate(ids, **options)
+    assert not out.memory.tiers[Tier.DISK].peak
 
 
 def test_a_layer_leaves_in_few_copies():
@@ -452,7 +450,7 @@ def test_a_layer_leaves_in_few_copies():
     assert out.steps_by_kind["refresh"] == out.num_forwards == 1 and out.tiers is not None
     records_of = runtime.policy.needs(runtime._call.sizes(1, 352, 32)).records
     assert records_of is not None
-    records = records_of(0)
+    records = records_of()
     assert records.store_bytes >= 5 * records.slot_bytes
     assert records.slab_bytes % records.slot_bytes == 0
     assert out.tiers.stored[Tier.HOST] >= 40

@@ -19,7 +19,7 @@ import tiered
 import tiered.core.errors
 import tiered.offload.errors
 from tiered.core.budget import MemoryBudget
-from tiered.core.errors import ContextLengthError, NonFiniteError, RecordLostError, TierCapacityError
+from tiered.core.errors import ContextLengthError, NonFiniteError, TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.errors import ArenaFullError, CorruptRecordError, PinError, TransferError
@@ -33,7 +33,6 @@ ERRORS: dict[type[Exception], tuple[tuple[Any, ...], str]] = {
         ("the weight w", "load float32", [1], torch.arange(3)),
         "the weight w is not finite; load float32",
     ),
-    RecordLostError: (("gone",), "gone"),
     ContextLengthError: (("too long",), "too long"),
     ArenaFullError: ((5, 4, 8, "the arena"), "the arena of 8 bytes has no room for 5 bytes (4 are free)"),
     PinError: ((5, "raise ulimit -l"), "raise ulimit -l"),
@@ -90,8 +89,7 @@ load = partial(tiered.from_pretrained, GOLDEN, dtype="float32", policy="polestar
         ({"device": "1MiB", "host": "1MiB"}, ["device", "device"]),  # the weights, and then the call
         ({"host": 5000}, ["host"]),
         ({"device": "3MiB", "host": 0}, ["device", "host"]),
-        ({"host": "180KiB", "disk": 1}, ["disk"]),
-        ({"host": "1KiB", "disk": "64KiB"}, ["host"]),
+        ({"host": "1KiB", "disk": "64MiB"}, ["host"]),  # which takes no state
     ],
 )
 def test_what_the_message_asks_for_is_enough(budget: dict[str, Any], tiers: list[str], tmp_path: Path):

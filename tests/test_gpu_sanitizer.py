@@ -372,7 +372,7 @@ def test_what_is_found_is_told(sanitized: ModuleType, one_wrong_byte: None):
 
 def test_a_wrong_schedule_is_found(sanitized: ModuleType, monkeypatch: pytest.MonkeyPatch):
     outcome = importlib.import_module("tier_fuzz").Outcome(answers=3, wrong=1, errors=["lost"])
-    monkeypatch.setattr(sanitized, "run_schedule", lambda seed, device: outcome)
+    monkeypatch.setattr(sanitized, "SCHEDULES", [lambda seed, device: outcome])
     ran = sanitized.run_transports(CPU, 11, schedules=2, end=float("inf"))
     assert ran["wrong"] == [f"schedule {seed}: 1 wrong answers; lost" for seed in (11, 12)] and ran["answers"] == 6
 

@@ -285,7 +285,7 @@ def test_memory_comes_back_once_nothing_writes_it(interrupted: bool, monkeypatch
     monkeypatch.setattr(HostPool, "_back", noted)
     tiers.store([RecordKey(Feature.HIDDEN, 0, 0, 0)], torch.ones(4, 8), [4], codec="raw")
     if interrupted:
-        monkeypatch.setattr(tiers._traffic, "synchronize", impatient)
+        monkeypatch.setattr(tiers.traffic, "synchronize", impatient)
     threading.Timer(0.2, transport.go.set).start()
     with pytest.raises((TransferError, KeyboardInterrupt)):
         tiers.close()

@@ -46,7 +46,6 @@ BOOKS = [
     "offload/codec_bytes.py",
     "offload/lane.py",
     "offload/slabs.py",
-    "offload/spill_record.py",
     "clustering/allocation.py",
     "kernels/record_layout.py",
 ]

@@ -31,7 +31,7 @@ from tiered.models.locate import read_config
 from tiered.models.presets import PRESETS, read_preset
 from tiered.models.weight_form import weight_bytes
 from tiered.offload.codec_bytes import Codec
-from tiered.planning.card import Plan, TierPlan
+from tiered.planning.card import Plan
 from tiered.planning.plan import plan as plan_for
 from tiered.policies.registry import POLICIES, make_policy, policies_for
 
@@ -82,8 +82,8 @@ def test_the_device_holds_weights_and_what_a_call_books(policy: str, sampled: bo
         assert made.streams is not None
         return
     assert made.streams is None
-    kept = None if needs.records is None else needs.records(0)
-    hidden = {} if kept is None else {Tier.DEVICE: kept.device, **kept.below(MemoryBudget())}
+    kept = None if needs.records is None else needs.records()
+    hidden = {} if kept is None else {Tier.DEVICE: kept.device, Tier.HOST: kept.host}
     for account, size in hidden.get(Tier.DEVICE, {}).items():
         booked[account] = booked.get(account, 0) + size
     assert made.tiers[Tier.DEVICE].accounts == booked
@@ -320,7 +320,7 @@ def test_advised_clusters_are_the_most():
     assert not plan("llada-8b", **{**arguments, "policy": more}).fits
 
 
-# ---- host and disk ----
+# ---- below the device ----
 
 
 def test_the_host_has_hidden_states_and_what_their_slots_waste():
@@ -334,23 +334,16 @@ def test_the_host_has_hidden_states_and_what_their_slots_waste():
     assert "host memory\n  hidden" in str(made)
 
 
-@pytest.mark.parametrize("policy", ["polestar", DUAL])
-def test_disk_is_for_what_exceeds_the_host(policy: str):
-    def tiers(host: str, disk: str) -> Mapping[Tier, TierPlan]:
-        budget = MemoryBudget(host=host, disk=disk, disk_path="/tmp")
-        return plan("llada-8b", context=4096, policy=policy, memory=budget).tiers
+@pytest.mark.parametrize("disk", [{}, {"disk": "4GiB", "disk_path": "/tmp"}])
+def test_state_that_the_host_has_no_room_for_goes_to_no_disk(disk: dict[str, Any]):
+    """The plan says what would fit."""
 
-    roomy, tight, full = tiers("4GiB", "4GiB"), tiers("60MiB", "4GiB"), tiers("60MiB", "20MiB")
-    if policy == DUAL:
-        assert all(made[tier].total == 0 for made in (roomy, tight, full) for tier in NOTHING)
-        return
-    hidden = roomy[Tier.HOST].accounts[Account.HIDDEN]
-    assert Account.HIDDEN not in roomy[Tier.DISK].accounts
-    assert roomy[Tier.HOST].accounts[Account.STAGING] > 0  # what comes from disk passes through a ring
-    assert tight[Tier.HOST].fits and tight[Tier.DISK].fits
-    assert 55 * 2**20 < tight[Tier.HOST].total <= 60 * 2**20
-    assert sum(tight[tier].accounts[Account.HIDDEN] for tier in NOTHING) == hidden
-    assert full[Tier.HOST].fits and not full[Tier.DISK].fits
+    def made(**host: Any) -> Plan:
+        return plan("llada-8b", context=4096, policy="polestar", memory=MemoryBudget(**host, **disk))
+
+    tight = made(host="60MiB")
+    assert not tight.fits and not tight.tiers[Tier.DISK].accounts and tight.tiers[Tier.HOST].total > 60 * 2**20
+    assert made(host=tight.tiers[Tier.HOST].total).fits
 
 
 def test_the_host_limits_the_context():

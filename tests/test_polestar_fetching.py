@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tiered
 from tiered.core.budget import MemoryBudget
-from tiered.core.errors import RecordLostError, TierCapacityError
+from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.forward.forward import Forward
@@ -58,7 +58,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         return ticket
 
     def watched_close(self: TierManager) -> None:
-        if not self._fetches.closed:
+        if not self._closed:
             watching.open_at_close.append(len(self._fetches._tickets))
             self.check_integrity()
         close(self)
@@ -159,7 +159,7 @@ def test_after_a_failed_copy_the_next_call_is_right(model: Any, lane: Lane, numb
     transports: Iterator[Transport] = iter([SimulatedThreads(delay=Faults(lane, number)), ThreadTransport()])
     options: dict[str, Any] = {"cluster_layers": 1}
     runtime = make(model, lambda: next(transports), **options)
-    with pytest.raises((TransferError, RecordLostError)):
+    with pytest.raises(TransferError):
         answer(runtime)
     assert {account for tier in Tier for account in runtime.ledger.accounts(tier)} <= {Account.SPARE}
     runtime.ledger.check_integrity()
@@ -228,24 +228,3 @@ def test_the_budget_that_is_asked_for_is_enough(model: Any, tier: Tier, options:
     assert found.memory.tiers[tier].peak <= least <= 3 * peak
     # On the device it may be less: layers that it has no room for are streamed.
     assert tier is Tier.DEVICE or peak <= least
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"refresh": "drift", "clusters": 12, "top_m": 9}],
-)
-def test_clusters_that_lie_on_disk_are_the_same(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-):
-    monkeypatch.setattr(hidden_bytes, "RECORD_ROWS", 8)  # small slots, of which the host tier has many
-    options = {"codec": "raw", "cluster_layers": 1, **options}
-    longer: dict[str, Any] = {"max_new_tokens": 32, "steps": 16}
-    plain = answer(make(model, **options), **longer)
-    caps: dict[str, Any] = {"disk": "4MiB", "disk_path": tmp_path}
-    with pytest.raises(TierCapacityError) as caught:
-        answer(make(model, memory=MemoryBudget(host=1, **caps), **options), **longer)
-    assert caught.value.needed < plain.memory.peak_host_bytes
-    out = answer(make(model, memory=MemoryBudget(host=caught.value.needed, **caps), **options), **longer)
-    assert same(out, plain)
-    assert out.tiers is not None and out.tiers.misses > 0 and out.tiers.evicted[Tier.HOST] > 0
-    assert not list(tmp_path.iterdir())

@@ -18,7 +18,8 @@ from tiered.offload.fence import Fence, Region
 from tiered.offload.file_record import FilePiece, FileRecord, ReadFile
 from tiered.offload.lane import Lane
 from tiered.offload.transport import Segment
-from tiered.tiers.residency import Parts, Residency, Wanted
+from tiered.tiers.parts import Parts, Wanted
+from tiered.tiers.residency import Residency
 from tiered.tiers.tiers import Home, Tiers
 
 CPU, NBYTES, ROOM, SLOTS = torch.device("cpu"), 5000, 8192, 3
@@ -111,19 +112,21 @@ def test_what_is_written_goes_through_and_nothing_else_is_moved(tiers: Tiers, re
     first, second = np.array([True, False]), np.array([False, True])
     home = tiers.host_home(Account.WEIGHTS, NBYTES, ROOM)
     residency.place("more", home, layout=Halves(), filled=False)
-    (slot,) = residency.use([Wanted("more", ~first)], writing=True)
+    (slot,) = residency.use([Wanted("more", ~first)])
+    residency.write("more", first)
     assert fetched(tiers) == 0  # nothing was ever written
     slot[: NBYTES // 2] = 7
-    residency.patch("more", first, Halves().segments(first))
+    residency.patch("more", Halves().segments(first))
     used(residency, (0, 0), (0, 1), (0, 2))  # it leaves without a copy
     assert tiers.ended().ways[Lane.STORE].nbytes == NBYTES // 2 and home.memory is not None
     assert (home.memory[NBYTES // 2 :] == 7).all()
     (slot,) = residency.use([Wanted("more")])
     assert (slot[: NBYTES // 2] == 7).all() and tiers.ended().ways[Lane.FETCH].nbytes == 3 * NBYTES + NBYTES // 2
     assert list(residency.brought(Wanted("more"))) == [True, False]
-    residency.use([Wanted("more", second)], writing=True)
+    residency.use([Wanted("more", second)])
+    residency.write("more", first | second)
     slot[:] = 8
-    residency.patch("more", first | second, Halves().segments(first | second))
+    residency.patch("more", Halves().segments(first | second))
     assert not residency.brought(Wanted("more")).any()
     tiers.synchronize()
     assert (home.memory == 8).all()
@@ -140,9 +143,10 @@ def test_a_record_whose_home_missed_a_write_is_never_read_as_if_it_had_not(resid
     every = np.ones(1, dtype=bool)
     for lost in (True, False):
         faults.update([Lane.STORE] if lost else [])
-        (slot,) = residency.use([Wanted((0, 0))], writing=True)
+        (slot,) = residency.use([Wanted((0, 0))])
+        residency.write((0, 0), every)
         slot[:100] = 1
-        residency.patch((0, 0), every, [Segment(0, 0, 100)])
+        residency.patch((0, 0), [Segment(0, 0, 100)])
     used(residency, (0, 1), (0, 2), (1, 0))
     with pytest.raises(TransferError, match="bus is down"):
         residency.use([Wanted((0, 0))])

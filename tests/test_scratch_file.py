@@ -4,8 +4,7 @@ import errno
 import os
 import resource
 import stat
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -348,33 +347,6 @@ def test_closing_twice(file: ScratchFile, tmp_path: Path):
     for verb in verbs:
         with pytest.raises(ValueError, match=f"scratch file in {tmp_path} is closed"):
             verb()
-
-
-def test_closing_waits_for_a_read_under_way(file: ScratchFile, monkeypatch: pytest.MonkeyPatch):
-    into = out(5000)
-    slot, preadv = stored(file), os.preadv
-    reading, go_on = threading.Event(), threading.Event()
-
-    def slow(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        reading.set()
-        assert go_on.wait(10)
-        return preadv(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", slow)
-    threads = [
-        threading.Thread(target=work, daemon=True)  # a close that never returns is no reason to hang
-        for work in (lambda: slot.read(into), file.close)
-    ]
-    threads[0].start()
-    assert reading.wait(10)
-    threads[1].start()
-    threads[1].join(0.1)
-    assert threads[1].is_alive()
-    go_on.set()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
-    assert torch.equal(into, payload(5000))
 
 
 def test_no_descriptor_is_left(tmp_path: Path):

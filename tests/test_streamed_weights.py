@@ -259,7 +259,7 @@ def test_a_copy_waits_for_those_who_had_its_memory_before(
     runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS))
     ids = torch.randint(0, 120, (1, 5), generator=torch.Generator().manual_seed(1))
     expected = resident.logits(ids)
-    for module in ("tiered.forward.layer_record", "tiered.tiers.tiers", "tiered.tiers.opening"):
+    for module in ("tiered.forward.layer_record", "tiered.tiers.tiers", "tiered.tiers.manager"):
         monkeypatch.setattr(f"{module}.device_chunks", obtained)
     for _ in range(2):
         answer(runtime, steps=2)

@@ -40,13 +40,10 @@ def rows(seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("codec", Codec)
-@pytest.mark.parametrize("evictions", [0, 1])
-def test_an_offloaded_record_is_the_resident_one(tiers: TierManager, codec: Codec, evictions: int):
+def test_an_offloaded_record_is_the_resident_one(tiers: TierManager, codec: Codec):
     bank = tiers.bank(rows(1)[:8].clone()) if codec.needs_base else None
     clusters = [part % 8 for part in range(RECORDS)] if bank else None
     tiers.store(KEYS, rows(2), [ROWS] * RECORDS, codec=codec, bank=bank, clusters=clusters)
-    for _ in range(evictions):
-        tiers.evict(KEYS[::2])
     expected = [
         round_trip(part, codec, bank.centroids[clusters[number]] if bank and clusters else None)
         for number, part in enumerate(rows(2).split(ROWS))

@@ -275,7 +275,7 @@ def test_recording_changes_no_token(model: DiffusionModel, policy: str, options:
     count = Counter(each.op for each in timing.ranges)
     assert bool(count[Op.GUIDANCE]) == ("cfg_scale" in options)
     assert bool(count[Op.VERIFY]) == (policy == "dllm_cache")
-    assert bool(count[Op.WATCH]) == bool(count[Op.PAGES]) == (policy == "elastic_cache")
+    assert bool(count[Op.WATCH]) == bool(count[Op.CHUNKS]) == (policy == "elastic_cache")
 
 
 class Stops:

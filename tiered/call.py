@@ -22,8 +22,8 @@ from tiered.offload.transport import Transport
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy
 from tiered.tiers.host_pool import HostPool
-from tiered.tiers.manager import TierManager
 from tiered.tiers.opening import open_tiers
+from tiered.tiers.tiers import Tiers
 
 
 class CallContext:
@@ -128,7 +128,7 @@ class CallContext:
         inspected: Mapping[Account, int] = MappingProxyType({}),
         *,
         reported: ExitStack | None = None,
-    ) -> Iterator[tuple[TierManager | None, StreamBytes | None]]:
+    ) -> Iterator[tuple[Tiers | None, StreamBytes | None]]:
         """Book the bytes of a call, and those of the device that its inspector takes (`inspected`), while the `with`
         lasts. It waits while layers of the weights are streamed to another thread.
 
@@ -178,21 +178,25 @@ class CallContext:
             ledger.require(sum(amounts.values()) - own[tier], tier)
         return needed
 
-    def _tiers(self, needed: CallBytes) -> AbstractContextManager[TierManager | None]:
-        if needed.records is None and needed.streams is None:
+    def _tiers(self, needed: CallBytes) -> AbstractContextManager[Tiers | None]:
+        records = needed.records
+        if records is None and needed.streams is None:
             return nullcontext()
+        transport = None if self._transport is None else self._transport()
+        if records is None:
+            return Tiers(self._ledger, device=self.device, transport=transport, pool=self._pool)
         return open_tiers(
             self._ledger,
             device=self.device,
             dtype=self.dtype,
-            transport=None if self._transport is None else self._transport(),
-            slot_bytes=needed.slot_bytes,
-            store_bytes=needed.store_bytes,
-            slab_bytes=needed.slab_bytes,
-            fetch_slots=needed.fetch_slots,
-            store_slots=needed.store_slots,
+            transport=transport,
+            slot_bytes=records.slot_bytes,
+            store_bytes=records.store_bytes,
+            slab_bytes=records.slab_bytes,
+            fetch_slots=records.fetch_slots,
+            store_slots=records.store_slots,
             pool=self._pool,
-            expected_bytes=needed.arenas,
+            expected_bytes={records.tier: records.arena},
         )
 
     @property

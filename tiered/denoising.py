@@ -26,13 +26,13 @@ from tiered.models.base import DiffusionModel
 from tiered.policies.base import Policy
 from tiered.policies.row_schedule import row_schedule
 from tiered.prepare import PreparedCall
-from tiered.tiers.manager import TierManager
+from tiered.tiers.tiers import Tiers
 
 
 def denoiser(
     context: CallContext,
     call: PreparedCall,
-    tiers: TierManager | None,
+    tiers: Tiers | None,
     streams: StreamBytes | None,
     *,
     streamer: Streamer | None = None,
@@ -129,7 +129,7 @@ def _forward(
     canvas: Canvas,
     policy: Policy,
     sizes: CallShape,
-    tiers: TierManager | None,
+    tiers: Tiers | None,
     streams: StreamBytes | None,
 ) -> Forward:
     shape, sequences = sizes.shape, sizes.sequences
@@ -137,11 +137,11 @@ def _forward(
     if key_mask is not None and sequences > canvas.batch:
         positions, key_mask, first = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
     features, of_call = policy.features(shape), {"batch": sequences, "length": canvas.length, "kv": sizes.kv}
-    of_call["answer_start"] = canvas.prompt_length
+    of_call |= {"answer_start": canvas.prompt_length, "dtype": context.dtype}
     if streams is not None and tiers is not None:
         store = StreamedFeatureStore(shape, features, streams, tiers, **of_call)
     else:
-        store = FeatureStore(shape, features, **of_call, dtype=context.dtype, device=context.device)
+        store = FeatureStore(shape, features, **of_call, device=context.device)
     block = canvas.block_length if shape.block_causal else None
     sight = Sight(shape, canvas.length, block, first=canvas.prompt_length)
     forward = Forward(traced(context.model), store, positions, key_mask, tiers, first, sight, context.weights)

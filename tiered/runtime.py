@@ -34,8 +34,8 @@ from tiered.policies.base import Policy
 from tiered.policies.registry import make_policy
 from tiered.policies.row_schedule import row_schedule
 from tiered.prepare import PreparedCall, check_call, check_inspector, prepare, read_block, read_noise_mask
-from tiered.tiers.manager import TierManager
 from tiered.tiers.stats import TierStats
+from tiered.tiers.tiers import Tiers
 
 
 class Runtime:
@@ -210,7 +210,7 @@ class Runtime:
         streamer: Streamer | None = None,
         inspector: Inspector | None = None,
         reported: ExitStack | None = None,
-    ) -> Iterator[tuple[Denoiser, TierManager | None]]:
+    ) -> Iterator[tuple[Denoiser, Tiers | None]]:
         """Book the bytes of a call while the `with` lasts. Gives the call's loop, which has not begun, and its tiers
         (None if everything is on the device). Several calls that have begun may take turns in one thread. `reported`:
         see `CallContext.booked`.

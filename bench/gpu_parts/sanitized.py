@@ -16,18 +16,17 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+import residency_fuzz
+import tier_fuzz
 import torch
-from tier_fuzz import round_trip, run_schedule
+from tier_fuzz import round_trip
 
 from gpu_parts.kernel_case import run_once, small_cases
 from gpu_parts.moved_bytes import POISON
 from gpu_parts.sanitizer import DONE
 from gpu_parts.slow_transports import transport
-from tiered.core.budget import MemoryBudget
 from tiered.core.features import Feature
 from tiered.core.ledger import Ledger
 from tiered.kernels.choice import for_device
@@ -42,6 +41,7 @@ from tiered.tiers.opening import open_tiers
 from tiered.tiers.record_book import RecordKey
 
 KIB = 1 << 10
+SCHEDULES = (tier_fuzz.run_schedule, residency_fuzz.run_schedule)  # in turn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("kernels", "transports", "planted"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--schedules", type=int, default=2, help="random schedules of the tiers, see tier_fuzz.py")
+    parser.add_argument(
+        "--schedules", type=int, default=2, help="random schedules of the tiers, see tier_fuzz.py and residency_fuzz.py"
+    )
     parser.add_argument("--seconds", type=float, default=15.0, help="no schedule but the first begins after that many")
     parser.add_argument("--limit", type=float, default=60.0)
     asked = parser.parse_args(argv)
@@ -95,7 +97,7 @@ def run_transports(device: torch.device, seed: int, *, schedules: int, end: floa
             wrong.append(f"{name}: bytes differ")
     answers = done = 0
     while done < schedules and (not done or time.monotonic() < end):
-        outcome = run_schedule(seed + done, device=device)
+        outcome = SCHEDULES[done % len(SCHEDULES)](seed + done, device=device)
         if outcome.corrupt:
             wrong.append(f"schedule {seed + done}: {outcome.wrong} wrong answers; {'; '.join(outcome.errors)}")
         answers, done = answers + outcome.answers, done + 1
@@ -134,25 +136,22 @@ def copies_are_right(device: torch.device, seed: int) -> bool:
 
 
 def tiers_are_right(device: torch.device, seed: int, codec: Codec) -> bool:
-    """Records to host memory, some of them on to the disk, and back, against encoding and decoding on the spot."""
+    """Records to host memory and back, against encoding and decoding on the spot."""
     records, rows, width, slot = 6, 5, 96, 16 * KIB
     generator = torch.Generator(device).manual_seed(seed)
     given = torch.randn(records * rows, width, device=device, generator=generator)
     keys = [RecordKey(Feature.HIDDEN, 0, 0, part) for part in range(records)]
     order = [4, 1, 0, 5, 2, 3]
     bank = clusters = None
-    with TemporaryDirectory() as folder:
-        budget = MemoryBudget(host=4 * slot, disk=4 * (slot + 4 * KIB), disk_path=Path(folder))
-        with open_tiers(Ledger(budget), device=device, dtype=given.dtype, slot_bytes=slot) as tiers:
-            if codec.needs_base:
-                bank, clusters = tiers.bank(given[:2].clone()), [part % 2 for part in range(records)]
-            tiers.store(keys, given, [rows] * records, codec=codec, bank=bank, clusters=clusters)
-            tiers.evict(keys[::2])
-            answer = tiers.fetch([keys[part] for part in order]).wait()
-            if bank is not None:
-                bank.release()
-            tiers.synchronize()
-            tiers.check_integrity()
+    with open_tiers(Ledger(), device=device, dtype=given.dtype, slot_bytes=slot) as tiers:
+        if codec.needs_base:
+            bank, clusters = tiers.bank(given[:2].clone()), [part % 2 for part in range(records)]
+        tiers.store(keys, given, [rows] * records, codec=codec, bank=bank, clusters=clusters)
+        answer = tiers.fetch([keys[part] for part in order]).wait()
+        if bank is not None:
+            bank.release()
+        tiers.synchronize()
+        tiers.check_integrity()
     wanted = [
         round_trip(part, codec, None if clusters is None else given[clusters[number]])
         for number, part in enumerate(given.split(rows))

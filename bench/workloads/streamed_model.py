@@ -13,7 +13,7 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.forward.sizes import CallShape
-from tiered.forward.weight_bytes import WeightBytes
+from tiered.forward.weight_bytes import LOAD_SLOTS, WeightBytes
 from tiered.loading import load_weights
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.families import family_of
@@ -25,7 +25,6 @@ from tiered.offload.transport import Transport
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy
 from tiered.runtime import Runtime
-from tiered.tiers.record_bytes import LOAD_SLOTS
 from workloads.models import save_random
 
 

@@ -16,7 +16,9 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="cap of the device tier, such as 22.5GiB on a card of 24 GiB")
     below = parser.add_argument_group("memory below the device")
     below.add_argument("--host-memory", metavar="SIZE", help="cap of the host tier (pinned memory)")
-    below.add_argument("--disk-memory", metavar="SIZE", help="size of the disk tier; needs --disk-path")
+    below.add_argument(
+        "--disk-memory", metavar="SIZE", help="size of the disk tier, for coded weights; needs --disk-path"
+    )
     below.add_argument("--disk-path", metavar="PATH", help="existing folder that the disk tier takes its room from")
 
 

@@ -15,8 +15,8 @@ class MemoryBudget:
     """A hard cap, in bytes, on what the runtime allocates in each tier; `None` for no cap.
 
     Sizes are ints, in bytes, or strings with a unit (`"12GiB"`). Weights, caches, logits, activations and staging all
-    count. `disk_path` is an existing folder, in which the disk tier is a file without a name. Without a `disk` cap, or
-    with one of 0, there is no disk tier.
+    count. `disk_path` is an existing folder, in which the disk tier is a file without a name, for layers of weights.
+    Without a `disk` cap, or with one of 0, there is no disk tier.
 
     Raises:
         TypeError, ValueError: a size that is no byte size, a disk cap without a `disk_path`, or a `disk_path` that is

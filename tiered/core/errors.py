@@ -60,7 +60,3 @@ class NonFiniteError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.what} is not finite; {self.hint}"
-
-
-class RecordLostError(RuntimeError):
-    """A record's last bytes went with a copy that failed. Storing it again makes it readable again."""

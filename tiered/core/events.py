@@ -54,22 +54,4 @@ class Waited:
         return self.ended - self.began
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """Records left `tier` to make room; `clean`: without a copy, because the disk had them."""
-
-    tier: Tier
-    records: int
-    nbytes: int
-    clean: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """A copy failed and with it the last bytes of a record."""
-
-    records: int
-    reason: str
-
-
-TierEvent = CopyEnded | Stored | Asked | Waited | Evicted | Lost
+TierEvent = CopyEnded | Stored | Asked | Waited

@@ -17,7 +17,7 @@ class TierReport:
         peak: held at the most, without idle bytes (`Ledger.idle`).
         at_peak: the same by account.
         required: the least cap under which the same call runs. It is above the peak if a policy keeps hidden states,
-            because a call asks for the most that clusters may take. Of the disk it is an estimate if records spill.
+            because a call asks for the most that clusters may take.
         cap: of the budget; None for no cap.
     """
 

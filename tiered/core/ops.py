@@ -23,7 +23,7 @@ class Op(StrEnum):
     FETCH = "fetch"  # records are chosen and requested
     WAIT = "wait"  # compute waits for a copy
     DECODE = "decode"
-    PAGES = "pages"  # pages of a streamed feature are chosen, to fetch and to evict
+    CHUNKS = "chunks"  # chunks of a streamed feature are chosen, to fetch and to send home
     WEIGHTS = "weights"  # a streamed layer's are bound, and the next layer's are requested
     POLICY = "policy"  # chooses the rows of a step, and observes the commit
     DRIFT = "drift"  # attention of centroids, or of a block's rows, is compared with the last one

@@ -7,12 +7,11 @@ import torch
 
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
-from tiered.forward.weight_bytes import RING_SLOTS, WeightBytes
+from tiered.forward.weight_bytes import LOAD_SLOTS, RING_SLOTS, WeightBytes
 from tiered.offload.fence import Region
 from tiered.offload.file_record import FileRecord
 from tiered.offload.transport import Transport
 from tiered.tiers.host_pool import HostPool
-from tiered.tiers.record_bytes import LOAD_SLOTS
 from tiered.tiers.residency import Residency
 from tiered.tiers.tiers import Home, Tiers
 
@@ -103,7 +102,7 @@ class LayerHomes:
 
     def close(self) -> None:
         """Give everything back."""
-        self.close_ring()
-        for layer in self.streamed:
-            self.residency.remove(layer)
+        self.tiers.synchronize()
+        self.residency.close()
+        self._ring.close()
         self.tiers.close()

@@ -1,25 +1,25 @@
-"""A feature store that the device has no room for: some layers are resident, the others pass through workspaces."""
+"""A feature store that the device has no room for: some layers are resident, the others pass through slots."""
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tiered.core.features import Feature
 from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
-from tiered.forward.page_indices import PageIndices
-from tiered.forward.paged_feature import PagedFeature
 from tiered.forward.stream_bytes import StreamBytes
+from tiered.forward.streamed_feature import StreamedFeature
 from tiered.kernels.row_code import RowCode
 from tiered.models.shape import ModelShape
-from tiered.tiers.manager import TierManager
+from tiered.tiers.tiers import Tiers
 
 
 class StreamedFeatureStore(FeatureStore):
     """The same as a `FeatureStore`, to the bit, and with the same verbs; but what is read of a streamed layer is valid
-    only until another layer of its feature is read or written, and reading and writing raise `RecordLostError` or
+    only until another layer of its feature is read or written, and reading and writing raise
     `TransferError` where a copy between the tiers failed."""
 
     def __init__(
@@ -27,11 +27,12 @@ class StreamedFeatureStore(FeatureStore):
         shape: ModelShape,
         features: Mapping[Feature, int],
         needed: StreamBytes,
-        tiers: TierManager,
+        tiers: Tiers,
         *,
         batch: int,
         length: int,
         answer_start: int = 0,
+        dtype: torch.dtype,
         kv: RowCode | None = None,
     ) -> None:
         """`needed`: which layers are streamed, and through what; `tiers`: where they are. Else as `FeatureStore`."""
@@ -48,7 +49,7 @@ class StreamedFeatureStore(FeatureStore):
             batch=batch,
             length=length,
             answer_start=answer_start,
-            dtype=tiers.dtype,
+            dtype=dtype,
             device=tiers.device,
             kv=kv,
         )
@@ -58,77 +59,69 @@ class StreamedFeatureStore(FeatureStore):
             if feature in streamed
         }
         self._tiers = tiers
-        indices = PageIndices(needed.index_bytes, tiers.device)
-        self._columns = TouchedColumns()
-        self._paged = {
-            feature: PagedFeature(
-                feature,
-                stream.layers,
-                stream.pages,
-                workspaces=stream.workspaces,
-                tiers=tiers,
-                indices=indices,
-            )
-            for feature, stream in streamed.items()
-        }
+        self._touched = TouchedColumns()
+        self._streamed = {feature: StreamedFeature(stream, tiers, dtype) for feature, stream in streamed.items()}
 
     @property
     def streamed_from(self) -> int | None:
         """See `FeatureStore.streamed_from`."""
-        return min(self._first[feature] for feature in self._paged)
+        return min(self._first[feature] for feature in self._streamed)
 
     def keep(self, sequences: list[int]) -> None:
         """See `FeatureStore.keep`."""
-        for paged in self._paged.values():
-            paged.keep(sequences)
+        for streamed in self._streamed.values():
+            streamed.keep(sequences)
         super().keep(sequences)
 
     def _kept(self, feature: Feature, layer: int) -> Float[Tensor, "batch heads length stored"]:
         self._tiers.progress()
-        paged = self._paged.get(feature)
-        if paged is None:
+        streamed = self._streamed.get(feature)
+        if streamed is None:
             return super()._kept(feature, layer)
-        if layer in paged:
-            return paged.view(layer, self._sequences)
+        if layer in streamed:
+            return streamed.view(layer, self._sequences)
         return super()._kept(feature, self._place[feature][layer])
 
     def _target(self, feature: Feature, layer: int, rows: Rows) -> Float[Tensor, "batch heads length stored"]:
-        paged = self._paged.get(feature)
-        if paged is None or layer not in paged:
+        streamed = self._streamed.get(feature)
+        if streamed is None or layer not in streamed:
             return self._kept(feature, layer)
         self._tiers.progress()
-        first = self._first[feature]
-        start, stop = (max(0, column - first) for column in self._columns.of(rows))
-        whole = rows.start is not None and rows.valid is None
-        return paged.to_write(layer, self._sequences, (start, stop), whole=whole)
+        columns = np.zeros((self._sequences, streamed.columns), dtype=bool)
+        self._touched.mark(columns, rows, self._first[feature])
+        return streamed.to_write(layer, columns, whole=rows.start is not None and rows.valid is None)
 
 
 class TouchedColumns:
-    """The columns that rows may touch, known on the host: what a store in pages has to have there.
+    """The columns that rows may touch, known on the host: what a store of chunks has to have there.
 
     Remembers what it had to read back from the device: rows are the same in every layer, though each layer cuts parts
     of its own from them. So an index is known by its memory and by how often that was written, not as an object."""
 
     def __init__(self) -> None:
         # The indices themselves are kept: while they are alive, no other tensor has their address.
-        self._read: list[tuple[torch.Tensor, int, tuple[int, int]]] = []
+        self._read: list[tuple[Tensor, int, np.ndarray]] = []
 
-    def of(self, rows: Rows) -> tuple[int, int]:
-        """First column and the one behind the last. Scattered rows whose maker does not say it (`Rows.within`) cost
-        one read from the device for as long as their index stays the same tensor."""
+    def mark(self, columns: Bool[np.ndarray, "sequences columns"], rows: Rows, first: int) -> None:
+        """Mark the columns that `rows` may touch; `first`: column of the canvas that is the first one here. Scattered
+        rows whose maker does not say it (`Rows.within`) cost one read from the device for as long as their index stays
+        the same tensor."""
         if rows.start is not None:
-            return rows.start, rows.start + rows.count
-        if rows.within is not None:
-            return rows.within
+            columns[:, max(0, rows.start - first) : max(0, rows.start + rows.count - first)] = True
+        elif rows.within is not None:
+            columns[:, max(0, rows.within[0] - first) : max(0, rows.within[1] - first)] = True
+        elif rows.count:
+            read = self._on_host(rows)
+            columns[np.arange(len(read))[:, None], (read - first).clip(0)] = True
+
+    def _on_host(self, rows: Rows) -> Int[np.ndarray, "sequences rows"]:
         index = rows.index
         assert index is not None, "rows are a span or an index"
-        if not index.numel():
-            return 0, 0
-        for known, version, columns in self._read:
+        for known, version, read in self._read:
             if known.data_ptr() == index.data_ptr() and known.shape == index.shape and version == index._version:
-                return columns
+                return read
         if self._read and self._read[0][0].untyped_storage().data_ptr() != index.untyped_storage().data_ptr():
             self._read.clear()  # other rows
-        first, last = torch.stack(index.aminmax()).tolist()
-        self._read.append((index, index._version, (first, last + 1)))
-        return first, last + 1
+        read = np.asarray(index.tolist())
+        self._read.append((index, index._version, read))
+        return read

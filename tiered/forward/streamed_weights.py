@@ -23,7 +23,7 @@ from tiered.offload.fence import Fence, Region
 from tiered.offload.file_record import FileRecord
 from tiered.offload.transport import Transport
 from tiered.tiers.host_pool import HostPool
-from tiered.tiers.residency import Wanted
+from tiered.tiers.parts import Wanted
 from tiered.tiers.stats import TierStats
 from tiered.tiers.tiers import Home
 
@@ -269,7 +269,6 @@ class StreamedWeights:
         self.records.forget_slots()
         if self._homes is not None:
             self._homes.tiers.synchronize()
-            self._homes.residency.abandon_slots()
         self._close_ring()
         self.note()
         if self.now.layers:

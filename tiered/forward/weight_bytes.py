@@ -11,9 +11,9 @@ from tiered.models.shape import ModelShape
 from tiered.models.weight_form import WeightForm, beside_layers, places
 from tiered.offload.segments import reserved_bytes
 from tiered.offload.slabs import UNIT
-from tiered.tiers.record_bytes import LOAD_SLOTS
 
 RING_SLOTS = 2  # one layer is used while the next one comes
+LOAD_SLOTS = 2  # of host memory, that layers from files pass: one is read while the other goes up
 FEWEST = RING_SLOTS + 1  # so many layers as the ring has slots save nothing
 
 

@@ -3,7 +3,6 @@
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
 from types import MappingProxyType
 
 from tiered.core.budget import MemoryBudget
@@ -14,11 +13,9 @@ from tiered.core.ledger import added
 from tiered.forward.sizes import CallShape
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.weight_bytes import FEWEST, WeightBytes
-from tiered.offload.slabs import UNIT
-from tiered.offload.spill_record import HEADER_BYTES
 from tiered.planning.streamed_layers import StreamedLayers, fewest_streamed
 from tiered.policies.base import Policy
-from tiered.tiers.record_bytes import RecordBytes, below_device
+from tiered.tiers.record_bytes import RecordBytes
 
 BELOW_DEVICE = (Tier.HOST, Tier.DISK)
 
@@ -91,31 +88,6 @@ class CallBytes:
         return call
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of a staging slot that records arrive in; 0 if nothing leaves the device."""
-        return max((part.slot_bytes for part in self._parts), default=0)
-
-    @property
-    def store_bytes(self) -> int:
-        """Bytes of a staging slot that records leave from."""
-        return max((part.store_bytes for part in self._parts), default=0)
-
-    @property
-    def slab_bytes(self) -> int:
-        """Bytes of a slab, which records get their memory from."""
-        return max((part.slab_bytes for part in self._parts), default=0)
-
-    @property
-    def fetch_slots(self) -> int:
-        """Slots of the ring that records arrive in."""
-        return sum(part.fetch_slots for part in self._parts)
-
-    @property
-    def store_slots(self) -> int:
-        """Slots of the ring that records leave through."""
-        return max((part.store_slots for part in self._parts), default=0)
-
-    @property
     def fixed(self) -> Mapping[Account, int]:
         """Bytes on the device that are booked before the tiers open: all but those of records and of staging."""
         if self.records is None:
@@ -125,50 +97,24 @@ class CallBytes:
 
     @property
     def device(self) -> dict[Account, int]:
-        device = self.steps if self.records is None else added(self.steps, self.records.device)
-        staging = self.slot_bytes * self.fetch_slots + self.store_bytes * self.store_slots
-        device = {**device, Account.STAGING: staging} if self._parts else dict(device)
-        return device if self.weights is None else added(self.weights.device, device)
+        hidden = {} if self.records is None else self.records.device
+        slots = {} if self.streams is None else {Account.STAGING: self.streams.staging}
+        return added({} if self.weights is None else self.weights.device, self.steps, hidden, slots)
 
     @property
-    def arenas(self) -> dict[Tier, int]:
-        """Bytes that all records take of the memory of each tier, at most, if none goes to disk."""
-        hidden, streams = self.records, self.streams
-        arenas = {Tier.DEVICE: 0, Tier.HOST: 0 if streams is None else streams.arena(self.slab_bytes)}
-        if hidden is not None:
-            arenas[hidden.tier] += hidden.arena
-        return arenas
+    def host(self) -> dict[Account, int]:
+        """Bytes of the host by account, without those of weights."""
+        return added(*(part.host for part in (self.records, self.streams) if part is not None))
 
     def tiers(self, budget: MemoryBudget) -> dict[Tier, dict[Account, int]]:
-        """Bytes of every tier by account; `budget` decides what goes to disk (`below_device`)."""
+        """Bytes of every tier by account; `budget` decides which layers of weights pass the host on their way."""
+        tiers = {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: {}}
         if self.weights is not None and self.weights.layers:
-            lower = self.weights.lower(budget)
-            rest = replace(self, weights=replace(self.weights, layers=(), below=0)).tiers(budget)
-            return {tier: self.device if tier is Tier.DEVICE else added(lower[tier], rest[tier]) for tier in Tier}
-        hidden, streams = self.records, self.streams
-        if streams is None:
-            below = {Tier.HOST: {}, Tier.DISK: {}} if hidden is None else hidden.below(budget)
-            return {Tier.DEVICE: self.device, **below}
-        records, file = streams.records, streams.arena(self.slab_bytes + UNIT, header=HEADER_BYTES)
-        if hidden is not None and hidden.tier is Tier.HOST:
-            records = added(records, {Account.HIDDEN: hidden.records})
-            file += hidden.file
-        below = below_device(
-            budget,
-            records,
-            arena=self.arenas[Tier.HOST],
-            file=file,
-            slot_bytes=self.slot_bytes,
-            slab_bytes=self.slab_bytes,
-        )
-        return {Tier.DEVICE: self.device, **below}
-
-    @property
-    def _parts(self) -> list[RecordBytes | StreamBytes]:
-        return [part for part in (self.records, self.streams) if part is not None]
+            tiers |= {tier: added(amounts, tiers[tier]) for tier, amounts in self.weights.lower(budget).items()}
+        return tiers
 
     def total(self, tier: Tier) -> int:
-        """Bytes of a tier in all, without a disk tier."""
+        """Bytes of a tier in all, without a cap of any."""
         return sum((self.device if tier is Tier.DEVICE else self.tiers(MemoryBudget())[tier]).values())
 
 
@@ -248,22 +194,13 @@ class _Search:
         whole, needs = policy.device_bytes(sizes), policy.needs(sizes)
         kept = [feature for feature, count in policy.features(sizes.shape).items() if count == layers > 1]
         forced = [feature for feature in kept if feature in needs.on_host]
-        records = cache(needs.records or (lambda least_slot: None))
+        records = needs.records() if needs.records else None
 
         def needed(streamed: StreamedLayers) -> CallBytes:
-            alone = records(0)
-            streams = StreamBytes.of(
-                sizes,
-                streamed.counts,
-                workspaces=streamed.workspaces,
-                least_slot=0 if alone is None else alone.slot_bytes,
-            )
-            if streams is None:
-                return CallBytes(steps=whole, records=alone, streams=None, weights=self.weights)
-            steps = added(whole, {Account.ACTIVATIONS: streams.activations})
-            for stream in streams.streams:
-                steps[stream.account] -= stream.saved
-            return CallBytes(steps=steps, records=records(streams.slot_bytes), streams=streams, weights=self.weights)
+            streams, steps = StreamBytes.of(sizes, streamed.counts, slots=streamed.slots), dict(whole)
+            for stream in () if streams is None else streams.streams:
+                steps[stream.account] -= stream.records
+            return CallBytes(steps=steps, records=records, streams=streams, weights=self.weights)
 
         def above(streamed: StreamedLayers) -> bool:
             return self._room(Tier.DEVICE, needed(streamed).device)

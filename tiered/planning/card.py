@@ -70,7 +70,7 @@ class Plan:
         policy, policy_options: the policy's name and its options.
         why: the reason for the policy if something was "auto", else "".
         tiers: bytes and cap of every tier, as the runtime books them. For a policy that keeps hidden states they are
-            the most that it books, because the sizes of clusters are not known before; a disk's share is close.
+            the most that it books, because the sizes of clusters are not known before.
         largest_context: positions that fit every cap with all else equal, in whole blocks, up to what the model was
             made for; 0 if not even one block fits, None if no cap limits them.
         stretch: how the model's rotation reaches past the positions that it was trained on; "" if it does not.

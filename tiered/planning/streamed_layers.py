@@ -13,14 +13,14 @@ COLDEST_FIRST: tuple[tuple[Feature, ...], ...] = (
     (Feature.ATTN_OUT,),
     (Feature.VALUE, Feature.KEY),
 )
-WORKSPACES = 2  # of each feature: one is read while the other is filled
+SLOTS = 2  # of each feature: one is read while the other is filled
 
 
 class StreamedLayers(NamedTuple):
-    """How many layers of each feature are streamed, and through how many workspaces of each."""
+    """How many layers of each feature are streamed, and through how many slots of each."""
 
     counts: Mapping[Feature, int]
-    workspaces: int = WORKSPACES
+    slots: int = SLOTS
 
 
 def fewest_streamed(
@@ -43,21 +43,21 @@ def fewest_streamed(
     start = StreamedLayers(dict.fromkeys(forced, layers))
     if device(start):
         return start if below(start) else None
-    for workspaces in range(WORKSPACES, 0, -1):
+    for slots in range(SLOTS, 0, -1):
         counts = dict(start.counts)
         for group in COLDEST_FIRST:
             here = [feature for feature in group if feature in kept and feature not in forced]
             if not here:
                 continue
 
-            def streamed(count: int, before=counts, here=here, among=workspaces) -> StreamedLayers:
+            def streamed(count: int, before=counts, here=here, among=slots) -> StreamedLayers:
                 return StreamedLayers({**before, **dict.fromkeys(here, count)}, among)
 
             if not device(streamed(layers)):
                 counts = dict(streamed(layers).counts)
                 continue
-            # As many layers as there are workspaces save nothing.
-            count = bisect_left(range(layers), True, lo=min(workspaces + 1, layers), key=lambda n: device(streamed(n)))
+            # As many layers as there are slots save nothing.
+            count = bisect_left(range(layers), True, lo=min(slots + 1, layers), key=lambda n: device(streamed(n)))
             if below(streamed(count)):
                 return streamed(count)
             break

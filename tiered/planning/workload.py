@@ -51,7 +51,7 @@ class Workload:
         return CallBytes.of(self.policy, sizes, budget, weights=weights)
 
     def accounts(self, budget: MemoryBudget = UNCAPPED) -> dict[Tier, dict[Account, int]]:
-        """Bytes of every tier by account. `budget` decides which layers are streamed, and what goes to disk."""
+        """Bytes of every tier by account. `budget` decides which layers are streamed."""
         return self.needed(budget).tiers(budget)
 
     def total(self, tier: Tier = Tier.DEVICE, budget: MemoryBudget = UNCAPPED) -> int:

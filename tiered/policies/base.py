@@ -143,7 +143,7 @@ class Needs:
 
     Attributes:
         state: bytes on the device, by account, of what the state and its programs hold at most.
-        records: bytes of the hidden states in the tiers, by the least bytes of a staging slot; None for no records.
+        records: gives the bytes of the hidden states in the tiers; None for no records.
         on_host: those of `Policy.features` that are kept in the host tier, and streamed, even if the device has room.
         logit_rows: rows of a sequence whose logits a step gets, at most; None for those of the block.
         most_rows: rows of a sequence that go through a layer in one step, at most; None for the whole canvas.
@@ -152,7 +152,7 @@ class Needs:
     """
 
     state: Mapping[Account, int] = field(default_factory=dict)
-    records: Callable[[int], RecordBytes] | None = None
+    records: Callable[[], RecordBytes] | None = None
     on_host: frozenset[Feature] = frozenset()
     logit_rows: int | None = None
     most_rows: int | None = None

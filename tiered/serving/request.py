@@ -18,7 +18,7 @@ from tiered.forward.ask import Ask, shared_bytes
 from tiered.output import GenerationOutput
 from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
-from tiered.tiers.manager import TierManager
+from tiered.tiers.tiers import Tiers
 
 
 class RequestState(StrEnum):
@@ -84,7 +84,7 @@ class Request:
         self._cancelled = False
         self._held = ExitStack()
         self._steps: Generator[Ask, Tensor, GenerationState] | None = None
-        self._tiers: TierManager | None = None
+        self._tiers: Tiers | None = None
 
     def __repr__(self) -> str:
         return f"<Request {self.number}: {self.state}>"

@@ -1,1 +1,1 @@
-"""The tier manager: records of cached rows over device, host and disk, under one budget."""
+"""Records, where they live below the device, and how they come to it, under one budget."""

@@ -38,10 +38,9 @@ def arena_bytes(sizes: tuple[int, ...], *, rows: int, records: int, slab_bytes: 
 
 
 @cache
-def record_sizes(codec: Codec, most_rows: int, width: int, element_bytes: int, header: int = 0) -> tuple[int, ...]:
-    """Bytes of records of 1 to `most_rows` rows of `width` elements, with `header` bytes in front of each."""
-    each = range(1, most_rows + 1)
-    return tuple(header + codec_bytes(codec, rows, width, element_bytes=element_bytes) for rows in each)
+def record_sizes(codec: Codec, most_rows: int, width: int, element_bytes: int) -> tuple[int, ...]:
+    """Bytes of records of 1 to `most_rows` rows of `width` elements."""
+    return tuple(codec_bytes(codec, rows, width, element_bytes=element_bytes) for rows in range(1, most_rows + 1))
 
 
 def best_slab(least_bytes: int, arena: Callable[[int], int]) -> int:

@@ -9,14 +9,11 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from tiered.core.features import Tier
-from tiered.offload.arena import Slot
 from tiered.offload.fence import Fence
 from tiered.offload.ring import RingSlot
 from tiered.offload.transport import TransferEvent
 from tiered.tiers.banks import DeltaBase
 from tiered.tiers.record_book import Entry
-
-FASTEST_FIRST = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
 
 @dataclass(eq=False, slots=True)
@@ -93,13 +90,10 @@ def cut(
 
     def home(number: int) -> tuple[Tier, str, int]:
         entry = entries[number]
-        tier = next(tier for tier in FASTEST_FIRST if tier in entry.slots)
-        return tier, entry.form.codec, id(memory_slot(entry, tier).chunk) if tier is Tier.DEVICE else 0
+        return entry.tier, entry.form.codec, id(entry.memory.chunk) if entry.tier is Tier.DEVICE else 0
 
     homes = [home(number) for number in range(len(entries))]
-    order = sorted(
-        range(len(entries)), key=lambda number: (homes[number], entries[number].slots[homes[number][0]].offset)
-    )
+    order = sorted(range(len(entries)), key=lambda number: (homes[number], entries[number].memory.offset))
     batches: list[Batch] = []
     for (tier, _, _), group in groupby(order, key=homes.__getitem__):
         numbers = list(group)
@@ -110,18 +104,11 @@ def cut(
             bases = [entry.base for entry in members]
             batch = Batch(members, [first[number] for number in numbers[run]], bases, tier, to)
             if on_device:
-                slots = [memory_slot(entry, tier) for entry in members]
+                slots = [entry.memory for entry in members]
                 batch.buffer, batch.offsets = slots[0].chunk.bytes, [slot.start for slot in slots]
                 batch.fences = [slot.fence for slot in slots]
             batches.append(batch)
     return batches
-
-
-def memory_slot(entry: Entry, tier: Tier) -> Slot:
-    """Where `entry` lies in a tier of memory."""
-    slot = entry.slots[tier]
-    assert isinstance(slot, Slot), "device and host are arenas"
-    return slot
 
 
 def runs(taken: Sequence[int], slot_bytes: int) -> Iterator[slice]:

@@ -21,7 +21,7 @@ from tiered.offload.ring import Ring
 Memory = Callable[[int], Chunk]
 KNOBS = {
     Tier.DEVICE: "raise memory=MemoryBudget(device=…), or keep fewer records on the device",
-    Tier.HOST: "raise memory=MemoryBudget(host=…), or give a disk tier to spill to: MemoryBudget(disk=…, disk_path=…)",
+    Tier.HOST: "raise memory=MemoryBudget(host=…)",
     Tier.DISK: "raise memory=MemoryBudget(disk=…, disk_path=…)",
 }
 

@@ -1,25 +1,19 @@
-"""Books: which records there are, in which tiers their bytes lie, and what still needs them. No tensors.
+"""Books: which records there are, where their bytes lie, and what still needs them. No tensors.
 
 An entry is one version of a record, and it never changes its content: storing a key again makes a new entry. The old
 one stays until the last reader lets go, so a reader gets what was stored when it asked.
-
-    RESERVED ──commit──▶ STORED ──evict──▶ (other tier, or gone)
-       │                   │
-       └──abandon          └──lose──▶ LOST       its copy failed: readers get an error, and it can be stored again
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from tiered.core.errors import RecordLostError
 from tiered.core.features import Feature, Tier
 from tiered.offload.codec_bytes import Codec, codec_bytes
 
 if TYPE_CHECKING:
     from tiered.offload.arena import Slot
-    from tiered.offload.spill_file import DiskSlot
+    from tiered.tiers.banks import DeltaBase
 
 
 class RecordKey(NamedTuple):
@@ -63,43 +57,29 @@ class RecordForm:
         return codec_bytes(self.codec, self.rows, self.width, element_bytes=self.element_bytes)
 
 
-class EntryState(StrEnum):
-    """Where an entry is in its life."""
-
-    RESERVED = "reserved"  # has slots, not yet readable
-    STORED = "stored"  # readable, once the copies that its fences name have ended
-    LOST = "lost"  # no tier holds its bytes
-
-
 @dataclass(eq=False, slots=True)
 class Entry:
     """One version of a record.
 
     Attributes:
-        base: what the record is decoded against; None where it stands alone.
-        slots: by tier, what holds the bytes there.
-        readers: fetches that have not issued their copy yet; an entry with readers is not evicted.
-        used: number of the last store or fetch, for eviction by age.
+        tier: where its bytes lie, device or host.
+        base: what the record is decoded against; None if it stands alone.
+        slot: holds the bytes; None before they have room and after they left it.
+        readers: fetches that have not issued their copy yet.
     """
 
     key: RecordKey
     form: RecordForm
-    version: int
+    tier: Tier
     base: "DeltaBase | None" = None
-    state: EntryState = EntryState.RESERVED
-    slots: "dict[Tier, Slot | DiskSlot]" = field(default_factory=dict)
+    slot: "Slot | None" = None
     readers: int = 0
-    used: int = 0
 
     @property
-    def clean(self) -> bool:
-        """Whether the disk has its bytes as well, so that dropping them elsewhere costs no copy."""
-        return Tier.DISK in self.slots
-
-    def check_there(self) -> None:
-        """Raise RecordLostError where no tier holds the bytes."""
-        if self.state is EntryState.LOST:
-            raise RecordLostError(f"{self.key} is lost: a copy of it failed; store it again")
+    def memory(self) -> "Slot":
+        """`slot`, of a record that has one."""
+        assert self.slot is not None, "the record has room"
+        return self.slot
 
     def let_go_of_base(self) -> None:
         """It will not be decoded any more, but by those that hold the base themselves."""
@@ -119,7 +99,6 @@ class RecordBook:
     def __init__(self) -> None:
         self._newest: dict[RecordKey, Entry] = {}
         self._superseded: dict[int, Entry] = {}
-        self._clock = 0
 
     def __len__(self) -> int:
         return len(self._newest)
@@ -128,7 +107,7 @@ class RecordBook:
         return key in self._newest
 
     def entries(self) -> Iterator[Entry]:
-        """Every entry that holds slots: the newest of each key, and older ones that still have readers."""
+        """Every entry that holds a slot: the newest of each key, and older ones that still have readers."""
         yield from self._newest.values()
         yield from self._superseded.values()
 
@@ -141,18 +120,16 @@ class RecordBook:
         return self._newest[key]
 
     def commit(self, entry: Entry) -> Entry | None:
-        """Make a reserved entry readable under its key. Returns the one that it replaces, unless that has
-        readers: its slots are to be given back."""
-        if entry.state is not EntryState.RESERVED or not entry.slots:
-            raise ValueError(f"only a reserved entry with a slot can be committed: {entry.key} is {entry.state}")
-        entry.state = EntryState.STORED
+        """Make an entry readable under its key. Returns the one that it replaces, unless that has readers: its slot is
+        to be given back."""
+        if entry.slot is None:
+            raise ValueError(f"only an entry with a slot can be committed: {entry.key} has none")
         replaced = self.remove(entry.key) if entry.key in self._newest else None
         self._newest[entry.key] = entry
-        self._used(entry)
         return replaced
 
     def remove(self, key: RecordKey) -> Entry | None:
-        """Forget `key`. Returns its entry where it has no readers: its slots are to be given back.
+        """Forget `key`. Returns its entry where it has no readers: its slot is to be given back.
 
         Raises:
             KeyError: nothing is stored under it.
@@ -164,54 +141,27 @@ class RecordBook:
         return entry
 
     def begin_reading(self, entry: Entry) -> None:
-        """A fetch will read `entry`; it is not evicted before `end_reading`."""
-        if entry.state is not EntryState.STORED:
-            raise ValueError(f"{entry.key} cannot be read: it is {entry.state}")
+        """A fetch will read `entry`, which keeps its slot until `end_reading`."""
+        if entry.slot is None:
+            raise ValueError(f"{entry.key} cannot be read: it has no slot")
         entry.readers += 1
-        self._used(entry)
 
     def end_reading(self, entry: Entry) -> bool:
         """A fetch has issued its copy, or given up. True where that was the last reader of a superseded entry: its
-        slots are to be given back."""
+        slot is to be given back."""
         if entry.readers < 1:
             raise ValueError(f"{entry.key} has no reader to let go")
         entry.readers -= 1
         return entry.readers == 0 and self._superseded.pop(id(entry), None) is not None
 
-    def put(self, entry: Entry, tier: Tier, slot: "Slot | DiskSlot") -> None:
-        """`entry` has bytes in `slot` of `tier` now."""
-        if tier in entry.slots:
-            raise ValueError(f"{entry.key} already has a slot in the {tier} tier")
-        entry.slots[tier] = slot
-
-    def leavers(self, tier: Tier) -> list[Entry]:
-        """The entries that may leave `tier`, first to go first: those without readers; clean before dirty, since they
-        go without a copy; then the longest unused."""
-        candidates = [
-            entry
-            for entry in self.entries()
-            if entry.state is EntryState.STORED and tier in entry.slots and not entry.readers
-        ]
-        return sorted(candidates, key=lambda entry: (not entry.clean, entry.used))
-
-    def lose(self, entry: Entry) -> None:
-        """A copy of `entry` failed and no tier holds its bytes."""
-        if entry.slots:
-            raise ValueError(f"{entry.key} is not lost: it has bytes in {', '.join(entry.slots)}")
-        entry.state = EntryState.LOST
-
     def check_integrity(self) -> None:
         """Raise `RuntimeError` where the books contradict themselves."""
         for key, entry in self._newest.items():
-            if entry.key != key or entry.state is EntryState.RESERVED:
-                raise RuntimeError(f"{key} leads to {entry.key}, {entry.state}")
+            if entry.key != key:
+                raise RuntimeError(f"{key} leads to {entry.key}")
         for entry in self._superseded.values():
             if not entry.readers:
                 raise RuntimeError(f"superseded {entry.key} is kept without a reader")
         for entry in self.entries():
-            if entry.readers < 0 or (entry.state is EntryState.STORED) != bool(entry.slots):
-                raise RuntimeError(f"{entry.key} is {entry.state} with {entry.readers} readers in {list(entry.slots)}")
-
-    def _used(self, entry: Entry) -> None:
-        self._clock += 1
-        entry.used = self._clock
+            if entry.readers < 0 or entry.slot is None:
+                raise RuntimeError(f"{entry.key} has {entry.readers} readers and the slot {entry.slot}")

@@ -12,51 +12,18 @@ waits for a copy, except where a thread of the transport has to (`Traffic`).
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Bool, UInt8
+from jaxtyping import UInt8
 from torch import Tensor
 
 from tiered.core.events import Asked, Stored, TierEvent
 from tiered.offload.fence import Fence
 from tiered.offload.ring import Ring, RingSlot
 from tiered.offload.transport import Copy, Lane, Segment
+from tiered.tiers.parts import Layout, Parts, Wanted, Whole
 from tiered.tiers.tiers import Home
 from tiered.tiers.traffic import Traffic
-
-Parts = Bool[np.ndarray, " parts"]
-
-
-class Layout(Protocol):
-    """How the parts of a record lie in its home and in a slot."""
-
-    @property
-    def parts(self) -> int:
-        """Parts of the record."""
-        ...
-
-    def segments(self, parts: Parts) -> Iterable[Segment]:
-        """The bytes of `parts`, from the home to the slot."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """A record of `nbytes` in one part."""
-
-    nbytes: int
-    parts: int = 1
-
-    def segments(self, parts: Parts) -> Iterable[Segment]:
-        return [Segment(0, 0, self.nbytes)] if parts.any() else []
-
-
-class Wanted(NamedTuple):
-    """Parts of a record; None for all. Parts that were never written have no bytes, and nothing is copied for them."""
-
-    key: Hashable
-    parts: Parts | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -72,19 +39,18 @@ class _Record:
 @dataclass(eq=False, slots=True)
 class _Here:
     """A record in a slot. `present`: parts that are there, or on their way; `brought`: of them, those that came from
-    the home and were not written since; `arriving`: whether compute has to wait for some."""
+    the home and were not written since; `written`: those that were written and not patched; `arriving`: whether compute
+    has to wait for some."""
 
     slot: RingSlot
     present: Parts
     brought: Parts
+    written: Parts
     arriving: bool = False
 
 
 class Residency:
-    """Records of one size class over the slots of a ring.
-
-    Slots are opened and closed apart from the records: without them a record may be placed, removed and copied out.
-    """
+    """Records over the slots of a ring, which are opened and closed apart from the records."""
 
     def __init__(self, traffic: Traffic, record: Callable[[TierEvent], None], passing: Ring | None = None) -> None:
         """`record`: told what happens. `passing`: slots of host memory for records in files; None without files."""
@@ -119,8 +85,7 @@ class Residency:
         self._records[key] = _Record(home, layout, np.full(layout.parts, filled), layer)
 
     def move(self, key: Hashable, home: Home) -> None:
-        """Give a record another home, which has the same bytes. The former one is given back. Raises `KeyError` for no
-        record."""
+        """Give a record another home with the same bytes, and the former one back. Raises `KeyError` for no record."""
         record = self._records[key]
         former, record.home = record.home, home
         former.free()
@@ -139,15 +104,12 @@ class Residency:
         """Use records in `slots`."""
         self._slots = slots
 
-    def use(
-        self, wanted: Sequence[Wanted], ahead: Sequence[Wanted] = (), *, writing: bool = False
-    ) -> list[UInt8[Tensor, " nbytes"]]:
+    def use(self, wanted: Sequence[Wanted], ahead: Sequence[Wanted] = ()) -> list[UInt8[Tensor, " nbytes"]]:
         """Let compute wait for records, and send those that are wanted next. Compute is done with all others.
 
         Args:
             wanted: distinct records, at most as many as there are slots.
             ahead: records that the next calls will want. Those that find no slot stay where they are.
-            writing: whether compute is about to write some bytes. `patch` follows once it has.
 
         Returns:
             The bytes of each record in its slot, valid until the next `use` without it.
@@ -168,20 +130,34 @@ class Residency:
         for each in ahead:
             self._send(each, kept, needed=False)
         for key in keys:
-            self._wait(key, writing=writing)
+            here = self._here[key]
+            try:
+                if here.arriving:
+                    self._await(here.slot.fence, self._records[key].layer)
+            except BaseException:
+                self.drop(key)
+                raise
+            here.arriving = False
         return [self._here[key].slot.bytes[: self._records[key].home.nbytes] for key in keys]
 
-    def patch(self, key: Hashable, parts: Parts, segments: Iterable[Segment]) -> None:
-        """Compute has written bytes of a record in use, in `parts`: send `segments` of its slot to the home. What the
-        parts have beside them was there before, or was never written. Raises `KeyError` for a record without a slot."""
-        here, record = self._here[key], self._records[key]
-        home, slot = record.home, here.slot
-        assert home.memory is not None, "files are only read"
+    def write(self, key: Hashable, parts: Parts) -> None:
+        """Let compute write bytes of a record in use, in `parts`. What these have beside them is there, or was never
+        written. `patch` follows before another record is used. Raises `KeyError` for a record without a slot."""
+        here = self._here[key]
         here.present |= parts
         here.brought &= ~parts
+        here.written |= parts
+        self._traffic.compute(Lane.STORE, _nothing, writes=[here.slot.fence], layer=self._records[key].layer)
+
+    def patch(self, key: Hashable, segments: Iterable[Segment]) -> None:
+        """Compute has written: send `segments` of the slot home. Raises `KeyError` for a record without a slot."""
+        here, record = self._here[key], self._records[key]
+        home, slot, parts = record.home, here.slot, here.written
+        assert home.memory is not None, "files are only read"
         record.filled |= parts
+        here.written = np.zeros_like(parts)
         self._traffic.compute(Lane.STORE, _nothing, writes=[slot.fence], layer=record.layer)
-        copies = [Copy(_piece(slot.bytes, to, size), _piece(home.memory, at, size)) for at, to, size in segments]
+        copies = [Copy(to, at) for at, to in _pieces(home.memory, slot.bytes, segments)]
         # The home is read as well: after a copy that failed, it has not the bytes that it should, and no later one may
         # say otherwise.
         self._traffic.move(Lane.STORE, copies, reads=[slot.fence, home.fence], writes=[home.fence], layer=record.layer)
@@ -202,8 +178,7 @@ class Residency:
         return missing | (here.brought if wanted.parts is None else here.brought & wanted.parts)
 
     def copy_out(self, key: Hashable, into: UInt8[Tensor, " nbytes"], fence: Fence) -> None:
-        """Bring a whole record to memory of the device that `fence` guards, and let compute wait for it. Errors as
-        `use`."""
+        """Bring a record to memory of the device that `fence` guards, and let compute wait for it. Errors as `use`."""
         record = self._records[key]
         self._fetch(record, record.filled, into, fence)
         self._await(fence, record.layer)
@@ -226,15 +201,16 @@ class Residency:
             self.drop(key)
 
     def close_slots(self) -> None:
-        """Let all records leave their slots, which are the caller's again."""
-        self.empty()
-        self._slots = None
-
-    def abandon_slots(self) -> None:
-        """As `close_slots`, in whatever state the last call was broken off. No copy is under way."""
+        """No record is in a slot any more, in whatever state a call was broken off. The slots are the caller's."""
         self._using.clear()
         self._here.clear()
         self._slots = None
+
+    def close(self) -> None:
+        """Give all homes back."""
+        self.close_slots()
+        while self._records:
+            self._records.popitem()[1].home.free()
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` where the books contradict themselves."""
@@ -245,7 +221,8 @@ class Residency:
         if not self._using <= self._here.keys() <= self._records.keys():
             raise RuntimeError(f"in use {self._using}, in slots {set(self._here)}, of {set(self._records)}")
         for key, here in self._here.items():
-            if (here.present & ~self._records[key].filled).any() or (here.brought & ~here.present).any():
+            there = self._records[key].filled | here.written
+            if (here.present & ~there).any() or (here.brought & ~here.present).any():
                 raise RuntimeError(f"{key}: {here}, filled {self._records[key].filled}")
         if self._passing is not None:
             self._passing.check_integrity()
@@ -275,58 +252,48 @@ class Residency:
             leaving = next((other for other in self._here if other not in kept), None)
             if leaving is None:
                 return False
+            assert not self._here[leaving].written.any(), "what is written is patched before another record is used"
             self.drop(leaving)
             slot = self._slots.acquire()
             assert slot is not None, "it was given back"
-        parts = self._records[key].layout.parts
-        self._here[key] = _Here(slot, np.zeros(parts, dtype=bool), np.zeros(parts, dtype=bool))
+        none = np.zeros(self._records[key].layout.parts, dtype=bool)
+        self._here[key] = _Here(slot, none, none.copy(), none.copy())
         return True
 
     def _fetch(self, record: _Record, parts: Parts, into: Tensor, fence: Fence) -> None:
-        home, source, guard, passing = record.home, record.home.memory, record.home.fence, None
+        home, passing = record.home, None
+        source, guard = home.memory, home.fence
         segments = list(record.layout.segments(parts))
-        if source is None:
-            assert self._passing is not None and home.read is not None, "what is in a file has a ring to pass"
-            passing = self._passing.acquire()
-            assert passing is not None, "it is given back below"
-            source, guard = passing.bytes[: home.nbytes], passing.fence
-            self._traffic.move(
-                Lane.LOAD, partial(home.read, source), reads=[home.fence], writes=[guard], layer=record.layer
-            )
-        copies = [Copy(_piece(source, at, size), _piece(into, to, size)) for at, to, size in segments]
-        self._traffic.move(Lane.FETCH, copies, reads=[guard], writes=[fence], layer=record.layer)
-        if passing is not None:
-            passing.release()
-        nbytes = sum(segment.size for segment in segments)
+        try:
+            if source is None:
+                passing = None if self._passing is None else self._passing.acquire()
+                assert passing is not None and home.read is not None, "what is in a file has a slot to pass"
+                source, guard = passing.bytes[: home.nbytes], passing.fence
+                work = partial(home.read, source)
+                self._traffic.move(Lane.LOAD, work, reads=[home.fence], writes=[guard], layer=record.layer)
+            copies = [Copy(at, to) for at, to in _pieces(source, into, segments)]
+            self._traffic.move(Lane.FETCH, copies, reads=[guard], writes=[fence], layer=record.layer)
+        finally:
+            if passing is not None:
+                passing.release()
+        nbytes = sum(size for *_, size in segments)
         self._record(Asked(tier=home.tier, records=int(parts.sum()), nbytes=nbytes))
 
-    def _wait(self, key: Hashable, *, writing: bool) -> None:
-        here, record = self._here[key], self._records[key]
-        if not (here.arriving or writing):
-            return
-        try:
-            self._await(here.slot.fence, record.layer, writing=writing)
-        except BaseException:
-            self.drop(key)
-            raise
-        here.arriving = False
-
-    def _await(self, fence: Fence, layer: int | None, *, writing: bool = False) -> None:
-        """Let compute wait for what is under way at these bytes."""
-        writes = [fence] if writing else []
-        event = self._traffic.compute(Lane.FETCH, _nothing, reads=[fence], writes=writes, layer=layer)
+    def _await(self, fence: Fence, layer: int | None) -> None:
+        """Let compute wait for what is on its way to these bytes."""
+        event = self._traffic.compute(Lane.FETCH, _nothing, reads=[fence], layer=layer)
         if event.done():
             event.synchronize()
 
     def _end_use(self, key: Hashable) -> None:
         """No later copy overwrites the slot before what compute was given so far has ended."""
         self._using.discard(key)
-        here = self._here[key]
-        self._traffic.compute(Lane.FETCH, _nothing, reads=[here.slot.fence], layer=self._records[key].layer)
+        fence, layer = self._here[key].slot.fence, self._records[key].layer
+        self._traffic.compute(Lane.FETCH, _nothing, reads=[fence], layer=layer)
 
 
-def _piece(whole: UInt8[Tensor, " bytes"], start: int, nbytes: int) -> UInt8[Tensor, " nbytes"]:
-    return whole[start : start + nbytes]
+def _pieces(home: Tensor, slot: Tensor, segments: Iterable[Segment]) -> list[tuple[Tensor, Tensor]]:
+    return [(home[at : at + size], slot[to : to + size]) for at, to, size in segments]
 
 
 def _nothing() -> None:

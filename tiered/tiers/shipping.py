@@ -1,9 +1,7 @@
 """Records on their way: encoded into a staging slot and sent down, brought up into one and decoded."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -11,17 +9,15 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from tiered.core.errors import TierCapacityError
-from tiered.core.features import Account, Tier
+from tiered.core.features import Account
 from tiered.core.ledger import Ledger
 from tiered.offload.arena import Slot
 from tiered.offload.fence import Fence, Region
 from tiered.offload.ring import Ring, RingSlot
 from tiered.offload.transport import Copy, Lane, TransferEvent, merge_neighbours
-from tiered.tiers.batches import Batch, memory_slot
+from tiered.tiers.batches import Batch
 from tiered.tiers.coding import decoding, encoding
 from tiered.tiers.record_book import Entry
-from tiered.tiers.slots import Slots
 from tiered.tiers.traffic import Traffic
 
 
@@ -44,18 +40,14 @@ class _Span:
 
 
 class Rings(NamedTuple):
-    """Staging slots, and how they are used.
+    """Staging slots.
 
     Attributes:
         store, fetch: slots of the device that records leave from, and arrive in.
-        load: slots of host memory that records from files pass; None without files.
-        run_bytes: bytes of records that are stored at once, in one slot; 0 for a whole slot.
     """
 
     store: Ring
     fetch: Ring
-    load: Ring | None
-    run_bytes: int = 0
 
 
 class Shipping:
@@ -68,7 +60,6 @@ class Shipping:
     def __init__(
         self,
         traffic: Traffic,
-        slots: Slots,
         rings: Rings,
         ledger: Ledger,
         *,
@@ -80,7 +71,6 @@ class Shipping:
         self.dtype = dtype
         self.slot_bytes = rings.fetch.slot_bytes
         self._traffic = traffic
-        self._slots = slots
         self._rings = rings
         self._ledger = ledger
 
@@ -92,7 +82,7 @@ class Shipping:
     def check_integrity(self, arriving: int) -> None:
         """Raise `RuntimeError` if the rings' books contradict themselves, or if not `arriving` batches hold the slots
         that records arrive in."""
-        for ring in filter(None, self._rings[:3]):
+        for ring in self._rings:
             ring.check_integrity()
         if self._rings.fetch.held != arriving:
             raise RuntimeError(f"{self._rings.fetch.held} staging slots are held, by {arriving} batches")
@@ -100,7 +90,7 @@ class Shipping:
     def encode_on_device(self, entries: Sequence[Entry], rows: Float[Tensor, "rows width"]) -> None:
         """Encode `rows` into the device slots of `entries`."""
         first = [0, *accumulate(entry.form.rows for entry in entries)]
-        slots = [memory_slot(entry, Tier.DEVICE) for entry in entries]
+        slots = [entry.memory for entry in entries]
         for _, group in groupby(range(len(entries)), key=lambda number: id(slots[number].chunk)):
             numbers = list(group)
             part = slice(numbers[0], numbers[-1] + 1)
@@ -118,8 +108,7 @@ class Shipping:
         staging = self._rings.store.acquire()
         assert staging is not None, "a store gives its slot back before it returns"
         try:
-            slots = [memory_slot(entry, Tier.HOST) for entry in entries]
-            spans = [_Span.of(slot) for slot in slots]
+            spans = [_Span.of(entry.memory) for entry in entries]
             offsets = _offsets(spans)
             work = encoding(entries, rows, staging.bytes, offsets)
             layer = _layer_of(entries)
@@ -128,62 +117,30 @@ class Shipping:
                 Lane.STORE,
                 [Copy(device, host) for host, device in _pieces(spans, offsets, staging)],
                 reads=[staging.fence],
-                writes=[slot.fence for slot in slots],
-                failed=partial(self._never_arrived, list(zip(entries, slots, strict=True))),
+                writes=[span.fence for span in spans],
                 layer=layer,
             )
         finally:
             staging.release()
 
     def send_up(self, batch: Batch) -> None:
-        """Copy the batch's records to a staging slot, of which one is free; from disk by way of host memory."""
+        """Copy the batch's records to a staging slot, of which one is free."""
         staging = self._rings.fetch.acquire()
         assert staging is not None, "a batch sets out when a slot is free"
         try:
-            with self._in_host_memory(batch) as (spans, passing):
-                offsets = _offsets(spans)
-                batch.arrival = self._traffic.move(
-                    Lane.FETCH,
-                    [Copy(host, device) for host, device in _pieces(spans, offsets, staging)],
-                    reads=[span.fence for span in spans],
-                    writes=[staging.fence],
-                    layer=_layer_of(batch.entries),
-                )
-                if passing is not None:
-                    passing.fence.reads(batch.arrival)
+            spans = [_Span.of(entry.memory) for entry in batch.entries]
+            offsets = _offsets(spans)
+            batch.arrival = self._traffic.move(
+                Lane.FETCH,
+                [Copy(host, device) for host, device in _pieces(spans, offsets, staging)],
+                reads=[span.fence for span in spans],
+                writes=[staging.fence],
+                layer=_layer_of(batch.entries),
+            )
         except BaseException:
             staging.release()
             raise
         batch.slot, batch.buffer, batch.offsets, batch.fences = staging, staging.bytes, offsets, [staging.fence]
-
-    @contextmanager
-    def _in_host_memory(self, batch: Batch) -> Iterator[tuple[list[_Span], RingSlot | None]]:
-        """Where the batch's records lie in host memory. Those on disk are brought to the host tier; where it has no
-        room that others could leave, they only pass, through a load slot that is given back in the end."""
-        spans: list[_Span] = []
-        passing, filled = None, 0
-        try:
-            for entry in batch.entries:
-                if Tier.HOST not in entry.slots:
-                    with suppress(TierCapacityError):
-                        self._slots.load(entry)
-                if Tier.HOST in entry.slots:
-                    spans.append(_Span.of(memory_slot(entry, Tier.HOST)))
-                    continue
-                if passing is None:
-                    assert self._rings.load is not None, "what is on disk has a ring to come back through"
-                    passing = self._rings.load.acquire()
-                    assert passing is not None, "a fetch gives its load slot back before it returns"
-                # A fence of its own: one bad record is no other's business. It waits for the slot's former users.
-                fence, room = Fence(Region.LOAD_SLOT), self._slots.staged_bytes(entry.form.nbytes)
-                fence.inherit([passing.fence])
-                self._slots.read(entry, passing.bytes[filled : filled + entry.form.nbytes], fence)
-                spans.append(_Span(passing.bytes, filled, room, fence))
-                filled += room
-            yield spans, passing
-        finally:
-            if passing is not None:
-                passing.release()
 
     def decode(self, batch: Batch) -> TransferEvent:
         """Decode a batch to its destination; it may not be decoded again, its staging slot is given back."""
@@ -219,10 +176,6 @@ class Shipping:
             batch.slot.release()
         self._ledger.release({Account.STAGING: batch.aside})
         batch.slot, batch.buffer, batch.aside = None, None, 0
-
-    def _never_arrived(self, entries: Sequence[tuple[Entry, Slot]]) -> None:
-        for entry, slot in entries:
-            self._slots.copy_failed(entry, Tier.HOST, slot)
 
 
 def _layer_of(entries: Sequence[Entry]) -> int | None:

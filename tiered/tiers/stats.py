@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tiered.core.events import Asked, CopyEnded, Evicted, Lost, Stored, TierEvent, Waited
+from tiered.core.events import Asked, CopyEnded, Stored, TierEvent, Waited
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.core.spans import active
@@ -63,9 +63,7 @@ class TierStats:
     Attributes:
         ways: copies by direction.
         layers: the same by the layer of the records; what moved records of several layers at once is in `ways` alone.
-        stored, asked, evicted: records by tier. `asked` says where a fetch found them.
-        evicted_clean: of `evicted`, those that left without a copy.
-        lost: records whose last bytes went with a failed copy.
+        stored, asked: records, or parts of them, by tier. `asked` says where a fetch found them.
         pinned_requested, pinned_actual: bytes of host memory asked of the system and given by it.
         pinned: whether host memory is page-locked; False on a machine without CUDA.
     """
@@ -74,22 +72,9 @@ class TierStats:
     layers: dict[int, dict[Lane, WayStats]] = field(default_factory=dict)
     stored: Counter[Tier] = field(default_factory=Counter)
     asked: Counter[Tier] = field(default_factory=Counter)
-    evicted: Counter[Tier] = field(default_factory=Counter)
-    evicted_clean: int = 0
-    lost: int = 0
     pinned_requested: int = 0
     pinned_actual: int = 0
     pinned: bool = False
-
-    @property
-    def hits(self) -> int:
-        """Fetched records that a memory tier held."""
-        return self.asked[Tier.DEVICE] + self.asked[Tier.HOST]
-
-    @property
-    def misses(self) -> int:
-        """Fetched records that had to come from disk."""
-        return self.asked[Tier.DISK]
 
     def add(self, event: TierEvent) -> None:
         """Count `event`."""
@@ -111,21 +96,14 @@ class TierStats:
                     way.batches += 1
                     way.late += event.late
                     way.exposed_ns += event.exposed_ns
-            case Evicted():
-                self.evicted[event.tier] += event.records
-                self.evicted_clean += event.records if event.clean else 0
-            case Lost():
-                self.lost += event.records
 
     def as_dict(self) -> dict[str, Any]:
         """Plain types only, for JSON, which has strings for the numbers of layers."""
         layers = {str(layer): _plain(ways) for layer, ways in sorted(self.layers.items())}
         by_tier = {
-            name: {tier.value: records for tier, records in getattr(self, name).items()}
-            for name in ("stored", "asked", "evicted")
+            name: {tier.value: records for tier, records in getattr(self, name).items()} for name in ("stored", "asked")
         }
-        totals = {"ways": _plain(self.ways), "layers": layers, "hits": self.hits, "misses": self.misses}
-        return asdict(self) | by_tier | totals
+        return asdict(self) | by_tier | {"ways": _plain(self.ways), "layers": layers}
 
     def _counted(self, event: CopyEnded | Waited) -> Iterator[WayStats]:
         """Where `event` counts: in all, and in its layer if it has one."""

@@ -1,6 +1,5 @@
 """Fetches under way: where each has got to and where its rows go; which of them hold staging slots, and which wait."""
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -10,12 +9,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tiered.core.errors import RecordLostError, TierCapacityError
+from tiered.core.errors import TierCapacityError
 from tiered.core.events import Asked, TierEvent
 from tiered.core.features import Tier
 from tiered.offload.errors import TransferError
 from tiered.tiers.batches import Batch, Destination, cut
-from tiered.tiers.record_book import Entry, EntryState, RecordBook, RecordKey, nbytes_of
+from tiered.tiers.record_book import Entry, RecordBook, RecordKey, nbytes_of
 from tiered.tiers.shipping import Shipping
 from tiered.tiers.slots import Slots
 from tiered.tiers.traffic import Traffic
@@ -81,7 +80,7 @@ class Ticket:
 
         Raises:
             ValueError: as `into`. The ticket stays open.
-            RecordLostError, TransferError: a record's bytes are gone, or its copy failed. The ticket is closed.
+            TransferError: a copy of a record failed, up or down. The ticket is closed.
             TierCapacityError: every staging slot holds replaced records that go nowhere yet, and the budget has no room
                 to set some aside. The ticket is closed.
         """
@@ -132,9 +131,11 @@ class Fetches:
         traffic: Traffic,
         shipping: Shipping,
         record: Callable[[TierEvent], None],
+        check_open: Callable[[], None],
     ) -> None:
+        """`check_open`: raises once the tiers are closed, or in a forked process."""
         self._book, self._slots, self._traffic, self._shipping = book, slots, traffic, shipping
-        self._record, self.closed, self._process = record, False, os.getpid()
+        self._record, self.check_open = record, check_open
         self._tickets: set[Ticket] = set()
         self._waiting: list[Batch] = []
         self._air: list[Batch] = []  # with a staging slot, in the order in which they set out
@@ -172,7 +173,7 @@ class Fetches:
                 self._decode_for_others(first)
             if not self._shipping.free_slots:
                 break
-            with suppress(RecordLostError, TransferError):  # told by `land`
+            with suppress(TransferError):  # told by `land`
                 self._send(batch)
 
     def land(self, batch: Batch) -> None:
@@ -193,11 +194,11 @@ class Fetches:
             batch.landed.synchronize()
 
     def land_all(self) -> bool:
-        """Decode every batch that has a destination, so that all of their records may be evicted. Whether any did."""
+        """Decode every batch that has a destination, so that what replaced records hold is free. Whether any did."""
         batches = [batch for batch in (*self._air, *self._waiting) if batch.to.out is not None]
         for batch in batches:
             # Told when their own ticket is waited for.
-            with suppress(RecordLostError, TransferError, TierCapacityError):
+            with suppress(TransferError, TierCapacityError):
                 self.land(batch)
         return bool(batches)
 
@@ -217,20 +218,9 @@ class Fetches:
                 raise RuntimeError(f"{entry.key} has {entry.readers} readers, open tickets {readers[id(entry)]}")
         self._shipping.check_integrity(len(self._air))
 
-    def check_open(self) -> None:
-        """Raise `ValueError` once the manager is closed, and `TransferError` in a forked process."""
-        if os.getpid() != self._process:
-            raise TransferError("the threads of a tier manager do not survive a fork: open tiers in this process")
-        if self.closed:
-            raise ValueError("this tier manager is closed")
-
     def close_tickets(self) -> None:
         for ticket in list(self._tickets):
             ticket.close()
-
-    def close(self) -> None:
-        self.closed = True
-        self.close_tickets()
 
     def _free_a_slot(self) -> None:
         if self._shipping.free_slots:
@@ -239,7 +229,7 @@ class Fetches:
             self._decode_for_others(first)
             return
         for batch in reversed(self._air):
-            if all(entry.state is EntryState.STORED and entry.slots for entry in batch.entries):
+            if all(entry.slot is not None for entry in batch.entries):
                 for entry in batch.entries:
                     self._book.begin_reading(entry)
                 batch.reading, batch.arrival = True, None
@@ -252,11 +242,9 @@ class Fetches:
         self._air.remove(batch)
 
     def _send(self, batch: Batch) -> None:
-        """Let a batch set out; its records may be evicted from then on."""
+        """Let a batch set out."""
         if batch in self._waiting:
             self._waiting.remove(batch)
-        for entry in batch.entries:
-            entry.check_there()
         self._shipping.send_up(batch)
         self._air.append(batch)
         self._end_reading(batch)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from jaxtyping import UInt8
@@ -215,6 +216,9 @@ class Tiers:
             closing.push(self.memory)
             closing.callback(self._transport.close)
             closing.callback(self.traffic.synchronize)
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

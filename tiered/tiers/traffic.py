@@ -28,7 +28,6 @@ class _Job:
     layer: int | None
     copies: int = 0
     late: bool = False
-    failed: Callable[[], None] | None = None
 
 
 class Traffic:
@@ -51,18 +50,16 @@ class Traffic:
         *,
         reads: Collection[Fence],
         writes: Collection[Fence],
-        failed: Callable[[], None] | None = None,
         layer: int | None = None,
     ) -> TransferEvent:
         """Copy between memories, or let the lane's thread do `work` on a file, which returns the bytes it moved.
-        `failed` is called once, by `harvest`, where the bytes did not arrive; `layer` is that of the records, None
-        where they are of several."""
+        `layer` is that of the records, None where they are of several."""
         waits, copies = self.waits(reads, writes), 1
         if callable(work):
             event = self._transport.run(lane, work, waits)
         else:
             event, copies = self._transport.copy(lane, work, waits), len(work)
-        return self._submitted(_Job(event=event, lane=lane, layer=layer, copies=copies, failed=failed), reads, writes)
+        return self._submitted(_Job(event=event, lane=lane, layer=layer, copies=copies), reads, writes)
 
     def compute(
         self,
@@ -95,7 +92,7 @@ class Traffic:
     def synchronize(self) -> None:
         """Block the host until every job so far has ended, and count them."""
         for job in chain.from_iterable(self._jobs.values()):
-            with suppress(TransferError):  # told by `failed`
+            with suppress(TransferError):  # told to those who wait for the bytes
                 job.event.synchronize()
         self.harvest()
 
@@ -140,5 +137,3 @@ class Traffic:
                 layer=job.layer,
             )
         )
-        if event.failed and job.failed is not None:
-            job.failed()

@@ -67,8 +67,8 @@ class ElasticStep:
 class Storing:
     """Stores a layer's output as the next layer's input, in pieces that each touch few columns.
 
-    A store that streams its layers needs every page between the first and the last column of a write. A step's rows are
-    a window and a few tracked tokens far from it: one write of them would bring in nearly the whole layer.
+    A store that streams its layers needs every chunk between the first and the last column of a write. A step's rows
+    are a window and a few tracked tokens far from it: one write of them would bring in nearly the whole layer.
 
     `pieces`: parts of the step's rows with the columns that they are within; None if the store has to find out.
     """

@@ -17,7 +17,6 @@ from tiered.forward.sizes import CallShape
 from tiered.kernels.record_layout import CHUNK_ELEMENTS
 from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes, workspace_bytes
 from tiered.offload.slabs import UNIT, size_class
-from tiered.offload.spill_record import HEADER_BYTES
 from tiered.tiers.arena_bytes import arena_bytes, best_slab, record_sizes
 from tiered.tiers.record_bytes import RecordBytes
 
@@ -47,7 +46,6 @@ class ClusterSizes:
         appended_blocks: finished blocks that become clusters between two refreshes.
         group: layers that share their clusters.
         faiss: whether faiss iterates k-means.
-        least_slot: bytes of a staging slot, at least.
         measures_moves: whether the move of a centroid counts as drift, so that all columns are compared.
     """
 
@@ -59,7 +57,6 @@ class ClusterSizes:
     appended_blocks: int = 0
     group: int = 1
     faiss: bool = False
-    least_slot: int = 0
     measures_moves: bool = False
 
     @property
@@ -106,7 +103,7 @@ class ClusterSizes:
     def slot_bytes(self) -> int:
         """Bytes of a staging slot: room for two records of half the largest size, padded as in an arena."""
         largest, half = self.stored(self._largest), self.stored(-(-self._largest // 2))
-        return max(size_class(largest), 2 * size_class(half), self.least_slot)
+        return max(size_class(largest), 2 * size_class(half))
 
     @property
     def layers(self) -> int:
@@ -159,8 +156,8 @@ def hidden_record_bytes(sizes: ClusterSizes, tier: Tier) -> RecordBytes:
     call, sequences, slot = sizes.call, sizes.call.sequences, sizes.slot_bytes
     layers, width = sequences * sizes.layers, call.shape.width
 
-    def arena(slab_bytes: int, header: int = 0) -> int:
-        each = record_sizes(sizes.codec, sizes.record_rows, width, call.element, header)
+    def arena(slab_bytes: int) -> int:
+        each = record_sizes(sizes.codec, sizes.record_rows, width, call.element)
         rows, records = layers * sizes.kept, layers * sizes.records
         return arena_bytes(each, rows=rows, records=records, slab_bytes=slab_bytes, store_bytes=store)
 
@@ -181,7 +178,6 @@ def hidden_record_bytes(sizes: ClusterSizes, tier: Tier) -> RecordBytes:
         clusters=sizes.clusters,
         records=layers * records,
         arena=arena(slab),
-        file=arena(slab + UNIT, HEADER_BYTES),
         references=sequences * (sizes.layers + (call.shape.layers > 1)) * _reference_bytes(sizes),
         banks=tables,
         slot_bytes=slot,

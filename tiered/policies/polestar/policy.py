@@ -88,18 +88,18 @@ class Polestar(Policy):
         """Finished blocks that become clusters of their own before the next refresh, at most."""
         return self.refresh_blocks - 1 if self.refresh == "drift" else 0
 
-    def cluster_sizes(self, call: CallShape, least_slot: int = 0) -> ClusterSizes:
-        """Rows, clusters and records of a call. A staging slot has `least_slot` bytes, at least."""
+    def cluster_sizes(self, call: CallShape) -> ClusterSizes:
+        """Rows, clusters and records of a call."""
         return ClusterSizes(
             call=call, codec=Codec(self.codec), wanted=self.clusters, top_m=self.top_m, group=self.cluster_layers,
             window=None if self.window_blocks is None else sum(self.window_blocks) * call.block_length,
-            appended_blocks=self.appended_blocks, faiss=self.kmeans == "faiss", least_slot=least_slot,
+            appended_blocks=self.appended_blocks, faiss=self.kmeans == "faiss",
             measures_moves=self.measures_moves,
         )  # fmt: skip
 
     def needs(self, sizes: CallShape) -> Needs:
-        def records(least_slot: int = 0) -> RecordBytes:
-            return hidden_record_bytes(self.cluster_sizes(sizes, least_slot), self.hidden_tier)
+        def records() -> RecordBytes:
+            return hidden_record_bytes(self.cluster_sizes(sizes), self.hidden_tier)
 
         return Needs(records=records, reads_keys=True) if self.top_m else Needs()
 

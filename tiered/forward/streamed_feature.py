@@ -1,0 +1,112 @@
+"""One feature of which some layers are streamed: a record a layer, in host memory and in slots of the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tiered.core.ops import Op
+from tiered.core.spans import spanned
+from tiered.forward.stream_bytes import FeatureStream
+from tiered.offload.fence import Region
+from tiered.tiers.parts import Parts, Wanted
+from tiered.tiers.residency import Residency
+from tiered.tiers.tiers import Tiers
+
+Columns = Bool[np.ndarray, "sequences columns"]
+
+
+@dataclass(eq=False, slots=True)
+class _Written:
+    """Columns of a layer that compute has written since they last went home, and their chunks."""
+
+    layer: int
+    columns: Columns
+    parts: Parts
+
+
+class StreamedFeature:
+    """The streamed layers of a feature. A slot is laid out as a resident layer, so a reader computes the same bits.
+
+    What a step writes of a layer goes home in one go: once the layer is read, or another is used. What a layer had to
+    have fetched in a step, the next streamed layer will want too: it sets out then, for another slot.
+    """
+
+    def __init__(self, stream: FeatureStream, tiers: Tiers, dtype: torch.dtype) -> None:
+        """Raises `TierCapacityError` if a tier has no room for the slots or the homes."""
+        layers = stream.layers
+        self._following = dict(zip(layers, [*layers[1:], layers[0]], strict=True))
+        self._ahead = stream.slots > 1 and len(layers) > 1
+        self._chunks, self._dtype = stream.chunks(), dtype
+        self._written: _Written | None = None
+        self._views: dict[int, Tensor] = {}  # of slots, by address
+        self._residency = Residency(tiers.traffic, tiers.record)
+        self._residency.open(tiers.slots(Region.FETCH_SLOT, stream.slots, stream.slot_bytes))
+        tiers.memory.callback(self._residency.close)
+        for layer in layers:
+            home = tiers.host_home(stream.account, stream.layer_bytes, stream.room)
+            self._residency.place(layer, home, layout=self._chunks, filled=False, layer=layer)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a sequence."""
+        return self._chunks.columns
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._residency
+
+    @spanned(Op.CHUNKS)
+    def view(self, layer: int, sequences: int) -> Float[Tensor, "batch heads columns elements"]:
+        """What is stored of the first so many sequences: a view, valid until another layer is used.
+
+        Raises:
+            TransferError: a copy failed.
+        """
+        self._send_home()
+        return self._use(layer, self._chunks.of(sequences))[:sequences]
+
+    @spanned(Op.CHUNKS)
+    def to_write(self, layer: int, columns: Columns, *, whole: bool) -> Float[Tensor, "batch heads columns elements"]:
+        """The same view, for a caller who writes in `columns` of the first sequences alone. `whole`: everything there,
+        so that what is stored of chunks among them need not come first. Errors as `view`."""
+        chunks, earlier = self._chunks, self._written
+        if earlier is not None and (earlier.layer != layer or len(earlier.columns) != len(columns)):
+            self._send_home()
+        touched = chunks.touched(columns)
+        view = self._use(layer, touched & ~chunks.covered(columns) if whole else touched)
+        self._residency.write(layer, touched)
+        if self._written is None:
+            self._written = _Written(layer, columns, touched)
+        else:
+            self._written.columns |= columns
+            self._written.parts |= touched
+        return view[: len(columns)]
+
+    @spanned(Op.CHUNKS)
+    def keep(self, sequences: Sequence[int]) -> None:
+        """Go on with these sequences alone (ascending)."""
+        self._send_home()
+        self._residency.empty()
+        self._chunks.keep(sequences)
+
+    def _use(self, layer: int, parts: Parts) -> Float[Tensor, "batch heads columns elements"]:
+        wanted, ahead = Wanted(layer, parts), []
+        if self._ahead and (brought := self._residency.brought(wanted)).any():
+            ahead.append(Wanted(self._following[layer], brought))
+        (slot,) = self._residency.use([wanted], ahead)
+        view = self._views.get(slot.data_ptr())
+        if view is None:
+            chunks = self._chunks
+            view = slot.view(self._dtype).view(chunks.sequences, chunks.heads, chunks.columns, -1)
+            self._views[slot.data_ptr()] = view
+        return view
+
+    def _send_home(self) -> None:
+        """What was written goes to its home."""
+        written, self._written = self._written, None
+        if written is not None:
+            columns = self._chunks.joined(written.columns, written.parts)
+            self._residency.patch(written.layer, self._chunks.segments_of(columns))

@@ -1,0 +1,43 @@
+"""Books: the parts of a record, and how they lie in its home and in a slot."""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Bool
+
+from tiered.offload.transport import Segment
+
+Parts = Bool[np.ndarray, " parts"]
+
+
+class Layout(Protocol):
+    """How the parts of a record lie in its home and in a slot."""
+
+    @property
+    def parts(self) -> int:
+        """Parts of the record."""
+        ...
+
+    def segments(self, parts: Parts) -> Iterable[Segment]:
+        """The bytes of `parts`, from the home to the slot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A record of `nbytes` in one part."""
+
+    nbytes: int
+    parts: int = 1
+
+    def segments(self, parts: Parts) -> Iterable[Segment]:
+        return [Segment(0, 0, self.nbytes)] if parts.any() else []
+
+
+class Wanted(NamedTuple):
+    """Parts of a record; None for all. Parts that were never written have no bytes, and nothing is copied for them."""
+
+    key: Hashable
+    parts: Parts | None = None
