@@ -81,9 +81,11 @@ class StreamedWeights:
 
     def held(self) -> dict[Tier, int]:
         """Bytes of each tier."""
-        host = sum(self.now.lower(self._ledger.budget)[Tier.HOST].values())
-        scratch = 0 if self._homes is None else self._homes.tiers.scratch_bytes
-        return {Tier.DEVICE: sum(self.now.device.values()), Tier.HOST: host, Tier.DISK: scratch}
+        device, host, homes = self.now.device, self.now.lower(self._ledger.budget)[Tier.HOST], self._homes
+        ring = homes is not None and homes.residency.opened  # not after a failure
+        scratch = 0 if homes is None else homes.tiers.scratch_bytes
+        here = sum(size for account, size in device.items() if ring or account is not Account.STAGING)
+        return {Tier.DEVICE: here, Tier.HOST: sum(host.values()), Tier.DISK: scratch}
 
     def room(self, own: str) -> UInt8[Tensor, " nbytes"] | None:
         """Where the bytes of the weight that we call `own` belong: in the record of its layer, on the device or in the
