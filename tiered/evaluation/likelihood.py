@@ -36,7 +36,6 @@ class Likelihood:
     """Scores texts with one loaded model.
 
     Attributes:
-        runtime: of a masked model.
         mc_num: number of masks of each text.
         batch_size: number of masks in a forward.
         check_greedy: whether `score` also runs greedy decoding, one forward a token. If not, it returns False.

@@ -2,9 +2,9 @@
 
 import inspect
 import logging
-import sys
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class TieredLM(TemplateLM):
         self.runtime.prepare(torch.tensor([[self.eot_token_id]]), **own)
         self.defaults = {**own, "max_gen_toks": tokens}
         del self.defaults["max_new_tokens"]
-        self._scheduler = Scheduler(self.runtime, max_running=self.batch_size, max_waiting=sys.maxsize)
+        self._scheduler = Scheduler(self.runtime, max_running=self.batch_size, max_waiting=1 << 62)
         self._policies: Counter[str] = Counter()
         self._likelihood = Likelihood(
             self.runtime, mc_num=mc_num, batch_size=self.batch_size, check_greedy=is_check_greedy,
@@ -83,8 +83,7 @@ class TieredLM(TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict | None = None) -> "TieredLM":
-        """The model of `--model_args`. They win over `--batch_size` and `--device`, which the command line always
-        passes, given or not."""
+        """The model of `--model_args`, which win over the `--batch_size` and `--device` of every command line."""
         return super().create_from_arg_obj({}, (additional_config or {}) | arg_dict)
 
     @classmethod
@@ -95,35 +94,38 @@ class TieredLM(TemplateLM):
         """The answers to (context, gen_kwargs). No answer depends on the others: request n has the seed + n.
 
         Raises:
-            TypeError, ValueError: bad `gen_kwargs`, named, or an answer that leaves no room for a prompt, before any
-                request is answered.
+            TypeError, ValueError: bad `gen_kwargs`, named, or no room for a prompt; no request is answered then.
             TierCapacityError: the budget has no room for a request, even alone.
         """
-        asked: deque[tuple[Request, int, list[str]]] = deque()
-        answers: list[str] = []
+        asked: list[Request] = []
+        answers: dict[int, str] = {}
+        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests")
+
+        def ended(index: int, tokens: int, until: list[str], done: Request) -> None:
+            if done.output is not None:
+                self._policies[str(done.output.choice.policy)] += 1
+                ids = done.output.sequences[0, done.call.prompts.ids.shape[1] :][:tokens].tolist()
+                answers[index] = answer_text(self.tokenizer, ids, self.eot_token_id, until)
+                self.cache_hook.add_partial("generate_until", requests[index].args, answers[index])
+                bar.update()
+
         try:
             for index, (context, gen_kwargs) in enumerate(request.args for request in requests):  # type: ignore[misc]
                 own, tokens, until = request_options(gen_kwargs, self.defaults, self.runtime.model)
                 columns = own["max_new_tokens"] + own.get("trailing_noise", 0)
                 ids = self.tok_encode(context) or [self.prefix_token_id]
                 ids, _ = maybe_truncate(ids, min(columns, self.max_length - 1), self.max_length)
-                own["seed"] = _seed(own, index)
-                asked.append((self._scheduler.submit(self.runtime.prepare(torch.tensor([ids]), **own)), tokens, until))
-            for request in tqdm(requests, disable=disable_tqdm, desc="Running generate_until requests"):
-                while not asked[0][0].over:
-                    self._scheduler.step()
-                done, tokens, until = asked.popleft()
-                if done.output is None:
-                    raise done.error or RuntimeError(f"{done!r} has no answer")
-                self._policies[str(done.output.choice.policy)] += 1
-                ids = done.output.sequences[0, done.call.prompts.ids.shape[1] :][:tokens].tolist()
-                answers.append(answer_text(self.tokenizer, ids, self.eot_token_id, until))
-                self.cache_hook.add_partial("generate_until", request.args, answers[-1])
-        finally:
-            for left, _, _ in asked:
-                left.cancel()
+                call = self.runtime.prepare(torch.tensor([ids]), **{**own, "seed": _seed(own, index)})
+                asked.append(self._scheduler.submit(call, on_end=partial(ended, index, tokens, until)))
             self._scheduler.run()
-        return answers
+        finally:
+            for request in asked:
+                request.cancel()
+            self._scheduler.run()
+        for request in asked:
+            if request.error is not None:
+                raise request.error
+        return [answers[index] for index in range(len(requests))]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **options: object
@@ -175,8 +177,7 @@ class TieredLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the results: the model's settings, and sums over all answers, the price of a score. A shared forward
-        counts once for each answer in it; tokens count up to the end-of-sequence token, before answers are cut."""
+        """Settings and totals, for the results. A shared forward counts once for each answer in it."""
         counts, ledger = self._scheduler.counts, self.runtime.ledger
         seconds = sum(counts.clock.seconds.values())
         return {
