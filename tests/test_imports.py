@@ -48,7 +48,7 @@ BOOKS = [
     "offload/slabs.py",
     "offload/spill_record.py",
     "clustering/allocation.py",
-    "kernels/record_layout.py",
+    "kernels/row_code.py",
 ]
 TENSORS = {"torch", "transformers", "safetensors", "cupy", "triton"}
 

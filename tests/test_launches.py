@@ -80,7 +80,7 @@ def host_work(rows: Tensor) -> list[int]:
         (lambda rows: rows[rows > 0], {"gt": 1, "index": 1}, {"__getitem__": 1}),
         # In Triton: once for each time that its launcher starts it, and what torch does for it.
         (lambda rows: Rows.at(INDEX).put(rows.clone(), rows[:, :, :2]), {"clone": 1, "_scatter": 1}, {}),
-        (encode, {"host to device": 1, "zeros": 1, "_measure": 1, "_encode": 1}, {}),
+        (encode, {"host to device": 1, "_encode_rows": 1}, {}),
         # By a product there, whose sums come in one order.
         (by_cluster, {"zeros": 1, "_to_copy": 1, "new_zeros": 1, "scatter_": 1, "baddbmm_": 1}, {}),
     ],

@@ -11,7 +11,7 @@ from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, atte
 from tiered.forward.sizes import CallShape
 from tiered.kernels import block_attention_ref
 from tiered.kernels.attention_splits import partial_bytes
-from tiered.kernels.record_layout import CHUNK_ELEMENTS
+from tiered.kernels.row_code import CHUNK_ELEMENTS
 from tiered.kernels.weight_product_ref import TILE_ELEMENTS
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
-from tiered.kernels.coded_weight import CodedWeight
+from tiered.kernels.coded_rows import CodedRows
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import assign
 from tiered.models.weight_form import WeightForm, places
@@ -17,7 +17,7 @@ from tiered.offload.chunk import Chunk
 from tiered.offload.errors import ArenaFullError
 from tiered.tiers.record_book import RecordKey
 
-Matrix = Tensor | CodedWeight
+Matrix = Tensor | CodedRows
 
 
 class LayerRecords:
@@ -73,7 +73,7 @@ class LayerRecords:
         """Copy the matrices of a layer that is on the device to its record."""
         for name in self._places:
             weight = getattr(self._model.blocks[layer], name).weight
-            stored = weight.bytes if isinstance(weight, CodedWeight) else weight.detach().view(torch.uint8)
+            stored = weight.bytes if isinstance(weight, CodedRows) else weight.detach().view(torch.uint8)
             self.part(record, name).copy_(stored.flatten())
 
     def assign(self, layer: int, record: UInt8[Tensor, " record"]) -> None:
@@ -111,4 +111,4 @@ class LayerRecords:
             if code is None:
                 yield stored.view(self._dtype).view(out, inner)
             else:
-                yield CodedWeight(stored.view(out, -1), code, inner, self._dtype)
+                yield CodedRows(stored.view(out, -1), code, inner, self._dtype)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows
-from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.kernels.silu_mul_ref import silu_mul
 from tiered.models.attention import attend
@@ -110,8 +109,8 @@ class DiffusionModel(nn.Module):
     def embed(self, ids: Int[Tensor, "batch rows"]) -> Float[Tensor, "batch rows width"]:
         """Input of the first layer."""
         weight: Any = self.wte.weight
-        if isinstance(weight, CodedWeight):
-            return weight.values(ids.flatten()).unflatten(0, ids.shape)
+        if isinstance(weight, CodedRows):
+            return weight[ids].values()
         return self.wte(ids)
 
     def attention_norm(
@@ -198,7 +197,7 @@ class DiffusionModel(nn.Module):
         return projected if projection.bias is None else projected.add_(projection.bias)
 
     def _scaled(
-        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"] | CodedWeight
+        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"] | CodedRows
     ) -> Float[Tensor, "batch rows out"]:
         """A product with `weight`, scaled as the family does."""
         return projected
