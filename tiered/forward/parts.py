@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,6 +20,7 @@ Border = int | Int[Tensor, " batch"]
 Group = tuple[slice, slice, bool]
 
 
+@runtime_checkable
 class Part(Protocol):
     """Keys and values that rows read beside those of the canvas."""
 

@@ -62,7 +62,7 @@ class Pass:
     reads: tuple[Part, ...] = ()
     guided: tuple[bool, ...] | None = None
     refreshed: tuple[bool, ...] | None = None
-    hidden: Float[Tensor, "sequences rows width"] = _NOT_YET
+    hidden: Float[Tensor, "batch rows width"] = _NOT_YET
     computed: int | None = None
 
     @property
