@@ -16,6 +16,7 @@ from tiered.core.errors import RecordLostError, TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.errors import TransferError
 from tiered.offload.thread_transport import ThreadTransport
@@ -183,9 +184,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What forwards were asked to read."""
     read, logits = [], Forward.logits
 
-    def noted(self: Forward, ids: Tensor, *rest: Any, **named: Any) -> Tensor:
-        read.append(ids)
-        return logits(self, ids, *rest, **named)
+    def noted(self: Forward, pass_: Pass) -> Tensor:
+        read.append(pass_.ids)
+        return logits(self, pass_)
 
     monkeypatch.setattr(Forward, "logits", noted)
     return read

@@ -99,7 +99,7 @@ class StreamedFeatureStore(FeatureStore):
         self._tiers.progress()
         first = self._first[feature]
         start, stop = (max(0, column - first) for column in self._columns.of(rows))
-        whole = rows.start is not None and rows.valid is None
+        whole = rows.is_span and rows.valid is None
         return paged.to_write(layer, self._sequences, (start, stop), whole=whole)
 
 
@@ -114,14 +114,11 @@ class TouchedColumns:
         self._read: list[tuple[torch.Tensor, int, tuple[int, int]]] = []
 
     def of(self, rows: Rows) -> tuple[int, int]:
-        """First column and the one behind the last. Scattered rows whose maker does not say it (`Rows.within`) cost
+        """First column and the one behind the last. Rows whose maker does not say it (`Rows.within`) cost
         one read from the device for as long as their index stays the same tensor."""
-        if rows.start is not None:
-            return rows.start, rows.start + rows.count
-        if rows.within is not None:
-            return rows.within
+        if rows.within:
+            return rows.within.start, rows.within.stop
         index = rows.index
-        assert index is not None, "rows are a span or an index"
         if not index.numel():
             return 0, 0
         for known, version, columns in self._read:

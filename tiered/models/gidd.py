@@ -63,7 +63,7 @@ def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
         | ({"k_bias": ("heads", "head_dim"), "v_bias": ("heads", "head_dim")} if sinks else {}),
         mlp_matrices=1,
         noise="uniform" if shift > 0 else "mask",
-        noise_masked=True,
+        sight="noise",
         soft_cap=number_in(config, "attn_soft_cap", 30.0),
         sink_tokens=int(sinks),
     )

@@ -66,7 +66,7 @@ class ClusterSizes:
         """Rows of a layer and sequence that a refresh clusters."""
         call = self.call
         # Under a noise mask only rows behind the block go stale.
-        among = call.answer if call.shape.noise_masked and call.answer is not None else call.context
+        among = call.answer if call.shape.sight == "noise" and call.answer is not None else call.context
         rows = max(0, among - call.block_length)
         return rows if self.window is None else min(rows, self.window)
 
