@@ -81,14 +81,39 @@ def run_schedule(
         return _Schedule(seed, Path(folder), traffic, asynchronous, there).run(steps)
 
 
+class Delays:
+    """Random delays of a transport's jobs, drawn from `seed`: some lanes are never slow."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device, draw = device, random.Random(seed)
+        self.noise = random.Random(seed + 1)  # drawn by several threads: the delays differ from run to run
+        self.slowest: dict[object, float] = {lane: draw.choice([0.0, 3e-4, 3e-3]) for lane in (*Lane, None)}
+
+    def transport(self, asynchronous: bool) -> Transport:
+        """What carries copies; with delays if it is `asynchronous`."""
+        delay = self.delay if asynchronous else None
+        if self.device.type != "cuda":
+            return SimulatedThreads(compute_thread=asynchronous, delay=delay)
+        return SimulatedCuda(self.device, delay=delay)
+
+    def delay(self, point: Point, lane: Lane | None) -> float:
+        """Seconds to sleep at `point`."""
+        slowest = self.slowest[lane]
+        seconds = self.noise.uniform(0, slowest) if slowest and self.noise.random() < 0.5 else 0.0
+        # At these points the current stream is the one that the job goes on.
+        on_stream = (point, lane) in ((Point.COPY, Lane.FETCH), (Point.COPY, Lane.STORE), (Point.SUBMIT, None))
+        if self.device.type == "cuda" and on_stream and seconds and self.noise.random() < 0.5:
+            stand_still(self.device, seconds)
+            return 0.0
+        return seconds
+
+
 class _Schedule:
     def __init__(
         self, seed: int, folder: Path, traffic: type[Traffic], asynchronous: bool, device: torch.device
     ) -> None:
         self.device = device
         self.draw = random.Random(seed)
-        self.noise = random.Random(seed + 1)  # drawn by several threads: the delays differ from run to run
-        self.slowest: dict[object, float] = {lane: self.draw.choice([0.0, 3e-4, 3e-3]) for lane in (*Lane, None)}
         self.generator = torch.Generator().manual_seed(seed)
         disk = self.draw.choice(DISK_SLABS) * (SLOT_BYTES + 4096)
         budget = MemoryBudget(host=(HOST_SLABS + 1) * SLOT_BYTES, disk=disk, disk_path=folder)
@@ -100,7 +125,7 @@ class _Schedule:
                 fetch_slots=2,
                 store_slots=1,
                 load_slots=1,
-                transport=self.transport(asynchronous),
+                transport=Delays(seed, device).transport(asynchronous),
             )
         self.told = self.draw.choice([0.0, 0.0, 0.5, 1.0])  # how many fetches say where their rows go
         self.asynchronous = asynchronous
@@ -108,22 +133,6 @@ class _Schedule:
         self.open: list[tuple[Ticket, Tensor]] = []
         self.answers: list[tuple[Tensor, Tensor]] = []
         self.outcome = Outcome()
-
-    def transport(self, asynchronous: bool) -> Transport:
-        delay = self.delay if asynchronous else None
-        if self.device.type != "cuda":
-            return SimulatedThreads(compute_thread=asynchronous, delay=delay)
-        return SimulatedCuda(self.device, delay=delay)
-
-    def delay(self, point: Point, lane: Lane | None) -> float:
-        slowest = self.slowest[lane]
-        seconds = self.noise.uniform(0, slowest) if slowest and self.noise.random() < 0.5 else 0.0
-        # At these points the current stream is the one that the job goes on.
-        on_stream = (point, lane) in ((Point.COPY, Lane.FETCH), (Point.COPY, Lane.STORE), (Point.SUBMIT, None))
-        if self.device.type == "cuda" and on_stream and seconds and self.noise.random() < 0.5:
-            stand_still(self.device, seconds)
-            return 0.0
-        return seconds
 
     def run(self, steps: int) -> Outcome:
         operations = [*[self.store, self.fetch, self.wait, self.evict] * 2, self.store, self.forget]

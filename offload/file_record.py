@@ -66,12 +66,7 @@ class FileRecord:
     pieces: Sequence[FilePiece]
     fence: Fence = field(default_factory=lambda: Fence(Region.DISK_SLOT))
 
-    @property
-    def offset(self) -> int:
-        """First byte in the first file."""
-        return self.pieces[0].offset
-
-    def read(self, name: str | bytes, version: int, into: UInt8[Tensor, " nbytes"]) -> int:
+    def read(self, into: UInt8[Tensor, " nbytes"]) -> int:
         """Read the record into `into`; blocks. Returns the bytes read. Raises as `ReadFile.read`."""
         for piece in self.pieces:
             piece.file.read(piece.offset, into[piece.start : piece.start + piece.nbytes])

@@ -378,7 +378,7 @@ def test_a_wrong_schedule_is_found(sanitized: ModuleType, monkeypatch: pytest.Mo
 
 
 def test_on_cuda_half_of_the_delays_hold_up_a_stream(monkeypatch: pytest.MonkeyPatch):
-    schedule, held = object.__new__(fuzz._Schedule), []
+    schedule, held = object.__new__(fuzz.Delays), []
     lanes: list[object] = [*Lane, None]
     schedule.noise, schedule.slowest = random.Random(1), dict.fromkeys(lanes, 1e-3)
     monkeypatch.setattr(fuzz, "stand_still", lambda device, seconds: held.append((device.type, seconds)))

@@ -7,7 +7,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from tiered.core.errors import TierCapacityError
-from tiered.core.features import Account, Tier
+from tiered.core.features import Tier
 from tiered.kernels.coded_rows import CodedRows
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import assign
@@ -15,7 +15,6 @@ from tiered.models.weight_form import WeightForm, places
 from tiered.offload.arena import device_chunks
 from tiered.offload.chunk import Chunk
 from tiered.offload.errors import ArenaFullError
-from tiered.tiers.record_book import RecordKey
 
 Matrix = Tensor | CodedRows
 
@@ -34,6 +33,8 @@ class LayerRecords:
         self._model, self._dtype = model, dtype
         self._places, self.nbytes = places(model.shape, str(dtype).removeprefix("torch."), form)
         self._owners = [[getattr(block, each) for each in self._places] for block in model.blocks]
+        self._views: dict[int, list[Matrix]] = {}  # of the records in slots, by address
+        self._shown: int | None = None  # the layer whose modules have such views
 
     @property
     def names(self) -> Sequence[str]:
@@ -65,10 +66,6 @@ class LayerRecords:
     def part_bytes(self, name: str) -> int:
         return self._places[name][1]
 
-    def matrices(self, record: UInt8[Tensor, " record"]) -> list[Matrix]:
-        """The matrices of a layer, as views of its record."""
-        return list(self._matrices(record))
-
     def write(self, layer: int, record: UInt8[Tensor, " record"]) -> None:
         """Copy the matrices of a layer that is on the device to its record."""
         for name in self._places:
@@ -85,11 +82,30 @@ class LayerRecords:
         """Make `weight` the one that we call `own`; None for a weight that is elsewhere."""
         assign(self._model, own, weight)
 
-    def bind(self, layer: int, matrices: Sequence[Matrix]) -> None:
-        """Let the modules of `layer` use `matrices` until `unbind`."""
+    def show(self, layer: int, record: UInt8[Tensor, " record"]) -> None:
+        """Let the modules of `layer` use the matrices of its record in a slot, until another layer is shown or hidden.
+        Slots are the same ones until `forget_slots`."""
+        if self._shown == layer:
+            return
+        self.hide()
+        views = self._views.get(record.data_ptr())
+        if views is None:
+            views = self._views[record.data_ptr()] = list(self._matrices(record))
+        self._shown = layer
         # Right into their attributes: a module takes its time for a parameter, and there is one for every forward.
-        for owner, weight in zip(self._owners[layer], matrices, strict=True):
+        for owner, weight in zip(self._owners[layer], views, strict=True):
             vars(owner)["weight"] = weight
+
+    def hide(self, other_than: int | None = None) -> None:
+        """No layer is shown any more, except for `other_than`."""
+        if self._shown is not None and self._shown != other_than:
+            self.unbind(self._shown)
+            self._shown = None
+
+    def forget_slots(self) -> None:
+        """No layer is shown, in whatever state a call was broken off, and slots will be others."""
+        self.hide()
+        self._views.clear()
 
     def unbind(self, layer: int) -> None:
         """Leave the modules of `layer` without matrices: their use is an error then."""
@@ -97,13 +113,9 @@ class LayerRecords:
             owner._parameters.pop("weight", None)
             vars(owner)["weight"] = None
 
-    def bound(self, layer: int) -> list[Matrix]:
-        """The matrices that the modules of `layer` have."""
-        return [owner.weight for owner in self._owners[layer] if owner.weight is not None]
-
-    @staticmethod
-    def key(layer: int) -> RecordKey:
-        return RecordKey(Account.WEIGHTS, layer, 0, 0)
+    def bound(self, layer: int) -> bool:
+        """Whether some modules of `layer` have matrices."""
+        return any(owner.weight is not None for owner in self._owners[layer])
 
     def _matrices(self, record: UInt8[Tensor, " record"]) -> Iterator[Matrix]:
         for name in self._places:

@@ -4,8 +4,7 @@ Which layers are streamed is settled before each call; what is settled on the de
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import UInt8
@@ -15,27 +14,35 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
+from tiered.forward.layer_homes import LayerHomes
 from tiered.forward.layer_record import LayerRecords
-from tiered.forward.layer_ring import LayerRing
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.kernels.coded_rows import CodedRows
 from tiered.offload.device import synchronize
 from tiered.offload.fence import Fence, Region
 from tiered.offload.file_record import FileRecord
-from tiered.offload.slabs import UNIT
 from tiered.offload.transport import Transport
 from tiered.tiers.host_pool import HostPool
-from tiered.tiers.manager import TierManager
-from tiered.tiers.opening import open_tiers
-from tiered.tiers.record_book import RecordKey
+from tiered.tiers.residency import Wanted
 from tiered.tiers.stats import TierStats
+from tiered.tiers.tiers import Home
+
+
+@dataclass(eq=False, slots=True)
+class _Coming:
+    """A record that is being filled. `missing`: names of the matrices that are not there yet; `home`: None on the
+    device."""
+
+    bytes: UInt8[Tensor, " record"]
+    missing: set[str]
+    home: Home | None = None
 
 
 class StreamedWeights:
     """The weights of a model between the tiers. All of them are in the books of `ledger`, as `now` has them.
 
     `enter` goes before every use of a layer. A layer that is elsewhere has no matrices in the model: its use is then an
-    error, never another layer's weights.
+    error, never another layer's weights. A streamed layer is a record with its number as the key.
 
     Attributes:
         records: the matrices of layers.
@@ -63,23 +70,20 @@ class StreamedWeights:
         """
         self.records, self.files, self.now, self.pool = records, files, now, pool
         self._ledger, self._device, self._transport = ledger, device, transport
-        self._tiers: TierManager | None = None
-        self._ring: LayerRing | None = None
-        self._of_tiers = ExitStack()
+        self._homes: LayerHomes | None = None
         self._broken_off = False  # unless `rest` and `settle` get to their ends: Ctrl-C may come anywhere
-        # Records that are being filled, and the names of matrices that are not there yet.
-        self._coming: dict[int, tuple[UInt8[Tensor, " record"], set[str]]] = {}
         ledger.allocate({Account.WEIGHTS: now.device[Account.WEIGHTS]})
         # Before anything is read: in between, tensors that are to be coded would leave gaps that no record fills.
         resident = [layer for layer in range(records.layers) if layer not in now.layers]
-        self._coming = {layer: (records.on_device(device).bytes, set(records.names)) for layer in resident}
+        self._coming = {layer: _Coming(records.on_device(device).bytes, set(records.names)) for layer in resident}
         if now.layers:
-            self._open_ring()
+            self._open().open_ring()
 
     def held(self) -> dict[Tier, int]:
         """Bytes of each tier."""
-        lower = self.now.lower(self._ledger.budget)
-        return {Tier.DEVICE: sum(self.now.device.values())} | {tier: sum(lower[tier].values()) for tier in lower}
+        host = sum(self.now.lower(self._ledger.budget)[Tier.HOST].values())
+        scratch = 0 if self._homes is None else self._homes.tiers.scratch_bytes
+        return {Tier.DEVICE: sum(self.now.device.values()), Tier.HOST: host, Tier.DISK: scratch}
 
     def room(self, own: str) -> UInt8[Tensor, " nbytes"] | None:
         """Where the bytes of the weight that we call `own` belong: in the record of its layer, on the device or in the
@@ -91,9 +95,10 @@ class StreamedWeights:
         if layer in self.files and self._is_below(layer):  # it is read to be looked at alone
             return torch.empty(self.records.part_bytes(name), dtype=torch.uint8)
         if layer not in self._coming:
-            record = self._manager.reserve(self.records.key(layer), self.records.nbytes)
-            self._coming[layer] = record, set(self.records.names)
-        return self.records.part(self._coming[layer][0], name)
+            home = self._open().host_home()
+            assert home.memory is not None, "it is in host memory"
+            self._coming[layer] = _Coming(home.memory, set(self.records.names), home)
+        return self.records.part(self._coming[layer].bytes, name)
 
     def place(self, own: str, weight: Tensor | CodedRows) -> None:
         """The weight that we call `own` is there, in its `room` if it has one."""
@@ -104,34 +109,35 @@ class StreamedWeights:
             return
         layer, name = found
         if layer in self.files and self._is_below(layer):
-            if self.records.key(layer) not in self._manager:  # the first of its matrices: the files have all of them
-                self._sink(layer)
+            if layer not in self._open().residency:  # the first of its matrices: the files have all of them
+                self._open().read(layer)
             return
-        missing = self._coming[layer][1]
-        missing.discard(name)
-        if not missing:
+        coming = self._coming[layer]
+        coming.missing.discard(name)
+        if not coming.missing:
             del self._coming[layer]
-            if streamed:
-                self._manager.commit(self.records.key(layer))
+            if coming.home is not None:
+                self._open().place(layer, coming.home)
             if self._is_below(layer):
-                self._sink(layer)
+                self._open().sink(layer)
 
     def settle(self, then: WeightBytes) -> None:
         """Stream the layers of `then`, as many of them from below the host. After a failure `now` says how far it came.
 
         Raises:
             TierCapacityError: a tier has no room for what comes to it.
-            RecordLostError, TransferError: a layer that is to come back does not.
+            TransferError: a layer that is to come back does not.
         """
         if self._broken_off:
             self._recover()
         if then == self.now:
             return
         self._broken_off = True
-        if self._ring is not None:
-            self._ring.empty()
+        self.records.hide()
         before, room = self.now.layers, len(then.layers) - then.below
         try:
+            homes = self._open()
+            homes.residency.empty()
             for layer in (layer for layer in then.layers if layer not in before):
                 self._leave(layer, room)
             if not then.layers:
@@ -140,18 +146,18 @@ class StreamedWeights:
                 self._return(layer)
             if len(then.layers) < len(before):
                 synchronize(self._device)  # the next call may compute on another stream than those layers came to
-            self._make_room(room)
+            homes.make_room(room)
+            here = homes.on_host
+            below = [layer for layer in then.layers if layer not in here]
+            for layer in below[: room - len(here)]:
+                homes.lift(layer)
             if then.layers:
-                here = self._on_host()
-                below = [self.records.key(layer) for layer in then.layers if layer not in here]
-                self._manager.load(below[: room - len(here)])
-                if self._ring is None:
-                    self._open_ring()
+                homes.open_ring()
         finally:
             self.note()
         if not then.layers:
-            self._of_tiers.close()
-            self._tiers = None
+            homes.close()
+            self._homes = None
         self._broken_off = False
 
     @spanned(Op.WEIGHTS)
@@ -159,140 +165,116 @@ class StreamedWeights:
         """Let compute wait for the matrices of `layer`, if it is streamed, and send the next streamed layer.
 
         Raises:
-            RecordLostError, TransferError: the layer's bytes are gone, or their copy failed.
+            TransferError: a copy of the layer failed.
         """
         if not self.now.layers:
             return
-        assert self._ring is not None, "what is streamed has a ring"
         self._broken_off = True
+        self.records.hide(other_than=layer)
+        ahead = [Wanted(next((each for each in self.now.layers if each > layer), self.now.layers[0]))]
+        residency = self._open().residency
         if layer in self.now.layers:
-            self._ring.use(layer)
+            self.records.show(layer, *residency.use([Wanted(layer)], ahead))
         else:
-            self._ring.rest()
-        self._ring.expect(next((each for each in self.now.layers if each > layer), self.now.layers[0]))
+            residency.use([], ahead)
 
     def rest(self, *, failed: bool) -> None:
         """A call is over: no layer is in use. The next call may compute on another stream."""
-        if self._ring is not None:
-            self._ring.rest()
+        self.records.hide()
+        if self._homes is not None:
+            self._homes.residency.rest()
         self._broken_off = self._broken_off and failed
 
     def stats(self) -> TierStats | None:
         """What moved since `restart`; None if nothing is streamed."""
-        return None if self._tiers is None else self._tiers.stats()
+        return None if self._homes is None else self._homes.tiers.stats()
 
     def restart(self) -> None:
         """Count what moves anew."""
-        if self._tiers is not None:
-            self._tiers.restart_stats()
+        if self._homes is not None:
+            self._homes.tiers.restart_stats()
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` if the books of the streamed layers contradict themselves."""
-        if self._tiers is not None:
-            self._tiers.check_integrity()
-            there = [key.layer for key in self._keys()]
-            if there != list(self.now.layers) or len(there) - len(self._on_host()) != self.now.below:
-                raise RuntimeError(f"streamed: {self.now}; records of {there}, on the host {self._on_host()}")
+        if self._homes is not None:
+            self._homes.check_integrity()
+            there, here = self._homes.streamed, self._homes.on_host
+            if there != list(self.now.layers) or len(there) - len(here) != self.now.below:
+                raise RuntimeError(f"streamed: {self.now}; records of {there}, on the host {here}")
+
+    def note(self) -> None:
+        """Bring `now` and the books up to date. A layer on the device has no record."""
+        streamed, here = [], []
+        if self._homes is not None:
+            for layer in filter(self.records.bound, self._homes.streamed):
+                self._homes.residency.remove(layer)
+            streamed, here = self._homes.streamed, self._homes.on_host
+        self.now = replace(self.now, layers=tuple(streamed), below=len(streamed) - len(here))
+        there, booked = self.now.device[Account.WEIGHTS], self._ledger.held(Tier.DEVICE, Account.WEIGHTS)
+        self._ledger.allocate({Account.WEIGHTS: max(0, there - booked)})
+        self._ledger.release({Account.WEIGHTS: max(0, booked - there)})
 
     def close(self) -> None:
         """Give everything back that lies below the device, and the ring. May be called again."""
-        if self._ring is not None:
-            self._ring.empty()
-        self._close_ring()
-        self._of_tiers.close()
-        self._tiers = None
+        for coming in self._coming.values():
+            if coming.home is not None:
+                coming.home.free()
         self._coming.clear()
-
-    @property
-    def _manager(self) -> TierManager:
-        """The tiers of all records, opened with the first one."""
-        if self._tiers is None:
-            slot = self.now.slot_bytes
-            self._tiers = self._of_tiers.enter_context(
-                open_tiers(
-                    self._ledger, device=self._device, dtype=torch.uint8,
-                    transport=None if self._transport is None else self._transport(), pool=self.pool,
-                    slot_bytes=UNIT, slab_bytes=slot, fetch_slots=1, store_slots=1,
-                    load_bytes=slot if self.now.passes_host(self._ledger.budget) else None, promote=False,
-                )
-            )  # fmt: skip
-        return self._tiers
-
-    def _open_ring(self) -> None:
-        self._ring = LayerRing(self.records, self._manager, self._ledger, self._device, self.now.slot_bytes)
-
-    def _close_ring(self) -> None:
-        if self._ring is not None:
-            self._ring.close()
-        self._ring = None
+        self._close_ring()
+        if self._homes is not None:
+            self._homes.close()
+        self._homes = None
 
     def _leave(self, layer: int, room: int) -> None:
         """Move a layer down from the device, with at most `room` layers on the host."""
-        key = self.records.key(layer)
-        if layer in self.files and len(self._on_host()) >= room:
-            self._manager.adopt(key, self.files[layer])
+        homes = self._open()
+        if layer in self.files and len(homes.on_host) >= room:
+            homes.read(layer)
         else:
-            self._make_room(room - 1)
-            self.records.write(layer, self._manager.reserve(key, self.records.nbytes))
-            self._manager.commit(key)
+            homes.make_room(room - 1)
+            home = homes.host_home()
+            assert home.memory is not None, "it is in host memory"
+            self.records.write(layer, home.memory)
+            homes.place(layer, home)
         self.records.unbind(layer)
         self._ledger.release({Account.WEIGHTS: self.now.record})
 
     def _return(self, layer: int) -> None:
         """Bring a layer back to stay."""
+        residency = self._open().residency
         self._ledger.allocate({Account.WEIGHTS: self.now.record})
         chunk = self.records.on_device(self._device)
-        fence = Fence(Region.DEVICE_SLOT, chunk.earlier)
-        self._manager.fetch([self.records.key(layer)], chunk.bytes.view(1, -1), fence=fence).wait()
+        residency.copy_out(layer, chunk.bytes, Fence(Region.DEVICE_SLOT, chunk.earlier))
         self.records.assign(layer, chunk.bytes)
-        self._manager.forget([self.records.key(layer)])
-
-    def _sink(self, layer: int) -> None:
-        """Let the record of a layer leave host memory."""
-        if layer in self.files:
-            self._manager.adopt(self.records.key(layer), self.files[layer])
-        else:
-            self._manager.evict([self.records.key(layer)])
-
-    def _make_room(self, room: int) -> None:
-        """Let records leave host memory until at most `room` are there."""
-        here = self._on_host()
-        while len(here) > room:
-            self._sink(here.pop())
+        residency.remove(layer)
 
     def _is_below(self, layer: int) -> bool:
         """Whether the host has no room for a layer that is about to be placed."""
         return layer in self.now.layers[: self.now.below]
 
-    def _on_host(self) -> list[int]:
-        """Streamed layers whose records are in host memory."""
-        return [key.layer for key in self._keys() if self._manager.holds(key, Tier.HOST)]
+    def _open(self) -> LayerHomes:
+        """The tiers of the records, opened with the first one."""
+        if self._homes is None:
+            transport = None if self._transport is None else self._transport()
+            self._homes = LayerHomes(self._ledger, self.pool, self._device, self.now, self.files, transport)
+        return self._homes
 
-    def note(self) -> None:
-        """Bring `now` and the books up to date. A layer on the device has no record; spare memory goes."""
-        for key in self._keys():
-            if self.records.bound(key.layer):
-                self._manager.forget([key])
-        streamed = [key.layer for key in self._keys()]
-        self.now = replace(self.now, layers=tuple(streamed), below=len(streamed) - len(self._on_host()))
-        there, booked = self.now.device[Account.WEIGHTS], self._ledger.held(Tier.DEVICE, Account.WEIGHTS)
-        self._ledger.allocate({Account.WEIGHTS: max(0, there - booked)})
-        self._ledger.release({Account.WEIGHTS: max(0, booked - there)})
-        if self._tiers is not None:
-            self._tiers.trim()
+    def _close_ring(self) -> None:
+        self.records.forget_slots()
+        if self._homes is not None:
+            self._homes.close_ring()
 
     def _recover(self) -> None:
-        if self._tiers is not None:
-            self._tiers.close_tickets()
-            self._tiers.synchronize()
-        if self._ring is not None:
-            self._ring.abandon()
-        self._ring = None
+        """Begin anew after a call that was broken off, in whatever state it left the slots."""
+        self.records.forget_slots()
+        if self._homes is not None:
+            self._homes.tiers.synchronize()
+            self._homes.residency.abandon_slots()
+        self._close_ring()
         self.note()
         if self.now.layers:
-            self._open_ring()
+            self._open().open_ring()
+        elif self._homes is not None:
+            self._homes.close()
+            self._homes = None
         self._broken_off = False
-
-    def _keys(self) -> list[RecordKey]:
-        keys = map(self.records.key, range(self.now.of_layers))
-        return [] if self._tiers is None else [key for key in keys if key in self._tiers]

@@ -11,7 +11,6 @@ from tiered.models.shape import ModelShape
 from tiered.models.weight_form import WeightForm, beside_layers, places
 from tiered.offload.segments import reserved_bytes
 from tiered.offload.slabs import UNIT
-from tiered.offload.spill_record import HEADER_BYTES
 from tiered.tiers.record_bytes import LOAD_SLOTS
 
 RING_SLOTS = 2  # one layer is used while the next one comes
@@ -73,7 +72,7 @@ class WeightBytes:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot of the ring, and of the slab of a record."""
+        """Bytes of a slot of the ring, and of the room of a record in every tier."""
         return -(-self.record // UNIT) * UNIT
 
     @property
@@ -85,7 +84,7 @@ class WeightBytes:
     def device(self) -> dict[Account, int]:
         """Bytes of the device by account."""
         resident = {Account.WEIGHTS: self.whole - len(self.layers) * self.record}
-        return resident | ({Account.STAGING: RING_SLOTS * self.slot_bytes + 2 * UNIT} if self.layers else {})
+        return resident | ({Account.STAGING: RING_SLOTS * self.slot_bytes} if self.layers else {})
 
     def passes_host(self, budget: MemoryBudget) -> bool:
         """Whether layers may come from files, and so pass a ring of host memory."""
@@ -99,9 +98,7 @@ class WeightBytes:
             host[Account.STAGING] = LOAD_SLOTS * self.slot_bytes
         if not self.below or self.in_files:
             return {Tier.HOST: host, Tier.DISK: {}}
-        room = self.slot_bytes + UNIT
-        assert room >= self.record + HEADER_BYTES, "a slab of the file has room for a header"
-        spare = self.below * (room - self.record)
+        spare = self.below * (self.slot_bytes - self.record)
         return {Tier.HOST: host, Tier.DISK: {Account.WEIGHTS: self.below * self.record, Account.SPARE: spare}}
 
     def as_dict(self) -> Mapping[str, Any]:

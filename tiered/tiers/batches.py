@@ -24,12 +24,10 @@ class Destination:
     """Where the rows of a fetch go: row i to `out[rows[i]]`, or to `out[i]`; shared by its batches.
 
     Attributes:
-        fence: guards `out` where records are used there as they are: copies go right there, through no staging slot.
     """
 
     out: Float[Tensor, "any width"] | None = None
     rows: Int[Tensor, " answer"] | None = None
-    fence: Fence | None = None
 
     def check(self, shape: tuple[int, int]) -> None:
         """Raise ValueError where an answer of `shape` does not fit."""
@@ -40,8 +38,6 @@ class Destination:
             raise ValueError(f"out has shape {tuple(out.shape)}; needed are {count} rows of width {width}")
         if rows is not None and (tuple(rows.shape) != (count,) or rows.dtype != torch.int64):
             raise ValueError(f"rows is {rows.dtype} {tuple(rows.shape)}; needed are {count} places in `out` as int64")
-        if self.fence is not None and (rows is not None or out is None or not out.is_contiguous()):
-            raise ValueError("a fence guards bytes that records are used in: give contiguous `out`, and no `rows`")
 
 
 @dataclass(eq=False, slots=True)
@@ -84,7 +80,6 @@ def cut(
     to: Destination,
     staged: Callable[[int], int],
     slot_bytes: int,
-    load_bytes: int,
 ) -> list[Batch]:
     """The entries of a fetch as batches: by tier and codec, in the order of their bytes there.
 
@@ -93,9 +88,7 @@ def cut(
         first: the first row of each in the answer.
         to: where the answer goes.
         staged: bytes that a record of some bytes takes in a staging slot.
-        slot_bytes: bytes of a staging slot. Records on the device need none: those of one chunk are one batch; nor do
-            those that are used where they arrive.
-        load_bytes: bytes of one that records from disk pass.
+        slot_bytes: bytes of a staging slot. Records on the device need none: those of one chunk are one batch.
     """
 
     def home(number: int) -> tuple[Tier, str, int]:
@@ -112,8 +105,7 @@ def cut(
         numbers = list(group)
         on_device = tier is Tier.DEVICE
         taken = [staged(entries[number].form.nbytes) for number in numbers]
-        most = slot_bytes if to.fence is None else load_bytes if tier is Tier.DISK else sum(taken)
-        for run in [slice(0, len(numbers))] if on_device else runs(taken, most):
+        for run in [slice(0, len(numbers))] if on_device else runs(taken, slot_bytes):
             members = [entries[number] for number in numbers[run]]
             bases = [entry.base for entry in members]
             batch = Batch(members, [first[number] for number in numbers[run]], bases, tier, to)

@@ -13,10 +13,6 @@ from tiered.tiers.batches import Batch
 from tiered.tiers.record_book import Entry
 
 
-def nothing() -> None:
-    """Compute has only to wait for records that are used where they arrived."""
-
-
 def encoding(
     entries: Sequence[Entry], rows: Float[Tensor, "rows width"], out: UInt8[Tensor, " bytes"], offsets: Sequence[int]
 ) -> Callable[[], None]:

@@ -1,19 +1,29 @@
-"""Memory under the books, and host memory that outlives a call."""
+"""Memory under the books, rings of it, and host memory that outlives a call."""
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import RLock
 
 import torch
 
+from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.chunk import Chunk
-from tiered.offload.errors import PinError
+from tiered.offload.errors import ArenaFullError, PinError
+from tiered.offload.fence import Region
 from tiered.offload.pinning import pick_pinner
-from tiered.tiers.slots import KNOBS
+from tiered.offload.ring import Ring
+
+Memory = Callable[[int], Chunk]
+KNOBS = {
+    Tier.DEVICE: "raise memory=MemoryBudget(device=…), or keep fewer records on the device",
+    Tier.HOST: "raise memory=MemoryBudget(host=…), or give a disk tier to spill to: MemoryBudget(disk=…, disk_path=…)",
+    Tier.DISK: "raise memory=MemoryBudget(disk=…, disk_path=…)",
+}
 
 
 def booked(
@@ -136,3 +146,40 @@ class HostPool:
     def _sort(self) -> None:
         while self._returned:
             insort(self._idle, self._returned.popleft(), key=lambda chunk: chunk.actual_bytes)
+
+
+def open_ring(
+    ledger: Ledger,
+    opened: ExitStack,
+    region: Region,
+    slots: int,
+    slot_bytes: int,
+    tier: Tier,
+    allocate: Memory,
+) -> Ring:
+    """A ring of `slots` over memory from `allocate`, booked as staging until `opened` is closed.
+
+    Raises:
+        TierCapacityError: no room for it.
+    """
+    with told_by_tier(tier):
+        chunk = allocate(slots * slot_bytes)
+    opened.callback(chunk.free)
+    ledger.rebook(Account.SPARE, Account.STAGING, chunk.actual_bytes, tier)
+    opened.callback(ledger.rebook, Account.STAGING, Account.SPARE, chunk.actual_bytes, tier)
+    ring = Ring(slots, chunk.bytes, region, chunk.earlier)
+    opened.callback(ring.settle)
+    return ring
+
+
+@contextmanager
+def told_by_tier(tier: Tier, held: int | None = None, step: int = 0) -> Iterator[None]:
+    """What a storage lacks, as the error of the public contract. `held`: bytes of the tier where a cap is what it has
+    reached, which would do with what is needed on top, or with `step`, by which the storage grows, if that is more."""
+    try:
+        yield
+    except ArenaFullError as error:
+        total = None if error.hint or held is None else held + max(error.needed, step)
+        raise TierCapacityError(error.needed, error.available, tier, error.hint or KNOBS[tier], total) from error
+    except PinError as error:
+        raise TierCapacityError(error.needed, 0, tier, str(error)) from error

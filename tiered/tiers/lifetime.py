@@ -10,10 +10,9 @@ import torch
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.arena import Arena
-from tiered.offload.codec_bytes import Codec
 from tiered.offload.spill_file import SpillFile
 from tiered.offload.transport import Transport
-from tiered.tiers.record_book import Entry, RecordBook, RecordForm, RecordKey
+from tiered.tiers.record_book import Entry, RecordBook, RecordKey
 from tiered.tiers.shipping import Rings, Shipping
 from tiered.tiers.slots import Slots
 from tiered.tiers.stats import TierStats, reporting
@@ -55,7 +54,6 @@ class TierLifetime:
         self._slots = slots = Slots(ledger, arenas, spill, book, jobs, record)
         self._shipping = shipping = Shipping(jobs, slots, rings, ledger, device=device, dtype=dtype)
         self._fetches = Fetches(book, slots, jobs, shipping, record)
-        self._reserved: dict[RecordKey, Entry] = {}
         self._on_close = on_close
         self._versions = 0
 
@@ -65,19 +63,6 @@ class TierLifetime:
 
     def __contains__(self, key: object) -> bool:
         return key in self._book
-
-    def holds(self, key: RecordKey, tier: Tier) -> bool:
-        """Whether `tier` has the bytes of a record that there is."""
-        return tier in self._book.find(key).slots
-
-    def close_tickets(self) -> None:
-        """Close every ticket that is open."""
-        self._fetches.close_tickets()
-
-    def trim(self) -> None:
-        """Give memory back in which no record lies. Waits for the copies that are under way there."""
-        self._fetches.check_open()
-        self._slots.trim()
 
     def progress(self) -> None:
         """Note which copies have ended, and send what waits for a staging slot. Never blocks."""
@@ -126,13 +111,8 @@ class TierLifetime:
         self.close()
 
     def _leave_all(self) -> None:
-        for entry in [*self._book.entries(), *self._reserved.values()]:
+        for entry in list(self._book.entries()):
             self._slots.leave(entry)
-
-    def _entry(self, key: RecordKey, nbytes: int) -> Entry:
-        """A new one of bytes as they are."""
-        self._versions += 1
-        return Entry(key, RecordForm(Codec.RAW, 1, nbytes, 1), self._versions)
 
     def _find(self, key: RecordKey) -> Entry:
         if key not in self._book:

@@ -13,7 +13,7 @@ caller uses a manager; copies run on the transport's streams and threads.
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tiered.core.errors import TierCapacityError
@@ -22,12 +22,9 @@ from tiered.core.features import Tier
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
 from tiered.offload.codec_bytes import Codec
-from tiered.offload.fence import Fence, settle
-from tiered.offload.file_record import FileRecord
-from tiered.offload.transport import Lane
 from tiered.tiers.arguments import check_rows, checked_forms
 from tiered.tiers.banks import CentroidBank, DeltaBase, banks_of
-from tiered.tiers.batches import Destination, memory_slot, runs
+from tiered.tiers.batches import Destination, runs
 from tiered.tiers.lifetime import TierLifetime
 from tiered.tiers.record_book import Entry, RecordForm, RecordKey, nbytes_of
 from tiered.tiers.ticket import Ticket
@@ -101,50 +98,12 @@ class TierManager(TierLifetime):
                     raise
                 self._store(*part)
 
-    def reserve(self, key: RecordKey, nbytes: int) -> UInt8[Tensor, " nbytes"]:
-        """Room in the host tier for a record that the caller writes, a piece at a time, until `commit`.
-
-        Raises:
-            TierCapacityError: no record that may leave makes enough room.
-            ValueError: closed.
-        """
-        self._fetches.check_open()
-        self.progress()
-        self._slots.leave(self._reserved.pop(key, None))  # the caller failed to write it
-        entry = self._entry(key, nbytes)
-        self._slots.enter(entry, Tier.HOST)
-        self._reserved[key] = entry
-        slot = memory_slot(entry, Tier.HOST)
-        settle([slot.fence])  # whoever had these bytes before
-        return slot.bytes
-
-    def commit(self, key: RecordKey) -> None:
-        """What `reserve` gave room for is there, and may be fetched. What was stored under `key` is replaced."""
-        entry = self._reserved.pop(key)
-        self._slots.leave(self._book.commit(entry))
-        self._record(Stored(tier=Tier.HOST, records=1, nbytes=entry.form.nbytes))
-
-    def adopt(self, key: RecordKey, pieces: FileRecord) -> None:
-        """A record whose bytes stand in files that are not the tiers'. They are read when it is fetched, and never
-        written; nothing is booked for them."""
-        self._fetches.check_open()
-        entry = self._entry(key, pieces.nbytes)
-        self._slots.adopt(entry, pieces)
-        self._slots.leave(self._book.commit(entry))
-
-    def used(self, fence: Fence) -> None:
-        """What compute was given so far reads the bytes that `fence` guards, into which records were fetched: no later
-        copy overwrites them before it has ended."""
-        self._traffic.compute(Lane.FETCH, lambda: None, reads=[fence])
-
     @spanned(Op.FETCH)
     def fetch(
         self,
         keys: Sequence[RecordKey],
         out: Float[Tensor, "any width"] | None = None,
         rows: Int[Tensor, " rows"] | None = None,
-        *,
-        fence: Fence | None = None,
     ) -> Ticket:
         """Begin to bring records to the device. Copies set out at once, as far as there are staging slots.
 
@@ -153,8 +112,6 @@ class TierManager(TierLifetime):
             out, rows: where the answer goes, as for `Ticket.wait`, and is written as soon as it has arrived and others
                 need its staging slots: until `wait` or `close` nothing else may touch these places. None: `wait` or
                 `Ticket.into` says it.
-            fence: guards `out`, contiguous bytes in which raw records are used as they are: copies go there at once and
-                take no staging slot, `wait` only lets compute wait for them, and `used` ends their use.
 
         Raises:
             KeyError: nothing is stored under a key.
@@ -163,22 +120,7 @@ class TierManager(TierLifetime):
         """
         self._fetches.check_open()
         self.progress()
-        entries = [self._find(key) for key in keys]
-        if fence is not None and any(entry.form.codec is not Codec.RAW for entry in entries):
-            raise ValueError("a fence is for raw records: others are decoded from a staging slot")
-        return self._fetches.begin(keys, entries, Destination(out, rows, fence))
-
-    def load(self, keys: Iterable[RecordKey]) -> None:
-        """Bring records that are on disk alone to the host tier. The disk tier has them no more.
-
-        Raises:
-            KeyError, RecordLostError: as `fetch`.
-            TierCapacityError: the host tier has no room for them.
-        """
-        self._fetches.check_open()
-        for entry in map(self._find, keys):
-            if entry.slots.keys() == {Tier.DISK}:
-                self._slots.load(entry, keep=False)
+        return self._fetches.begin(keys, [self._find(key) for key in keys], Destination(out, rows))
 
     def evict(self, keys: Iterable[RecordKey]) -> int:
         """Move records one tier down, from the highest tier that holds them. Returns how many moved: those that a

@@ -10,24 +10,20 @@ from typing import Any
 import torch
 
 from tiered.core.budget import MemoryBudget
-from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.arena import Arena, device_chunks
 from tiered.offload.chunk import Chunk
 from tiered.offload.device import pick_device
-from tiered.offload.errors import ArenaFullError, PinError
 from tiered.offload.fence import Region
-from tiered.offload.ring import Ring
 from tiered.offload.slabs import UNIT
 from tiered.offload.spill_file import SpillFile
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Transport
-from tiered.tiers.host_pool import HostPool, booked
+from tiered.tiers.host_pool import KNOBS, HostPool, booked, open_ring, told_by_tier
 from tiered.tiers.manager import TierManager
 from tiered.tiers.record_bytes import LOAD_SLOTS, run_bytes
 from tiered.tiers.shipping import Rings
-from tiered.tiers.slots import KNOBS, told_by_tier
 
 Memory = Callable[[int], Chunk]
 
@@ -41,15 +37,12 @@ class StagingSizes:
         store_bytes: bytes of a staging slot that records leave from, `slot_bytes` at least; None for `slot_bytes`.
         slab_bytes: bytes of what slots in the tiers are cut from, a multiple of 4096 and `slot_bytes` at least; None
             for `slot_bytes`.
-        load_bytes: bytes of a slot that records from files pass. If given, there is such a ring without a disk tier
-            too, for records that stand in other files. None for `slot_bytes`, beside a disk tier.
         fetch_slots, store_slots, load_slots: staging slots of the rings.
     """
 
     slot_bytes: int = 4 << 20
     store_bytes: int | None = None
     slab_bytes: int | None = None
-    load_bytes: int | None = None
     fetch_slots: int = 3  # one is decoded, one has arrived, one is filling
     store_slots: int = 2
     load_slots: int = LOAD_SLOTS
@@ -74,8 +67,8 @@ class StagingSizes:
         load = None
         store = ring(Region.STORE_SLOT, self.store_slots, self.store, Tier.DEVICE, on_device)
         fetch = ring(Region.FETCH_SLOT, self.fetch_slots, self.slot_bytes, Tier.DEVICE, on_device)
-        if files or self.load_bytes:
-            load = ring(Region.LOAD_SLOT, self.load_slots, self.load_bytes or self.slot_bytes, Tier.HOST, pool.take)
+        if files:
+            load = ring(Region.LOAD_SLOT, self.load_slots, self.slot_bytes, Tier.HOST, pool.take)
         return Rings(store, fetch, load)
 
 
@@ -85,7 +78,6 @@ def open_tiers(
     device: torch.device | str = "auto",
     dtype: torch.dtype = torch.float32,
     transport: Transport | None = None,
-    promote: bool = True,
     pool: HostPool | None = None,
     expected_bytes: Mapping[Tier, int] = MappingProxyType({}),
     **sizes: Any,
@@ -100,8 +92,6 @@ def open_tiers(
         ledger: books everything. Its budget caps the tiers; without a disk budget there is no disk tier.
         device, dtype: device and dtype of the rows.
         transport: what carries copies; None for streams on CUDA, threads on the CPU. It is closed with the manager.
-        promote: whether what comes from disk stays in the host tier, where others leave for it. False for records that
-            are used in turn, of which the next one always is the one that left.
         pool: where host memory comes from and goes back to, of the same ledger; None for one of this manager's own.
         expected_bytes: what all records will take of device and host at most, see `Arena`.
         sizes: fields of `StagingSizes`.
@@ -129,7 +119,7 @@ def open_tiers(
         )
         transport = transport or _transport_for(device)
         opened.callback(transport.close)  # the last to come is the first to go: no copy outlives what it works on
-        rings = rings._replace(run_bytes=run, promote=promote)
+        rings = rings._replace(run_bytes=run)
         return TierManager(
             ledger, arenas, spill, rings, transport, device=device, dtype=dtype, on_close=opened.pop_all().close
         )
@@ -169,32 +159,6 @@ def _arena(
     arena = Arena(region, slab_bytes, cap, allocate, expected_bytes=expected)
     opened.callback(arena.close)
     return arena
-
-
-def open_ring(
-    ledger: Ledger,
-    opened: ExitStack,
-    region: Region,
-    slots: int,
-    slot_bytes: int,
-    tier: Tier,
-    allocate: Memory,
-) -> Ring:
-    """A ring of `slots` over memory from `allocate`, booked as staging until `opened` is closed.
-
-    Raises:
-        TierCapacityError: no room for it.
-    """
-    try:
-        chunk = allocate(slots * slot_bytes)
-    except (ArenaFullError, PinError) as error:
-        raise TierCapacityError(error.needed, getattr(error, "available", 0), tier, str(error)) from error
-    opened.callback(chunk.free)
-    ledger.rebook(Account.SPARE, Account.STAGING, chunk.actual_bytes, tier)
-    opened.callback(ledger.rebook, Account.STAGING, Account.SPARE, chunk.actual_bytes, tier)
-    ring = Ring(slots, chunk.bytes, region, chunk.earlier)
-    opened.callback(ring.settle)
-    return ring
 
 
 def _spill_file(ledger: Ledger, slab_bytes: int, opened: ExitStack) -> SpillFile | None:

@@ -14,12 +14,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiered.core.errors import RecordLostError
-from tiered.core.features import Account, Feature, Tier
+from tiered.core.features import Feature, Tier
 from tiered.offload.codec_bytes import Codec
 
 if TYPE_CHECKING:
     from tiered.offload.arena import Slot
-    from tiered.offload.file_record import FileRecord
     from tiered.offload.spill_file import DiskSlot
 
 
@@ -27,14 +26,13 @@ class RecordKey(NamedTuple):
     """The name of a record: the unit that moves between tiers.
 
     Attributes:
-        feature: what is stored: of rows, or `Account.WEIGHTS`.
+        feature: what is stored of the rows.
         layer: of the model.
-        sequence: of the batch; 0 for weights.
-        part: number of the cluster, piece of a cluster, span, or expert that the record holds in this layer and
-            sequence.
+        sequence: of the batch.
+        part: number of the cluster, piece of a cluster, or span that the record holds in this layer and sequence.
     """
 
-    feature: Feature | Account
+    feature: Feature
     layer: int
     sequence: int
     part: int
@@ -89,7 +87,7 @@ class Entry:
     version: int
     base: "DeltaBase | None" = None
     state: EntryState = EntryState.RESERVED
-    slots: "dict[Tier, Slot | DiskSlot | FileRecord]" = field(default_factory=dict)
+    slots: "dict[Tier, Slot | DiskSlot]" = field(default_factory=dict)
     readers: int = 0
     used: int = 0
 
@@ -180,7 +178,7 @@ class RecordBook:
         entry.readers -= 1
         return entry.readers == 0 and self._superseded.pop(id(entry), None) is not None
 
-    def put(self, entry: Entry, tier: Tier, slot: "Slot | DiskSlot | FileRecord") -> None:
+    def put(self, entry: Entry, tier: Tier, slot: "Slot | DiskSlot") -> None:
         """`entry` has bytes in `slot` of `tier` now."""
         if tier in entry.slots:
             raise ValueError(f"{entry.key} already has a slot in the {tier} tier")

@@ -19,7 +19,7 @@ from tiered.offload.fence import Fence, Region
 from tiered.offload.ring import Ring, RingSlot
 from tiered.offload.transport import Copy, Lane, TransferEvent, merge_neighbours
 from tiered.tiers.batches import Batch, memory_slot
-from tiered.tiers.coding import decoding, encoding, nothing
+from tiered.tiers.coding import decoding, encoding
 from tiered.tiers.record_book import Entry
 from tiered.tiers.slots import Slots
 from tiered.tiers.traffic import Traffic
@@ -50,14 +50,12 @@ class Rings(NamedTuple):
         store, fetch: slots of the device that records leave from, and arrive in.
         load: slots of host memory that records from files pass; None without files.
         run_bytes: bytes of records that are stored at once, in one slot; 0 for a whole slot.
-        promote: whether what comes from disk stays in the host tier.
     """
 
     store: Ring
     fetch: Ring
     load: Ring | None
     run_bytes: int = 0
-    promote: bool = True
 
 
 class Shipping:
@@ -80,7 +78,6 @@ class Shipping:
         """`device`, `dtype`: device and dtype of the rows."""
         self.device = device
         self.dtype = dtype
-        self.load_bytes = 0 if rings.load is None else rings.load.slot_bytes
         self.slot_bytes = rings.fetch.slot_bytes
         self._traffic = traffic
         self._slots = slots
@@ -139,10 +136,7 @@ class Shipping:
             staging.release()
 
     def send_up(self, batch: Batch) -> None:
-        """Copy the batch's records to a staging slot, of which one is free, or to where they are used; from disk by way
-        of host memory."""
-        if batch.to.fence is not None:
-            return self._send_in_place(batch, batch.to.fence)
+        """Copy the batch's records to a staging slot, of which one is free; from disk by way of host memory."""
         staging = self._rings.fetch.acquire()
         assert staging is not None, "a batch sets out when a slot is free"
         try:
@@ -162,27 +156,6 @@ class Shipping:
             raise
         batch.slot, batch.buffer, batch.offsets, batch.fences = staging, staging.bytes, offsets, [staging.fence]
 
-    def _send_in_place(self, batch: Batch, guard: Fence) -> None:
-        """Copy the batch's records to the bytes that `guard` guards."""
-        out = batch.to.out
-        assert out is not None, "what is used where it arrives has a place"
-        flat = out.view(-1)
-        # A fence of its own: whether these bytes arrived is no other batch's business.
-        fence = Fence(guard.region)
-        fence.inherit([guard])
-        with self._in_host_memory(batch) as (spans, passing):
-            pieces = []
-            for entry, first, span in zip(batch.entries, batch.rows, spans, strict=True):
-                start, nbytes = first * out.shape[1], entry.form.nbytes
-                pieces.append(Copy(span.buffer[span.start : span.start + nbytes], flat[start : start + nbytes]))
-            batch.arrival = self._traffic.move(
-                Lane.FETCH, pieces, reads=[span.fence for span in spans], writes=[fence], layer=_layer_of(batch.entries)
-            )
-            if passing is not None:
-                passing.fence.reads(batch.arrival)
-        guard.inherit([fence])
-        batch.buffer, batch.fences = flat, [fence]
-
     @contextmanager
     def _in_host_memory(self, batch: Batch) -> Iterator[tuple[list[_Span], RingSlot | None]]:
         """Where the batch's records lie in host memory. Those on disk are brought to the host tier; where it has no
@@ -191,7 +164,7 @@ class Shipping:
         passing, filled = None, 0
         try:
             for entry in batch.entries:
-                if Tier.HOST not in entry.slots and self._rings.promote:
+                if Tier.HOST not in entry.slots:
                     with suppress(TierCapacityError):
                         self._slots.load(entry)
                 if Tier.HOST in entry.slots:
@@ -213,11 +186,9 @@ class Shipping:
                 passing.release()
 
     def decode(self, batch: Batch) -> TransferEvent:
-        """Decode a batch to its destination, where that has not arrived as it is; it may not be decoded again, its
-        staging slot is given back."""
+        """Decode a batch to its destination; it may not be decoded again, its staging slot is given back."""
         try:
-            work = decoding(batch, self.dtype) if batch.to.fence is None else nothing
-            layer = _layer_of(batch.entries)
+            work, layer = decoding(batch, self.dtype), _layer_of(batch.entries)
             return self._traffic.compute(Lane.FETCH, work, reads=batch.fences, layer=layer)
         finally:
             self.give_back(batch)

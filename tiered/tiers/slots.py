@@ -1,8 +1,7 @@
 """Where records lie: slots for new ones, moves down and back up, and what becomes of a record whose copy fails."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from jaxtyping import UInt8
@@ -13,20 +12,14 @@ from tiered.core.events import Evicted, Lost, TierEvent
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.arena import Arena, ArenaStats, Slot
-from tiered.offload.errors import ArenaFullError, PinError
 from tiered.offload.fence import Fence
-from tiered.offload.file_record import FileRecord
 from tiered.offload.spill_file import DiskSlot, SpillFile
 from tiered.offload.transport import Copy, Lane
+from tiered.tiers.host_pool import KNOBS, told_by_tier
 from tiered.tiers.record_book import Entry, RecordBook
 from tiered.tiers.traffic import Traffic
 
 BELOW = {Tier.DEVICE: Tier.HOST, Tier.HOST: Tier.DISK}
-KNOBS = {
-    Tier.DEVICE: "raise memory=MemoryBudget(device=…), or keep fewer records on the device",
-    Tier.HOST: "raise memory=MemoryBudget(host=…), or give a disk tier to spill to: MemoryBudget(disk=…, disk_path=…)",
-    Tier.DISK: "raise memory=MemoryBudget(disk=…, disk_path=…)",
-}
 
 
 class Slots:
@@ -68,15 +61,6 @@ class Slots:
         """What the host tier holds."""
         return self._arenas[Tier.HOST].stats()
 
-    def trim(self) -> None:
-        """Give the memory back in which no record lies."""
-        for arena in self._arenas.values():
-            arena.trim()
-
-    def adopt(self, entry: Entry, pieces: FileRecord) -> None:
-        """Give a new entry bytes that stand in files which are not the tiers': they take no room of the disk tier."""
-        self._book.put(entry, Tier.DISK, pieces)
-
     def enter(self, entry: Entry, tier: Tier) -> None:
         """Give a new entry a slot in `tier`; other records move down for it where they have to.
 
@@ -109,8 +93,8 @@ class Slots:
         self._vacate(entry, tier)
         self._record(Evicted(tier=tier, records=1, nbytes=entry.form.nbytes, clean=clean))
 
-    def load(self, entry: Entry, *, keep: bool = True) -> None:
-        """Bring `entry` from disk to the host tier; with `keep` it stays on disk too, and so is clean.
+    def load(self, entry: Entry) -> None:
+        """Bring `entry` from disk to the host tier; it stays on disk too, and so is clean.
 
         Raises:
             TierCapacityError: no room in the host tier. Nothing has changed.
@@ -124,8 +108,6 @@ class Slots:
 
         self.read(entry, slot.bytes, slot.fence, failed)
         self._book.put(entry, Tier.HOST, slot)
-        if not keep and isinstance(source, DiskSlot):
-            self._vacate(entry, Tier.DISK)
 
     def read(
         self,
@@ -149,7 +131,7 @@ class Slots:
                 self._vacate(entry, tier)
             entry.let_go_of_base()
 
-    def copy_failed(self, entry: Entry, tier: Tier, slot: Slot | DiskSlot | FileRecord) -> None:
+    def copy_failed(self, entry: Entry, tier: Tier, slot: Slot | DiskSlot) -> None:
         """The bytes in `slot` are not those of `entry`. It may have left it since, or have them elsewhere."""
         if entry.slots.get(tier) is slot:
             self._vacate(entry, tier)
@@ -165,8 +147,8 @@ class Slots:
         self._book.check_integrity()
         held: Counter[Tier] = Counter()
         for entry in self._book.entries():
-            for tier, slot in entry.slots.items():
-                held[tier] += 0 if isinstance(slot, FileRecord) else entry.form.nbytes
+            for tier in entry.slots:
+                held[tier] += entry.form.nbytes
         for tier, storage in self._storages.items():
             storage.check_integrity()
             if self._taken[tier] != held[tier]:
@@ -205,22 +187,6 @@ class Slots:
         return slot
 
     def _vacate(self, entry: Entry, tier: Tier) -> None:
-        slot = entry.slots.pop(tier)
-        if isinstance(slot, FileRecord):
-            return
-        slot.release()
+        entry.slots.pop(tier).release()
         self._ledger.rebook(Account(entry.key.feature), Account.SPARE, entry.form.nbytes, tier)
         self._taken[tier] -= entry.form.nbytes
-
-
-@contextmanager
-def told_by_tier(tier: Tier, held: int | None = None, step: int = 0) -> Iterator[None]:
-    """What a storage lacks, as the error of the public contract. `held`: bytes of the tier where a cap is what it has
-    reached, which would do with what is needed on top, or with `step`, by which the storage grows, if that is more."""
-    try:
-        yield
-    except ArenaFullError as error:
-        total = None if error.hint or held is None else held + max(error.needed, step)
-        raise TierCapacityError(error.needed, error.available, tier, error.hint or KNOBS[tier], total) from error
-    except PinError as error:
-        raise TierCapacityError(error.needed, 0, tier, str(error)) from error

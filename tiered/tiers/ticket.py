@@ -146,8 +146,7 @@ class Fetches:
         first = [0, *accumulate(entry.form.rows for entry in entries)]
         shape = first[-1], widths.pop()
         to.check(shape)
-        shipping = self._shipping
-        batches = cut(entries, first, to, self._slots.staged_bytes, shipping.slot_bytes, shipping.load_bytes)
+        batches = cut(entries, first, to, self._slots.staged_bytes, self._shipping.slot_bytes)
         for entry in entries:
             self._book.begin_reading(entry)
             if entry.base is not None:
@@ -157,10 +156,6 @@ class Fetches:
         for batch in batches:
             self._record(Asked(tier=batch.tier, records=len(batch.entries), nbytes=nbytes_of(batch.entries)))
         self._waiting.extend(batch for batch in batches if batch.tier is not Tier.DEVICE)
-        if to.fence is not None:  # they wait for no staging slot
-            for batch in batches:
-                with suppress(RecordLostError, TransferError):  # told by `land`
-                    self._send(batch)
         self.send_waiting()
         return ticket
 
@@ -186,8 +181,7 @@ class Fetches:
             self.send_waiting()
         if batch.landed is None:
             if batch.buffer is None:
-                if batch.to.fence is None:
-                    self._free_a_slot()
+                self._free_a_slot()
                 self._send(batch)
             while batch in self._air and (earlier := self._first()) is not batch:
                 assert earlier is not None, "the batch itself has a destination"
@@ -264,8 +258,7 @@ class Fetches:
         for entry in batch.entries:
             entry.check_there()
         self._shipping.send_up(batch)
-        if batch.to.fence is None:
-            self._air.append(batch)
+        self._air.append(batch)
         self._end_reading(batch)
 
     def _first(self) -> Batch | None:

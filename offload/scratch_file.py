@@ -1,0 +1,252 @@
+"""A file without a name for records that are written once and read often, each with a checksum in memory.
+
+Reads and writes go through the page cache. The system may therefore hold written records in RAM that no budget of ours
+counts and that it gives up under pressure; and a read may be served from there, faster than the disk.
+"""
+
+import errno
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from jaxtyping import UInt8
+from torch import Tensor
+
+from tiered.offload.errors import ArenaFullError, CorruptRecordError, TransferError
+from tiered.offload.fence import Fence, Region
+
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a quota, a limit on the length of files
+
+
+class ScratchSlot:
+    """The room of one record in the file.
+
+    Attributes:
+        index: number of the slot in the file.
+        nbytes: bytes of the record.
+        fence: guards these bytes.
+    """
+
+    __slots__ = ("_checksum", "_file", "fence", "index", "nbytes")
+
+    def __init__(self, file: "ScratchFile", index: int, nbytes: int) -> None:
+        self._file, self.index, self.nbytes = file, index, nbytes
+        self._checksum: int | None = None
+        self.fence = Fence(Region.DISK_SLOT)
+
+    def write(self, payload: UInt8[Tensor, " nbytes"]) -> int:
+        """Write the record; blocks. Returns the bytes written. On any thread.
+
+        Raises:
+            TransferError: the system could not write. On a disk that copies on write, it may be full all the same.
+        """
+        data = memoryview(payload.numpy())
+        self._checksum = zlib.crc32(data)
+        with self._file._using(f"writing {self}") as descriptor:
+            if _moved(os.pwrite, descriptor, data, self._offset) < len(data):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return len(data)
+
+    def read(self, into: UInt8[Tensor, " nbytes"]) -> int:
+        """Read the record into `into`, whose content is undefined after an error; blocks. Returns the bytes read. On
+        any thread.
+
+        Raises:
+            CorruptRecordError: the bytes there are not those that were written.
+            TransferError: the system could not read.
+        """
+        data = memoryview(into.numpy())
+        with self._file._using(f"reading {self}") as descriptor:
+            count = _moved(_read_into, descriptor, data, self._offset)
+        if count < len(data):
+            raise CorruptRecordError(f"{self}: the file ends after {count} of {len(data)} bytes")
+        if zlib.crc32(data) != self._checksum:
+            raise CorruptRecordError(f"{self}: the checksum differs")
+        return count
+
+    def release(self) -> None:
+        """Give the slot back; no access is under way."""
+        self._file._release(self)
+
+    def __str__(self) -> str:
+        return f"the record at offset {self._offset} of the scratch file in {self._file.folder}"
+
+    @property
+    def _offset(self) -> int:
+        return self.index * self._file.slot_bytes
+
+
+class ScratchFile:
+    """Slots of one size in one file, which is as long as its last slot in use.
+
+    The file has no name: it cannot clash with others, and it disappears with the process. Slots are written and read on
+    any thread, all else happens on the owner's. After a fork the file is the parent's.
+
+    Args:
+        folder: where the file takes its room; may be a link to a folder.
+        slot_bytes: bytes of the largest record.
+        on_grow: gets the bytes before they are taken from the disk; raises to refuse.
+        on_shrink: gets the bytes that were given back, or that the disk refused after `on_grow`.
+
+    Raises:
+        OSError: no file can be made there.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        slot_bytes: int,
+        on_grow: Callable[[int], object] = lambda nbytes: None,
+        on_shrink: Callable[[int], object] = lambda nbytes: None,
+    ) -> None:
+        self.folder, self.slot_bytes, self.file_bytes = folder, slot_bytes, 0
+        self._on_grow, self._on_shrink = on_grow, on_shrink
+        self._slots: dict[int, ScratchSlot] = {}  # in use, by index
+        self._process = os.getpid()
+        self._idle = threading.Condition()
+        self._users = 0  # threads inside `write` or `read`
+        self._closed = False
+        try:
+            # O_TMPFILE, which does not follow links, or else a new file with a random name that is unlinked at once.
+            self._file = TemporaryFile(buffering=0, prefix="tiered-", dir=os.path.realpath(folder))  # noqa: SIM115
+        except OSError as error:
+            raise self._named(error) from error
+
+    def place(self, nbytes: int) -> ScratchSlot:
+        """A slot for a record of `nbytes`. May take bytes from the disk.
+
+        Raises:
+            ArenaFullError: the disk is full. What `on_grow` raises, likewise.
+            OSError: the system refuses to let the file grow.
+            ValueError: closed, or `nbytes` is not 1 to `slot_bytes`.
+        """
+        self._check_open()
+        if not 0 < nbytes <= self.slot_bytes:
+            raise ValueError(f"a record of {nbytes} bytes: allowed are 1 to slot_bytes = {self.slot_bytes}")
+        index = next(number for number in range(len(self._slots) + 1) if number not in self._slots)
+        if (index + 1) * self.slot_bytes > self.file_bytes:
+            self._grow()
+        slot = self._slots[index] = ScratchSlot(self, index, nbytes)
+        return slot
+
+    def check_free(self, nbytes: int) -> int:
+        """Bytes that the disk has free, for all who write to it.
+
+        Raises:
+            ArenaFullError: fewer than `nbytes`.
+        """
+        disk = os.fstatvfs(self._file.fileno())
+        free = disk.f_bavail * disk.f_frsize
+        if free < nbytes:
+            raise self._full(nbytes, free, os.strerror(errno.ENOSPC))
+        return free
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` with the numbers if the books differ from the file."""
+        self._check_open()
+        found, end = os.fstat(self._file.fileno()).st_size, (max(self._slots, default=-1) + 1) * self.slot_bytes
+        if not found == self.file_bytes == end:
+            raise RuntimeError(f"the scratch file in {self.folder} of {found} bytes, booked {self.file_bytes}, {end}")
+
+    def close(self) -> None:
+        """Wait for the threads inside `write` and `read`, then give the file back to the disk. May be called again.
+
+        A forked child's call leaves the file to the parent.
+        """
+        if os.getpid() != self._process:
+            self._file.close()
+        else:
+            with self._idle:
+                was_closed, self._closed = self._closed, True
+                self._idle.wait_for(lambda: not self._users)
+            if not was_closed:
+                with suppress(OSError):  # a forked child has the descriptor too, and would keep the bytes
+                    os.ftruncate(self._file.fileno(), 0)
+                self._file.close()
+        self._on_shrink(self.file_bytes)
+        self.file_bytes = 0
+
+    def _grow(self) -> None:
+        """One more slot, booked before it is there and taken from the disk at once, so that no write finds it full. The
+        file stays as it is on an error."""
+        self._on_grow(self.slot_bytes)
+        descriptor, end = self._file.fileno(), self.file_bytes
+        try:
+            free = self.check_free(self.slot_bytes)  # before the attempt, which may fill the disk and then fail
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(descriptor, end, self.slot_bytes)
+                else:  # macOS
+                    _moved(os.pwrite, descriptor, memoryview(bytes(self.slot_bytes)), end)
+            except OSError as error:
+                os.ftruncate(descriptor, end)
+                if error.errno not in _REFUSED:
+                    raise self._named(error) from error
+                available = free if error.errno == errno.ENOSPC else 0
+                raise self._full(self.slot_bytes, available, os.strerror(error.errno)) from error
+        except BaseException:
+            self._on_shrink(self.slot_bytes)
+            raise
+        self.file_bytes += self.slot_bytes
+
+    def _release(self, slot: ScratchSlot) -> None:
+        self._check_open()
+        if self._slots.get(slot.index) is not slot:
+            raise ValueError(f"{slot} was released before")
+        del self._slots[slot.index]
+        end = (max(self._slots, default=-1) + 1) * self.slot_bytes
+        if end < self.file_bytes:
+            os.ftruncate(self._file.fileno(), end)
+            shrunk, self.file_bytes = self.file_bytes - end, end
+            self._on_shrink(shrunk)
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise ValueError(
+                f"the scratch file in {self.folder} belongs to process {self._process}: this is a fork of it"
+            )
+        if self._closed:
+            raise ValueError(f"the scratch file in {self.folder} is closed")
+
+    @contextmanager
+    def _using(self, what: str) -> Iterator[int]:
+        """The descriptor, which stays open until the end: the system gives the number of a closed one to other files.
+        `what` is named in an error of the system."""
+        self._check_open()  # first of all: in a forked child the lock may be held for ever
+        with self._idle:
+            self._check_open()
+            self._users += 1
+        try:
+            yield self._file.fileno()
+        except OSError as error:
+            raise TransferError(f"{what}: {error}") from error
+        finally:
+            with self._idle:
+                self._users -= 1
+                if not self._users:
+                    self._idle.notify_all()
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, f"disk_path takes no file of records: {error.strerror}", str(self.folder))
+
+    def _full(self, needed: int, available: int, reason: str) -> ArenaFullError:
+        disk = os.fstatvfs(self._file.fileno())
+        what = f"the disk under disk_path {self.folder}"
+        hint = f"{reason} in disk_path {self.folder}: make room there, name another folder, or lower `disk`"
+        return ArenaFullError(needed, available, disk.f_blocks * disk.f_frsize, what, hint)
+
+
+def _moved(call: Callable[[int, memoryview, int], int], descriptor: int, data: memoryview, offset: int) -> int:
+    """Bytes that `call`, a read or write of the system that may stop short, moved until all were, or it moved none."""
+    moved = 0
+    while moved < len(data) and (count := call(descriptor, data[moved:], offset + moved)):
+        moved += count
+    return moved
+
+
+def _read_into(descriptor: int, data: memoryview, offset: int) -> int:
+    return os.preadv(descriptor, [data], offset)

@@ -1,0 +1,333 @@
+"""Residency: records with homes below the device, and the slots of the device that they are used in.
+
+    home in host memory ──FETCH──▶ slot ◀──▶ compute
+      │  ▲ ▲                        │
+      │  │ └──────────STORE─────────┘   what compute writes goes through to the home
+      │  └──LOAD── home in a file       by way of a slot of host memory
+
+A slot never has bytes that its home lacks, so any record may leave its slot at any time, without a copy. Nothing here
+waits for a copy, except where a thread of the transport has to (`Traffic`).
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Bool, UInt8
+from torch import Tensor
+
+from tiered.core.events import Asked, Stored, TierEvent
+from tiered.offload.fence import Fence
+from tiered.offload.ring import Ring, RingSlot
+from tiered.offload.transport import Copy, Lane, Segment
+from tiered.tiers.tiers import Home
+from tiered.tiers.traffic import Traffic
+
+Parts = Bool[np.ndarray, " parts"]
+
+
+class Layout(Protocol):
+    """How the parts of a record lie in its home and in a slot."""
+
+    @property
+    def parts(self) -> int:
+        """Parts of the record."""
+        ...
+
+    def segments(self, parts: Parts) -> Iterable[Segment]:
+        """The bytes of `parts`, from the home to the slot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A record of `nbytes` in one part."""
+
+    nbytes: int
+    parts: int = 1
+
+    def segments(self, parts: Parts) -> Iterable[Segment]:
+        return [Segment(0, 0, self.nbytes)] if parts.any() else []
+
+
+class Wanted(NamedTuple):
+    """Parts of a record; None for all. Parts that were never written have no bytes, and nothing is copied for them."""
+
+    key: Hashable
+    parts: Parts | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Record:
+    """`filled`: parts that the home has bytes of; `layer`: of the model."""
+
+    home: Home
+    layout: Layout
+    filled: Parts
+    layer: int | None
+
+
+@dataclass(eq=False, slots=True)
+class _Here:
+    """A record in a slot. `present`: parts that are there, or on their way; `brought`: of them, those that came from
+    the home and were not written since; `arriving`: whether compute has to wait for some."""
+
+    slot: RingSlot
+    present: Parts
+    brought: Parts
+    arriving: bool = False
+
+
+class Residency:
+    """Records of one size class over the slots of a ring.
+
+    Slots are opened and closed apart from the records: without them a record may be placed, removed and copied out.
+    """
+
+    def __init__(self, traffic: Traffic, record: Callable[[TierEvent], None], passing: Ring | None = None) -> None:
+        """`record`: told what happens. `passing`: slots of host memory for records in files; None without files."""
+        self._traffic, self._record, self._passing = traffic, record, passing
+        self._slots: Ring | None = None
+        self._records: dict[Hashable, _Record] = {}
+        self._here: dict[Hashable, _Here] = {}  # the record unused for longest first
+        self._using: set[Hashable] = set()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._records
+
+    def home(self, key: Hashable) -> Home:
+        """Where the bytes of a record lie. Raises `KeyError` for no record."""
+        return self._records[key].home
+
+    def place(
+        self, key: Hashable, home: Home, *, layout: Layout | None = None, filled: bool = True, layer: int | None = None
+    ) -> None:
+        """Add a record. Raises `ValueError` for a key that there is.
+
+        Args:
+            key: name of the record.
+            home: where its bytes lie.
+            layout: its parts; None for one.
+            filled: whether the home has the bytes already; else `patch` brings them.
+            layer: of the model, for figures by layer.
+        """
+        if key in self._records:
+            raise ValueError(f"there is a record {key} already")
+        layout = layout or Whole(home.nbytes)
+        self._records[key] = _Record(home, layout, np.full(layout.parts, filled), layer)
+
+    def move(self, key: Hashable, home: Home) -> None:
+        """Give a record another home, which has the same bytes. The former one is given back. Raises `KeyError` for no
+        record."""
+        record = self._records[key]
+        former, record.home = record.home, home
+        former.free()
+
+    def remove(self, key: Hashable) -> None:
+        """Forget a record and give its home back. Raises `KeyError` for no record."""
+        self.drop(key)
+        self._records.pop(key).home.free()
+
+    @property
+    def opened(self) -> bool:
+        """Whether there are slots."""
+        return self._slots is not None
+
+    def open(self, slots: Ring) -> None:
+        """Use records in `slots`."""
+        self._slots = slots
+
+    def use(
+        self, wanted: Sequence[Wanted], ahead: Sequence[Wanted] = (), *, writing: bool = False
+    ) -> list[UInt8[Tensor, " nbytes"]]:
+        """Let compute wait for records, and send those that are wanted next. Compute is done with all others.
+
+        Args:
+            wanted: distinct records, at most as many as there are slots.
+            ahead: records that the next calls will want. Those that find no slot stay where they are.
+            writing: whether compute is about to write some bytes. `patch` follows once it has.
+
+        Returns:
+            The bytes of each record in its slot, valid until the next `use` without it.
+
+        Raises:
+            KeyError: no such record.
+            TransferError: a copy failed. The records are dropped, and may be used again.
+            ValueError: more records than slots.
+        """
+        self._traffic.harvest()
+        keys = [each.key for each in wanted]
+        for key in self._using.difference(keys):
+            self._end_use(key)
+        for each in wanted:
+            self._send(each, keys)
+            self._using.add(each.key)
+        kept = [*keys, *(each.key for each in ahead)]
+        for each in ahead:
+            self._send(each, kept, needed=False)
+        for key in keys:
+            self._wait(key, writing=writing)
+        return [self._here[key].slot.bytes[: self._records[key].home.nbytes] for key in keys]
+
+    def patch(self, key: Hashable, parts: Parts, segments: Iterable[Segment]) -> None:
+        """Compute has written bytes of a record in use, in `parts`: send `segments` of its slot to the home. What the
+        parts have beside them was there before, or was never written. Raises `KeyError` for a record without a slot."""
+        here, record = self._here[key], self._records[key]
+        home, slot = record.home, here.slot
+        assert home.memory is not None, "files are only read"
+        here.present |= parts
+        here.brought &= ~parts
+        record.filled |= parts
+        self._traffic.compute(Lane.STORE, _nothing, writes=[slot.fence], layer=record.layer)
+        copies = [Copy(_piece(slot.bytes, to, size), _piece(home.memory, at, size)) for at, to, size in segments]
+        # The home is read as well: after a copy that failed, it has not the bytes that it should, and no later one may
+        # say otherwise.
+        self._traffic.move(Lane.STORE, copies, reads=[slot.fence, home.fence], writes=[home.fence], layer=record.layer)
+        stored = sum(copy.source.numel() for copy in copies)
+        self._record(Stored(tier=home.tier, records=int(parts.sum()), nbytes=stored))
+
+    def missing(self, wanted: Wanted) -> Parts:
+        """Those of the parts that a use would bring to a slot."""
+        record, here = self._records[wanted.key], self._here.get(wanted.key)
+        parts = record.filled if wanted.parts is None else record.filled & wanted.parts
+        return parts if here is None else parts & ~here.present
+
+    def brought(self, wanted: Wanted) -> Parts:
+        """Those of the parts that came to their slot from the home, or would, and were not written since."""
+        here, missing = self._here.get(wanted.key), self.missing(wanted)
+        if here is None:
+            return missing
+        return missing | (here.brought if wanted.parts is None else here.brought & wanted.parts)
+
+    def copy_out(self, key: Hashable, into: UInt8[Tensor, " nbytes"], fence: Fence) -> None:
+        """Bring a whole record to memory of the device that `fence` guards, and let compute wait for it. Errors as
+        `use`."""
+        record = self._records[key]
+        self._fetch(record, record.filled, into, fence)
+        self._await(fence, record.layer)
+
+    def rest(self) -> None:
+        """Compute is done with all records. The next `use` may come from another stream."""
+        for key in list(self._using):
+            self._end_use(key)
+
+    def drop(self, key: Hashable) -> None:
+        """Let a record leave its slot, if it is in one."""
+        if key in self._using:
+            self._end_use(key)
+        if (here := self._here.pop(key, None)) is not None:
+            here.slot.release()
+
+    def empty(self) -> None:
+        """Let all records leave their slots."""
+        for key in list(self._here):
+            self.drop(key)
+
+    def close_slots(self) -> None:
+        """Let all records leave their slots, which are the caller's again."""
+        self.empty()
+        self._slots = None
+
+    def abandon_slots(self) -> None:
+        """As `close_slots`, in whatever state the last call was broken off. No copy is under way."""
+        self._using.clear()
+        self._here.clear()
+        self._slots = None
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` where the books contradict themselves."""
+        if self._slots is not None:
+            self._slots.check_integrity()
+            if self._slots.held != len(self._here):
+                raise RuntimeError(f"{self._slots.held} slots are held, by {len(self._here)} records")
+        if not self._using <= self._here.keys() <= self._records.keys():
+            raise RuntimeError(f"in use {self._using}, in slots {set(self._here)}, of {set(self._records)}")
+        for key, here in self._here.items():
+            if (here.present & ~self._records[key].filled).any() or (here.brought & ~here.present).any():
+                raise RuntimeError(f"{key}: {here}, filled {self._records[key].filled}")
+        if self._passing is not None:
+            self._passing.check_integrity()
+
+    def _send(self, wanted: Wanted, kept: Sequence[Hashable], *, needed: bool = True) -> None:
+        """Give a record a slot, and let the parts that it lacks set out. None of `kept` leaves for it."""
+        key, parts = wanted.key, self.missing(wanted)
+        if not self._enter(key, kept):
+            if needed:
+                raise ValueError(f"{len(kept)} records are wanted at once: there are too few slots")
+            return
+        record, here = self._records[key], self._here[key]
+        if parts.any():
+            self._fetch(record, parts, here.slot.bytes, here.slot.fence)
+            here.present |= parts
+            here.brought |= parts
+            here.arriving = True
+
+    def _enter(self, key: Hashable, kept: Sequence[Hashable]) -> bool:
+        """Whether a record has a slot now; the one that was unused for longest leaves for it."""
+        assert self._slots is not None, "what is used has slots"
+        if key in self._here:
+            self._here[key] = self._here.pop(key)
+            return True
+        slot = self._slots.acquire()
+        if slot is None:
+            leaving = next((other for other in self._here if other not in kept), None)
+            if leaving is None:
+                return False
+            self.drop(leaving)
+            slot = self._slots.acquire()
+            assert slot is not None, "it was given back"
+        parts = self._records[key].layout.parts
+        self._here[key] = _Here(slot, np.zeros(parts, dtype=bool), np.zeros(parts, dtype=bool))
+        return True
+
+    def _fetch(self, record: _Record, parts: Parts, into: Tensor, fence: Fence) -> None:
+        home, source, guard, passing = record.home, record.home.memory, record.home.fence, None
+        segments = list(record.layout.segments(parts))
+        if source is None:
+            assert self._passing is not None and home.read is not None, "what is in a file has a ring to pass"
+            passing = self._passing.acquire()
+            assert passing is not None, "it is given back below"
+            source, guard = passing.bytes[: home.nbytes], passing.fence
+            self._traffic.move(
+                Lane.LOAD, partial(home.read, source), reads=[home.fence], writes=[guard], layer=record.layer
+            )
+        copies = [Copy(_piece(source, at, size), _piece(into, to, size)) for at, to, size in segments]
+        self._traffic.move(Lane.FETCH, copies, reads=[guard], writes=[fence], layer=record.layer)
+        if passing is not None:
+            passing.release()
+        nbytes = sum(segment.size for segment in segments)
+        self._record(Asked(tier=home.tier, records=int(parts.sum()), nbytes=nbytes))
+
+    def _wait(self, key: Hashable, *, writing: bool) -> None:
+        here, record = self._here[key], self._records[key]
+        if not (here.arriving or writing):
+            return
+        try:
+            self._await(here.slot.fence, record.layer, writing=writing)
+        except BaseException:
+            self.drop(key)
+            raise
+        here.arriving = False
+
+    def _await(self, fence: Fence, layer: int | None, *, writing: bool = False) -> None:
+        """Let compute wait for what is under way at these bytes."""
+        writes = [fence] if writing else []
+        event = self._traffic.compute(Lane.FETCH, _nothing, reads=[fence], writes=writes, layer=layer)
+        if event.done():
+            event.synchronize()
+
+    def _end_use(self, key: Hashable) -> None:
+        """No later copy overwrites the slot before what compute was given so far has ended."""
+        self._using.discard(key)
+        here = self._here[key]
+        self._traffic.compute(Lane.FETCH, _nothing, reads=[here.slot.fence], layer=self._records[key].layer)
+
+
+def _piece(whole: UInt8[Tensor, " bytes"], start: int, nbytes: int) -> UInt8[Tensor, " nbytes"]:
+    return whole[start : start + nbytes]
+
+
+def _nothing() -> None:
+    """Compute has only to wait, or to say how far it is."""

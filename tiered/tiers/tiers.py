@@ -1,0 +1,243 @@
+"""The tiers of a call, or of the weights: where memory and files come from, what carries copies, and what they did."""
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import dataclass, fields
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from tiered.core.features import Account, Tier
+from tiered.core.ledger import Ledger
+from tiered.offload.arena import device_chunks
+from tiered.offload.chunk import Chunk
+from tiered.offload.errors import TransferError
+from tiered.offload.fence import Fence, Region, settle
+from tiered.offload.file_record import FileRecord
+from tiered.offload.ring import Ring
+from tiered.offload.scratch_file import ScratchFile
+from tiered.offload.transport import Lane, Transport
+from tiered.tiers.host_pool import KNOBS, HostPool, booked, open_ring, told_by_tier
+from tiered.tiers.stats import TierStats, reporting
+from tiered.tiers.traffic import Traffic
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Home:
+    """Where the bytes of a record lie below the device, from when they are planned until they are given back.
+
+    Attributes:
+        nbytes: bytes of the record.
+        fence: guards these bytes.
+        memory: the bytes in host memory; None for a file.
+        read: reads the record from its file into host memory and returns its bytes; None for host memory.
+        free: gives the room back, once the copies that are under way there have ended.
+    """
+
+    nbytes: int
+    fence: Fence
+    memory: UInt8[Tensor, " nbytes"] | None = None
+    read: Callable[[UInt8[Tensor, " nbytes"]], int] | None = None
+    free: Callable[[], object] = lambda: None
+
+    @classmethod
+    def in_files(cls, record: FileRecord) -> "Home":
+        """A home in files that are read and never written. Nothing is booked for it."""
+        return cls(record.nbytes, record.fence, read=record.read)
+
+    @property
+    def tier(self) -> Tier:
+        """Where it is."""
+        return Tier.DISK if self.memory is None else Tier.HOST
+
+
+class Tiers:
+    """Homes, rings and copies under one ledger. One thread of the caller uses them; copies run on the transport's
+    streams and threads. `close` gives back everything that its owner has not.
+
+    Attributes:
+        ledger: books everything.
+        device: where records are used.
+        traffic: submits copies.
+        record: counts what happens.
+        memory: closed with the tiers, after the last copy.
+    """
+
+    def __init__(
+        self, ledger: Ledger, *, device: torch.device, transport: Transport | None = None, pool: HostPool | None = None
+    ) -> None:
+        """`transport` carries copies, and is closed with the tiers; None for streams on CUDA, threads on the CPU.
+        `pool`: where host memory comes from and goes back to, of the same ledger; None for one of these tiers' own."""
+        self.ledger, self.device, self.memory = ledger, device, ExitStack()
+        if pool is None:
+            pool = HostPool(ledger, device)
+            self.memory.callback(pool.close)
+        self.pool = pool
+        self._stats, self._transport = TierStats(), transport or _transport_for(device)
+        self.record = reporting(self._stats, ledger)
+        self.traffic = Traffic(self._transport, self.record)
+        self._host: dict[Fence, Chunk] = {}  # of the homes in host memory
+        self._scratch: ScratchFile | None = None
+        self._closed, self._process = False, os.getpid()
+
+    def slots(
+        self, region: Region, slots: int, slot_bytes: int, opened: ExitStack | None = None, hint: str | None = None
+    ) -> Ring:
+        """A ring on the device, or of host memory for `LOAD_SLOT`, until `opened` is closed; None for the tiers.
+
+        Raises:
+            TierCapacityError: no room for it; the error's hint is `hint`, or None for the usual one.
+        """
+        opened = self.memory if opened is None else opened
+        if region is Region.LOAD_SLOT:
+            return open_ring(self.ledger, opened, region, slots, slot_bytes, Tier.HOST, self.pool.take)
+        on_device = booked(self.ledger, Tier.DEVICE, device_chunks(self.device), hint)
+        return open_ring(self.ledger, opened, region, slots, slot_bytes, Tier.DEVICE, on_device)
+
+    def host_home(self, account: Account, nbytes: int, room: int) -> Home:
+        """A home of `nbytes` in host memory, booked under `account`; `room`: bytes of the memory, of which the others
+        are spare.
+
+        Raises:
+            TierCapacityError: the host has no room for it.
+        """
+        with ExitStack() as opened:
+            with told_by_tier(Tier.HOST):
+                chunk = self.pool.take(room)
+            opened.callback(chunk.free)
+            self.ledger.rebook(Account.SPARE, account, nbytes, Tier.HOST)
+            opened.callback(self.ledger.rebook, account, Account.SPARE, nbytes, Tier.HOST)
+            fence = Fence(Region.HOST_SLOT, chunk.earlier)
+            self._host[fence] = chunk
+            opened.callback(self._host.pop, fence)
+            opened.callback(settle, [fence])
+            return Home(nbytes, fence, memory=chunk.bytes[:nbytes], free=opened.pop_all().close)
+
+    def to_scratch(self, home: Home, account: Account, room: int, layer: int | None = None) -> Home:
+        """A home in the scratch file with the bytes of `home`, which is in host memory and stays. Blocks until they are
+        written. `room`: bytes of a record's slot in the file, the same for all.
+
+        Raises:
+            TierCapacityError: the disk, or its budget, has no room for it.
+            OSError: the file cannot be made, or cannot grow.
+            TransferError: the bytes could not be written.
+        """
+        source = home.memory
+        assert source is not None, "it is in host memory"
+        with ExitStack() as opened:
+            with told_by_tier(Tier.DISK):
+                slot = self._scratch_file(room).place(home.nbytes)
+            opened.callback(slot.release)
+            self.ledger.rebook(Account.SPARE, account, home.nbytes, Tier.DISK)
+            opened.callback(self.ledger.rebook, account, Account.SPARE, home.nbytes, Tier.DISK)
+            opened.callback(settle, [slot.fence])
+            self.traffic.move(
+                Lane.SPILL, lambda: slot.write(source), reads=[home.fence], writes=[slot.fence], layer=layer
+            ).synchronize()
+            return Home(home.nbytes, slot.fence, read=slot.read, free=opened.pop_all().close)
+
+    def to_host(self, home: Home, account: Account, room: int, layer: int | None = None) -> Home:
+        """A home in host memory (`host_home`) with the bytes of `home`, which is in a file and stays. Blocks until they
+        are read.
+
+        Raises:
+            TierCapacityError: the host has no room for it.
+            TransferError: the bytes could not be read.
+        """
+        there = self.host_home(account, home.nbytes, room)
+        memory, read = there.memory, home.read
+        assert memory is not None and read is not None, "a file is read into host memory"
+        try:
+            self.traffic.move(
+                Lane.LOAD, lambda: read(memory), reads=[home.fence], writes=[there.fence], layer=layer
+            ).synchronize()
+        except BaseException:
+            there.free()
+            raise
+        return there
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch file."""
+        return 0 if self._scratch is None else self._scratch.file_bytes
+
+    def progress(self) -> None:
+        """Note which copies have ended. Never blocks."""
+        self.traffic.harvest()
+
+    def synchronize(self) -> None:
+        """Block the host until every copy so far has ended."""
+        self.traffic.synchronize()
+
+    def stats(self) -> TierStats:
+        """What happened so far; a copy."""
+        self.progress()
+        stats, chunks = deepcopy(self._stats), self._host.values()
+        stats.pinned_requested = sum(chunk.bytes.numel() for chunk in chunks)
+        stats.pinned_actual = sum(chunk.actual_bytes for chunk in chunks)
+        stats.pinned = bool(chunks) and all(chunk.pinned for chunk in chunks)
+        return stats
+
+    def ended(self) -> TierStats:
+        """`stats` once every copy has ended."""
+        self.synchronize()
+        return self.stats()
+
+    def restart_stats(self) -> None:
+        """Forget what happened so far."""
+        self.progress()
+        for name, value in ((each.name, getattr(TierStats(), each.name)) for each in fields(TierStats)):
+            setattr(self._stats, name, value)
+
+    def check_open(self) -> None:
+        """Raise `ValueError` once the tiers are closed, and `TransferError` in a forked process."""
+        if os.getpid() != self._process:
+            raise TransferError("the threads of a tier manager do not survive a fork: open tiers in this process")
+        if self._closed:
+            raise ValueError("this tier manager is closed")
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` where books, memory and ledger contradict each other."""
+        if self._scratch is not None:
+            self._scratch.check_integrity()
+        self.ledger.check_integrity()
+
+    def close(self) -> None:
+        """Wait for the copies under way, then give everything back: homes, rings, file and threads. May be called
+        again."""
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as closing:  # the last one first, and every one whatever becomes of another
+            closing.push(self.memory)
+            closing.callback(self._transport.close)
+            closing.callback(self.traffic.synchronize)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _scratch_file(self, slot_bytes: int) -> ScratchFile:
+        folder, ledger = self.ledger.budget.disk_path, self.ledger
+        if self._scratch is None:
+            assert folder is not None, "a plan with records in the scratch file has a disk tier"
+            self._scratch = ScratchFile(
+                folder,
+                slot_bytes,
+                lambda nbytes: ledger.allocate({Account.SPARE: nbytes}, Tier.DISK, hint=KNOBS[Tier.DISK]),
+                lambda nbytes: ledger.release({Account.SPARE: nbytes}, Tier.DISK),
+            )
+            self.memory.callback(self._scratch.close)
+        return self._scratch
+
+
+def _transport_for(device: torch.device) -> Transport:
+    if device.type != "cuda":
+        from tiered.offload.thread_transport import ThreadTransport
+
+        return ThreadTransport()
+    from tiered.offload.cuda_transport import CudaTransport
+
+    return CudaTransport(device)
