@@ -12,7 +12,7 @@ waits for a copy, except where a thread of the transport has to (`Traffic`).
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, UInt8
@@ -28,6 +28,7 @@ from tiered.tiers.traffic import Traffic
 Parts = Bool[np.ndarray, " parts"]
 
 
+@runtime_checkable
 class Layout(Protocol):
     """How the parts of a record lie in its home and in a slot."""
 
