@@ -179,7 +179,7 @@ class Denoiser:
             fed = asked if self._guidance is None else self._guidance.doubled(asked, self.canvas)
             try:
                 logits = yield self.forward, fed
-            except ValueError as error:  # clustering and codecs refuse rows that are not finite
+            except ValueError as error:  # clustering refuses rows that are not finite
                 if (found := self._first_broken(step)) is None:
                     raise
                 raise self._not_finite(step, step.active, found) from error

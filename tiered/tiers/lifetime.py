@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import fields
 
 import torch
 
@@ -88,8 +87,7 @@ class TierLifetime:
     def restart_stats(self) -> None:
         """Forget what happened so far."""
         self.progress()
-        for name, value in ((each.name, getattr(TierStats(), each.name)) for each in fields(TierStats)):
-            setattr(self._stats, name, value)
+        self._stats.restart()
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` where books, tickets, slots and ledger contradict each other."""

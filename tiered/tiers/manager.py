@@ -73,8 +73,8 @@ class TierManager(TierLifetime):
             tier: `HOST`; or `DEVICE`, for records that stay on the device, encoded, until they are evicted.
 
         Raises:
-            ValueError: arguments that do not fit each other, a record larger than a staging slot, or values that are
-                not finite (looked for on the CPU alone: on CUDA that would stall the stream).
+            ValueError: arguments that do not fit each other, or a record larger than a staging slot. A row that is not
+                finite raises nothing: in a code it comes back as NaN.
             TierCapacityError: no room. The records before the one that found none are stored, it and the rest are not.
         """
         self._fetches.check_open()

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from tiered.core.events import Asked, CopyEnded, Evicted, Lost, Stored, TierEvent, Waited
@@ -90,6 +90,12 @@ class TierStats:
     def misses(self) -> int:
         """Fetched records that had to come from disk."""
         return self.asked[Tier.DISK]
+
+    def restart(self) -> None:
+        """Count anew."""
+        new = TierStats()
+        for each in fields(self):
+            setattr(self, each.name, getattr(new, each.name))
 
     def add(self, event: TierEvent) -> None:
         """Count `event`."""

@@ -1,10 +1,9 @@
 """The tiers of a call, or of the weights: where memory and files come from, what carries copies, and what they did."""
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import UInt8
@@ -14,7 +13,6 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.arena import device_chunks
 from tiered.offload.chunk import Chunk
-from tiered.offload.errors import TransferError
 from tiered.offload.fence import Fence, Region, settle
 from tiered.offload.file_record import FileRecord
 from tiered.offload.ring import Ring
@@ -50,7 +48,6 @@ class Home:
 
     @property
     def tier(self) -> Tier:
-        """Where it is."""
         return Tier.DISK if self.memory is None else Tier.HOST
 
 
@@ -81,7 +78,7 @@ class Tiers:
         self.traffic = Traffic(self._transport, self.record)
         self._host: dict[Fence, Chunk] = {}  # of the homes in host memory
         self._scratch: ScratchFile | None = None
-        self._closed, self._process = False, os.getpid()
+        self._closed = False
 
     def slots(
         self, region: Region, slots: int, slot_bytes: int, opened: ExitStack | None = None, hint: str | None = None
@@ -189,15 +186,7 @@ class Tiers:
     def restart_stats(self) -> None:
         """Forget what happened so far."""
         self.progress()
-        for name, value in ((each.name, getattr(TierStats(), each.name)) for each in fields(TierStats)):
-            setattr(self._stats, name, value)
-
-    def check_open(self) -> None:
-        """Raise `ValueError` once the tiers are closed, and `TransferError` in a forked process."""
-        if os.getpid() != self._process:
-            raise TransferError("the threads of a tier manager do not survive a fork: open tiers in this process")
-        if self._closed:
-            raise ValueError("this tier manager is closed")
+        self._stats.restart()
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` where books, memory and ledger contradict each other."""
