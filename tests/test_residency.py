@@ -93,6 +93,12 @@ def test_ahead_takes_no_slot_of_what_is_in_use(tiers: Tiers, residency: Residenc
     assert all(map(torch.equal, views, before)) and fetched(tiers) == 3
 
 
+def test_a_report_after_rest_has_every_copy_that_compute_waited_for(tiers: Tiers, residency: Residency):
+    used(residency, (0, 0), (1, 2))
+    residency.rest()
+    assert tiers.ledger.moved[Tier.HOST, Tier.DEVICE] == 2 * NBYTES
+
+
 def test_more_records_than_slots_are_refused(residency: Residency):
     with pytest.raises(ValueError, match="too few slots"):
         residency.use([Wanted((0, 0)), Wanted((0, 1)), Wanted((0, 2)), Wanted((1, 0))])
