@@ -104,6 +104,4 @@ class LayerHomes:
     def close(self) -> None:
         """Give everything back."""
         self.close_ring()
-        for layer in self.streamed:
-            self.residency.remove(layer)
         self.tiers.close()

@@ -32,7 +32,7 @@ class Home:
         fence: guards these bytes.
         memory: the bytes in host memory; None for a file.
         read: reads the record from its file into host memory and returns its bytes; None for host memory.
-        free: gives the room back, once the copies that are under way there have ended.
+        free: gives the room back, once the copies that are under way there have ended. A second call does nothing.
     """
 
     nbytes: int
@@ -77,6 +77,7 @@ class Tiers:
         self.record = reporting(self._stats, ledger)
         self.traffic = Traffic(self._transport, self.record)
         self._host: dict[Fence, Chunk] = {}  # of the homes in host memory
+        self._homes: set[ExitStack] = set()  # of the homes that are not given back
         self._scratch: ScratchFile | None = None
         self._closed = False
 
@@ -111,7 +112,7 @@ class Tiers:
             self._host[fence] = chunk
             opened.callback(self._host.pop, fence)
             opened.callback(settle, [fence])
-            return Home(nbytes, fence, memory=chunk.bytes[:nbytes], free=opened.pop_all().close)
+            return Home(nbytes, fence, memory=chunk.bytes[:nbytes], free=self._to_free(opened))
 
     def to_scratch(self, home: Home, account: Account, room: int, layer: int | None = None) -> Home:
         """A home in the scratch file with the bytes of `home`, which is in host memory and stays. Blocks until they are
@@ -134,7 +135,7 @@ class Tiers:
             self.traffic.move(
                 Lane.SPILL, lambda: slot.write(source), reads=[home.fence], writes=[slot.fence], layer=layer
             ).synchronize()
-            return Home(home.nbytes, slot.fence, read=slot.read, free=opened.pop_all().close)
+            return Home(home.nbytes, slot.fence, read=slot.read, free=self._to_free(opened))
 
     def to_host(self, home: Home, account: Account, room: int, layer: int | None = None) -> Home:
         """A home in host memory (`host_home`) with the bytes of `home`, which is in a file and stays. Blocks until they
@@ -202,11 +203,20 @@ class Tiers:
         self._closed = True
         with ExitStack() as closing:  # the last one first, and every one whatever becomes of another
             closing.push(self.memory)
+            for home in self._homes:
+                closing.callback(home.close)
             closing.callback(self._transport.close)
             closing.callback(self.traffic.synchronize)
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _to_free(self, opened: ExitStack) -> Callable[[], None]:
+        """`Home.free` of a home that `opened` gives back; `close` calls it if the owner has not."""
+        home = opened.pop_all()
+        self._homes.add(home)
+        home.callback(self._homes.discard, home)
+        return home.close
 
     def _scratch_file(self, slot_bytes: int) -> ScratchFile:
         folder, ledger = self.ledger.budget.disk_path, self.ledger
