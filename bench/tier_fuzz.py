@@ -20,7 +20,7 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Feature, Tier
 from tiered.core.ledger import Ledger
-from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.codec_bytes import Codec
 from tiered.offload.codecs import CODECS
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Event, Fence, Region
@@ -199,7 +199,7 @@ class _Schedule:
 
 def round_trip(rows: Tensor, codec: Codec, centroid: Tensor | None) -> Tensor:
     """`rows` [n, width] encoded and decoded on the spot, against `centroid` [width] where the codec has one."""
-    nbytes = codec_bytes(codec, *rows.shape, element_bytes=rows.element_size())
+    nbytes = len(rows) * codec.row_bytes(rows.shape[1], rows.element_size())
     record, out = torch.empty(nbytes, dtype=torch.uint8, device=rows.device), torch.empty_like(rows)
     centroids, clusters = (None, None) if centroid is None else (centroid[None], [0])
     CODECS[codec].encode(rows, [len(rows)], record, [0], centroids, clusters)

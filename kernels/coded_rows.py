@@ -1,52 +1,74 @@
-"""Rows of keys or values in the codes of row_code.py, read as a tensor of rows can be."""
+"""Rows in the codes of row_code.py, read as a tensor of rows can be: keys, values, or a weight."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from tiered.kernels.choice import for_device
 from tiered.kernels.decode_rows_ref import decode_rows
 from tiered.kernels.encode_rows_ref import encode_rows
-from tiered.kernels.row_code import RowCode
+from tiered.kernels.row_code import Code, RowCode
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """A tensor of rows in codes: its shape, slices of all dimensions but the last, and its values.
+    """A tensor of rows in codes: its shape, parts of all dimensions but the last, and its values.
 
     Attributes:
-        bytes: of the rows.
-        code: that they are in.
-        elements: of a row.
-        dtype: of its values.
+        bytes: bytes of the rows.
+        code: code of the rows.
+        elements: elements of a row.
+        dtype: dtype of its values.
     """
 
     bytes: UInt8[Tensor, "*rows row_bytes"]
-    code: RowCode
+    code: Code
     elements: int
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, rows: Float[Tensor, "*rows elements"], code: RowCode) -> "CodedRows":
-        """`rows` in `code`."""
-        encode = for_device(encode_rows, rows.device)
-        return cls(encode(rows, code, code.row_bytes(rows.shape[-1])), code, rows.shape[-1], rows.dtype)
+    def of(
+        cls, rows: Float[Tensor, "*rows elements"], code: Code, into: UInt8[Tensor, "*rows row_bytes"] | None = None
+    ) -> "CodedRows":
+        """`rows` in `code`; their bytes go `into` memory without gaps, or None for memory of their own."""
+        *count, elements = rows.shape
+        coded = rows.new_empty(*count, code.row_bytes(elements), dtype=torch.uint8) if into is None else into
+        _op(encode_rows, code, rows.device)(rows.flatten(0, -2), code, coded.view(-1, coded.shape[-1]))
+        return cls(coded, code, elements, rows.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the values."""
+        """The shape of the values."""
         return (*self.bytes.shape[:-1], self.elements)
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device of the bytes."""
         return self.bytes.device
 
-    def __getitem__(self, part: slice | tuple[slice, ...]) -> "CodedRows":
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.bytes.nbytes
+
+    def __getitem__(self, part: slice | Int[Tensor, "*index"] | tuple[slice, ...]) -> "CodedRows":
         return replace(self, bytes=self.bytes[part])
 
     def values(self) -> Float[Tensor, "*rows elements"]:
-        """What the codes stand for."""
-        return decode_rows(self.bytes, self.code, self.elements, self.dtype)
+        """The values of the codes."""
+        values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        coded = self.bytes.flatten(0, -2).contiguous()
+        _op(decode_rows, self.code, self.device)(coded, self.code, values.flatten(0, -2))
+        return values
+
+
+def _op(reference: Callable[P, R], code: Code, device: torch.device) -> Callable[P, R]:
+    """The op for rows in `code`. No kernel writes or reads the codes of weights alone: plain torch does, once."""
+    return for_device(reference, device) if isinstance(code, RowCode) else reference

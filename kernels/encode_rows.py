@@ -1,21 +1,23 @@
-"""Rows to their codes in Triton: each is read once, and all that its codes hang on stays in registers."""
+"""Rows, or their residuals against a base, to codes in Triton: each row is read once, and stays in registers."""
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from tiered.kernels.encode_rows_ref import BIAS, LEAST, LEAST_OF_TWO
+from tiered.kernels.encode_rows_ref import BIAS, E2M1_MAX, E4M3_MAX, E4M3_NORMAL, LEAST, LEAST_OF_TWO, NOT_FINITE
 from tiered.kernels.launch import launch
-from tiered.kernels.nvfp4_bits import e4m3_codes, encode_groups, magnitude_bits
-from tiered.kernels.nvfp4_scale import E2M1_MAX, E4M3_MAX, E4M3_NORMAL
-from tiered.kernels.row_code import WORD
+from tiered.kernels.record_table import RecordTable
+from tiered.kernels.row_base import RowBase
+from tiered.kernels.row_bits import bf16_bits, bf16_values, e4m3_codes, encode_groups, magnitude_bits
+from tiered.kernels.row_code import WORD, Code, RowCode
 
 TILE = 4096  # elements of a program, or those of one row
+THREAD_ELEMENTS = 16
 _BIAS, _LEAST, _LEAST_OF_TWO = tl.constexpr(BIAS), tl.constexpr(LEAST), tl.constexpr(LEAST_OF_TWO)
 _E2M1_MAX, _E4M3_MAX, _E4M3_NORMAL = tl.constexpr(E2M1_MAX), tl.constexpr(E4M3_MAX), tl.constexpr(E4M3_NORMAL)
-_WORD = tl.constexpr(WORD)
+_WORD, _NOT_FINITE = tl.constexpr(WORD), tl.constexpr(NOT_FINITE - BIAS)
+_INFINITY = tl.constexpr(0x7F800000)  # its bits
 
 
 @triton.jit
@@ -32,20 +34,39 @@ def _power_of_two(exponent):
     return ((exponent + _BIAS) << 23).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _marked(exponent, most):
+    return tl.where(most.to(tl.int32, bitcast=True) >= _INFINITY, _NOT_FINITE, exponent)
+
+
 @triton.jit(do_not_specialize=["count"])
 def _encode_rows(
-    values, coded, count,
+    values, row_stride, coded, at, bases, base_stride, of_row, count,
     FP8: tl.constexpr, ELEMENTS: tl.constexpr, ROW_BYTES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     there = row < count
-    start = coded + row * ROW_BYTES
+    element = tl.arange(0, BLOCK_ELEMENTS)
+    own = there[:, None] & (element < ELEMENTS)[None, :]
+    value = tl.load(values + (row * row_stride)[:, None] + element[None, :], own, other=0.0).to(tl.float32)
+    begin = row * ROW_BYTES
+    if at is not None:
+        # The compiler must know that rows are whole words, to store several codes at once.
+        begin = tl.multiple_of(tl.load(at + row, there, other=0), [4])
+    start = coded + begin
+    end: tl.constexpr = ROW_BYTES if bases is None else ROW_BYTES - 2
+    if bases is not None:
+        base_row = bases + tl.load(of_row + row, there, other=0) * base_stride
+        base = tl.load(base_row[:, None] + element[None, :], own, other=0.0).to(tl.float32)
+        # float64, as in the reference.
+        above = tl.sum(value.to(tl.float64) * base.to(tl.float64), 1)
+        below = tl.sum(base.to(tl.float64) * base.to(tl.float64), 1)
+        along = bf16_bits((above / below).to(tl.float32))
+        tl.store((start + end).to(tl.pointer_type(tl.uint16)), along, there)
+        value -= bf16_values(along)[:, None] * base
+    most = tl.max(magnitude_bits(value), 1).to(tl.float32, bitcast=True)
     if FP8:
-        element = tl.arange(0, BLOCK_ELEMENTS)
-        own = there[:, None] & (element < ELEMENTS)[None, :]
-        value = tl.load(values + (row * ELEMENTS)[:, None] + element[None, :], own, other=0.0).to(tl.float32)
-        most = tl.max(magnitude_bits(value), 1).to(tl.float32, bitcast=True)
         sixteenths, exponent = _rounded_most(most)
         exponent = tl.maximum(exponent - 9 + (sixteenths > 14).to(tl.int32), _LEAST)
         scaled = tl.minimum(tl.abs(value) * _power_of_two(-exponent)[:, None], _E4M3_MAX)
@@ -54,14 +75,11 @@ def _encode_rows(
         codes: tl.constexpr = ELEMENTS
     else:
         groups: tl.constexpr = BLOCK_ELEMENTS // 16
-        group = tl.arange(0, groups)
-        element = (group * 16)[:, None] + tl.arange(0, 16)[None, :]
-        own = there[:, None, None] & (element < ELEMENTS)[None, :, :]
-        value = tl.load(values + (row * ELEMENTS)[:, None, None] + element[None, :, :], own, other=0.0).to(tl.float32)
-        most = tl.max(tl.max(magnitude_bits(value), 2), 1).to(tl.float32, bitcast=True)
         sixteenths, exponent = _rounded_most(tl.div_rn(most, _E2M1_MAX))
         exponent = tl.maximum(exponent - 8 + (sixteenths == 16).to(tl.int32), _LEAST_OF_TWO)
-        pairs, block_scales = encode_groups(value, _power_of_two(exponent), _E4M3_NORMAL, BLOCK_ROWS, groups)
+        in_groups = tl.reshape(value, (BLOCK_ROWS, groups, 16))
+        pairs, block_scales = encode_groups(in_groups, _power_of_two(exponent), _E4M3_NORMAL, BLOCK_ROWS, groups)
+        group = tl.arange(0, groups)
         real: tl.constexpr = (ELEMENTS + 15) // 16
         filled = there[:, None] & (group < real)[None, :]
         byte = (group * 8)[:, None] + tl.arange(0, 8)[None, :]
@@ -69,34 +87,53 @@ def _encode_rows(
         tl.store(start[:, None] + (real * 8 + group)[None, :], block_scales, filled)
         codes: tl.constexpr = real * 9
     last = tl.arange(0, _WORD)
-    scale = tl.where((last == 0)[None, :], (exponent + _BIAS)[:, None], 0).to(tl.uint8)
-    tl.store(start[:, None] + (codes + last)[None, :], scale, there[:, None] & (codes + last < ROW_BYTES)[None, :])
+    scale = tl.where((last == 0)[None, :], (_marked(exponent, most) + _BIAS)[:, None], 0).to(tl.uint8)
+    tl.store(start[:, None] + (codes + last)[None, :], scale, there[:, None] & (codes + last < end)[None, :])
 
 
-def encode_rows(values: Float[Tensor, "*rows elements"], code: str, row_bytes: int) -> UInt8[Tensor, "*rows row_bytes"]:
-    """As in encode_rows_ref.py."""
-    rows = values.contiguous()
-    count, elements = rows.numel() // rows.shape[-1], rows.shape[-1]
-    coded = torch.empty(*rows.shape[:-1], row_bytes, dtype=torch.uint8, device=rows.device)
-    if count:
-        block = tile_of(elements)
-        launch(
-            _encode_rows,
-            (-(-count // block["BLOCK_ROWS"]),),
-            rows,
-            coded,
-            count,
-            FP8=code == "fp8",
-            ELEMENTS=elements,
-            ROW_BYTES=row_bytes,
-            **block,
-            enable_fp_fusion=False,
-            on=rows,
-        )
-    return coded
+def encode_rows(
+    values: Float[Tensor, "n elements"],
+    code: Code,
+    out: UInt8[Tensor, "n row_bytes"] | UInt8[Tensor, " bytes"],
+    table: RecordTable | None = None,
+    base: RowBase | None = None,
+) -> None:
+    """As in encode_rows_ref.py, for the codes of `RowCode`."""
+    count, elements = values.shape
+    if table is not None:
+        table.check(out, count, base)
+    if not count:
+        return
+    values = values if values.stride(1) == 1 else values.contiguous()
+    bases = None if base is None else base.bases if base.bases.stride(1) == 1 else base.bases.contiguous()
+    tile = tile_of(elements)
+    launch(
+        _encode_rows,
+        (-(-count // tile["BLOCK_ROWS"]),),
+        values,
+        values.stride(0),
+        out,
+        None if table is None else table.at,
+        bases,
+        0 if bases is None else bases.stride(0),
+        None if base is None else base.of_row,
+        count,
+        FP8=code == RowCode.FP8,
+        ELEMENTS=elements,
+        ROW_BYTES=code.row_bytes(elements, residual=base is not None),
+        **tile,
+        num_warps=warps_of(tile),
+        enable_fp_fusion=False,
+        on=values,
+    )
 
 
 def tile_of(elements: int) -> dict[str, int]:
     """Rows and elements of a program."""
     block = max(16, triton.next_power_of_2(elements))
     return {"BLOCK_ROWS": max(1, TILE // block), "BLOCK_ELEMENTS": block}
+
+
+def warps_of(tile: dict[str, int]) -> int:
+    """Warps of a program, so that a thread has `THREAD_ELEMENTS`, up to 16 warps."""
+    return min(16, max(4, tile["BLOCK_ROWS"] * tile["BLOCK_ELEMENTS"] // (32 * THREAD_ELEMENTS)))

@@ -1,53 +1,197 @@
-"""Rows to the codes of row_code.py: the oracle, in plain torch, and what runs on the CPU."""
+"""Rows to the codes of row_code.py: the oracle, in plain torch, and what runs on the CPU; of weights on every device.
+
+The formulas of nvfp4 are those of torchao 0.18 (`nvfp4_quantize` with a per-tensor scale, here of each row), except
+that the scales of a weight's groups go down to 2^-9, the smallest number of E4M3, and not 2^-6: small groups keep three
+more bits.
+"""
+
+import math
+from collections.abc import Callable, Mapping
 
 import torch
-from jaxtyping import Float, Float32, Int32, UInt8
+from jaxtyping import Float, Float32, Int8, UInt8
 from torch import Tensor
+from torch.nn.functional import max_pool1d, pad
 
-from tiered.kernels.nvfp4_encode_ref import encode_chunk
-from tiered.kernels.nvfp4_scale import E2M1_MAX, E4M3_MAX, E4M3_NORMAL
+from tiered.kernels.record_table import RecordTable
+from tiered.kernels.row_base import RowBase
+from tiered.kernels.row_code import GROUP, PROJECTION_BYTES, WORD, Code, chunks
 
-BIAS, LEAST = 127, -126  # of the exponents of scales, which are float32's: the least is that of its normal numbers
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E4M3_MIN = 2.0**-9  # the smallest positive number: a group of zeros has this scale, or
+E4M3_NORMAL = 2.0**-6  # the smallest of full precision
+BIAS, LEAST = 127, -126  # of the exponents of E8M0, which are float32's: the least is that of its normal numbers
 LEAST_OF_TWO = -116  # of the scale of a row whose groups have scales too
+NOT_FINITE = 255  # in place of an exponent
+
+# The least scale for which neither 1 / scale / E4M3_MIN overflows nor the smallest decoded value, half of
+# scale · E4M3_MIN, is subnormal, so that devices that flush subnormals agree with those that do not.
+SCALE_MIN = 2.0**LEAST_OF_TWO
+
+_INT8_MAX, _INT4_MIN, _INT4_MAX = 127.0, -8.0, 7.0
+_MANTISSA_BITS = 23
+_ONE, _EXPONENT = 0x3F800000, 0x7F800000  # bits of 1.0 and of infinity
+_FIRST = -((_ONE >> 22) + (22 << 1)) % 256  # even, so that ties stay what they are
+
+# Codes, the bytes of the scales of groups, and the scale of each row; None for scales that a code does not have.
+Coded = tuple[UInt8[Tensor, "n code_bytes"], UInt8[Tensor, "n scale_bytes"] | None, Float32[Tensor, " n"] | None]
 
 
-def encode_rows(values: Float[Tensor, "*rows elements"], code: str, row_bytes: int) -> UInt8[Tensor, "*rows row_bytes"]:
-    """Rows as they come, coded.
+def encode_rows(
+    values: Float[Tensor, "n elements"],
+    code: Code,
+    out: UInt8[Tensor, "n row_bytes"] | UInt8[Tensor, " bytes"],
+    table: RecordTable | None = None,
+    base: RowBase | None = None,
+) -> None:
+    """Write the codes of rows, or of their residuals against a base, to `out`; other bytes stay as they are.
+
+    To nearest, ties to even, a bounded number of elements at a time. The residual is rounded, not the row: its error is
+    about 9.5 % of the residual's norm in nvfp4.
 
     Args:
-        values: finite.
-        code: "fp8" or "nvfp4".
-        row_bytes: of a row, filled up with zeros.
+        values: with a scale in E8M0 a row that is not finite, or whose residual is not, comes back as NaN; others are
+            finite.
+        code: code of the rows.
+        out: one row behind the other, in plain torch on any device; or with `table` the memory of its records.
+        table: where rows lie in `out`; None for one behind the other.
+        base: what residuals are taken against; None for none.
+
+    Raises:
+        ValueError: sizes that do not fit `table`.
     """
-    rows = values.flatten(0, -2).float()
-    out = torch.zeros(len(rows), row_bytes, dtype=torch.uint8, device=rows.device)
-    codes, exponents = (_fp8 if code == "fp8" else _nvfp4)(rows)
-    out[:, : codes.shape[1]] = codes
-    out[:, codes.shape[1]] = (exponents.squeeze(1) + BIAS).to(torch.uint8)
-    return out.view(*values.shape[:-1], row_bytes)
+    elements = values.shape[1]
+    if table is not None:
+        table.check(out, len(values), base)
+    together = table is None or len(table.rows) == 1
+    coded = out if table is None else table.taken(out) if together else out.new_empty(len(values), table.row_bytes)
+    squares = None if base is None else base.squares()
+    for part in chunks(len(values), elements):
+        rows, there, end = values[part].float(), coded[part], coded.shape[1]
+        some = there if there.device == rows.device else torch.empty_like(there, device=rows.device)
+        if base is not None and squares is not None:
+            projections = base.projections(values[part], part, squares)
+            # Against the rounded projection, the one that decoding has.
+            rows = rows - base.taken(part).float().mul_(projections[:, None].float())
+            end -= PROJECTION_BYTES
+            some[:, end:] = projections.view(torch.uint8).view(-1, PROJECTION_BYTES)
+        pack(some[:, :end], code, elements, _ENCODE[code](rows, code))
+        if some is not there:
+            there.copy_(some)
+    if table is not None and not together:
+        table.put(coded, out)
 
 
-def _fp8(values: Float32[Tensor, "n width"]) -> tuple[UInt8[Tensor, "n width"], Int32[Tensor, "n 1"]]:
-    """E4M3. The largest of a row is rounded first, so that a scale is the same for rounded rows: it is the least that
-    brings it to 448 or below, which is 14/16 of 2⁹."""
-    sixteenths, exponent = _rounded_most(values)
-    exponents = (exponent - 9 + (sixteenths > 14).int()).clamp_min(LEAST)
-    # What is above the largest number would be rounded to it, or to none: that differs by version.
-    scaled = torch.ldexp(values, -exponents).clamp_(-E4M3_MAX, E4M3_MAX)
-    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), exponents
+def pack(rows: UInt8[Tensor, "n row_bytes"], code: Code, elements: int, parts: Coded) -> None:
+    """Write the parts of rows of `elements` to where they lie, and zeros between them."""
+    codes, block_scales, scale = parts
+    rows[:, : codes.shape[1]] = codes
+    rows[:, codes.shape[1] :] = 0
+    if block_scales is not None:
+        begin = code.code_bytes(elements)
+        rows[:, begin : begin + block_scales.shape[1]] = block_scales
+    if scale is not None:
+        begin, bits = code.scale_at(elements), scale.contiguous().view(torch.int32)
+        stored = bits.view(torch.uint8).view(-1, WORD) if code.row_scale == WORD else (bits >> _MANTISSA_BITS)[:, None]
+        rows[:, begin : begin + code.row_scale] = stored
 
 
-def _nvfp4(values: Float32[Tensor, "n width"]) -> tuple[UInt8[Tensor, "n code_bytes"], Int32[Tensor, "n 1"]]:
-    """E2M1 with an E4M3 scale for 16 columns, all of them normal numbers: the largest of a row is 128 to 256. Codes
-    first, then block scales."""
-    sixteenths, exponent = _rounded_most(values / torch.full((), E2M1_MAX, device=values.device))
-    # Below, 1 over the product of both scales would overflow.
-    exponents = (exponent - 8 + (sixteenths == 16).int()).clamp_min(LEAST_OF_TWO)
-    scale = torch.ldexp(torch.ones_like(values[:, :1]), exponents)
-    return torch.cat(encode_chunk(values, scale.squeeze(1), least=E4M3_NORMAL), dim=1), exponents
+def paired(codes: Int8[Tensor, "n columns"]) -> UInt8[Tensor, "n code_bytes"]:
+    """Codes of int4, two a byte, even column low."""
+    return (codes[:, ::2] & 15 | codes[:, 1::2] << 4).view(torch.uint8)
 
 
-def _rounded_most(values: Float32[Tensor, "n width"]) -> tuple[Float32[Tensor, "n 1"], Int32[Tensor, "n 1"]]:
-    """The largest magnitude of each row, rounded to four bits: sixteenths of a power of two, 8 to 16, and which."""
-    mantissa, exponent = values.abs().amax(dim=1, keepdim=True).frexp()
-    return (16 * mantissa).round(), exponent
+def encode_groups(
+    values: Float32[Tensor, "n width"], scale: Float32[Tensor, " n"], least: float
+) -> tuple[UInt8[Tensor, "n code_bytes"], UInt8[Tensor, "n groups"]]:
+    """A few rows, at least one and all finite, to codes of nvfp4 and scales of groups, `least` and more, under the
+    scale of each row. -0 stays -0."""
+    n, width = values.shape
+    values = pad(values, (0, -width % GROUP)) if width % GROUP else values.contiguous()
+    # The maximum of each group: several times as fast on the CPU as a reduction over so few columns.
+    amax = max_pool1d(values.abs().view(1, -1), GROUP).view(n, -1)
+    row_scale = scale[:, None]
+    wanted = (amax / _divisor(E2M1_MAX, amax) / row_scale).clamp(least, E4M3_MAX)
+    block_scales = wanted.to(torch.float8_e4m3fn)
+    # Two divisions and a product, in this order, are torchao's.
+    factor = 1 / row_scale / block_scales.float()
+    scaled = (values.view(n, -1, GROUP) * factor[..., None]).clamp_(-E2M1_MAX, E2M1_MAX)
+    return _pack_pairs(_e2m1(scaled).flatten(1)), block_scales.view(torch.uint8)
+
+
+def scale_to(most: float, amax: Float32[Tensor, "*rows"]) -> Float32[Tensor, "*rows"]:
+    """The scale that brings `amax` to `most`: SCALE_MIN and more; 1 for zeros, where torchao divides by zero; not
+    finite if amax is not."""
+    return (amax / _divisor(most, amax)).clamp(min=SCALE_MIN).masked_fill(amax == 0, 1.0)
+
+
+def _fp8(values: Float32[Tensor, "n width"], code: Code) -> Coded:
+    scale = _row_scale(code, E4M3_MAX, values)
+    # What a rounded quotient has above the largest number would be rounded to it, or to NaN: that differs by version.
+    scaled = (values / scale[:, None]).clamp_(-E4M3_MAX, E4M3_MAX)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), None, scale
+
+
+def _nvfp4(values: Float32[Tensor, "n width"], code: Code) -> Coded:
+    amax = values.abs().amax(1)
+    if code.row_scale == WORD:
+        scale, least = scale_to(E2M1_MAX * E4M3_MAX, amax), E4M3_MIN
+    else:
+        # The largest scale of a group is 124 to 248, all are normal numbers: rows that come back make the same bytes.
+        scale, least = _power_of_two(240.0, amax / _divisor(E2M1_MAX, amax), LEAST_OF_TWO), E4M3_NORMAL
+    return *encode_groups(values, scale, least), scale
+
+
+def _int8(values: Float32[Tensor, "n inner"], code: Code) -> Coded:
+    scale = _row_scale(code, _INT8_MAX, values)
+    codes = (values / scale[:, None]).round_().clamp_(-_INT8_MAX, _INT8_MAX)
+    return codes.to(torch.int8).view(torch.uint8), None, scale
+
+
+def _int4(values: Float32[Tensor, "n inner"], code: Code) -> Coded:
+    """The largest of a group becomes -8, whatever its sign: its scale may be negative, and all 16 codes serve."""
+    groups = pad(values, (0, -values.shape[1] % code.group)).unflatten(1, (-1, code.group))
+    most = groups.gather(2, groups.abs().argmax(2, keepdim=True)) / _INT4_MIN
+    scale = most.masked_fill(most.abs() < SCALE_MIN, 1.0).bfloat16()
+    codes = (groups / scale.float()).round_().clamp_(_INT4_MIN, _INT4_MAX).to(torch.int8).flatten(1)
+    return paired(codes), scale.squeeze(2).view(torch.uint8), None
+
+
+# By name: codes of one name have the same elements, whatever the scale of their rows.
+_ENCODE: Mapping[str, Callable[[Tensor, Code], Coded]] = {"fp8": _fp8, "nvfp4": _nvfp4, "int8": _int8, "int4": _int4}
+
+
+def _row_scale(code: Code, most: float, values: Float32[Tensor, "n width"]) -> Float32[Tensor, " n"]:
+    amax = values.abs().amax(1)
+    return scale_to(most, amax) if code.row_scale == WORD else _power_of_two(most, amax, LEAST)
+
+
+def _power_of_two(most: float, amax: Float32[Tensor, " n"], least: int) -> Float32[Tensor, " n"]:
+    """The least power of two, 2^`least` or more, that brings `amax`, rounded to four bits, to `most` or below; NaN if
+    `amax` is not finite. It is the same for the rounded rows, because the largest is rounded first."""
+    (whole, power), (mantissa, exponent) = math.frexp(most), amax.frexp()
+    exponent = (exponent - power + ((16 * mantissa).round() > 16 * whole).int()).clamp_min(least)
+    return torch.ldexp(torch.ones_like(amax), exponent).where(amax.isfinite(), torch.nan)
+
+
+def _e2m1(values: Float32[Tensor, "*shape"]) -> UInt8[Tensor, "*shape"]:
+    """4-bit codes of values within ±6, which are not left."""
+    bits = values.view(torch.int32)
+    # The power of two below |value|, 1 at least. A float of 2^22 times that has steps of half the power: the steps of
+    # E2M1. So the addition rounds, and the lowest byte of the sum counts the steps. The bits of the power count two
+    # codes for each power above 1, and `_FIRST` lets both counts together begin at 0.
+    magic = (bits & _EXPONENT).clamp_(min=_ONE).add_((22 << 23) + _FIRST)
+    code = values.abs().add_(magic.view(torch.float32)).view(torch.int32).add_(magic.bitwise_right_shift_(22))
+    return code.sub_(bits.bitwise_right_shift_(31), alpha=8).to(torch.uint8)
+
+
+def _pack_pairs(codes: UInt8[Tensor, "n columns"]) -> UInt8[Tensor, "n code_bytes"]:
+    """Two 4-bit codes a byte: both nibbles are in a little-endian 16-bit word, four bits apart."""
+    words = codes.view(torch.int16)
+    return words.bitwise_or(words >> 4).to(torch.uint8)
+
+
+def _divisor(value: float, like: Tensor) -> Tensor:
+    """`value` beside `like`: on CUDA, torch divides by a Python number through its reciprocal, one bit off."""
+    return torch.full((), value, device=like.device)

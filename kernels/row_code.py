@@ -1,33 +1,106 @@
-"""Books: the codes that rows of keys and values may be in, each row of which can be written and read alone. Integers
-only.
+"""Books: the codes that rows may be in, each of which can be written and read alone. Integers only.
 
-    fp8     the codes (E4M3), and one scale
-    nvfp4   the codes (E2M1), two a byte, even column low; one E4M3 scale for 16 columns; and one scale
+                                     bits   columns with a scale   scale of the row   whole
+    keys, values, hidden    fp8      8      -                      E8M0               words
+                            nvfp4    4      16, E4M3               E8M0               words
+    weights                 fp8      8      -                      float32            vectors
+                            int8     8      -                      float32            vectors
+                            int4     4      32, bfloat16           -                  vectors
+                            nvfp4    4      16, E4M3               float32            vectors
 
-The scale of a row is a power of two, as one byte (E8M0), so that what comes back is exact in every dtype that models
-have, and makes the same bytes again. A row is filled up to whole words of 4 bytes, so that a GPU reads four at once.
+An element is E4M3 in fp8, E2M1 in nvfp4, two's complement in int8 and int4. All are symmetric: a value is its code
+times its scale, or times both of them. A row holds its codes, those of 4 bits two a byte, even column low; then the
+scales of its groups, the last of which is filled up with zeros; then its own scale, at a multiple of its size; then
+zeros up to whole words of 4 bytes, which a GPU reads at once, or whole vectors of 16. A residual against a base ends
+with a BF16 number, its projection: the row is projection · base + residual.
+
+E8M0 is a power of two in one byte, so that what comes back is exact in every dtype that models have, and makes the same
+bytes again; 255 marks a row that was not finite, which comes back as NaN. A float32 holds the scales of weights that
+are quantised already.
 """
 
+from collections.abc import Iterator
 from enum import StrEnum
 
-from tiered.kernels.record_layout import CODE_BYTES, GROUP
+GROUP = 16  # columns that share one E4M3 scale
+PROJECTION_BYTES = 2
+WORD, VECTOR = 4, 16
 
-WORD = 4
+# Elements that are coded at once by the CPU, 1 MiB in float32: so many that the time of an operation is that of its
+# elements, so few that the caches hold them from one to the next.
+CHUNK_ELEMENTS = 1 << 18
 
 
-class RowCode(StrEnum):
-    """What the elements of a row become."""
+class Code(StrEnum):
+    """What the elements of a row become.
 
-    FP8 = "fp8"
-    NVFP4 = "nvfp4"
+    Attributes:
+        bits: bits of an element.
+        group: columns that share a scale; 1 if only the row has one.
+        group_scale: bytes of the scale of a group.
+        row_scale: bytes of the scale of the row: 1 for E8M0, 4 for float32, 0 for none.
+        whole: bytes of which a row has a multiple.
+    """
 
-    def row_bytes(self, elements: int) -> int:
-        """Of a row of `elements`, in whole words."""
-        codes = elements if self is RowCode.FP8 else (CODE_BYTES + 1) * -(-elements // GROUP)
-        return -(-(codes + 1) // WORD) * WORD
+    bits: int
+    group: int
+    group_scale: int
+    row_scale: int
+    whole: int
+
+    def __new__(cls, name: str, bits: int, group: int, group_scale: int, row_scale: int, whole: int) -> "Code":
+        code = str.__new__(cls, name)
+        code._value_ = name
+        code.bits, code.group, code.group_scale = bits, group, group_scale
+        code.row_scale, code.whole = row_scale, whole
+        return code
+
+    def groups(self, elements: int) -> int:
+        """Groups of a row, the last of them filled up."""
+        return -(-elements // self.group)
+
+    def code_bytes(self, elements: int) -> int:
+        """Bytes of the codes of a row, which is where the scales of its groups begin."""
+        return self.groups(elements) * self.group * self.bits // 8
+
+    def scale_at(self, elements: int) -> int:
+        """Byte of a row at which its scale begins; where the scales of its groups end if it has none."""
+        return _whole(self.code_bytes(elements) + self.groups(elements) * self.group_scale, max(1, self.row_scale))
+
+    def row_bytes(self, elements: int, *, residual: bool = False) -> int:
+        """Bytes of a row of `elements`, or of its residual against a base."""
+        return _whole(self.scale_at(elements) + self.row_scale + residual * PROJECTION_BYTES, self.whole)
 
     @property
     def working(self) -> int:
-        """Bytes of an element at work on its way into the codes or back, by plain torch: in fp8 the value in float32,
-        scaled and clamped, and its code; in nvfp4 the value in float32, scaled, an int64 and the bytes of the code."""
-        return 3 * 4 + 1 if self is RowCode.FP8 else 8 + 2 * 4 + 2
+        """Bytes of an element at work on its way into the codes or back, by plain torch: of 8 bits the value in
+        float32, scaled and clamped, and its code; of 4 the value in float32, scaled, an int64 and the bytes of the
+        code."""
+        return 3 * 4 + 1 if self.bits == 8 else 8 + 2 * 4 + 2
+
+
+class RowCode(Code):
+    """The codes of keys, values and hidden states, which are made and read at every step."""
+
+    FP8 = "fp8", 8, 1, 0, 1, WORD
+    NVFP4 = "nvfp4", 4, GROUP, 1, 1, WORD
+
+
+class WeightCode(Code):
+    """The codes of weights [out, inner], whose rows are their outputs; they are made once."""
+
+    FP8 = "fp8", 8, 1, 0, 4, VECTOR
+    INT8 = "int8", 8, 1, 0, 4, VECTOR
+    INT4 = "int4", 4, 32, 2, 0, VECTOR
+    NVFP4 = "nvfp4", 4, GROUP, 1, 4, VECTOR
+
+
+def chunks(rows: int, width: int) -> Iterator[slice]:
+    """`rows` rows of `width` columns, as many at a time as are coded at once."""
+    step = max(1, CHUNK_ELEMENTS // width)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _whole(count: int, of: int) -> int:
+    return -(-count // of) * of

@@ -10,11 +10,10 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from tiered.kernels.coded_weight import CodedWeight
+from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.launch import launch
-from tiered.kernels.nvfp4_bits import bf16_values
-from tiered.kernels.row_bits import fp8_values, nvfp4_values
-from tiered.kernels.weight_code import WeightCode
+from tiered.kernels.row_bits import bf16_values, fp8_values, nvfp4_values
+from tiered.kernels.row_code import Code, WeightCode
 from tiered.kernels.weight_product_ref import check_factors
 
 
@@ -81,7 +80,7 @@ def _weight_product(
     tl.store(target, total.to(product.dtype.element_ty), there[:, None] & given[None, :])
 
 
-def weight_product(rows: Float[Tensor, "n inner"], weight: CodedWeight) -> Float[Tensor, "n out"]:
+def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[Tensor, "n out"]:
     """As in weight_product_ref.py, but contiguous. The weight begins at a whole 16 bytes."""
     check_factors(rows, weight)
     rows, count, (out, inner) = rows.contiguous(), len(rows), weight.shape
@@ -107,11 +106,11 @@ def weight_product(rows: Float[Tensor, "n inner"], weight: CodedWeight) -> Float
     return product
 
 
-def _layout(code: WeightCode, inner: int) -> dict[str, int | bool]:
+def _layout(code: Code, inner: int) -> dict[str, int | bool]:
     """How a row is coded, and where its parts are."""
     parts = {
         "CODE_BYTES": code.code_bytes(inner),
-        "ROW_SCALE": code.row_scale(inner),
+        "ROW_SCALE": code.scale_at(inner),
         "ROW_BYTES": code.row_bytes(inner),
     }
     return {"INNER": inner, "FP8": code is WeightCode.FP8, "GROUP": code.group, **parts}

@@ -3,14 +3,14 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from tiered.kernels.coded_weight import CodedWeight
+from tiered.kernels.coded_rows import CodedRows
 
 # Elements of the weight that exist as values at once, 4 MiB in float32: so many that an operation's start costs
 # nothing, so few that caches hold them from their making to their product.
 TILE_ELEMENTS = 1 << 20
 
 
-def weight_product(rows: Float[Tensor, "n inner"], weight: CodedWeight) -> Float[Tensor, "n out"]:
+def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[Tensor, "n out"]:
     """`rows` · `weight`ᵀ, a tile of output rows at a time; the result has its rows as the innermost axis in memory.
 
     Raises:
@@ -22,11 +22,11 @@ def weight_product(rows: Float[Tensor, "n inner"], weight: CodedWeight) -> Float
     step = max(1, TILE_ELEMENTS // inner)
     for start in range(0, out, step):
         part = slice(start, start + step)
-        product[part] = weight.values(part) @ rows.t()
+        product[part] = weight[part].values() @ rows.t()
     return product.t()
 
 
-def check_factors(rows: Float[Tensor, "n inner"], weight: CodedWeight) -> None:
+def check_factors(rows: Float[Tensor, "n inner"], weight: CodedRows) -> None:
     """Raise the `ValueError` of `weight_product`."""
     given, wanted = (rows.shape[1:], rows.dtype, rows.device), (weight.shape[1:], weight.dtype, weight.device)
     if given != wanted:

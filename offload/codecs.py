@@ -1,23 +1,23 @@
 """Rows to the bytes of records and back, in every codec: one row of `CODECS` adds one.
 
-A record's bytes depend on its rows and its centroid alone, and the rows that come back on its bytes and its centroid
-alone: where the bytes lay in between makes no difference to a single bit.
+A row's bytes depend on the row and its centroid alone, and the row that comes back on its bytes and its centroid alone:
+where the bytes lay in between makes no difference to a single bit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.choice import for_device
-from tiered.kernels.coded_rows import CodedRows
-from tiered.kernels.delta_decode_ref import delta_decode
-from tiered.kernels.delta_encode_ref import delta_encode
+from tiered.kernels.decode_rows_ref import decode_rows
+from tiered.kernels.encode_rows_ref import encode_rows
 from tiered.kernels.host_values import on_device
 from tiered.kernels.record_table import RecordTable
+from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_code import RowCode
 from tiered.offload.codec_bytes import Codec
 
@@ -66,47 +66,45 @@ class RawCodec:
         row_bytes = out.shape[1] * dtype.itemsize
         for part, offset, size in _parts(offsets, sizes):
             rows = buffer[offset : offset + size * row_bytes].view(dtype).view(size, -1)
-            _put(out, places, part, rows)
-
-
-class Fp8Codec:
-    """E4M3 with a scale for each row, as in `tiered.kernels.coded_rows`."""
-
-    def encode(self, rows, sizes, out, offsets, centroids, clusters) -> None:
-        coded = CodedRows.of(rows, RowCode.FP8).bytes
-        for part, offset, _ in _parts(offsets, sizes):
-            out[offset : offset + coded[part].numel()].copy_(coded[part].flatten())
-
-    def decode(self, buffer, offsets, sizes, dtype, out, places, centroids) -> None:
-        row_bytes = RowCode.FP8.row_bytes(out.shape[1])
-        for part, offset, size in _parts(offsets, sizes):
-            coded = buffer[offset : offset + size * row_bytes].view(size, row_bytes)
-            _put(out, places, part, CodedRows(coded, RowCode.FP8, out.shape[1], out.dtype).values())
+            if places is None:
+                out[part] = rows
+            else:
+                out.index_copy_(0, places[part], rows.to(out.dtype))
 
 
 @dataclass(frozen=True, slots=True)
-class Nvfp4Codec:
-    """NVFP4 of the rows; or, with `delta`, of their residuals against what `base` makes of their centroid."""
+class RowsInCode:
+    """Rows in `code`; with `delta`, their residuals against their centroid."""
 
-    delta: bool
-    base: Literal["projection", "mean"] = "projection"
+    code: RowCode
+    delta: bool = False
 
     def encode(self, rows, sizes, out, offsets, centroids, clusters) -> None:
-        table = RecordTable.build(sizes, offsets, width=rows.shape[1], delta=self.delta, device=rows.device)
-        chosen = None if clusters is None else on_device(clusters, rows.device)
-        for_device(delta_encode, rows.device)(rows, table, centroids, chosen, out, base=self.base)
+        table = self._table(sizes, offsets, rows.shape[1], rows.device)
+        of_record = None if clusters is None else on_device(clusters, rows.device)
+        for_device(encode_rows, rows.device)(rows, self.code, out, table, self._base(table, centroids, of_record))
 
     def decode(self, buffer, offsets, sizes, dtype, out, places, centroids) -> None:
-        table = RecordTable.build(sizes, offsets, width=out.shape[1], delta=self.delta, device=out.device)
-        chosen = torch.arange(len(sizes), device=out.device) if self.delta else None
-        for_device(delta_decode, out.device)(buffer, table, centroids, chosen, out, places)
+        table = self._table(sizes, offsets, out.shape[1], out.device)
+        base = self._base(table, centroids, None)
+        for_device(decode_rows, out.device)(buffer, self.code, out, table, places, base)
+
+    def _table(self, sizes: Sequence[int], offsets: Sequence[int], width: int, device: torch.device) -> RecordTable:
+        row_bytes = self.code.row_bytes(width, residual=self.delta)
+        return RecordTable.build(sizes, offsets, row_bytes=row_bytes, device=device)
+
+    def _base(self, table: RecordTable, centroids: Tensor | None, of_record: Tensor | None) -> RowBase | None:
+        if centroids is None or not self.delta:
+            return None
+        records = table.record_of_row
+        return RowBase(centroids, records if of_record is None else of_record.index_select(0, records))
 
 
 CODECS: Mapping[Codec, RowCodec] = {
     Codec.RAW: RawCodec(),
-    Codec.FP8: Fp8Codec(),
-    Codec.NVFP4: Nvfp4Codec(delta=False),
-    Codec.NVFP4_DELTA: Nvfp4Codec(delta=True),
+    Codec.FP8: RowsInCode(RowCode.FP8),
+    Codec.NVFP4: RowsInCode(RowCode.NVFP4),
+    Codec.NVFP4_DELTA: RowsInCode(RowCode.NVFP4, delta=True),
 }
 
 
@@ -116,10 +114,3 @@ def _parts(offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[slice
     for offset, size in zip(offsets, sizes, strict=True):
         yield slice(first, first + size), offset, size
         first += size
-
-
-def _put(out: Tensor, places: Tensor | None, part: slice, rows: Tensor) -> None:
-    if places is None:
-        out[part] = rows
-    else:
-        out.index_copy_(0, places[part], rows.to(out.dtype))

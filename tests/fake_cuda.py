@@ -28,7 +28,7 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.spans import Recorder, active
 from tiered.forward import weight_bytes
-from tiered.kernels import choice, nvfp4_decode_ref
+from tiered.kernels import choice, decode_rows_ref
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("tiered", "clustering", "kernels", "offload"))
@@ -377,7 +377,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
             weight_bytes: {"reserved_bytes": sum},  # this allocator rounds nothing
         }.items():  # fmt: skip
             stack.enter_context(patch.multiple(owner, create=True, **doubles))
-        for cached in (nvfp4_decode_ref._pairs, nvfp4_decode_ref._e4m3):
+        for cached in (decode_rows_ref._pairs, decode_rows_ref._e4m3):
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         stack.enter_context(_Mode(fake))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiered.models.attention import attend
+from tiered.models.attention import Limits, attend
 
 ATEN = torch.ops.aten
 # What CUDA's backends answer with, by torch's own kernels for shapes alone.
@@ -28,10 +28,10 @@ def test_the_layout_of_a_backend_makes_no_difference(
     queries, keys, values = (
         torch.randn(3, heads, count, 16) for heads, count in ((6, rows), (kv_heads, 9), (kv_heads, 9))
     )
-    mask = torch.rand(3, 1, 1, 9) < 0.8 if masked else None
+    mask = torch.rand(3, 9) < 0.8 if masked else None
     if mask is not None:
         mask[..., 0] = True
-    expected = attend(queries, keys, values, mask)
+    expected = attend(queries, keys, values, Limits(mask))
     plain = F.scaled_dot_product_attention
 
     def laid_out(queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None) -> Tensor:
@@ -41,4 +41,4 @@ def test_the_layout_of_a_backend_makes_no_difference(
         return torch.empty_strided(out.shape, BACKENDS[backend](*shapes, bias).stride()).copy_(out)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", laid_out)
-    assert torch.equal(attend(queries, keys, values, mask), expected)
+    assert torch.equal(attend(queries, keys, values, Limits(mask)), expected)

@@ -14,7 +14,7 @@ from tiered.kernels import attention_splits, block_attention_ref
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.row_code import RowCode
-from tiered.models.attention import attend
+from tiered.models.attention import Limits, attend
 
 # The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter.
 IMPLEMENTATIONS = ["reference", "triton"]
@@ -283,7 +283,7 @@ def test_without_cap_and_sinks_it_is_torchs_attention(implementation: str, heads
     """And joining heads copies nothing."""
     sizes: dict[str, Any] = {"sinks": None, "partly": False, "soft_cap": None, "scale": 1.0, "masked": False}
     case = random_case(heads=heads, kv_heads=kv_heads, **sizes).to(device_of(implementation))
-    expected = attend(case.queries, case.keys, case.values, ~case.hidden()[:, None, :1])
+    expected = attend(case.queries, case.keys, case.values, Limits(~case.hidden()[:, 0]))
     mixed, _ = case.by(implementation)
     joined = mixed.transpose(1, 2).flatten(2)
     torch.testing.assert_close(joined, expected, rtol=0, atol=2e-6)

@@ -20,6 +20,7 @@ from tiered.decoding.rules.drift_aware import DriftAware
 from tiered.embedded.tasks import sample, score
 from tiered.evaluation.likelihood import Likelihood
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.models.base import DiffusionModel
 from tiered.observe.watch.watcher import Watcher
 from tiered.policies.base import Step, StepKind
@@ -50,8 +51,9 @@ class Steps:
         self.logits: list[Tensor] = []
         logits = Forward.logits
 
-        def noted(forward: Forward, *arguments: Any, **options: Any) -> Tensor:
-            self.logits.append((found := logits(forward, *arguments, **options)).clone())
+        def noted(forward: Forward, pass_: Pass) -> Tensor:
+            found = logits(forward, pass_)
+            self.logits += [found.clone()] if found.shape[1] else []
             return found
 
         monkeypatch.setattr(Forward, "logits", noted)

@@ -31,7 +31,7 @@ from tiered.models.gidd import Gidd
 from tiered.models.llada import LLaDA
 from tiered.models.sdar import Sdar
 from tiered.offload.chunk import Chunk
-from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.codec_bytes import Codec
 from tiered.offload.lane import Lane
 from tiered.offload.pinning import PageablePinner
 from tiered.offload.slabs import UNIT, SlabBook
@@ -41,7 +41,7 @@ from tiered.planning.workload import UNCAPPED
 from tiered.policies.polestar.hidden_records import Fetching
 from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
-from tiered.tiers.arena_bytes import arena_bytes, record_sizes
+from tiered.tiers.arena_bytes import arena_bytes
 from tiered.tiers.batches import runs
 
 # How much of what is booked is allocated, at the least.
@@ -478,7 +478,7 @@ def test_records_of_any_sizes_fit_their_arena(
     slab = slab_units * UNIT
 
     def nbytes(rows: int) -> int:
-        return header + codec_bytes(codec, rows, width, element_bytes=2)
+        return header + rows * codec.row_bytes(width, 2)
 
     most = sum(nbytes(rows) <= slab for rows in range(1, 257))
     assume(most)
@@ -507,7 +507,7 @@ def test_records_of_any_sizes_fit_their_arena(
         taken = [book.room_for(nbytes(sizes[number])) for number in numbers]
         for run in runs(taken, store):
             put(numbers[run])
-    each = record_sizes(codec, most, width, 2, header)
+    each = tuple(nbytes(rows) for rows in range(1, most + 1))
     bound = arena_bytes(each, rows=sum(sizes), records=len(sizes), slab_bytes=slab, store_bytes=store)
     assert book.capacity_bytes <= bound
 
@@ -516,12 +516,12 @@ def test_small_and_large_records_together_take_more_than_their_mean():
     # A slab is 128 rows of LLaDA-8B. Records of 66 rows take one each, those of 1 row a page.
     slab, sizes, book = 73 * UNIT, [1] * 300 + [66] * 300, SlabBook(73 * UNIT)
     for rows in sizes:
-        nbytes = codec_bytes(Codec.NVFP4_DELTA, rows, 4096, element_bytes=2)
+        nbytes = rows * Codec.NVFP4_DELTA.row_bytes(4096, 2)
         if book.allocate(nbytes) is None:
             book.add_slabs(1)
             book.allocate(nbytes)
     assert book.slabs > 300
-    each = record_sizes(Codec.NVFP4_DELTA, 129, 4096, 2)
+    each = tuple(rows * Codec.NVFP4_DELTA.row_bytes(4096, 2) for rows in range(1, 130))
     bound = arena_bytes(each, rows=sum(sizes), records=len(sizes), slab_bytes=slab, store_bytes=slab)
     assert book.capacity_bytes <= bound <= 1.2 * book.capacity_bytes
 

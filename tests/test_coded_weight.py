@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tiered.kernels import weight_product_ref
-from tiered.kernels.coded_weight import CodedWeight
-from tiered.kernels.record_layout import CHUNK_ELEMENTS
-from tiered.kernels.weight_code import WeightCode
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.row_code import CHUNK_ELEMENTS, WeightCode
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import Checkpoint, assign
 from tiered.models.families import family_of
@@ -59,7 +58,7 @@ def random_weight(out: int, inner: int, dtype: torch.dtype = torch.float32) -> T
     ],
 )
 def test_where_the_parts_of_a_row_are(code: WeightCode, elements: int, parts: tuple[int, int], total: int):
-    assert (code.code_bytes(elements), code.row_scale(elements)) == parts
+    assert (code.code_bytes(elements), code.scale_at(elements)) == parts
     assert code.row_bytes(elements) == total
 
 
@@ -67,13 +66,13 @@ def test_the_bytes_are_those_of_the_layout():
     """Written out by hand."""
     scale, one = torch.tensor([0.5]).view(torch.uint8).tolist(), torch.tensor([1.0]).view(torch.uint8).tolist()
     row = torch.tensor([[224.0, -1.0, 0.5]])
-    assert CodedWeight.of(row, FP8).bytes.tolist() == [[0x7E, 0xC0, 0x38, 0, *scale, *[0] * 8]]
+    assert CodedRows.of(row, FP8).bytes.tolist() == [[0x7E, 0xC0, 0x38, 0, *scale, *[0] * 8]]
     row = torch.tensor([[63.5, -1.0, 0.5]])
-    assert CodedWeight.of(row, INT8).bytes.tolist() == [[127, 254, 1, 0, *scale, *[0] * 8]]
+    assert CodedRows.of(row, INT8).bytes.tolist() == [[127, 254, 1, 0, *scale, *[0] * 8]]
     row = torch.tensor([[4.0, -0.5, 3.5]])  # a scale of -0.5, so that 4 is -8
-    assert CodedWeight.of(row, INT4).bytes.tolist() == [[0x18, 0x09, *[0] * 14, 0x00, 0xBF, *[0] * 14]]
+    assert CodedRows.of(row, INT4).bytes.tolist() == [[0x18, 0x09, *[0] * 14, 0x00, 0xBF, *[0] * 14]]
     row = torch.tensor([[2688.0, -448.0, 672.0]])  # 6 · 448, so that the scale of the row is 1
-    assert CodedWeight.of(row, NVFP4).bytes.tolist() == [[0xA7, 0x03, *[0] * 6, 0x7E, 0, 0, 0, *one]]
+    assert CodedRows.of(row, NVFP4).bytes.tolist() == [[0xA7, 0x03, *[0] * 6, 0x7E, 0, 0, 0, *one]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -82,7 +81,7 @@ def test_the_bytes_are_those_of_the_layout():
 )
 def test_the_error_is_that_of_the_format(code: WeightCode, least: float, most: float, dtype: torch.dtype):
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
-    coded = CodedWeight.of(weight, code)
+    coded = CodedRows.of(weight, code)
     assert (coded.shape, coded.dtype, coded.device, coded.nbytes) == (
         weight.shape,
         dtype,
@@ -98,12 +97,12 @@ def test_each_row_is_alone(code: WeightCode):
     """Whatever else a weight holds, and however many rows are coded at once."""
     inner = CHUNK_ELEMENTS // 8 - 5
     weight = random_weight(20, inner)
-    coded = CodedWeight.of(weight, code)
+    coded = CodedRows.of(weight, code)
     for row in (0, 1, 2, 3, 9, 19):
-        assert torch.equal(CodedWeight.of(weight[row : row + 1], code).bytes[0], coded.bytes[row])
+        assert torch.equal(CodedRows.of(weight[row : row + 1], code).bytes[0], coded.bytes[row])
     values, index = coded.values(), torch.tensor([19, 0, 3, 3])
-    assert torch.equal(coded.values(slice(3, 18)), values[3:18])
-    assert torch.equal(coded.values(index), values[index])
+    assert torch.equal(coded[3:18].values(), values[3:18])
+    assert torch.equal(coded[index].values(), values[index])
     assert not values[1].any() and values[2, 0] != 0 and not values[2, 1:].any()
 
 
@@ -111,7 +110,7 @@ def test_each_row_is_alone(code: WeightCode):
 @pytest.mark.parametrize("code", WeightCode)
 def test_numbers_of_every_size_stay_numbers(code: WeightCode, scale: float):
     weight = torch.randn(4, 40, generator=torch.Generator().manual_seed(0)).clamp(-3, 3) * scale
-    values = CodedWeight.of(weight, code).values()
+    values = CodedRows.of(weight, code).values()
     assert values.isfinite().all()
     assert scale < 1e-35 or (values - weight).abs().max() <= weight.abs().max() / 5.9
 
@@ -131,7 +130,7 @@ PRODUCTS: dict[str, tuple[int, int, int, torch.dtype]] = {
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}
 
 
-def product_by(implementation: str) -> Callable[[Tensor, CodedWeight], Tensor]:
+def product_by(implementation: str) -> Callable[[Tensor, CodedRows], Tensor]:
     """The reference anywhere; the Triton kernel on a GPU where there is one, else in the interpreter."""
     if implementation == "reference":
         return weight_product_ref.weight_product
@@ -153,7 +152,7 @@ def test_a_product_is_that_of_the_values(
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(count, inner, generator=generator).to(device, dtype)
     values = torch.randn(out, inner, generator=generator) * torch.logspace(-2, 0, out)[:, None]
-    weight = CodedWeight.of(values.to(device, dtype), code)
+    weight = CodedRows.of(values.to(device, dtype), code)
     product = product_by(implementation)(rows, weight)
     assert product.shape == (count, out) and product.dtype == dtype
     expected = rows.double() @ weight.values().double().T
@@ -167,7 +166,7 @@ def test_every_code_becomes_its_value(code: WeightCode):
     """In the kernel: each output row has one code in all of its columns, and the rows are units."""
     kernel, inner = product_by("triton"), 64
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    weight = CodedWeight.of(torch.randn(256, inner), code)
+    weight = CodedRows.of(torch.randn(256, inner), code)
     bytes_ = weight.bytes.clone()
     codes = torch.arange(256, dtype=torch.uint8)
     if code is FP8:
@@ -180,7 +179,7 @@ def test_every_code_becomes_its_value(code: WeightCode):
 
 @pytest.mark.parametrize("rows", [(0,), (1,), (3, 7), (40,), (300,)])
 def test_a_projection_takes_it(rows: tuple[int, ...]):
-    weight, hidden = CodedWeight.of(torch.randn(53, 40), INT8), torch.randn(*rows, 40)
+    weight, hidden = CodedRows.of(torch.randn(53, 40), INT8), torch.randn(*rows, 40)
     product = project(hidden, weight)
     assert product.shape == (*rows, 53)
     torch.testing.assert_close(product, hidden @ weight.values().T, atol=1e-5, rtol=1e-5)
@@ -191,7 +190,7 @@ def test_a_projection_takes_it(rows: tuple[int, ...]):
     "change", [lambda rows: rows[:, 1:], lambda rows: rows.bfloat16(), lambda rows: rows.to("meta")]
 )
 def test_factors_that_do_not_fit_are_refused(implementation: str, change: Callable[[Tensor], Tensor]):
-    weight, rows = CodedWeight.of(torch.randn(8, 40), FP8), torch.randn(3, 40)
+    weight, rows = CodedRows.of(torch.randn(8, 40), FP8), torch.randn(3, 40)
     with pytest.raises(ValueError, match=r"do not fit the fp8 weight \[8, 40\] of torch.float32 on cpu"):
         product_by(implementation)(change(rows), weight)
 
@@ -210,7 +209,7 @@ def filled(
     """`model` with the weights in `codes`, as codes or as the values that they stand for."""
     for name in checkpoint.order():
         weight = checkpoint.read(name, dtype=torch.float32, device=torch.device("cpu"), code=codes.get(name))
-        if isinstance(weight, CodedWeight) and decoded:
+        if isinstance(weight, CodedRows) and decoded:
             weight = weight.values()
         assign(model, model.parameter_name(name), weight)
     return model
@@ -232,10 +231,10 @@ def test_a_model_of_coded_weights_is_that_of_their_values(
     assert len(codes) >= 14
     filled(checkpoint, coded, codes, decoded=False)
     decoded = filled(checkpoint, deepcopy(coded), codes, decoded=True)
-    assert isinstance(coded.wte.weight, CodedWeight) and isinstance(decoded.wte.weight, nn.Parameter)
+    assert isinstance(coded.wte.weight, CodedRows) and isinstance(decoded.wte.weight, nn.Parameter)
     expected, found = (Runtime(model, policy=make_policy("none")).logits(IDS) for model in (decoded, coded))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert isinstance(filled(checkpoint, decoded, codes, decoded=False).wte.weight, CodedWeight)
+    assert isinstance(filled(checkpoint, decoded, codes, decoded=False).wte.weight, CodedRows)
 
 
 def test_a_tensor_is_read_where_it_lies(write_checkpoint: Callable[..., Path], tiny_config: Mapping[str, Any]):
@@ -260,7 +259,7 @@ def test_codes_are_made_of_what_the_dtype_holds(write_checkpoint: Callable[..., 
     name, device = "model.transformer.blocks.0.q_proj.weight", torch.device("cpu")
     raw = checkpoint.read(name, dtype=torch.bfloat16, device=device)
     coded = checkpoint.read(name, dtype=torch.bfloat16, device=device, code=INT4)
-    assert isinstance(raw, Tensor) and isinstance(coded, CodedWeight)
-    assert torch.equal(coded.bytes, CodedWeight.of(raw, INT4).bytes) and coded.dtype == torch.bfloat16
+    assert isinstance(raw, Tensor) and isinstance(coded, CodedRows)
+    assert torch.equal(coded.bytes, CodedRows.of(raw, INT4).bytes) and coded.dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"ln_f.weight \[32\] is no matrix, which int4 is for"):
         checkpoint.read("model.transformer.ln_f.weight", dtype=torch.bfloat16, device=device, code=INT4)

@@ -177,7 +177,7 @@ def triton_is_installed():
 
 
 def test_the_modules_are_found():
-    named = {"scatter_rows", "block_attention", "delta_decode", "weight_product"}
+    named = {"scatter_rows", "block_attention", "decode_rows", "weight_product"}
     assert named <= {path.stem for path in ops()}
 
 

@@ -93,7 +93,7 @@ class World:
 
     def change(self, rows: Rows, rise: float = 0.0, only: Tensor | None = None) -> None:
         """New keys at `rows`; their scores rise by `rise` beside."""
-        for b, index in enumerate(rows.positions(self.batch, self.keys.device)):
+        for b, index in enumerate(rows.index.to(self.device).expand(self.batch, -1)):
             if only is None or only[b]:
                 own = index if rows.valid is None else index[rows.valid[b]]
                 self.keys[b, :, own] += self.new_keys(self.kv_heads, len(own), most=1)
@@ -105,8 +105,8 @@ class World:
         every, then = BLOCK, self.reference.block
         if rows is not None:
             then = torch.cat([then, self.layer.at(rows)], dim=2)
-            columns, valid = rows.positions(self.batch, self.keys.device), rows.valid
-            block = BLOCK.positions(self.batch, self.keys.device)
+            columns, valid = rows.index.to(self.device).expand(self.batch, -1), rows.valid
+            block = BLOCK.index.to(self.device).expand(self.batch, -1)
             every = Rows.at(
                 torch.cat([block, columns], dim=1),
                 None if valid is None else torch.cat([torch.ones_like(block, dtype=torch.bool), valid], dim=1),
@@ -252,7 +252,7 @@ def test_pads_and_filler_do_not_matter():
     """Their keys are no numbers, and as many as other keys."""
     world = World(8)
     rows = world.rows(30)
-    assert world.key_mask is not None and rows.index is not None and rows.valid is not None
+    assert world.key_mask is not None and rows.valid is not None
     world.keys.transpose(1, 2)[~world.key_mask] = torch.nan
     pads = torch.tensor([[3], [46]])
     assert not world.key_mask.gather(1, pads).any() and not rows.valid.all()
@@ -280,7 +280,7 @@ def test_a_batch_is_its_sequences():
     rows, drifts = world.rows(12), []
     last, columns = (
         world.keys.clone(),
-        torch.cat([BLOCK.positions(2, world.keys.device), rows.positions(2, world.keys.device)], dim=1),
+        torch.cat([each.index.to(world.device).expand(2, -1) for each in (BLOCK, rows)], dim=1),
     )
     world.change(BLOCK)
     world.change(rows, 1.0)

@@ -22,11 +22,11 @@ from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 from tiered.decoding.rules.drift_aware import DriftAware
 from tiered.embedded import tasks
 from tiered.forward.attention_bytes import AttentionChunk
-from tiered.forward.flow import Flow
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.models.rope import Rotary
 from tiered.models.shape import ModelShape
-from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Policy, PolicyState, Step, StepKind
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
@@ -196,7 +196,7 @@ class AllRows(Policy):
     """Every row in every step, by some route, and never called a refresh."""
 
     name: ClassVar[str] = "all_rows"
-    plan: Callable[[Step], StepRows]
+    plan: Callable[[Step], Pass]
 
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
         return {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
@@ -206,18 +206,18 @@ class AllRows(Policy):
 
 
 class _Planned(PolicyState):
-    def __init__(self, plan: Callable[[Step], StepRows]) -> None:
+    def __init__(self, plan: Callable[[Step], Pass]) -> None:
         self._plan = plan
 
-    def rows(self, step: Step) -> StepRows:
+    def rows(self, step: Step) -> Pass:
         return self._plan(step)
 
 
-def _span(step: Step) -> StepRows:
-    return StepRows.of_span(0, step.canvas.length, step, StepKind.UPDATE)
+def _span(step: Step) -> Pass:
+    return step.over(0, step.canvas.length, StepKind.UPDATE)
 
 
-def _scattered(step: Step) -> StepRows:
+def _scattered(step: Step) -> Pass:
     """Every row in any order, and filler rows, some of them in the block."""
     block = torch.arange(step.first_row, step.last_row)
     others = torch.tensor([c for c in range(step.canvas.length) if not step.first_row <= c < step.last_row])
@@ -225,19 +225,19 @@ def _scattered(step: Step) -> StepRows:
     filler = torch.randint(0, step.canvas.length, (step.canvas.batch, 4))
     index = torch.cat([filler, order[:, :5], block.expand(step.canvas.batch, -1), order[:, 5:]], dim=1)
     valid = (torch.arange(index.shape[1]) >= 4).expand(step.canvas.batch, -1)
-    return StepRows(Rows.at(index, valid), slice(9, 9 + len(block)), StepKind.UPDATE)
+    return step.of_rows(Rows.at(index, valid), slice(9, 9 + len(block)), StepKind.UPDATE)
 
 
-def _unnarrowed(plan: Callable[[Step], StepRows]) -> Callable[[Step], StepRows]:
+def _unnarrowed(plan: Callable[[Step], Pass]) -> Callable[[Step], Pass]:
     """As `plan`, with a program that takes every row through the last layer; filler rows hold nonsense."""
 
-    def program(forward: Forward, layer: int, flow: Flow) -> Flow:
-        if flow.rows.valid is not None and flow.rows.index is not None:
-            flow = replace(flow, hidden=flow.hidden.masked_fill(~flow.rows.valid[..., None], 3.0))
-        normed = forward.model.attention_norm(layer, flow.hidden)
-        forward.write_keys_values(layer, flow.rows, normed)
-        hidden = flow.hidden + forward.attention(layer, flow.rows, normed)
-        return Flow(flow.rows, hidden + forward.model.feed_forward(layer, hidden), flow.output)
+    def program(forward: Forward, layer: int, pass_: Pass) -> Pass:
+        if pass_.rows.valid is not None and not pass_.rows.is_span:
+            pass_ = replace(pass_, hidden=pass_.hidden.masked_fill(~pass_.rows.valid[..., None], 3.0))
+        normed = forward.model.attention_norm(layer, pass_.hidden)
+        forward.write_keys_values(layer, pass_.rows, normed)
+        hidden = pass_.hidden + forward.attention(layer, pass_.rows, normed)
+        return replace(pass_, hidden=hidden + forward.model.feed_forward(layer, hidden))
 
     return lambda step: replace(plan(step), program=program)
 

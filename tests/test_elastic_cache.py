@@ -387,8 +387,9 @@ def test_rows_of_a_step(runtime: Runtime):
     assert chosen(rows.rows, slice(rows.near, rows.count)) == [[0, 1], [0, 2, 3]]
     # What a store has to have for a write: the window at once, each tracked token by itself.
     pieces = Storing(rows, rows.rows, 8, apart=True).pieces
-    assert pieces == [(slice(0, 4), (3, 8)), (slice(4, 5), (0, 1)), (slice(5, 6), (1, 3)), (slice(6, 7), (3, 4))]
-    assert Storing(rows, rows.rows, 8, apart=False).pieces == [(slice(0, 7), None)]
+    columns = [range(3, 8), range(1), range(1, 3), range(3, 4)]
+    assert pieces == [*zip((slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 7)), columns, strict=True)]
+    assert Storing(rows, rows.rows, 8, apart=False).pieces == [(slice(0, 7), range(0))]
     assert rows.others is None and rows.rows.count == rows.count
     assert [w[i].tolist() for w, i in zip(rows.window, rows.in_window, strict=True)] == [
         [3, 5, 6],
@@ -478,7 +479,7 @@ def test_final_rows_see_final_columns_alone(sinks: int | None):
     sink_keys = None if sinks is None else torch.randn(4, sinks, 8, generator=generator)
     visible = torch.tensor([[5, 20, 1], [12, 12, 20]])
     mask = torch.arange(20) >= torch.tensor([[0], [4]])
-    found, _ = attention_weights(queries, keys, mask, soft_cap=2.0, sink_keys=sink_keys, visible=visible)
+    found, _ = attention_weights(queries, keys, mask, soft_cap=2.0, sink_keys=sink_keys, stop=visible)
     for b in range(2):
         for row, count in enumerate(visible[b].tolist()):
             part = slice(b, b + 1), slice(None), slice(None, count)

@@ -23,10 +23,10 @@ from training.trainer import Trainer
 
 import tiered
 from tiered.core.features import Feature
-from tiered.core.rows import Rows
 from tiered.embedded.tasks import TASKS, Example
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.models.gidd import Gidd
 from tiered.models.locate import read_config
 
@@ -143,9 +143,8 @@ def test_the_training_forward_is_the_runtimes():
             device=torch.device("cpu"),
         )
         with torch.no_grad():
-            expected = Forward(model, store, batch.positions).logits(
-                ids, Rows.span(0, length), slice(0, length), clean=clean
-            )
+            whole = Forward(model, store, batch.positions)
+            expected = whole.logits(Pass(ids, whole.rows, slice(0, length), final=clean))
         torch.testing.assert_close(model.logits(hidden), expected[:, first:], atol=1e-4, rtol=1e-4)
 
 

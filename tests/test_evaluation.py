@@ -1,6 +1,7 @@
 """The harness's model: answers are those of `generate`, whatever is batched with what, and as a request asks for."""
 
 import io
+import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
 from tiered.embedded.tasks import sample
 from tiered.evaluation import TieredLM
-from tiered.evaluation.requests import answer_text
+from tiered.evaluation.requests import answer_text, request_options
 from tiered.runtime import Runtime
 from tiered.serving.request import Request
 
@@ -46,6 +47,14 @@ def instances(requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Instanc
 
 def ask(lm: TieredLM, contexts: Sequence[str], gen_kwargs: Mapping[str, Any] = GREEDY) -> list[str]:
     return lm.generate_until(instances([(context, gen_kwargs) for context in contexts]), disable_tqdm=True)
+
+
+def options_of(lm: TieredLM, gen_kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], int, list[str]]:
+    return request_options(gen_kwargs, lm.defaults, lm.runtime.model)
+
+
+def totals(lm: TieredLM) -> dict[str, Any]:
+    return lm.get_model_info()["totals"]
 
 
 def chat(lm: TieredLM, prompt: str) -> str:
@@ -81,7 +90,7 @@ def test_a_prompt_is_answered_under_the_policy_that_it_would_have_alone(runtime:
     lm = TieredLM(other, confidence_threshold=0.5, batch_size=12)
     prompts = [*PROMPTS[:3], *(sample("lookup", "test", seed, size=300).prompt for seed in range(2))]
     assert ask(lm, [chat(lm, prompt) for prompt in prompts]) == [direct(other, prompt) for prompt in prompts]
-    (plain, three), (_, two) = lm.totals.policies.items()
+    (plain, three), (_, two) = totals(lm)["policies"].items()
     assert (plain, three, two) == ("none", 3, 2)
 
 
@@ -161,7 +170,7 @@ def test_special_tokens_stop_an_answer(tokenizer: Any, until: list[str], most: i
     ids = tokenizer("Ada Ben")["input_ids"] + tokenizer("<|user|>")["input_ids"] + tokenizer("Cleo")["input_ids"]
     ids += [tokenizer.eos_token_id, *tokenizer("Dan")["input_ids"]]
     assert len(ids) == 6
-    assert answer_text(tokenizer, ids, most=most, eos_token_id=tokenizer.eos_token_id, until=until) == expected
+    assert answer_text(tokenizer, ids[:most], tokenizer.eos_token_id, until) == expected
 
 
 def test_stop_strings_of_a_request(lm: TieredLM, runtime: Runtime):
@@ -193,8 +202,8 @@ def test_stop_strings_of_a_request(lm: TieredLM, runtime: Runtime):
     ],
 )
 def test_lengths(runtime: Runtime, gen_kwargs: dict[str, Any], arguments: dict[str, Any], tokens: int, columns: int):
-    settings = TieredLM(runtime, **arguments).defaults.settings(gen_kwargs)
-    assert (settings.max_gen_toks, settings.columns) == (tokens, columns)
+    options, most, _ = options_of(TieredLM(runtime, **arguments), gen_kwargs)
+    assert (most, options["max_new_tokens"] + options.get("trailing_noise", 0)) == (tokens, columns)
 
 
 def test_a_canvas_of_whole_blocks_is_cut_to_the_tokens_asked_for(runtime: Runtime):
@@ -223,7 +232,7 @@ def test_a_canvas_of_whole_blocks_is_cut_to_the_tokens_asked_for(runtime: Runtim
 def test_options_of_a_request(
     runtime: Runtime, gen_kwargs: dict[str, Any], arguments: dict[str, Any], expected: dict[str, Any]
 ):
-    options = dict(TieredLM(runtime, **arguments).defaults.settings(gen_kwargs).options)
+    options, _, _ = options_of(TieredLM(runtime, **arguments), gen_kwargs)
     assert options.pop("max_new_tokens") == 256
     assert options == expected
 
@@ -233,18 +242,19 @@ def test_greedy_over_a_temperature_is_said_once(runtime: Runtime, caplog: pytest
     assert not caplog.records
     ask(lm, chats(lm)[:3], GREEDY)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "--gen_kwargs do_sample=True,temperature=0.5625" in caplog.text
+    assert "temperature=0.5625; setting `temperature` to 0.0 for greedy decoding" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("gen_kwargs", "message"),
     [
-        ({"max_gen_tok": 3}, "unknown gen_kwargs option 'max_gen_tok'; did you mean 'max_gen_toks'"),
+        ({"max_gen_tok": 3}, "unknown option 'max_gen_tok'; did you mean 'max_gen_toks'"),
         ({"num_beams": 4}, "num_beams = 4 means nothing to a diffusion model; 1 is allowed"),
-        ({"until": [3]}, r"until is a string or strings, not \[3\]"),
-        ({"max_gen_toks": 0}, "max_gen_toks = 0"),
-        ({"max_gen_toks": "long"}, "max_gen_toks = 'long'"),
-        ({"max_gen_toks": 4096}, "takes 4096 of the model's 4096 positions"),
+        ({"until": 3}, "to be of type .* but got 3"),
+        ({"max_gen_toks": 0}, "max_new_tokens = 0"),
+        ({"max_gen_toks": "long"}, "invalid literal for int.* 'long'"),
+        ({"max_gen_toks": 4096}, "the prompt's 1 tokens and max_new_tokens = 4096 make"),
+        ({"max_gen_toks": 32768}, "the prompt's 1 tokens and max_new_tokens = 32768 make"),
         ({"max_length": 64}, "unknown option 'max_length'"),
         ({"top_p": 3.0, "temperature": 1.0}, "top_p = 3.0"),
     ],
@@ -264,8 +274,9 @@ def test_bad_gen_kwargs_are_named(lm: TieredLM, gen_kwargs: dict[str, Any], mess
         ({"policy": "dual"}, "unknown policy 'dual'"),
         ({"batch_size": "many"}, "batch_size = 'many'"),
         ({"batch_size": 0}, "batch_size = 0"),
-        ({"max_gen_toks": 32, "gen_length": 64}, "the answer's length is given as"),
-        ({"max_gen_toks": 0}, "max_gen_toks = 0"),
+        ({"max_new_tokens": 32, "gen_length": 64}, "gen_length = 64 contradicts max_new_tokens = 32"),
+        ({"max_gen_toks": 0}, "max_new_tokens = 0"),
+        ({"until": "x"}, "unknown model argument 'until'"),
         ({"commit": "adaptive"}, "the commit rule 'adaptive'"),
         ({"steps": 7, "max_gen_toks": 64}, "steps = 7 is not a multiple of the 2 blocks"),
         ({"policy": "dkv_greedy"}, "remasking = 'random' is allowed"),
@@ -291,9 +302,9 @@ def test_model_arguments_of_a_command_line(caplog: pytest.LogCaptureFixture):
     assert str(lm.runtime.policy).startswith("polestar(clusters=4, top_m=1")
     budget = lm.runtime.ledger.budget
     assert (budget.cap(Tier.DEVICE), budget.cap(Tier.HOST)) == (64 * 2**20, 8 * 2**20)
-    assert dict(lm.defaults.options) == {"confidence_threshold": 0.9} and lm.defaults.max_gen_toks == 64
+    assert lm.defaults == {"confidence_threshold": 0.9, "max_gen_toks": 64}
     if not torch.cuda.is_available():
-        assert lm.device == torch.device("cpu") and "there is no CUDA here" in caplog.text
+        assert lm.device == torch.device("cpu") and "no CUDA here for device = 'cuda:0'" in caplog.text
 
 
 def test_a_model_without_a_tokenizer(write_checkpoint: Any):
@@ -363,23 +374,19 @@ def test_chats(lm: TieredLM, runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
     (plain,), (templated,) = (ask(lm, [text]) for text in ("copy: Ada Ben", chat(lm, "copy: Ada Ben")))
     assert templated == "Ada Ben" != plain
     assert runtime.generate(["copy: Ada Ben"], raw=True, max_new_tokens=32, confidence_threshold=0.5).text == [plain]
-    assert lm.chat_template(True) == lm.tokenizer.chat_template and lm.chat_template(False) is None
-    assert "/" not in lm.tokenizer_name
-    with pytest.raises(ValueError, match="no template is chosen by name here"):
-        lm.chat_template("rag")
+    assert lm.chat_template(True) == lm.tokenizer.chat_template and "/" not in lm.tokenizer_name
     monkeypatch.setattr(lm.tokenizer, "chat_template", None)
-    for call in (lambda: lm.apply_chat_template(history), lambda: lm.chat_template(True)):
-        with pytest.raises(ValueError, match="no chat template; run without --apply_chat_template"):
-            call()
+    with pytest.raises(ValueError, match=r"tokenizer\.chat_template is not set"):
+        lm.apply_chat_template(history)
 
 
 def test_answers_come_from_the_cache_where_it_has_them(lm: TieredLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     requests = instances([(text, GREEDY) for text in chats(lm)])
     expected = lm.generate_until(requests, disable_tqdm=True)
-    begin, answered = Request.begin, []
+    begin, begun, answered = Request.begin, itertools.count(), []
 
     def interrupted(request: Request, runtime: Runtime) -> None:
-        if request.number == 7:
+        if next(begun) == 7:
             raise RuntimeError("interrupted")
         begin(request, runtime)
 
@@ -387,15 +394,16 @@ def test_answers_come_from_the_cache_where_it_has_them(lm: TieredLM, tmp_path: P
     caching = CachingLM(lm, str(tmp_path / "answers"))
     try:
         for fails in (True, False, False):
-            done = lm.totals.sequences
+            done = totals(lm)["sequences"]
             with monkeypatch.context() as patched:
                 if fails:
                     patched.setattr(Request, "begin", interrupted)
                     with pytest.raises(RuntimeError, match="interrupted"):
                         caching.generate_until(requests)
+                    assert lm._scheduler.running == lm._scheduler.waiting == 0
                 else:
                     assert caching.generate_until(requests) == expected
-            answered.append(lm.totals.sequences - done)
+            answered.append(totals(lm)["sequences"] - done)
         # Those that were done before the interruption are in the cache; afterwards all are.
         assert 0 < answered[0] < 12 and answered[1:] == [12 - answered[0], 0]
     finally:
@@ -433,25 +441,25 @@ def test_a_budget_lets_fewer_requests_run_at_a_time(runtime: Runtime):
     )
     assert ask(lm, chats(lm)) == expected
     cap = lm.runtime.ledger.budget.cap(Tier.DEVICE)
-    assert cap is not None and lm.totals.peak_bytes["device"] <= cap
+    assert cap is not None and totals(lm)["peak_bytes"]["device"] <= cap
     with pytest.raises(TierCapacityError):
         ask(lm, [chat(lm, "copy: " + "Ada " * 3000)])
 
 
 def test_what_the_results_say_of_the_model(runtime: Runtime):
     lm = TieredLM(runtime, policy="polestar", policy_top_m=1, confidence_threshold=0.5, batch_size=5)
-    assert lm.get_model_info()["totals"]["sequences"] == 0
+    assert totals(lm)["sequences"] == totals(lm)["tokens_per_second"] == 0
     ask(lm, chats(lm))
     info = json.loads(json.dumps(lm.get_model_info()))
     assert info["policy"] == "polestar(top_m=1)"
-    assert info["generation"] == {"confidence_threshold": "0.5"}
-    totals = info["totals"]
+    assert info["generation"] == {"confidence_threshold": "0.5", "max_gen_toks": "256"}
+    found = info["totals"]
     outs = [
         lm.runtime.generate([{"role": "user", "content": p}], max_new_tokens=32, confidence_threshold=0.5)
         for p in PROMPTS
     ]
-    assert totals["sequences"] == 12
-    assert totals["forwards"] == sum(out.num_forwards for out in outs)
-    assert totals["tokens"] == sum(out.timings.tokens for out in outs)
-    assert totals["tokens_per_forward"] == pytest.approx(totals["tokens"] / totals["forwards"])
-    assert totals["peak_bytes"]["device"] > max(out.memory.peak_device_bytes for out in outs)
+    assert found["sequences"] == 12
+    assert found["forwards"] == sum(out.num_forwards for out in outs)
+    assert found["tokens"] == sum(out.timings.tokens for out in outs)
+    assert found["tokens_per_forward"] == pytest.approx(found["tokens"] / found["forwards"])
+    assert found["peak_bytes"]["device"] > max(out.memory.peak_device_bytes for out in outs)

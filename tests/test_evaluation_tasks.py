@@ -124,28 +124,38 @@ def test_the_command_line(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "added"),
     [
-        (["run", "--tasks", "gsm8k"], ["run", "--tasks", "gsm8k", "--model", "tiered"]),
-        (["--tasks", "gsm8k"], ["--tasks", "gsm8k", "--model", "tiered"]),
-        (["run", "--model", "hf", "--tasks", "gsm8k"], None),
-        (["run", "--model=hf", "--tasks", "gsm8k"], None),
-        (["run", "-M", "hf", "--tasks", "gsm8k"], None),
-        (["run", "--config", "mine.yaml"], None),
-        (["ls", "tasks"], None),
-        (["run"], None),
-        (["--help"], None),
-        ([], None),
+        (["run", "--tasks", "gsm8k"], ["--model", "tiered"]),
+        (["--tasks", "gsm8k"], ["--model", "tiered"]),
+        (["run", "--model", "hf", "--tasks", "gsm8k"], []),
+        (["run", "--model=hf", "--tasks", "gsm8k"], []),
+        (["run", "-M", "hf", "--tasks", "gsm8k"], []),
+        (["run", "--config", "mine.yaml"], []),
+        (["ls", "tasks"], []),
+        (["run"], []),
+        (["--help"], []),
+        ([], []),
     ],
 )
-def test_the_model_is_ours_unless_another_is_named(arguments: list[str], expected: list[str] | None):
-    assert command.with_model(arguments) == (expected or arguments)
+def test_the_model_is_ours_unless_another_is_named(
+    arguments: list[str], added: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["evaluation", *arguments])
+    assert command.main() == 0 and sys.argv == ["evaluation", *arguments, *added]
 
 
 def test_without_the_harness(tmp_path: Path):
     code = """
 import sys
-sys.modules["lm_eval"] = None
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "lm_eval":
+            raise ModuleNotFoundError("No module named 'lm_eval'", name=name)
+
+sys.meta_path.insert(0, Missing())
 import tiered.evaluation
 try:
     tiered.evaluation.TieredLM

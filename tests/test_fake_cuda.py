@@ -24,8 +24,8 @@ import tiered
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
 from tiered.core.spans import recording
-from tiered.forward.ask import shared_bytes
 from tiered.forward.library_bytes import gpu_of
+from tiered.forward.together import shared_bytes
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.kernels.choice import for_device
 from tiered.kernels.host_values import on_device

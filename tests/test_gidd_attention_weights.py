@@ -66,7 +66,7 @@ def test_the_drift_of_rows(masked: Runtime, monkeypatch: pytest.MonkeyPatch):
     def watched(drift: AttentionShift, rows: Rows, queries: Tensor, keys: Tensor, mask: Tensor | None) -> None:
         assert rows.count == 8 and mask is not None
         observe(drift, rows, queries, keys, mask)
-        everything = mask[:, 0].expand(-1, 8, -1)
+        everything = mask[:, None].expand(-1, 8, -1)
         now = weights64(forwards[-1], forwards[-1].model.shape.layers - 1, queries, keys, everything)
         if 0 in kept:
             terms = (now * (now / kept[0]).log()).where(now > 0, 0.0)
@@ -88,15 +88,16 @@ def test_weights_of_tracked_tokens_and_of_the_window(masked: Runtime, tracked: i
     def watched(forward: Forward, layer: int, queries: Tensor, columns: Tensor, keys: Tensor) -> Tensor:
         nonlocal final, open_
         found = weights_of(forward, layer, queries, columns, keys)
-        assert isinstance(forward.clean, int) and forward.clean >= 15 and forward.key_mask is not None
+        border, mask = forward.limits.final, forward.limits.key_mask
+        assert isinstance(border, int) and border >= 15 and mask is not None
         column = torch.arange(forward.length)
-        visible = (column < forward.clean) | (columns >= forward.clean)[..., None]
-        visible &= forward.key_mask[: len(columns), None]
+        visible = (column < border) | (columns >= border)[..., None]
+        visible &= mask[: len(columns), None]
         expected = weights64(forward, layer, queries, forward.keys(layer)[: len(columns)], visible)[..., :-1]
         there = (columns >= 0)[:, None, :, None].expand_as(found)
         torch.testing.assert_close(found.double()[there], expected[there], rtol=1e-5, atol=1e-7)
-        final += int((there[:, 0, :, 0] & (columns < forward.clean)).sum())
-        open_ += int((columns >= forward.clean).sum())
+        final += int((there[:, 0, :, 0] & (columns < border)).sum())
+        open_ += int((columns >= border).sum())
         return found
 
     def received(queries: Tensor, counts: Tensor, keys: Tensor, mask: Tensor | None, *rest: Any, **own: Any) -> Tensor:

@@ -15,6 +15,8 @@ from tiered.core.rows import Rows
 from tiered.decoding.rules import rewriting
 from tiered.denoising import feature_store
 from tiered.forward.forward import Forward
+from tiered.forward.parts import CanvasLimits
+from tiered.forward.passes import Pass
 from tiered.models.gidd import Gidd
 from tiered.runtime import Runtime
 
@@ -112,7 +114,8 @@ def test_ancestral_sequence(runtimes: dict[str, Runtime], monkeypatch: pytest.Mo
 
 def forward(runtime: Runtime, positions: torch.Tensor, key_mask: torch.Tensor | None = None) -> Forward:
     batch, length = key_mask.shape if key_mask is not None else (1, positions.shape[1])
-    return Forward(runtime.model, feature_store(runtime._call, runtime.policy, batch, length), positions, key_mask)
+    store = feature_store(runtime._call, runtime.policy, batch, length)
+    return Forward(runtime.model, store, positions, CanvasLimits(runtime.model.shape, length, key_mask=key_mask))
 
 
 def test_logits_of_clean_and_noisy_rows(runtimes: dict[str, Runtime]):
@@ -131,7 +134,7 @@ def test_logits_of_clean_and_noisy_rows(runtimes: dict[str, Runtime]):
     order = torch.randperm(length, generator=torch.Generator().manual_seed(0))[None]
     for border in (clean, torch.tensor([clean])):
         pass_over = forward(runtime, torch.arange(length)[None])
-        logits = pass_over.logits(ids.long(), Rows.at(order), slice(0, length), clean=border)
+        logits = pass_over.logits(Pass(ids.long(), Rows.at(order), slice(0, length), final=border))
         torch.testing.assert_close(logits, expected[:, order[0]], atol=5e-4, rtol=0)
 
 
@@ -141,7 +144,8 @@ def test_logits_beside_padding(runtimes: dict[str, Runtime]):
     ids, mask = LOGITS["pad_mask_2d.input_ids"].long(), LOGITS["pad_mask_2d.attention_mask"].bool()
     length, expected = ids.shape[1], LOGITS["pad_mask_2d.logits"]
     runtime = runtimes["gidd_tiny_unif"]
-    logits = forward(runtime, torch.arange(length)[None], mask).logits(ids, Rows.span(0, length), slice(0, length))
+    padded = forward(runtime, torch.arange(length)[None], mask)
+    logits = padded.logits(Pass(ids, padded.rows, slice(0, length)))
     torch.testing.assert_close(logits[mask], expected[mask], atol=5e-4, rtol=0)
     torch.testing.assert_close(runtime.logits(ids, mask)[1], expected[1], atol=5e-4, rtol=0)
     alone = runtime.logits(ids[:1, mask[0]])
@@ -152,5 +156,5 @@ def test_logits_beside_padding(runtimes: dict[str, Runtime]):
 def test_the_family_is_read_as_its_config_says(runtimes: dict[str, Runtime]):
     model = runtimes["gidd_tiny_unif"].model
     assert isinstance(model, Gidd) and model.shape.sink_tokens == 1 and model.shape.soft_cap == 30.0
-    assert model.shape.noise_masked and model.shape.noise == "uniform"
+    assert model.shape.sight == "noise" and model.shape.noise == "uniform"
     assert runtimes["gidd_tiny_mask"].model.shape.noise == "mask"

@@ -142,7 +142,7 @@ def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: py
         then, layer = state.queries.clone(), state.layer
         found = write_and_measure(forward, state, *rest)
         if layer not in first:
-            sinks, mask = forward.model.sink_keys(layer), forward.key_mask
+            sinks, mask = forward.model.sink_keys(layer), forward.limits.key_mask
             given = forward.keys(layer), before[layer], mask, shape.soft_cap, sinks
             first[layer] = torch.tensor(found), full_drift(state.queries, *given, last_queries=then).float()
         return found
@@ -162,7 +162,7 @@ def test_rows_in_front_of_the_answer_are_not_booked(runtime: Runtime):
     sizes = CallShape(shape=shape, batch=2, context=512, block_length=8, dtype="float32")
     of_answer = replace(sizes, answer=64)
     # Families without the mask cluster the prompt as well.
-    seen = replace(of_answer, shape=replace(shape, noise_masked=False))
+    seen = replace(of_answer, shape=replace(shape, sight="canvas"))
     hidden_records_of = lambda sizes: Polestar().needs(sizes).records(0)  # type: ignore[misc]  # noqa: E731
     whole, answer, alone, unmasked = (
         hidden_records_of(each) for each in (sizes, of_answer, replace(sizes, context=64), seen)

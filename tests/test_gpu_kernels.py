@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tiered.kernels.log_sum_exp import LogSumExp
+from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_code import RowCode
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -257,16 +258,15 @@ def test_bytes_are_those_that_must_move():
     def moved(case: Any) -> int:
         return case.moved(case.draw(generator))
 
-    delta = part("kernel_cases_delta")
-    # 64 + 3 rows: codes, E4M3 scales, a projection; an FP32 scale, a centroid and three numbers a record; two a row.
-    records = 67 * (4096 // 2 + 256 + 2) + 2 * (4 + 2 * 4096)
-    tables = 8 * (3 + 2 + 67 + 2)
+    rows = part("kernel_cases_coded_rows")
+    # 64 + 3 rows: codes, E4M3 scales, a word with scale and projection; two bases; where a row lies, and its base.
+    records, tables = 67 * (4096 // 2 + 256 + 4) + 2 * 2 * 4096, 2 * 8 * 67
     size = {"counts": (64, 3), "width": 4096, "dtype": torch.bfloat16}
-    assert moved(delta.DeltaDecode(**size)) == records + tables + 8 * 67 + 67 * 2 * 4096
-    assert moved(delta.DeltaDecode(**size, placed=False)) == records + tables + 67 * 2 * 4096
-    assert moved(delta.DeltaEncode(**size)) == records + tables + 67 * 2 * 4096
-    plain = 67 * (4096 // 2 + 256) + 2 * 4 + 8 * (3 + 2 + 67)
-    assert moved(delta.DeltaEncode(**size, delta=False)) == plain + 67 * 2 * 4096
+    assert moved(rows.DecodeRows(**size)) == records + tables + 8 * 67 + 67 * 2 * 4096
+    assert moved(rows.DecodeRows(**size, placed=False)) == records + tables + 67 * 2 * 4096
+    assert moved(rows.EncodeRows(**size)) == records + tables + 67 * 2 * 4096
+    plain = 67 * (4096 // 2 + 256 + 4) + 8 * 67
+    assert moved(rows.EncodeRows(**size, residual=False)) == plain + 67 * 2 * 4096
 
     attention = part("kernel_cases_attention")
     sizes = {"shape": attention.DREAM, "batch": 2, "rows": 6, "length": 90, "dtype": torch.bfloat16}
@@ -338,7 +338,7 @@ class TestTheFormat:
     """The decoder that shares no line with the codecs, against torch and by hand."""
 
     def test_every_code_and_scale(self):
-        values64 = part("kernel_cases_delta").values64
+        values64 = part("kernel_cases_coded_rows").values64
         codes = torch.arange(256, dtype=torch.uint8)
         scales = torch.arange(127, dtype=torch.uint8)
         ones = torch.full((127, 8), 0x22, dtype=torch.uint8)  # 1.0 everywhere
@@ -351,13 +351,11 @@ class TestTheFormat:
         assert values64(codes[None], one, torch.tensor([2.0]), 512)[0].tolist() == [2 * value for value in pairs]
         assert values64(ones[:1], torch.tensor([[127]], dtype=torch.uint8), torch.ones(1), 3).isnan().all()
 
-    def test_records_lie_where_the_books_have_them(self):
-        """One row of 16 columns, by hand: codes, 4 bytes of scale, a projection of 3, a block scale of 2."""
-        record = [0x22] * 8 + [0, 0, 0, 0x3F] + [0x40, 0x40] + [0x40]
-        buffer = torch.tensor([9] * 5 + record + [9], dtype=torch.uint8)
-        centroids = torch.stack([torch.zeros(16), torch.arange(16.0)])
-        table = SimpleNamespace(rows=[1], offsets=[5], width=16)
-        found = part("kernel_cases_delta").rows64(buffer, table, centroids, torch.tensor([1]))
+    def test_parts_of_a_row_lie_where_the_books_have_them(self):
+        """16 columns, by hand: codes of 1, a block scale of 2, a scale of 1/2, and a projection of 3 last."""
+        row = torch.tensor([[0x22] * 8 + [0x40] + [126] + [0x40, 0x40]], dtype=torch.uint8)
+        base = RowBase(torch.stack([torch.zeros(16), torch.arange(16.0)]), torch.tensor([1]))
+        found = part("kernel_cases_coded_rows").rows64(row, RowCode.NVFP4, 16, base)
         assert found[0].tolist() == [3 * column + 1.0 * 0.5 * 2 for column in range(16)]
 
 

@@ -16,7 +16,7 @@ import torch
 from measuring import device_timer
 from measuring.device_timer import device_times, stand_still
 
-from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.codec_bytes import Codec
 from tiered.offload.thread_transport import LaneTransport
 from tiered.tiers.ticket import Ticket
 
@@ -290,7 +290,7 @@ def test_a_fetch_that_writes_nothing_is_found(
 
 def test_a_fetch_of_the_tiers_is_counted_by_its_records(module: Callable[[str], ModuleType], setting: Any):
     row = module("fetches").tier_fetch(setting, 6, peak=2e9)
-    assert row["bytes"] == 6 * codec_bytes(Codec.NVFP4_DELTA, 4, 128, element_bytes=2)
+    assert row["bytes"] == 6 * 4 * Codec.NVFP4_DELTA.row_bytes(128, 2)
     assert row["floor_us"] == pytest.approx(row["bytes"] / 2e3)
     assert row["over_peak"] == pytest.approx(row["floor_us"] / row["fetch_us"])
     assert 0 < row["error"] < 0.1

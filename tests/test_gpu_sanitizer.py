@@ -48,7 +48,7 @@ print({says!r}, flush=True)
 sys.exit({status})
 """
 OUT_OF_BOUNDS = """========= Invalid __global__ read of size 4 bytes
-=========     at _decode+0x1b0 in delta_decode.py:54
+=========     at _decode_rows+0x1b0 in decode_rows.py:61
 =========     by thread (31,0,0) in block (0,0,0)
 =========     Saved host backtrace up to driver entry point at kernel launch time
 =========     Host Frame: [0x331bda] in libcuda.so.1
@@ -134,7 +134,7 @@ def test_a_clean_run(fake: Fake):
 SUMMARY = "========= ERROR SUMMARY: {} errors"
 RACES = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, {} warnings)"
 FOUND = {
-    "out of bounds": ({"before": OUT_OF_BOUNDS, "after": SUMMARY.format(1), "status": 99}, 1, "_decode+0x1b0"),
+    "out of bounds": ({"before": OUT_OF_BOUNDS, "after": SUMMARY.format(1), "status": 99}, 1, "_decode_rows+0x1b0"),
     "one error": ({"before": OUT_OF_BOUNDS, "after": "========= ERROR SUMMARY: 1 error", "status": 99}, 1, "block (0"),
     "more than printed": (
         {

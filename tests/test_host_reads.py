@@ -20,7 +20,7 @@ AREAS = ((0, 50), (58, 100))
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("tiered", "clustering", "offload", "kernels")
 # Once in a process, and between two calls of an evaluation.
-MADE_THERE = {"kernels/nvfp4_decode_ref.py", "tiered/evaluation/likelihood.py"}
+MADE_THERE = {"kernels/decode_rows_ref.py", "tiered/evaluation/likelihood.py"}
 
 
 @pytest.fixture

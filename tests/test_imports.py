@@ -47,7 +47,7 @@ BOOKS = [
     "offload/lane.py",
     "offload/slabs.py",
     "clustering/allocation.py",
-    "kernels/record_layout.py",
+    "kernels/row_code.py",
 ]
 TENSORS = {"torch", "transformers", "safetensors", "cupy", "triton"}
 

@@ -17,7 +17,7 @@ CAPS = st.none() | st.integers(0, 150)
 
 
 class Left(Counter[Account]):
-    """Accounts after a record left its room: as high as before, but no peak worth telling."""
+    """Accounts after bytes left: as high as before if none did, but no peak worth telling."""
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -75,7 +75,7 @@ class LedgerMachine(RuleBasedStateMachine):
         held = self.now(tier)
         amounts = {account: data.draw(st.integers(0, size), label=account) for account, size in held.items()}
         self.ledger.release(amounts, tier)
-        self.history[tier].append(held - Counter(amounts))
+        self.history[tier].append(Left(held - Counter(amounts)))
 
     @rule(tier=TIERS, amounts=AMOUNTS, account=st.sampled_from(Account), excess=st.integers(1, 9))
     def release_more_than_booked(self, tier: Tier, amounts: dict[Account, int], account: Account, excess: int):
@@ -111,7 +111,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.refused(error, tier, amounts)
         else:
             assert not work_fails
-        self.history[tier].append(before)
+        self.history[tier].append(Left(before))
 
     @rule(source=TIERS, destination=TIERS, size=st.integers(1, 99))
     def transfer(self, source: Tier, destination: Tier, size: int):

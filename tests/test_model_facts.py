@@ -49,9 +49,9 @@ def test_offload_saves_what_the_layouts_say():
 
 
 def test_codecs_in_bytes_of_one_row():
-    # Counted by hand for Dream's 3584 elements: a byte and a scale; codes and block scales; a record's share beside.
+    # Counted by hand for Dream's 3584 elements: a byte and a scale; codes and block scales; a word of scales.
     hidden = MODELS["dream-7b"].hidden_bytes_per_token
     assert hidden[Codec.RAW] == 28 * 3584 * 2
     assert hidden[Codec.FP8] == 28 * (3584 + 4)
-    assert hidden[Codec.NVFP4] == 28 * (64 * (3584 // 2 + 3584 // 16) + 4) // 64
-    assert hidden[Codec.NVFP4_DELTA] == 28 * (64 * (3584 // 2 + 3584 // 16 + 2) + 4) // 64
+    assert hidden[Codec.NVFP4] == 28 * (3584 // 2 + 3584 // 16 + 4)
+    assert hidden[Codec.NVFP4_DELTA] == hidden[Codec.NVFP4]

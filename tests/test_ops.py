@@ -12,10 +12,10 @@ from workloads.subjects import local
 
 import tiered
 from tiered.core.rates import Rates
-from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.forward_work import forward_work
+from tiered.forward.passes import Pass
 from tiered.planning.machine_rates import machine_rates
 from tiered.policies.registry import make_policy
 
@@ -57,7 +57,7 @@ def test_flops_are_those_that_torch_counts(name: str, batch: int, tiny_model: An
     for outputs in (20, 80):
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
             forward = Forward(model, store, torch.arange(80)[None])
-            forward.logits(ids, Rows.span(0, 80), slice(80 - outputs, 80))
+            forward.logits(Pass(ids, forward.rows, slice(80 - outputs, 80)))
         own = forward_work(shape, batch=batch, context=80, rows=80, output_rows=outputs, dtype_bytes=4)
         assert own.flops == counted.get_total_flops()
 

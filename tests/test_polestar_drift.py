@@ -14,10 +14,10 @@ from torch import Tensor
 
 import tiered
 from tiered.core.rows import Rows
-from tiered.forward.flow import Flow
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.output import GenerationOutput
-from tiered.policies.base import Step, StepKind, StepRows
+from tiered.policies.base import Step, StepKind
 from tiered.policies.polestar import policy as polestar
 from tiered.policies.polestar import update
 from tiered.policies.polestar.cache import HiddenCache
@@ -79,17 +79,17 @@ class Oracle:
         self,
         forward: Forward,
         state: LayerState,
-        flow: Flow,
+        pass_: Pass,
         tracked: Span,
         active: int,
         some: Tensor | None,
         moved: Moved | None = None,
     ) -> list[list[float]]:
         queries, layer = state.queries.clone(), state.layer
-        found = write_and_measure(forward, state, flow, tracked, active, some, moved)
+        found = write_and_measure(forward, state, pass_, tracked, active, some, moved)
         updating = torch.ones(len(found), dtype=torch.bool) if some is None else some
         self.moves += moved is not None
-        keys, mask = forward.keys(layer), forward.key_mask
+        keys, mask = forward.keys(layer), forward.limits.key_mask
         for b, drift in enumerate(found):
             one = slice(b, b + 1)
             if not updating[b]:
@@ -228,12 +228,12 @@ def predicted(out: GenerationOutput, threshold: int, cumulative: int, by_drift: 
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[StepRows]:
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
     """The rows of every step, as the policy gives them."""
-    made: list[StepRows] = []
-    rows: Callable[..., StepRows] = polestar.Drifting.rows
+    made: list[Pass] = []
+    rows: Callable[..., Pass] = polestar.Drifting.rows
 
-    def noted(self: polestar.Drifting, step: Step) -> StepRows:
+    def noted(self: polestar.Drifting, step: Step) -> Pass:
         made.append(rows(self, step))
         return made[-1]
 
@@ -254,7 +254,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[StepRows]:
     ],
 )
 def test_updates_happen_when_enough_was_committed(
-    runtime: Runtime, plans: list[StepRows], threshold: int, cumulative: int | None, options: dict[str, Any]
+    runtime: Runtime, plans: list[Pass], threshold: int, cumulative: int | None, options: dict[str, Any]
 ):
     out = generate(runtime, clusters=4, top_m=1, update_threshold=threshold, cumulative=cumulative, **options)
     by_drift = options.get("refresh_blocks", 4) if options.get("refresh") == "drift" else 1
@@ -288,11 +288,11 @@ def test_records_and_centroids_follow_the_rows(runtime: Runtime, monkeypatch: py
         rows_in[layer] = hidden.clone()
         return store(self, layer, hidden, indices)
 
-    def measure(forward: Forward, state: LayerState, flow: Flow, *rest: Any) -> list[list[float]]:
+    def measure(forward: Forward, state: LayerState, pass_: Pass, *rest: Any) -> list[list[float]]:
         forwards.append(forward)
         if state.layer in rows_in:
-            flow.rows.put(rows_in[state.layer][:, None], flow.hidden[:, None])
-        return write_and_measure(forward, state, flow, *rest)
+            pass_.rows.put(rows_in[state.layer][:, None], pass_.hidden[:, None])
+        return write_and_measure(forward, state, pass_, *rest)
 
     def checked(self: update.Update, state: LayerState, *rest: Any) -> None:
         write_down(self, state, *rest)

@@ -16,7 +16,8 @@ from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.forward.forward import Forward
-from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.forward.passes import Pass
+from tiered.offload.codec_bytes import Codec
 from tiered.offload.errors import TransferError
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane, Transport
@@ -111,7 +112,7 @@ def test_every_fetch_is_counted(model: Any, watch: Watch, options: dict[str, Any
     assert sum(count.values()) + repairs == len(watch.asked) > 10
     assert count["ahead"] > 0
     codec = Codec(options.get("codec", "nvfp4_delta"))
-    expected = sum(codec_bytes(codec, rows, WIDTH, element_bytes=4) for _, rows in watch.asked)
+    expected = sum(rows * codec.row_bytes(WIDTH, 4) for _, rows in watch.asked)
     assert sum(layer.fetched_bytes for layer in out.updates) == expected
     # One record is one cluster here: the fetched clusters were chosen, and did not come whole from below.
     for layer in out.updates:
@@ -133,7 +134,7 @@ def test_few_staging_slots_are_enough(
     before = len(watch.asked)
     out = run(model, **options)
     assert watch.open_at_close == [0, 0] and same(out, plain)
-    rows = [codec_bytes(Codec.NVFP4_DELTA, rows, WIDTH, element_bytes=4) for _, rows in watch.asked[before:]]
+    rows = [rows * Codec.NVFP4_DELTA.row_bytes(WIDTH, 4) for _, rows in watch.asked[before:]]
     assert sum(layer.fetched_bytes for layer in out.updates) == sum(rows)
 
 
@@ -183,9 +184,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What forwards were asked to read."""
     read, logits = [], Forward.logits
 
-    def noted(self: Forward, ids: Tensor, *rest: Any, **named: Any) -> Tensor:
-        read.append(ids)
-        return logits(self, ids, *rest, **named)
+    def noted(self: Forward, pass_: Pass) -> Tensor:
+        read.append(pass_.ids)
+        return logits(self, pass_)
 
     monkeypatch.setattr(Forward, "logits", noted)
     return read

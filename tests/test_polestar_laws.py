@@ -16,10 +16,11 @@ from torch import Tensor
 import tiered
 from tiered.core.features import Account, Feature
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.models import base
 from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
-from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Policy, PolicyState, Step, StepKind
 from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
@@ -64,8 +65,8 @@ class Recomputed(Policy):
 
 
 class _All(PolicyState):
-    def rows(self, step: Step) -> StepRows:
-        return StepRows.of_span(0, step.canvas.length, step, StepKind.STEP)
+    def rows(self, step: Step) -> Pass:
+        return step.over(0, step.canvas.length, StepKind.STEP)
 
 
 @pytest.fixture(scope="module")

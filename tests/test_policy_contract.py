@@ -13,10 +13,10 @@ import tiered
 from tiered.core.canvas import PROMPT
 from tiered.core.features import Feature
 from tiered.core.rows import Rows, rows_where
-from tiered.forward.flow import Flow, LayerProgram
 from tiered.forward.forward import Forward
+from tiered.forward.passes import LayerProgram, Pass
 from tiered.models.shape import ModelShape
-from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Policy, PolicyState, Step, StepKind
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
@@ -29,7 +29,7 @@ class Custom(Policy):
     """A policy from a function of the step; `keeps_hidden` keeps every layer's input rows as well."""
 
     name: ClassVar[str] = "custom"
-    rule: Callable[[Step], StepRows]
+    rule: Callable[[Step], Pass]
     keeps_hidden: bool = False
 
     def features(self, shape: ModelShape) -> Mapping[Feature, int]:
@@ -41,10 +41,10 @@ class Custom(Policy):
 
 
 class _State(PolicyState):
-    def __init__(self, rule: Callable[[Step], StepRows]) -> None:
+    def __init__(self, rule: Callable[[Step], Pass]) -> None:
         self.rows = rule  # type: ignore[method-assign]
 
-    def rows(self, step: Step) -> StepRows:
+    def rows(self, step: Step) -> Pass:
         raise AssertionError
 
 
@@ -71,39 +71,39 @@ def history(runtime: Runtime, request: pytest.FixtureRequest) -> Callable[[Polic
 
 
 def test_rows_in_any_order(history: Callable):
-    def shuffled(step: Step) -> StepRows:
+    def shuffled(step: Step) -> Pass:
         block = torch.arange(step.first_row, step.last_row)
         others = torch.tensor([c for c in range(step.canvas.length) if not step.first_row <= c < step.last_row])
         order = torch.stack([others[torch.randperm(len(others))] for _ in range(step.canvas.batch)])
         index = torch.cat([order[:, :5], block.expand(step.canvas.batch, -1), order[:, 5:]], dim=1)
-        return StepRows(Rows.at(index), slice(5, 5 + len(block)), StepKind.REFRESH)
+        return step.of_rows(Rows.at(index), slice(5, 5 + len(block)), StepKind.REFRESH)
 
     assert history(Custom(rule=shuffled)) == history(make_policy("none"))
 
 
 def test_sequences_with_different_numbers_of_rows(history: Callable):
     # The prefix cache's rows; a third of the sequences get theirs in front of filler rows that must leave no trace.
-    def ragged(step: Step) -> StepRows:
+    def ragged(step: Step) -> Pass:
         if step.number == 0:
-            return StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH)
+            return step.over(0, step.canvas.length, StepKind.REFRESH)
         rows = torch.arange(step.first_row, step.canvas.length).expand(step.canvas.batch, -1)
         filler = torch.randint(0, step.canvas.length, (step.canvas.batch, 6))
         index = torch.cat([rows, filler], dim=1)
         valid = (torch.arange(index.shape[1]) < rows.shape[1]).expand(step.canvas.batch, -1)
-        return StepRows(Rows.at(index, valid), slice(0, step.last_row - step.first_row), StepKind.STEP)
+        return step.of_rows(Rows.at(index, valid), slice(0, step.last_row - step.first_row), StepKind.STEP)
 
     assert history(Custom(rule=ragged)) == history(make_policy("fast_dllm_prefix"))
 
 
 def test_logits_of_pending_rows_alone(history: Callable):
     # Every sequence has other rows among its output, and another number of them.
-    def pending_first(step: Step) -> StepRows:
+    def pending_first(step: Step) -> Pass:
         every = torch.ones(step.canvas.batch, step.canvas.length, dtype=torch.bool)
         wanted = every.clone()
         wanted[:, : step.first_row] = wanted[:, step.last_row :] = False
         wanted[:, step.first_row : step.last_row] &= step.canvas.pending(step.start, step.stop)
         rows, (count, _) = rows_where(wanted, every)
-        return StepRows(rows, slice(0, count), StepKind.REFRESH)
+        return step.of_rows(rows, slice(0, count), StepKind.REFRESH)
 
     assert history(Custom(rule=pending_first)) == history(make_policy("none"))
 
@@ -112,12 +112,12 @@ def test_what_no_row_predicts_is_not_committed(runtime: Runtime):
     # Two pending columns a step, the last first, whatever the others would say: their rows have no logits.
     seen: list[list[int]] = []
 
-    def backwards(step: Step) -> StepRows:
+    def backwards(step: Step) -> Pass:
         pending = step.canvas.pending(step.start, step.stop)
         seen.append((pending[0].nonzero()[:, 0] + step.start).tolist())
         columns = torch.tensor([seen[-1][-2:]])
         others = torch.tensor([[c for c in range(step.canvas.length) if c not in seen[-1][-2:]]])
-        return StepRows(Rows.at(torch.cat([columns, others], dim=1)), slice(0, columns.shape[1]), StepKind.REFRESH)
+        return step.of_rows(Rows.at(torch.cat([columns, others], dim=1)), slice(0, columns.shape[1]), StepKind.REFRESH)
 
     options = {**OPTIONS, "confidence_threshold": 0.0}
     out = runtime.with_policy(Custom(rule=backwards)).generate(torch.arange(5)[None], **options)
@@ -132,11 +132,11 @@ def test_forwards_count_by_sequence(runtime: Runtime):
         seen: list[list[int | None]] = []
         dates: list[torch.Tensor] = []
 
-        def rule(step: Step) -> StepRows:
+        def rule(step: Step) -> Pass:
             seen.append([count if here else None for count, here in zip(step.forwards, step.active, strict=True)])
             dates.append(step.canvas.committed_at[:, : step.start].clone())
             assert step.active == tuple(step.canvas.pending(step.start, step.stop).any(dim=1).tolist())
-            return StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH)
+            return step.over(0, step.canvas.length, StepKind.REFRESH)
 
         runtime.with_policy(Custom(rule=rule)).generate(ids, **OPTIONS)
         return seen, dates[-1]
@@ -155,10 +155,10 @@ def test_what_random_remasking_will_commit_is_known_before(runtime: Runtime):
     next_commits: list[torch.Tensor | None] = []
     pending: list[torch.Tensor] = []
 
-    def rule(step: Step) -> StepRows:
+    def rule(step: Step) -> Pass:
         next_commits.append(step.next_commits)
         pending.append(step.canvas.pending(step.canvas.prompt_length, step.canvas.length).clone())
-        return StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH)
+        return step.over(0, step.canvas.length, StepKind.REFRESH)
 
     ids, options = torch.randint(0, 480, (2, 9)), {"max_new_tokens": 12, "steps": 5, "stop_at_eos": False, "seed": 1}
     runtime.with_policy(Custom(rule=rule)).generate(ids, remasking="random", **options)
@@ -176,13 +176,13 @@ def test_guidance_that_is_computed_at_times(runtime: Runtime):
     def answer(guided: Callable[[Step], tuple[bool, ...] | None]) -> tuple[list[list[int]], list[int]]:
         sequences: list[int] = []
 
-        def program(forward: Forward, layer: int, flow: Flow) -> Flow:
-            assert len(forward.keys(layer)) == len(flow.hidden)
-            sequences.append(len(flow.hidden))
-            return forward.dense(layer, flow)
+        def program(forward: Forward, layer: int, pass_: Pass) -> Pass:
+            assert len(forward.keys(layer)) == len(pass_.hidden)
+            sequences.append(len(pass_.hidden))
+            return forward.dense(layer, pass_)
 
-        def rule(step: Step) -> StepRows:
-            plan = StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH)
+        def rule(step: Step) -> Pass:
+            plan = step.over(0, step.canvas.length, StepKind.REFRESH)
             return replace(plan, guided=guided(step), program=program)
 
         out = runtime.with_policy(Custom(rule=rule)).generate(ids, cfg_scale=2.0, **OPTIONS)
@@ -203,40 +203,40 @@ def test_a_policy_sees_what_was_committed_when(history: Callable):
     # as well, is a full refresh.
     seen: list[int] = []
 
-    def by_commit(step: Step) -> StepRows:
+    def by_commit(step: Step) -> Pass:
         committed = step.canvas.committed_at
         assert ((committed[:, : step.canvas.prompt_length] == PROMPT).all()).item()
         seen.append(int((committed[:, step.canvas.prompt_length :] < 2**31 - 1).sum()))
-        return StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH)
+        return step.over(0, step.canvas.length, StepKind.REFRESH)
 
     assert history(Custom(rule=by_commit)) == history(make_policy("none"))
     assert seen == sorted(seen) and seen[0] == 0 and seen[-1] > 0
 
 
-def _from_hidden(layer_of_all_rows: int) -> Callable[[Step], StepRows]:
+def _from_hidden(layer_of_all_rows: int) -> Callable[[Step], Pass]:
     """A step computes the block's rows up to a layer, and from there on every row, the others from their stored
     hidden states."""
 
-    def capture(forward: Forward, layer: int, flow: Flow) -> Flow:
-        forward.store.write(Feature.HIDDEN, layer, flow.rows, flow.hidden[:, None])
-        return forward.dense(layer, flow)
+    def capture(forward: Forward, layer: int, pass_: Pass) -> Pass:
+        forward.store.write(Feature.HIDDEN, layer, pass_.rows, pass_.hidden[:, None])
+        return forward.dense(layer, pass_)
 
-    def rows(step: Step) -> StepRows:
+    def rows(step: Step) -> Pass:
         if step.number == 0:
-            whole = StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH)
-            return StepRows(whole.rows, whole.output, whole.kind, capture)
-        block = StepRows.of_span(step.first_row, step.last_row, step, StepKind.UPDATE)
-        return StepRows(block.rows, block.output, block.kind, widen(step))
+            whole = step.over(0, step.canvas.length, StepKind.REFRESH)
+            return step.of_rows(whole.rows, whole.output, whole.kind, capture)
+        block = step.over(step.first_row, step.last_row, StepKind.UPDATE)
+        return step.of_rows(block.rows, block.output, block.kind, widen(step))
 
     def widen(step: Step) -> LayerProgram:
         columns = slice(step.first_row, step.last_row)
 
-        def program(forward: Forward, layer: int, flow: Flow) -> Flow:
+        def program(forward: Forward, layer: int, pass_: Pass) -> Pass:
             if layer == layer_of_all_rows:
                 hidden = forward.store.view(Feature.HIDDEN, layer)[:, 0].clone()
-                hidden[:, columns] = flow.hidden
-                flow = Flow(Rows.span(0, step.canvas.length), hidden, columns)
-            return forward.dense(layer, flow)
+                hidden[:, columns] = pass_.hidden
+                pass_ = replace(pass_, rows=step.canvas.rows, hidden=hidden, output=columns)
+            return forward.dense(layer, pass_)
 
         return program
 
@@ -260,7 +260,7 @@ def test_state_is_made_anew_for_every_call(runtime: Runtime):
             made.append(Custom.start(self))
             return made[-1]
 
-    policy = Counted(rule=lambda step: StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH))
+    policy = Counted(rule=lambda step: step.over(0, step.canvas.length, StepKind.REFRESH))
     for _ in range(2):
         runtime.with_policy(policy).generate(torch.arange(5)[None], **OPTIONS)
     assert len(made) == 2 and made[0] is not made[1]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import tiered
 from tiered.core.errors import NonFiniteError
-from tiered.kernels.coded_weight import CodedWeight
-from tiered.kernels.nvfp4_decode_ref import E2M1
-from tiered.kernels.weight_code import WeightCode
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.decode_rows_ref import E2M1
+from tiered.kernels.row_code import WeightCode
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.llada import LLaDA
 
@@ -185,9 +185,9 @@ def test_weights_are_what_their_writer_means(written: Callable[..., dict[str, Te
         weight = checkpoint.read(
             name, dtype=torch.float32, device=CPU, code=WeightCode.INT8 if expected.dim() > 1 else None
         )
-        assert isinstance(weight, CodedWeight) == (expected.dim() > 1)
+        assert isinstance(weight, CodedRows) == (expected.dim() > 1)
         if name in QUANTISED:
-            assert isinstance(weight, CodedWeight) and weight.code is code and weight.shape == expected.shape
+            assert isinstance(weight, CodedRows) and weight.code is code and weight.shape == expected.shape
             assert checkpoint.extent(name, torch.float32) is None
             # The one scale that is not kept is off by its rounding.
             torch.testing.assert_close(weight.values(), expected, rtol=2**-22 if writer is nvfp4 else 0, atol=0)
@@ -237,7 +237,7 @@ def test_what_torchao_writes_is_read(written: Callable[..., dict[str, Tensor]], 
     assert set(checkpoint.codes) == set(QUANTISED)
     for name in QUANTISED:
         weight = checkpoint.read(name, dtype=torch.bfloat16, device=CPU)
-        assert isinstance(weight, CodedWeight) and torch.equal(weight.values(), values[name])
+        assert isinstance(weight, CodedRows) and torch.equal(weight.values(), values[name])
 
 
 @pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC", "W8A8", "NVFP4A16", "NVFP4"])
@@ -268,7 +268,7 @@ def test_what_compressed_tensors_writes_is_read(written: Callable[..., dict[str,
     assert set(checkpoint.codes) == set(QUANTISED)
     for name in QUANTISED:
         weight = checkpoint.read(name, dtype=torch.float32, device=CPU)
-        assert isinstance(weight, CodedWeight)
+        assert isinstance(weight, CodedRows)
         # Of packed codes it makes bfloat16 values.
         torch.testing.assert_close(weight.values(), values[name].float(), rtol=2**-8 if packed else 0, atol=0)
 
@@ -374,6 +374,6 @@ def test_what_no_code_can_mean_is_found_on_the_way(
 
 def test_codes_that_a_dtype_cannot_hold_are_found(written: Callable[..., dict[str, Tensor]], tmp_path: Path):
     written(FP8, by_channel, change={f"{Q}.weight_scale": lambda scale: scale * 1e6})
-    assert isinstance(opened(tmp_path).read(QUANTISED[0], dtype=torch.bfloat16, device=CPU), CodedWeight)
+    assert isinstance(opened(tmp_path).read(QUANTISED[0], dtype=torch.bfloat16, device=CPU), CodedRows)
     with pytest.raises(NonFiniteError, match="beyond float16"):
         opened(tmp_path).read(QUANTISED[0], dtype=torch.float16, device=CPU)

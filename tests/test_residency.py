@@ -94,6 +94,22 @@ def test_ahead_takes_no_slot_of_what_is_in_use(tiers: Tiers, residency: Residenc
     assert all(map(torch.equal, views, before)) and fetched(tiers) == 3
 
 
+def test_a_report_after_rest_has_every_copy_that_compute_waited_for(tiers: Tiers, residency: Residency):
+    used(residency, (0, 0), (1, 2))
+    residency.rest()
+    assert tiers.ledger.moved[Tier.HOST, Tier.DEVICE] == 2 * NBYTES
+
+
+def test_the_end_of_tiers_gives_back_homes_that_their_owner_has_not(tiers: Tiers):
+    here = tiers.host_home(Account.WEIGHTS, NBYTES, ROOM)
+    there = tiers.to_scratch(here, Account.WEIGHTS, ROOM)
+    assert tiers.ledger.held(Tier.HOST) and tiers.ledger.held(Tier.DISK)
+    tiers.close()
+    for home in (here, there):  # too late, and no second time
+        home.free()
+    assert not any(tiers.ledger.held(tier) - tiers.ledger.idle(tier) for tier in Tier)
+
+
 def test_more_records_than_slots_are_refused(residency: Residency):
     with pytest.raises(ValueError, match="too few slots"):
         residency.use([Wanted((0, 0)), Wanted((0, 1)), Wanted((0, 2)), Wanted((1, 0))])

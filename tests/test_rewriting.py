@@ -15,8 +15,9 @@ from tiered.decoding.rules.registry import COMMIT_RULES
 from tiered.decoding.rules.rewriting import Adaptive, Ancestral, RewritingState, draw, posterior
 from tiered.decoding.sampling import OpenBlock
 from tiered.decoding.sampling_options import Sampling
+from tiered.forward.passes import Pass
 from tiered.models.noise import Noise
-from tiered.policies.base import PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import PolicyState, Step, StepKind
 from tiered.policies.registry import POLICIES, policies_for
 from tiered.policies.row_schedule import RowSchedule
 from tiered.runtime import Runtime
@@ -389,8 +390,8 @@ class _Watched(PolicyState):
     def __init__(self, seen: list[Tensor]) -> None:
         self._seen = seen
 
-    def rows(self, step: Step) -> StepRows:
-        return StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH)
+    def rows(self, step: Step) -> Pass:
+        return step.over(0, step.canvas.length, StepKind.REFRESH)
 
     def observe(self, step: Step, committed: Tensor) -> None:
         self._seen.append(committed.clone())

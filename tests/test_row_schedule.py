@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import tiered
-from tiered.policies.base import Step, StepRows
+from tiered.forward.passes import Pass
+from tiered.policies.base import Step
 from tiered.policies.registry import make_policy
 from tiered.policies.row_schedule import SCHEDULES, RowSchedule, ScheduledRows, row_schedule
 from tiered.runtime import Runtime
@@ -151,10 +152,10 @@ def test_rows_that_a_step_recomputes(
     dates: dict[int, dict[int, int]] = {}  # by sequence, the forward of its own that fixed each column
     before: dict[int, set[int]] = {}
 
-    def watched(state: ScheduledRows, step: Step) -> StepRows:
+    def watched(state: ScheduledRows, step: Step) -> Pass:
         made = rows_of(state, step)
         pending = step.canvas.pending(0, LENGTH)
-        columns = made.rows.positions(step.canvas.batch, pending.device)
+        columns = made.rows.index.expand(step.canvas.batch, -1)
         wanted: list[set[int]] = []
         for number, is_active in enumerate(step.active):
             n = step.forwards[number]

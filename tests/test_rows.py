@@ -1,6 +1,6 @@
 """Rows against naive loops: which columns they read and write, and that invalid ones leave no trace."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tiered.core.rows import Rows
+from tiered.core.rows import Rows, parts_of
 from tiered.kernels.scatter_rows_ref import scatter_rows
 
 HEADS, ELEMENTS = 2, 3
@@ -38,7 +38,7 @@ def cases(draw: st.DrawFn, *, spans: bool = True) -> Case:
     flag_tensor = None if valid is None else torch.tensor(valid)
     if spans and draw(st.booleans()):
         start = draw(st.integers(0, length - count))
-        rows = Rows(count, start=start, valid=flag_tensor)
+        rows = replace(Rows.span(start, start + count), valid=flag_tensor)
         return Case(rows, length, [list(range(start, start + count))] * batch, meant)
     columns = [draw(st.permutations(range(length)))[:count] for _ in range(batch)]
     for row, kept in zip(columns, meant, strict=True):
@@ -105,7 +105,6 @@ def test_scatter_rows(case: Case):
     values = -1 - numbered(case.batch, case.rows.count)
     target = numbered(case.batch, case.length)
     expected = written(case, target, values)
-    assert case.rows.index is not None
     index, given_values = case.rows.index.clone(), values.clone()
     scatter_rows(target, values, case.rows.index, case.rows.valid)
     assert torch.equal(target, expected)
@@ -129,7 +128,7 @@ def test_a_value_that_is_nowhere_valid_is_nowhere():
 def test_parts_are_the_whole(case: Case, size: int):
     values = -1 - numbered(case.batch, case.rows.count)
     source, target = numbered(case.batch, case.length), numbered(case.batch, case.length)
-    parts = case.rows.parts(size)
+    parts = parts_of(case.rows.count, size)
     assert [row for part in parts for row in range(case.rows.count)[part]] == list(range(case.rows.count))
     assert all(part.stop - part.start == size for part in parts[:-1])
     assert 0 < parts[-1].stop - parts[-1].start <= size
@@ -143,7 +142,7 @@ def test_parts_are_the_whole(case: Case, size: int):
 @given(cases(), st.data())
 def test_only(case: Case, data: st.DataObject):
     flags = data.draw(st.lists(st.booleans(), min_size=case.batch, max_size=case.batch))
-    rows = case.rows.only(torch.tensor(flags))
+    rows = case.rows.only(torch.tensor(flags)[:, None])
     valid = [[v and flag for v in row] for row, flag in zip(case.valid, flags, strict=True)]
     here = Case(rows, case.length, case.columns, valid)
     values, target = -1 - numbered(case.batch, rows.count), numbered(case.batch, case.length)

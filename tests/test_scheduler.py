@@ -17,7 +17,7 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.errors import NonFiniteError, TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
-from tiered.forward.ask import shared_bytes
+from tiered.forward.together import shared_bytes
 from tiered.models.base import DiffusionModel
 from tiered.output import GenerationOutput
 from tiered.policies.registry import make_policy
@@ -311,7 +311,7 @@ def test_what_asks_and_what_waits_touches_no_tensor_of_the_device():
     asked = runtime.prepare(ids, attention_mask=(torch.arange(23) >= 3)[None], max_new_tokens=16)
     assert (asked.prompts.longest, asked.prompts.shortest, asked.sizes.context) == (20, 20, 36)
     request = Scheduler(runtime).submit(asked)
-    assert asked.prompts.ids.device.type == asked.prompts.mask.device.type == "cpu" and request.ask is None
+    assert asked.prompts.ids.device.type == asked.prompts.mask.device.type == "cpu" and request.asked is None
 
 
 def test_threads_submit_and_the_scheduler_has_its_own():

@@ -375,7 +375,7 @@ def test_a_fork_leaves_the_file_to_its_parent(file: ScratchFile):
                 except ValueError as error:
                     refused += "a fork of it" in str(error)
             file.close()
-            refused += os.fstat(number).st_size == SLOT  # it closed nobody's but its own
+            refused += os.fstat(number).st_size == SLOT  # the child's close truncates nothing
             os.write(say_ready, b"x")
             os.read(over, 1)  # the child lives on, with a descriptor, while the parent closes
             refused += os.fstat(number).st_blocks == 0

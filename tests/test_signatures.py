@@ -47,12 +47,12 @@ def calls_of_rotate() -> Iterator[Callable[[Any], object]]:
         yield lambda op, heads=heads, table=table, numbers=numbers: op(heads, table, table, numbers)
 
 
-def calls_of_decode() -> Iterator[Callable[[Any], object]]:
+def calls_of_decode(code: RowCode) -> Iterator[Callable[[Any], object]]:
     for size in SIZES:
-        table = RecordTable.build([size, 3], [0, 1 << 16], width=64, delta=False, device="cpu")
+        table = RecordTable.build([size, 3], [0, 1 << 16], row_bytes=code.row_bytes(64), device="cpu")
         records, out = torch.zeros(1 << 17, dtype=torch.uint8), torch.zeros(2 * size + 7, 64)
         numbers = torch.arange(size + 4)[1:]
-        yield lambda op, table=table, records=records, out=out, at=numbers: op(records, table, None, None, out, at)
+        yield lambda op, table=table, records=records, out=out, at=numbers: op(records, code, out, table, at)
 
 
 # Attention has two tiles: of few rows and of many.
@@ -60,7 +60,7 @@ CALLS: dict[str, tuple[str, Iterator[Callable[[Any], object]], int]] = {
     **{f"block_attention, {code}": ("block_attention", calls_of_attention(code), 2) for code in (None, *RowCode)},
     **{f"scatter_rows, {code}": ("scatter_rows", calls_of_scatter(code), 1) for code in (None, *RowCode)},
     "rotate": ("rotate", calls_of_rotate(), 1),
-    "delta_decode": ("delta_decode", calls_of_decode(), 1),
+    **{f"decode_rows, {code}": ("decode_rows", calls_of_decode(code), 1) for code in RowCode},
 }
 
 

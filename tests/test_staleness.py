@@ -21,9 +21,9 @@ from workloads.step_drift import StepDriftInspector, measure_step_drift
 
 import tiered
 from tiered.core.features import Feature, Tier
-from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
@@ -53,7 +53,7 @@ def uncached(runtime: Runtime, ids: Tensor) -> dict[Feature, Tensor]:
     features: dict[Feature, int] = dict.fromkeys((Feature.KEY, Feature.VALUE), shape.layers)
     store = FeatureStore(shape, features, batch=1, length=length, dtype=runtime.dtype, device=runtime.device)
     forward = Forward(runtime.model, store, torch.arange(length)[None])
-    forward.logits(ids[None], Rows.span(0, length), slice(0, length))
+    forward.logits(Pass(ids[None], forward.rows, slice(0, length)))
     return {x: torch.stack([store.view(x, layer)[0] for layer in range(shape.layers)]) for x in features}
 
 

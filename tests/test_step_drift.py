@@ -1,6 +1,6 @@
 """Step drift and attention by area: against loops and a full softmax written out, for every family."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from workloads.step_drift import StepDriftInspector, measure_step_drift
 
 import tiered
 from tiered.core.features import Account, Feature
-from tiered.core.rows import Rows
 from tiered.embedded import tasks
 from tiered.forward import forward_bytes
 from tiered.forward.feature_store import FeatureStore
-from tiered.forward.flow import Flow
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.models.gidd import Gidd
 from tiered.runtime import Runtime
 
@@ -74,19 +73,19 @@ def uncached(runtime: Runtime, ids: Tensor, start: int) -> Uncached:
     features: dict[Feature, int] = dict.fromkeys((Feature.KEY, Feature.VALUE), shape.layers)
     store = FeatureStore(shape, features, batch=1, length=length, dtype=runtime.dtype, device=runtime.device)
     forward = Forward(model, store, torch.arange(length)[None])
-    forward.clean = start
-    flow, block = Flow(Rows.span(0, length), model.embed(ids[None]), slice(0, length)), slice(start, start + BLOCK)
-    weights = []
+    pass_ = Pass(ids[None], forward.rows, slice(0, length), final=start, hidden=model.embed(ids[None]))
+    forward.begin(pass_)
+    block, weights = slice(start, start + BLOCK), []
     for layer in range(shape.layers):
-        normed = model.attention_norm(layer, flow.hidden)
+        normed = model.attention_norm(layer, pass_.hidden)
         queries = model.queries(layer, normed, forward.rotary)[0, :, block].double()
         # Of the layer before its store is written, by itself: what `dense` writes must be the same.
         keys = model.keys(layer, normed, forward.rotary)[0].double()
         values = model.values(layer, normed)[0].double()
         if layer == shape.layers - 1:  # else the residual stream changes below
-            flow = Flow(flow.rows, flow.hidden, block)
-        before = flow.hidden.clone()
-        flow = forward.dense(layer, flow)
+            pass_ = replace(pass_, output=block)
+        before = pass_.hidden.clone()
+        pass_ = forward.dense(layer, pass_)
         groups = shape.heads // shape.kv_heads
         keys, values = keys.repeat_interleave(groups, dim=0), values.repeat_interleave(groups, dim=0)
         if isinstance(model, Gidd):
@@ -100,7 +99,7 @@ def uncached(runtime: Runtime, ids: Tensor, start: int) -> Uncached:
         mixed = torch.einsum("hrc,hcd->rhd", weights[-1], values).flatten(1)[None].to(runtime.dtype)
         own = before[:, block] + model.attention_out(layer, mixed)
         own = own + model.feed_forward(layer, own)
-        there = flow.hidden if layer == shape.layers - 1 else flow.hidden[:, block]
+        there = pass_.hidden if layer == shape.layers - 1 else pass_.hidden[:, block]
         torch.testing.assert_close(own, there, rtol=1e-3, atol=1e-4)
     stored = torch.stack([torch.stack([store.view(x, layer)[0] for layer in range(shape.layers)]) for x in features])
     return Uncached(stored, torch.stack(weights))

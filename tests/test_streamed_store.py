@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tiered.core.features import Feature, Tier
 from tiered.core.ledger import Ledger
-from tiered.core.rows import Rows
+from tiered.core.rows import Rows, parts_of
 from tiered.forward import stream_bytes
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.sizes import CallShape
@@ -77,10 +77,10 @@ def some_rows(chance: random.Random, sequences: int, first: int) -> Rows:
         index = torch.tensor([chance.sample(range(start, stop), count) for _ in range(sequences)])
         valid = torch.tensor([[chance.random() < 0.8 for _ in range(count)] for _ in range(sequences)])
         rows = Rows.at(
-            index, valid if chance.random() < 0.5 else None, (start, stop) if chance.random() < 0.5 else None
+            index, valid if chance.random() < 0.5 else None, range(start, stop) if chance.random() < 0.5 else range(0)
         )
     if chance.random() < 0.3:
-        rows = rows.only(torch.tensor([chance.random() < 0.5 for _ in range(sequences)]))
+        rows = rows.only(torch.tensor([[chance.random() < 0.5] for _ in range(sequences)]))
     return rows
 
 
@@ -199,10 +199,10 @@ def test_scattered_rows_are_read_back_once(shape: ModelShape, monkeypatch: pytes
         index = torch.stack([torch.randperm(LENGTH)[:6] for _ in range(BATCH)])
         rows = Rows.at(index)
         for layer in range(LAYERS):
-            for part in rows.parts(4):
+            for part in parts_of(rows.count, 4):
                 store.write(Feature.VALUE, layer, rows[part], torch.zeros(BATCH, 2, rows[part].count, 8))
         assert len(reads) == 2  # two parts, six layers
-        within = Rows.at(index, within=(0, LENGTH))
+        within = Rows.at(index, within=range(LENGTH))
         for layer in range(LAYERS):
             store.write(Feature.VALUE, layer, within, torch.zeros(BATCH, 2, 6, 8))
         assert len(reads) == 2

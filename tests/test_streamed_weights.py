@@ -29,9 +29,8 @@ from tiered.core.ledger import Ledger
 from tiered.forward.sizes import CallShape
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import FEWEST, WeightBytes
-from tiered.kernels.coded_weight import CodedWeight
-from tiered.kernels.row_code import RowCode
-from tiered.kernels.weight_code import WeightCode
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.row_code import RowCode, WeightCode
 from tiered.loading import load_weights
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.families import family_of
@@ -368,7 +367,7 @@ def test_raw_weights_stay_raw_and_one_warning_says_what_a_code_would_save(checkp
     assert re.match(said, warning)
     with pytest.warns(UserWarning, match=said) as told, tiered.from_pretrained(directory, memory=tight) as runtime:
         assert runtime.model.shape.layers and len(told) == 1
-        assert not any(isinstance(vars(each).get("weight"), CodedWeight) for each in runtime.model.modules())
+        assert not any(isinstance(vars(each).get("weight"), CodedRows) for each in runtime.model.modules())
 
 
 @pytest.mark.parametrize("name", ["auto", "int5", "fp8+", "head", "int4 + head"])
@@ -385,7 +384,7 @@ def test_a_plan_counts_what_is_loaded(checkpoints: Callable[[str], Path], form: 
     runtime = tiered.from_pretrained(directory, weights=form, policy="none")
     held = sum(parameter.nbytes for parameter in runtime.model.parameters())
     coded = [vars(module).get("weight") for module in runtime.model.modules()]
-    held += sum(weight.nbytes for weight in coded if isinstance(weight, CodedWeight))
+    held += sum(weight.nbytes for weight in coded if isinstance(weight, CodedRows))
     planned = tiered.plan(directory, context=64, weights=form, policy="none").tiers[Tier.DEVICE]
     assert planned.accounts[Account.WEIGHTS] == held == runtime.ledger.held(Tier.DEVICE, Account.WEIGHTS)
 
@@ -457,9 +456,11 @@ def test_a_call_that_waits_for_another_thread_can_be_interrupted(checkpoints: Ca
     thread = threading.Thread(target=call)
     thread.start()
     assert begun.wait(60)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background have it ignored
     threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         answer(runtime, steps=2)
+    signal.signal(signal.SIGINT, before)
     over.set()
     thread.join()
     assert answer(runtime, steps=2).num_forwards

@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 
 from tiered.core.rows import Rows
-from tiered.forward.sight import Sight
+from tiered.forward.parts import CanvasLimits
 from tiered.kernels.row_code import RowCode
+from tiered.models.attention import Limits
 from tiered.models.base import DiffusionModel
 from tiered.models.families import family_of
 from tiered.policies.registry import make_policy
@@ -64,36 +65,34 @@ def runtimes(random_model: Callable[..., DiffusionModel]) -> dict[str, Runtime]:
 def test_what_rows_see(runtimes: dict[str, Runtime], sight: str, window: int | None, first: int):
     # A canvas that ends within a block, spans that begin and end within blocks, and rows that are apart.
     length, block, shape = 21, 4, runtimes[sight].model.shape
-    of_columns = Sight(shape, length, block, first=first)
     for clean in (0, 6, 12, length):
         expected = seen(sight, length, block=block, clean=clean, window=window, first=first)
-        columns = torch.arange(length)[None]
+        of_columns = CanvasLimits(shape, length, block, first=first, final=clean)
         for start, stop in ((0, length), (4, 8), (5, 15), (19, 21)):
             found = torch.zeros(length, length, dtype=torch.bool)
-            for part in of_columns.of_rows(Rows.span(start, stop), clean, window):
-                rows = columns[:, start:stop][:, part.rows]
-                found[rows[0], part.start : part.stop] = True
-                if part.by_row:
-                    found[rows[0]] &= between(of_columns, rows, clean, window, length)[0]
+            for some, columns, limits in of_columns.of_rows(Rows.span(start, stop), 1, window):
+                found[start:stop][some, columns] = between(limits, columns.stop - columns.start)[0]
             assert torch.equal(found[start:stop], expected[start:stop])
-        assert torch.equal(between(of_columns, columns, clean, window, length)[0], expected)
+        apart = torch.randperm(length)
+        [(_, _, limits)] = of_columns.of_rows(Rows.at(apart[None]), 1, window)
+        assert torch.equal(between(limits, length)[0], expected[apart])
 
 
-def between(sight: Sight, rows: Tensor, clean: int | Tensor, window: int | None, length: int) -> Tensor:
-    """[batch, rows, columns] by the limits of each row."""
-    (visible, since), column = sight.limits(rows, clean, window), torch.arange(length)
-    assert visible is not None
-    found = column < visible[..., None]
-    return found if since is None else found & (column >= since[..., None])
+def between(limits: Limits, length: int) -> Tensor:
+    """[batch, rows, columns], True between the limits of each row."""
+    column, found = torch.arange(length), torch.ones(1, 1, length, dtype=torch.bool)
+    found = found if limits.stop is None else column < limits.stop[..., None]
+    return found if limits.start is None else found & (column >= limits.start[..., None])
 
 
 @pytest.mark.parametrize("sight", WINDOWS)
 def test_windows_count_from_each_sequence_s_first_token(runtimes: dict[str, Runtime], sight: str):
     pads, length = (5, 0), 21
     positions = torch.stack([(torch.arange(length) - pad).clamp(min=0) for pad in pads])
-    of_positions = Sight(runtimes[sight].model.shape, length, 4, positions)
-    columns, clean = torch.arange(length).repeat(2, 1), torch.tensor([11, 6])
-    found = between(of_positions, columns, clean, 6, length)
+    clean = torch.tensor([11, 6])
+    of_positions = CanvasLimits(runtimes[sight].model.shape, length, 4, positions, final=clean)
+    [(_, _, limits)] = of_positions.of_rows(Rows.span(0, length), 2, 6)
+    found = between(limits, length)
     for sequence, pad in enumerate(pads):
         own = length - pad
         expected = seen(sight, own, block=4, clean=int(clean[sequence]) - pad, window=6)

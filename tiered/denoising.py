@@ -16,7 +16,7 @@ from tiered.decoding.token_sampler import TokenSampler
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import compared_at_a_time
-from tiered.forward.sight import Sight
+from tiered.forward.parts import CanvasLimits
 from tiered.forward.sizes import CallShape
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_store import StreamedFeatureStore
@@ -84,9 +84,10 @@ def uncached(context: CallContext, prompts: Prompts, block_length: int | None = 
         context.model,
         feature_store(context, row_schedule("none"), batch, length),
         torch.arange(length, device=context.device)[None] if positions is None else positions,
-        prompts.mask if padded else None,
+        CanvasLimits(
+            context.model.shape, length, block_length or 0, positions, key_mask=prompts.mask if padded else None
+        ),
         weights=context.weights,
-        sight=Sight(context.model.shape, length, block_length, positions),
     )
 
 
@@ -133,18 +134,24 @@ def _forward(
     streams: StreamBytes | None,
 ) -> Forward:
     shape, sequences = sizes.shape, sizes.sequences
-    positions, key_mask, first = canvas.positions(), canvas.key_mask(), canvas.pads if canvas.padded else None
+    positions, key_mask, pads = canvas.positions(), canvas.key_mask(), canvas.pads if canvas.padded else None
     if key_mask is not None and sequences > canvas.batch:
-        positions, key_mask, first = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
+        positions, key_mask, pads = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
     features, of_call = policy.features(shape), {"batch": sequences, "length": canvas.length, "kv": sizes.kv}
     of_call |= {"answer_start": canvas.prompt_length, "dtype": context.dtype}
     if streams is not None and tiers is not None:
         store = StreamedFeatureStore(shape, features, streams, tiers, **of_call)
     else:
         store = FeatureStore(shape, features, **of_call, device=context.device)
-    block = canvas.block_length if shape.block_causal else None
-    sight = Sight(shape, canvas.length, block, first=canvas.prompt_length)
-    forward = Forward(traced(context.model), store, positions, key_mask, tiers, first, sight, context.weights)
+    limits = CanvasLimits(
+        shape,
+        canvas.length,
+        canvas.block_length if shape.block_causal else 0,
+        first=canvas.prompt_length,
+        key_mask=key_mask,
+        pads=pads,
+    )
+    forward = Forward(traced(context.model), store, positions, limits, tiers, context.weights)
     forward.most_rows = policy.needs(sizes).most_rows or canvas.length
     return forward
 

@@ -19,8 +19,8 @@ from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallShape, kv_code
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.kernels.choice import check_kernels
-from tiered.kernels.coded_weight import CodedWeight
-from tiered.kernels.weight_code import WeightCode
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.row_code import WeightCode
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.families import family_of
@@ -188,7 +188,7 @@ def load_weights(
             with ledger.holding({Account.ACTIVATIONS: room}):
                 weight = checkpoint.read(official, dtype=dtype, device=device, code=code, into=weights.room(own))
                 # The head alone may be in a code in the files: it is kept as the embedding is.
-                decoded = isinstance(weight, CodedWeight) and not records.may_be_coded(own)
+                decoded = isinstance(weight, CodedRows) and not records.may_be_coded(own)
                 weights.place(own, weight.values() if decoded else weight)
         weights.note()
     except BaseException:

@@ -144,7 +144,7 @@ def read_noise_mask(
     """
     if noise_mask is None:
         return None
-    if not (shape.noise_masked or shape.sight == "context"):
+    if not shape.final_apart:
         raise ValueError(f"a noise_mask is for families whose clean tokens see clean ones alone, not {shape.family!r}")
     if not isinstance(noise_mask, Tensor):
         raise TypeError(f"noise_mask is a tensor of size {size}, not {noise_mask!r}")

@@ -14,11 +14,11 @@ from tiered.core.byte_size import format_bytes
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.core.modes import call_modes
-from tiered.core.rows import Rows
 from tiered.decoding.loop import Denoiser
 from tiered.decoding.observers import Inspector, Streamer, check_streamer, ending
 from tiered.decoding.output_writer import GenerationState
 from tiered.denoising import denoiser, uncached
+from tiered.forward.passes import Pass
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.inputs import Ids, Inputs, Prompts, read_inputs
 from tiered.kernels.row_code import RowCode
@@ -284,8 +284,8 @@ class Runtime:
         block = read_block(block_length, shape, name=self.name)
         with self._call.booked(row_schedule("none"), self._call.sizes(batch, length, length)):
             forward = uncached(self._call, prompts, block)
-            clean = forward.sight.last_block() if clean is None else clean
-            return forward.logits(prompts.ids, Rows.span(0, length), slice(0, length), clean=clean)
+            final = forward.limits.last_block() if clean is None else clean
+            return forward.logits(Pass(prompts.ids, forward.rows, slice(0, length), final=final))
 
     def _read(self, inputs: Inputs | None, ids: Mapping[str, Any], *, raw: bool = False) -> Prompts:
         prompts = read_inputs(

@@ -23,12 +23,13 @@ from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 from tiered.decoding.rules.registry import make_commit_rule
 from tiered.decoding.rules.rewriting import Adaptive, MostWanted
 from tiered.decoding.rules.threshold import AtLeast, Threshold
-from tiered.forward.flow import Flow
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
 from tiered.kernels.host_values import on_device
+from tiered.models.attention import Limits
 from tiered.models.base import DiffusionModel
-from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind
 from tiered.policies.dllm_cache.policy import Clocks, DLLMCache
 from tiered.policies.dllm_cache.program import BranchStep, BranchWork, distances
 from tiered.policies.registry import make_policy, with_options
@@ -73,16 +74,14 @@ class _FirstTokenAlone(PolicyState):
     def __init__(self, plain: PolicyState) -> None:
         self._plain = plain
 
-    def rows(self, step: Step) -> StepRows:
+    def rows(self, step: Step) -> Pass:
         row = step.first_row
         if row == step.start:
             return self._plain.rows(step)
         # A rule may leave the first token open, and no step without the row in front predicts it.
         alone = step.number == 0 or bool(step.canvas.pending(step.start, step.start + 1).any())
         of_step = self._plain.rows(replace(step, number=0) if alone else step)
-        first = of_step.rows.start
-        assert first is not None, "a cache by block recomputes spans"
-        stop = first + of_step.rows.count
+        first, stop = of_step.rows.within.start, of_step.rows.within.stop
         if alone:
             columns = [row, *range(first, row), *range(step.start, stop)]
             return self._apart(step, columns, 1, of_step.kind)
@@ -90,10 +89,10 @@ class _FirstTokenAlone(PolicyState):
             return self._apart(step, [*range(step.start, stop)], step.stop - step.start, of_step.kind)
         return of_step
 
-    def _apart(self, step: Step, columns: list[int], output: int, kind: StepKind) -> StepRows:
+    def _apart(self, step: Step, columns: list[int], output: int, kind: StepKind) -> Pass:
         """The first `output` of `columns` have logits, which are not the span that a step needs."""
         index = on_device(columns, step.canvas.tokens.device).expand(step.canvas.batch, -1)
-        return StepRows(Rows.at(index), slice(0, output), kind)
+        return step.of_rows(Rows.at(index), slice(0, output), kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +292,7 @@ def logits_of(
         normed = model.attention_norm(layer, hidden)
         for whole, part in zip(kept, model.keys_values(layer, normed, rotary), strict=True):
             whole[:, :, rows] = part
-        mixed = model.attend(layer, model.queries(layer, normed, rotary), *kept, None)
+        mixed = model.attend(layer, model.queries(layer, normed, rotary), *kept, Limits())
         hidden = hidden + model.attention_out(layer, mixed)
         hidden = hidden + model.feed_forward(layer, hidden)
     return model.logits(hidden)
@@ -327,13 +326,12 @@ class _OfficialClocks(Clocks):
         super().__init__(of)
         self._edge: PromptEdge | None = None
 
-    def rows(self, step: Step) -> StepRows:
+    def rows(self, step: Step) -> Pass:
         of_step = super().rows(step)
         if not any(of_step.guided or ()):
             return of_step
         # Later blocks will read the difference that guidance makes here.
-        assert of_step.rows.start is not None, "the step goes over a span"
-        first = self.untouched(step) - of_step.rows.start
+        first = self.untouched(step) - of_step.rows.within.start
         return replace(of_step, output=slice(first, first + step.canvas.length - step.canvas.prompt_length))
 
     def keep(self, sequences: list[int]) -> None:
@@ -404,11 +402,11 @@ class _OfficialStep(BranchStep):
         super().__init__(work, answer, block)
         self._edge = edge
 
-    def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
-        flow = super().__call__(forward, layer, flow)
+    def __call__(self, forward: Forward, layer: int, pass_: Pass) -> Pass:
+        pass_ = super().__call__(forward, layer, pass_)
         if self._edge is not None:
-            self._pass_over(self._edge, flow.hidden, layer, forward.model.shape.layers - 1)
-        return flow
+            self._pass_over(self._edge, pass_.hidden, layer, forward.model.shape.layers - 1)
+        return pass_
 
     def counts(self, layer: int) -> list[int]:
         answer = self._stop - self._start
@@ -428,7 +426,7 @@ class _OfficialStep(BranchStep):
         due = on_device([prompt for prompt, _ in self._work.due[: len(hidden)]], hidden.device)
         if layer == 0:
             edge.enter(rows)
-            columns = self._span.positions(len(hidden), hidden.device)
+            columns = self._span.index
             passed = ~due[:, None] & (columns < self._start)
             self._span = replace(self._span, valid=~passed if self._span.valid is None else self._span.valid & ~passed)
         if layer == last:

@@ -1,4 +1,4 @@
-"""Cases of rows of keys and values on their way into codes."""
+"""Cases of rows in codes, both ways: keys and values, and records of hidden states. Their bytes are the law."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,14 +7,168 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from gpu_parts.kernel_case import KernelCase, normal, op, size
-from tiered.kernels.encode_rows_ref import encode_rows
+from gpu_parts.kernel_case import KernelCase, normal, op, random_bytes, shuffled, size
+from gpu_parts.kernel_cases_copies import scattered
+from tiered.kernels import decode_rows_ref, encode_rows_ref
+from tiered.kernels.record_table import RecordTable
+from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_code import RowCode
+
+_ERRORS = {RowCode.FP8: 0.05, RowCode.NVFP4: 0.15}  # of the norm of normal numbers: 0.027, 0.095, and room for a few
+_NOISE, _ALONG = 0.25, 1.25  # of rows: what is beside their base, and their projection on it
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SPARE = 7  # rows of an output that no record has
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Some records in a buffer, with gaps and not in the order of their rows.
+
+    Attributes:
+        buffer: records for decoding, or what stands where they are written.
+        rows: for encoding, or what stands where they are written.
+        places: of the decoded rows there; None: the first.
+    """
+
+    code: RowCode
+    width: int
+    table: RecordTable
+    base: RowBase | None
+    buffer: Tensor
+    rows: Tensor
+    places: Tensor | None = None
+
+    @property
+    def by_host(self) -> tuple[RecordTable, RowBase | None]:
+        """Table and bases, for the reference on the CPU."""
+        table = RecordTable.build(self.table.rows, self.table.offsets, row_bytes=self.table.row_bytes, device="cpu")
+        return table, None if self.base is None else RowBase(self.base.bases.cpu(), self.base.of_row.cpu())
+
+    def rows64(self, buffer: Tensor) -> Tensor:
+        """The rows in `buffer`, in float64."""
+        return rows64(self.table.taken(buffer.to(self.rows.device)), self.code, self.width, self.base)
+
+    @property
+    def nbytes(self) -> int:
+        """What either way must move beside the rows: records, table, and the bases that are chosen, once each."""
+        moved = self.table.total * self.table.row_bytes + size(self.table.at)
+        if self.base is not None:
+            moved += size(self.base.of_row) + len(self.base.of_row.unique()) * size(self.base.bases[0])
+        return moved
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodeRows(KernelCase):
-    """Given: the keys or values of some rows, as a projection leaves them."""
+class RecordCase(KernelCase):
+    """`counts`: rows of each record. `pinned`: the records lie in host memory that the device can read."""
+
+    counts: tuple[int, ...]
+    width: int = 4096
+    code: RowCode = RowCode.NVFP4
+    residual: bool = True
+    pinned: bool = False
+
+    def tiny(self) -> Self:
+        return replace(self, counts=(3, 1, 2), width=32 + self.width % 16)
+
+    def records(self, generator: torch.Generator, rows: Tensor) -> Records:
+        """With random bytes for a buffer."""
+        row_bytes = self.code.row_bytes(self.width, residual=self.residual)
+        rooms = [-(-count * row_bytes // 128) * 128 + 128 * (k % 2) for k, count in enumerate(self.counts)]
+        offsets = scattered(generator, rooms, first=128)
+        table = RecordTable.build(self.counts, offsets, row_bytes=row_bytes, device=generator.device)
+        buffer, base = random_bytes(generator, 128 + sum(rooms)), None
+        if self.residual:
+            bases = normal(generator, len(self.counts) + 1, self.width, dtype=self.dtype)
+            chosen = shuffled(generator, len(self.counts) + 1)[: len(self.counts)]
+            base = RowBase(bases, chosen[table.record_of_row])
+        return Records(self.code, self.width, table, base, buffer, rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRows(RecordCase):
+    """Every code there is, scales of all sizes. `placed`: rows go to places, in rows that lie apart."""
+
+    kernel, into, roundings = "decode_rows", "rows", 2  # Triton's interpreter does not round bfloat16 to nearest
+    placed: bool = True
+
+    def draw(self, generator: torch.Generator) -> Records:
+        total = sum(self.counts)
+        standing = normal(generator, total + _SPARE, self.width + (16 if self.placed else 0), dtype=self.dtype)
+        given = self.records(generator, standing)
+        places = shuffled(generator, total + _SPARE)[:total] if self.placed else None
+        coded, scale_at = given.table.taken(given.buffer).clone(), self.code.scale_at(self.width)
+        if self.code is RowCode.FP8:
+            coded[:, :scale_at] &= 0xF7  # no NaN
+        else:
+            groups = slice(scale_at - -(-self.width // 16), scale_at)
+            coded[:, groups] = random_bytes(generator, *coded[:, groups].shape, below=127)
+        coded[:, scale_at] = random_bytes(generator, len(coded), below=8) + 120
+        if self.residual:
+            coded[:, -2:] = normal(generator, len(coded)).bfloat16().view(torch.uint8).view(-1, 2)
+        given.table.put(coded, given.buffer)
+        pinned = self.pinned and generator.device.type == "cuda"
+        return replace(given, places=places, buffer=given.buffer.cpu().pin_memory() if pinned else given.buffer)
+
+    def run(self, given: Records, room: Sequence[Tensor]) -> Sequence[Tensor]:
+        out = room[0][:, : self.width]
+        op(self.kernel)(given.buffer, self.code, out, given.table, given.places, given.base)
+        return room
+
+    def truth(self, given: Records) -> Sequence[Tensor]:
+        return (_put(given, given.rows64(given.buffer), given.rows.double()),)
+
+    def law(self, given: Records) -> Sequence[Tensor]:
+        table, base = given.by_host
+        rows = torch.empty(table.total, self.width)
+        decode_rows_ref.decode_rows(given.buffer.cpu(), self.code, rows, table, None, base)
+        if self.dtype == torch.bfloat16 and given.rows.device.type == "cpu":
+            # Triton's interpreter does not round to it, but cuts off.
+            rows = (rows.view(torch.int32) & -0x10000).view(torch.float32)
+        return (_put(given, rows.to(self.dtype), given.rows.cpu().clone()),)
+
+    def moved(self, given: Records) -> int:
+        return given.nbytes + size(given.places) + given.table.total * self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeRows(RecordCase):
+    """Rows near their bases, which lie apart in memory."""
+
+    kernel, into = "encode_rows", "buffer"
+
+    @property
+    def bound(self) -> float:
+        return _ERRORS[self.code] * (_NOISE / (_NOISE**2 + _ALONG**2) ** 0.5 if self.residual else 1)
+
+    def draw(self, generator: torch.Generator) -> Records:
+        rows = normal(generator, sum(self.counts), self.width + 16, dtype=self.dtype)[:, 8 : 8 + self.width]
+        given = self.records(generator, rows)
+        if given.base is not None:
+            rows.mul_(_NOISE).add_(given.base.taken(slice(None)), alpha=_ALONG)
+        return given
+
+    def run(self, given: Records, room: Sequence[Tensor]) -> Sequence[Tensor]:
+        op(self.kernel)(given.rows, self.code, room[0], given.table, given.base)
+        return room
+
+    def seen(self, given: Records, results: Sequence[Tensor]) -> Sequence[Tensor]:
+        return (given.rows64(results[0]),)
+
+    def truth(self, given: Records) -> Sequence[Tensor]:
+        return (given.rows.double(),)
+
+    def law(self, given: Records) -> Sequence[Tensor]:
+        expected = given.buffer.cpu().clone()
+        encode_rows_ref.encode_rows(given.rows.cpu(), self.code, expected, *given.by_host)
+        return (expected,)
+
+    def moved(self, given: Records) -> int:
+        return given.nbytes + size(given.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeHeads(KernelCase):
+    """The keys or values of some rows, one behind the other."""
 
     kernel = "encode_rows"
     code: RowCode
@@ -26,20 +180,85 @@ class EncodeRows(KernelCase):
         return replace(self, rows=11, heads=3, head_dim=32)
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        return normal(generator, 1, self.rows, self.heads, self.head_dim, dtype=self.dtype).transpose(1, 2)
+        return normal(generator, self.rows * self.heads, self.head_dim, dtype=self.dtype)
+
+    def room(self, given: Tensor) -> tuple[Tensor, ...]:
+        return (given.new_empty(len(given), self.code.row_bytes(self.head_dim), dtype=torch.uint8),)
 
     def run(self, given: Tensor, room: Sequence[Tensor]) -> Sequence[Tensor]:
-        return (op(self.kernel)(given, self.code, self.code.row_bytes(self.head_dim)),)
+        op(self.kernel)(given, self.code, room[0])
+        return room
 
     def law(self, given: Tensor) -> Sequence[Tensor]:
-        return (encode_rows(given, self.code, self.code.row_bytes(self.head_dim)),)
+        (expected,) = self.room(given)
+        encode_rows_ref.encode_rows(given, self.code, expected)
+        return (expected,)
 
     def moved(self, given: Tensor) -> int:
-        return size(given) + given[..., 0].numel() * self.code.row_bytes(self.head_dim)
+        return size(given) + len(given) * self.code.row_bytes(self.head_dim)
 
 
+def values64(codes: Tensor, block_scales: Tensor, scale: Tensor, width: int) -> Tensor:
+    """Float64 [n, width] of bytes, [n, code_bytes] and [n, groups]: two E2M1 codes a byte, the even column low; an E4M3
+    scale for 16 columns; a `scale` for each row, or for all. From the description of the format: it shares no line with
+    the kernels' codecs."""
+    codes = codes.long()
+    magnitudes = torch.tensor(_E2M1, dtype=torch.float64, device=codes.device)
+    both = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
+    signed = magnitudes[both & 7] * (1 - 2 * (both >> 3))
+    scales = e4m3_64(block_scales) * scale.double().reshape(-1, 1)
+    return (signed * scales.repeat_interleave(16, dim=1))[:, :width]
+
+
+def e4m3_64(codes: Tensor) -> Tensor:
+    """Float64 of E4M3: a sign, 4 bits of exponent, 3 of mantissa, subnormal at exponent 0, 127 for NaN."""
+    codes = codes.long()
+    exponent, mantissa = codes >> 3 & 15, (codes & 7).double()
+    values = torch.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent.double() - 7))
+    return (values * (1 - 2 * (codes >> 7))).where(codes & 127 != 127, torch.nan)
+
+
+def rows64(coded: Tensor, code: RowCode, width: int, base: RowBase | None) -> Tensor:
+    """Float64 [n, width] of rows: codes, scales of groups, an E8M0 scale; with bases a BF16 projection last."""
+    end = code.scale_at(width)
+    scale = 2.0 ** (coded[:, end].double() - 127)
+    if code is RowCode.FP8:
+        values = e4m3_64(coded[:, :end]) * scale[:, None]
+    else:
+        groups = -(-width // 16)
+        values = values64(coded[:, : groups * 8], coded[:, groups * 8 : end], scale, width)
+    if base is not None:
+        along = coded[:, -2:].contiguous().view(torch.bfloat16).double()
+        values += along * base.taken(slice(None)).double()
+    return values
+
+
+def _put(given: Records, rows: Tensor, standing: Tensor) -> Tensor:
+    """`standing` with `rows` where they belong."""
+    places = torch.arange(len(rows)) if given.places is None else given.places
+    standing[places.to(rows.device), : rows.shape[1]] = rows
+    return standing
+
+
+_RAGGED = (64, 1, 100, 63, 7)
+_RECORDS = (63, *(64,) * 254)
 CHECKED: tuple[KernelCase, ...] = (
-    *(EncodeRows(code=code, rows=257) for code in RowCode),
-    *(EncodeRows(code=code, rows=257, dtype=torch.float32) for code in RowCode),
+    DecodeRows(counts=_RAGGED),
+    DecodeRows(counts=_RAGGED, pinned=True),
+    DecodeRows(counts=_RAGGED, residual=False),
+    DecodeRows(counts=_RAGGED, residual=False, code=RowCode.FP8),
+    DecodeRows(counts=_RAGGED, width=3584, dtype=torch.float32, placed=False),
+    DecodeRows(counts=_RAGGED, width=3573, dtype=torch.float16),
+    EncodeRows(counts=_RAGGED),
+    EncodeRows(counts=_RAGGED, residual=False),
+    EncodeRows(counts=_RAGGED, residual=False, code=RowCode.FP8),
+    EncodeRows(counts=_RAGGED, width=3573, dtype=torch.float32),
+    *(EncodeHeads(code=code, rows=257) for code in RowCode),
+    *(EncodeHeads(code=code, rows=257, dtype=torch.float32) for code in RowCode),
 )
-TIMED: tuple[KernelCase, ...] = tuple(EncodeRows(code=code, rows=rows) for code in RowCode for rows in (32, 512))
+TIMED: tuple[KernelCase, ...] = (
+    DecodeRows(counts=_RECORDS),
+    DecodeRows(counts=_RECORDS[:5]),  # of one layer's update
+    EncodeRows(counts=_RECORDS),
+    *(EncodeHeads(code=code, rows=rows) for code in RowCode for rows in (32, 512)),
+)

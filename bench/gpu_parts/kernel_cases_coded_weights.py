@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from gpu_parts.kernel_case import KernelCase, normal, op, size
-from tiered.kernels.coded_weight import CodedWeight
-from tiered.kernels.weight_code import WeightCode
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.row_code import WeightCode
 
 
 class Given(NamedTuple):
     """The factors."""
 
     rows: Tensor
-    weight: CodedWeight
+    weight: CodedRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class WeightProduct(KernelCase):
 
     def draw(self, generator: torch.Generator) -> Given:
         weight = normal(generator, self.outputs, self.inputs, dtype=self.dtype)
-        return Given(normal(generator, self.rows, self.inputs, dtype=self.dtype), CodedWeight.of(weight, self.code))
+        return Given(normal(generator, self.rows, self.inputs, dtype=self.dtype), CodedRows.of(weight, self.code))
 
     def run(self, given: Given, room: Sequence[Tensor]) -> Sequence[Tensor]:
         return (op(self.kernel)(*given),)

@@ -30,8 +30,9 @@ from gpu_parts.slow_transports import transport
 from tiered.core.features import Feature
 from tiered.core.ledger import Ledger
 from tiered.kernels.choice import for_device
-from tiered.kernels.delta_decode_ref import delta_decode
-from tiered.kernels.record_table import RecordTable
+from tiered.kernels.decode_rows_ref import decode_rows
+from tiered.kernels.row_base import RowBase
+from tiered.kernels.row_code import RowCode
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.device import synchronize
 from tiered.offload.fence import Fence, Region
@@ -78,9 +79,10 @@ def run_kernels(device: torch.device) -> dict[str, Any]:
 def run_planted(device: torch.device) -> dict[str, Any]:
     """Decoding against a centroid that does not exist: the kernel reads 1 MiB behind the only one and cannot know it.
     The reference refuses the number on a CPU."""
-    table = RecordTable.build([1], [0], width=64, delta=True, device=device)
-    record, rows = torch.zeros(256, dtype=torch.uint8, device=device), torch.zeros(1, 64, device=device)
-    for_device(delta_decode, device)(record, table, rows.clone(), torch.full((1,), 1 << 12, device=device), rows)
+    code, rows = RowCode.NVFP4, torch.zeros(1, 64, device=device)
+    coded = torch.zeros(1, code.row_bytes(64, residual=True), dtype=torch.uint8, device=device)
+    base = RowBase(rows.clone(), torch.full((1,), 1 << 12, device=device))
+    for_device(decode_rows, device)(coded, code, rows, base=base)
     synchronize(device)
     return {"ran": ["planted"], "wrong": []}
 

@@ -22,8 +22,8 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.extras import Extra
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
-from tiered.kernels.coded_weight import CodedWeight
-from tiered.kernels.weight_code import WeightCode
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.row_code import WeightCode
 from tiered.loading import load_weights
 from tiered.models.checkpoint import Checkpoint
 from tiered.models.shape import ModelShape
@@ -138,12 +138,12 @@ class _Drawn:
         device: torch.device,
         code: WeightCode | None = None,
         into: Tensor | None = None,
-    ) -> Tensor | CodedWeight:
+    ) -> Tensor | CodedRows:
         """See `Checkpoint`."""
         weight = torch.empty(self._shapes[name], dtype=dtype, device=device)
         draw(weight, torch.Generator(device).manual_seed(self._setting.seed))
         if code is not None:
-            return CodedWeight.of(weight, code, None if into is None else into.view(len(weight), -1))
+            return CodedRows.of(weight, code, None if into is None else into.view(len(weight), -1))
         return weight if into is None else into.view(dtype).view(weight.shape).copy_(weight)
 
 

@@ -58,7 +58,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     def of(codec: str, figure: str, digits: int) -> Column:
         return where(codec=codec), lambda own: f"{sum(row[figure] for row in own) / len(own):.{digits}f}"
 
-    errors = {name: of(name, "error", 4) for name in ("fp8", "nvfp4", "nvfp4_delta, mean", "nvfp4_delta")}
+    errors = {name: of(name, "error", 4) for name in ("fp8", "nvfp4", "nvfp4_delta")}
     delta = {"SQNR dB": ("sqnr_db", 1), "bytes/element": ("bytes_per_element", 4)}
     delta |= {"+ centroids": ("centroid_bytes_per_element", 4), "of bf16": ("ratio_to_bf16", 3)}
     coded = [row for row in seen if row["part"] == "kv"]

@@ -37,12 +37,14 @@ def forward_in_blocks(
         normed = model.attention_norm(layer, hidden)
         keys, values = model.keys_values(layer, normed, rotary)
         rows = Rows.span(length + first - start if layer == last else 0, len(columns))
-        queries = model.queries(layer, normed[:, rows.start :], rotary.at(rows))
+        queries = model.queries(layer, normed[:, rows.within.start :], rotary.at(rows))
         if layer == tap_layer:
             by_head = keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1)
             tap = Tap(hidden[:, one_view], queries[:, :, one_view], by_head[:, :, one_view])
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=sees[rows.start :], enable_gqa=True)
-        hidden = hidden[:, rows.start :] + model.attention_out(layer, mixed.transpose(1, 2).flatten(2))
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=sees[rows.within.start :], enable_gqa=True
+        )
+        hidden = hidden[:, rows.within.start :] + model.attention_out(layer, mixed.transpose(1, 2).flatten(2))
         hidden = hidden + model.feed_forward(layer, hidden)
     assert tap is not None
     return hidden, tap

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tiered.core.rows import Rows
+from tiered.models.attention import Limits
 from tiered.models.base import DiffusionModel
 from tiered.models.families import family_of
 from tiered.models.gidd import Gidd
@@ -70,7 +71,7 @@ def adopt(model: DiffusionModel, source: DiffusionModel, ids: Int[Tensor, "batch
         queries, (keys, values) = source.queries(layer, normed, rotary), source.keys_values(layer, normed, rotary)
         for norm, heads in ((block.q_norm, queries), (block.k_norm, keys)):
             norm.weight.fill_(heads.square().mean().sqrt())
-        hidden = hidden + source.attention_out(layer, source.attend(layer, queries, keys, values, None))
+        hidden = hidden + source.attention_out(layer, source.attend(layer, queries, keys, values, Limits()))
         hidden = hidden + source.feed_forward(layer, hidden)
 
 
@@ -97,17 +98,17 @@ def forward(
         normed = model.attention_norm(layer, hidden)
         keys, values = model.keys_values(layer, normed, rotary)
         rows = Rows.span(first if layer == last else 0, length)
-        queries = model.queries(layer, normed[:, rows.start :], rotary.at(rows))
+        queries = model.queries(layer, normed[:, rows.within.start :], rotary.at(rows))
         if layer == tap_layer:
             tap = Tap(hidden, queries, keys)
         if isinstance(model, Gidd):
             cap, sinks = model.shape.soft_cap, model.sinks(layer)
             assert cap is not None
-            seen = unseen[:, rows.start :]
+            seen = unseen[:, rows.within.start :]
             mixed = trained_attention(queries, keys, values, soft_cap=cap, sinks=sinks, unseen=seen)
         else:
-            mixed = model.attend(layer, queries, keys, values, None)
-        hidden = hidden[:, rows.start :] + model.attention_out(layer, mixed)
+            mixed = model.attend(layer, queries, keys, values, Limits())
+        hidden = hidden[:, rows.within.start :] + model.attention_out(layer, mixed)
         hidden = hidden + model.feed_forward(layer, hidden)
     assert tap is not None
     return hidden, tap

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import tiered
 from tiered.core.provenance import ROOT
-from tiered.core.rows import Rows
 from tiered.decoding.generators import Generators
 from tiered.denoising import uncached
+from tiered.forward.passes import Pass
 from tiered.inputs import Prompts
 from tiered.models.sdar import Sdar
 from tiered.policies.registry import make_policy
@@ -76,7 +76,7 @@ def _full_pass(runtime: Runtime, positions: int) -> float:
     forward = uncached(runtime._call, Prompts(ids=ids, mask=torch.ones_like(ids, dtype=torch.bool)), positions)
     with torch.no_grad():
         began = time.perf_counter()
-        forward.logits(ids, Rows.span(0, positions), slice(positions - 32, positions))
+        forward.logits(Pass(ids, forward.rows, slice(positions - 32, positions)))
         return time.perf_counter() - began
 
 

@@ -21,8 +21,8 @@ from tiered.core.ledger import Ledger
 from tiered.embedded import tasks
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.row_code import RowCode
-from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes
-from tiered.offload.codecs import CODECS, Nvfp4Codec, RowCodec
+from tiered.offload.codec_bytes import Codec, centroid_bytes
+from tiered.offload.codecs import CODECS
 from tiered.offload.slabs import UNIT
 from tiered.policies.polestar.hidden_records import HiddenRecords
 from tiered.tiers.opening import open_tiers
@@ -30,11 +30,6 @@ from workloads import input_rows
 
 BLOCK, PROMPT_TOKENS = 32, 1024
 BF16_BYTES = 2
-# Every codec, and the delta against another base.
-VARIANTS: dict[str, tuple[Codec, RowCodec]] = {
-    **{codec.value: (codec, row_codec) for codec, row_codec in CODECS.items()},
-    "nvfp4_delta, mean": (Codec.NVFP4_DELTA, Nvfp4Codec(delta=True, base="mean")),
-}
 Areas = tuple[tuple[int, int], tuple[int, int]]
 
 
@@ -71,17 +66,17 @@ def keys_values() -> Iterator[Row]:
 
 @torch.no_grad()
 def codecs(clusters: int) -> Iterator[Row]:
-    """Every variant on every layer: "error" is ‖decoded - rows‖ / ‖rows‖, "sqnr_db" -20 log₁₀ of it; bytes an element
+    """Every codec on every layer: "error" is ‖decoded - rows‖ / ‖rows‖, "sqnr_db" -20 log₁₀ of it; bytes an element
     of the records, scales included, of centroids in bfloat16, and of both over the rows' in bfloat16; encoding and
     decoding in ns an element."""
     hidden, areas = hidden_states()
     for layer, index in enumerate(cluster_areas(hidden, areas, clusters)):
         rows = hidden[layer][index.rows]
         width, elements, out = rows.shape[1], rows.numel(), torch.empty_like(rows)
-        for name, (codec, row_codec) in VARIANTS.items():
-            sizes = [codec_bytes(codec, size, width, element_bytes=rows.element_size()) for size in index.sizes]
+        for codec, row_codec in CODECS.items():
+            sizes = [size * codec.row_bytes(width, rows.element_size()) for size in index.sizes]
             # Elements of bfloat16 where the codec keeps the model's dtype: what a released model would store.
-            stored = codec_bytes(codec, len(rows), width, element_bytes=BF16_BYTES, records=index.clusters)
+            stored = len(rows) * codec.row_bytes(width, BF16_BYTES)
             offsets = [0, *accumulate(map(_slot, sizes))]
             buffer = torch.empty(offsets.pop(), dtype=torch.uint8)
             bases = (index.centroids, list(range(index.clusters))) if codec.needs_base else (None, None)
@@ -91,7 +86,7 @@ def codecs(clusters: int) -> Iterator[Row]:
             error = ((out.double() - rows.double()).norm() / rows.double().norm()).item()
             extra = centroid_bytes(index.clusters, width, element_bytes=BF16_BYTES) if codec.needs_base else 0
             yield {
-                "codec": name,
+                "codec": codec.value,
                 "layer": layer,
                 "error": error,
                 "sqnr_db": -20 * math.log10(error) if error else None,
@@ -132,8 +127,8 @@ def decode(rounds: int = 5) -> Iterator[Row]:
     over that of copying what goes in; bytes an element of such a record in bfloat16, alone and in its slot."""
     width, count = 4096, 64
     hidden, centroids, sizes = torch.randn(width, width), torch.randn(count, width), [width // count] * count
-    nbytes, record = (codec_bytes(Codec.NVFP4_DELTA, sizes[0], width, element_bytes=each) for each in (4, BF16_BYTES))
-    offsets = [_slot(nbytes) * number for number in range(count + 1)]
+    record = sizes[0] * Codec.NVFP4_DELTA.row_bytes(width, BF16_BYTES)
+    offsets = [_slot(record) * number for number in range(count + 1)]
     buffer, out = torch.empty(offsets.pop(), dtype=torch.uint8), torch.empty_like(hidden)
     codec, target, other = CODECS[Codec.NVFP4_DELTA], torch.empty_like(out), torch.empty_like(buffer)
     codec.encode(hidden, sizes, buffer, offsets, centroids, list(range(count)))

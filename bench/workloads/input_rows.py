@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tiered.forward.flow import Flow
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.runtime import Runtime
 
 
@@ -17,9 +17,9 @@ def hidden_states(runtime: Runtime, *ids: Any, **given: Any) -> Float[Tensor, "l
     states: list[Tensor] = []
     dense = Forward.dense
 
-    def recorded(self: Forward, layer: int, flow: Flow) -> Flow:
-        states.append(flow.hidden.clone())  # a layer updates its input in place
-        return dense(self, layer, flow)
+    def recorded(self: Forward, layer: int, pass_: Pass) -> Pass:
+        states.append(pass_.hidden.clone())  # a layer updates its input in place
+        return dense(self, layer, pass_)
 
     with patch.object(Forward, "dense", recorded):
         runtime.logits(*ids, **given)

@@ -14,7 +14,7 @@ from simulation import Link, LinkSpeed, SimulatedThreads
 
 from tiered.core.ops import Op
 from tiered.core.spans import recording
-from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.codec_bytes import Codec
 from tiered.offload.lane import Lane
 from tiered.output import GenerationOutput
 from tiered.policies.polestar.policy import Polestar
@@ -34,7 +34,7 @@ TIMED = ("copy_ms", "exposed_ms", "hidden_share", "update_ms", "attention_ms")
 
 def copy_over_attention(context: int, memory: float, link: float) -> float:
     """The fetch of `TOP_M` records over the attention of a block, in one layer of LLaDA-8B in bfloat16."""
-    copy = codec_bytes(Codec.NVFP4_DELTA, TOP_M * ROWS, LLADA_WIDTH, element_bytes=2, records=TOP_M) / link
+    copy = TOP_M * ROWS * Codec.NVFP4_DELTA.row_bytes(LLADA_WIDTH, 2) / link
     return copy / (2 * context * LLADA_WIDTH * 2 / memory)
 
 
@@ -46,7 +46,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
         runtime = loaded(settings, paths, settings["positions"])
         width = runtime.model.shape.width
         _, attention = answered(runtime, settings, Link())
-        nbytes = codec_bytes(Codec.NVFP4_DELTA, TOP_M * ROWS, width, element_bytes=4, records=TOP_M)
+        nbytes = TOP_M * ROWS * Codec.NVFP4_DELTA.row_bytes(width, 4)
         out, _ = answered(runtime, settings, Link(fetch=LinkSpeed(bandwidth=nbytes / (ratio * attention))))
     assert out.tiers is not None, "the policy keeps hidden states"
     of_all = {"copy_over_attention": ratio, "updates": out.steps_by_kind.get("update", 0)}

@@ -93,7 +93,7 @@ class StepDriftInspector:
             if step.number:  # else no step of the block goes before this one
                 sums[:, layer] = distances_by_span(self._last, fresh.store, layer, counted, spans)
             for feature in COMPARED:
-                self._last.write(feature, layer, Rows.span(0, canvas.length), fresh.store.view(feature, layer))
+                self._last.write(feature, layer, canvas.rows, fresh.store.view(feature, layer))
         masses = fresh.masses.where(active[:, None], 0).sum(dim=1)
         weights = active.sum() * ((step.stop - step.start) * shape.heads)
         self._figures.add(step, sums, counted, spans, attention=(masses / weights).cpu())
@@ -117,14 +117,14 @@ class _BlockAttention(Forward):
     def attended(
         self, layer: int, rows: Rows, queries: Float[Tensor, "batch heads rows head_dim"]
     ) -> Float[Tensor, "batch rows heads_width"]:
-        assert rows.start is not None, "an uncached forward goes over spans"
-        first, behind = max(rows.start, self._block[0]), min(rows.start + rows.count, self._block[1])
+        span = rows.within
+        first, behind = max(span.start, self._block[0]), min(span.stop, self._block[1])
         if first < behind:
             self.masses[layer] += attention_mass(
-                queries[:, :, first - rows.start : behind - rows.start],
+                queries[:, :, first - span.start : behind - span.start],
                 self.keys(layer),
                 self._spans,
-                key_mask=self.key_mask,
+                key_mask=self.limits.key_mask,
                 soft_cap=self.model.shape.soft_cap,
                 sink_keys=self.model.sink_keys(layer),
             )

@@ -2,6 +2,7 @@
 values."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tiered.core.features import Account, Feature
-from tiered.core.rows import Rows
+from tiered.core.rows import parts_of
 from tiered.forward.feature_store import FeatureStore
-from tiered.forward.flow import Flow
 from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import forward_bytes, part_rows
+from tiered.forward.parts import CanvasLimits
+from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
@@ -45,9 +47,7 @@ def uncached_forward(
     if key_mask is not None:  # else one row of positions serves every sequence
         copies = batch // canvas.batch
         positions, key_mask = positions.repeat(copies, 1), key_mask.repeat(copies, 1)
-    fresh = make(model, store, positions, key_mask)
-    fresh.clean = step.start
-    return fresh
+    return make(model, store, positions, CanvasLimits(model.shape, length, key_mask=key_mask, final=step.start))
 
 
 def uncached_bytes(
@@ -64,11 +64,11 @@ def uncached_bytes(
 
 def layers_of(fresh: Forward, ids: Int[Tensor, "sequences length"], asked: slice) -> Iterator[int]:
     """Each layer, once it has been computed over all rows. `asked`: the last layer's rows that are the output."""
-    flow = Flow(Rows.span(0, ids.shape[1]), fresh.model.embed(ids), slice(0, ids.shape[1]))
+    pass_ = Pass(ids, fresh.rows, slice(0, fresh.length), hidden=fresh.model.embed(ids))
     for layer in range(fresh.model.shape.layers):
         if layer == fresh.model.shape.layers - 1:
-            flow = Flow(flow.rows, flow.hidden, asked)
-        flow = fresh.dense(layer, flow)
+            pass_ = replace(pass_, output=asked)
+        pass_ = fresh.dense(layer, pass_)
         yield layer
 
 
@@ -138,7 +138,7 @@ def cosine_distances(
     1 − cos rounds to steps of 6e-8.
     """
     distances = torch.empty(left.shape[0], left.shape[2], device=left.device)
-    for part in Rows.span(0, left.shape[2]).parts(part_rows(len(left))):
+    for part in parts_of(left.shape[2], part_rows(len(left))):
         apart = normalize(left[:, :, part].float(), dim=-1).sub_(normalize(right[:, :, part].float(), dim=-1))
         distances[:, part] = apart.square_().sum(dim=-1).mean(dim=1).div_(2)
     return distances

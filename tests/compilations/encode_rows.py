@@ -2,16 +2,41 @@
 
 from specialisation import Compilation
 
-from tiered.kernels.encode_rows import _encode_rows, tile_of
+from tiered.kernels.encode_rows import _encode_rows, tile_of, warps_of
+from tiered.kernels.row_code import RowCode
 
-COMPILATIONS = tuple(
-    Compilation(
+
+def _compilation(dtype: str, code: RowCode, elements: int, *, record: bool, residual: bool) -> Compilation:
+    tile = tile_of(elements)
+    constexprs = {"FP8": code == RowCode.FP8, "ELEMENTS": elements, **tile}
+    constexprs["ROW_BYTES"] = code.row_bytes(elements, residual=residual)
+    constexprs |= dict.fromkeys([*["at"] * (not record), *["bases", "of_row"] * (not residual)])
+    return Compilation(
         kernel=_encode_rows,
-        types={"values": f"*{dtype}", "coded": "*u8", "count": "i32"},
-        constexprs={"FP8": fp8, "ELEMENTS": elements, "ROW_BYTES": row_bytes, **tile_of(elements)},
-        multiples="values coded",
+        types={
+            "values bases": f"*{dtype}",
+            "coded": "*u8",
+            "at of_row": "*i64",
+            "row_stride base_stride count": "i32",
+        },
+        constexprs=constexprs,
+        multiples="values coded row_stride",
+        num_warps=warps_of(tile),
         fp_fusion=False,
     )
-    for dtype in ("bf16", "fp32")
-    for fp8, elements, row_bytes in ((False, 128, 76), (True, 128, 132), (True, 4096, 4100))
+
+
+COMPILATIONS = (
+    _compilation("bf16", RowCode.NVFP4, 4096, record=True, residual=True),
+    _compilation("fp32", RowCode.NVFP4, 4096, record=True, residual=True),
+    _compilation("bf16", RowCode.NVFP4, 3584, record=True, residual=False),
+    *(
+        _compilation(dtype, code, elements, record=record, residual=False)
+        for dtype in ("bf16", "fp32")
+        for code, elements, record in (
+            (RowCode.NVFP4, 128, False),
+            (RowCode.FP8, 128, False),
+            (RowCode.FP8, 4096, True),
+        )
+    ),
 )

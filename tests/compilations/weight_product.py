@@ -2,7 +2,7 @@
 
 from specialisation import Compilation
 
-from tiered.kernels.weight_code import WeightCode
+from tiered.kernels.row_code import WeightCode
 from tiered.kernels.weight_product import _layout, _weight_product, tile_of, warps_of
 
 COMPILATIONS = tuple(

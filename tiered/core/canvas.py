@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from tiered.core.rows import Rows
+
 PROMPT = -1
 PENDING = 2**31 - 1
 
@@ -51,6 +53,7 @@ class Canvas:
         tokens: ids; masks or other noise at open columns.
         committed_at: which forward of its own sequence fixed each token (0: the first); `PROMPT` in prompts and their
             padding, `PENDING` if no forward has. Mask tokens inside a prompt are never denoised.
+        rows: all columns.
         pads, pad_counts: padding columns in front of each prompt, on the device and on the host.
         padded: whether any prompt is shorter than the longest.
         numbers: number in the call of each sequence that is still denoised.
@@ -93,6 +96,7 @@ class Canvas:
             prompt = torch.arange(columns - self.prompt_length, device=prompts.device) < tails[:, None]
             self.tokens[:, first].masked_fill_(~prompt, mask_token_id)
             self.committed_at[:, first].masked_fill_(prompt, PROMPT)
+        self.rows = Rows.span(0, self.length, self.tokens.device)
         self.pads, self.pad_counts = pads, list[int](pads.tolist())
         self.padded = any(self.pad_counts)
         self.numbers = list(range(batch))
@@ -145,16 +149,13 @@ class Canvas:
 
     def positions(self) -> Int[Tensor, "batch length"]:
         """RoPE position of every column: a prompt's first token is at 0. One row where no prompt is padded."""
-        columns = torch.arange(self.length, device=self.tokens.device)[None]
         # A rotation depends on distances alone; positions that start at the prompt make a padded row's arithmetic the
         # same, to the bit, as that of the row alone.
-        return (columns - self.pads[:, None]).clamp(min=0) if self.padded else columns
+        return (self.rows.index - self.pads[:, None]).clamp(min=0) if self.padded else self.rows.index
 
     def key_mask(self) -> Bool[Tensor, "batch length"] | None:
         """False at padding; None where there is none."""
-        if not self.padded:
-            return None
-        return torch.arange(self.length, device=self.tokens.device)[None] >= self.pads[:, None]
+        return self.rows.index >= self.pads[:, None] if self.padded else None
 
     def commit(
         self,

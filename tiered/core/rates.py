@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tiered.core.checks import check_number, unknown_name
-from tiered.kernels.weight_code import WeightCode
+from tiered.kernels.row_code import WeightCode
 
 # Shares of a datasheet's figures: an H200 reached 790 of 989 TFLOP/s in a product of large matrices, and 4.3 of
 # 4.8 TB/s in a copy of its memory.

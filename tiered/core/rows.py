@@ -12,90 +12,77 @@ from tiered.kernels.scatter_rows_ref import scatter_rows
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`count` rows of every sequence: a span that all share, or an index of their own; build with `span` or `at`.
+    """As many rows of every sequence; build with `span` or `at`.
 
     Attributes:
-        count: rows of each sequence.
-        start: first column of a span; None for scattered rows.
-        index: column of every scattered row, in any order; None for a span.
-        valid: False at rows that are computed and never written: of a sequence that waits, or filler.
-        within: columns, first and behind the last, that hold all scattered rows; None if only the device knows.
+        index: column of every row, in any order; a span has one for all sequences.
+        valid: False at rows that are computed and never written: of a sequence that waits, or filler. None for none.
+        within: columns that hold all rows, as far as the host knows; empty if only the device knows.
+        is_span: whether the rows are the columns of `within`, in order: then slices replace gathers.
     """
 
-    count: int
-    start: int | None = None
-    index: Int[Tensor, "batch rows"] | None = None
+    index: Int[Tensor, "#batch rows"]
     valid: Bool[Tensor, "batch rows"] | None = None
-    within: tuple[int, int] | None = None
+    within: range = range(0)
+    is_span: bool = False
 
     @classmethod
-    def span(cls, start: int, stop: int) -> "Rows":
-        """Columns `start` to `stop` (exclusive) of every sequence."""
-        return cls(count=stop - start, start=start)
+    def span(cls, start: int, stop: int, device: torch.device | None = None) -> "Rows":
+        """Columns `start` to `stop` (exclusive) of every sequence. A slice of such rows launches nothing."""
+        return cls(torch.arange(start, stop, device=device)[None], within=range(start, stop), is_span=True)
 
     @classmethod
     def at(
         cls,
         index: Int[Tensor, "batch rows"],
         valid: Bool[Tensor, "batch rows"] | None = None,
-        within: tuple[int, int] | None = None,
+        within: range = range(0),
     ) -> "Rows":
         """Columns `index[b]` of sequence b, in any order. Columns of valid rows are distinct within a sequence."""
-        return cls(count=index.shape[1], index=index, valid=valid, within=within)
+        return cls(index, valid, within=within)
 
-    def only(self, sequences: Bool[Tensor, " batch"]) -> "Rows":
-        """The same rows, valid in `sequences` alone."""
-        chosen = sequences[:, None].expand(-1, self.count)
-        return replace(self, valid=chosen if self.valid is None else self.valid & chosen)
+    @property
+    def count(self) -> int:
+        """Rows of each sequence."""
+        return self.index.shape[1]
+
+    @property
+    def flags(self) -> Bool[Tensor, "#batch rows"]:
+        """`valid`, True at all rows if it is None."""
+        return torch.ones_like(self.index, dtype=torch.bool) if self.valid is None else self.valid
+
+    def only(self, rows: Bool[Tensor, "batch #rows"]) -> "Rows":
+        """The same rows, valid if they are True in `rows` too."""
+        valid = rows.expand(-1, self.count) if self.valid is None else self.valid & rows
+        return replace(self, valid=valid)
 
     def doubled(self) -> "Rows":
         """The same rows for a batch that is there twice over, as classifier-free guidance has it."""
-        index, valid = (None if part is None else torch.cat([part, part]) for part in (self.index, self.valid))
-        return replace(self, index=index, valid=valid)
+        index = self.index if self.is_span else torch.cat([self.index, self.index])
+        return replace(self, index=index, valid=None if self.valid is None else torch.cat([self.valid, self.valid]))
 
     def __getitem__(self, part: slice) -> "Rows":
         first, last, _ = part.indices(self.count)
-        return Rows(
-            count=last - first,
-            start=None if self.start is None else self.start + first,
-            index=None if self.index is None else self.index[:, part],
-            valid=None if self.valid is None else self.valid[:, part],
-            within=self.within,
-        )
-
-    def moved(self, columns: int) -> "Rows":
-        """The same rows by another count, in which a column's number is larger by `columns`."""
-        return replace(
-            self,
-            start=None if self.start is None else self.start + columns,
-            index=None if self.index is None else self.index + columns,
-            within=None if self.within is None else (self.within[0] + columns, self.within[1] + columns),
-        )
-
-    def parts(self, size: int) -> list[slice]:
-        """Slices of at most `size` rows that cover all rows in order."""
-        return [slice(first, min(first + size, self.count)) for first in range(0, self.count, size)]
+        if last - first == self.count:
+            return self
+        within = self.within[first:last] if self.is_span else self.within
+        valid = None if self.valid is None else self.valid[:, first:last]
+        return Rows(self.index[:, first:last], valid, within, self.is_span)
 
     def columns(self, values: Shaped[Tensor, "batch length"]) -> Shaped[Tensor, "batch rows"]:
         """The entries of `values`, such as token ids, at the rows."""
-        if self.start is not None:
-            return values[:, self.start : self.start + self.count]
-        return values.gather(1, self._index())
-
-    def positions(self, batch: int, device: torch.device) -> Int[Tensor, "batch rows"]:
-        """The column of every row, of a span too."""
-        if self.start is None:
-            return self._index()
-        return torch.arange(self.start, self.start + self.count, device=device).expand(batch, -1)
+        if self.is_span:
+            return values[:, self.within.start : self.within.stop]
+        return values.gather(1, self.index)
 
     def take(
         self, source: Shaped[Tensor, "batch heads length elements"]
     ) -> Shaped[Tensor, "sequences heads rows elements"]:
         """The rows of `source`; a span is a view. A batch of 1 in `source` stands for every sequence; scattered rows
         of fewer sequences than it has are of the first ones."""
-        if self.start is not None:
-            return source[:, :, self.start : self.start + self.count]
-        index = self._index()
+        if self.is_span:
+            return source[:, :, self.within.start : self.within.stop]
+        index = self.index
         sequences = torch.arange(index.shape[0], device=index.device) if source.shape[0] > 1 else index.new_zeros(1)
         return source[sequences[:, None], :, index].transpose(1, 2)
 
@@ -103,25 +90,29 @@ class Rows:
         self,
         target: Float[Tensor, "batch heads length elements"],
         values: Float[Tensor, "batch heads rows elements"],
+        first: int = 0,
     ) -> None:
-        """Write `values` into our rows of `target`, valid ones only."""
-        if self.start is None:
-            for_device(scatter_rows, target.device)(target, values, self._index(), self.valid)
+        """Write `values` into our rows of `target`, valid ones only. `first`: column of the canvas that `target` begins
+        with."""
+        if not self.is_span:
+            index = self.index - first if first else self.index
+            for_device(scatter_rows, target.device)(target, values, index, self.valid)
             return
-        destination = target[:, :, self.start : self.start + self.count]
+        destination = target[:, :, self.within.start - first : self.within.stop - first]
         if self.valid is None:
             destination.copy_(values)
         else:
             torch.where(self.valid[:, None, :, None], values, destination, out=destination)
 
-    def _index(self) -> Int[Tensor, "batch rows"]:
-        assert self.index is not None, "rows are a span or an index"
-        return self.index
+
+def parts_of(rows: int, size: int) -> list[slice]:
+    """Slices of at most `size` of so many `rows`, which cover all of them in order."""
+    return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
-def rows_where(*masks: Bool[Tensor, "batch length"], within: tuple[int, int] | None = None) -> tuple[Rows, list[int]]:
+def rows_where(*masks: Bool[Tensor, "batch length"]) -> tuple[Rows, list[int]]:
     """The True columns of the first mask, ascending, then those of the second, and so on, each with filler behind in
-    sequences that have fewer. A column counts in its first mask alone. `within`: as in `Rows`.
+    sequences that have fewer. A column counts in its first mask alone.
 
     Returns the rows, and how many are of each mask. Reads from the device once.
     """
@@ -136,7 +127,7 @@ def rows_where(*masks: Bool[Tensor, "batch length"], within: tuple[int, int] | N
     sizes = torch.cat(
         [mask.sum(dim=1, keepdim=True).expand(-1, count) for mask, count in zip(apart, counts, strict=True)], dim=1
     )
-    return Rows.at(index, numbers < sizes, within), counts
+    return Rows.at(index, numbers < sizes), counts
 
 
 def _ascending(mask: Bool[Tensor, "batch length"], count: int) -> Tensor:

@@ -75,17 +75,17 @@ class AttentionShift:
         rows: Rows,
         queries: Float[Tensor, "sequences heads rows head_dim"],
         keys: Float[Tensor, "sequences kv_heads length head_dim"],
-        key_mask: Bool[Tensor, "sequences 1 1 length"] | None,
+        key_mask: Bool[Tensor, "sequences length"] | None,
     ) -> None:
         """Compare the rows that the step needs, on their way through the last layer."""
         batch, _, block_length, _ = self._log_rows.shape
         queries, keys = queries[:batch], keys[:batch]
         key_mask = None if key_mask is None else key_mask[:batch]
-        if rows.start is not None:
-            first = max(rows.start, self._first_row)
-            stop = min(rows.start + rows.count, self._first_row + block_length)
+        if rows.is_span:
+            first = max(rows.within.start, self._first_row)
+            stop = min(rows.within.stop, self._first_row + block_length)
             if first < stop:
-                queries = queries[:, :, first - rows.start : stop - rows.start]
+                queries = queries[:, :, first - rows.within.start : stop - rows.within.start]
                 self._enter(slice(first - self._first_row, stop - self._first_row), None, queries, keys, key_mask)
             return
         place, present = self._places(rows, batch, block_length)
@@ -95,7 +95,6 @@ class AttentionShift:
     def _places(
         self, rows: Rows, batch: int, block_length: int
     ) -> tuple[Int[Tensor, "batch block"], Bool[Tensor, "batch block"]]:
-        assert rows.index is not None, "rows are a span or an index"
         index = rows.index[:batch]
         needed = torch.arange(self._first_row, self._first_row + block_length, device=index.device)
         same = index[:, None, :] == needed[None, :, None]
@@ -109,7 +108,7 @@ class AttentionShift:
         present: Bool[Tensor, "batch block"] | None,
         queries: Float[Tensor, "batch heads rows head_dim"],
         keys: Float[Tensor, "batch kv_heads length head_dim"],
-        key_mask: Bool[Tensor, "batch 1 1 length"] | None,
+        key_mask: Bool[Tensor, "batch length"] | None,
     ) -> None:
         """Compare rows of the block with what is kept, and keep them instead; None in `present`: all are there."""
         batch, heads, rows, _ = queries.shape
@@ -119,7 +118,7 @@ class AttentionShift:
             scores, of_sinks = masked_scores(
                 queries[sequences, some],
                 keys[sequences, of_keys],
-                None if key_mask is None else key_mask[sequences, 0, 0],
+                None if key_mask is None else key_mask[sequences],
                 soft_cap=self._soft_cap,
                 sink_keys=None if self._sink_keys is None else self._sink_keys[some],
             )

@@ -1,20 +1,22 @@
 """Classifier-free guidance, as LLaDA writes it: un + (scale + 1) · (cond − un)."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from tiered.core.canvas import PROMPT, Canvas
 from tiered.core.ops import Op
-from tiered.core.rows import Rows
 from tiered.core.spans import spanned
+from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
 
 
 class Guidance:
     """Every canvas a second time with its prompt masked: the second half of the forward's sequences.
 
-    A policy may leave sequences without their second canvas in some forwards (`StepRows.guided`); they take the
+    A policy may leave sequences without their second canvas in some forwards (`Pass.guided`); they take the
     difference cond − un that was computed last.
     """
 
@@ -32,29 +34,29 @@ class Guidance:
             return tokens
         return torch.cat([tokens, tokens.masked_fill(canvas.committed_at == PROMPT, self._mask_token_id)])
 
-    def rows(self, rows: Rows, guided: tuple[bool, ...] | None, device: torch.device) -> Rows:
-        """The rows of both halves, valid in the second where a sequence is guided."""
-        if guided is None:
-            return rows.doubled()
-        if not any(guided):
-            return rows
-        return rows.doubled().only(on_device([True] * len(guided) + [*guided], device))
+    def doubled(self, pass_: Pass, canvas: Canvas) -> Pass:
+        """The pass over both halves, valid in the second where a sequence is guided."""
+        ids, rows, guided = self.ids(canvas, pass_.guided), pass_.rows, pass_.guided
+        if guided is None or any(guided):
+            rows = rows.doubled()
+        if guided is not None and any(guided):
+            rows = rows.only(on_device([True] * len(guided) + [*guided], ids.device)[:, None])
+        return replace(pass_, ids=ids, rows=rows)
 
     @spanned(Op.GUIDANCE)
     def merge(
         self,
         logits: Float[Tensor, "sequences rows vocab"],
-        guided: tuple[bool, ...] | None,
-        output: Rows,
+        pass_: Pass,
         needed: tuple[int, int],
     ) -> Float[Tensor, "batch needed vocab"]:
-        """Guided logits of the rows `needed`; `logits`, of the rows `output`, is scratch space. Unless `guided`, as in
-        `StepRows`, is None, `output` is a span that may hold more rows for the forwards to come."""
+        """Guided logits of the rows `needed`; `logits`, of the output of `pass_`, is scratch space. Unless
+        `Pass.guided` is None, the output is a span that may hold more rows for the forwards to come."""
+        guided, output = pass_.guided, pass_.rows[pass_.output].within
         if guided is None:
             conditional, unconditional = logits.chunk(2)
             # In place: (scale + 1) · cond − scale · un would round differently from the official order.
             return conditional.sub_(unconditional).mul_(self.scale + 1).add_(unconditional)
-        assert output.start is not None, "whose guidance is left out at times computes a span"
         conditional = logits[: len(guided)]
         if any(guided):
             self._renew(conditional, logits[len(guided) :], guided, output.start)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tiered.core.errors import NonFiniteError
 from tiered.core.ops import Op
-from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
 from tiered.decoding.attention_shift import AttentionShift
 from tiered.decoding.guidance import Guidance
@@ -21,13 +20,13 @@ from tiered.decoding.output_writer import GenerationState, OutputWriter
 from tiered.decoding.rules.base import Candidates, CommitState
 from tiered.decoding.rules.rewriting import RewritingState
 from tiered.decoding.token_sampler import TokenSampler
-from tiered.forward.ask import Ask
-from tiered.forward.forward import Forward
+from tiered.forward.forward import Asked, Forward
+from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
-from tiered.policies.base import PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import PolicyState, Step, StepKind
 
 T = TypeVar("T")
-Asking = Generator[Ask, Float[Tensor, "sequences rows vocab"], T]
+Asking = Generator[Asked, Float[Tensor, "sequences rows vocab"], T]
 
 
 class Denoiser:
@@ -61,14 +60,14 @@ class Denoiser:
         """Denoise every block once with each of the rules."""
         steps = self.steps()
         try:
-            ask = next(steps)
+            asked = next(steps)
             while True:
-                ask = _answered(steps, ask)
+                asked = _answered(steps, *asked)
         except StopIteration as done:
             return done.value
 
     def steps(self) -> "Asking[GenerationState]":
-        """`run` as a generator, for a caller that computes the forwards. It yields each `Ask`, and is sent the logits
+        """`run` as a generator, for a caller that computes the forwards. It yields each pass, and is sent the logits
         or thrown the forward's `ValueError`."""
         began = time.perf_counter()
         if isinstance(self._inspector, CallInspector):
@@ -100,7 +99,8 @@ class Denoiser:
             canvas=self.canvas, block=block, start=start, stop=stop, number=0,
             first_row=start - shape.prediction_shift, last_row=stop - shape.prediction_shift,
             forwards=(), active=(), guidance=self._guidance is not None,
-            remasked=shape.noise_masked and any(self._result.forwards), rewrites=isinstance(self.rule, RewritingState),
+            remasked=shape.sight == "noise" and any(self._result.forwards),
+            rewrites=isinstance(self.rule, RewritingState),
         )  # fmt: skip
         for asked in self.policy.before_block(step):
             yield from self._write(step, asked)
@@ -115,24 +115,22 @@ class Denoiser:
             step = replace(step, number=step.number + 1, remasked=False)
         self._publisher.block(start, stop, self._ended, final=final)
 
-    def _write(self, step: Step, asked: StepRows) -> "Asking[None]":
-        began, rows, result = time.perf_counter(), asked.rows, self._result
-        assert rows.start is not None, "final tokens are a span"
+    def _write(self, step: Step, asked: Pass) -> "Asking[None]":
+        began, result = time.perf_counter(), self._result
         with span(Op.STEP), span(Op.FORWARD, kind=asked.kind.value):
-            ids, fed = self.canvas.tokens, rows
             if self._guidance is not None:
-                ids, fed = self._guidance.ids(self.canvas, None), rows.doubled()
-            yield Ask(forward=self.forward, ids=ids, rows=fed, output=slice(0, 0), clean=rows.start + rows.count)
+                asked = self._guidance.doubled(asked, self.canvas)
+            yield self.forward, asked
         if self._inspector is not None:
             everyone = (True,) * self.canvas.batch
             forwards = tuple(result.forwards[number] for number in self.canvas.numbers)
             here = on_device(everyone, self.canvas.tokens.device)
             step = replace(step, forwards=forwards, active=everyone)
-            self._inspector.after_forward(step, asked.kind, ids, self.forward, here)
+            self._inspector.after_forward(step, asked.kind, asked.ids, self.forward, here)
         result.steps_by_kind[asked.kind] += 1
         result.rows.append(self.forward.rows_computed)
         for number, pads in zip(self.canvas.numbers, self.canvas.pad_counts, strict=True):
-            result.forwards[number] += pads < rows.start + rows.count
+            result.forwards[number] += pads < asked.rows.within.stop
         result.step_seconds.append(time.perf_counter() - began)
 
     def _step(self, step: Step, remaining: list[int], *, final: bool) -> "Asking[list[int]]":
@@ -146,9 +144,10 @@ class Denoiser:
         step = replace(step, next_commits=self._proposer.draw_ranks(self.rule, step, pending))
         with span(Op.POLICY):
             asked = self.policy.rows(step)
-        rows = asked.rows if all(active) else asked.rows.only(here)
-        logits = yield from self._logits(step, asked, rows, here)
-        candidates = self._proposer.candidates(self.rule, step, logits, rows[asked.output], pending, remaining)
+        if not all(active):
+            asked = replace(asked, rows=asked.rows.only(here[:, None]))
+        logits, output = (yield from self._logits(step, asked, here)), asked.rows[asked.output]
+        candidates = self._proposer.candidates(self.rule, step, logits, output, pending, remaining)
         if self._shift is not None:
             candidates = replace(candidates, shift=self._shift.shift)
         committed = self._commit(step, candidates, here)
@@ -170,30 +169,24 @@ class Denoiser:
         return [0 if done else count for count, done in zip(left, self._ended, strict=True)]
 
     def _logits(
-        self, step: Step, asked: StepRows, rows: Rows, here: Bool[Tensor, " batch"]
+        self, step: Step, asked: Pass, here: Bool[Tensor, " batch"]
     ) -> "Asking[Float[Tensor, 'batch rows vocab']]":
         if self._shift is not None:
             # Another block's rows are of no use, and a refresh moves every row at once.
             refreshed = asked.refreshed or (asked.kind is StepKind.REFRESH,) * self.canvas.batch
             self._shift.begin_step(step.first_row, forget=[step.number == 0 or every for every in refreshed])
         with span(Op.FORWARD, kind=asked.kind.value):
-            ids, fed = self.canvas.tokens, rows
-            if self._guidance is not None:
-                ids = self._guidance.ids(self.canvas, asked.guided)
-                fed = self._guidance.rows(rows, asked.guided, ids.device)
+            fed = asked if self._guidance is None else self._guidance.doubled(asked, self.canvas)
             try:
-                logits = yield Ask(
-                    forward=self.forward, ids=ids, rows=fed, output=asked.output, program=asked.program,
-                    clean=step.start,
-                )  # fmt: skip
-            except ValueError as error:  # clustering and codecs refuse rows that are not finite
+                logits = yield self.forward, fed
+            except ValueError as error:  # clustering refuses rows that are not finite
                 if (found := self._first_broken(step)) is None:
                     raise
                 raise self._not_finite(step, step.active, found) from error
             if self._guidance is not None:
-                logits = self._guidance.merge(logits, asked.guided, rows[asked.output], (step.first_row, step.last_row))
+                logits = self._guidance.merge(logits, asked, (step.first_row, step.last_row))
             if self._inspector is not None:
-                self._inspector.after_forward(step, asked.kind, ids, self.forward, here)
+                self._inspector.after_forward(step, asked.kind, fed.ids, self.forward, here)
         return logits
 
     @spanned(Op.COMMIT)
@@ -252,10 +245,10 @@ class Denoiser:
         self._ended = [False] * len(places)
 
 
-def _answered(steps: "Asking[GenerationState]", ask: Ask) -> Ask:
-    """The next forward that is asked for; nothing here keeps the logits of this one meanwhile."""
+def _answered(steps: "Asking[GenerationState]", forward: Forward, pass_: Pass) -> Asked:
+    """What is asked for next; nothing here keeps the logits of `pass_` meanwhile."""
     try:
-        logits = ask.logits()
+        logits = forward.logits(pass_)
     except ValueError as error:
         return steps.throw(error)
     return steps.send(logits)

@@ -1,47 +1,48 @@
 """Where NaN or infinity comes from: looked for once a forward has gone wrong, so that steps do not pay for it."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tiered.core.rows import Rows
-from tiered.forward.flow import Flow
+from tiered.core.rows import parts_of
 from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import part_rows
+from tiered.forward.parts import Border
+from tiered.forward.passes import Pass
 
 
-def first_broken(
-    forward: Forward, ids: Int[Tensor, "sequences length"], output: slice, clean: int | Int[Tensor, " batch"]
-) -> str | None:
+def first_broken(forward: Forward, ids: Int[Tensor, "sequences length"], output: slice, final: Border) -> str | None:
     """The first part that is not finite, by name; None if all parts are, the logits of the rows `output` too. The step
     goes over all rows of `ids` and overwrites the caches of `forward`. It reads from the device once a layer, and takes
-    the room of the call's largest forward. `clean`: see `Forward`."""
+    the room of the call's largest forward. `final`: as in `Pass`."""
     found: list[str] = []
     forward.attention_probe = forward.rows_probe = None
 
-    def look(what: str, flow: Flow) -> None:
+    def look(what: str, pass_: Pass) -> None:
         # In parts, for the CPU makes a float32 copy of other dtypes. Padding's rows say nothing.
-        parts = flow.hidden.split(part_rows(len(flow.hidden)), dim=1)
+        parts = pass_.hidden.split(part_rows(len(pass_.hidden)), dim=1)
         norms = torch.cat([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in parts], dim=1)
-        if (mask := forward.key_mask) is not None:
-            norms = norms.where(flow.rows.columns(mask), 0)
+        if (mask := forward.limits.key_mask) is not None:
+            norms = norms.where(pass_.rows.columns(mask), 0)
         if not norms.isfinite().all():
             found.append(f"the norm of {what}")
 
-    def program(forward: Forward, layer: int, flow: Flow) -> Flow:
+    def program(forward: Forward, layer: int, pass_: Pass) -> Pass:
         if layer == 0:
-            look("a token's embedding", flow)
+            look("a token's embedding", pass_)
         if not found:
-            flow = forward.dense(layer, flow)
-            look(f"what layer {layer} puts out", flow)
-        return flow
+            pass_ = forward.dense(layer, pass_)
+            look(f"what layer {layer} puts out", pass_)
+        return pass_
 
-    most, rows, needed = forward.most_rows, Rows.span(0, forward.length), output
+    most, last = forward.most_rows, Pass(ids, forward.rows, output, final=final, program=program)
     if most < forward.length:  # where nothing behind the rows is ever read
-        for first in range(0, output.start, most):
-            forward.logits(ids, Rows.span(first, min(first + most, output.start)), slice(0, 1), program, clean)
-        rows, needed = Rows.span(output.start, output.stop), slice(0, output.stop - output.start)
-    logits = forward.logits(ids, rows, needed, program, clean)
+        for part in parts_of(output.start, most):
+            forward.logits(replace(last, rows=forward.rows[part], output=slice(0, 1)))
+        last = replace(last, rows=forward.rows[output], output=slice(0, output.stop - output.start))
+    logits = forward.logits(last)
     if not found and not logits.amax(dim=-1).isfinite().all():
         found.append("the product of the last norm and the output weights")
     return found[0] if found else None

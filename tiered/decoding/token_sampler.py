@@ -112,7 +112,7 @@ def _predicted_columns(
 ) -> tuple[Int[Tensor, "batch rows"], Bool[Tensor, "batch rows"]] | None:
     """Which column of the block (0: `start`) each row of `output` predicts, and whether it counts: filler and rows of
     sequences that wait do not. None for a span, which is the whole block."""
-    if output.index is None:
+    if output.is_span:
         return None
     columns = output.index + (shift - start)
     inside = (columns >= 0) & (columns < stop - start)

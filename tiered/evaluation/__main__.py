@@ -1,26 +1,13 @@
-"""`python -m tiered.evaluation …`: the harness's own command line, with the model `tiered`.
-
-    python -m tiered.evaluation run --model tiered --model_args pretrained=embedded,policy=polestar \\
-        --tasks tiered_embedded --include_path tasks/ --apply_chat_template --output_path results/
+"""`python -m tiered.evaluation run …`: the harness's own command line, with the model `tiered`.
 
 All flags are those of `lm-eval run`. Without `--model` and `--config`, the model is `tiered`.
 """
 
 import logging
 import sys
-from collections.abc import Sequence
 
 from tiered.core.errors import TierCapacityError
-from tiered.evaluation import MODEL_NAME, register
-
-_MODEL_FLAGS = ("--model", "-M", "--config", "-C")
-
-
-def with_model(arguments: Sequence[str]) -> list[str]:
-    """`arguments` with `--model tiered`, if they run an evaluation and name no model."""
-    runs = arguments[:1] == ["run"] or (len(arguments) > 1 and arguments[0].startswith("-"))
-    named = any(argument.partition("=")[0] in _MODEL_FLAGS for argument in arguments)
-    return [*arguments] if named or not runs or len(arguments) < 2 else [*arguments, "--model", MODEL_NAME]
+from tiered.evaluation import register
 
 
 def main() -> int:
@@ -29,7 +16,10 @@ def main() -> int:
         register()
         from lm_eval.__main__ import cli_evaluate
 
-        sys.argv[1:] = with_model(sys.argv[1:])
+        flags = {argument.partition("=")[0] for argument in sys.argv}
+        runs = sys.argv[2:] and sys.argv[1] not in ("ls", "validate")
+        if runs and not flags & {"--model", "-M", "--config", "-C"}:
+            sys.argv += ["--model", "tiered"]
         cli_evaluate()
     except (ValueError, TypeError, TierCapacityError, OSError, NotImplementedError, ImportError) as error:
         logging.getLogger(__name__).debug("the error as it was raised", exc_info=True)

@@ -8,6 +8,7 @@ takes `mc_num` uncached forwards over the whole text under any policy. Models of
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,10 +18,12 @@ from tiered.core.checks import check_integer, check_switch
 from tiered.core.errors import NonFiniteError
 from tiered.runtime import Runtime
 
+Ids = Sequence[int]
+
 
 def draw_masks(length: int, count: int, *, seed: int) -> Bool[Tensor, "count length"]:
-    """`count` masks. The numbers of masked positions are spread evenly over 1 … `length` from a random offset on, which
-    makes the sum less noisy; the positions are random."""
+    """`count` masks of random positions. Their numbers of positions are spread evenly over 1 … `length` from a random
+    offset on, which makes the sum less noisy."""
     generator = torch.Generator().manual_seed(seed)
     time = (torch.arange(count) + torch.rand((), generator=generator, dtype=torch.float64)) / count
     masked = (time * length).long().clamp_(max=length - 1) + 1
@@ -28,85 +31,73 @@ def draw_masks(length: int, count: int, *, seed: int) -> Bool[Tensor, "count len
     return ranks < masked[:, None]
 
 
+@dataclass(frozen=True)
 class Likelihood:
-    """Scores texts with one loaded model."""
+    """Scores texts with one loaded model.
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        *,
-        mc_num: int = 128,
-        batch_size: int = 1,
-        check_greedy: bool = True,
-        cfg_scale: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        """
-        Args:
-            runtime: of a masked model.
-            mc_num: masks of each text.
-            batch_size: masks in a forward.
-            check_greedy: whether `score` also runs greedy decoding, one forward a token. If not, it returns False.
-            cfg_scale: classifier-free guidance; above 0 each mask takes a second forward, with the prefix masked.
-            seed: of the masks. Texts of one length get the same masks, so that choices are compared alike.
+    Attributes:
+        mc_num: number of masks of each text.
+        batch_size: number of masks in a forward.
+        check_greedy: whether `score` also runs greedy decoding, one forward a token. If not, it returns False.
+        cfg_scale: classifier-free guidance; above 0 each mask takes a second forward, with the prefix masked.
+        seed: of the masks. Texts of one length get the same masks, so that choices are compared alike.
+    """
 
-        Raises:
-            TypeError, ValueError: `mc_num` or `check_greedy` of the wrong type, or out of range.
-        """
-        check_integer("mc_num", mc_num, least=1)
-        check_switch("is_check_greedy", check_greedy)
-        self._runtime, self._mc_num, self._batch_size = runtime, mc_num, batch_size
-        self._check_greedy, self._cfg_scale, self._seed = check_greedy, cfg_scale, seed
+    runtime: Runtime
+    _: KW_ONLY
+    mc_num: int = 128
+    batch_size: int = 1
+    check_greedy: bool = True
+    cfg_scale: float = 0.0
+    seed: int = 0
 
-    def score(self, prefix: Sequence[int], target: Sequence[int]) -> tuple[float, bool]:
+    def __post_init__(self) -> None:
+        check_integer("mc_num", self.mc_num, least=1)
+        check_switch("is_check_greedy", self.check_greedy)
+
+    def score(self, prefix: Ids, target: Ids) -> tuple[float, bool]:
         """The bound on log p(target | prefix), in nats, and whether greedy decoding would give the target.
 
         Raises:
             NotImplementedError: the model's noise is not masks, or its rows do not see the whole canvas.
-            TierCapacityError: a forward does not fit the budget.
-            NonFiniteError: it is NaN or infinite.
+            NonFiniteError: the bound is NaN or infinite.
         """
-        shape = self._runtime.model.shape
+        shape = self.runtime.model.shape
         if shape.noise != "mask" or shape.block_causal:
             other = "sees blocks" if shape.noise == "mask" else f"knows {shape.noise} noise"
             raise NotImplementedError(
                 "loglikelihood is bounded for masked models where every row sees the whole answer; "
-                f"{self._runtime.name!r} ({shape.family}) {other}: tasks that generate (generate_until) are allowed"
+                f"{self.runtime.name!r} ({shape.family}) {other}: tasks that generate (generate_until) are allowed"
             )
         if not target:
             return 0.0, True
-        masks = draw_masks(len(target), self._mc_num, seed=self._seed)
-        losses = torch.cat([self.losses(prefix, target, part) for part in masks.split(self._batch_size)])
+        masks = draw_masks(len(target), self.mc_num, seed=self.seed)
+        losses = torch.cat([self.losses(prefix, target, part) for part in masks.split(self.batch_size)])
         bound = -float(losses.mean())
         if not math.isfinite(bound):
             raise NonFiniteError("the bound on the log-probability", "cfg_scale is too large, or a weight is broken")
-        return bound, self._check_greedy and self._is_greedy(prefix, target)
+        return bound, self.check_greedy and self._is_greedy(prefix, target)
 
-    def losses(
-        self, prefix: Sequence[int], target: Sequence[int], masks: Bool[Tensor, "draws length"]
-    ) -> Float[Tensor, " draws"]:
+    def losses(self, prefix: Ids, target: Ids, masks: Bool[Tensor, "draws length"]) -> Float[Tensor, " draws"]:
         """The term of each mask, float64: L / l times the sum over its masked positions."""
-        device, model, start = self._runtime.device, self._runtime.model, len(prefix)
+        device, start = self.runtime.device, len(prefix)
         masks = masks.to(device)
         ids = torch.tensor([*prefix, *target], device=device).repeat(len(masks), 1)
         wanted = ids[:, start:].clone()
-        ids[:, start:][masks] = model.mask_token_id
+        ids[:, start:][masks] = self.runtime.model.mask_token_id
         taken = self._logits(ids, start).log_softmax(dim=-1).gather(2, wanted[..., None])[..., 0].double()
         return -(taken * masks).sum(dim=1) * len(target) / masks.sum(dim=1)
 
     def _logits(self, ids: Tensor, start: int) -> Float[Tensor, "draws length vocab"]:
-        first = start - self._runtime.model.shape.prediction_shift
-        rows = slice(first, first + ids.shape[1] - start)
-        logits = self._runtime.logits(ids)[:, rows]
-        if self._cfg_scale:
-            ids = ids.clone()
-            ids[:, :start] = self._runtime.model.mask_token_id
-            free = self._runtime.logits(ids)[:, rows]
-            logits = free + (1 + self._cfg_scale) * (logits - free)
-        return logits
+        first, end = (column - self.runtime.model.shape.prediction_shift for column in (start, ids.shape[1]))
+        logits = self.runtime.logits(ids)[:, first:end]
+        if not self.cfg_scale:
+            return logits
+        prefix = torch.arange(ids.shape[1], device=ids.device) < start
+        free = self.runtime.logits(ids.masked_fill(prefix, self.runtime.model.mask_token_id))[:, first:end]
+        return free + (1 + self.cfg_scale) * (logits - free)
 
-    def _is_greedy(self, prefix: Sequence[int], target: Sequence[int]) -> bool:
-        size, cfg = len(target), self._cfg_scale
-        options = {"max_new_tokens": size, "block_length": size, "cfg_scale": cfg, "stop_at_eos": False}
-        out = self._runtime.generate(torch.tensor([list(prefix)]), **options)
-        return out.sequences[0, len(prefix) :].tolist() == list(target)
+    def _is_greedy(self, prefix: Ids, target: Ids) -> bool:
+        options = {"block_length": len(target), "cfg_scale": self.cfg_scale, "stop_at_eos": False}
+        out = self.runtime.generate(torch.tensor([[*prefix]]), max_new_tokens=len(target), **options)
+        return out.sequences[0, len(prefix) :].tolist() == [*target]

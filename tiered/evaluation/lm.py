@@ -2,7 +2,9 @@
 
 import inspect
 import logging
-import time
+from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from tqdm import tqdm
 from tiered.core.budget import MemoryBudget
 from tiered.core.checks import check_integer, check_switch, unknown_name
 from tiered.evaluation.likelihood import Likelihood
-from tiered.evaluation.requests import MODEL_NAMES, CallTotals, Defaults, RequestSettings, answer_text
+from tiered.evaluation.requests import MODEL_NAMES, answer_text, request_options
 from tiered.loading import from_pretrained
 from tiered.models.tokenizer import TOKENIZER_SOURCES
 from tiered.offload.device import pick_device
@@ -24,13 +26,8 @@ from tiered.runtime import Runtime
 from tiered.serving.request import Request
 from tiered.serving.scheduler import Scheduler
 
-logger = logging.getLogger(__name__)
-
-AUTO_BATCH_SIZE = 64
-POLICY_PREFIX = "policy_"
-_SEEDS = 2**62
-_CAPS = {"memory": "device", "host_memory": "host", "disk_memory": "disk", "disk_path": "disk_path"}
-_LOADING = inspect.signature(from_pretrained).parameters.keys() - {"path_or_name", "policy_options", "memory"}
+_BELOW = {"host_memory": "host", "disk_memory": "disk", "disk_path": "disk_path"}
+_LOADING = {*inspect.signature(from_pretrained).parameters, *_BELOW} - {"path_or_name", "policy_options"}
 
 
 class TieredLM(TemplateLM):
@@ -51,106 +48,88 @@ class TieredLM(TemplateLM):
 
         Args:
             pretrained: as in `tiered.from_pretrained`, or a `Runtime`.
-            batch_size: requests that are denoised at a time, at most; the budget may allow fewer. "auto" is
+            batch_size: most requests that are denoised at a time; the budget may allow fewer. "auto" is
                 `max_batch_size`, or 64.
             add_bos_token: put the beginning-of-sequence token in front of prompts that do not begin with it.
             mc_num, is_check_greedy: of `loglikelihood`; see `Likelihood`.
             **options: those of `tiered.from_pretrained`; `host_memory`, `disk_memory` and `disk_path` beside `memory`;
-                `policy_<option>` of the policy; and those of `Runtime.generate`, also under the names of official
-                scripts, for requests that do not set them. `max_gen_toks` and its aliases are the answer's length. On
-                a machine without CUDA, "cuda:0", which the harness asks for by default, is "auto".
+                `policy_<option>` of the policy; and, for requests that do not set them, those of `Runtime.generate`.
 
         Raises:
-            TierCapacityError, TypeError, ValueError, FileNotFoundError: as `tiered.from_pretrained`; also an unknown
-                option (names the nearest), options that do not go together, or a model without a tokenizer.
+            TierCapacityError, FileNotFoundError: as `tiered.from_pretrained`.
+            TypeError, ValueError: a wrong or unknown option (names the nearest), or a model without a tokenizer.
         """
         super().__init__()
-        self.batch_size = _batch_size(batch_size, max_batch_size)
+        size = (max_batch_size or 64) if str(batch_size).startswith("auto") else batch_size
+        self.batch_size: Any = int(size) if str(size).isdecimal() else size
+        check_integer("batch_size", self.batch_size, least=1)
         check_switch("add_bos_token", add_bos_token)
-        loading, policy, generation = _split(options)
-        self.runtime = _runtime(pretrained, loading, policy)
+        self.runtime, generation = _loaded(pretrained, options)
         if self.runtime.tokenizer is None:
             raise ValueError(f"{self.runtime.name!r} has no tokenizer ({TOKENIZER_SOURCES}, beside the weights)")
         self.tokenizer, self._device, self._bos = self.runtime.tokenizer, self.runtime.device, add_bos_token
         self.max_length = self.runtime.model.shape.max_context
-        self.defaults, self.totals = Defaults(self.runtime, generation), CallTotals()
-        own = self.defaults.options
+        length = min(256, self.max_length // 2)  # 256 as in the harness's own models
+        own, tokens, _ = request_options(generation, {"max_gen_toks": length}, self.runtime.model)
+        self.runtime.prepare(torch.tensor([[self.eot_token_id]]), **own)
+        self.defaults = {**own, "max_gen_toks": tokens}
+        del self.defaults["max_new_tokens"]
+        self._scheduler = Scheduler(self.runtime, max_running=self.batch_size, max_waiting=1 << 62)
+        self._policies: Counter[str] = Counter()
         self._likelihood = Likelihood(
             self.runtime, mc_num=mc_num, batch_size=self.batch_size, check_greedy=is_check_greedy,
             cfg_scale=own.get("cfg_scale", 0.0), seed=_seed(own),
         )  # fmt: skip
 
     @classmethod
-    def create_from_arg_obj(
-        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
-    ) -> "TieredLM":
-        """The model of `--model_args`. They win over `--batch_size` and `--device`, which the command line always
-        passes, given or not."""
-        return super().create_from_arg_obj((additional_config or {}) | arg_dict)
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict | None = None) -> "TieredLM":
+        """The model of `--model_args`, which win over the `--batch_size` and `--device` of every command line."""
+        return super().create_from_arg_obj({}, (additional_config or {}) | arg_dict)
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "TieredLM":
-        """As `create_from_arg_obj`, of "name=value,name=value"."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answers to (context, gen_kwargs), in the order of the requests.
-
-        Up to `batch_size` requests share forwards. No answer depends on the others: if anything is drawn, request n
-        has the seed + n.
+        """The answers to (context, gen_kwargs). No answer depends on the others: request n has the seed + n.
 
         Raises:
-            TypeError, ValueError: bad `gen_kwargs`, named, before any request is answered; or an answer that leaves no
-                room for a prompt.
+            TypeError, ValueError: bad `gen_kwargs`, named, or no room for a prompt; no request is answered then.
             TierCapacityError: the budget has no room for a request, even alone.
         """
-        settings, prompts = [], []
-        for context, gen_kwargs in (request.args for request in requests):  # type: ignore[misc]
-            settings.append(own := self.defaults.settings(gen_kwargs))
-            if own.columns >= self.max_length:
-                raise ValueError(
-                    f"max_gen_toks = {own.max_gen_toks} takes {own.columns} of the model's {self.max_length} positions "
-                    "and leaves none for a prompt"
-                )
-            prompts.append(maybe_truncate(self._prompt(context), own.columns, self.max_length)[0])
+        asked: list[Request] = []
         answers: dict[int, str] = {}
-        waiting: dict[int, Request] = {}
-        began = time.perf_counter()
-        scheduler = Scheduler(self.runtime, max_running=self.batch_size, max_waiting=max(1, len(requests)))
-        try:
-            for index, (ids, own) in enumerate(zip(prompts, settings, strict=True)):
-                options: dict[str, Any] = {**own.options, "seed": (_seed(own.options) + index) % _SEEDS}
-                waiting[index] = scheduler.submit(self.runtime.prepare(torch.tensor([ids]), **options))
-            with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
-                while waiting:
-                    scheduler.step()
-                    for index in [index for index, request in waiting.items() if request.over]:
-                        answers[index] = text = self._text(waiting.pop(index), settings[index])
-                        self.cache_hook.add_partial("generate_until", requests[index].args, text)
-                        bar.update()
-        finally:
-            scheduler.close(cancel=True)
-            self.totals.seconds += time.perf_counter() - began
-        return [answers[index] for index in range(len(requests))]
+        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests")
 
-    def _text(self, request: Request, settings: RequestSettings) -> str:
-        if request.output is None:
-            raise request.error or RuntimeError(f"{request!r} has no answer")
-        self.totals.add(request.output)
-        ids = request.output.sequences[0, request.call.prompts.ids.shape[1] :].tolist()
-        return answer_text(
-            self.tokenizer, ids, most=settings.max_gen_toks, eos_token_id=self.eot_token_id, until=settings.until
-        )
+        def ended(index: int, tokens: int, until: list[str], done: Request) -> None:
+            if done.output is not None:
+                self._policies[str(done.output.choice.policy)] += 1
+                ids = done.output.sequences[0, done.call.prompts.ids.shape[1] :][:tokens].tolist()
+                answers[index] = answer_text(self.tokenizer, ids, self.eot_token_id, until)
+                self.cache_hook.add_partial("generate_until", requests[index].args, answers[index])
+                bar.update()
+
+        try:
+            for index, (context, gen_kwargs) in enumerate(request.args for request in requests):  # type: ignore[misc]
+                own, tokens, until = request_options(gen_kwargs, self.defaults, self.runtime.model)
+                columns = own["max_new_tokens"] + own.get("trailing_noise", 0)
+                ids = self.tok_encode(context) or [self.prefix_token_id]
+                ids, _ = maybe_truncate(ids, min(columns, self.max_length - 1), self.max_length)
+                call = self.runtime.prepare(torch.tensor([ids]), **{**own, "seed": _seed(own, index)})
+                asked.append(self._scheduler.submit(call, on_end=partial(ended, index, tokens, until)))
+            self._scheduler.run()
+        finally:
+            for request in asked:
+                request.cancel()
+            self._scheduler.run()
+        for request in asked:
+            if request.error is not None:
+                raise request.error
+        return [answers[index] for index in range(len(requests))]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **options: object
     ) -> list[tuple[float, bool]]:
-        """Of every (request, context, continuation): a lower bound on its log-probability in nats, and whether greedy
-        decoding would give it; see `Likelihood`. Slow and noisy: prefer tasks that generate.
-
-        Raises:
-            NotImplementedError: a model of uniform noise, or one that sees blocks.
-        """
         results = []
         for request, context, target in tqdm(requests, disable=disable_tqdm, desc="Running loglikelihood requests"):
             whole, _ = maybe_truncate((context or [self.prefix_token_id]) + target, 0, self.max_length)
@@ -160,17 +139,11 @@ class TieredLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of every (text,): the sum of the bounds of windows as long as the model's context, as the harness cuts
-        them."""
+        """Of every (text,): the sum of the bounds of windows as long as the model's context."""
         results = []
         for request in tqdm(requests, disable=disable_tqdm, desc="Running loglikelihood_rolling requests"):
-            (text,) = request.args
-            windows = get_rolling_token_windows(
-                self._prompt(text),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length - 1,  # and one for the prefix, which is no input of a causal model's last
-                context_len=1,
-            )
+            ids, prefix = self.tok_encode(request.args[0]), self.prefix_token_id
+            windows = get_rolling_token_windows(ids or [prefix], prefix, self.max_length - 1, context_len=1)
             results.append(sum(self._likelihood.score(*make_disjoint_window(window))[0] for window in windows))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, results[-1])
         return results
@@ -186,111 +159,66 @@ class TieredLM(TemplateLM):
         return self.tokenizer.convert_tokens_to_ids(str(bos)) if bos else self.eot_token_id  # type: ignore[return-value]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Ids of a text, which may have gone through a chat template.
-
-        A text that begins with the tokenizer's beginning-of-sequence token gets no second one; `add_bos_token` adds it
-        to the others. `add_special_tokens`: False for a text that begins no sequence.
-        """
+        """Ids of a text. One that begins with the beginning-of-sequence token, as after a chat template, gets no second
+        one. `add_special_tokens`: False for a text that begins no sequence."""
         bos = str(self.tokenizer.bos_token or "")
         if self._bos and add_special_tokens is not False and not string.startswith(bos):
             string = bos + string
         special = not (bos and string.startswith(bos)) if add_special_tokens is None else add_special_tokens
         return list(self.tokenizer(string, add_special_tokens=special)["input_ids"])  # type: ignore[arg-type]
 
-    def _prompt(self, text: str) -> list[int]:
-        return self.tok_encode(text) or [self.prefix_token_id]
-
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A chat as one prompt, by the tokenizer's own template. Without `add_generation_prompt` the last message is
-        the answer's own beginning (a task's `gen_prefix`), and stays open. Raises `ValueError` as `chat_template`."""
-        self.chat_template(True)
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
-
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The text of the tokenizer's own template, for the results; None if none is applied.
-
-        Raises:
-            ValueError: the tokenizer has no template, or `chat_template` is a name: the harness passes it for the
-                results alone, and not when it applies a template.
-        """
-        if not chat_template:
-            return None
-        if isinstance(chat_template, str):
-            raise ValueError(
-                f"--apply_chat_template {chat_template}: no template is chosen by name here; leave the name out"
-            )
-        if not self.tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template; run without --apply_chat_template")
-        return self.tokenizer.get_chat_template()
+        how: Any = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        how["continue_final_message"] = not add_generation_prompt  # a task's `gen_prefix`, the answer's own beginning
+        return str(self.tokenizer.apply_chat_template(chat_history, **how))
 
     @property
     def tokenizer_name(self) -> str:
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """For the results: the model's settings, and the price of its answers."""
+        """Settings and totals, for the results. A shared forward counts once for each answer in it."""
+        counts, ledger = self._scheduler.counts, self.runtime.ledger
+        seconds = sum(counts.clock.seconds.values())
         return {
             "model_dtype": str(self.runtime.dtype).removeprefix("torch."),
             "policy": str(self.runtime.policy),
-            "memory_budget": str(self.runtime.ledger.budget),
-            "max_gen_toks": self.defaults.max_gen_toks,
-            "generation": {name: repr(value) for name, value in self.defaults.options.items()},
-            "totals": self.totals.as_dict(),
+            "memory_budget": str(ledger.budget),
+            "generation": {name: repr(value) for name, value in self.defaults.items()},
+            "totals": {
+                "sequences": self._policies.total(),
+                "forwards": counts.taken,
+                "tokens": counts.tokens,
+                "seconds": seconds,
+                "tokens_per_forward": counts.tokens_per_forward,
+                "tokens_per_second": counts.tokens / seconds if seconds else 0.0,
+                "policies": dict(self._policies),
+                "peak_bytes": {str(tier): report.peak for tier, report in ledger.report().tiers.items()},
+            },
         }
 
 
-def _batch_size(batch_size: int | str, most: int | None) -> int:
-    if isinstance(batch_size, str):
-        if batch_size.partition(":")[0] == "auto":
-            batch_size = AUTO_BATCH_SIZE if most is None else most
-        elif batch_size.isdecimal():
-            batch_size = int(batch_size)
-        else:
-            raise ValueError(f"batch_size = {batch_size!r}; a positive int or 'auto' is allowed")
-    check_integer("batch_size", batch_size, least=1)
-    return batch_size
-
-
-def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    loading, policy, generation = {}, {}, {}
-    for name, value in options.items():
-        if name in _LOADING or name in _CAPS:
-            loading[name] = value
-        elif name.startswith(POLICY_PREFIX):
-            policy[name.removeprefix(POLICY_PREFIX)] = value
-        elif name in MODEL_NAMES:
-            generation[name] = value
-        else:
-            own = inspect.signature(TieredLM).parameters.keys() - {"options"}
-            error = unknown_name("model argument", name, {*own, *_LOADING, *_CAPS, *MODEL_NAMES})
-            raise ValueError(f"{error}; an option of the policy is written {POLICY_PREFIX}<option>")
-    return loading, policy, generation
-
-
-def _runtime(pretrained: str | Path | Runtime, loading: dict[str, Any], policy: dict[str, Any]) -> Runtime:
-    given = {name: value for name, value in loading.items() if value is not None}
+def _loaded(pretrained: str | Path | Runtime, options: dict[str, Any]) -> tuple[Runtime, dict[str, Any]]:
+    """The runtime, and the options that are left: those of `Runtime.generate`."""
+    own = inspect.signature(TieredLM).parameters.keys() - {"options"}
+    policy = {name.removeprefix("policy_"): options.pop(name) for name in [*options] if name.startswith("policy_")}
+    for name in options:
+        if name not in (*_LOADING, *MODEL_NAMES):
+            raise unknown_name("model argument", name, {*own, *_LOADING, *MODEL_NAMES, "policy_<option>"})
+    given = {name: options.pop(name) for name in [*options] if name in _LOADING}
     if isinstance(pretrained, Runtime):
-        named = given.pop("policy", None)
-        if any(value not in ("auto", "raw") for value in given.values()):
-            raise ValueError(
-                "the runtime is loaded already: its memory, dtype, device and rotation are those it was loaded with"
-            )
-        return pretrained.with_policy(named or pretrained.policy, **policy) if named or policy else pretrained
-    caps = {_CAPS[name]: given.pop(name) for name in _CAPS if name in given}
-    memory = caps["device"] if isinstance(caps.get("device"), MemoryBudget) else MemoryBudget(**caps)
+        chosen = given.pop("policy", pretrained.policy)
+        if given:
+            raise ValueError(f"the runtime is loaded already: {', '.join(given)} cannot change")
+        return pretrained.with_policy(chosen, **policy), options
+    below = {_BELOW[name]: given.pop(name) for name in _BELOW if name in given}
+    memory = replace(MemoryBudget.of(given.pop("memory", None)), **below)
     if str(given.get("device", "")).startswith("cuda") and pick_device("auto").type != "cuda":
-        logger.warning("device = %r, but there is no CUDA here: going on on the CPU", str(given.pop("device")))
-    return from_pretrained(pretrained, memory=memory, **given, **policy)
+        logging.getLogger(__name__).warning("no CUDA here for device = %r: the CPU is used", str(given.pop("device")))
+    return from_pretrained(pretrained, memory=memory, **given, **policy), options
 
 
-def _seed(options: Any) -> int:
-    """The option `seed`. If it is not given, torch's own seed, which the harness sets by `--seed`."""
-    given = options.get("seed")
-    return torch.initial_seed() % _SEEDS if given is None else given
+def _seed(options: dict[str, Any], place: int = 0) -> int:
+    """The option `seed`, or torch's own seed if it is not given, which the harness sets by `--seed`; plus `place`."""
+    seed = options.get("seed")
+    return ((torch.initial_seed() if seed is None else seed) + place) % 2**62

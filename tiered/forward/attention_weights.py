@@ -19,11 +19,10 @@ def masked_scores(
     *,
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
-    visible: Int[Tensor, "batch rows"] | None = None,
+    stop: Int[Tensor, "batch rows"] | None = None,
     exact: bool = True,
 ) -> tuple[Float32[Tensor, "batch heads rows length"], Float32[Tensor, "batch heads rows sinks"] | None]:
-    """q·k / √head_dim of keys and of sinks, −inf at keys that are masked; the last but one as in
-    `block_attention_ref.py`.
+    """q·k / √head_dim of keys and of sinks, −inf at keys that are masked; `stop` as in `Limits`.
 
     `exact`: products in float32. Else in the dtype of the arguments: a float32 copy of all keys takes longer than the
     attention itself.
@@ -39,9 +38,9 @@ def masked_scores(
         scores = scores if soft_cap is None else capped(scores, soft_cap)
     if key_mask is not None:
         scores.masked_fill_(~key_mask[:, None, None], -torch.inf)
-    if visible is not None:
-        columns = torch.arange(length, dtype=visible.dtype, device=visible.device)
-        scores.masked_fill_(columns >= visible[:, None, :, None], -torch.inf)
+    if stop is not None:
+        columns = torch.arange(length, dtype=stop.dtype, device=stop.device)
+        scores.masked_fill_(columns >= stop[:, None, :, None], -torch.inf)
     return scores, None if sink_keys is None else sink_scores(queries, sink_keys, soft_cap)
 
 
@@ -52,12 +51,12 @@ def attention_weights(
     *,
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
-    visible: Int[Tensor, "batch rows"] | None = None,
+    stop: Int[Tensor, "batch rows"] | None = None,
     exact: bool = True,
 ) -> tuple[Float32[Tensor, "batch heads rows length"], Float32[Tensor, "batch heads rows"] | None]:
     """What the softmax of `masked_scores` gives each key, and all sinks together; a row must see a key."""
     scores, sinks = masked_scores(
-        queries, keys, key_mask, soft_cap=soft_cap, sink_keys=sink_keys, visible=visible, exact=exact
+        queries, keys, key_mask, soft_cap=soft_cap, sink_keys=sink_keys, stop=stop, exact=exact
     )
     # In place: the scores are the largest tensor here.
     peak = scores.amax(dim=-1, keepdim=True)

@@ -76,11 +76,10 @@ class FeatureStore:
     ) -> None:
         """Store `values` at `rows`, which count columns of the canvas for every feature."""
         first, target = self._first[feature], self._target(feature, layer, rows)
-        moved = rows.moved(-first) if first else rows
         if self._kv is None or feature not in KEY_VALUE:
-            moved.put(target, values)
+            rows.put(target, values, first)
         else:  # as words: numbers that are none keep their bits
-            moved.put(target.view(torch.int32), CodedRows.of(values, self._kv).bytes.view(torch.int32))
+            rows.put(target.view(torch.int32), CodedRows.of(values, self._kv).bytes.view(torch.int32), first)
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending); the others' room is not given back before the call ends."""

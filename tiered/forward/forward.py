@@ -5,33 +5,25 @@ store (`attend`), and the MLP (`mlp`); branches are added to the residual stream
 canvas takes one hidden state of it and the temporaries of one part, and no N×N tensor exists.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tiered.core.features import Feature
 from tiered.core.modes import safe_point
 from tiered.core.ops import Op
-from tiered.core.rows import Rows
+from tiered.core.rows import Rows, parts_of
 from tiered.core.spans import span, spanned
 from tiered.forward.feature_store import FeatureStore
-from tiered.forward.flow import (
-    AttentionProbe,
-    Between,
-    BranchKeeper,
-    Flow,
-    LayerProgram,
-    LayerWeights,
-    RowsProbe,
-    add_branch,
-)
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import RowFlops
-from tiered.forward.sight import Clean, Sight
+from tiered.forward.parts import CanvasLimits, Part
+from tiered.forward.passes import AttentionProbe, Between, BranchKeeper, LayerWeights, Pass, RowsProbe, add_branch
+from tiered.models.attention import heads_joined, merged
 from tiered.models.base import DiffusionModel, head
-from tiered.models.rope import Rotary
 
 
 class Forward:
@@ -39,12 +31,13 @@ class Forward:
 
     Attributes:
         length: columns of the canvas.
+        rows: all columns.
         tiers: records of hidden states; None if the policy keeps none.
-        ids: what the step under way reads.
-        sight: what rows see of the columns.
+        ids: tokens of the pass under way.
+        limits: columns of the canvas that its rows read.
+        reads: what they read beside the canvas.
+        rotary: RoPE angles of every column; one row where all sequences share them.
         most_rows: rows of a sequence that a forward of the call has room for; all of them, unless the call sets it.
-        clean: columns in front of which tokens are final, of all sequences or of each. In a family with a noise mask
-            they see each other alone; where contexts are causal, each sees those in front of it alone.
         rows_computed: rows of each sequence that went through a layer in the last step, on average over layers.
         attention_probe: called with the inputs of the last layer's attention; None for no call.
         rows_probe: called in every layer with the rows whose keys and values are computed; None for no call.
@@ -59,34 +52,28 @@ class Forward:
         model: DiffusionModel,
         store: FeatureStore,
         positions: Int[Tensor, "batch length"],
-        key_mask: Bool[Tensor, "batch length"] | None = None,
+        limits: CanvasLimits | None = None,
         tiers: Any = None,
-        first: Int[Tensor, " batch"] | None = None,
-        sight: Sight | None = None,
         weights: LayerWeights | None = None,
     ) -> None:
         """
         Args:
             positions: RoPE position of every column; one row if all sequences share them.
-            key_mask: False at columns that no row may attend to; None for no such column.
+            limits: columns that rows read, of all sequences; None for the whole canvas.
             tiers: the `TierManager` of a policy that keeps hidden states; the forward only hands it on.
-            first: columns in front of which `key_mask` is False, if it is False nowhere else.
-            sight: what rows see; None for the whole canvas.
             weights: what brings the weights of each layer; None if all are on the device.
         """
         self.model = model
         self.store = store
-        self.length = positions.shape[1]
-        self.sight = sight or Sight(model.shape, self.length)
-        self.most_rows = self.length
+        self.length = self.most_rows = positions.shape[1]
+        self.rows = Rows.span(0, self.length, positions.device)
         self.tiers = tiers
-        self.ids: Int[Tensor, "batch length"] | None = None
-        self.clean: Clean = 0
+        self.limits = self._limits = limits or CanvasLimits(model.shape, self.length)
+        self.ids = positions[:0]
+        self.reads: tuple[Part, ...] = ()
+        self.rotary = self._rotary = model.rotary(positions)
         self.rows_computed = 0.0
         self._weights, self._layer = weights, 0
-        self._rotary = model.rotary(positions)
-        self._key_mask, self._first = None if key_mask is None else key_mask[:, None, None, :], first
-        self._sequences: int | None = None  # that the step under way goes over, the first ones; None: all
         self.attention_probe: AttentionProbe | None = None
         self.rows_probe: RowsProbe | None = None
         self.between: Between | None = None
@@ -94,47 +81,34 @@ class Forward:
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending)."""
-        self._sequences = None
         self.store.keep(sequences)
-        self._key_mask = None if self._key_mask is None else self._key_mask[sequences]
-        self._first = None if self._first is None else self._first[sequences]
-        self._rotary = self._rotary.of_sequences(sequences)
+        self.limits = self._limits = self._limits.of(sequences)
+        self.rotary = self._rotary = self._rotary.of_sequences(sequences)
 
-    def logits(
-        self,
-        ids: Int[Tensor, "batch length"],
-        rows: Rows,
-        output: slice,
-        program: LayerProgram | None = None,
-        clean: Clean = 0,
-    ) -> Float[Tensor, "batch output vocab"]:
-        """float32 logits of `rows[output]` after all layers, NaN at rows without a finite norm. A layer is `program`;
-        None for `dense`. A step over the first sequences leaves the cache of the others as it is."""
-        flow = self._through(ids, rows, output, program, clean)
-        return head(self.model, flow.hidden[:, flow.output])
-
-    def write_rows(self, ids: Int[Tensor, "batch length"], rows: Rows, clean: Clean = 0) -> None:
-        """Keys and values of `rows` in all layers; no row has logits."""
-        self._through(ids, rows, slice(0, 0), None, clean)
-
-    def _through(
-        self, ids: Int[Tensor, "batch length"], rows: Rows, output: slice, program: LayerProgram | None, clean: Clean
-    ) -> Flow:
-        self.begin(ids, clean)
-        flow = Flow(rows, self.model.embed(rows.columns(ids)), output)
+    def logits(self, pass_: Pass) -> Float[Tensor, "sequences output vocab"]:
+        """float32 logits of the output rows after all layers, NaN at rows without a finite norm. A pass over the first
+        sequences leaves the cache of the others as it is."""
+        self.begin(pass_)
+        pass_ = replace(pass_, hidden=self.model.embed(pass_.rows.columns(pass_.ids)))
         layers, computed = self.model.shape.layers, 0
         for layer in range(layers):
-            entered = flow.rows.count
+            entered = pass_.rows.count
             self.enter(layer)
             with span(Op.LAYER, layer):
-                flow = program(self, layer, flow) if program else self.dense(layer, flow)
-            computed += entered if flow.computed is None else flow.computed
+                pass_ = pass_.program(self, layer, pass_) if pass_.program else self.dense(layer, pass_)
+            computed += entered if pass_.computed is None else pass_.computed
         self.rows_computed = computed / layers
-        return flow
+        hidden = pass_.hidden[:, pass_.output]
+        if not hidden.shape[1]:
+            return torch.empty(len(hidden), 0, self.model.shape.vocab_size, device=hidden.device)
+        return head(self.model, hidden)
 
-    def begin(self, ids: Int[Tensor, "batch length"], clean: Clean = 0) -> None:
-        self.ids, self.clean, self._sequences = ids, clean, len(ids)
-        self.store.narrow(len(ids))
+    def begin(self, pass_: Pass) -> None:
+        """Let rows read what they read in `pass_`, whose sequences are the first ones."""
+        sequences = slice(len(pass_.ids))
+        self.ids, self.limits, self.reads = pass_.ids, self._limits.of(sequences, pass_.final), pass_.reads
+        self.rotary = self._rotary.of_sequences(sequences)
+        self.store.narrow(len(pass_.ids))
 
     def enter(self, layer: int) -> None:
         """Make the weights of `layer` usable, and of no other layer. Raises `RecordLostError` or `TransferError` for a
@@ -144,18 +118,17 @@ class Forward:
         if self._weights is not None:
             self._weights.enter(layer)
 
-    def dense(self, layer: int, flow: Flow) -> Flow:
+    def dense(self, layer: int, pass_: Pass) -> Pass:
         """A plain layer: write keys and values of all rows, then attention and MLP of all rows (in the last layer, of
         the output rows)."""
-        rows, hidden, output = flow.rows, flow.hidden, flow.output
-        normed = self.write(layer, rows, hidden)
+        normed, output = self.write(layer, pass_.rows, pass_.hidden), pass_.output
         if layer == self.model.shape.layers - 1:
-            normed = None if normed is None else normed[:, output]
-            rows, hidden, output = rows[output], hidden[:, output], slice(0, rows[output].count)
-        self.attend(layer, rows, hidden, normed=normed)
+            normed, rows = None if normed is None else normed[:, output], pass_.rows[output]
+            pass_ = replace(pass_, rows=rows, hidden=pass_.hidden[:, output], output=slice(0, rows.count))
+        self.attend(layer, pass_.rows, pass_.hidden, normed=normed)
         del normed  # not held while the MLP runs: it is as large as the residual stream of the part
-        self.mlp(layer, hidden)
-        return Flow(rows, hidden, output)
+        self.mlp(layer, pass_.hidden)
+        return pass_
 
     def write(
         self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
@@ -215,7 +188,7 @@ class Forward:
 
     def parts(self, rows: int, batch: int) -> list[slice]:
         """Slices of `rows` rows of each of `batch` sequences that pass a layer at a time."""
-        return Rows.span(0, rows).parts(min(part_rows(batch), self.length))
+        return parts_of(rows, min(part_rows(batch), self.length))
 
     @spanned(Op.QKV)
     def write_keys_values(self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]) -> None:
@@ -239,38 +212,27 @@ class Forward:
         self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch rows width"]:
         """`ATTN_OUT` of `rows` over everything that the layer's store holds."""
-        return self.model.attention_out(layer, self.mixed(layer, rows, self.queries(layer, rows, normed)))
-
-    def mixed(
-        self, layer: int, rows: Rows, queries: Float[Tensor, "batch heads rows head_dim"]
-    ) -> Float[Tensor, "batch rows heads_width"]:
-        """`attended`, which the probe sees in the last layer."""
-        if self.attention_probe is not None and layer == self.model.shape.layers - 1:
-            self.attention_probe(rows, queries, self.keys(layer), self._mask)
-        return self.attended(layer, rows, queries)
+        return self.model.attention_out(layer, self.attended(layer, rows, self.queries(layer, rows, normed)))
 
     @spanned(Op.ATTENTION)
     def attended(
         self, layer: int, rows: Rows, queries: Float[Tensor, "batch heads rows head_dim"]
     ) -> Float[Tensor, "batch rows heads_width"]:
-        """What the `queries` of `rows` find in the layer's store, heads concatenated. With a noise mask final rows find
-        final ones alone."""
+        """Attention of `rows` over what the pass reads, heads concatenated: the canvas as the layer's store holds it,
+        and all other parts. The probe sees that of the last layer."""
+        if self.attention_probe is not None and layer == self.model.shape.layers - 1:
+            self.attention_probe(rows, queries, self.keys(layer), self.limits.key_mask)
         keys, values = self.store.stored(Feature.KEY, layer), self.store.stored(Feature.VALUE, layer)
-        mask, batch = self._mask, len(queries)
-        first = None if self._first is None else self._first[: self._sequences]
-        window = self.model.shape.window(layer)
-        mixed = []
-        for part in self.sight.of_rows(rows, self.clean, window):
-            visible = since = None
-            if part.by_row:
-                columns = rows[part.rows].positions(batch, queries.device)
-                visible, since = self.sight.limits(columns, self.clean, window)
-            some, begin = slice(part.start, part.stop), first
-            if part.start:
-                visible, since, begin = (None if at is None else at - part.start for at in (visible, since, first))
-            front = None if mask is None else mask[..., some]
-            stored = queries[:, :, part.rows], keys[:, :, some], values[:, :, some]
-            mixed.append(self.model.attend(layer, *stored, front, visible, begin, since))
+        of_canvas = replace(rows, is_span=False) if self.reads else rows  # several parts merge all rows at once
+        groups = [
+            (queries[:, :, some], keys[:, :, columns], values[:, :, columns], limits)
+            for some, columns, limits in self.limits.of_rows(of_canvas, len(queries), self.model.shape.window(layer))
+        ]
+        if self.reads:
+            own = self.model.attend_part(layer, *groups[0], sinks=True)
+            others = (found for part in self.reads for found in part.attend(self.model, layer, rows, queries))
+            return heads_joined(merged(own, others).to(queries.dtype))
+        mixed = [self.model.attend(layer, *group) for group in groups]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)
 
     @spanned(Op.QKV)
@@ -284,17 +246,6 @@ class Forward:
         """All keys that the layer's store holds; a view."""
         return self.store.view(Feature.KEY, layer)
 
-    @property
-    def key_mask(self) -> Bool[Tensor, "batch length"] | None:
-        """False at columns that no row may attend to; None for no such column."""
-        return None if self._mask is None else self._mask[:, 0, 0]
 
-    @property
-    def rotary(self) -> Rotary:
-        """RoPE angles of every column; one row where all sequences share them."""
-        count = self._sequences
-        return self._rotary if count is None else self._rotary.of_sequences(slice(count))
-
-    @property
-    def _mask(self) -> Bool[Tensor, "batch 1 1 length"] | None:
-        return None if self._key_mask is None else self._key_mask[: self._sequences]
+# A pass, and the stack of layers that it goes through.
+Asked = tuple[Forward, Pass]

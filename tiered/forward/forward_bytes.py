@@ -11,7 +11,7 @@ from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, atte
 from tiered.forward.sizes import CallShape
 from tiered.kernels import block_attention_ref
 from tiered.kernels.attention_splits import partial_bytes
-from tiered.kernels.record_layout import CHUNK_ELEMENTS
+from tiered.kernels.row_code import CHUNK_ELEMENTS
 from tiered.kernels.weight_product_ref import TILE_ELEMENTS
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
@@ -67,8 +67,9 @@ def forward_bytes(
     # with the activations.
     temporaries = part_bytes(sizes, most_rows)
     # Of each column: the token as it was passed, packed, and on the canvas; its committed step and masks; the angles of
-    # its position.
+    # its position. Its number, in the canvas and in the forward, once for all sequences.
     columns = (4 * _TOKEN_ID + 4 + 3 + shape.head_dim * _FLOAT32) * sequences * sizes.context
+    columns += 2 * _INDEX * sizes.context
     if sizes.compared:
         columns += attention_rows_bytes(sizes)
         temporaries = max(temporaries, compared_at_a_time(sizes).temporaries)
@@ -167,7 +168,7 @@ def block_attention_bytes(sizes: CallShape, rows: int) -> int:
             # The bytes of these keys, one after the other, and as many as are decoded at once on their way.
             held += groups * columns * sizes.kv.row_bytes(shape.head_dim) + _DECODED * min(CHUNK_ELEMENTS, keys)
         # How many columns each row sees, and which it does not.
-        limited = shape.noise_masked or shape.block_causal
+        limited = shape.sight != "canvas"
         limits = 2 if shape.windows else int(limited)  # where they end, and where they begin
         hidden = -(-groups // shape.kv_heads) * some * (_INDEX + context) * limits
         most = max(most, held + hidden)

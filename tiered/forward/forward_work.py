@@ -15,7 +15,7 @@ class ForwardWork:
         weight_bytes: read once: all weights, without an embedding that is only looked up in.
         kv_bytes: keys and values of every position, in layers with a window of so many, read once.
         flops: multiplications and additions of its matrix products, attention among them; where final tokens see each
-            other alone (`ModelShape.noise_masked`), a little more than it takes.
+            other alone ("noise" of `ModelShape.sight`), a little more than it takes.
         attention_flops: those of attention.
     """
 

@@ -102,7 +102,5 @@ class LayerHomes:
 
     def close(self) -> None:
         """Give everything back."""
-        self.tiers.synchronize()
-        self.residency.close()
-        self._ring.close()
+        self.close_ring()
         self.tiers.close()

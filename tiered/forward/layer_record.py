@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
-from tiered.kernels.coded_weight import CodedWeight
+from tiered.kernels.coded_rows import CodedRows
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import assign
 from tiered.models.weight_form import WeightForm, places
@@ -16,7 +16,7 @@ from tiered.offload.arena import device_chunks
 from tiered.offload.chunk import Chunk
 from tiered.offload.errors import ArenaFullError
 
-Matrix = Tensor | CodedWeight
+Matrix = Tensor | CodedRows
 
 
 class LayerRecords:
@@ -70,7 +70,7 @@ class LayerRecords:
         """Copy the matrices of a layer that is on the device to its record."""
         for name in self._places:
             weight = getattr(self._model.blocks[layer], name).weight
-            stored = weight.bytes if isinstance(weight, CodedWeight) else weight.detach().view(torch.uint8)
+            stored = weight.bytes if isinstance(weight, CodedRows) else weight.detach().view(torch.uint8)
             self.part(record, name).copy_(stored.flatten())
 
     def assign(self, layer: int, record: UInt8[Tensor, " record"]) -> None:
@@ -123,4 +123,4 @@ class LayerRecords:
             if code is None:
                 yield stored.view(self._dtype).view(out, inner)
             else:
-                yield CodedWeight(stored.view(out, -1), code, inner, self._dtype)
+                yield CodedRows(stored.view(out, -1), code, inner, self._dtype)

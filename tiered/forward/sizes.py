@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from tiered.core.checks import unknown_name
 from tiered.core.features import ANSWER_ONLY, KEY_VALUE, Feature
-from tiered.kernels.record_layout import GROUP
-from tiered.kernels.row_code import RowCode
+from tiered.kernels.row_code import GROUP, RowCode
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm
 

@@ -89,7 +89,7 @@ class StreamedFeatureStore(FeatureStore):
         self._tiers.progress()
         columns = np.zeros((self._sequences, streamed.columns), dtype=bool)
         self._touched.mark(columns, rows, self._first[feature])
-        return streamed.to_write(layer, columns, whole=rows.start is not None and rows.valid is None)
+        return streamed.to_write(layer, columns, whole=rows.is_span and rows.valid is None)
 
 
 class TouchedColumns:
@@ -103,20 +103,17 @@ class TouchedColumns:
         self._read: list[tuple[Tensor, int, np.ndarray]] = []
 
     def mark(self, columns: Bool[np.ndarray, "sequences columns"], rows: Rows, first: int) -> None:
-        """Mark the columns that `rows` may touch; `first`: column of the canvas that is the first one here. Scattered
-        rows whose maker does not say it (`Rows.within`) cost one read from the device for as long as their index stays
-        the same tensor."""
-        if rows.start is not None:
-            columns[:, max(0, rows.start - first) : max(0, rows.start + rows.count - first)] = True
-        elif rows.within is not None:
-            columns[:, max(0, rows.within[0] - first) : max(0, rows.within[1] - first)] = True
+        """Mark the columns that `rows` may touch; `first`: column of the canvas that is the first one here. Rows whose
+        maker does not say it (`Rows.within`) cost one read from the device for as long as their index stays the same
+        tensor."""
+        if rows.within:
+            columns[:, max(0, rows.within.start - first) : max(0, rows.within.stop - first)] = True
         elif rows.count:
             read = self._on_host(rows)
             columns[np.arange(len(read))[:, None], (read - first).clip(0)] = True
 
     def _on_host(self, rows: Rows) -> Int[np.ndarray, "sequences rows"]:
         index = rows.index
-        assert index is not None, "rows are a span or an index"
         for known, version, read in self._read:
             if known.data_ptr() == index.data_ptr() and known.shape == index.shape and version == index._version:
                 return read

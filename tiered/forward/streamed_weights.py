@@ -17,7 +17,7 @@ from tiered.core.spans import spanned
 from tiered.forward.layer_homes import LayerHomes
 from tiered.forward.layer_record import LayerRecords
 from tiered.forward.weight_bytes import WeightBytes
-from tiered.kernels.coded_weight import CodedWeight
+from tiered.kernels.coded_rows import CodedRows
 from tiered.offload.device import synchronize
 from tiered.offload.fence import Fence, Region
 from tiered.offload.file_record import FileRecord
@@ -102,7 +102,7 @@ class StreamedWeights:
             self._coming[layer] = _Coming(home.memory, set(self.records.names), home)
         return self.records.part(self._coming[layer].bytes, name)
 
-    def place(self, own: str, weight: Tensor | CodedWeight) -> None:
+    def place(self, own: str, weight: Tensor | CodedRows) -> None:
         """The weight that we call `own` is there, in its `room` if it has one."""
         found = self.records.find(own)
         streamed = found is not None and found[0] in self.now.layers

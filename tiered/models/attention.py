@@ -1,5 +1,7 @@
-"""Attention of some rows' queries over every key in a layer's store."""
+"""Attention of some rows' queries over parts of keys and values."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,42 +12,78 @@ from torch import Tensor
 from tiered.kernels.block_attention_ref import block_attention
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.log_sum_exp import LogSumExp, finite
 
 # Rows of a block or an update. With more rows arithmetic sets the pace: columns in parts gain nothing, and torch's
 # kernels use the fast units of each GPU.
 MOST_ROWS = 512
+# The output of some rows over a part, [batch, heads, rows, head_dim], and the log-sum-exp of their scores.
+Attended = tuple[Tensor, LogSumExp]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The columns of a part that rows read; None for all of them.
+
+    Attributes:
+        key_mask: False at columns that no row reads.
+        pads: columns in front of which `key_mask` is False, if it is False nowhere else.
+        start: first column that each row reads; None in layers without a window.
+        stop: column behind the last that each row reads; not None if `start` is not.
+    """
+
+    key_mask: Bool[Tensor, "batch length"] | None = None
+    pads: Int[Tensor, " batch"] | None = None
+    start: Int[Tensor, "batch rows"] | None = None
+    stop: Int[Tensor, "batch rows"] | None = None
 
 
 def attend(
     queries: Float[Tensor, "batch heads rows head_dim"],
     keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
     values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    key_mask: Bool[Tensor, "batch 1 1 length"] | None = None,
-    visible: Int[Tensor, "batch #rows"] | None = None,
-    first: Int[Tensor, " batch"] | None = None,
-    since: Int[Tensor, "batch #rows"] | None = None,
+    limits: Limits,
     **softened: Any,
 ) -> Float[Tensor, "batch rows heads_width"]:
-    """Attention, heads concatenated: by `block_attention` if it is a kernel or torch cannot compute it, else by torch.
-    `softened`: `soft_cap`, `sink_keys` and `sink_values` of `block_attention`; other arguments as in
-    `DiffusionModel.attend`."""
-    attention = for_device(block_attention, queries.device)
-    plain = visible is None and since is None and all(value is None for value in softened.values())
-    by_torch = plain and (attention is block_attention or queries.shape[2] > MOST_ROWS)
+    """Attention over one part, heads concatenated: by `block_attention` if it is a kernel or torch cannot compute it,
+    else by torch. `softened`: `soft_cap`, `sink_keys` and `sink_values` of `block_attention`."""
+    reference = for_device(block_attention, queries.device) is block_attention
+    plain = limits.stop is None and all(value is None for value in softened.values())
+    by_torch = plain and (reference or queries.shape[2] > MOST_ROWS)
     if by_torch and isinstance(keys, Tensor) and isinstance(values, Tensor):
-        return _by_torch(queries, keys, values, key_mask)
-    begin = since if first is None else first[:, None]
-    if begin is not None and since is not None:
-        begin = torch.maximum(begin, since)
-    mixed, _ = attention(
-        queries,
-        keys,
-        values,
-        key_mask=None if key_mask is None or first is not None else key_mask[:, 0, 0],
-        first=begin,
-        visible=visible,
-        **softened,
-    )
+        return _by_torch(queries, keys, values, limits.key_mask)
+    return heads_joined(attend_part(queries, keys, values, limits, **softened)[0])
+
+
+def attend_part(
+    queries: Float[Tensor, "batch heads rows head_dim"],
+    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+    limits: Limits,
+    **softened: Any,
+) -> Attended:
+    """The same as a part that can be merged with others."""
+    start, pads = limits.start, None if limits.pads is None else limits.pads[:, None]
+    if pads is not None:
+        start = pads if start is None else torch.maximum(pads, start)
+    mask = limits.key_mask if pads is None else None
+    attention = for_device(block_attention, queries.device)
+    return attention(queries, keys, values, key_mask=mask, first=start, visible=limits.stop, **softened)
+
+
+def merged(part: Attended, others: Iterable[Attended]) -> Float[Tensor, "batch heads rows head_dim"]:
+    """The output of rows that read all of these parts; in float32."""
+    total, sums = part[0].float(), part[1]
+    for mixed, of_part in others:
+        peak = torch.maximum(sums.peak, of_part.peak)
+        before, added = (of.mass * (of.peak - finite(peak)).exp() for of in (sums, of_part))
+        mass = before + added
+        share = added / mass.masked_fill(mass == 0, 1.0)
+        total, sums = total.lerp(mixed.float(), share[..., None]), LogSumExp(peak, mass)
+    return total
+
+
+def heads_joined(mixed: Float[Tensor, "batch heads rows head_dim"]) -> Float[Tensor, "batch rows heads_width"]:
     return mixed.transpose(1, 2).flatten(2)
 
 
@@ -53,13 +91,14 @@ def _by_torch(
     queries: Float[Tensor, "batch heads rows head_dim"],
     keys: Float[Tensor, "batch kv_heads length head_dim"],
     values: Float[Tensor, "batch kv_heads length head_dim"],
-    key_mask: Bool[Tensor, "batch 1 1 length"] | None,
+    key_mask: Bool[Tensor, "batch length"] | None,
 ) -> Float[Tensor, "batch rows heads_width"]:
     batch, heads, rows, head_dim = queries.shape
     kv_heads = keys.shape[1]
     # Grouped queries: the heads that share a key head become more rows of that head, so no key is ever copied.
     folded = queries.reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
-    mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=key_mask)
+    mask = None if key_mask is None else key_mask[:, None, None]
+    mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
     # Backends return heads or rows as the outer axis in memory: an axis can be split in either.
     apart = mixed.unflatten(2, (heads // kv_heads, rows))
     return apart.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads * head_dim)

@@ -9,15 +9,14 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows
-from tiered.kernels.coded_weight import CodedWeight
 from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.kernels.silu_mul_ref import silu_mul
-from tiered.models.attention import attend
+from tiered.models.attention import Attended, Limits, attend, attend_part
 from tiered.models.layout import ModelConfig
 from tiered.models.noise import Noise
 from tiered.models.projection import project
@@ -110,8 +109,8 @@ class DiffusionModel(nn.Module):
     def embed(self, ids: Int[Tensor, "batch rows"]) -> Float[Tensor, "batch rows width"]:
         """Input of the first layer."""
         weight: Any = self.wte.weight
-        if isinstance(weight, CodedWeight):
-            return weight.values(ids.flatten()).unflatten(0, ids.shape)
+        if isinstance(weight, CodedRows):
+            return weight[ids].values()
         return self.wte(ids)
 
     def attention_norm(
@@ -151,21 +150,24 @@ class DiffusionModel(nn.Module):
         queries: Float[Tensor, "batch heads rows head_dim"],
         keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
         values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-        key_mask: Bool[Tensor, "batch 1 1 length"] | None,
-        visible: Int[Tensor, "batch rows"] | None = None,
-        first: Int[Tensor, " batch"] | None = None,
-        since: Int[Tensor, "batch rows"] | None = None,
+        limits: Limits,
     ) -> Float[Tensor, "batch rows heads_width"]:
-        """Attention of the rows over the keys of the layer.
+        """Attention of the rows over the sinks and these keys of the layer, heads concatenated."""
+        return attend(queries, keys, values, limits, **self._softened(layer))
 
-        Args:
-            key_mask: False at keys that no row may read.
-            visible: number of keys, from the first on, that each row may read; None for all. None in a family whose
-                rows attend to the whole canvas.
-            first: the first key of each sequence, if `key_mask` is False in front of it and nowhere else.
-            since: the first key that each row may read; None for the first of all. None in layers without a window.
-        """
-        return attend(queries, keys, values, key_mask, visible, first, since, **self._softened(layer))
+    def attend_part(
+        self,
+        layer: int,
+        queries: Float[Tensor, "batch heads rows head_dim"],
+        keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+        values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
+        limits: Limits,
+        *,
+        sinks: bool = False,
+    ) -> Attended:
+        """The same as one of several parts, of which one alone counts the sinks."""
+        none = {} if sinks else {"sink_keys": None, "sink_values": None}
+        return attend_part(queries, keys, values, limits, **self._softened(layer) | none)
 
     def sink_keys(self, layer: int) -> Float[Tensor, "heads sinks head_dim"] | None:
         """Keys, not rotated, that every row of `layer` attends to beside the canvas; None if there are none."""
@@ -198,7 +200,7 @@ class DiffusionModel(nn.Module):
         return projected if projection.bias is None else projected.add_(projection.bias)
 
     def _scaled(
-        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"] | CodedWeight
+        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"] | CodedRows
     ) -> Float[Tensor, "batch rows out"]:
         """A product with `weight`, scaled as the family does."""
         return projected

@@ -13,10 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from tiered.core.errors import NonFiniteError
-from tiered.kernels.coded_weight import CodedWeight
-from tiered.kernels.encode_weight_ref import packed, paired
-from tiered.kernels.record_layout import chunks
-from tiered.kernels.weight_code import WeightCode
+from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.encode_rows_ref import pack, paired
+from tiered.kernels.row_code import WeightCode, chunks
 from tiered.models.locate import read_object
 from tiered.models.quantised import CodedParts, Part, coded_parts
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
@@ -89,7 +88,7 @@ class Checkpoint:
         device: torch.device,
         code: WeightCode | None = None,
         into: UInt8[Tensor, " nbytes"] | None = None,
-    ) -> Tensor | CodedWeight:
+    ) -> Tensor | CodedRows:
         """The weight `name` on `device`, as `dtype`, or in `code`, encoded there from its values in `dtype`. A weight
         that the files hold in a code keeps it. `into`: memory for it, on any device; None for memory of its own.
 
@@ -119,7 +118,7 @@ class Checkpoint:
             )
         if code is None:
             return weight
-        return CodedWeight.of(weight, code, None if into is None else into.view(len(weight), -1))
+        return CodedRows.of(weight, code, None if into is None else into.view(len(weight), -1))
 
     def _read_coded(
         self,
@@ -128,13 +127,13 @@ class Checkpoint:
         dtype: torch.dtype,
         device: torch.device,
         into: UInt8[Tensor, " nbytes"] | None,
-    ) -> CodedWeight:
+    ) -> CodedRows:
         out, inner = self._shapes[name]
         coded = _coded_bytes(parts, (out, inner), lambda part: self._stored[part.name].read(part.name).to(device))
         if into is not None:
             coded = into.view(out, -1).copy_(coded)
-        weight = CodedWeight(coded, parts.code, inner, dtype)
-        if not all(_is_finite(weight.values(rows)) for rows in chunks(out, inner)):
+        weight = CodedRows(coded, parts.code, inner, dtype)
+        if not all(_is_finite(weight[rows].values()) for rows in chunks(out, inner)):
             raise NonFiniteError(
                 f"the weight {name}",
                 f"a code or a scale in {self._stored[parts.codes.name].file} is NaN, or what they stand for is beyond "
@@ -168,7 +167,7 @@ class Checkpoint:
             raise ValueError("the weights do not fit config.json; " + "; ".join(lines))
 
 
-def assign(model: nn.Module, path: str, weight: Tensor | CodedWeight | None) -> None:
+def assign(model: nn.Module, path: str, weight: Tensor | CodedRows | None) -> None:
     """Put `weight` in the place of the parameter, or coded weight, at `path`; None leaves no weight there."""
     module, _, name = path.rpartition(".")
     owner = model.get_submodule(module)
@@ -182,7 +181,7 @@ def assign(model: nn.Module, path: str, weight: Tensor | CodedWeight | None) -> 
 def _coded_bytes(
     parts: CodedParts, shape: tuple[int, int], read: Callable[[Part], Tensor]
 ) -> UInt8[Tensor, "out row_bytes"]:
-    """A weight of `shape` in the layout of weight_code.py, on the device where `read` puts its `parts`."""
+    """A weight of `shape` in the layout of row_code.py, on the device where `read` puts its `parts`."""
     out, inner = shape
     if parts.zeros and read(parts.zeros).any():
         raise ValueError(f"{parts.zeros.name} is not all zeros: weights in asymmetric codes are not read")
@@ -198,7 +197,9 @@ def _coded_bytes(
             raise ValueError(f"{parts.block_scales.name} has scales below zero")
         if parts.swizzled:
             block_scales = _unswizzled(block_scales, out, parts.code.groups(inner))
-    return packed(parts.code, inner, codes.view(torch.uint8), block_scales, _row_scale(parts, out, codes.device, read))
+    rows = torch.empty(out, parts.code.row_bytes(inner), dtype=torch.uint8, device=codes.device)
+    pack(rows, parts.code, inner, (codes.view(torch.uint8), block_scales, _row_scale(parts, out, codes.device, read)))
+    return rows
 
 
 def _unswizzled(scales: UInt8[Tensor, "padded groups_padded"], out: int, groups: int) -> UInt8[Tensor, "out groups"]:

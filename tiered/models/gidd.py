@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tiered.core.checks import FLOAT32_MOST
-from tiered.kernels.coded_weight import CodedWeight
+from tiered.kernels.coded_rows import CodedRows
 from tiered.models.base import DiffusionModel, RMSNorm
 from tiered.models.config_fields import number_in, switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
@@ -63,7 +63,7 @@ def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
         | ({"k_bias": ("heads", "head_dim"), "v_bias": ("heads", "head_dim")} if sinks else {}),
         mlp_matrices=1,
         noise="uniform" if shift > 0 else "mask",
-        noise_masked=True,
+        sight="noise",
         soft_cap=number_in(config, "attn_soft_cap", 30.0),
         sink_tokens=int(sinks),
     )
@@ -133,7 +133,7 @@ class Gidd(DiffusionModel):
         return super().logits(hidden).mul_(self.config.head_scale)
 
     def _scaled(
-        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"] | CodedWeight
+        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"] | CodedRows
     ) -> Float[Tensor, "batch rows out"]:
         scale = self.config.weight_scale
         if not isinstance(scale, float):

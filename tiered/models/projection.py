@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tiered.kernels.choice import for_device
-from tiered.kernels.coded_weight import CodedWeight
+from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.weight_product_ref import weight_product
 
 # Row counts at which a CPU's matrix product is 1.2 to 1.9 times faster with the weight as its left factor (float32,
@@ -15,11 +15,11 @@ FEW_ROWS = range(16, 257)
 
 
 def project(
-    hidden: Float[Tensor, "*rows width"], weight: Float[Tensor, "out width"] | CodedWeight
+    hidden: Float[Tensor, "*rows width"], weight: Float[Tensor, "out width"] | CodedRows
 ) -> Float[Tensor, "*rows out"]:
     """`hidden` · `weight`ᵀ; the result may have its rows as the innermost axis in memory."""
     rows = hidden.shape[:-1]
-    if isinstance(weight, CodedWeight):
+    if isinstance(weight, CodedRows):
         return for_device(weight_product, hidden.device)(hidden.flatten(0, -2), weight).unflatten(0, rows)
     # A package's own class of tensor may support a weight as the right factor only.
     plain = type(weight) in (Tensor, Parameter)

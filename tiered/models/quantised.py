@@ -19,7 +19,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tiered.kernels.weight_code import WeightCode
+from tiered.kernels.row_code import WeightCode
 
 _COMPRESSED, _TORCHAO, _INTX = "compressed-tensors", "torchao", "IntxUnpackedToInt8Tensor"
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "nvfp4-pack-quantized", "mixed-precision")

@@ -40,7 +40,7 @@ class Rotary:
 
     def at(self, rows: Rows) -> "Rotary":
         assert self.columns is None, "rows are numbered among all columns"
-        if rows.start is None:
+        if not rows.is_span:
             return replace(self, columns=rows.index)
         grown = None if self.query_scale is None else rows.take(self.query_scale)
         return Rotary(rows.take(self.cos), rows.take(self.sin), query_scale=grown)

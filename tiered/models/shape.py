@@ -10,8 +10,8 @@ from typing import Literal
 MOST_SIZE, MOST_LAYERS = 2**24, 2**10
 # Bytes an element takes, by the names that config.json and safetensors users write.
 BYTES_PER_ELEMENT: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
-Sight = Literal["canvas", "blocks", "context"]
-CANVAS: frozenset[Sight] = frozenset({"canvas"})
+Sight = Literal["canvas", "noise", "blocks", "context"]
+CANVAS: frozenset[Sight] = frozenset({"canvas", "noise"})
 BLOCK_CAUSAL: frozenset[Sight] = frozenset({"blocks", "context"})
 
 
@@ -31,15 +31,14 @@ class ModelShape:
         trained_context: positions of its training.
         dtype: dtype of the checkpoint, a key of `BYTES_PER_ELEMENT`.
         noise: noise process of its training, "mask" or "uniform".
-        sight: the rows that a row attends to. "canvas": all rows; "blocks": its block and all rows in front of it;
-            "context": itself and all rows in front of it, and all of its block while it is not final. Blocks count from
-            each sequence's first token.
+        sight: the rows that a row attends to. "canvas": all rows; "noise": all rows, or the final rows alone if it is
+            final (GIDD); "blocks": its block and all rows in front of it; "context": itself and all rows in front of
+            it, and all of its block while it is not final. Blocks count from each sequence's first token.
         cuts_answers: with blocks, True if an answer has the length of the call and ends at an end token, False if it
             ends with a block.
         block_length: rows of a block, if the checkpoint was made for one length; None if the call chooses it.
         windows: of each layer, w if rows attend to at most the w - 1 columns in front of themselves, or in front of
             their block if they attend to all of it; None for a layer without a window. Empty if no layer has one.
-        noise_masked: True if final tokens attend to final tokens alone (GIDD), for `sight` "canvas".
         prediction_shift: 1 if row p predicts position p + 1 (Dream), else 0.
         soft_cap: c if attention scores s become c · tanh(s / c); None for no cap.
         sink_tokens: learned keys and values of each layer that every row attends to beside the canvas.
@@ -64,7 +63,6 @@ class ModelShape:
     block_length: int | None = None
     cuts_answers: bool = True
     windows: tuple[int | None, ...] = ()
-    noise_masked: bool = False
     prediction_shift: int = 0
     soft_cap: float | None = None
     sink_tokens: int = 0
@@ -83,6 +81,11 @@ class ModelShape:
     def block_causal(self) -> bool:
         """True if keys and values of finished blocks never change again."""
         return self.sight in BLOCK_CAUSAL
+
+    @property
+    def final_apart(self) -> bool:
+        """True if final rows attend to fewer rows than others."""
+        return self.sight in ("noise", "context")
 
     def window(self, layer: int) -> int | None:
         """The window of `layer`; None if it has none."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 
 from tiered.core.checks import unknown_name
-from tiered.kernels.weight_code import WeightCode
+from tiered.kernels.row_code import WeightCode
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 RAW, WITH_HEAD = "raw", "+head"

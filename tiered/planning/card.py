@@ -246,7 +246,7 @@ def _streamed(plan: Plan) -> Iterator[str]:
 def _moving(plan: Plan) -> str:
     """The forwards that move all that is streamed. A refresh makes keys and values anew, and fetches weights alone."""
     shown = plan.shown_time
-    if plan.streams is None or plan.shape.sight != "canvas":
+    if plan.streams is None or plan.shape.block_causal:
         return "every forward"
     if shown is None:
         return "every forward but a refresh"

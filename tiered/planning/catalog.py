@@ -9,10 +9,7 @@ from tiered.models.families import FAMILIES, family_of
 from tiered.models.locate import EMBEDDED_MODELS, find_directory, read_config
 from tiered.models.presets import PRESETS
 from tiered.models.shape import BYTES_PER_ELEMENT
-from tiered.offload.codec_bytes import Codec, codec_bytes
-
-# Rows of a record, about as many as a cluster has; they share the bytes that a record holds once.
-RECORD_ROWS = 64
+from tiered.offload.codec_bytes import Codec
 
 Source = Literal["embedded", "preset", "cache"]
 
@@ -28,7 +25,7 @@ class KnownModel:
         parameters: elements of its weights.
         layers: transformer layers.
         kv_bytes_per_token: bytes of one token's keys and values in all layers, in the checkpoint's dtype.
-        hidden_bytes_per_token: bytes of one token's hidden states in all layers, by codec, in records of `RECORD_ROWS`.
+        hidden_bytes_per_token: bytes of one token's hidden states in all layers, by codec.
         offload_saves: share of the device's bytes of keys, values and raw hidden states that offloading these frees.
         loadable: whether its weights are on this machine; if not, it can only be planned.
     """
@@ -64,10 +61,7 @@ def _known(name: str, source: Source) -> KnownModel:
     # A preset's name may be a directory's too; the preset itself has no weights.
     directory = None if source == "preset" else find_directory(name)
     kept, element = kv_bytes_per_token(shape, shape.dtype), BYTES_PER_ELEMENT[shape.dtype]
-    hidden = {
-        codec: shape.layers * codec_bytes(codec, RECORD_ROWS, shape.width, element_bytes=element) // RECORD_ROWS
-        for codec in Codec
-    }
+    hidden = {codec: shape.layers * codec.row_bytes(shape.width, element) for codec in Codec}
     return KnownModel(
         name=name,
         source=source,

@@ -83,7 +83,7 @@ def check_policy(
             f"policy {policy.name!r} looks at {seen} rows of a block in a step, but any of its {block_length} may be "
             "rewritten: a longer window or shorter blocks are allowed"
         )
-    if guidance and shape.noise_masked:
+    if guidance and shape.sight == "noise":
         raise ValueError(
             f"{guidance} masks prompts, which {name!r} would take for final text; a call without guidance is allowed"
         )

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 from tiered.core.features import Feature
 from tiered.core.rates import Rates
-from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.models.llada import LLaDA
 from tiered.offload.device import best_seconds, multiprocessors
 
@@ -71,4 +71,4 @@ def _least_step(device: torch.device, dtype: torch.dtype) -> Callable[[], object
         ids, positions = torch.zeros(1, 64, dtype=torch.int64), torch.arange(64)[None]
     kept: dict[Feature, int] = {Feature.KEY: _LAYERS, Feature.VALUE: _LAYERS}
     forward = Forward(model, FeatureStore(model.shape, kept, batch=1, length=64, dtype=dtype, device=device), positions)
-    return lambda: forward.logits(ids, Rows.span(8, 10), slice(0, 2))
+    return lambda: forward.logits(Pass(ids, forward.rows[8:10], slice(0, 2)))

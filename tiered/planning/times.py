@@ -17,7 +17,7 @@ from tiered.models.weight_form import read_bytes
 from tiered.offload.slabs import UNIT
 from tiered.planning.call_bytes import CallBytes
 from tiered.planning.workload import answer_of, prompt_of
-from tiered.policies.base import Policy, Step, StepKind, StepRows
+from tiered.policies.base import Pass, Policy, Step, StepKind
 from tiered.policies.dllm_cache.program import BranchStep
 from tiered.policies.polestar.policy import Drifting, Polestar
 from tiered.policies.polestar.update import Update
@@ -209,7 +209,7 @@ def dry_run(policy: Policy, sizes: CallShape, *, tokens_per_forward: int) -> Ite
             canvas=canvas, block=number, start=start, stop=stop, number=0,
             first_row=start - shape.prediction_shift, last_row=stop - shape.prediction_shift,
             forwards=(), active=(True,), guidance=sizes.guidance,
-            remasked=shape.noise_masked and forwards > 0, rewrites=shape.noise != "mask",
+            remasked=shape.sight == "noise" and forwards > 0, rewrites=shape.noise != "mask",
         )  # fmt: skip
         for asked in state.before_block(step):
             yield DryForward(number, asked.kind, asked.rows.count)
@@ -224,7 +224,7 @@ def dry_run(policy: Policy, sizes: CallShape, *, tokens_per_forward: int) -> Ite
             step, forwards = replace(step, number=step.number + 1, remasked=False), forwards + 1
 
 
-def _dry_forward(policy: Policy, sizes: CallShape, block: int, asked: StepRows) -> DryForward:
+def _dry_forward(policy: Policy, sizes: CallShape, block: int, asked: Pass) -> DryForward:
     count, layers = asked.rows.count, sizes.shape.layers
     if asked.program is None:
         return DryForward(block, asked.kind, count)

@@ -1,13 +1,12 @@
 """The contract of a caching policy: what it keeps, and which rows each step recomputes (docs/adding.md).
 
-A policy is a frozen dataclass of options. `start` makes the state of one call, which gives the `StepRows` of every
-forward and observes every commit.
+A policy is a frozen dataclass of options. `start` makes the state of one call, which gives the `Pass` of every forward
+and observes every commit.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
 from typing import Any, ClassVar
 
 from jaxtyping import Bool, Int
@@ -17,24 +16,14 @@ from tiered.core.canvas import Canvas
 from tiered.core.features import Account, Feature
 from tiered.core.ledger import added
 from tiered.core.rows import Rows
-from tiered.forward.flow import LayerProgram
 from tiered.forward.forward_bytes import forward_bytes
 from tiered.forward.library_bytes import library_bytes
+from tiered.forward.passes import LayerProgram, Pass, StepKind
 from tiered.forward.sizes import CallShape
 from tiered.models.shape import CANVAS, ModelShape, Sight
 from tiered.tiers.record_bytes import RecordBytes
 
 _FLOAT32 = 4
-
-
-class StepKind(StrEnum):
-    """What a forward was for; the output object counts forwards by kind."""
-
-    REFRESH = "refresh"  # every row
-    UPDATE = "update"  # rows beside those of a step, because the policy chose to renew them
-    STEP = "step"  # only the rows that any step of the policy needs
-    PREFILL = "prefill"  # a part of the prompts, written once for all
-    COMMIT = "commit"  # a finished block, written as it stays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +41,7 @@ class Step:
         next_commits: 1, 2, … at the block's columns that are committed after this forward, in the order of their ranks,
             and 0 elsewhere, under random remasking. None if the rule decides on the logits.
         guidance: whether there is classifier-free guidance.
-        remasked: True at a block's first forward under a noise mask (`ModelShape.noise_masked`). Everything cached in
+        remasked: True at a block's first forward under a noise mask (`ModelShape.sight`). Everything cached in
             front of the block was computed under another mask, and the forward must recompute it.
         rewrites: whether a token may be committed more than once.
     """
@@ -79,55 +68,32 @@ class Step:
             for here, forwards in zip(self.active, self.forwards, strict=True)
         )
 
+    def over(self, start: int, stop: int, kind: StepKind) -> Pass:
+        """A pass over columns `start` to `stop`, which include the needed rows."""
+        assert start <= self.first_row and self.last_row <= stop, (start, stop, self)
+        return self.of_rows(self.canvas.rows[start:stop], slice(self.first_row - start, self.last_row - start), kind)
 
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """The rows that a forward recomputes.
+    def of_rows(self, rows: Rows, output: slice, kind: StepKind, program: LayerProgram | None = None) -> Pass:
+        """A pass over any rows, of which `output` says where those stand whose logits are needed."""
+        return Pass(self.canvas.tokens, rows, output, kind, self.start, program)
 
-    Attributes:
-        rows: which, in any order.
-        output: part of `rows` whose logits the step gets. Of a span they are the needed rows (`Step`). Scattered, they
-            are any of them; a token that none of them predicts is no candidate in this step. Every active sequence
-            needs a row that predicts a pending token, and rows that predict all of them if the rule rewrites tokens.
-        kind: what the forward is for.
-        program: how a row goes through a layer; None for `Forward.dense`.
-        guided: under classifier-free guidance, the sequences that see their masked prompts in this forward; the others
-            take the difference of their last forward with it. If none does, the forward goes over the first half of
-            the batch alone. None for all, in every forward.
-        refreshed: the sequences whose rows are all recomputed. None for all of them in a forward of kind `REFRESH`,
-            else for none.
-    """
-
-    rows: Rows
-    output: slice
-    kind: StepKind
-    program: LayerProgram | None = None
-    guided: tuple[bool, ...] | None = None
-    refreshed: tuple[bool, ...] | None = None
-
-    @classmethod
-    def of_span(cls, start: int, stop: int, step: Step, kind: StepKind) -> "StepRows":
-        """Columns `start` to `stop`, which include the rows that `step` needs."""
-        assert start <= step.first_row and step.last_row <= stop, (start, stop, step)
-        return cls(Rows.span(start, stop), slice(step.first_row - start, step.last_row - start), kind)
-
-    @classmethod
-    def written(cls, start: int, stop: int, kind: StepKind) -> "StepRows":
-        """Columns `start` to `stop`, whose tokens are final, for their keys and values alone: no row has logits."""
-        return cls(Rows.span(start, stop), slice(0, 0), kind)
+    def written(self, start: int, stop: int, kind: StepKind) -> Pass:
+        """A pass over columns `start` to `stop`, whose tokens are final, for their keys and values alone: no row has
+        logits."""
+        return Pass(self.canvas.tokens, self.canvas.rows[start:stop], slice(0, 0), kind, stop)
 
 
 class PolicyState(ABC):
     """The mutable part of a policy: made by `Policy.start` for one call, and gone with it."""
 
-    def before_block(self, step: Step) -> Iterable[StepRows]:
+    def before_block(self, step: Step) -> Iterable[Pass]:
         """The forwards that a block needs before its first step, in order, over rows whose tokens are final
-        (`StepRows.written`)."""
+        (`Step.written`)."""
         return ()
 
     @abstractmethod
-    def rows(self, step: Step) -> StepRows:
-        """The rows of the next forward."""
+    def rows(self, step: Step) -> Pass:
+        """The next forward, made by a method of `step`."""
 
     # Most policies need neither of the two below, hence no abstract methods.
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:  # noqa: B027
@@ -148,7 +114,7 @@ class Needs:
         logit_rows: rows of a sequence whose logits a step gets, at most; None for those of the block.
         most_rows: rows of a sequence that go through a layer in one step, at most; None for the whole canvas.
         reads_keys: whether anything but attention reads a layer's keys (`Forward.keys`), which may have to be decoded.
-        skips_guidance: whether any step leaves sequences without guidance (`StepRows.guided`).
+        skips_guidance: whether any step leaves sequences without guidance (`Pass.guided`).
     """
 
     state: Mapping[Account, int] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from tiered.core.checks import check_integer
 from tiered.forward.forward_bytes import PART_ROWS
 from tiered.forward.sizes import CallShape
 from tiered.models.shape import BLOCK_CAUSAL, Sight
-from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Needs, Pass, Policy, PolicyState, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +49,14 @@ class _Blocks(PolicyState):
     def __init__(self, policy: BlockCausal) -> None:
         self._policy = policy
 
-    def before_block(self, step: Step) -> Iterator[StepRows]:
+    def before_block(self, step: Step) -> Iterator[Pass]:
         if step.block:
-            yield StepRows.written(2 * step.start - step.stop, step.start, StepKind.COMMIT)
+            yield step.written(2 * step.start - step.stop, step.start, StepKind.COMMIT)
             return
         sequences = step.canvas.batch * (2 if step.guidance else 1)
         chunk = self._policy.chunk(sequences, step.stop - step.start)
         for first in range(0, step.start, chunk):
-            yield StepRows.written(first, min(first + chunk, step.start), StepKind.PREFILL)
+            yield step.written(first, min(first + chunk, step.start), StepKind.PREFILL)
 
-    def rows(self, step: Step) -> StepRows:
-        return StepRows.of_span(step.start, step.stop, step, StepKind.STEP)
+    def rows(self, step: Step) -> Pass:
+        return step.over(step.start, step.stop, StepKind.STEP)

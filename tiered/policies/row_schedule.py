@@ -19,7 +19,7 @@ from tiered.core.features import Feature
 from tiered.core.rows import rows_where
 from tiered.kernels.host_values import on_device
 from tiered.models.shape import BLOCK_CAUSAL, CANVAS, ModelShape, Sight
-from tiered.policies.base import Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Pass, Policy, PolicyState, Step, StepKind
 
 RowsOf = Literal["all", "block", "suffix", "answer", "undecided", "next_commits"]
 
@@ -139,7 +139,7 @@ class ScheduledRows(PolicyState):
     def __init__(self, schedule: RowSchedule) -> None:
         self._schedule = schedule
 
-    def rows(self, step: Step) -> StepRows:
+    def rows(self, step: Step) -> Pass:
         schedule, length = self._schedule, step.canvas.length
         of_prompt, of_answer = self.due(step)
         next_block = schedule.next_block_interval
@@ -150,7 +150,7 @@ class ScheduledRows(PolicyState):
         if schedule.rows == "answer":
             of_answer = step.active
         if of_prompt == of_answer == step.active:
-            return StepRows.of_span(0, length, step, StepKind.REFRESH)
+            return step.over(0, length, StepKind.REFRESH)
         # A family that predicts a token from the row in front of it needs the row in front of the answer.
         start = step.canvas.prompt_length - (step.start - step.first_row)
         spans = [Span(0, start, of_prompt), Span(start, length, of_answer)]
@@ -214,12 +214,12 @@ def rows_of(
     mask: Bool[Tensor, "batch length"] | None,
     kind: StepKind,
     candidates: Bool[Tensor, "batch block"] | None = None,
-) -> StepRows:
+) -> Pass:
     """The rows of all `spans`, those of `mask`, and those that predict `candidates` (None for what is pending). One
     span that all active sequences share stays a span, which costs no gathering."""
     shared = [span for span in spans if span.sequences == step.active]
     if mask is None and (whole := _union(shared)) is not None and all(_within(span, whole) for span in spans):
-        return StepRows.of_span(*whole, step, kind)
+        return step.over(*whole, kind)
     wanted = torch.zeros_like(step.canvas.committed_at, dtype=torch.bool) if mask is None else mask.clone()
     for span in spans:
         wanted[:, span.start : span.stop] |= _flags(span.sequences, wanted)
@@ -227,10 +227,9 @@ def rows_of(
     candidates = step.canvas.pending(step.start, step.stop) if candidates is None else candidates
     predicting[:, step.first_row : step.last_row] = candidates
     # What the prompt's padding holds is never read.
-    needed = torch.arange(step.canvas.length, device=wanted.device) >= step.canvas.pads[:, None]
-    needed = needed & _flags(step.active, wanted)
+    needed = (step.canvas.rows.index >= step.canvas.pads[:, None]) & _flags(step.active, wanted)
     rows, counts = rows_where(predicting & needed, wanted & needed)
-    return StepRows(rows, slice(0, counts[0]), kind)
+    return step.of_rows(rows, slice(0, counts[0]), kind)
 
 
 def clock(step: Step) -> Tensor:

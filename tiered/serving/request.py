@@ -14,7 +14,8 @@ from torch import Tensor
 from tiered.core.features import Account
 from tiered.decoding.observers import Streamer
 from tiered.decoding.output_writer import GenerationState
-from tiered.forward.ask import Ask, shared_bytes
+from tiered.forward.forward import Asked
+from tiered.forward.together import shared_bytes
 from tiered.output import GenerationOutput
 from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
@@ -58,7 +59,7 @@ class Request:
         output: the output; None unless the request is done.
         error: the error; None unless the request ended in one.
         arrived, ended: times of `time.monotonic`, in seconds; `ended` is None before the end.
-        ask: the next forward; None if there is none.
+        asked: the next pass, and the layers that it goes through; None if there is none.
         turn: round in which it was last served.
     """
 
@@ -78,12 +79,12 @@ class Request:
         self.error: Exception | None = None
         self.arrived = time.monotonic()
         self.ended: float | None = None
-        self.ask: Ask | None = None
+        self.asked: Asked | None = None
         self.turn = -1
         self._streamer, self._on_end, self._seconds = streamer, on_end, seconds
         self._cancelled = False
         self._held = ExitStack()
-        self._steps: Generator[Ask, Tensor, GenerationState] | None = None
+        self._steps: Generator[Asked, Tensor, GenerationState] | None = None
         self._tiers: Tiers | None = None
 
     def __repr__(self) -> str:
@@ -116,7 +117,7 @@ class Request:
             held.enter_context(runtime.ledger.holding(shared, hint="raise `memory`"))
             denoiser, self._tiers = held.enter_context(runtime.begin(self.call, streamer=self._streamer))
             self._steps = denoiser.steps()
-            self.ask = next(self._steps)
+            self.asked = next(self._steps)
             self._held = held.pop_all()
         self.state = RequestState.RUNNING
 
@@ -125,7 +126,7 @@ class Request:
         assert self._steps is not None, "it has begun"
         try:
             send: Any = self._steps.throw if isinstance(answer, ValueError) else self._steps.send
-            self.ask = send(answer)
+            self.asked = send(answer)
         except StopIteration as done:
             moved = None if self._tiers is None else self._tiers.ended()
             self._free()
@@ -142,7 +143,7 @@ class Request:
             self._end(states.get(type(error), RequestState.FAILED))
 
     def _free(self) -> None:
-        self.ask = None
+        self.asked = None
         if self._steps is not None:
             self._steps.close()
         self._steps = self._tiers = None

@@ -1,6 +1,7 @@
 """Continuous batching: requests share the forwards of one runtime.
 
-On the CPU each answer is that of the request alone, bit for bit (`tiered.forward.ask` says why, and why not on CUDA).
+On the CPU each answer is that of the request alone, bit for bit; `tiered.forward.together` says why, and why not on
+CUDA.
 
 Every request has its own canvas, store, rule, seed and clock, and yields one forward at a time. A round runs one
 forward of each request. Forwards that can go through the layers together do; the others go alone. Of long forwards,
@@ -18,7 +19,8 @@ from tiered.core.checks import check_integer, check_number
 from tiered.core.errors import TierCapacityError
 from tiered.core.modes import call_modes
 from tiered.decoding.observers import Streamer, check_streamer
-from tiered.forward.ask import Ask, groups_of, logits_together
+from tiered.forward.forward import Asked
+from tiered.forward.together import groups_of, logits_together, shareable
 from tiered.offload.device import computing_on
 from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
@@ -205,22 +207,23 @@ class Scheduler:
     def _serve(self) -> None:
         """Run one forward of each running request; then let those leave that are over."""
         self._round += 1
-        asking = [(each, ask) for each in self._running if (ask := each.ask) is not None and each is not self._long]
-        short = [(request, ask) for request, ask in asking if ask.count <= self.max_prefill_rows]
-        shared = [(request, ask) for request, ask in short if ask.shareable]
-        for numbers in groups_of([ask for _, ask in shared]):
+        asking = [(each, asked) for each in self._running if (asked := each.asked) and each is not self._long]
+        short = [(request, asked) for request, asked in asking if asked[1].count <= self.max_prefill_rows]
+        shared = [(request, asked) for request, asked in short if shareable(*asked)]
+        for numbers in groups_of([pass_ for _, (_, pass_) in shared]):
             self._forward([shared[number] for number in numbers])
-        for request, ask in short:
-            if not ask.shareable:
-                self._forward([(request, ask)])
-        long = [(request, ask) for request, ask in asking if ask.count > self.max_prefill_rows]
+        for request, asked in short:
+            if not shareable(*asked):
+                self._forward([(request, asked)])
+        long = [(request, asked) for request, asked in asking if asked[1].count > self.max_prefill_rows]
         if long and self._long is None:
             self._forward_long(*min(long, key=lambda each: (each[0].turn, each[0].number)))
         self._let_leave()
 
-    def _forward_long(self, request: Request, ask: Ask) -> None:
+    def _forward_long(self, request: Request, asked: Asked) -> None:
         """A long forward, with rounds of the others in between."""
         most, passed = self.runtime.model.shape.layers * self.max_prefill_rows, 0.0
+        forward, _ = asked
 
         def between(rows: float) -> None:
             nonlocal passed
@@ -234,18 +237,18 @@ class Scheduler:
                 self._turn_over()
                 self._serve()
 
-        self._long, ask.forward.between = request, between
+        self._long, forward.between = request, between
         try:
-            self._forward([(request, ask)])
+            self._forward([(request, asked)])
         finally:
-            self._long, ask.forward.between = None, None
+            self._long, forward.between = None, None
 
-    def _forward(self, group: Sequence[tuple[Request, Ask]]) -> None:
+    def _forward(self, group: Sequence[tuple[Request, Asked]]) -> None:
         with self.counts.clock.of(Work.MODEL):
             self.counts.forwards += 1
             self.counts.taken += len(group)
             try:
-                answers: Sequence[Tensor | Exception] = logits_together([ask for _, ask in group])
+                answers: Sequence[Tensor | Exception] = logits_together([asked for _, asked in group])
             except Exception as error:
                 if len(group) > 1:  # alone, only the request fails that has caused it
                     _LOG.warning("a shared forward failed", exc_info=error)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 
-from tiered.offload.codec_bytes import Codec, codec_bytes
 from tiered.offload.slabs import SlabBook
 
 SLAB_BYTES = 4 << 20  # of a slab at most, unless a record is larger
@@ -35,12 +34,6 @@ def arena_bytes(sizes: tuple[int, ...], *, rows: int, records: int, slab_bytes: 
     in_transit = -(-2 * store_bytes // slab_bytes)  # a record takes twice its share of a slab at most
     slabs = int(records * share + partly) + 1 + in_transit
     return slabs * slab_bytes
-
-
-@cache
-def record_sizes(codec: Codec, most_rows: int, width: int, element_bytes: int) -> tuple[int, ...]:
-    """Bytes of records of 1 to `most_rows` rows of `width` elements."""
-    return tuple(codec_bytes(codec, rows, width, element_bytes=element_bytes) for rows in range(1, most_rows + 1))
 
 
 def best_slab(least_bytes: int, arena: Callable[[int], int]) -> int:

@@ -10,6 +10,7 @@ back as soon as its last job is submitted, and its next holder finds that job in
 caller uses a manager; copies run on the transport's streams and threads.
 """
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -27,6 +28,7 @@ from tiered.core.ops import Op
 from tiered.core.spans import spanned
 from tiered.offload.arena import Arena, device_chunks
 from tiered.offload.codec_bytes import Codec
+from tiered.offload.errors import TransferError
 from tiered.offload.fence import Region
 from tiered.offload.transport import Transport
 from tiered.tiers.arguments import check_rows, checked_forms
@@ -67,6 +69,7 @@ class TierManager(Tiers):
         """As `open_tiers`."""
         super().__init__(ledger, device=device, transport=transport, pool=pool)
         self.dtype, self.slot_bytes, self._run_bytes = dtype, sizes.slot_bytes, sizes.store
+        self._process = os.getpid()
         try:
             memory = {
                 Tier.DEVICE: booked(ledger, Tier.DEVICE, device_chunks(device)),
@@ -141,8 +144,8 @@ class TierManager(Tiers):
             tier: `HOST`; or `DEVICE`, for records that stay on the device, encoded.
 
         Raises:
-            ValueError: arguments that do not fit each other, a record larger than a staging slot, or values that are
-                not finite (looked for on the CPU alone: on CUDA that would stall the stream).
+            ValueError: arguments that do not fit each other, or a record larger than a staging slot. A row that is not
+                finite raises nothing: in a code it comes back as NaN.
             TierCapacityError: no room. The records before the one that found none are stored, it and the rest are not.
         """
         self.check_open()
@@ -226,6 +229,13 @@ class TierManager(Tiers):
         called again."""
         self._fetches.close_tickets()
         super().close()
+
+    def check_open(self) -> None:
+        """Raise `ValueError` once the tiers are closed, and `TransferError` in a forked process."""
+        if os.getpid() != self._process:
+            raise TransferError("the threads of a tier manager do not survive a fork: open tiers in this process")
+        if self._closed:
+            raise ValueError("this tier manager is closed")
 
     def _leave_all(self) -> None:
         for entry in list(self._book.entries()):

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool
@@ -12,6 +12,7 @@ from tiered.offload.transport import Segment
 Parts = Bool[np.ndarray, " parts"]
 
 
+@runtime_checkable
 class Layout(Protocol):
     """How the parts of a record lie in its home and in a slot."""
 

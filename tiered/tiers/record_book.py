@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiered.core.features import Feature, Tier
-from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.codec_bytes import Codec
 
 if TYPE_CHECKING:
     from tiered.offload.arena import Slot
@@ -54,7 +54,7 @@ class RecordForm:
     @property
     def nbytes(self) -> int:
         """Bytes of the record, scales included."""
-        return codec_bytes(self.codec, self.rows, self.width, element_bytes=self.element_bytes)
+        return self.rows * self.codec.row_bytes(self.width, self.element_bytes)
 
 
 @dataclass(eq=False, slots=True)

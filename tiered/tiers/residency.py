@@ -184,9 +184,11 @@ class Residency:
         self._await(fence, record.layer)
 
     def rest(self) -> None:
-        """Compute is done with all records. The next `use` may come from another stream."""
+        """Compute is done with all records. The next `use` may come from another stream. Copies that have ended are
+        counted, so that a report made now has them."""
         for key in list(self._using):
             self._end_use(key)
+        self._traffic.harvest()
 
     def drop(self, key: Hashable) -> None:
         """Let a record leave its slot, if it is in one."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from tiered.core.events import Asked, CopyEnded, Stored, TierEvent, Waited
@@ -75,6 +75,12 @@ class TierStats:
     pinned_requested: int = 0
     pinned_actual: int = 0
     pinned: bool = False
+
+    def restart(self) -> None:
+        """Count anew."""
+        new = TierStats()
+        for each in fields(self):
+            setattr(self, each.name, getattr(new, each.name))
 
     def add(self, event: TierEvent) -> None:
         """Count `event`."""

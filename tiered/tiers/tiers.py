@@ -1,10 +1,9 @@
 """The tiers of a call, or of the weights: where memory and files come from, what carries copies, and what they did."""
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -15,7 +14,6 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.arena import device_chunks
 from tiered.offload.chunk import Chunk
-from tiered.offload.errors import TransferError
 from tiered.offload.fence import Fence, Region, settle
 from tiered.offload.file_record import FileRecord
 from tiered.offload.ring import Ring
@@ -35,7 +33,7 @@ class Home:
         fence: guards these bytes.
         memory: the bytes in host memory; None for a file.
         read: reads the record from its file into host memory and returns its bytes; None for host memory.
-        free: gives the room back, once the copies that are under way there have ended.
+        free: gives the room back, once the copies that are under way there have ended. A second call does nothing.
     """
 
     nbytes: int
@@ -51,7 +49,6 @@ class Home:
 
     @property
     def tier(self) -> Tier:
-        """Where it is."""
         return Tier.DISK if self.memory is None else Tier.HOST
 
 
@@ -81,8 +78,9 @@ class Tiers:
         self.record = reporting(self._stats, ledger)
         self.traffic = Traffic(self._transport, self.record)
         self._host: dict[Fence, Chunk] = {}  # of the homes in host memory
+        self._homes: set[ExitStack] = set()  # of the homes that are not given back
         self._scratch: ScratchFile | None = None
-        self._closed, self._process = False, os.getpid()
+        self._closed = False
 
     def slots(
         self, region: Region, slots: int, slot_bytes: int, opened: ExitStack | None = None, hint: str | None = None
@@ -115,7 +113,7 @@ class Tiers:
             self._host[fence] = chunk
             opened.callback(self._host.pop, fence)
             opened.callback(settle, [fence])
-            return Home(nbytes, fence, memory=chunk.bytes[:nbytes], free=opened.pop_all().close)
+            return Home(nbytes, fence, memory=chunk.bytes[:nbytes], free=self._to_free(opened))
 
     def to_scratch(self, home: Home, account: Account, room: int, layer: int | None = None) -> Home:
         """A home in the scratch file with the bytes of `home`, which is in host memory and stays. Blocks until they are
@@ -138,7 +136,7 @@ class Tiers:
             self.traffic.move(
                 Lane.SPILL, lambda: slot.write(source), reads=[home.fence], writes=[slot.fence], layer=layer
             ).synchronize()
-            return Home(home.nbytes, slot.fence, read=slot.read, free=opened.pop_all().close)
+            return Home(home.nbytes, slot.fence, read=slot.read, free=self._to_free(opened))
 
     def to_host(self, home: Home, account: Account, room: int, layer: int | None = None) -> Home:
         """A home in host memory (`host_home`) with the bytes of `home`, which is in a file and stays. Blocks until they
@@ -190,15 +188,7 @@ class Tiers:
     def restart_stats(self) -> None:
         """Forget what happened so far."""
         self.progress()
-        for name, value in ((each.name, getattr(TierStats(), each.name)) for each in fields(TierStats)):
-            setattr(self._stats, name, value)
-
-    def check_open(self) -> None:
-        """Raise `ValueError` once the tiers are closed, and `TransferError` in a forked process."""
-        if os.getpid() != self._process:
-            raise TransferError("the threads of a tier manager do not survive a fork: open tiers in this process")
-        if self._closed:
-            raise ValueError("this tier manager is closed")
+        self._stats.restart()
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` where books, memory and ledger contradict each other."""
@@ -214,6 +204,8 @@ class Tiers:
         self._closed = True
         with ExitStack() as closing:  # the last one first, and every one whatever becomes of another
             closing.push(self.memory)
+            for home in self._homes:
+                closing.callback(home.close)
             closing.callback(self._transport.close)
             closing.callback(self.traffic.synchronize)
 
@@ -222,6 +214,13 @@ class Tiers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _to_free(self, opened: ExitStack) -> Callable[[], None]:
+        """`Home.free` of a home that `opened` gives back; `close` calls it if the owner has not."""
+        home = opened.pop_all()
+        self._homes.add(home)
+        home.callback(self._homes.discard, home)
+        return home.close
 
     def _scratch_file(self, slot_bytes: int) -> ScratchFile:
         folder, ledger = self.ledger.budget.disk_path, self.ledger

@@ -161,7 +161,7 @@ class Watcher:
     def _count_rows(self, rows: Rows, sequences: int) -> None:
         """Count a layer at the rows whose keys and values it computes, without a read from the device."""
         if not self.failed:
-            columns = rows.positions(sequences, self._counts.device)[: len(self._counts)]
+            columns = rows.index.expand(sequences, -1)[: len(self._counts)]
             ones = torch.ones_like(columns, dtype=torch.int16)
             self._counts.scatter_add_(1, columns, ones if rows.valid is None else ones * rows.valid[: len(columns)])
 

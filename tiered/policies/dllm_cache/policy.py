@@ -12,7 +12,7 @@ from tiered.core.checks import check_integer, check_interval, check_number
 from tiered.core.features import Account, Feature
 from tiered.forward.sizes import CallShape
 from tiered.models.shape import ModelShape
-from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Needs, Pass, Policy, PolicyState, Step, StepKind
 from tiered.policies.dllm_cache.branch_bytes import branch_bytes
 from tiered.policies.dllm_cache.program import BranchStep, BranchWork
 
@@ -60,7 +60,7 @@ class Clocks(PolicyState):
         self._policy = policy
         self._guided: list[int] = []  # by sequence; empty before the first step
 
-    def rows(self, step: Step) -> StepRows:
+    def rows(self, step: Step) -> Pass:
         policy, batch = self._policy, step.canvas.batch
         start, stop = step.canvas.prompt_length, step.canvas.length
         guided, here, clocks = self.guides(step), [*step.active], [*step.forwards]
@@ -82,9 +82,12 @@ class Clocks(PolicyState):
         whole = [all(due) for due in work.due]
         kind = StepKind.UPDATE if any(map(any, work.due)) else StepKind.STEP
         kind = StepKind.REFRESH if all(whole[n] for n, part in enumerate(here) if part) else kind
-        rows = StepRows.of_span(min(work.first), stop, step, kind)
-        rows = replace(rows, program=self.program(work, step), refreshed=tuple(whole[:batch]))
-        return replace(rows, guided=tuple(guided)) if policy.guidance_interval > 1 else rows
+        return replace(
+            step.over(min(work.first), stop, kind),
+            program=self.program(work, step),
+            refreshed=tuple(whole[:batch]),
+            guided=tuple(guided) if policy.guidance_interval > 1 else None,
+        )
 
     def keep(self, sequences: list[int]) -> None:
         self._guided = [self._guided[number] for number in sequences]

@@ -6,7 +6,7 @@ cached ones (section 3.3).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,8 +17,8 @@ from tiered.core.features import Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
-from tiered.forward.flow import Flow, add_branch
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass, add_branch
 from tiered.kernels.host_values import on_device
 
 # Below this distance between directions (cosine: 1 − 5e-7) a movement may be rounding alone. Rounding must not choose
@@ -57,51 +57,50 @@ class BranchStep:
         """`answer`: its columns, first and behind the last. `block`: those of the rows whose logits the step needs."""
         self._work = work
         self._start, self._stop = answer
+        self._head = self._start - min(work.first)  # rows in front of the answer
         self._block = (max(0, block[0] - self._start), block[1] - self._start)
 
     def expected_rows(self, span: int, layers: int) -> float:
         """Rows of the first sequence that a layer recomputes, of the `span` that the step goes over, on average."""
         return span - (self._stop - self._start - self._work.rows[0])
 
-    def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
+    def __call__(self, forward: Forward, layer: int, pass_: Pass) -> Pass:
         if layer == 0:
-            self._begin(flow)
+            self._begin(pass_)
         answer, counts = self._stop - self._start, self.counts(layer)
         if all(count == answer for count, here in zip(counts, self._here, strict=True) if here):
-            return self._whole(forward, layer, flow)
-        return self._chosen(forward, layer, flow, counts)
+            return self._whole(forward, layer, pass_)
+        return self._chosen(forward, layer, pass_, counts)
 
     def counts(self, layer: int) -> Sequence[int]:
         """How many rows of the answer each sequence recomputes in `layer`."""
         return self._rows
 
-    def _begin(self, flow: Flow) -> None:
-        work, batch = self._work, len(flow.hidden)
-        assert flow.rows.start is not None, "the step goes over a span"
-        columns = flow.rows.positions(batch, flow.hidden.device)
+    def _begin(self, pass_: Pass) -> None:
+        work, batch = self._work, len(pass_.hidden)
+        columns = pass_.rows.index
         first = on_device(work.first[:batch], columns.device)[:, None]
         self._here = [column < self._stop for column in work.first[:batch]]
         self._rows = list(work.rows[:batch])
-        everywhere = all(column == flow.rows.start for column in work.first[:batch])
-        self._span = Rows(flow.rows.count, flow.rows.start, valid=None if everywhere else columns >= first)
-        self._head = self._start - flow.rows.start  # rows in front of the answer
+        everywhere = all(column == min(work.first) for column in work.first[:batch])
+        self._span = replace(pass_.rows, valid=None if everywhere else columns >= first)
         # A row that stands still may attend to rows that have moved, as a mask does in the first layer: still rows take
         # turns. One of the chosen rows is usually the token that was committed last.
         length = self._block[1] - self._block[0]
         starts = [clock * max(1, rows - 1) % length for clock, rows in zip(work.clocks, self._rows, strict=False)]
         self._turns = turns_of(on_device(starts, columns.device), self._stop - self._start, self._block)
 
-    def _first_needed(self, forward: Forward, layer: int, flow: Flow) -> int:
+    def _first_needed(self, forward: Forward, layer: int, pass_: Pass) -> int:
         """Of the rows in front of the answer, those from here on are needed behind the layer."""
-        return min(self._head, flow.output.start) if layer == forward.model.shape.layers - 1 else 0
+        return min(self._head, pass_.output.start) if layer == forward.model.shape.layers - 1 else 0
 
-    def _whole(self, forward: Forward, layer: int, flow: Flow) -> Flow:
-        rows, hidden, first = self._span, flow.hidden, self._first_needed(forward, layer, flow)
+    def _whole(self, forward: Forward, layer: int, pass_: Pass) -> Pass:
+        rows, hidden, first = self._span, pass_.hidden, self._first_needed(forward, layer, pass_)
         keep = partial(self._keep, forward, layer, first)
         forward.write(layer, rows, hidden)
         forward.attend(layer, rows[first:], hidden[:, first:], keep=keep)
         forward.mlp(layer, hidden[:, first:], keep=keep)
-        return Flow(flow.rows, hidden, flow.output, computed=rows.count)
+        return replace(pass_, computed=rows.count)
 
     def _keep(
         self,
@@ -117,16 +116,16 @@ class BranchStep:
             rows = self._span[first + part.start + skipped : first + part.stop]
             forward.store.write(feature, layer, rows, branch[:, None, skipped:])
 
-    def _chosen(self, forward: Forward, layer: int, flow: Flow, counts: Sequence[int]) -> Flow:
+    def _chosen(self, forward: Forward, layer: int, pass_: Pass, counts: Sequence[int]) -> Pass:
         """The prompt, if it is there, and the answer's farthest rows: all keys and values before any row attends."""
         model, store, head = forward.model, forward.store, self._head
-        prompt, answer = flow.hidden[:, :head], flow.hidden[:, head:]
+        prompt, answer = pass_.hidden[:, :head], pass_.hidden[:, head:]
         forward.write(layer, self._span[:head], prompt)
         rows = self._farthest(forward, layer, answer, counts)
         parts = [rows[part] for part in forward.parts(rows.count, len(answer))]
         for part in parts:
             forward.write_keys_values(layer, part, model.attention_norm(layer, self._taken(answer, part)))
-        needed = slice(self._first_needed(forward, layer, flow), head)
+        needed = slice(self._first_needed(forward, layer, pass_), head)
         forward.attend(layer, self._span[needed], prompt[:, needed])
         forward.mlp(layer, prompt[:, needed])
         for part in parts:
@@ -139,20 +138,20 @@ class BranchStep:
             store.write(Feature.FFN_OUT, layer, part, branch[:, None])
             del branch
         add_branch(answer, slice(None), store.view(Feature.FFN_OUT, layer)[:, 0])
-        return Flow(flow.rows, flow.hidden, flow.output, computed=self._head + rows.count)
+        return replace(pass_, computed=self._head + rows.count)
 
     def _farthest(
         self, forward: Forward, layer: int, hidden: Float[Tensor, "batch rows width"], counts: Sequence[int]
     ) -> Rows:
-        most, span = max(counts), (self._start, self._stop)
+        most, answer = max(counts), range(self._start, self._stop)
         if not most:
-            return Rows.at(torch.empty(len(hidden), 0, dtype=torch.int64, device=hidden.device), within=span)
+            return Rows.at(torch.empty(len(hidden), 0, dtype=torch.int64, device=hidden.device), within=answer)
         ranked = self._ranked(forward, layer, hidden)
         index, valid = ranked[:, :most] + self._start, None
         if min(counts) < most:
             numbers = torch.arange(most, device=index.device)
             valid = numbers < on_device(counts, index.device)[:, None]
-        return Rows.at(index, valid, within=span)
+        return Rows.at(index, valid, within=answer)
 
     @spanned(Op.VERIFY)
     def _ranked(
@@ -172,7 +171,6 @@ class BranchStep:
 
     @spanned(Op.GATHER)
     def _taken(self, hidden: Float[Tensor, "batch answer width"], rows: Rows) -> Float[Tensor, "batch rows width"]:
-        assert rows.index is not None, "farthest rows are scattered"
         return hidden.gather(1, (rows.index - self._start)[:, :, None].expand(-1, -1, hidden.shape[2]))
 
 

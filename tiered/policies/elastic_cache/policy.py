@@ -12,7 +12,7 @@ from tiered.core.checks import check_integer, check_interval, check_number, unkn
 from tiered.core.features import Account, Feature, Tier
 from tiered.forward.sizes import CallShape
 from tiered.models.shape import ModelShape
-from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Needs, Pass, Policy, PolicyState, Step, StepKind
 from tiered.policies.elastic_cache.program import ElasticStep
 from tiered.policies.elastic_cache.rows import Tracked, step_rows
 from tiered.policies.elastic_cache.window_bytes import elastic_bytes
@@ -70,13 +70,13 @@ class _Elastic(PolicyState):
         self._policy = policy
         self._tracked = Tracked(policy.tracked)
 
-    def rows(self, step: Step) -> StepRows:
+    def rows(self, step: Step) -> Pass:
         full = step.active if step.remasked else step.due(self._policy.refresh_interval)
         rows = step_rows(step, self._policy.window, self._tracked, full)
         kind = StepKind.REFRESH if rows.all_due else StepKind.UPDATE if any(full) else StepKind.STEP
         apart = self._policy.hidden_tier == Tier.HOST
         program = ElasticStep(self._tracked, rows, self._policy.similarity_threshold, apart=apart)
-        return StepRows(rows.rows, rows.output, kind, program)
+        return step.of_rows(rows.rows, rows.output, kind, program)
 
     def keep(self, sequences: list[int]) -> None:
         self._tracked.keep(sequences)

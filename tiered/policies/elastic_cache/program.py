@@ -16,8 +16,8 @@ from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.forward.attention_weights import attention_weights, chunks
-from tiered.forward.flow import Flow
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
 from tiered.policies.elastic_cache.rows import NONE, Tracked, Widening, WindowRows
 from tiered.policies.elastic_cache.window_bytes import WindowChunk, window_chunk
@@ -30,23 +30,23 @@ class ElasticStep:
         """`threshold`: similarity below which a sequence widens. `apart`: see `Storing`."""
         self._tracked, self._step, self._threshold, self._apart = tracked, step, threshold, apart
 
-    def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
+    def __call__(self, forward: Forward, layer: int, pass_: Pass) -> Pass:
         if layer == 0:
-            self._begin(forward, flow)
+            self._begin(forward, pass_)
         last = layer == forward.model.shape.layers - 1
-        return forward.dense(layer, flow) if last else self._watched(forward, layer, flow)
+        return forward.dense(layer, pass_) if last else self._watched(forward, layer, pass_)
 
-    def _begin(self, forward: Forward, flow: Flow) -> None:
+    def _begin(self, forward: Forward, pass_: Pass) -> None:
         length, window, shape = forward.length, self._step.window.shape[1], forward.model.shape
-        self._tracked.begin(shape, len(self._step.due), length, flow.hidden)
-        self._widening = Widening(self._step, flow, length)
-        self._storing = Storing(self._step, flow.rows, length, apart=self._apart)
-        dtype = str(flow.hidden.dtype).removeprefix("torch.")
-        sizes = CallShape(shape=shape, batch=len(flow.hidden), context=length, block_length=window, dtype=dtype)
+        self._tracked.begin(shape, len(self._step.due), length, pass_.hidden)
+        self._widening = Widening(self._step, pass_, length)
+        self._storing = Storing(self._step, pass_.rows, length, apart=self._apart)
+        dtype = str(pass_.hidden.dtype).removeprefix("torch.")
+        sizes = CallShape(shape=shape, batch=len(pass_.hidden), context=length, block_length=window, dtype=dtype)
         self._chunk = window_chunk(sizes, window=window, tracked=self._tracked.count)
 
-    def _watched(self, forward: Forward, layer: int, flow: Flow) -> Flow:
-        rows, hidden, widening = flow.rows, flow.hidden, self._widening
+    def _watched(self, forward: Forward, layer: int, pass_: Pass) -> Pass:
+        rows, hidden, widening = pass_.rows, pass_.hidden, self._widening
         complete, past = widening.settled and self._step.all_active, None
         if not widening.settled:  # the store still holds the last step's keys
             tracked = self._tracked
@@ -54,14 +54,14 @@ class ElasticStep:
         normed = forward.write(layer, rows, hidden)
         queries = None if normed is None else forward.queries(layer, rows, normed)
         del normed
-        asked = LayerQueries(forward, layer, flow, widening.place, queries)
+        asked = LayerQueries(forward, layer, pass_, widening.place, queries)
         moved, others = watch(asked, self._tracked, self._step, widening, past, self._threshold, self._chunk)
         del asked, past
         forward.attend(layer, rows, hidden, queries=queries)
         del queries
         forward.mlp(layer, hidden)
-        self._storing.write(forward, layer + 1, flow, widening, complete=complete)
-        return flow if moved is None else widening.widened(forward, layer + 1, flow, moved, others)
+        self._storing.write(forward, layer + 1, pass_, widening, complete=complete)
+        return pass_ if moved is None else widening.widened(forward, layer + 1, pass_, moved, others)
 
 
 class Storing:
@@ -70,46 +70,44 @@ class Storing:
     A store that streams its layers needs every chunk between the first and the last column of a write. A step's rows
     are a window and a few tracked tokens far from it: one write of them would bring in nearly the whole layer.
 
-    `pieces`: parts of the step's rows with the columns that they are within; None if the store has to find out.
+    `pieces`: parts of the step's rows with the columns that they are within; empty if the store has to find out.
     """
 
     def __init__(self, step: WindowRows, rows: Rows, length: int, *, apart: bool) -> None:
         """`rows`: rows as the step begins. `apart`: write every tracked token by itself, which reads from the device
         once."""
         self._step, self._length = step, length
-        self.pieces: list[tuple[slice, tuple[int, int] | None]] = [(slice(0, step.count), None)]
+        self.pieces = [(slice(0, step.count), range(0))]
         if apart and not step.all_due:
             self.pieces = _pieces(step, rows)
 
     @spanned(Op.WRITE)
-    def write(self, forward: Forward, layer: int, flow: Flow, widening: Widening, *, complete: bool) -> None:
-        """Store `flow` as the input of `layer`. `complete`: it has every row of every sequence."""
-        hidden, step = flow.hidden, self._step
+    def write(self, forward: Forward, layer: int, pass_: Pass, widening: Widening, *, complete: bool) -> None:
+        """Store `pass_` as the input of `layer`. `complete`: it has every row of every sequence."""
+        hidden, step = pass_.hidden, self._step
         if complete:
             # Spans: no stored row is needed any more.
             place = torch.cat([widening.place] * (len(hidden) // len(step.due)))
             for part in forward.parts(self._length, len(hidden)):
                 chosen = place[:, part, None].expand(-1, -1, hidden.shape[2])
-                rows = Rows.span(part.start, part.stop)
-                forward.store.write(Feature.HIDDEN, layer, rows, hidden.gather(1, chosen)[:, None])
+                forward.store.write(Feature.HIDDEN, layer, forward.rows[part], hidden.gather(1, chosen)[:, None])
             return
         for piece, within in self.pieces:
-            rows = replace(flow.rows[piece], within=within)
+            rows = replace(pass_.rows[piece], within=within)
             forward.store.write(Feature.HIDDEN, layer, rows, hidden[:, None, piece])
-        behind = flow.rows[step.count :]
+        behind = pass_.rows[step.count :]
         for part in forward.parts(behind.count, len(hidden)):
             values = hidden[:, None, step.count :][:, :, part]
-            forward.store.write(Feature.HIDDEN, layer, replace(behind[part], within=(0, self._length)), values)
+            forward.store.write(Feature.HIDDEN, layer, replace(behind[part], within=range(self._length)), values)
 
 
-def _pieces(step: WindowRows, rows: Rows) -> list[tuple[slice, tuple[int, int] | None]]:
-    assert rows.index is not None and rows.valid is not None, "rows of a step are scattered"
-    index, valid = rows.index[:, : step.count], rows.valid[:, : step.count]
+def _pieces(step: WindowRows, rows: Rows) -> list[tuple[slice, range]]:
+    index, valid = rows.index[:, : step.count], rows.flags[:, : step.count]
     first = index.where(valid, torch.iinfo(index.dtype).max).amin(dim=0)
     last = index.where(valid, -1).amax(dim=0)
     ends = torch.stack([first, last]).tolist()
     groups = [slice(0, step.near), *(slice(row, row + 1) for row in range(step.near, step.count))]
-    spans = [(min(ends[0][group]), max(ends[1][group]) + 1) for group in groups if group.start < group.stop]
+    spans = [range(min(ends[0][group]), max(ends[1][group]) + 1) for group in groups if group.start < group.stop]
     return list(zip((group for group in groups if group.start < group.stop), spans, strict=True))
 
 
@@ -119,14 +117,14 @@ class LayerQueries:
     guidance they are of the first half of the sequences, which see their prompts.
 
     Attributes:
-        flow: the layer's input.
+        pass_: the layer's input.
         place: number of each column's row; −1 for no row.
         of_rows: queries of all rows, if they go in one part; None if they are projected one by one.
     """
 
     forward: Forward
     layer: int
-    flow: Flow
+    pass_: Pass
     place: Int[Tensor, "batch length"]
     of_rows: Float[Tensor, "sequences heads rows head_dim"] | None
 
@@ -135,7 +133,7 @@ class LayerQueries:
         batch = len(self.place)
         place = self.place.gather(1, columns.clamp_min(0)).clamp_min(0)
         if self.of_rows is None:
-            hidden = self.flow.hidden[:batch]
+            hidden = self.pass_.hidden[:batch]
             return self._projected(columns, hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[2])))
         heads, head_dim = self.of_rows.shape[1], self.of_rows.shape[3]
         return self.of_rows[:batch].gather(2, place[:, None, :, None].expand(-1, heads, -1, head_dim))
@@ -144,8 +142,7 @@ class LayerQueries:
         """Queries of any columns, as in the last step over them."""
         rows, batch = Rows.at(columns.clamp_min(0)), len(columns)
         if self.layer == 0:
-            assert self.forward.ids is not None, "a step is under way"
-            return self._projected(columns, self.forward.model.embed(rows.columns(self.forward.ids[:batch])))
+            return self._projected(columns, self.forward.model.embed(rows.columns(self.pass_.ids[:batch])))
         return self._projected(columns, rows.take(self.forward.store.view(Feature.HIDDEN, self.layer)[:batch])[:, 0])
 
     def _projected(self, columns: Tensor, hidden: Float[Tensor, "batch n width"]) -> Tensor:
@@ -154,7 +151,7 @@ class LayerQueries:
 
 
 def _readable(forward: Forward, batch: int) -> Bool[Tensor, "batch length"] | None:
-    mask = forward.key_mask
+    mask = forward.limits.key_mask
     return None if mask is None else mask[:batch]
 
 
@@ -174,7 +171,7 @@ def weights_of(
         _readable(forward, len(queries)),
         soft_cap=forward.model.shape.soft_cap,
         sink_keys=forward.model.sink_keys(layer),
-        visible=forward.sight.visible(columns, forward.clean),
+        stop=forward.limits.stop(columns),
         exact=False,
     )[0]
 

@@ -7,7 +7,7 @@ The window is the first masked columns of each sequence; the first rows predict 
 the step of a sequence that is due, or join it on its way (`Widening`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,8 +18,8 @@ from tiered.core.features import Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows, rows_where
 from tiered.core.spans import spanned
-from tiered.forward.flow import Flow
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Step
@@ -136,9 +136,8 @@ def step_rows(step: Step, window: int, tracked: Tracked, due: tuple[bool, ...]) 
     is_due = on_device(due, device) & active
     others = rows[count:] if everything else None
     if others is not None and not all_due:
-        assert rows.index is not None and rows.valid is not None, "made from masks"
         behind = torch.arange(rows.count, device=device) >= count
-        rows = Rows.at(rows.index, rows.valid & (~behind | is_due[:, None]))
+        rows = rows.only(~behind | is_due[:, None])
     most = min(window, canvas.length - canvas.prompt_length)
     columns = first.int().argsort(dim=1, descending=True, stable=True)[:, :most]
     key_mask = canvas.key_mask()
@@ -167,12 +166,12 @@ class Widening:
         place: number of each column's row among the valid rows; −1 for no row.
     """
 
-    def __init__(self, step: WindowRows, flow: Flow, length: int) -> None:
+    def __init__(self, step: WindowRows, pass_: Pass, length: int) -> None:
         self.full, self.settled = step.due.clone(), step.all_due
         self._step, self._others = step, step.others
-        self._twice = len(flow.hidden) > len(step.due)
+        self._twice = len(pass_.hidden) > len(step.due)
         self._length = length
-        self.place = self._places(flow.rows)
+        self.place = self._places(pass_.rows)
 
     def others(self) -> Int[Tensor, ""]:
         """Rows of a sequence beside those of the step, at most; 0 once they are there."""
@@ -181,29 +180,27 @@ class Widening:
         return ((self.place < 0) & self._step.active[:, None]).sum(dim=1).amax()
 
     @spanned(Op.GATHER)
-    def widened(self, forward: Forward, layer: int, flow: Flow, moved: Bool[Tensor, " batch"], others: int) -> Flow:
-        """`flow` with all rows of the sequences in `full`. The rows of `moved` begin with the stored hidden states of
+    def widened(self, forward: Forward, layer: int, pass_: Pass, moved: Bool[Tensor, " batch"], others: int) -> Pass:
+        """`pass_` with all rows of the sequences in `full`. The rows of `moved` begin with the stored hidden states of
         `layer`. `others`: what `others()` returns."""
-        count, hidden = self._step.count, flow.hidden
+        count, hidden = self._step.count, pass_.hidden
         if self._others is None:
             self._others = self._beside(others)
             hidden = hidden.new_empty(len(hidden), count + others, hidden.shape[2])
-            hidden[:, :count] = flow.hidden
+            hidden[:, :count] = pass_.hidden
         behind = self._others.doubled() if self._twice else self._others
-        begin, full = self._both(moved)[:, None, None], self._both(self.full)
+        begin, full = self._both(moved)[:, None, None], self._both(self.full)[:, None]
         stored = forward.store.view(Feature.HIDDEN, layer)
         for part in forward.parts(behind.count, len(hidden)):
             values, target = behind[part].take(stored)[:, 0], hidden[:, count:][:, part]
-            if hidden is flow.hidden:
+            if hidden is pass_.hidden:
                 torch.where(begin, values, target, out=target)
             else:
                 target.copy_(values)
-        front, behind = flow.rows[:count], behind.only(full)
-        assert front.index is not None and front.valid is not None, "rows of a step are scattered"
-        assert behind.index is not None and behind.valid is not None, "so are all others"
-        rows = Rows.at(torch.cat([front.index, behind.index], dim=1), torch.cat([front.valid, behind.valid], dim=1))
+        front, behind = pass_.rows[:count], behind.only(full)
+        rows = Rows.at(torch.cat([front.index, behind.index], dim=1), torch.cat([front.flags, behind.flags], dim=1))
         self.place = self._places(rows)
-        return Flow(rows, hidden, flow.output)
+        return replace(pass_, rows=rows, hidden=hidden)
 
     def _beside(self, count: int) -> Rows:
         beside = self.place < 0
@@ -212,8 +209,7 @@ class Widening:
         return Rows.at(index, valid & self._step.active[:, None])
 
     def _places(self, rows: Rows) -> Int[Tensor, "batch length"]:
-        assert rows.index is not None and rows.valid is not None, "rows of a step are scattered"
-        index, valid = rows.index[: len(self.full)], rows.valid[: len(self.full)]
+        index, valid = rows.index[: len(self.full)], rows.flags[: len(self.full)]
         numbers = torch.arange(rows.count, device=index.device).expand_as(index)
         # One column more, for the rows that do not count.
         place = index.new_full((len(index), self._length + 1), -1)

@@ -60,7 +60,7 @@ def _observed(sizes: CallShape, *, window: int, tracked: int) -> int:
     shape, sequences, context = sizes.shape, sizes.sequences, sizes.context
     rows = (min(context, part_rows(sequences)) + window + 2 * tracked) * sequences
     weights = _COMPARED * sequences * tracked * shape.heads * _weights(sizes)
-    if shape.noise_masked:  # which columns each of them sees
+    if shape.sight == "noise":  # which columns each of them sees
         weights += sequences * tracked * context + context * _INDEX
     passing = rows * (shape.width + shape.heads * shape.head_dim) * sizes.element
     return passing + weights + 2 * sequences * context * _FLOAT32

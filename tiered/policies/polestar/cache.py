@@ -17,8 +17,8 @@ from tiered.clustering.faiss_backend import Backend
 from tiered.core.features import ColumnState, Tier
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
-from tiered.forward.flow import Flow
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
 from tiered.offload.codec_bytes import Codec
 from tiered.policies.polestar.hidden_records import HiddenRecords
@@ -174,25 +174,25 @@ class Refresh:
         clusters, because they see nothing that will change. `pads`: columns of padding in front of each sequence."""
         self._cache, self._areas, self._current, self._pads = cache, areas, current, pads
 
-    def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
+    def __call__(self, forward: Forward, layer: int, pass_: Pass) -> Pass:
         cache = self._cache
         if layer == 0:
-            copies = len(flow.hidden) // len(self._pads)
+            copies = len(pass_.hidden) // len(self._pads)
             cache.begin(forward.tiers, copies)
             self._pads = [*self._pads] * copies
-            if forward.model.shape.noise_masked:
+            if forward.model.shape.sight == "noise":
                 (_, end), behind = self._areas
                 self._areas = (end, end), behind
         if layer == forward.model.shape.layers - 1 or not cache.leads(layer):
-            return forward.dense(layer, flow)
-        indices = cache.cluster(flow.hidden, self._areas, self._pads)
+            return forward.dense(layer, pass_)
+        indices = cache.cluster(pass_.hidden, self._areas, self._pads)
         if not any(index.clusters for index in indices):
-            return forward.dense(layer, flow)
-        members = _members(indices, flow.hidden.shape[1])
-        records = cache.store(layer, flow.hidden, indices) if layer else None
-        flow = forward.dense(layer, flow)
+            return forward.dense(layer, pass_)
+        members = _members(indices, pass_.hidden.shape[1])
+        records = cache.store(layer, pass_.hidden, indices) if layer else None
+        pass_ = forward.dense(layer, pass_)
         cache.states[layer] = LayerState.of(forward, layer, self._current, indices, members, records)
-        return flow
+        return pass_
 
 
 @spanned(Op.CLUSTERING)

@@ -41,7 +41,7 @@ class LayerKeys:
     @classmethod
     def of(cls, forward: Forward, layer: int) -> "LayerKeys":
         model = forward.model
-        return cls(forward.keys(layer), forward.key_mask, model.shape.soft_cap, model.sink_keys(layer))
+        return cls(forward.keys(layer), forward.limits.key_mask, model.shape.soft_cap, model.sink_keys(layer))
 
     def log_sums(self, queries: Float[Tensor, "batch heads clusters head_dim"]) -> LogSumExp:
         """Log-sum-exp of the scores over all columns and sinks, by batch, head and cluster."""
@@ -55,9 +55,9 @@ class LayerKeys:
 
     def at(self, rows: Rows) -> Float[Tensor, "batch kv_heads rows head_dim"]:
         """Keys at the columns of `rows`, in their order; a span is a view."""
-        if rows.start is not None:
+        if rows.is_span:
             return rows.take(self.keys)
-        index = rows.positions(len(self.keys), self.keys.device)[:, None, :, None]
+        index = rows.index[:, None, :, None]
         return self.keys.gather(2, index.expand(-1, self.keys.shape[1], -1, self.keys.shape[3]))
 
     def hidden(self, rows: Rows) -> Bool[Tensor, "batch rows"] | None:

@@ -5,7 +5,6 @@ take more than the kernels of a GPU, and an update of all rows, because a few cl
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal
 
 from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_clusters
@@ -14,10 +13,10 @@ from tiered.clustering.tiles import DEVICE_ELEMENTS
 from tiered.core.features import Tier
 from tiered.forward.forward_bytes import block_attention_bytes, part_bytes, part_rows
 from tiered.forward.sizes import CallShape
-from tiered.kernels.record_layout import CHUNK_ELEMENTS
-from tiered.offload.codec_bytes import Codec, centroid_bytes, codec_bytes, workspace_bytes
+from tiered.kernels.row_code import CHUNK_ELEMENTS
+from tiered.offload.codec_bytes import Codec, centroid_bytes
 from tiered.offload.slabs import UNIT, size_class
-from tiered.tiers.arena_bytes import arena_bytes, best_slab, record_sizes
+from tiered.tiers.arena_bytes import arena_bytes, best_slab
 from tiered.tiers.record_bytes import RecordBytes
 
 # Rows of the largest record, before its last page is filled: 128 rows of LLaDA-8B are 295 KiB as nvfp4_delta. Larger
@@ -64,7 +63,7 @@ class ClusterSizes:
         """Rows of a layer and sequence that a refresh clusters."""
         call = self.call
         # Under a noise mask only rows behind the block go stale.
-        among = call.answer if call.shape.noise_masked and call.answer is not None else call.context
+        among = call.answer if call.shape.sight == "noise" and call.answer is not None else call.context
         rows = max(0, among - call.block_length)
         return rows if self.window is None else min(rows, self.window)
 
@@ -129,9 +128,9 @@ class ClusterSizes:
         """Bytes of one hidden row of every sequence."""
         return self.call.sequences * self.call.shape.width * self.call.element
 
-    def stored(self, rows: int, records: int = 1) -> int:
-        """Bytes of `rows` hidden rows in so many records."""
-        return codec_bytes(self.codec, rows, self.call.shape.width, element_bytes=self.call.element, records=records)
+    def stored(self, rows: int) -> int:
+        """Bytes of `rows` hidden rows in their codec."""
+        return rows * self.codec.row_bytes(self.call.shape.width, self.call.element)
 
     @property
     def _largest(self) -> int:
@@ -140,15 +139,9 @@ class ClusterSizes:
 
 def fitting_rows(codec: Codec | str, width: int, element_bytes: int, slot_bytes: int) -> int:
     """Rows of the largest record in a staging slot of `slot_bytes`, rounded up to whole pages; 0 if no row fits. A
-    larger slot holds more records, not larger ones, because rows decode to values that depend on their record."""
-    largest = codec_bytes(codec, RECORD_ROWS, width, element_bytes=element_bytes)
-    return _rows_within(Codec(codec), width, element_bytes, -(-min(slot_bytes, largest) // UNIT) * UNIT)
-
-
-@cache
-def _rows_within(codec: Codec, width: int, element_bytes: int, nbytes: int) -> int:
-    sizes = (codec_bytes(codec, rows, width, element_bytes=element_bytes) for rows in range(1, MOST_ROWS + 1))
-    return sum(size <= nbytes for size in sizes)
+    larger slot holds more records, not larger ones, because an update that wants a part of one fetches it all."""
+    row = Codec(codec).row_bytes(width, element_bytes)
+    return min(MOST_ROWS, -(-min(slot_bytes, RECORD_ROWS * row) // UNIT) * UNIT // row)
 
 
 def hidden_record_bytes(sizes: ClusterSizes, tier: Tier) -> RecordBytes:
@@ -157,14 +150,14 @@ def hidden_record_bytes(sizes: ClusterSizes, tier: Tier) -> RecordBytes:
     layers, width = sequences * sizes.layers, call.shape.width
 
     def arena(slab_bytes: int) -> int:
-        each = record_sizes(sizes.codec, sizes.record_rows, width, call.element)
+        each = tuple(sizes.stored(rows) for rows in range(1, sizes.record_rows + 1))
         rows, records = layers * sizes.kept, layers * sizes.records
         return arena_bytes(each, rows=rows, records=records, slab_bytes=slab_bytes, store_bytes=store)
 
     records = tables = activations = 0
     store = slot
     if sizes.kept:
-        records = sizes.stored(sizes.kept, sizes.records)
+        records = sizes.stored(sizes.kept)
         if tier is Tier.HOST:  # a sequence's records of a layer, each in whole pages
             store = max(slot, min(STORE_BYTES, (-(-records // UNIT) + sizes.records) * UNIT))
         # Every call has room for a refresh without clusters.
@@ -262,7 +255,7 @@ def _coding(sizes: ClusterSizes) -> int:
     codes of all of them before they lie in one place."""
     width = sizes.call.shape.width
     rows = max(sizes.record_rows, min(sizes.kept, CHUNK_ELEMENTS // width))
-    return workspace_bytes(sizes.codec, rows, width) + sizes.stored(sizes.kept) * (sizes.codec is not Codec.RAW)
+    return rows * width * sizes.codec.working + sizes.stored(sizes.kept) * (sizes.codec is not Codec.RAW)
 
 
 def _centroids(sizes: ClusterSizes) -> int:

@@ -16,7 +16,7 @@ from tiered.core.features import Feature, Tier
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
 from tiered.kernels.host_values import on_device
-from tiered.offload.codec_bytes import Codec, codec_bytes
+from tiered.offload.codec_bytes import Codec
 from tiered.policies.polestar.hidden_bytes import fitting_rows
 from tiered.policies.polestar.members import Cluster
 from tiered.tiers.banks import CentroidBank
@@ -124,7 +124,7 @@ def most_rows(slot_bytes: int, codec: Codec | str, hidden: Float[Tensor, "length
     width, element = hidden.shape[1], hidden.element_size()
     fitting = fitting_rows(codec, width, element, slot_bytes)
     if not fitting:
-        row = codec_bytes(codec, 1, width, element_bytes=element)
+        row = Codec(codec).row_bytes(width, element)
         raise ValueError(f"a row takes {row} bytes in {codec}; a staging slot has {slot_bytes}")
     return fitting
 

@@ -14,8 +14,8 @@ from tiered.clustering.unit_rows import rounding
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
-from tiered.forward.flow import Flow
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
 from tiered.policies.polestar.drift import DriftReference, LayerKeys
 from tiered.policies.polestar.hidden_records import Fetching, HiddenRecords, Tickets
@@ -67,7 +67,7 @@ class LayerState:
         present = torch.stack([_padded(torch.ones_like(index.medoids), most) for index in indices]).bool()
         queries = centroid_queries(forward, layer, centroids, medoids)
         with span(Op.DRIFT):
-            reference = DriftReference.of(queries, LayerKeys.of(forward, layer), Rows.span(*current))
+            reference = DriftReference.of(queries, LayerKeys.of(forward, layer), forward.rows[slice(*current)])
         return cls(layer, current, members, records, medoids, present, queries, reference)
 
     @property
@@ -140,19 +140,19 @@ def _padded(part: Tensor, count: int) -> Tensor:
 def write_and_measure(
     forward: Forward,
     state: LayerState,
-    flow: Flow,
+    pass_: Pass,
     current: Span,
     active: int,
     updating: Bool[Tensor, " batch"] | None,
     moved: Moved | None = None,
 ) -> list[list[float]]:
-    """Write keys and values of all rows of `flow`, and measure how the attention of the centroids has drifted. The next
+    """Write keys and values of all rows of a pass, and measure how the attention of the centroids has drifted. The next
     drift of sequences that update is measured from here. Reads once from the device.
 
     Args:
-        flow: rows of the layer, which begin with the columns that `state` tracks.
+        pass_: rows of the layer, which begin with the columns that `state` tracks.
         current: columns of the current block, the last of the active ones.
-        active: number of active rows in `flow`, the first ones.
+        active: number of active rows in `pass_`, the first ones.
         updating: False at sequences whose reference stays; None for none.
         moved: centroids that move now, so that their move counts as drift; None if no centroid does.
 
@@ -161,14 +161,14 @@ def write_and_measure(
     """
     layer, reference, last_queries = state.layer, state.reference, None
     if moved is None:
-        rows, block = flow.rows, slice(active - (current[1] - current[0]), active)
+        rows, block = pass_.rows, slice(active - (current[1] - current[0]), active)
         others = rows[reference.block.shape[2] :]
         then = torch.cat([reference.block, LayerKeys.of(forward, layer).at(others)], dim=2)
     else:
-        rows, block = Rows.span(0, forward.length), slice(*current)
+        rows, block = forward.rows, slice(*current)
         then = forward.keys(layer).clone()
         then[:, :, slice(*state.current)] = reference.block
-    forward.write(layer, flow.rows, flow.hidden)
+    forward.write(layer, pass_.rows, pass_.hidden)
     if moved is not None:
         last_queries = state.queries
         state.move(forward, moved)
@@ -199,7 +199,6 @@ def gather_rows(
     if (layout.columns < 0).any():
         gathered = Rows.at(columns.clamp_min(0), columns >= 0)
     if state.records is None:
-        assert forward.ids is not None, "a step reads ids"
         out[:, layout.before :] = forward.model.embed(gathered[layout.before :].columns(forward.ids))
         return gathered
     if len(blank):
@@ -260,9 +259,9 @@ def patch(
 
 
 @spanned(Op.PATCH)
-def append(forward: Forward, tiers: TierManager, state: LayerState, flow: Flow, finished: Span) -> None:
-    """Make a cluster of the block `finished`, the first rows of `flow`."""
-    hidden = flow.hidden[:, : finished[1] - finished[0]]
+def append(forward: Forward, tiers: TierManager, state: LayerState, pass_: Pass, finished: Span) -> None:
+    """Make a cluster of the block `finished`, the first rows of `pass_`."""
+    hidden = pass_.hidden[:, : finished[1] - finished[0]]
     centroids = state.append(forward, finished, hidden)
     if state.records is not None:
         for b, records in enumerate(state.records):

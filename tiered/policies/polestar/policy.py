@@ -19,7 +19,7 @@ from tiered.core.features import Tier
 from tiered.forward.sizes import CallShape
 from tiered.kernels.host_values import on_device
 from tiered.offload.codec_bytes import Codec
-from tiered.policies.base import Needs, Policy, PolicyState, Step, StepKind, StepRows
+from tiered.policies.base import Needs, Pass, Policy, PolicyState, Step, StepKind
 from tiered.policies.polestar.cache import HiddenCache, Refresh
 from tiered.policies.polestar.hidden_bytes import ClusterSizes, hidden_record_bytes
 from tiered.policies.polestar.update import Update
@@ -141,11 +141,11 @@ class Drifting(PolicyState):
         self._last: Tensor | None = None  # commits of the last step, by sequence
         self._since: Tensor | None = None  # commits since the last update, by sequence
 
-    def rows(self, step: Step) -> StepRows:
+    def rows(self, step: Step) -> Pass:
         number, self._forwards = self._forwards, self._forwards + 1
         if step.remasked or (not step.number and (not self._clustered or self._begins_with_refresh(step.block))):
             self._since = None
-            rows = StepRows.of_span(0, step.canvas.length, step, StepKind.REFRESH)
+            rows = step.over(0, step.canvas.length, StepKind.REFRESH)
             return rows if self._cache is None else replace(rows, program=self._capture(self._cache, step))
         # The block's rows, and the row in front of them if predictions are shifted.
         block = (step.first_row, step.stop)
@@ -154,7 +154,7 @@ class Drifting(PolicyState):
             updating, kept = self._due(step)
         else:
             active = (step.first_row - (step.stop - step.start), step.stop)
-        rows = StepRows.of_span(*active, step, StepKind.STEP)
+        rows = step.over(*active, StepKind.STEP)
         if self._cache is None or not any(updating):
             return rows
         assert self._since is not None, "an update follows a refresh"

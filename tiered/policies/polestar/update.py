@@ -5,7 +5,7 @@ stored rows and centroids. If their clusters are chosen again, they replace stor
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -13,8 +13,8 @@ from jaxtyping import Bool
 
 from tiered.core.ops import Op
 from tiered.core.spans import span, spanned
-from tiered.forward.flow import Flow
 from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
 from tiered.policies.polestar.cache import HiddenCache
 from tiered.policies.polestar.hidden_records import Fetching, Tickets
@@ -87,34 +87,34 @@ class Update:
         self._active, self._current = active, current
         self._count = active[1] - active[0]
 
-    def __call__(self, forward: Forward, layer: int, flow: Flow) -> Flow:
+    def __call__(self, forward: Forward, layer: int, pass_: Pass) -> Pass:
         if layer == 0:
-            self._begin(forward, flow)
+            self._begin(forward, pass_)
         if layer < forward.model.shape.layers - 1:
             if (state := self._cache.states.get(layer)) is not None:
-                return self._lead(forward, state, flow)
+                return self._lead(forward, state, pass_)
             self._guess(layer, self._recomputed)
-        return forward.dense(layer, flow)
+        return forward.dense(layer, pass_)
 
-    def _begin(self, forward: Forward, flow: Flow) -> None:
+    def _begin(self, forward: Forward, pass_: Pass) -> None:
         self._fetching = Fetching(self._cache.open_tiers)
-        self._here = None if all(self._updating) else on_device(self._updating, flow.hidden.device)
-        self._rows = flow.rows  # of the active columns: a span, in every layer
+        self._here = None if all(self._updating) else on_device(self._updating, pass_.hidden.device)
+        self._rows = pass_.rows  # of the active columns: a span, in every layer
         self._length, self._layers = forward.length, forward.model.shape.layers
         # The rows from below: their columns, −1 at rows that do not count; and the same by column.
         self._from_below = np.where(np.asarray(self._taking_part)[:, None], np.arange(*self._active), -1)
         self._recomputed = by_column(self._from_below, self._length)
         self._cache.updated_in, self._cache.fetched = self._number, np.zeros_like(self._recomputed)
 
-    def _lead(self, forward: Forward, state: LayerState, flow: Flow) -> Flow:
-        renewal, count, tiers = self._begin_fetch(forward, state, flow), self._count, self._cache.open_tiers
+    def _lead(self, forward: Forward, state: LayerState, pass_: Pass) -> Pass:
+        renewal, count, tiers = self._begin_fetch(forward, state, pass_), self._count, self._cache.open_tiers
         layout, recomputed = renewal.layout, by_column(renewal.layout.columns, self._length)
         self._guess(state.layer, recomputed)
-        hidden = flow.hidden.new_empty(*layout.columns.shape, flow.hidden.shape[2])
-        hidden[:, :count] = flow.hidden[:, :count]  # a copy: the layer's input may have to be stored
+        hidden = pass_.hidden.new_empty(*layout.columns.shape, pass_.hidden.shape[2])
+        hidden[:, :count] = pass_.hidden[:, :count]  # a copy: the layer's input may have to be stored
         forward.attend(state.layer, self._rows, hidden[:, :count])
-        rows = gather_rows(forward, state, [flow.hidden], layout, self._fetching, renewal.tickets, hidden)
-        known, columns = [flow.hidden], [self._from_below]
+        rows = gather_rows(forward, state, [pass_.hidden], layout, self._fetching, renewal.tickets, hidden)
+        known, columns = [pass_.hidden], [self._from_below]
         if any(renewal.affected):
             known.append(hidden[:, count:].clone())
             columns.append(layout.columns[:, count:])
@@ -125,14 +125,14 @@ class Update:
         if moved is not None:
             state.recenter(forward, moved)
         if self._active != self._current and self._kept:
-            append(forward, tiers, state, flow, renewal.finished)
+            append(forward, tiers, state, pass_, renewal.finished)
         if state.records is not None:
             self._cache.fetched |= recomputed & ~self._recomputed
         self._from_below, self._recomputed = layout.columns, recomputed
         self._write_down(state, renewal)
-        return Flow(rows, hidden, flow.output)
+        return replace(pass_, rows=rows, hidden=hidden)
 
-    def _begin_fetch(self, forward: Forward, state: LayerState, flow: Flow) -> Renewal:
+    def _begin_fetch(self, forward: Forward, state: LayerState, pass_: Pass) -> Renewal:
         """Write keys and values, choose clusters, and begin to fetch the rows that are in the tiers alone."""
         # The row that predicts this block's first token was one of the finished block's too; it belongs to this one.
         finished = (state.current[0], min(state.current[1], self._current[0]))
@@ -144,10 +144,10 @@ class Update:
         moved, patched = None, [len(clusters) for clusters in affected]
         if self._cache.measures_moves and any(affected):
             refetched = self._fetching.refetch(_stored(state, affected, self._recomputed), state.records or ())
-            known = [flow.hidden], [self._from_below]
+            known = [pass_.hidden], [self._from_below]
             moved = patch(forward, self._cache.open_tiers, state, *known, affected, self._fetching, refetched)
             affected = [[] for _ in affected]
-        measured = write_and_measure(forward, state, flow, self._current, self._count, self._here, moved)
+        measured = write_and_measure(forward, state, pass_, self._current, self._count, self._here, moved)
         drift = [of if updates else [] for of, updates in zip(measured, self._updating, strict=True)]
         with span(Op.FETCH):
             chosen = [self._most_drifted(of, *pair) for of, pair in zip(drift, pairs, strict=True)]

@@ -1,4 +1,4 @@
-"""What calls want of a model next, and the layers that several of them go through together.
+"""Passes of several calls that go through the layers together.
 
 Norms, projections, the MLP and the head are of all rows at once, so each weight is read once for all calls. Attention
 and the store are each call's own. On the CPU a row's result does not depend on the other rows: within `FEW_ROWS` the
@@ -7,17 +7,16 @@ On CUDA libraries choose kernels by the number of rows, so the last bits of a ro
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span
-from tiered.forward.flow import LayerProgram, add_branch
-from tiered.forward.forward import Forward
+from tiered.forward.forward import Asked, Forward
+from tiered.forward.passes import Pass, add_branch
 from tiered.forward.sizes import CallShape
 from tiered.models.base import head
 from tiered.models.projection import FEW_ROWS
@@ -26,35 +25,11 @@ from tiered.models.rope import Rotary
 _FLOAT32 = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A forward that a call wants now: the arguments of `Forward.logits`, and over what."""
-
-    forward: Forward
-    ids: Int[Tensor, "sequences length"]
-    rows: Rows
-    output: slice
-    program: LayerProgram | None = None
-    clean: int | Int[Tensor, " batch"] = 0
-
-    @property
-    def count(self) -> int:
-        """Rows of all sequences."""
-        return len(self.ids) * self.rows.count
-
-    @property
-    def shareable(self) -> bool:
-        """Whether it may go through the layers beside others'. Queries that are scaled by position go alone."""
-        outputs = len(self.ids) * self.rows[self.output].count
-        scaled = self.forward.rotary.query_scale is not None
-        return self.program is None and not scaled and self.count in FEW_ROWS and outputs in FEW_ROWS
-
-    def logits(self) -> Float[Tensor, "sequences output vocab"]:
-        """What it asks for, of it alone."""
-        if not self.rows[self.output].count:
-            self.forward.write_rows(self.ids, self.rows, self.clean)
-            return torch.empty(len(self.ids), 0, self.forward.model.shape.vocab_size, device=self.ids.device)
-        return self.forward.logits(self.ids, self.rows, self.output, self.program, self.clean)
+def shareable(forward: Forward, pass_: Pass) -> bool:
+    """Whether a pass may go through the layers beside others'. Queries that are scaled by position go alone."""
+    outputs = len(pass_.ids) * pass_.rows[pass_.output].count
+    plain = pass_.program is None and not pass_.reads and forward.rotary.query_scale is None
+    return plain and pass_.count in FEW_ROWS and outputs in FEW_ROWS
 
 
 def shared_bytes(sizes: CallShape) -> int:
@@ -63,44 +38,44 @@ def shared_bytes(sizes: CallShape) -> int:
     return 2 * rows * sizes.shape.head_dim * _FLOAT32
 
 
-def groups_of(asks: Sequence[Ask]) -> list[list[int]]:
-    """The numbers of `asks`, which are shareable, in groups of no more than `FEW_ROWS`, in order."""
+def groups_of(passes: Sequence[Pass]) -> list[list[int]]:
+    """The numbers of `passes`, which are shareable, in groups of no more than `FEW_ROWS`, in order."""
     groups: list[list[int]] = []
     room = 0
-    for number, ask in enumerate(asks):
-        if ask.count > room:
+    for number, pass_ in enumerate(passes):
+        if pass_.count > room:
             groups.append([])
             room = FEW_ROWS[-1]
         groups[-1].append(number)
-        room -= ask.count
+        room -= pass_.count
     return groups
 
 
-def logits_together(asks: Sequence[Ask]) -> list[Float[Tensor, "sequences output vocab"]]:
-    """float32 logits for each of `asks`, which are shareable and of one model: to the bit those of `Ask.logits` on a
-    CPU. What this takes is no more than what each of the calls has booked for itself, and `shared_bytes`."""
-    if len(asks) == 1:
-        return [asks[0].logits()]
-    model = asks[0].forward.model
-    for ask in asks:
-        ask.forward.begin(ask.ids, ask.clean)
-        ask.forward.rows_computed = ask.rows.count
-    together = _Together(asks, [ask.rows for ask in asks])
-    hidden = model.embed(torch.cat([ask.rows.columns(ask.ids).flatten() for ask in asks])[None])
+def logits_together(asked: Sequence[Asked]) -> list[Float[Tensor, "sequences output vocab"]]:
+    """float32 logits of each pass, which are shareable and of one model: to the bit those of `Forward.logits` on a CPU.
+    What this takes is no more than what each of the calls has booked for itself, and `shared_bytes`."""
+    if len(asked) == 1:
+        return [forward.logits(pass_) for forward, pass_ in asked]
+    model = asked[0][0].model
+    for forward, pass_ in asked:
+        forward.begin(pass_)
+        forward.rows_computed = pass_.rows.count
+    together = _Together(asked, [pass_.rows for _, pass_ in asked])
+    hidden = model.embed(torch.cat([pass_.rows.columns(pass_.ids).flatten() for _, pass_ in asked])[None])
     last = model.shape.layers - 1
     for layer in range(last + 1):
-        asks[0].forward.enter(layer)
+        asked[0][0].enter(layer)
         with span(Op.LAYER, layer):
             normed = model.attention_norm(layer, hidden)
             together.store(layer, *model.keys_values(layer, normed, together.rotary))
             if layer == last:
                 normed, hidden = together.chosen(normed), together.chosen(hidden)
-                together = _Together(asks, [ask.rows[ask.output] for ask in asks])
+                together = _Together(asked, [pass_.rows[pass_.output] for _, pass_ in asked])
             queries = together.heads(model.queries(layer, normed, together.rotary))
             del normed
             mixed = [
-                ask.forward.mixed(layer, rows, own).flatten(0, 1)
-                for ask, rows, own in zip(asks, together.rows, queries, strict=True)
+                forward.attended(layer, rows, own).flatten(0, 1)
+                for (forward, _), rows, own in zip(asked, together.rows, queries, strict=True)
             ]
             del queries
             every = slice(0, hidden.shape[1])
@@ -113,13 +88,13 @@ def logits_together(asks: Sequence[Ask]) -> list[Float[Tensor, "sequences output
 class _Together:
     """Rows of several calls side by side, as one sequence."""
 
-    def __init__(self, asks: Sequence[Ask], rows: Sequence[Rows]) -> None:
+    def __init__(self, asked: Sequence[Asked], rows: Sequence[Rows]) -> None:
         self.rows = rows
-        self._asks, self._batches = asks, [len(ask.ids) for ask in asks]
+        self._asked, self._batches = asked, [len(pass_.ids) for _, pass_ in asked]
         self._counts = [batch * each.count for batch, each in zip(self._batches, rows, strict=True)]
         angles = [
             [each.take(part).expand(batch, -1, -1, -1).flatten(0, 2) for part in (whole.cos, whole.sin)]
-            for whole, each, batch in zip((ask.forward.rotary for ask in asks), rows, self._batches, strict=True)
+            for whole, each, batch in zip((forward.rotary for forward, _ in asked), rows, self._batches, strict=True)
         ]
         cos, sin = (torch.cat(parts)[None, None] for parts in zip(*angles, strict=True))
         self.rotary = Rotary(cos, sin)
@@ -131,8 +106,8 @@ class _Together:
         values: Float[Tensor, "1 kv_heads all head_dim"],
     ) -> None:
         """Store each call's in its own store."""
-        for ask, rows, *own in zip(self._asks, self.rows, self.heads(keys), self.heads(values), strict=True):
-            ask.forward.store_keys_values(layer, rows, *own)
+        for (forward, _), rows, *own in zip(self._asked, self.rows, self.heads(keys), self.heads(values), strict=True):
+            forward.store_keys_values(layer, rows, *own)
 
     def heads(
         self, projected: Float[Tensor, "1 heads all head_dim"]
@@ -152,9 +127,9 @@ class _Together:
 
     def chosen(self, hidden: Float[Tensor, "1 all width"]) -> Float[Tensor, "1 outputs width"]:
         """Those of the output rows."""
-        if all(ask.rows[ask.output].count == ask.rows.count for ask in self._asks):
+        outputs = [pass_.output for _, pass_ in self._asked]
+        if all(rows[output].count == rows.count for rows, output in zip(self.rows, outputs, strict=True)):
             return hidden
-        parts = zip(hidden[0].split(self._counts), self._asks, self._batches, strict=True)
-        return torch.cat([part.unflatten(0, (batch, -1))[:, ask.output].flatten(0, 1) for part, ask, batch in parts])[
-            None
-        ]
+        parts = zip(hidden[0].split(self._counts), outputs, self._batches, strict=True)
+        chosen = [part.unflatten(0, (batch, -1))[:, output].flatten(0, 1) for part, output, batch in parts]
+        return torch.cat(chosen)[None]

@@ -1,0 +1,103 @@
+"""Rows in codes back to values, each beside its base, in one Triton kernel."""
+
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+
+from tiered.kernels.launch import launch
+from tiered.kernels.record_table import RecordTable
+from tiered.kernels.row_base import RowBase
+from tiered.kernels.row_bits import bf16_values, fp8_values, nvfp4_values, row_scales
+from tiered.kernels.row_code import Code, RowCode
+
+BLOCK_ROWS = 4
+MOST_ELEMENTS = 1024  # of a row in a program
+
+
+# What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
+@triton.jit(do_not_specialize=["count", "out_size"], do_not_specialize_on_alignment=["places"])
+def _decode_rows(
+    coded, at, bases, base_stride, of_row, out, out_stride, out_size, places, count,
+    FP8: tl.constexpr, ELEMENTS: tl.constexpr, ROW_BYTES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    there = row < count
+    element = tl.program_id(1) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
+    own = there[:, None] & (element < ELEMENTS)[None, :]
+    begin = row * ROW_BYTES
+    if at is not None:
+        # The compiler must know that rows are whole words, to load several codes at once.
+        begin = tl.multiple_of(tl.load(at + row, there, other=0), [4])
+    start = coded + begin
+    real: tl.constexpr = (ELEMENTS + 15) // 16
+    scale_at: tl.constexpr = ELEMENTS if FP8 else real * 9
+    scale = row_scales(tl.load(start + scale_at, there, other=0))
+    if FP8:
+        values = fp8_values(tl.load(start[:, None] + element[None, :], own, other=0)) * scale[:, None]
+    else:
+        groups: tl.constexpr = BLOCK_ELEMENTS // 16
+        group = tl.program_id(1) * groups + tl.arange(0, groups)
+        filled = there[:, None] & (group < real)[None, :]
+        byte = (group * 8)[:, None] + tl.arange(0, 8)[None, :]
+        codes = tl.load(start[:, None, None] + byte[None, :, :], filled[:, :, None], other=0)
+        block_scales = tl.load(start[:, None] + (real * 8 + group)[None, :], filled, other=0)
+        even, odd = nvfp4_values(codes, block_scales, scale, BLOCK_ROWS, groups)
+        values = tl.interleave(even, odd)
+    if bases is not None:
+        base_row = bases + tl.load(of_row + row, there, other=0) * base_stride
+        base = tl.load(base_row[:, None] + element[None, :], own, other=0.0).to(tl.float32)
+        along = tl.load((start + (ROW_BYTES - 2)).to(tl.pointer_type(tl.uint16)), there, other=0)
+        values += bf16_values(along)[:, None] * base
+    target = row
+    if places is not None:
+        target = tl.load(places + row, there, other=0)
+        # A row out of range is the caller's mistake; it must not reach memory beside `out`.
+        own &= ((target >= 0) & (target < out_size))[:, None]
+    tl.store(out + (target * out_stride)[:, None] + element[None, :], values.to(out.dtype.element_ty), own)
+
+
+def decode_rows(
+    coded: UInt8[Tensor, "n row_bytes"] | UInt8[Tensor, " bytes"],
+    code: Code,
+    out: Float[Tensor, "out_rows elements"],
+    table: RecordTable | None = None,
+    places: Int64[Tensor, " n"] | None = None,
+    base: RowBase | None = None,
+) -> None:
+    """As in decode_rows_ref.py, for the codes of `RowCode`. Triton takes a pinned host tensor for `coded` like one of
+    the device, by the address under which the device sees it, and raises ValueError for pageable memory."""
+    elements, rows = out.shape[1], len(out) if places is None else len(places)
+    if table is not None:
+        table.check(coded, rows, base, least=places is None)
+    count = len(coded) if table is None else table.total
+    if not count:
+        return
+    bases = None if base is None else base.bases if base.bases.stride(1) == 1 else base.bases.contiguous()
+    tile = tile_of(elements)
+    launch(
+        _decode_rows,
+        (-(-count // BLOCK_ROWS), -(-elements // tile["BLOCK_ELEMENTS"])),
+        coded,
+        None if table is None else table.at,
+        bases,
+        0 if bases is None else bases.stride(0),
+        None if base is None else base.of_row,
+        out,
+        out.stride(0),
+        len(out),
+        places,
+        count,
+        FP8=code == RowCode.FP8,
+        ELEMENTS=elements,
+        ROW_BYTES=code.row_bytes(elements, residual=base is not None),
+        **tile,
+        enable_fp_fusion=False,
+        on=out,
+    )
+
+
+def tile_of(elements: int) -> dict[str, int]:
+    """Rows and elements of a program."""
+    return {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_ELEMENTS": min(MOST_ELEMENTS, max(16, triton.next_power_of_2(elements)))}

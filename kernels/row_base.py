@@ -1,0 +1,38 @@
+"""What the residuals of rows are taken against."""
+
+from typing import NamedTuple
+
+from jaxtyping import BFloat16, Float, Float64, Int64
+from torch import Tensor
+
+
+class RowBase(NamedTuple):
+    """One base for each row.
+
+    Attributes:
+        bases: the bases, in the dtype in which they are kept for decoding.
+        of_row: number of each row's base.
+    """
+
+    bases: Float[Tensor, "bases width"]
+    of_row: Int64[Tensor, " n"]
+
+    def taken(self, part: slice) -> Float[Tensor, "rows width"]:
+        """The bases of some rows."""
+        return self.bases.index_select(0, self.of_row[part])
+
+    def squares(self) -> Float64[Tensor, " bases"]:
+        """The squared norm of each base."""
+        return self.bases.double().square_().sum(1)
+
+    def projections(
+        self, rows: Float[Tensor, "rows width"], part: slice, squares: Float64[Tensor, " bases"]
+    ) -> BFloat16[Tensor, " rows"]:
+        """<row, base> / <base, base>, 0 where that is no number in BF16.
+
+        In float64, where the products are exact: whatever the order of the sum, BF16 gets the same number on every
+        device.
+        """
+        products = rows.double().mul_(self.taken(part)).sum(1)
+        along = products / squares.index_select(0, self.of_row[part])
+        return along.float().bfloat16().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

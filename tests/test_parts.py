@@ -1,0 +1,128 @@
+"""Parts that rows read beside the canvas: what another stack has written, keys in chunks, an output that is kept."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from block_models import NEMOTRON, SDAR
+from torch import Tensor
+
+from tiered.core.features import Feature
+from tiered.core.rows import Rows
+from tiered.forward.feature_store import FeatureStore
+from tiered.forward.forward import Forward
+from tiered.forward.parts import CanvasLimits
+from tiered.forward.passes import Pass
+from tiered.kernels.row_code import RowCode
+from tiered.models.attention import Attended, Limits
+from tiered.models.base import DiffusionModel
+
+PROMPT, BLOCK = 12, 4
+GIDD = {
+    "model_type": "gidd",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 160,
+    "max_position_embeddings": 64,
+    "attention_bias": True,
+}
+
+
+@dataclass
+class Stored:
+    """What another stack has written, up to a column by row."""
+
+    of: Forward
+    stop: int
+
+    def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Tensor) -> Iterator[Attended]:
+        keys, values = (self.of.store.stored(feature, layer) for feature in (Feature.KEY, Feature.VALUE))
+        stop = torch.full((len(queries), rows.count), self.stop)
+        yield model.attend_part(layer, queries, keys, values, Limits(stop=stop))
+
+
+@dataclass
+class Chunks(Stored):
+    """The same a few columns at a time."""
+
+    def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Tensor) -> Iterator[Attended]:
+        keys, values = (self.of.store.stored(feature, layer) for feature in (Feature.KEY, Feature.VALUE))
+        for start in range(0, self.stop, 5):
+            some = slice(start, min(start + 5, self.stop))
+            yield model.attend_part(layer, queries, keys[:, :, some], values[:, :, some], Limits())
+
+
+class Kept:
+    """What a part gave, by layer, without its keys."""
+
+    def __init__(self) -> None:
+        self.of_layer: dict[int, list[Attended]] = {}
+
+    def watch(self, part: Stored) -> Any:
+        kept = self
+
+        class Watched:
+            def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Tensor) -> list[Attended]:
+                return kept.of_layer.setdefault(layer, list(part.attend(model, layer, rows, queries)))
+
+        return Watched()
+
+    def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Tensor) -> list[Attended]:
+        return self.of_layer[layer]
+
+
+def stack(model: DiffusionModel, start: int, stop: int, kv: RowCode | None = None) -> Forward:
+    """Layers over columns `start` to `stop` of the text."""
+    shape, length = model.shape, stop - start
+    kept: dict[Feature, int] = {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
+    dtype, device = torch.float32, torch.device("cpu")
+    store = FeatureStore(shape, kept, batch=2, length=length, dtype=dtype, device=device, kv=kv)
+    limits = CanvasLimits(shape, length, BLOCK if shape.block_causal else 0)
+    return Forward(model, store, torch.arange(start, stop)[None], limits)
+
+
+def ids(length: int = PROMPT + BLOCK) -> Tensor:
+    return torch.randint(0, 120, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("config", "kv"), [(SDAR, None), (NEMOTRON, None), (SDAR, RowCode.FP8)], ids=["blocks", "context", "fp8"]
+)
+def test_a_block_reads_what_another_stack_has_written(
+    random_model: Callable[..., DiffusionModel], config: dict[str, Any], kv: RowCode | None
+):
+    """An encoder over the prompt, then a decoder over the block alone: as one stack over both."""
+    model, text = random_model(config), ids()
+    whole, encoder, decoder = (stack(model, *span, kv=kv) for span in ((0, 16), (0, PROMPT), (PROMPT, 16)))
+    with torch.inference_mode():
+        expected = whole.logits(Pass(text, whole.rows, slice(PROMPT, 16), final=PROMPT))
+        written = encoder.logits(Pass(text[:, :PROMPT], encoder.rows, slice(0, 0), final=PROMPT))
+        assert written.shape[1] == 0
+        asked, kept = Pass(text[:, PROMPT:], decoder.rows, slice(0, BLOCK)), Kept()
+        for part in (Stored(encoder, PROMPT), Chunks(encoder, PROMPT), kept.watch(Stored(encoder, PROMPT)), kept):
+            torch.testing.assert_close(decoder.logits(replace(asked, reads=(part,))), expected, atol=1e-4, rtol=1e-4)
+        assert kept.of_layer.keys() == set(range(model.shape.layers))
+        alone = decoder.logits(asked)
+    assert not torch.allclose(alone, expected, atol=1e-2)
+
+
+def test_sinks_count_once_and_rows_keep_their_own_limits(random_model: Callable[..., DiffusionModel]):
+    """Final rows read final rows alone, of both parts; the other stack's are all final."""
+    model, text, border = random_model(GIDD), ids(), PROMPT + 2
+    whole, front, behind = (stack(model, *span) for span in ((0, 16), (0, PROMPT), (PROMPT, 16)))
+    with torch.inference_mode():
+        expected = whole.logits(Pass(text, whole.rows, slice(PROMPT, 16), final=border))
+        # Final rows of the front read those behind it too, which the other stack lacks: its rows are taken as they are.
+        for layer in range(model.shape.layers):
+            for feature in (Feature.KEY, Feature.VALUE):
+                front.store.write(feature, layer, front.rows, whole.store.view(feature, layer)[:, :, :PROMPT])
+        order = torch.stack([torch.tensor([2, 0, 3, 1]), torch.tensor([1, 3, 0, 2])])
+        for rows in (behind.rows, Rows.at(order)):
+            asked = Pass(text[:, PROMPT:], rows, slice(0, BLOCK), final=border - PROMPT)
+            found = behind.logits(replace(asked, reads=(Chunks(front, PROMPT),)))
+            of_rows = expected.gather(1, rows.index.expand(2, -1)[..., None].expand_as(expected))
+            torch.testing.assert_close(found, of_rows, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,153 @@
+"""The parts of keys and values that rows of a pass read, and where each row's columns start and end."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tiered.core.rows import Rows
+from tiered.models.attention import Attended, Limits
+from tiered.models.base import DiffusionModel
+from tiered.models.shape import ModelShape
+
+C = TypeVar("C", int, Tensor)
+# Columns in front of which tokens are final, of all sequences or of each.
+Border = int | Int[Tensor, " batch"]
+# Rows by their place, the columns that they read, and whether some of them read fewer.
+Group = tuple[slice, slice, bool]
+
+
+@runtime_checkable
+class Part(Protocol):
+    """Keys and values that rows read beside those of the canvas."""
+
+    def attend(
+        self, model: DiffusionModel, layer: int, rows: Rows, queries: Float[Tensor, "batch heads rows head_dim"]
+    ) -> Iterable[Attended]:
+        """Attention of `rows` over the part, without sinks, whole or in chunks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasLimits:
+    """The columns of a canvas that rows read, by the sight of their family (`ModelShape.sight`): in a layer with a
+    window the last of these.
+
+    Attributes:
+        shape: of the model.
+        length: columns of the canvas.
+        block_length: columns of a block; 0 if rows read the whole canvas.
+        positions: of every column by sequence, ascending, where blocks begin in other columns of each; None: they begin
+            in those of `first`.
+        first: a column that a block begins with; 0 where `positions` say it.
+        key_mask, pads: as in `Limits`.
+        final: columns in front of which tokens are final.
+    """
+
+    shape: ModelShape
+    length: int
+    block_length: int = 0
+    positions: Int[Tensor, "batch length"] | None = None
+    first: int = 0
+    key_mask: Bool[Tensor, "batch length"] | None = None
+    pads: Int[Tensor, " batch"] | None = None
+    final: Border = 0
+
+    def of(self, sequences: slice | list[int], final: Border = 0) -> "CanvasLimits":
+        """Those of some sequences, in a pass with such a border."""
+        positions, key_mask, pads = (
+            None if each is None else each[sequences] for each in (self.positions, self.key_mask, self.pads)
+        )
+        return replace(self, positions=positions, key_mask=key_mask, pads=pads, final=final)
+
+    def of_rows(self, rows: Rows, batch: int, window: int | None = None) -> list[tuple[slice, slice, Limits]]:
+        """`rows` in order, by their place, with the columns that they read in a layer with so wide a window, and limits
+        among these columns. A span falls into rows that read the same columns and rows with limits of their own.
+        Scattered rows have limits of their own, unless the host knows that they read all columns."""
+        final, every = self.final, (slice(0, rows.count), slice(0, self.length))
+        if isinstance(final, Tensor):
+            groups = [(*every, True)]
+        elif rows.is_span:
+            groups = self._groups(rows.within, final, window)
+        else:
+            groups = [(*every, self.shape.block_causal or not rows.within or rows.within[0] < final)]
+        return [
+            (some, columns, self._limits(rows[some].index.expand(batch, -1) if by_row else None, columns, window))
+            for some, columns, by_row in groups
+        ]
+
+    def _groups(self, span: range, final: int, window: int | None) -> list[Group]:
+        cut = min(max(final - span.start, 0), len(span)) if self.shape.final_apart else 0
+        finals, others, every = slice(0, cut), slice(cut, len(span)), slice(0, self.length)
+        if self.positions is not None and self.shape.block_causal:
+            return [(slice(0, len(span)), every, True)]
+        if self.shape.block_causal:
+            first, end = span.start + cut, self._block_end(span.stop - 1)
+            since = _since(self._begin(first), window)
+            front = finals, slice(_since(span.start, window), first), True
+            behind = others, slice(since, end), self._block_end(first) < end
+        else:
+            front, behind = (finals, slice(0, final), False), (others, every, False)
+        return [group for group in (front, behind) if group[0].start < group[0].stop]
+
+    def _limits(self, rows: Int[Tensor, "batch rows"] | None, columns: slice, window: int | None) -> Limits:
+        """`rows`: columns of rows with limits of their own; None if all rows read all of `columns`."""
+        limits = (None, None) if rows is None else (self.start(rows, window), self.stop(rows))
+        pads, start, stop = (
+            each if each is None or not columns.start else each - columns.start for each in (self.pads, *limits)
+        )
+        return Limits(None if self.key_mask is None else self.key_mask[:, columns], pads, start, stop)
+
+    def stop(self, columns: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"] | None:
+        """The column behind the last that each of the rows at `columns` reads; None: all read to the end."""
+        shape, noise = self.shape, self.shape.sight == "noise"
+        if not (shape.block_causal or (noise and (isinstance(self.final, Tensor) or self.final))):
+            return None
+        border = self._border(columns)
+        if noise:
+            return border.where(columns < border, self.length)
+        ends = self._block_ends(columns)
+        return (columns + 1).where(columns < border, ends) if shape.final_apart else ends
+
+    def start(self, columns: Int[Tensor, "batch rows"], window: int | None) -> Int[Tensor, "batch rows"] | None:
+        """The first column that each of these rows reads in a layer with so wide a window; None: the first of all. Rows
+        that read their block to its end all begin with the same column, as those of a canvas of DiffusionGemma do."""
+        if window is None:
+            return None
+        at = columns if self.positions is None else self.positions.gather(1, columns)
+        begins = self._begin(at)
+        if self.shape.final_apart:
+            begins = at.where(columns < self._border(columns), begins)
+        since = begins - window + 1
+        return since if self.positions is None else torch.searchsorted(self.positions, since)
+
+    def last_block(self) -> Border:
+        """How many columns stand in front of the last block that has any; 0 where rows read the whole canvas."""
+        if not self.block_length:
+            return 0
+        if self.positions is None:
+            return self._begin(self.length - 1)
+        return torch.searchsorted(self.positions, self._begin(self.positions[:, -1:]))[:, 0]
+
+    def _border(self, columns: Int[Tensor, "batch rows"]) -> Int[Tensor, "#batch 1"]:
+        return self.final[:, None] if isinstance(self.final, Tensor) else columns.new_full((1, 1), self.final)
+
+    def _block_ends(self, columns: Int[Tensor, "batch rows"]) -> Int[Tensor, "batch rows"]:
+        if self.positions is None:
+            return (self._begin(columns) + self.block_length).clamp_(max=self.length)
+        # The first column of the next block is as many columns in.
+        return torch.searchsorted(self.positions, self._begin(self.positions.gather(1, columns)) + self.block_length)
+
+    def _block_end(self, column: int) -> int:
+        return min(self._begin(column) + self.block_length, self.length)
+
+    def _begin(self, at: C) -> C:
+        """What the block of a column begins with, or that of a position, where blocks count by those."""
+        return at - (at - self.first) % self.block_length
+
+
+def _since(column: int, window: int | None) -> int:
+    return 0 if window is None else max(0, column - window + 1)
