@@ -6,7 +6,6 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.launch import launch
-from tiered.kernels.record_table import RecordTable
 from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_bits import bf16_values, fp8_values, nvfp4_values, row_scales
 from tiered.kernels.row_code import Code, RowCode
@@ -16,9 +15,9 @@ MOST_ELEMENTS = 1024  # of a row in a program
 
 
 # What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
-@triton.jit(do_not_specialize=["count", "out_size"], do_not_specialize_on_alignment=["places"])
+@triton.jit(do_not_specialize=["count", "out_size"], do_not_specialize_on_alignment=["numbers", "of_row", "places"])
 def _decode_rows(
-    coded, at, bases, base_stride, of_row, out, out_stride, out_size, places, count,
+    coded, numbers, bases, base_stride, of_row, out, out_stride, out_size, places, count,
     FP8: tl.constexpr, ELEMENTS: tl.constexpr, ROW_BYTES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -26,11 +25,11 @@ def _decode_rows(
     there = row < count
     element = tl.program_id(1) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
     own = there[:, None] & (element < ELEMENTS)[None, :]
-    begin = row * ROW_BYTES
-    if at is not None:
-        # The compiler must know that rows are whole words, to load several codes at once.
-        begin = tl.multiple_of(tl.load(at + row, there, other=0), [4])
-    start = coded + begin
+    source = row
+    if numbers is not None:
+        source = tl.load(numbers + row, there, other=0)
+    # The compiler must know that rows are whole words, to load several codes at once.
+    start = coded + tl.multiple_of(source * ROW_BYTES, [4])
     real: tl.constexpr = (ELEMENTS + 15) // 16
     scale_at: tl.constexpr = ELEMENTS if FP8 else real * 9
     scale = row_scales(tl.load(start + scale_at, there, other=0))
@@ -59,19 +58,16 @@ def _decode_rows(
 
 
 def decode_rows(
-    coded: UInt8[Tensor, "n row_bytes"] | UInt8[Tensor, " bytes"],
+    coded: UInt8[Tensor, "rows row_bytes"],
     code: Code,
     out: Float[Tensor, "out_rows elements"],
-    table: RecordTable | None = None,
+    numbers: Int64[Tensor, " n"] | None = None,
     places: Int64[Tensor, " n"] | None = None,
     base: RowBase | None = None,
 ) -> None:
     """As in decode_rows_ref.py, for the codes of `RowCode`. Triton takes a pinned host tensor for `coded` like one of
     the device, by the address under which the device sees it, and raises ValueError for pageable memory."""
-    elements, rows = out.shape[1], len(out) if places is None else len(places)
-    if table is not None:
-        table.check(coded, rows, base, least=places is None)
-    count = len(coded) if table is None else table.total
+    elements, count = out.shape[1], len(coded) if numbers is None else len(numbers)
     if not count:
         return
     bases = None if base is None else base.bases if base.bases.stride(1) == 1 else base.bases.contiguous()
@@ -80,7 +76,7 @@ def decode_rows(
         _decode_rows,
         (-(-count // BLOCK_ROWS), -(-elements // tile["BLOCK_ELEMENTS"])),
         coded,
-        None if table is None else table.at,
+        numbers,
         bases,
         0 if bases is None else bases.stride(0),
         None if base is None else base.of_row,

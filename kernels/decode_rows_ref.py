@@ -9,7 +9,6 @@ from jaxtyping import Float, Float32, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.encode_rows_ref import NOT_FINITE
-from tiered.kernels.record_table import RecordTable
 from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_code import PROJECTION_BYTES, WORD, Code, chunks
 
@@ -19,10 +18,10 @@ _INT4 = (*range(8), *range(-8, 0))  # by code
 
 
 def decode_rows(
-    coded: UInt8[Tensor, "n row_bytes"] | UInt8[Tensor, " bytes"],
+    coded: UInt8[Tensor, "rows row_bytes"],
     code: Code,
     out: Float[Tensor, "out_rows elements"],
-    table: RecordTable | None = None,
+    numbers: Int64[Tensor, " n"] | None = None,
     places: Int64[Tensor, " n"] | None = None,
     base: RowBase | None = None,
 ) -> None:
@@ -33,23 +32,17 @@ def decode_rows(
     for bit, on every device and from whatever memory they are read.
 
     Args:
-        coded: one row behind the other, or with `table` the memory of its records: on the device of `out`, or in pinned
-            host memory, which the Triton kernel reads over the bus.
+        coded: bytes of rows, on the device of `out` or in pinned host memory, which the Triton kernel reads over the
+            bus.
         code: code of the rows.
         out: rows contiguous.
-        table: where rows lie in `coded`; None for one behind the other.
+        numbers: rows of `coded`, on its device; None for all, in order.
         places: distinct rows of `out`; None for its first n, in order.
         base: what residuals were taken against; None for none.
-
-    Raises:
-        ValueError: sizes that do not fit `table`.
     """
-    if table is not None:
-        table.check(coded, len(out) if places is None else len(places), base, least=places is None)
-        coded = table.taken(coded)
     elements = out.shape[1]
-    for part in chunks(len(coded), elements):
-        some = coded[part].to(out.device)
+    for part in chunks(len(coded) if numbers is None else len(numbers), elements):
+        some = (coded[part] if numbers is None else coded.index_select(0, numbers[part])).to(out.device)
         rows = _DECODE[code](some, code, elements)[:, :elements]
         if base is not None:
             along = some[:, -PROJECTION_BYTES:].contiguous().view(torch.bfloat16)

@@ -2,12 +2,11 @@
 
 import triton
 import triton.language as tl
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.encode_rows_ref import BIAS, E2M1_MAX, E4M3_MAX, E4M3_NORMAL, LEAST, LEAST_OF_TWO, NOT_FINITE
 from tiered.kernels.launch import launch
-from tiered.kernels.record_table import RecordTable
 from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_bits import bf16_bits, bf16_values, e4m3_codes, encode_groups, magnitude_bits
 from tiered.kernels.row_code import WORD, Code, RowCode
@@ -39,9 +38,10 @@ def _marked(exponent, most):
     return tl.where(most.to(tl.int32, bitcast=True) >= _INFINITY, _NOT_FINITE, exponent)
 
 
-@triton.jit(do_not_specialize=["count"])
+# What varies from call to call compiles nothing: numbers of rows are parts of one table.
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["numbers", "of_row"])
 def _encode_rows(
-    values, row_stride, coded, at, bases, base_stride, of_row, count,
+    values, row_stride, coded, numbers, bases, base_stride, of_row, count,
     FP8: tl.constexpr, ELEMENTS: tl.constexpr, ROW_BYTES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -50,11 +50,11 @@ def _encode_rows(
     element = tl.arange(0, BLOCK_ELEMENTS)
     own = there[:, None] & (element < ELEMENTS)[None, :]
     value = tl.load(values + (row * row_stride)[:, None] + element[None, :], own, other=0.0).to(tl.float32)
-    begin = row * ROW_BYTES
-    if at is not None:
-        # The compiler must know that rows are whole words, to store several codes at once.
-        begin = tl.multiple_of(tl.load(at + row, there, other=0), [4])
-    start = coded + begin
+    target = row
+    if numbers is not None:
+        target = tl.load(numbers + row, there, other=0)
+    # The compiler must know that rows are whole words, to store several codes at once.
+    start = coded + tl.multiple_of(target * ROW_BYTES, [4])
     end: tl.constexpr = ROW_BYTES if bases is None else ROW_BYTES - 2
     if bases is not None:
         base_row = bases + tl.load(of_row + row, there, other=0) * base_stride
@@ -94,14 +94,12 @@ def _encode_rows(
 def encode_rows(
     values: Float[Tensor, "n elements"],
     code: Code,
-    out: UInt8[Tensor, "n row_bytes"] | UInt8[Tensor, " bytes"],
-    table: RecordTable | None = None,
+    out: UInt8[Tensor, "rows row_bytes"],
+    numbers: Int64[Tensor, " n"] | None = None,
     base: RowBase | None = None,
 ) -> None:
     """As in encode_rows_ref.py, for the codes of `RowCode`."""
     count, elements = values.shape
-    if table is not None:
-        table.check(out, count, base)
     if not count:
         return
     values = values if values.stride(1) == 1 else values.contiguous()
@@ -113,7 +111,7 @@ def encode_rows(
         values,
         values.stride(0),
         out,
-        None if table is None else table.at,
+        numbers,
         bases,
         0 if bases is None else bases.stride(0),
         None if base is None else base.of_row,

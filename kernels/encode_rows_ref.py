@@ -9,11 +9,10 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
-from jaxtyping import Float, Float32, Int8, UInt8
+from jaxtyping import Float, Float32, Int8, Int64, UInt8
 from torch import Tensor
 from torch.nn.functional import max_pool1d, pad
 
-from tiered.kernels.record_table import RecordTable
 from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_code import GROUP, PROJECTION_BYTES, WORD, Code, chunks
 
@@ -41,8 +40,8 @@ Coded = tuple[UInt8[Tensor, "n code_bytes"], UInt8[Tensor, "n scale_bytes"] | No
 def encode_rows(
     values: Float[Tensor, "n elements"],
     code: Code,
-    out: UInt8[Tensor, "n row_bytes"] | UInt8[Tensor, " bytes"],
-    table: RecordTable | None = None,
+    out: UInt8[Tensor, "rows row_bytes"],
+    numbers: Int64[Tensor, " n"] | None = None,
     base: RowBase | None = None,
 ) -> None:
     """Write the codes of rows, or of their residuals against a base, to `out`; other bytes stay as they are.
@@ -54,22 +53,16 @@ def encode_rows(
         values: with a scale in E8M0 a row that is not finite, or whose residual is not, comes back as NaN; others are
             finite.
         code: code of the rows.
-        out: one row behind the other, in plain torch on any device; or with `table` the memory of its records.
-        table: where rows lie in `out`; None for one behind the other.
+        out: bytes of rows, in plain torch on any device.
+        numbers: distinct rows of `out`; None for its first n, in order.
         base: what residuals are taken against; None for none.
-
-    Raises:
-        ValueError: sizes that do not fit `table`.
     """
     elements = values.shape[1]
-    if table is not None:
-        table.check(out, len(values), base)
-    together = table is None or len(table.rows) == 1
-    coded = out if table is None else table.taken(out) if together else out.new_empty(len(values), table.row_bytes)
     squares = None if base is None else base.squares()
     for part in chunks(len(values), elements):
-        rows, there, end = values[part].float(), coded[part], coded.shape[1]
-        some = there if there.device == rows.device else torch.empty_like(there, device=rows.device)
+        rows, end = values[part].float(), out.shape[1]
+        there = out[part] if numbers is None and out.device == rows.device else None
+        some = torch.empty(len(rows), end, dtype=torch.uint8, device=rows.device) if there is None else there
         if base is not None and squares is not None:
             projections = base.projections(values[part], part, squares)
             # Against the rounded projection, the one that decoding has.
@@ -77,10 +70,10 @@ def encode_rows(
             end -= PROJECTION_BYTES
             some[:, end:] = projections.view(torch.uint8).view(-1, PROJECTION_BYTES)
         pack(some[:, :end], code, elements, _ENCODE[code](rows, code))
-        if some is not there:
-            there.copy_(some)
-    if table is not None and not together:
-        table.put(coded, out)
+        if numbers is not None:
+            out.index_copy_(0, numbers[part], some)
+        elif there is None:
+            out[part] = some
 
 
 def pack(rows: UInt8[Tensor, "n row_bytes"], code: Code, elements: int, parts: Coded) -> None:

@@ -1,13 +1,16 @@
-"""Memory that an arena cuts slots from."""
+"""Memory of the host or the device, and who gives it back."""
 
 import os
 import weakref
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from tiered.offload.cuda_event import end_of_stream
+from tiered.offload.errors import ArenaFullError
 from tiered.offload.fence import Event
 
 
@@ -71,3 +74,24 @@ class Chunk:
 def _in_process(process: int, action: Callable[[], object]) -> None:
     if os.getpid() == process:
         action()
+
+
+def device_chunks(device: torch.device) -> Callable[[int], Chunk]:
+    """A function that allocates chunks of the device's memory.
+
+    CUDA's allocator gives out memory again as soon as its owner drops it, although kernels on the current stream may
+    still use it. A copy on another stream has to wait for them, so the chunk has an event of the current stream.
+
+    The function raises ArenaFullError if the device has no memory left.
+    """
+
+    def allocate(nbytes: int) -> Chunk:
+        try:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(device)
+            raise ArenaFullError(nbytes, free, total, f"{device} (memory=MemoryBudget(device=…))") from error
+        earlier = end_of_stream(device) if device.type == "cuda" else None
+        return Chunk(memory, pinned=False, actual_bytes=nbytes, earlier=earlier)
+
+    return allocate

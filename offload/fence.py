@@ -9,7 +9,6 @@ from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
 from tiered.offload.errors import TransferError
-from tiered.offload.slabs import BookedSlot
 
 
 @runtime_checkable
@@ -69,11 +68,6 @@ class Fence:
         self._write = (event,)
         self._reads = []
 
-    def inherit(self, fences: Iterable["Fence"]) -> None:
-        """Take over the unfinished accesses of the regions that this one is cut from."""
-        for fence in fences:
-            self._write += tuple(event for event in fence.before_write() if not event.done())
-
     def idle(self) -> bool:
         """True if nothing is under way."""
         return all(event.done() for event in self.before_write())
@@ -85,51 +79,3 @@ def settle(fences: Iterable[Fence]) -> None:
         for event in fence.before_write():
             with suppress(TransferError):
                 event.synchronize()
-
-
-class SlabFences:
-    """One fence for each slot of a slab book. Fences outlive slots: a new user waits for what earlier users left
-    unfinished. Not for several threads."""
-
-    def __init__(self, region: Region) -> None:
-        self.region = region
-        self._rooms: dict[int, int] = {}  # slab → the class that its fences are of
-        self._fences: dict[int, dict[int, Fence]] = {}  # slab → slot → fence
-        self._former: dict[int, list[tuple[int, int, Fence]]] = {}  # slab → (first byte, end, fence) of earlier classes
-
-    def begin(self, slab: int, slab_bytes: int, earlier: Iterable[Event]) -> None:
-        """Add a slab. `earlier`: events of accesses that are under way on its bytes."""
-        self._former[slab] = [(0, slab_bytes, Fence(self.region, earlier))]
-
-    def fence(self, booked: BookedSlot) -> Fence:
-        """The fence of a slot that was just booked. It waits for every unfinished access to any of its bytes.
-
-        An access by an earlier user counts when that user's fence knew of it before the slot was released.
-        """
-        slab, room = booked.slab, booked.room
-        if self._rooms.get(slab) != room:
-            self._recut(slab, room)
-        fences = self._fences[slab]
-        fence = fences.get(booked.index)
-        # An idle fence may end in a failed copy, which does not concern the new user.
-        if fence is None or fence.idle():
-            first, end = booked.index * room, (booked.index + 1) * room
-            former = self._former[slab]
-            former[:] = [(start, stop, old) for start, stop, old in former if not old.idle()]
-            fence = fences[booked.index] = Fence(self.region)
-            fence.inherit(old for start, stop, old in former if start < end and first < stop)
-        return fence
-
-    def unfinished(self) -> list[Fence]:
-        """The fences with an access under way, of slots in use and of released ones."""
-        current = [fence for fences in self._fences.values() for fence in fences.values()]
-        former = [fence for entries in self._former.values() for _, _, fence in entries]
-        return [fence for fence in [*current, *former] if not fence.idle()]
-
-    def _recut(self, slab: int, room: int) -> None:
-        """Change the class of a slab; unfinished accesses of its old slots are kept by bytes."""
-        old = self._rooms.get(slab, 0)
-        former = self._former.setdefault(slab, [])
-        former += [(index * old, (index + 1) * old, fence) for index, fence in self._fences.get(slab, {}).items()]
-        self._rooms[slab] = room
-        self._fences[slab] = {}

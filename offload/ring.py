@@ -59,6 +59,7 @@ class Ring:
         self.region = region
         self.slots = slots
         self.slot_bytes = buffer.numel() // slots
+        self.bytes = buffer
         self._parts = buffer.view(slots, -1)
         self._fences = [Fence(region, earlier) for _ in range(slots)]
         self._holders: list[RingSlot | None] = [None] * slots

@@ -12,7 +12,6 @@ from tiered.core.ledger import Ledger, added
 from tiered.core.modes import Turn
 from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import CallShape
-from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_weights import StreamedWeights
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
@@ -22,7 +21,6 @@ from tiered.offload.transport import Transport
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy
 from tiered.tiers.host_pool import HostPool
-from tiered.tiers.opening import open_tiers
 from tiered.tiers.tiers import Tiers
 
 
@@ -128,14 +126,14 @@ class CallContext:
         inspected: Mapping[Account, int] = MappingProxyType({}),
         *,
         reported: ExitStack | None = None,
-    ) -> Iterator[tuple[Tiers | None, StreamBytes | None]]:
+    ) -> Iterator[tuple[Tiers | None, CallBytes]]:
         """Book the bytes of a call, and those of the device that its inspector takes (`inspected`), while the `with`
         lasts. It waits while layers of the weights are streamed to another thread.
 
         `reported`: stack of a call whose memory is reported. The ledger counts peaks anew, unless another call is under
         way. If layers of the weights are streamed, no other thread's call begins before the stack is closed.
 
-        Gives the call's tiers and the features that are streamed through them; None if nothing leaves the device.
+        Gives the call's tiers, None if nothing leaves the device, and its bytes.
 
         Raises:
             TierCapacityError: a tier has no room for all of it.
@@ -155,7 +153,7 @@ class CallContext:
             else:
                 weights = self._weights
                 call.push(lambda kind, *_: weights.rest(failed=kind is not None))
-            yield tiers, needed.streams
+            yield tiers, needed
 
     def _settled(
         self, policy: Policy, sizes: CallShape, inspected: Mapping[Account, int], *, reported: bool
@@ -179,25 +177,10 @@ class CallContext:
         return needed
 
     def _tiers(self, needed: CallBytes) -> AbstractContextManager[Tiers | None]:
-        records = needed.records
-        if records is None and needed.streams is None:
+        if needed.records is None and needed.streams is None:
             return nullcontext()
         transport = None if self._transport is None else self._transport()
-        if records is None:
-            return Tiers(self._ledger, device=self.device, transport=transport, pool=self._pool)
-        return open_tiers(
-            self._ledger,
-            device=self.device,
-            dtype=self.dtype,
-            transport=transport,
-            slot_bytes=records.slot_bytes,
-            store_bytes=records.store_bytes,
-            slab_bytes=records.slab_bytes,
-            fetch_slots=records.fetch_slots,
-            store_slots=records.store_slots,
-            pool=self._pool,
-            expected_bytes={records.tier: records.arena},
-        )
+        return Tiers(self._ledger, device=self.device, transport=transport, pool=self._pool)
 
     @property
     def weights(self) -> StreamedWeights | None:

@@ -18,14 +18,15 @@ from tiered.forward.forward import Forward
 from tiered.forward.forward_bytes import compared_at_a_time
 from tiered.forward.parts import CanvasLimits
 from tiered.forward.sizes import CallShape
-from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.forward.traced_model import traced
 from tiered.inputs import Prompts
 from tiered.models.base import DiffusionModel
+from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy
 from tiered.policies.row_schedule import row_schedule
 from tiered.prepare import PreparedCall
+from tiered.tiers.stored_rows import StoredRows
 from tiered.tiers.tiers import Tiers
 
 
@@ -33,12 +34,12 @@ def denoiser(
     context: CallContext,
     call: PreparedCall,
     tiers: Tiers | None,
-    streams: StreamBytes | None,
+    needed: CallBytes,
     *,
     streamer: Streamer | None = None,
     inspector: Inspector | None = None,
 ) -> Denoiser:
-    """The loop of a call, whose bytes are booked; `tiers`, `streams`: from `CallContext.booked`."""
+    """The loop of a call, whose bytes are booked; `tiers`, `needed`: from `CallContext.booked`."""
     model, options, policy = context.model, call.options, call.choice.policy
     # A call that draws nothing leaves torch's default stream alone.
     draws = options.draws or (call.prior is None and model.shape.noise == "uniform")
@@ -63,7 +64,7 @@ def denoiser(
         streamer=streamer,
     )
     return Denoiser(
-        _forward(context, canvas, policy, call.sizes, tiers, streams),
+        _forward(context, canvas, policy, call.sizes, tiers, needed),
         policy.start(),
         rules,
         TokenSampler(model, options.sampling(), generators, min_new_tokens=options.min_new_tokens, ends=ends),
@@ -131,7 +132,7 @@ def _forward(
     policy: Policy,
     sizes: CallShape,
     tiers: Tiers | None,
-    streams: StreamBytes | None,
+    needed: CallBytes,
 ) -> Forward:
     shape, sequences = sizes.shape, sizes.sequences
     positions, key_mask, pads = canvas.positions(), canvas.key_mask(), canvas.pads if canvas.padded else None
@@ -139,8 +140,8 @@ def _forward(
         positions, key_mask, pads = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
     features, of_call = policy.features(shape), {"batch": sequences, "length": canvas.length, "kv": sizes.kv}
     of_call |= {"answer_start": canvas.prompt_length, "dtype": context.dtype}
-    if streams is not None and tiers is not None:
-        store = StreamedFeatureStore(shape, features, streams, tiers, **of_call)
+    if needed.streams is not None and tiers is not None:
+        store = StreamedFeatureStore(shape, features, needed.streams, tiers, **of_call)
     else:
         store = FeatureStore(shape, features, **of_call, device=context.device)
     limits = CanvasLimits(
@@ -152,6 +153,8 @@ def _forward(
         pads=pads,
     )
     forward = Forward(traced(context.model), store, positions, limits, tiers, context.weights)
+    if needed.records is not None and tiers is not None:
+        forward.stored = StoredRows(tiers, needed.records, sequences)
     forward.most_rows = policy.needs(sizes).most_rows or canvas.length
     return forward
 

@@ -41,7 +41,7 @@ from tiered.policies.registry import check_arguments, make_policy
 from tiered.policies.row_schedule import row_schedule
 from tiered.runtime import Runtime
 from tiered.tiers.host_pool import HostPool
-from tiered.tiers.opening import check_disk
+from tiered.tiers.tiers import check_disk
 
 LEAST_HINT = (
     "that loads the model, and calls take more (`tiered.plan` says how much); or keep the weights in fewer bits: "

@@ -224,8 +224,8 @@ class Runtime:
                 sizes.shape, sequences=sizes.sequences, length=sizes.context, dtype=sizes.dtype
             )
         booked = self._call.booked(call.choice.policy, sizes, inspected, reported=reported)
-        with booked as (tiers, streams):
-            yield denoiser(self._call, call, tiers, streams, streamer=streamer, inspector=inspector), tiers
+        with booked as (tiers, needed):
+            yield denoiser(self._call, call, tiers, needed, streamer=streamer, inspector=inspector), tiers
 
     def output(self, call: PreparedCall, denoised: GenerationState, moved: TierStats | None) -> GenerationOutput:
         """The output of a call that is over."""

@@ -6,7 +6,6 @@ canvas takes one hidden state of it and the temporaries of one part, and no N×N
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +23,8 @@ from tiered.forward.parts import CanvasLimits, Part
 from tiered.forward.passes import AttentionProbe, Between, BranchKeeper, LayerWeights, Pass, RowsProbe, add_branch
 from tiered.models.attention import heads_joined, merged
 from tiered.models.base import DiffusionModel, head
+from tiered.tiers.stored_rows import StoredRows
+from tiered.tiers.tiers import Tiers
 
 
 class Forward:
@@ -32,7 +33,8 @@ class Forward:
     Attributes:
         length: columns of the canvas.
         rows: all columns.
-        tiers: records of hidden states; None if the policy keeps none.
+        tiers: of the call; None if all is on the device.
+        stored: rows of hidden states; None if the policy stores none.
         ids: tokens of the pass under way.
         limits: columns of the canvas that its rows read.
         reads: what they read beside the canvas.
@@ -53,14 +55,14 @@ class Forward:
         store: FeatureStore,
         positions: Int[Tensor, "batch length"],
         limits: CanvasLimits | None = None,
-        tiers: Any = None,
+        tiers: Tiers | None = None,
         weights: LayerWeights | None = None,
     ) -> None:
         """
         Args:
             positions: RoPE position of every column; one row if all sequences share them.
             limits: columns that rows read, of all sequences; None for the whole canvas.
-            tiers: the `TierManager` of a policy that keeps hidden states; the forward only hands it on.
+            tiers: those of the call; None if all is on the device. The forward only hands them on.
             weights: what brings the weights of each layer; None if all are on the device.
         """
         self.model = model
@@ -68,6 +70,7 @@ class Forward:
         self.length = self.most_rows = positions.shape[1]
         self.rows = Rows.span(0, self.length, positions.device)
         self.tiers = tiers
+        self.stored: StoredRows | None = None
         self.limits = self._limits = limits or CanvasLimits(model.shape, self.length)
         self.ids = positions[:0]
         self.reads: tuple[Part, ...] = ()

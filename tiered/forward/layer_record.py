@@ -12,8 +12,7 @@ from tiered.kernels.coded_rows import CodedRows
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import assign
 from tiered.models.weight_form import WeightForm, places
-from tiered.offload.arena import device_chunks
-from tiered.offload.chunk import Chunk
+from tiered.offload.chunk import Chunk, device_chunks
 from tiered.offload.errors import ArenaFullError
 
 Matrix = Tensor | CodedRows

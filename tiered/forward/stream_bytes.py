@@ -7,7 +7,7 @@ from typing import Any
 from tiered.core.features import Account, Feature
 from tiered.forward.chunks import Chunks
 from tiered.forward.sizes import CallShape, stored_row
-from tiered.offload.slabs import UNIT, size_class
+from tiered.offload.size_class import UNIT, size_class
 
 MOST_CHUNK_ROWS, FEWEST_CHUNK_ROWS = 128, 16
 _CHUNKS = 8  # of a short sequence, at least

@@ -10,7 +10,7 @@ from tiered.core.features import Account, Tier
 from tiered.models.shape import ModelShape
 from tiered.models.weight_form import WeightForm, beside_layers, places
 from tiered.offload.segments import reserved_bytes
-from tiered.offload.slabs import UNIT
+from tiered.offload.size_class import UNIT
 
 RING_SLOTS = 2  # one layer is used while the next one comes
 LOAD_SLOTS = 2  # of host memory, that layers from files pass: one is read while the other goes up

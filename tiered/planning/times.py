@@ -14,7 +14,6 @@ from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import ForwardWork, forward_work
 from tiered.forward.sizes import CallShape
 from tiered.models.weight_form import read_bytes
-from tiered.offload.slabs import UNIT
 from tiered.planning.call_bytes import CallBytes
 from tiered.planning.workload import answer_of, prompt_of
 from tiered.policies.base import Pass, Policy, Step, StepKind
@@ -238,7 +237,5 @@ def _dry_forward(policy: Policy, sizes: CallShape, block: int, asked: Pass) -> D
         rows += renewed * (layers - 1) / layers
         if policy.hidden_tier == Tier.HOST and renewed:
             # An upper bound: rows that come from the group below are not fetched, and the model decides on those.
-            records = min(math.ceil(renewed), policy.top_m)
-            record = kept.stored(-(-math.ceil(renewed) // records))
-            fetched = sizes.sequences * kept.layers * records * -(-record // UNIT) * UNIT
+            fetched = sizes.sequences * kept.layers * kept.stored(math.ceil(renewed))
     return DryForward(block, asked.kind, rows, fetched, PROGRAM_LAUNCHES)

@@ -103,9 +103,9 @@ class HiddenBytes:
         return cls(
             codecs={codec: found.records for codec, found in by_codec.items()},
             clusters=records.clusters,
-            centroids=records.references + records.banks,
+            centroids=records.references + records.centroids,
             staging=records.staging,
-            slots=records.fetch_slots + records.store_slots,
+            slots=records.slots,
         )
 
     def as_dict(self) -> dict[str, Any]:

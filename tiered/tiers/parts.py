@@ -27,14 +27,16 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """A record of `nbytes` in one part."""
+class Equal:
+    """`parts` of `part_bytes`, one behind the other in the home and in a slot."""
 
-    nbytes: int
+    part_bytes: int
     parts: int = 1
 
-    def segments(self, parts: Parts) -> Iterable[Segment]:
-        return [Segment(0, 0, self.nbytes)] if parts.any() else []
+    def segments(self, parts: Parts) -> list[Segment]:
+        """See `Layout.segments`."""
+        edges = np.flatnonzero(np.diff(parts, prepend=False, append=False)) * self.part_bytes
+        return [Segment(start, start, stop - start) for start, stop in edges.reshape(-1, 2).tolist()]
 
 
 class Wanted(NamedTuple):

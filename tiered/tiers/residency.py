@@ -21,7 +21,7 @@ from tiered.core.events import Asked, Stored, TierEvent
 from tiered.offload.fence import Fence
 from tiered.offload.ring import Ring, RingSlot
 from tiered.offload.transport import Copy, Lane, Segment
-from tiered.tiers.parts import Layout, Parts, Wanted, Whole
+from tiered.tiers.parts import Equal, Layout, Parts, Wanted
 from tiered.tiers.tiers import Home
 from tiered.tiers.traffic import Traffic
 
@@ -67,6 +67,10 @@ class Residency:
         """Where the bytes of a record lie. Raises `KeyError` for no record."""
         return self._records[key].home
 
+    def layout(self, key: Hashable) -> Layout:
+        """How the parts of a record lie. Raises `KeyError` for no record."""
+        return self._records[key].layout
+
     def place(
         self, key: Hashable, home: Home, *, layout: Layout | None = None, filled: bool = True, layer: int | None = None
     ) -> None:
@@ -81,7 +85,7 @@ class Residency:
         """
         if key in self._records:
             raise ValueError(f"there is a record {key} already")
-        layout = layout or Whole(home.nbytes)
+        layout = layout or Equal(home.nbytes)
         self._records[key] = _Record(home, layout, np.full(layout.parts, filled), layer)
 
     def move(self, key: Hashable, home: Home) -> None:

@@ -1,7 +1,7 @@
 """The tiers of a call, or of the weights: where memory and files come from, what carries copies, and what they did."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Self
@@ -10,14 +10,15 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
-from tiered.offload.arena import device_chunks
-from tiered.offload.chunk import Chunk
+from tiered.offload.chunk import Chunk, device_chunks
 from tiered.offload.fence import Fence, Region, settle
 from tiered.offload.file_record import FileRecord
 from tiered.offload.ring import Ring
 from tiered.offload.scratch_file import ScratchFile
+from tiered.offload.size_class import UNIT
 from tiered.offload.transport import Lane, Transport
 from tiered.tiers.host_pool import KNOBS, HostPool, booked, open_ring, told_by_tier
 from tiered.tiers.stats import TierStats, reporting
@@ -114,6 +115,16 @@ class Tiers:
             opened.callback(self._host.pop, fence)
             opened.callback(settle, [fence])
             return Home(nbytes, fence, memory=chunk.bytes[:nbytes], free=self._to_free(opened))
+
+    def on_device(self, account: Account, nbytes: int) -> UInt8[Tensor, " nbytes"]:
+        """Memory of the device, booked under `account` until the tiers are closed. Raises `TierCapacityError` if it has
+        no room."""
+        with told_by_tier(Tier.DEVICE):
+            chunk = booked(self.ledger, Tier.DEVICE, device_chunks(self.device))(nbytes)
+        self.memory.callback(chunk.free)
+        self.ledger.rebook(Account.SPARE, account, nbytes, Tier.DEVICE)
+        self.memory.callback(self.ledger.rebook, account, Account.SPARE, nbytes, Tier.DEVICE)
+        return chunk.bytes
 
     def to_scratch(self, home: Home, account: Account, room: int, layer: int | None = None) -> Home:
         """A home in the scratch file with the bytes of `home`, which is in host memory and stays. Blocks until they are
@@ -234,6 +245,19 @@ class Tiers:
             )
             self.memory.callback(self._scratch.close)
         return self._scratch
+
+
+def check_disk(budget: MemoryBudget) -> None:
+    """See whether there can be the disk tier that `budget` has, if any: a file is made and closed again.
+
+    Raises:
+        OSError: no file can be made in `disk_path`.
+        TierCapacityError: the disk has not as many bytes free.
+    """
+    cap = budget.cap(Tier.DISK)
+    if cap and budget.disk_path is not None:
+        with told_by_tier(Tier.DISK), closing(ScratchFile(budget.disk_path, UNIT)) as file:
+            file.check_free(cap)
 
 
 def _transport_for(device: torch.device) -> Transport:

@@ -1,7 +1,7 @@
 """The hidden states that a call keeps: the rows that enter a group of layers, stored by a refresh."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,12 +20,10 @@ from tiered.core.spans import spanned
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
-from tiered.offload.codec_bytes import Codec
-from tiered.policies.polestar.hidden_records import HiddenRecords
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
 from tiered.policies.polestar.update_log import GroupUpdate
-from tiered.tiers.manager import TierManager
+from tiered.tiers.stored_rows import StoredRows
 
 KMEANS_ITERATIONS = 5  # as in the authors' code; more move few rows
 KMEANS_SEED = 0
@@ -33,21 +31,20 @@ KMEANS_SEED = 0
 
 @dataclass(slots=True, kw_only=True)
 class HiddenCache:
-    """Clusters, records and drift of the layers that lead a group (`leads`).
+    """Clusters, stored rows and drift of the layers that lead a group (`leads`).
 
     An update chooses clusters in the leader, and their rows go up through the whole group. The other layers would
     choose the same clusters, because rows with new inputs come first, so they store nothing. The first layer's rows are
-    embeddings, and of the last layer only the current block is read. So only the leaders between them have records.
+    embeddings, and of the last layer only the current block is read. So only the leaders between them store rows.
 
     Attributes:
-        clusters, top_m, codec, backend: options of `Polestar`; `backend` is `kmeans`.
+        clusters, top_m, backend: options of `Polestar`; `backend` is `kmeans`.
         group: layers of a group.
-        tier: tier of the records.
         measures_moves: whether the move of a centroid counts as drift (`Polestar.measures_moves`).
         states: by leader; empty before the first refresh, and if there is nothing outside the block.
         ranking: drift of every cluster at the last update, by leader and sequence.
         copies: canvases of each sequence; 2 with guidance.
-        tiers: the call's tiers; None before the first refresh.
+        stored: where rows are stored; None before the first refresh.
         log: what updates did.
         updated_in, fetched: number of the last forward that updated, and the columns of stored rows that it used.
     """
@@ -55,33 +52,27 @@ class HiddenCache:
     clusters: int | Literal["auto"]
     top_m: int
     group: int
-    codec: Codec
-    tier: Tier
     backend: Backend
     measures_moves: bool = False
     states: dict[int, LayerState] = field(default_factory=dict)
     ranking: dict[int, list[list[float]]] = field(default_factory=dict)
     copies: int = 1
-    tiers: TierManager | None = None
+    stored: StoredRows | None = None
     log: list[GroupUpdate] = field(default_factory=list)
     updated_in: int = -1
     fetched: Bool[np.ndarray, "sequences length"] = field(default_factory=lambda: np.zeros((0, 0), dtype=bool))
 
-    def begin(self, tiers: object | None, copies: int) -> None:
+    def begin(self, stored: StoredRows | None, copies: int) -> None:
         """Forget everything: a refresh begins."""
-        assert tiers is None or isinstance(tiers, TierManager), tiers
-        for state in self.states.values():
-            self._forget(state, range(state.batch))
         self.states.clear()
         self.ranking.clear()
-        self.tiers, self.copies = tiers, copies
+        self.stored, self.copies = stored, copies
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences of the canvas alone (ascending)."""
         for state in self.states.values():
             batch = state.batch // self.copies
             kept = [copy * batch + number for copy in range(self.copies) for number in sequences]
-            self._forget(state, set(range(state.batch)).difference(kept))
             state.keep(kept)
             if state.layer in self.ranking:
                 self.ranking[state.layer] = [self.ranking[state.layer][number] for number in kept]
@@ -127,42 +118,25 @@ class HiddenCache:
             found.update(zip(numbers, indices, strict=True))
         return [found[number] for number in range(len(pads))]
 
-    @spanned(Op.STORE)
-    def store(
-        self, layer: int, hidden: Float[Tensor, "batch length width"], indices: Sequence[ClusterIndex]
-    ) -> list[HiddenRecords]:
-        """Store the members of every cluster; the copies run while the layer does."""
-        return [
-            HiddenRecords.store(
-                self.open_tiers, hidden[sequence], index,
-                layer=layer, sequence=sequence, codec=self.codec, tier=self.tier,
-            )
-            for sequence, index in enumerate(indices)
-        ]  # fmt: skip
-
     @property
-    def open_tiers(self) -> TierManager:
-        assert self.tiers is not None, "the runtime opens tiers for a policy that keeps hidden states"
-        return self.tiers
+    def open(self) -> StoredRows:
+        """Where rows are stored."""
+        assert self.stored is not None, "the runtime opens tiers for a policy that keeps hidden states"
+        return self.stored
 
     def column_states(self, forward: int, length: int) -> Int8[np.ndarray, "batch length"]:
         """The `ColumnState` of columns after `forward`, of the canvases that see their prompts: `STORED` and `FETCHED`.
         The host reads nothing from the device."""
         sequences = next((state.batch for state in self.states.values()), 0)
         places = np.zeros((sequences, length), dtype=np.int8)
-        if self.tier is not Tier.DEVICE:
+        if self.stored is not None and self.stored.tier is not Tier.DEVICE:
             for state in self.states.values():
-                if state.records is not None:
+                if state.regions is not None:
                     for row, members in zip(places, state.members, strict=True):
                         row[members.cluster_of >= 0] |= ColumnState.STORED
             if forward == self.updated_in:
                 places[self.fetched] |= ColumnState.FETCHED
         return places[: sequences // self.copies]
-
-    def _forget(self, state: LayerState, sequences: Iterable[int]) -> None:
-        if state.records is not None:
-            for number in sequences:
-                state.records[number].forget(self.open_tiers)
 
 
 class Refresh:
@@ -178,7 +152,7 @@ class Refresh:
         cache = self._cache
         if layer == 0:
             copies = len(pass_.hidden) // len(self._pads)
-            cache.begin(forward.tiers, copies)
+            cache.begin(forward.stored, copies)
             self._pads = [*self._pads] * copies
             if forward.model.shape.sight == "noise":
                 (_, end), behind = self._areas
@@ -189,9 +163,12 @@ class Refresh:
         if not any(index.clusters for index in indices):
             return forward.dense(layer, pass_)
         members = _members(indices, pass_.hidden.shape[1])
-        records = cache.store(layer, pass_.hidden, indices) if layer else None
+        if layer:
+            for region, (rows, index, own) in enumerate(zip(pass_.hidden, indices, members, strict=True)):
+                everything = [own.stored(region, cluster) for cluster in range(index.clusters)]
+                cache.open.store(layer, everything, rows[index.rows], index.centroids)
         pass_ = forward.dense(layer, pass_)
-        cache.states[layer] = LayerState.of(forward, layer, self._current, indices, members, records)
+        cache.states[layer] = LayerState.of(forward, layer, self._current, indices, members, stored=layer > 0)
         return pass_
 
 

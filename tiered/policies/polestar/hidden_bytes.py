@@ -14,19 +14,12 @@ from tiered.core.features import Tier
 from tiered.forward.forward_bytes import block_attention_bytes, part_bytes, part_rows
 from tiered.forward.sizes import CallShape
 from tiered.kernels.row_code import CHUNK_ELEMENTS
-from tiered.offload.codec_bytes import Codec, centroid_bytes
-from tiered.offload.slabs import UNIT, size_class
-from tiered.tiers.arena_bytes import arena_bytes, best_slab
+from tiered.offload.codec_bytes import Codec
 from tiered.tiers.record_bytes import RecordBytes
 
-# Rows of the largest record, before its last page is filled: 128 rows of LLaDA-8B are 295 KiB as nvfp4_delta. Larger
-# records move no faster, and an update that wants a part of one fetches it all.
-RECORD_ROWS = 128
-MOST_ROWS = 256  # of a record whose page holds many
+RECORD_ROWS = 128  # of stored rows that pass a slot together: 289 KiB of LLaDA-8B, for which a link is at full speed
 CENTROIDS_AT_ONCE = 64  # of each sequence: one tile of the kernel, and scores that stay in a CPU's cache
-STORE_SLOTS = 2  # rows are encoded into one while the other is copied
-STORE_BYTES = 2 << 20  # most bytes of a store slot; a copy of them is at full speed
-MOST_FETCH_SLOTS = 16
+MOST_SLOTS = 16
 # Of faiss: `distance_compute_blas_query_bs` and `distance_compute_blas_database_bs`.
 _FAISS_ROWS, _FAISS_CENTROIDS = 4096, 1024
 _FLOAT32, _INT64 = 4, 8
@@ -95,24 +88,9 @@ class ClusterSizes:
         return min(self.clustered, self.top_m * MOST_ROWS_PER_CLUSTER) if bounded else self.clustered
 
     @property
-    def record_rows(self) -> int:
-        return fitting_rows(self.codec, self.call.shape.width, self.call.element, self.stored(self._largest))
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a staging slot: room for two records of half the largest size, padded as in an arena."""
-        largest, half = self.stored(self._largest), self.stored(-(-self._largest // 2))
-        return max(size_class(largest), 2 * size_class(half))
-
-    @property
     def layers(self) -> int:
         """Layers that keep records: one a group. The first and the last layer keep none."""
         return -(-max(0, self.call.shape.layers - 2) // self.group)
-
-    @property
-    def records(self) -> int:
-        """Records of one layer of one sequence."""
-        return min(self.kept, self.clusters + self.kept // self.record_rows)
 
     @property
     def block(self) -> int:  # columns whose keys change at every step, with the row in front that predicts
@@ -132,52 +110,28 @@ class ClusterSizes:
         """Bytes of `rows` hidden rows in their codec."""
         return rows * self.codec.row_bytes(self.call.shape.width, self.call.element)
 
-    @property
-    def _largest(self) -> int:
-        return min(max(self.kept, 1), RECORD_ROWS)
-
-
-def fitting_rows(codec: Codec | str, width: int, element_bytes: int, slot_bytes: int) -> int:
-    """Rows of the largest record in a staging slot of `slot_bytes`, rounded up to whole pages; 0 if no row fits. A
-    larger slot holds more records, not larger ones, because an update that wants a part of one fetches it all."""
-    row = Codec(codec).row_bytes(width, element_bytes)
-    return min(MOST_ROWS, -(-min(slot_bytes, RECORD_ROWS * row) // UNIT) * UNIT // row)
-
 
 def hidden_record_bytes(sizes: ClusterSizes, tier: Tier) -> RecordBytes:
-    """Bytes of the hidden states that a call keeps in `tier`."""
-    call, sequences, slot = sizes.call, sizes.call.sequences, sizes.slot_bytes
-    layers, width = sequences * sizes.layers, call.shape.width
-
-    def arena(slab_bytes: int) -> int:
-        each = tuple(sizes.stored(rows) for rows in range(1, sizes.record_rows + 1))
-        rows, records = layers * sizes.kept, layers * sizes.records
-        return arena_bytes(each, rows=rows, records=records, slab_bytes=slab_bytes, store_bytes=store)
-
-    records = tables = activations = 0
-    store = slot
+    """Bytes of the hidden states that a call stores in `tier`."""
+    call, sequences, codec, activations = sizes.call, sizes.call.sequences, sizes.codec, 0
     if sizes.kept:
-        records = sizes.stored(sizes.kept)
-        if tier is Tier.HOST:  # a sequence's records of a layer, each in whole pages
-            store = max(slot, min(STORE_BYTES, (-(-records // UNIT) + sizes.records) * UNIT))
         # Every call has room for a refresh without clusters.
         room = call.context * sizes.row + part_bytes(call)
         activations = max(refresh_bytes(sizes) - room, update_bytes(sizes) - room, 0)
-    if sizes.codec.needs_base and layers:  # new centroids of a layer stand beside those that they replace
-        tables = (layers + 1) * centroid_bytes(sizes.clusters, width, element_bytes=call.element)
-    slab, on_host = best_slab(slot, arena), tier is Tier.HOST
+    # Each cluster of an update may lie in two records. Two more are on their way for the layer above, or down.
+    slots = min(MOST_SLOTS, 2 * sequences * min(sizes.top_m, sizes.clusters) + 2)
+    slots = min(slots, sequences * sizes.layers * -(-sizes.kept // RECORD_ROWS))
     return RecordBytes(
         tier=tier,
+        codec=codec,
+        regions=sequences * sizes.layers,
+        rows=sizes.kept,
+        row_bytes=codec.row_bytes(call.shape.width, call.element),
         clusters=sizes.clusters,
-        records=layers * records,
-        arena=arena(slab),
+        centroid_bytes=call.shape.width * call.element if codec.needs_base else 0,
+        record_rows=min(RECORD_ROWS, max(1, sizes.kept)),
+        slots=slots if tier is Tier.HOST else 0,
         references=sequences * (sizes.layers + (call.shape.layers > 1)) * _reference_bytes(sizes),
-        banks=tables,
-        slot_bytes=slot,
-        store_bytes=store,
-        slab_bytes=slab,
-        fetch_slots=min(MOST_FETCH_SLOTS, sequences * min(sizes.top_m, max(1, sizes.clusters)) + 2) if on_host else 1,
-        store_slots=STORE_SLOTS if on_host else 1,
         activations=activations,
     )
 
@@ -251,11 +205,9 @@ def _moving(sizes: ClusterSizes) -> int:
 
 
 def _coding(sizes: ClusterSizes) -> int:
-    """Temporaries of the records of one sequence on their way into their codes: of a chunk of all their rows, and the
-    codes of all of them before they lie in one place."""
-    width = sizes.call.shape.width
-    rows = max(sizes.record_rows, min(sizes.kept, CHUNK_ELEMENTS // width))
-    return rows * width * sizes.codec.working + sizes.stored(sizes.kept) * (sizes.codec is not Codec.RAW)
+    """Temporaries of stored rows of one sequence on their way into their codes, a part at a time."""
+    rows = max(1, min(sizes.kept, CHUNK_ELEMENTS // sizes.call.shape.width))
+    return rows * sizes.call.shape.width * sizes.codec.working + sizes.stored(rows) * (sizes.codec is not Codec.RAW)
 
 
 def _centroids(sizes: ClusterSizes) -> int:

@@ -1,6 +1,6 @@
 """What the cache of hidden states holds for one layer, and how an update reads and writes it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +18,8 @@ from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
 from tiered.policies.polestar.drift import DriftReference, LayerKeys
-from tiered.policies.polestar.hidden_records import Fetching, HiddenRecords, Tickets
-from tiered.policies.polestar.members import Columns, Members, RowLayout
-from tiered.tiers.manager import TierManager
+from tiered.policies.polestar.members import Cluster, Columns, Members, RowLayout
+from tiered.tiers.stored_rows import StoredCluster, StoredRows
 
 Span = tuple[int, int]
 # Clusters of each sequence that move, which of them are filler (False), and their new centroids.
@@ -34,7 +33,7 @@ class LayerState:
     Attributes:
         current: columns of the current block. Their keys change with every step, and that is what makes drift.
         members: the columns of each cluster, by sequence.
-        records: records of the members, by sequence; None for a layer without records.
+        regions: region of `StoredRows` that has the members' rows, by sequence; None for a layer that stores none.
         medoids: canvas column of every cluster.
         present: False at filler.
         queries: queries of the centroids, rotated at the positions of the medoids.
@@ -44,7 +43,7 @@ class LayerState:
     layer: int
     current: Span
     members: list[Members]
-    records: list[HiddenRecords] | None
+    regions: list[int] | None
     medoids: Int[Tensor, "batch clusters"]
     present: Bool[Tensor, "batch clusters"]
     queries: Float[Tensor, "batch heads clusters head_dim"]
@@ -58,9 +57,10 @@ class LayerState:
         current: Span,
         indices: Sequence[ClusterIndex],
         members: list[Members],
-        records: list[HiddenRecords] | None,
+        *,
+        stored: bool,
     ) -> "LayerState":
-        """The state after the keys of every row of the layer were written."""
+        """The state after the keys of every row of the layer were written. `stored`: whether the rows are stored."""
         most = max(index.clusters for index in indices)
         medoids = torch.stack([_padded(index.medoids, most) for index in indices])
         centroids = torch.stack([_padded(index.centroids, most) for index in indices])
@@ -68,19 +68,25 @@ class LayerState:
         queries = centroid_queries(forward, layer, centroids, medoids)
         with span(Op.DRIFT):
             reference = DriftReference.of(queries, LayerKeys.of(forward, layer), forward.rows[slice(*current)])
-        return cls(layer, current, members, records, medoids, present, queries, reference)
+        regions = [*range(len(members))] if stored else None
+        return cls(layer, current, members, regions, medoids, present, queries, reference)
 
     @property
     def batch(self) -> int:
         return len(self.members)
 
     def keep(self, sequences: list[int]) -> None:
-        """Go on with these sequences alone (ascending). The caller forgets the records of the others."""
+        """Go on with these sequences alone (ascending)."""
         self.members = [self.members[number] for number in sequences]
-        if self.records is not None:
-            self.records = [self.records[number] for number in sequences]
+        if self.regions is not None:
+            self.regions = [self.regions[number] for number in sequences]
         self.medoids, self.present = self.medoids[sequences], self.present[sequences]
         self.queries, self.reference = self.queries[sequences], self.reference.of_sequences(sequences)
+
+    def stored(self, clusters: Iterable[Cluster]) -> list[StoredCluster]:
+        """Where the rows of `clusters` are stored."""
+        assert self.regions is not None, "the layer stores rows"
+        return [self.members[sequence].stored(self.regions[sequence], cluster) for sequence, cluster in clusters]
 
     def recenter(self, forward: Forward, moved: Moved) -> None:
         """Give clusters new centroids, hence new queries. Their drift is measured from here."""
@@ -97,7 +103,7 @@ class LayerState:
         return queries
 
     def retire(self, columns: Span) -> None:
-        """Let `columns` leave their clusters; the records still hold their rows."""
+        """Let `columns` leave their clusters; their rows are still stored."""
         self.members = [members.without(*columns) for members in self.members]
 
     def append(
@@ -117,8 +123,6 @@ class LayerState:
         self.reference = self.reference.append()
         self.recenter(forward, (number, torch.ones_like(number, dtype=torch.bool), centroids))
         self.members = [members.appended(*columns) for members in self.members]
-        if self.records is not None:
-            self.records = [records.appended(count) for records in self.records]
         return centroids
 
 
@@ -187,23 +191,23 @@ def gather_rows(
     state: LayerState,
     known: Sequence[Float[Tensor, "batch _ width"]],
     layout: RowLayout,
-    fetching: Fetching,
-    tickets: Tickets,
+    stored: StoredRows,
+    fetched: Sequence[Cluster],
     out: Float[Tensor, "batch rows width"],
 ) -> Rows:
     """Write the layer's input at the clusters of `layout` to `out`, and return all of its rows. They come from `known`,
-    or from `tickets`, for which compute waits. All other rows, filler too, become 0."""
+    or, of the clusters `fetched`, from what is stored. All other rows, filler too, become 0."""
     flat = out.view(-1, out.shape[2])
     columns, blank, *numbers = _on_device(out.device, layout.columns, layout.blank, *layout.to, *layout.source)
     gathered = Rows.at(columns)
     if (layout.columns < 0).any():
         gathered = Rows.at(columns.clamp_min(0), columns >= 0)
-    if state.records is None:
+    if state.regions is None:
         out[:, layout.before :] = forward.model.embed(gathered[layout.before :].columns(forward.ids))
         return gathered
     if len(blank):
         flat.index_fill_(0, blank, 0)
-    fetching.take(tickets, flat, layout.rows)
+    stored.read(state.layer, state.stored(fetched), flat, [layout.rows[cluster] for cluster in fetched])
     for rows, to, source in zip(known, numbers[: len(known)], numbers[len(known) :], strict=True):
         if len(to):
             flat.index_copy_(0, to, rows.flatten(0, 1).index_select(0, source))
@@ -213,13 +217,12 @@ def gather_rows(
 @spanned(Op.PATCH)
 def patch(
     forward: Forward,
-    tiers: TierManager,
+    stored: StoredRows,
     state: LayerState,
     known: Sequence[Float[Tensor, "batch _ width"]],
     columns: Sequence[Columns],
     affected: Sequence[Sequence[int]],
-    fetching: Fetching,
-    refetched: Tickets,
+    refetched: Sequence[Cluster],
 ) -> Moved | None:
     """Store the `affected` clusters as they are now.
 
@@ -228,18 +231,18 @@ def patch(
     Args:
         known: rows of the layer's input.
         columns: canvas columns of `known`; −1 at rows that do not count.
-        refetched: fetches of the clusters whose rows are not all known.
+        refetched: the clusters whose rows are not all known.
 
     Returns:
         The arguments of `LayerState.recenter`; None for no affected cluster.
     """
     most = max(map(len, affected))
-    if not most or state.records is None:
+    if not most or state.regions is None:
         return None
     layout = RowLayout.of(state.members, affected, columns)
     batch, rows = layout.columns.shape
     values = known[0].new_empty(batch, rows, known[0].shape[2])
-    gather_rows(forward, state, known, layout, fetching, refetched, values)
+    gather_rows(forward, state, known, layout, stored, refetched, values)
     # Rows that do not count go to one more cluster.
     own = np.where(layout.cluster < 0, most, layout.cluster)
     moved, counts = np.full((batch, most), -1), np.ones((batch, most), dtype=np.int64)
@@ -253,19 +256,20 @@ def patch(
     centroids = (sums[:, :most] / members[..., None]).to(values.dtype)
     for b, chosen in enumerate(affected):
         if chosen:
-            stored = sum(state.members[b].sizes[cluster] for cluster in chosen)
-            state.records[b].renew(tiers, chosen, values[b, :stored], centroids[b, : len(chosen)])
+            count = sum(state.members[b].sizes[cluster] for cluster in chosen)
+            own = state.stored((b, cluster) for cluster in chosen)
+            stored.store(state.layer, own, values[b, :count], centroids[b, : len(chosen)])
     return clusters.clamp_min(0), clusters >= 0, centroids
 
 
 @spanned(Op.PATCH)
-def append(forward: Forward, tiers: TierManager, state: LayerState, pass_: Pass, finished: Span) -> None:
+def append(forward: Forward, stored: StoredRows, state: LayerState, pass_: Pass, finished: Span) -> None:
     """Make a cluster of the block `finished`, the first rows of `pass_`."""
     hidden = pass_.hidden[:, : finished[1] - finished[0]]
     centroids = state.append(forward, finished, hidden)
-    if state.records is not None:
-        for b, records in enumerate(state.records):
-            records.renew(tiers, [len(records.sizes) - 1], hidden[b], centroids[b])
+    if state.regions is not None:
+        for b, members in enumerate(state.members):
+            stored.store(state.layer, state.stored([(b, len(members.sizes) - 1)]), hidden[b], centroids[b])
 
 
 def _on_device(device: torch.device, *tables: Int[np.ndarray, "..."]) -> list[Tensor]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Bool, Int
 
+from tiered.tiers.stored_rows import StoredCluster
+
 Cluster = tuple[int, int]  # a sequence, and the number of one of its clusters
 Columns = Int[np.ndarray, "batch _"]
 
@@ -37,8 +39,12 @@ class Members:
         start = sum(self.sizes[:cluster])
         return slice(start, start + self.sizes[cluster])
 
+    def stored(self, region: int, cluster: int) -> StoredCluster:
+        """Where the rows of `cluster` are stored, in the region of this sequence."""
+        return StoredCluster(region, cluster, self.slice_of(cluster))
+
     def live(self, cluster: int) -> Int[np.ndarray, " live"]:
-        """The members that still belong to `cluster`; its records may hold more."""
+        """The members that still belong to `cluster`; what is stored may be more."""
         columns = self.columns[self.slice_of(cluster)]
         return columns[self.cluster_of[columns] == cluster]
 
@@ -60,7 +66,7 @@ class Members:
         return np.flatnonzero((some > 0) & (2 * some >= every)).tolist()
 
     def without(self, first: int, stop: int) -> "Members":
-        """The same records; columns `first` to `stop` leave their clusters."""
+        """The same clusters; columns `first` to `stop` leave their clusters."""
         cluster_of = self.cluster_of.copy()
         cluster_of[first:stop] = -1
         return replace(self, cluster_of=cluster_of)

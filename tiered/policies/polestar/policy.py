@@ -134,8 +134,8 @@ class Drifting(PolicyState):
         self._cache = None
         if policy.top_m:
             self._cache = HiddenCache(
-                clusters=policy.clusters, top_m=policy.top_m, group=policy.cluster_layers, codec=Codec(policy.codec),
-                tier=policy.hidden_tier, backend=policy.kmeans, measures_moves=policy.measures_moves,
+                clusters=policy.clusters, top_m=policy.top_m, group=policy.cluster_layers, backend=policy.kmeans,
+                measures_moves=policy.measures_moves,
             )  # fmt: skip
         self._forwards = 0
         self._last: Tensor | None = None  # commits of the last step, by sequence

@@ -6,7 +6,6 @@ stored rows and centroids. If their clusters are chosen again, they replace stor
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 from jaxtyping import Bool
@@ -17,7 +16,7 @@ from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
 from tiered.policies.polestar.cache import HiddenCache
-from tiered.policies.polestar.hidden_records import Fetching, Tickets
+from tiered.policies.polestar.fetching import Fetching
 from tiered.policies.polestar.layer_state import LayerState, Span, append, gather_rows, patch, write_and_measure
 from tiered.policies.polestar.members import Cluster, Members, RowLayout, by_column
 from tiered.policies.polestar.update_log import GroupUpdate
@@ -28,7 +27,7 @@ class Renewal:
     """The clusters of an update in a group of layers, by sequence, and their fetches.
 
         chosen for their drift ─┬─ all members are from below ──┬─> recomputed, and sent up
-                                └─ else: fetched (`tickets`) ───┘
+                                └─ else: fetched (`fetched`) ───┘
         affected: with members from below ── partial ones: the other members are fetched (`refetched`) ──> stored anew
 
     If the moves of centroids count as drift, `affected` is empty: those clusters were stored before drift was measured.
@@ -43,8 +42,8 @@ class Renewal:
     chosen: list[list[int]]
     affected: list[list[int]]
     patched: list[int]
-    tickets: Tickets
-    refetched: Tickets
+    fetched: list[Cluster]
+    refetched: list[Cluster]
     layout: RowLayout
 
 
@@ -97,7 +96,7 @@ class Update:
         return forward.dense(layer, pass_)
 
     def _begin(self, forward: Forward, pass_: Pass) -> None:
-        self._fetching = Fetching(self._cache.open_tiers)
+        self._fetching = Fetching(self._cache.open)
         self._here = None if all(self._updating) else on_device(self._updating, pass_.hidden.device)
         self._rows = pass_.rows  # of the active columns: a span, in every layer
         self._length, self._layers = forward.length, forward.model.shape.layers
@@ -107,26 +106,26 @@ class Update:
         self._cache.updated_in, self._cache.fetched = self._number, np.zeros_like(self._recomputed)
 
     def _lead(self, forward: Forward, state: LayerState, pass_: Pass) -> Pass:
-        renewal, count, tiers = self._begin_fetch(forward, state, pass_), self._count, self._cache.open_tiers
+        renewal, count, stored = self._begin_fetch(forward, state, pass_), self._count, self._cache.open
         layout, recomputed = renewal.layout, by_column(renewal.layout.columns, self._length)
         self._guess(state.layer, recomputed)
         hidden = pass_.hidden.new_empty(*layout.columns.shape, pass_.hidden.shape[2])
         hidden[:, :count] = pass_.hidden[:, :count]  # a copy: the layer's input may have to be stored
         forward.attend(state.layer, self._rows, hidden[:, :count])
-        rows = gather_rows(forward, state, [pass_.hidden], layout, self._fetching, renewal.tickets, hidden)
+        rows = gather_rows(forward, state, [pass_.hidden], layout, stored, renewal.fetched, hidden)
         known, columns = [pass_.hidden], [self._from_below]
         if any(renewal.affected):
             known.append(hidden[:, count:].clone())
             columns.append(layout.columns[:, count:])
         forward.attend(state.layer, rows[count:], hidden[:, count:])
         forward.mlp(state.layer, hidden)
-        moved = patch(forward, tiers, state, known, columns, renewal.affected, self._fetching, renewal.refetched)
+        moved = patch(forward, stored, state, known, columns, renewal.affected, renewal.refetched)
         del known
         if moved is not None:
             state.recenter(forward, moved)
         if self._active != self._current and self._kept:
-            append(forward, tiers, state, pass_, renewal.finished)
-        if state.records is not None:
+            append(forward, stored, state, pass_, renewal.finished)
+        if state.regions is not None:
             self._cache.fetched |= recomputed & ~self._recomputed
         self._from_below, self._recomputed = layout.columns, recomputed
         self._write_down(state, renewal)
@@ -143,22 +142,21 @@ class Update:
         affected = [members.affected(recomputed) if stores else [] for members, recomputed in pairs]
         moved, patched = None, [len(clusters) for clusters in affected]
         if self._cache.measures_moves and any(affected):
-            refetched = self._fetching.refetch(_stored(state, affected, self._recomputed), state.records or ())
+            refetched = self._fetching.refetch(state, _partial(state, affected, self._recomputed))
             known = [pass_.hidden], [self._from_below]
-            moved = patch(forward, self._cache.open_tiers, state, *known, affected, self._fetching, refetched)
+            moved = patch(forward, self._cache.open, state, *known, affected, refetched)
             affected = [[] for _ in affected]
         measured = write_and_measure(forward, state, pass_, self._current, self._count, self._here, moved)
         drift = [of if updates else [] for of, updates in zip(measured, self._updating, strict=True)]
         with span(Op.FETCH):
             chosen = [self._most_drifted(of, *pair) for of, pair in zip(drift, pairs, strict=True)]
-            tickets = self._fetching.ask(_stored(state, chosen, self._recomputed), state.records or ())
-            asked = {*chain(*tickets)}
-            partial = [one for one in _stored(state, affected, self._recomputed) if one not in asked]
-            refetched = self._fetching.refetch(partial, state.records or ())
+            fetched = self._fetching.ask(state, _partial(state, chosen, self._recomputed))
+            partial = _partial(state, affected, self._recomputed)
+            refetched = self._fetching.refetch(state, [one for one in partial if one not in fetched])
             earlier = self._cache.ranking.get(state.layer, drift)
             self._cache.ranking[state.layer] = [now or before for now, before in zip(drift, earlier, strict=True)]
         layout = RowLayout.of(state.members, chosen, [self._from_below], self._from_below[:, : self._count])
-        return Renewal(finished, drift, chosen, affected, patched, tickets, refetched, layout)
+        return Renewal(finished, drift, chosen, affected, patched, fetched, refetched, layout)
 
     def _most_drifted(
         self, drift: Sequence[float], members: Members, recomputed: Bool[np.ndarray, " length"]
@@ -174,13 +172,13 @@ class Update:
         """Fetch ahead what the next layer will probably choose, by the drift of the last update, and not get from
         `layer` (`recomputed`)."""
         above, ranking = self._cache.states.get(layer + 1), self._cache.ranking.get(layer + 1)
-        if above is None or above.records is None or ranking is None or self._cache.measures_moves:
+        if above is None or above.regions is None or ranking is None or self._cache.measures_moves:
             return  # or its records change before it chooses
         likely = [
             self._most_drifted(drift, members, columns) if updates else []
             for drift, members, columns, updates in zip(ranking, above.members, recomputed, self._updating, strict=True)
         ]
-        self._fetching.guess(_stored(above, likely, recomputed), above.records)
+        self._fetching.guess(above, _partial(above, likely, recomputed))
 
     def _write_down(self, state: LayerState, renewal: Renewal) -> None:
         self._cache.log.append(
@@ -200,13 +198,13 @@ class Update:
         )
 
 
-def _stored(
+def _partial(
     state: LayerState, clusters: Sequence[Sequence[int]], recomputed: Bool[np.ndarray, "batch length"]
 ) -> list[Cluster]:
-    """The clusters that have to be fetched: some of their rows are in the tiers alone."""
+    """The clusters that have to be fetched: of some of their rows only the stored ones are known."""
     return [
         (sequence, cluster)
         for sequence, own in enumerate(clusters)
         for cluster in own
-        if state.records is not None and not state.members[sequence].covered(cluster, recomputed[sequence])
+        if state.regions is not None and not state.members[sequence].covered(cluster, recomputed[sequence])
     ]
