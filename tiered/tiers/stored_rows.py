@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from tiered.core.events import Asked, TierEvent
+from tiered.core.events import Asked, Stored, TierEvent
 from tiered.core.features import Account, Tier
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
@@ -205,6 +205,9 @@ class StoredRows:
     ) -> tuple[UInt8[Tensor, "any row_bytes"], Numbers]:
         """Memory of the device that has rows, and their numbers there. `fetched`: whether they have to be fetched."""
         if (memory := self._layers[layer]) is not None:
+            used = Asked if fetched else Stored
+            nbytes = len(numbers) * self._needed.row_bytes
+            self._tiers.record(used(tier=Tier.DEVICE, records=len(numbers), nbytes=nbytes))
             return memory, numbers
         wanted = [Wanted(key, parts if fetched else np.zeros_like(parts)) for key, parts in records.items()]
         views = self._residency.use(wanted, self._following(records))
