@@ -1,7 +1,7 @@
 """What a call books is what torch allocates: never less, and not much more."""
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -13,8 +13,6 @@ import pytest
 import torch
 from allocations import Allocations
 from baselines import parity
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from polestar_variants import variant
 
 from tiered.core.budget import MemoryBudget
@@ -31,18 +29,14 @@ from tiered.models.gidd import Gidd
 from tiered.models.llada import LLaDA
 from tiered.models.sdar import Sdar
 from tiered.offload.chunk import Chunk
-from tiered.offload.codec_bytes import Codec
 from tiered.offload.lane import Lane
 from tiered.offload.pinning import PageablePinner
-from tiered.offload.slabs import UNIT, SlabBook
 from tiered.output import GenerationOutput
 from tiered.planning.call_bytes import CallBytes
 from tiered.planning.workload import UNCAPPED
-from tiered.policies.polestar.hidden_records import Fetching
 from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
-from tiered.tiers.arena_bytes import arena_bytes
-from tiered.tiers.batches import runs
+from tiered.tiers.stored_rows import StoredRows
 
 # How much of what is booked is allocated, at the least.
 TIGHT = 0.9
@@ -444,86 +438,24 @@ def test_a_call_that_the_host_has_no_room_for_is_refused_with_a_host_that_fits(d
 
 
 def test_a_layer_leaves_in_few_copies():
-    """A staging slot of a store holds many records, where one that they arrive in holds two."""
+    """One a record, however many clusters lie there."""
     runtime = Runtime(random_model(n_layers=4), policy=make_policy("polestar", clusters=40, codec="raw"))
     out = runtime.generate(torch.randint(0, 1000, (1, 320)), max_new_tokens=32, steps=1, block_length=32)
     assert out.steps_by_kind["refresh"] == out.num_forwards == 1 and out.tiers is not None
     records_of = runtime.policy.needs(runtime._call.sizes(1, 352, 32)).records
     assert records_of is not None
     records = records_of()
-    assert records.store_bytes >= 5 * records.slot_bytes
-    assert records.slab_bytes % records.slot_bytes == 0
-    assert out.tiers.stored[Tier.HOST] >= 40
-    assert out.tiers.layers[1][Lane.STORE].jobs <= 2
+    assert records.rows == 320 and records.record_rows == 128
+    assert out.tiers.stored[Tier.HOST] == 320
+    assert out.tiers.layers[1][Lane.STORE].copies == out.tiers.layers[1][Lane.STORE].jobs == 3
 
 
 def test_a_call_that_fails_leaves_nothing_booked(monkeypatch: pytest.MonkeyPatch):
     runtime = budgeted("default", UNCAPPED)
-    monkeypatch.setattr(Fetching, "take", lambda *_: 1 / 0)
+    monkeypatch.setattr(StoredRows, "read", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         runtime.generate(torch.randint(0, 1000, (1, 150)), max_new_tokens=32, steps=2, block_length=32)
     assert {account for tier in Tier for account in runtime.ledger.accounts(tier)} <= {Account.SPARE}
-
-
-@given(
-    codec=st.sampled_from(list(Codec)),
-    width=st.sampled_from([96, 600, 4096]),
-    slab_units=st.integers(1, 80),
-    header=st.sampled_from([0, 64]),
-    data=st.data(),
-)
-def test_records_of_any_sizes_fit_their_arena(
-    codec: Codec, width: int, slab_units: int, header: int, data: st.DataObject
-):
-    slab = slab_units * UNIT
-
-    def nbytes(rows: int) -> int:
-        return header + rows * codec.row_bytes(width, 2)
-
-    most = sum(nbytes(rows) <= slab for rows in range(1, 257))
-    assume(most)
-    # Sizes near those that fit a slab two, three or many times are the bad ones.
-    edges = [sum(nbytes(rows) <= slab // parts for rows in range(1, most + 1)) + 1 for parts in (1, 2, 3, 5)]
-    size = st.one_of(st.integers(1, most), st.sampled_from([min(most, edge) for edge in edges]))
-    sizes = data.draw(st.lists(size, min_size=1, max_size=60))
-    store = slab * data.draw(st.integers(1, 4))
-    book, places = SlabBook(slab), {}
-
-    def put(numbers: Sequence[int]) -> None:
-        """The new ones beside those that they replace."""
-        placed = {}
-        for number in numbers:
-            placed[number] = book.allocate(nbytes(sizes[number]))
-            if placed[number] is None:
-                book.add_slabs(1)
-                placed[number] = book.allocate(nbytes(sizes[number]))
-        for number in numbers:
-            if number in places:
-                book.release(places[number])
-        places.update(placed)
-
-    again = data.draw(st.lists(st.lists(st.integers(0, len(sizes) - 1), unique=True, max_size=20), max_size=10))
-    for numbers in [[*range(len(sizes))], *again]:
-        taken = [book.room_for(nbytes(sizes[number])) for number in numbers]
-        for run in runs(taken, store):
-            put(numbers[run])
-    each = tuple(nbytes(rows) for rows in range(1, most + 1))
-    bound = arena_bytes(each, rows=sum(sizes), records=len(sizes), slab_bytes=slab, store_bytes=store)
-    assert book.capacity_bytes <= bound
-
-
-def test_small_and_large_records_together_take_more_than_their_mean():
-    # A slab is 128 rows of LLaDA-8B. Records of 66 rows take one each, those of 1 row a page.
-    slab, sizes, book = 73 * UNIT, [1] * 300 + [66] * 300, SlabBook(73 * UNIT)
-    for rows in sizes:
-        nbytes = rows * Codec.NVFP4_DELTA.row_bytes(4096, 2)
-        if book.allocate(nbytes) is None:
-            book.add_slabs(1)
-            book.allocate(nbytes)
-    assert book.slabs > 300
-    each = tuple(rows * Codec.NVFP4_DELTA.row_bytes(4096, 2) for rows in range(1, 130))
-    bound = arena_bytes(each, rows=sum(sizes), records=len(sizes), slab_bytes=slab, store_bytes=slab)
-    assert book.capacity_bytes <= bound <= 1.2 * book.capacity_bytes
 
 
 # ---- soft-capped scores ----

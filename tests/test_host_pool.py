@@ -1,7 +1,7 @@
 """Host memory that one call after another uses: what it holds, what it gives up, and what comes back from a call."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,22 +10,28 @@ from simulation import SimulatedThreads
 
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
-from tiered.core.features import Account, Feature, Tier
+from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.models.llada import LLaDA
 from tiered.offload.chunk import Chunk
+from tiered.offload.codec_bytes import Codec
 from tiered.offload.errors import PinError, TransferError
 from tiered.offload.pinning import PageablePinner
 from tiered.offload.transport import TransferEvent
 from tiered.planning.workload import UNCAPPED, Workload
-from tiered.policies.polestar.hidden_records import Fetching
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 from tiered.tiers.host_pool import HostPool, booked
-from tiered.tiers.opening import open_tiers
-from tiered.tiers.record_book import RecordKey
+from tiered.tiers.record_bytes import RecordBytes
+from tiered.tiers.stored_rows import StoredCluster, StoredRows
+from tiered.tiers.tiers import Tiers
 
-CPU, KIB, SLOT = torch.device("cpu"), 1024, 16384
+CPU, KIB = torch.device("cpu"), 1024
+ROWS = RecordBytes(
+    tier=Tier.HOST, codec=Codec.RAW, regions=1, rows=4, row_bytes=32, clusters=1, centroid_bytes=0, record_rows=4,
+    slots=1, references=0, activations=0,
+)  # fmt: skip
+CLUSTER = [StoredCluster(0, 0, slice(0, 4))]
 
 
 class System:
@@ -97,29 +103,19 @@ def test_memory_is_in_the_books_as_long_as_it_is_there(
 
 
 @pytest.mark.parametrize(
-    ("asked", "unit", "given"),
-    [
-        (4, None, 4),  # exactly that
-        (5, None, None),
-        (4, 2, 4),
-        (7, 2, 6),  # the largest up to what was asked for
-        (3, 2, None),  # never more
-        (100, 5, None),  # no bytes are left at the end of a slab
-    ],
+    ("asked", "given"), [(4, 4), (5, None), (3, None)], ids=["exactly that", "not less", "not more"]
 )
-def test_what_was_given_back_is_given_again(
-    asked: int, unit: int | None, given: int | None, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_was_given_back_is_given_again(asked: int, given: int | None, monkeypatch: pytest.MonkeyPatch):
     system = System(Ledger())
     pool = pool_over(system, monkeypatch)
     for chunk in [pool.take(size * KIB) for size in (8, 4, 6)]:
         chunk.free()
     before = len(system.calls)
-    chunk = pool.take(asked * KIB, None if unit is None else unit * KIB)
+    chunk = pool.take(asked * KIB)
     assert chunk.bytes.numel() == (given or asked) * KIB
     assert len(system.calls) - before == (given is None)
     assert system.ledger.idle(Tier.HOST) == (18 - (given or 0)) * KIB
-    other = pool.take(asked * KIB, None if unit is None else unit * KIB)
+    other = pool.take(asked * KIB)
     assert other.bytes.data_ptr() != chunk.bytes.data_ptr()  # one holder at a time
     pool.close()
     assert system.held == system.ledger.held(Tier.HOST) == chunk.actual_bytes + other.actual_bytes
@@ -234,7 +230,7 @@ def test_a_call_that_fits_runs_whatever_ran_before(model: LLaDA, pinned: list[in
 def test_a_call_that_fails_gives_its_memory_back(model: LLaDA, pinned: list[int], monkeypatch: pytest.MonkeyPatch):
     runtime = runtime_of(model, update_threshold=0)
     with monkeypatch.context() as patch:
-        patch.setattr(Fetching, "take", lambda *_: 1 / 0)
+        patch.setattr(StoredRows, "read", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             runtime.generate(ids(300), **CALL)
     assert runtime.ledger.held(Tier.HOST) == runtime.ledger.idle(Tier.HOST) == sum(pinned) > 0
@@ -271,7 +267,7 @@ def test_memory_comes_back_once_nothing_writes_it(interrupted: bool, monkeypatch
     fail, or someone lose patience."""
     ledger, transport, done = Ledger(), Stubborn(), list[bool]()
     pool, back = HostPool(ledger, CPU), HostPool._back
-    tiers = open_tiers(ledger, device="cpu", slot_bytes=SLOT, transport=transport, pool=pool)
+    tiers = Tiers(ledger, device=CPU, transport=transport, pool=pool)
 
     def noted(self: HostPool, chunk: Chunk) -> None:
         done.extend(event.done() for event in transport.events)
@@ -281,7 +277,7 @@ def test_memory_comes_back_once_nothing_writes_it(interrupted: bool, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(HostPool, "_back", noted)
-    tiers.store([RecordKey(Feature.HIDDEN, 0, 0, 0)], torch.ones(4, 8), [4], codec="raw")
+    store(tiers, 1.0)
     if interrupted:
         monkeypatch.setattr(tiers.traffic, "synchronize", impatient)
     threading.Timer(0.2, transport.go.set).start()
@@ -297,20 +293,22 @@ def test_memory_comes_back_once_nothing_writes_it(interrupted: bool, monkeypatch
 def test_calls_at_a_time_hold_memory_of_their_own():
     ledger = Ledger()
     pool = HostPool(ledger, CPU)
-    key, make = RecordKey(Feature.HIDDEN, 0, 0, 0), _opener(ledger, pool)
-    with make() as early:
-        early.store([key], torch.full((4, 8), 1.0), [4], codec="raw")
-        with make() as late:
-            late.store([key], torch.full((4, 8), 2.0), [4], codec="raw")
-            late.synchronize()
-            assert early.fetch([key]).wait().unique().tolist() == [1]
-            assert late.fetch([key]).wait().unique().tolist() == [2]
-    assert ledger.held(Tier.HOST) == pool.idle_bytes == 2 * SLOT
-    with make() as again:
-        again.store([key], torch.full((4, 8), 3.0), [4], codec="raw")
-        assert ledger.held(Tier.HOST) == 2 * SLOT
+    with Tiers(ledger, device=CPU, pool=pool) as one, Tiers(ledger, device=CPU, pool=pool) as other:
+        early, late = store(one, 1.0), store(other, 2.0)
+        other.synchronize()
+        for rows, value in ((early, 1.0), (late, 2.0)):
+            out = torch.empty(4, 8)
+            rows.read(0, CLUSTER, out, [slice(0, 4)])
+            assert out.unique().tolist() == [value]
+    assert ledger.held(Tier.HOST) == pool.idle_bytes == 2 * ROWS.room
+    with Tiers(ledger, device=CPU, pool=pool) as again:
+        store(again, 3.0)
+        assert ledger.held(Tier.HOST) == 2 * ROWS.room
     pool.close()
 
 
-def _opener(ledger: Ledger, pool: HostPool) -> Callable[[], Any]:
-    return lambda: open_tiers(ledger, device="cpu", slot_bytes=SLOT, pool=pool)
+def store(tiers: Tiers, value: float) -> StoredRows:
+    """One cluster of one layer, in host memory."""
+    rows = StoredRows(tiers, ROWS, 1)
+    rows.store(0, CLUSTER, torch.full((4, 8), value), torch.zeros(1, 8))
+    return rows

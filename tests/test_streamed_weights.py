@@ -38,7 +38,7 @@ from tiered.models.weight_form import CODES, RAW_WEIGHTS, WeightForm
 from tiered.offload.chunk import Chunk
 from tiered.offload.errors import TransferError
 from tiered.offload.lane import Lane
-from tiered.offload.slabs import UNIT
+from tiered.offload.size_class import UNIT
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.output import GenerationOutput
 from tiered.planning.call_bytes import CallBytes
@@ -258,7 +258,7 @@ def test_a_copy_waits_for_those_who_had_its_memory_before(
     runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS))
     ids = torch.randint(0, 120, (1, 5), generator=torch.Generator().manual_seed(1))
     expected = resident.logits(ids)
-    for module in ("tiered.forward.layer_record", "tiered.tiers.tiers", "tiered.tiers.manager"):
+    for module in ("tiered.forward.layer_record", "tiered.tiers.tiers"):
         monkeypatch.setattr(f"{module}.device_chunks", obtained)
     for _ in range(2):
         answer(runtime, steps=2)

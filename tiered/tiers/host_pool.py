@@ -92,9 +92,9 @@ class HostPool:
         """Bytes that no call holds."""
         return sum(chunk.actual_bytes for chunk in (*self._idle, *self._returned))
 
-    def take(self, nbytes: int, unit: int | None = None) -> Chunk:
-        """A chunk of `nbytes` with undefined content, which `free` brings back. With `unit`, it may be smaller: the
-        largest idle one of a multiple of `unit`. It is never larger: a call holds no more than it booked.
+    def take(self, nbytes: int) -> Chunk:
+        """A chunk of `nbytes` with undefined content, which `free` brings back. It is never larger: a call holds no
+        more than it booked.
 
         Raises:
             PinError: the system refused.
@@ -105,11 +105,10 @@ class HostPool:
             if self._closed:
                 raise ValueError("this pool is closed")
             self._sort()
-            sizes = {chunk.bytes.numel(): chunk for chunk in self._idle}
-            fitting = [size for size in sizes if size == nbytes or (unit and size < nbytes and size % unit == 0)]
-            chunk = sizes[max(fitting)] if fitting else self._obtained(nbytes)
+            idle = next((chunk for chunk in self._idle if chunk.bytes.numel() == nbytes), None)
+            chunk = idle or self._obtained(nbytes)
             lent = chunk.lent(partial(self._back, chunk))
-            if fitting:
+            if idle is not None:
                 self._idle.remove(chunk)
                 self._ledger.note_peak(Tier.HOST)
         return lent
@@ -173,13 +172,11 @@ def open_ring(
 
 
 @contextmanager
-def told_by_tier(tier: Tier, held: int | None = None, step: int = 0) -> Iterator[None]:
-    """What a storage lacks, as the error of the public contract. `held`: bytes of the tier where a cap is what it has
-    reached, which would do with what is needed on top, or with `step`, by which the storage grows, if that is more."""
+def told_by_tier(tier: Tier) -> Iterator[None]:
+    """What a storage lacks, as the error of the public contract."""
     try:
         yield
     except ArenaFullError as error:
-        total = None if error.hint or held is None else held + max(error.needed, step)
-        raise TierCapacityError(error.needed, error.available, tier, error.hint or KNOBS[tier], total) from error
+        raise TierCapacityError(error.needed, error.available, tier, error.hint or KNOBS[tier]) from error
     except PinError as error:
         raise TierCapacityError(error.needed, 0, tier, str(error)) from error

@@ -93,6 +93,13 @@ class ClusterSizes:
         return -(-max(0, self.call.shape.layers - 2) // self.group)
 
     @property
+    def slots(self) -> int:
+        """Slots of the device that records pass."""
+        # Each cluster of an update may lie in two records. Two more are on their way for the layer above, or down.
+        wanted = 2 * self.call.sequences * min(self.top_m, self.clusters) + 2
+        return min(MOST_SLOTS, wanted, self.call.sequences * self.layers * -(-self.kept // RECORD_ROWS))
+
+    @property
     def block(self) -> int:  # columns whose keys change at every step, with the row in front that predicts
         return self.call.block_length + self.call.shape.prediction_shift
 
@@ -118,9 +125,6 @@ def hidden_record_bytes(sizes: ClusterSizes, tier: Tier) -> RecordBytes:
         # Every call has room for a refresh without clusters.
         room = call.context * sizes.row + part_bytes(call)
         activations = max(refresh_bytes(sizes) - room, update_bytes(sizes) - room, 0)
-    # Each cluster of an update may lie in two records. Two more are on their way for the layer above, or down.
-    slots = min(MOST_SLOTS, 2 * sequences * min(sizes.top_m, sizes.clusters) + 2)
-    slots = min(slots, sequences * sizes.layers * -(-sizes.kept // RECORD_ROWS))
     return RecordBytes(
         tier=tier,
         codec=codec,
@@ -130,7 +134,7 @@ def hidden_record_bytes(sizes: ClusterSizes, tier: Tier) -> RecordBytes:
         clusters=sizes.clusters,
         centroid_bytes=call.shape.width * call.element if codec.needs_base else 0,
         record_rows=min(RECORD_ROWS, max(1, sizes.kept)),
-        slots=slots if tier is Tier.HOST else 0,
+        slots=sizes.slots if tier is Tier.HOST else 0,
         references=sequences * (sizes.layers + (call.shape.layers > 1)) * _reference_bytes(sizes),
         activations=activations,
     )
@@ -183,8 +187,7 @@ def refresh_bytes(sizes: ClusterSizes) -> int:
         # One sequence's rows, of unit norm in float32, with their results; faiss goes by blocks of rows.
         found = rows * (shape.width * (_FLOAT32 + call.element * (call.dtype != "float32")) + _FLOAT32 + _INT64)
         clustering += found + _FLOAT32 * min(rows, _FAISS_ROWS) * min(sizes.clusters, _FAISS_CENTROIDS)
-    # Rows in the order of their clusters, and whether all are finite.
-    storing = rows * shape.width * (2 * call.element + 3) + _coding(sizes)
+    storing = rows * shape.width * call.element + _coding(sizes)  # rows in the order of their clusters
     return hidden + held + max(clustering, storing, _moving(sizes) + numbers, part_bytes(call))
 
 
@@ -205,9 +208,12 @@ def _moving(sizes: ClusterSizes) -> int:
 
 
 def _coding(sizes: ClusterSizes) -> int:
-    """Temporaries of stored rows of one sequence on their way into their codes, a part at a time."""
-    rows = max(1, min(sizes.kept, CHUNK_ELEMENTS // sizes.call.shape.width))
-    return rows * sizes.call.shape.width * sizes.codec.working + sizes.stored(rows) * (sizes.codec is not Codec.RAW)
+    """Temporaries of stored rows of one sequence on their way into their codes: as many as half of the slots hold are
+    picked out, and go into their codes a part at a time."""
+    rows, width = min(sizes.kept, max(1, sizes.slots // 2) * RECORD_ROWS), sizes.call.shape.width
+    part = max(1, min(rows, CHUNK_ELEMENTS // width))
+    coded = part * width * sizes.codec.working + sizes.stored(part) * (sizes.codec is not Codec.RAW)
+    return rows * width * sizes.call.element + coded
 
 
 def _centroids(sizes: ClusterSizes) -> int:
