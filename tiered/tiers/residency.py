@@ -18,9 +18,10 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from tiered.core.events import Asked, Stored, TierEvent
+from tiered.offload.copy_segments import Segment
 from tiered.offload.fence import Fence
 from tiered.offload.ring import Ring, RingSlot
-from tiered.offload.transport import Copy, Lane, Segment
+from tiered.offload.transport import Copy, Lane
 from tiered.tiers.parts import Layout, Parts, Wanted, Whole
 from tiered.tiers.tiers import Home
 from tiered.tiers.traffic import Traffic

@@ -12,9 +12,10 @@ from torch import Tensor
 from tiered.core.features import Account
 from tiered.core.ledger import Ledger
 from tiered.offload.arena import Slot
+from tiered.offload.copy_segments import merge_neighbours
 from tiered.offload.fence import Fence, Region
 from tiered.offload.ring import Ring, RingSlot
-from tiered.offload.transport import Copy, Lane, TransferEvent, merge_neighbours
+from tiered.offload.transport import Copy, Lane, TransferEvent
 from tiered.tiers.batches import Batch
 from tiered.tiers.coding import decoding, encoding
 from tiered.tiers.record_book import Entry
