@@ -33,7 +33,7 @@ def checked_forms(
     if codec not in list(Codec):
         raise ValueError(f"unknown codec {str(codec)!r}; allowed: {', '.join(Codec)}")
     if tier not in (Tier.DEVICE, Tier.HOST):
-        raise ValueError(f"records are stored in the device or host tier, and evicted from there; not in {tier}")
+        raise ValueError(f"records are stored in the device or host tier, not in {tier}")
     if len(set(keys)) != len(keys):
         raise ValueError("the keys of one store must be distinct")
     if len(sizes) != len(keys) or any(size < 1 for size in sizes) or sum(sizes) != len(rows):
