@@ -21,9 +21,9 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account
 from tiered.core.ledger import Ledger
+from tiered.offload.copy_segments import Segment
 from tiered.offload.errors import CorruptRecordError, TransferError
 from tiered.offload.fence import Region
-from tiered.offload.transport import Segment
 from tiered.tiers.parts import Parts, Wanted
 from tiered.tiers.residency import Residency
 from tiered.tiers.tiers import Tiers

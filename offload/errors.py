@@ -2,7 +2,7 @@
 
 
 class ArenaFullError(RuntimeError):
-    """An arena, or the disk under a spill file, has no room for a record.
+    """An arena, or the disk under a scratch file, has no room for a record.
 
     Attributes:
         needed: bytes of the record's slot.
@@ -46,4 +46,4 @@ class TransferError(RuntimeError):
 
 
 class CorruptRecordError(RuntimeError):
-    """A record read from disk is not what was written there: its checksum, size or name differs."""
+    """A record read from disk is not what was written there: its checksum or size differs."""

@@ -8,7 +8,7 @@ events of any lane, of `compute`, and any other `Event`.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import UInt8
@@ -25,14 +25,6 @@ class Copy:
 
     source: UInt8[Tensor, " n"]
     destination: UInt8[Tensor, " n"]
-
-
-class Segment(NamedTuple):
-    """Bytes to copy between two buffers: `size` bytes from offset `source` to offset `destination`."""
-
-    source: int
-    destination: int
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +125,3 @@ def check_copies(copies: Iterable[Copy]) -> None:
                 )
         if copy.source.numel() != copy.destination.numel():
             raise ValueError(f"a copy of {copy.source.numel()} bytes into {copy.destination.numel()} bytes")
-
-
-def merge_neighbours(segments: Iterable[tuple[int, int, int]]) -> list[Segment]:
-    """The same bytes in as few segments as possible: segments that touch on both sides become one.
-
-    Args:
-        segments: (source, destination, size) in bytes, in the order of their sources. Empty segments are left out.
-    """
-    merged: list[Segment] = []
-    for source, destination, size in segments:
-        before = merged[-1] if merged else Segment(0, 0, 0)
-        if before.size and (before.source + before.size, before.destination + before.size) == (source, destination):
-            merged[-1] = before._replace(size=before.size + size)
-        elif size:
-            merged.append(Segment(source, destination, size))
-    return merged

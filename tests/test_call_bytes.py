@@ -173,6 +173,7 @@ def generated(runtime: Runtime, ids: torch.Tensor, tight: float = TIGHT, **optio
     return out
 
 
+@pytest.mark.usefixtures("host_memory_apart")
 @pytest.mark.parametrize(("policy", "model", "call"), CASES)
 def test_a_call_allocates_what_it_books(policy: str, model: str, call: str):
     ids, options = call_of(call)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered.offload.transport import Segment, merge_neighbours
+from tiered.offload.copy_segments import Segment, merge_neighbours
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
+from tiered.offload.copy_segments import Segment
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Fence, Region
 from tiered.offload.file_record import FilePiece, FileRecord, ReadFile
 from tiered.offload.lane import Lane
-from tiered.offload.transport import Segment
 from tiered.tiers.parts import Parts, Wanted
 from tiered.tiers.residency import Residency
 from tiered.tiers.tiers import Home, Tiers

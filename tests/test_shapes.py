@@ -74,7 +74,7 @@ for rows, valid in zip(hidden, mask.bool().expand(len(hidden), -1, -1)):
             more = records.appended(3)
             more.renew(tiers, [3, 0], rows[0, : 3 + records.sizes[0]], rows[0, :2])
             more.forget(tiers)
-            tiers.evict([]), tiers.stats(), tiers.check_integrity()
+            tiers.stats(), tiers.check_integrity()
 queries, keys = torch.randn(2, 4, 3, 8), LayerKeys(torch.randn(2, 2, 20, 8), torch.ones(2, 20, dtype=torch.bool))
 rows, block = Rows.at(torch.tensor([[0, 1, 2], [2, 3, 4]]), torch.tensor([[True, True, False]] * 2)), Rows.span(7, 9)
 reference = DriftReference.of(queries, keys, block)

@@ -26,8 +26,9 @@ from tiered.clustering.cluster_index import ClusterIndex
 from tiered.core.ledger import Ledger
 from tiered.offload.chunk import Chunk
 from tiered.offload.codec_bytes import Codec
+from tiered.offload.copy_segments import Segment, merge_neighbours
 from tiered.offload.pinning import pick_pinner
-from tiered.offload.transport import Copy, Lane, Segment, Transport, merge_neighbours
+from tiered.offload.transport import Copy, Lane, Transport
 from tiered.policies.polestar.hidden_records import HiddenRecords
 from tiered.tiers.opening import open_tiers
 

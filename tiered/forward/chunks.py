@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Bool
 
-from tiered.offload.transport import Segment, merge_neighbours
+from tiered.offload.copy_segments import Segment, merge_neighbours
 from tiered.tiers.parts import Parts
 
 GAP_BYTES = 16 << 10  # of one head: a copy takes longer than these bytes would

@@ -114,8 +114,8 @@ class Forward:
         self.store.narrow(len(pass_.ids))
 
     def enter(self, layer: int) -> None:
-        """Make the weights of `layer` usable, and of no other layer. Raises `RecordLostError` or `TransferError` for a
-        copy between the tiers that failed."""
+        """Make the weights of `layer` usable, and of no other layer. Raises `TransferError` if a copy between the tiers
+        failed."""
         safe_point()
         self._layer = layer
         if self._weights is not None:

@@ -1,4 +1,4 @@
-"""One feature of which some layers are streamed: a record a layer, in host memory and in slots of the device."""
+"""The streamed layers of one feature: each is a record with a home in host memory, and is used in a slot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ Columns = Bool[np.ndarray, "sequences columns"]
 
 @dataclass(eq=False, slots=True)
 class _Written:
-    """Columns of a layer that compute has written since they last went home, and their chunks."""
+    """Columns of a layer that compute wrote and that did not go home yet, and their chunks."""
 
     layer: int
     columns: Columns
@@ -31,8 +31,8 @@ class _Written:
 class StreamedFeature:
     """The streamed layers of a feature. A slot is laid out as a resident layer, so a reader computes the same bits.
 
-    What a step writes of a layer goes home in one go: once the layer is read, or another is used. What a layer had to
-    have fetched in a step, the next streamed layer will want too: it sets out then, for another slot.
+    The columns that a step writes in a layer go home together, when the layer is read or another layer is used. The
+    next streamed layer will need the chunks that this layer fetched, so they set out at once, for another slot.
     """
 
     def __init__(self, stream: FeatureStream, tiers: Tiers, dtype: torch.dtype) -> None:
@@ -60,7 +60,7 @@ class StreamedFeature:
 
     @spanned(Op.CHUNKS)
     def view(self, layer: int, sequences: int) -> Float[Tensor, "batch heads columns elements"]:
-        """What is stored of the first so many sequences: a view, valid until another layer is used.
+        """A view of the stored columns of the first so many sequences, valid until another layer is used.
 
         Raises:
             TransferError: a copy failed.
@@ -70,8 +70,8 @@ class StreamedFeature:
 
     @spanned(Op.CHUNKS)
     def to_write(self, layer: int, columns: Columns, *, whole: bool) -> Float[Tensor, "batch heads columns elements"]:
-        """The same view, for a caller who writes in `columns` of the first sequences alone. `whole`: everything there,
-        so that what is stored of chunks among them need not come first. Errors as `view`."""
+        """The same view, for writing in `columns` of the first sequences, and nowhere else. `whole`: the caller writes
+        every one of them, so chunks within them need not be fetched. Errors as `view`."""
         chunks, earlier = self._chunks, self._written
         if earlier is not None and (earlier.layer != layer or len(earlier.columns) != len(columns)):
             self._send_home()
@@ -87,7 +87,7 @@ class StreamedFeature:
 
     @spanned(Op.CHUNKS)
     def keep(self, sequences: Sequence[int]) -> None:
-        """Go on with these sequences alone (ascending)."""
+        """Keep these sequences alone (ascending)."""
         self._send_home()
         self._residency.empty()
         self._chunks.keep(sequences)
@@ -105,7 +105,7 @@ class StreamedFeature:
         return view
 
     def _send_home(self) -> None:
-        """What was written goes to its home."""
+        """Send the written columns to their home."""
         written, self._written = self._written, None
         if written is not None:
             columns = self._chunks.joined(written.columns, written.parts)

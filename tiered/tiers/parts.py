@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool
 
-from tiered.offload.transport import Segment
+from tiered.offload.copy_segments import Segment
 
 Parts = Bool[np.ndarray, " parts"]
 

@@ -5,8 +5,8 @@
       │  │ └──────────STORE─────────┘   what compute writes goes through to the home
       │  └──LOAD── home in a file       by way of a slot of host memory
 
-A slot never has bytes that its home lacks, so any record may leave its slot at any time, without a copy. Nothing here
-waits for a copy, except where a thread of the transport has to (`Traffic`).
+Once a record is patched, its slot has no bytes that its home lacks: the record may leave the slot without a copy. The
+caller's thread waits for no copy; compute and the transport's threads do (`Traffic`).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -18,9 +18,10 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from tiered.core.events import Asked, Stored, TierEvent
+from tiered.offload.copy_segments import Segment
 from tiered.offload.fence import Fence
 from tiered.offload.ring import Ring, RingSlot
-from tiered.offload.transport import Copy, Lane, Segment
+from tiered.offload.transport import Copy, Lane
 from tiered.tiers.parts import Equal, Layout, Parts, Wanted
 from tiered.tiers.tiers import Home
 from tiered.tiers.traffic import Traffic
@@ -38,9 +39,9 @@ class _Record:
 
 @dataclass(eq=False, slots=True)
 class _Here:
-    """A record in a slot. `present`: parts that are there, or on their way; `brought`: of them, those that came from
-    the home and were not written since; `written`: those that were written and not patched; `arriving`: whether compute
-    has to wait for some."""
+    """A record in a slot. `present`: parts that are there or on their way; `brought`: those of them that came from the
+    home and were not written since; `written`: parts that were written and not patched; `arriving`: whether compute has
+    to wait for copies."""
 
     slot: RingSlot
     present: Parts
@@ -50,10 +51,10 @@ class _Here:
 
 
 class Residency:
-    """Records over the slots of a ring, which are opened and closed apart from the records."""
+    """Records over the slots of a ring. Records may be placed before the slots open, and outlive them."""
 
     def __init__(self, traffic: Traffic, record: Callable[[TierEvent], None], passing: Ring | None = None) -> None:
-        """`record`: told what happens. `passing`: slots of host memory for records in files; None without files."""
+        """`record` counts each event. `passing`: slots of host memory for records in files; None without files."""
         self._traffic, self._record, self._passing = traffic, record, passing
         self._slots: Ring | None = None
         self._records: dict[Hashable, _Record] = {}
@@ -64,7 +65,7 @@ class Residency:
         return key in self._records
 
     def home(self, key: Hashable) -> Home:
-        """Where the bytes of a record lie. Raises `KeyError` for no record."""
+        """The home of a record. Raises `KeyError` for no record."""
         return self._records[key].home
 
     def layout(self, key: Hashable) -> Layout:
@@ -74,12 +75,12 @@ class Residency:
     def place(
         self, key: Hashable, home: Home, *, layout: Layout | None = None, filled: bool = True, layer: int | None = None
     ) -> None:
-        """Add a record. Raises `ValueError` for a key that there is.
+        """Add a record. Raises `ValueError` if there is one of that key.
 
         Args:
             key: name of the record.
-            home: where its bytes lie.
-            layout: its parts; None for one.
+            home: of its bytes.
+            layout: of its parts; None for a single part.
             filled: whether the home has the bytes already; else `patch` brings them.
             layer: of the model, for figures by layer.
         """
@@ -109,11 +110,11 @@ class Residency:
         self._slots = slots
 
     def use(self, wanted: Sequence[Wanted], ahead: Sequence[Wanted] = ()) -> list[UInt8[Tensor, " nbytes"]]:
-        """Let compute wait for records, and send those that are wanted next. Compute is done with all others.
+        """Let compute wait for records, and send the records that are wanted next. Compute is done with all others.
 
         Args:
             wanted: distinct records, at most as many as there are slots.
-            ahead: records that the next calls will want. Those that find no slot stay where they are.
+            ahead: records that the next calls will want. A record that finds no slot stays in its home.
 
         Returns:
             The bytes of each record in its slot, valid until the next `use` without it.
@@ -145,8 +146,8 @@ class Residency:
         return [self._here[key].slot.bytes[: self._records[key].home.nbytes] for key in keys]
 
     def write(self, key: Hashable, parts: Parts) -> None:
-        """Let compute write bytes of a record in use, in `parts`. What these have beside them is there, or was never
-        written. `patch` follows before another record is used. Raises `KeyError` for a record without a slot."""
+        """Let compute write bytes of a record in use, in `parts`. The other bytes of these parts are present, or were
+        never written. `patch` follows before another record is used. Raises `KeyError` for a record without a slot."""
         here = self._here[key]
         here.present |= parts
         here.brought &= ~parts
@@ -154,7 +155,8 @@ class Residency:
         self._traffic.compute(Lane.STORE, _nothing, writes=[here.slot.fence], layer=self._records[key].layer)
 
     def patch(self, key: Hashable, segments: Iterable[Segment]) -> None:
-        """Compute has written: send `segments` of the slot home. Raises `KeyError` for a record without a slot."""
+        """Send the bytes that compute wrote home: `segments` of the slot, whose parts `write` named. Raises `KeyError`
+        for a record without a slot."""
         here, record = self._here[key], self._records[key]
         home, slot, parts = record.home, here.slot, here.written
         assert home.memory is not None, "files are only read"
@@ -162,20 +164,19 @@ class Residency:
         here.written = np.zeros_like(parts)
         self._traffic.compute(Lane.STORE, _nothing, writes=[slot.fence], layer=record.layer)
         copies = [Copy(to, at) for at, to in _pieces(home.memory, slot.bytes, segments)]
-        # The home is read as well: after a copy that failed, it has not the bytes that it should, and no later one may
-        # say otherwise.
+        # The home is read as well: after a copy that failed, it lacks bytes, so every later copy has to fail too.
         self._traffic.move(Lane.STORE, copies, reads=[slot.fence, home.fence], writes=[home.fence], layer=record.layer)
         stored = sum(copy.source.numel() for copy in copies)
         self._record(Stored(tier=home.tier, records=int(parts.sum()), nbytes=stored))
 
     def missing(self, wanted: Wanted) -> Parts:
-        """Those of the parts that a use would bring to a slot."""
+        """The parts that a use would bring to a slot."""
         record, here = self._records[wanted.key], self._here.get(wanted.key)
         parts = record.filled if wanted.parts is None else record.filled & wanted.parts
         return parts if here is None else parts & ~here.present
 
     def brought(self, wanted: Wanted) -> Parts:
-        """Those of the parts that came to their slot from the home, or would, and were not written since."""
+        """The parts that came to their slot from the home, or would come, and were not written since."""
         here, missing = self._here.get(wanted.key), self.missing(wanted)
         if here is None:
             return missing
@@ -207,7 +208,7 @@ class Residency:
             self.drop(key)
 
     def close_slots(self) -> None:
-        """No record is in a slot any more, in whatever state a call was broken off. The slots are the caller's."""
+        """Forget the slots and the records in them, in whatever state a call was broken off. The caller frees them."""
         self._using.clear()
         self._here.clear()
         self._slots = None
@@ -234,7 +235,8 @@ class Residency:
             self._passing.check_integrity()
 
     def _send(self, wanted: Wanted, kept: Sequence[Hashable], *, needed: bool = True) -> None:
-        """Give a record a slot, and let the parts that it lacks set out. None of `kept` leaves for it."""
+        """Give a record a slot, and send the parts that are missing there. No record of `kept` leaves its slot for
+        it."""
         key, parts = wanted.key, self.missing(wanted)
         if not self._enter(key, kept):
             if needed:
@@ -248,7 +250,7 @@ class Residency:
             here.arriving = True
 
     def _enter(self, key: Hashable, kept: Sequence[Hashable]) -> bool:
-        """Whether a record has a slot now; the one that was unused for longest leaves for it."""
+        """Whether a record has a slot now. The record that was unused for longest leaves its slot for it."""
         assert self._slots is not None, "what is used has slots"
         if key in self._here:
             self._here[key] = self._here.pop(key)
@@ -286,13 +288,13 @@ class Residency:
         self._record(Asked(tier=home.tier, records=int(parts.sum()), nbytes=nbytes))
 
     def _await(self, fence: Fence, layer: int | None) -> None:
-        """Let compute wait for what is on its way to these bytes."""
+        """Let compute wait for the copies to these bytes."""
         event = self._traffic.compute(Lane.FETCH, _nothing, reads=[fence], layer=layer)
         if event.done():
             event.synchronize()
 
     def _end_use(self, key: Hashable) -> None:
-        """No later copy overwrites the slot before what compute was given so far has ended."""
+        """Let later copies to the slot wait for the work that compute has so far."""
         self._using.discard(key)
         fence, layer = self._here[key].slot.fence, self._records[key].layer
         self._traffic.compute(Lane.FETCH, _nothing, reads=[fence], layer=layer)
@@ -303,4 +305,4 @@ def _pieces(home: Tensor, slot: Tensor, segments: Iterable[Segment]) -> list[tup
 
 
 def _nothing() -> None:
-    """Compute has only to wait, or to say how far it is."""
+    """No work: a point of the compute stream, for waiting and for being waited for."""
