@@ -8,7 +8,7 @@
 A row of LLaDA-8B (4096 elements) takes 8192 B raw, 4100 B in fp8, 2308 B in nvfp4 and in nvfp4_delta. The centroids
 that nvfp4_delta decodes against are not in it; `centroid_bytes` counts them.
 
-A codec is a member of `Codec` here, and a row of `tiered.offload.codecs.CODECS`.
+A codec is a member of `Codec` here, and a code.
 """
 
 from enum import StrEnum

@@ -1,4 +1,4 @@
-"""Errors below the tier manager. A message is formatted from the error's `args`, so that the error can be pickled."""
+"""Errors of memory and copies. A message is formatted from the error's `args`, so that the error can be pickled."""
 
 
 class ArenaFullError(RuntimeError):

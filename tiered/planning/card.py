@@ -29,7 +29,7 @@ _BESIDE = (
 )
 _NOTES: Mapping[Account, str] = {
     Account.STAGING: "buffers that copies pass through",
-    Account.SPARE: "slots that no record fills",
+    Account.SPARE: "sizes that are rounded up",
     Account.LIBRARIES: "workspaces of products and attention",
 }
 _KINDS: Mapping[StepKind, str] = {
@@ -263,7 +263,7 @@ def _hidden(plan: Plan) -> Iterator[str]:
     for codec, size in hidden.codecs.items():
         yield _row(codec.value, size, f"{format_bytes(size // tokens)} per token")
     yield _row("centroids", hidden.centroids, f"{hidden.clusters} clusters a layer and sequence")
-    yield _row("staging rings", hidden.staging, f"{hidden.slots} slots of nvfp4_delta records")
+    yield _row("slots", hidden.staging, f"{hidden.slots} for rows of nvfp4_delta")
 
 
 def _times(plan: Plan) -> Iterator[str]:

@@ -81,8 +81,8 @@ class HiddenBytes:
         codecs: bytes of the records by codec.
         clusters: clusters in each layer of each sequence.
         centroids: bytes on the device of centroids and of the references of drift.
-        staging: bytes of the rings on the device that records pass through.
-        slots: slots of these rings.
+        staging: bytes of the slots of the device that records pass.
+        slots: these slots.
     """
 
     codecs: Mapping[Codec, int]
