@@ -313,8 +313,8 @@ def test_advised_sizes_are_the_largest():
 
 
 def test_advised_clusters_are_the_most():
-    policy = variant("device", cluster_layers=1)
-    arguments: dict[str, Any] = {"context": 4096, "memory": alone("17.35GiB"), "policy": policy}
+    policy = variant("device", cluster_layers=1, clusters=60)
+    arguments: dict[str, Any] = {"context": 4096, "memory": alone("17.45GiB"), "policy": policy}
     sizes = {name: value for advice in plan("llada-8b", **arguments).advice for name, value in advice.change.items()}
     more = replace(policy, clusters=sizes["clusters"] + 1)
     assert not plan("llada-8b", **{**arguments, "policy": more}).fits
