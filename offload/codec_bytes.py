@@ -6,7 +6,7 @@
     nvfp4_delta   as nvfp4, of the row's residual against its centroid; one BF16 projection on the centroid a row
 
 A row of LLaDA-8B (4096 elements) takes 8192 B raw, 4100 B in fp8, 2308 B in nvfp4 and in nvfp4_delta. The centroids
-that nvfp4_delta decodes against are not in it; `centroid_bytes` counts them.
+that nvfp4_delta decodes against are not in it.
 
 A codec is a member of `Codec` here, and a code.
 """
@@ -43,16 +43,3 @@ class Codec(StrEnum):
         """Bytes of a row of `width` elements, which take `element_bytes` in the model's dtype."""
         code = self.code
         return width * element_bytes if code is None else code.row_bytes(width, residual=self.needs_base)
-
-
-def centroid_bytes(clusters: int, width: int, *, element_bytes: int) -> int:
-    """Bytes of `clusters` centroids, which stay in the model's dtype.
-
-    Raises:
-        ValueError: a negative number of clusters, or a size that is not positive.
-    """
-    if clusters < 0 or width < 1 or element_bytes < 1:
-        raise ValueError(
-            f"clusters = {clusters} must be 0 or more; width = {width} and element_bytes = {element_bytes} positive"
-        )
-    return clusters * width * element_bytes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tiered.offload.codec_bytes import Codec, centroid_bytes
+from tiered.offload.codec_bytes import Codec
 
 
 @pytest.mark.parametrize(
@@ -26,10 +26,3 @@ def test_only_raw_depends_on_the_models_dtype():
     sizes = {codec: [codec.row_bytes(64, size) for size in (2, 4)] for codec in Codec}
     assert sizes.pop(Codec.RAW) == [128, 256]
     assert all(narrow == wide for narrow, wide in sizes.values())
-
-
-def test_centroids_stay_in_the_models_dtype():
-    assert centroid_bytes(64, 4096, element_bytes=2) == 64 * 4096 * 2
-    assert centroid_bytes(0, 4096, element_bytes=2) == 0
-    with pytest.raises(ValueError, match="clusters = -1"):
-        centroid_bytes(-1, 4096, element_bytes=2)

@@ -259,12 +259,12 @@ def test_bytes_are_those_that_must_move():
         return case.moved(case.draw(generator))
 
     rows = part("kernel_cases_coded_rows")
-    # 64 + 3 rows: codes, E4M3 scales, a word with scale and projection; two bases; where a row lies, and its base.
-    records, tables = 67 * (4096 // 2 + 256 + 4) + 2 * 2 * 4096, 2 * 8 * 67
-    size = {"counts": (64, 3), "width": 4096, "dtype": torch.bfloat16}
-    assert moved(rows.DecodeRows(**size)) == records + tables + 8 * 67 + 67 * 2 * 4096
-    assert moved(rows.DecodeRows(**size, placed=False)) == records + tables + 67 * 2 * 4096
-    assert moved(rows.EncodeRows(**size)) == records + tables + 67 * 2 * 4096
+    # Codes, E4M3 scales, a word with scale and projection; three bases; a row's number, and its base's.
+    coded, numbers = 67 * (4096 // 2 + 256 + 4) + 3 * 2 * 4096, 2 * 8 * 67
+    size = {"rows": 67, "width": 4096, "dtype": torch.bfloat16}
+    assert moved(rows.DecodeRows(**size)) == coded + numbers + 8 * 67 + 67 * 2 * 4096
+    assert moved(rows.DecodeRows(**size, placed=False)) == coded + numbers + 67 * 2 * 4096
+    assert moved(rows.EncodeRows(**size)) == coded + numbers + 67 * 2 * 4096
     plain = 67 * (4096 // 2 + 256 + 4) + 8 * 67
     assert moved(rows.EncodeRows(**size, residual=False)) == plain + 67 * 2 * 4096
 

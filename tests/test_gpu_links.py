@@ -18,7 +18,7 @@ from measuring.device_timer import device_times, stand_still
 
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.thread_transport import LaneTransport
-from tiered.tiers.ticket import Ticket
+from tiered.tiers.stored_rows import StoredRows
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -278,17 +278,20 @@ def test_a_wrong_fetch_is_found(
 def test_a_fetch_that_writes_nothing_is_found(
     module: Callable[[str], ModuleType], setting: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    fetches, calls, wait = module("fetches"), itertools.count(1), Ticket.wait
-    # The one that is looked at comes after one to warm up and those that are timed.
-    monkeypatch.setattr(
-        Ticket, "wait", lambda *given: wait(*given) if next(calls) < fetches.ROUNDS + 2 else given[0].close()
-    )
+    fetches, calls, read = module("fetches"), itertools.count(1), StoredRows.read
+
+    def fetch(stored: StoredRows, layer: int, clusters: Any, out: Any, places: Any) -> None:
+        # The one that is looked at comes after one to warm up and those that are timed.
+        if next(calls) < fetches.ROUNDS + 2:
+            read(stored, layer, clusters, out, places)
+
+    monkeypatch.setattr(StoredRows, "read", fetch)
     row = fetches.tier_fetch(setting, 6, peak=1e9)
     assert row["ok"] is False and row["why"] == "24 of 24 rows are not the encoded ones"
     assert json.dumps(row, allow_nan=False)
 
 
-def test_a_fetch_of_the_tiers_is_counted_by_its_records(module: Callable[[str], ModuleType], setting: Any):
+def test_a_fetch_of_stored_rows_is_counted_by_its_bytes(module: Callable[[str], ModuleType], setting: Any):
     row = module("fetches").tier_fetch(setting, 6, peak=2e9)
     assert row["bytes"] == 6 * 4 * Codec.NVFP4_DELTA.row_bytes(128, 2)
     assert row["floor_us"] == pytest.approx(row["bytes"] / 2e3)

@@ -20,7 +20,8 @@ from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.kernels import choice
 from tiered.kernels.host_values import on_device
-from tiered.offload.codecs import CODECS, Codec
+from tiered.offload import codecs
+from tiered.offload.codec_bytes import Codec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not in its interpreter")
 TOKENS = {"vocab_size": 128, "mask_token_id": 127, "eos_token_id": 126, "pad_token_id": 125, "torch_dtype": "bfloat16"}
@@ -51,8 +52,9 @@ INDEX = torch.tensor([[4, 1]])
 
 
 def encode(rows: Tensor) -> None:
-    """One record of four rows."""
-    CODECS[Codec.NVFP4].encode(rows[0, 0, :4], [4], torch.empty(256, dtype=torch.uint8), [0], None, None)
+    """Four rows."""
+    coded = torch.empty(6, Codec.NVFP4.row_bytes(16, 2), dtype=torch.uint8, device=rows.device)
+    codecs.encode(Codec.NVFP4, rows[0, 0, :4], coded, on_device([5, 0, 1, 3], rows.device), None)
 
 
 def by_cluster(rows: Tensor) -> None:

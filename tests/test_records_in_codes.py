@@ -1,4 +1,4 @@
-"""Records of rows in codes: their bytes, the way back, and that nothing beside them is touched."""
+"""Rows in codes at numbered rows of a buffer: their bytes, the way back, and that nothing beside them is touched."""
 
 import importlib
 import math
@@ -9,38 +9,31 @@ import torch
 from torch import Tensor
 
 from tiered.kernels import row_code
-from tiered.kernels.record_table import RecordTable
 from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_code import RowCode
 
 CUDA = torch.cuda.is_available()
 UNTOUCHED = 0xA5  # what buffers are filled with
+SPARE = 5  # rows of a buffer that no row is encoded to
 
 # Lanes without a row divide zero by zero, in numpy with a warning.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
 class Case:
-    """Records of unequal sizes, not in the order of their rows and with gaps; bases, one of them unused."""
+    """Rows at numbers of a buffer, not in their order and with gaps; bases that repeat, one of them unused."""
 
     def __init__(
-        self,
-        width: int = 48,
-        rows: tuple[int, ...] = (5, 1, 9, 2),
-        *,
-        residual: bool = True,
-        code: RowCode = RowCode.NVFP4,
+        self, width: int = 48, total: int = 17, *, residual: bool = True, code: RowCode = RowCode.NVFP4
     ) -> None:
-        self.width, self.rows, self.total, self.code = width, rows, sum(rows), code
+        self.width, self.total, self.code = width, total, code
         self.row_bytes = code.row_bytes(width, residual=residual)
-        places = [(3 * k) % len(rows) for k in range(len(rows))]  # a permutation: 3 divides no number of records here
-        room = max(rows, default=0) * self.row_bytes // 128 * 128 + 256
-        self.offsets = [128 + place * room for place in places]
-        self.size = 128 + len(rows) * room
-        generator = torch.Generator().manual_seed(width + len(rows))
-        self.bases = torch.randn(len(rows) + 1, width, generator=generator).bfloat16() if residual else None
-        self.base_of_record = [len(rows) - k for k in range(len(rows))]
-        self.values = torch.randn(self.total, width, generator=generator) * 0.25
+        generator = torch.Generator().manual_seed(width + total)
+        self.numbers = torch.randperm(total + SPARE, generator=generator)[:total]
+        used = -(-total // 4)
+        self.base_of_row = [used - row % used for row in range(total)]
+        self.bases = torch.randn(used + 1, width, generator=generator).bfloat16() if residual else None
+        self.values = torch.randn(total, width, generator=generator) * 0.25
         if self.bases is not None:
             self.values += self.bases.float()[self.base_of_row] * 1.25
 
@@ -50,14 +43,14 @@ class Case:
         self.bases = (self.bases.float() * 1.1).to(dtype)
         return self
 
-    @property
-    def base_of_row(self) -> list[int]:
-        return [self.base_of_record[k] for k, count in enumerate(self.rows) for _ in range(count)]
-
     def coded(self, buffer: Tensor) -> np.ndarray:
         """The bytes of all rows, [total, row_bytes]."""
-        table = RecordTable.build(self.rows, self.offsets, row_bytes=self.row_bytes, device="cpu")
-        return np.stack([buffer.numpy()[at : at + self.row_bytes] for at in table.at.tolist()])
+        return buffer[self.numbers].numpy()
+
+    @property
+    def others(self) -> Tensor:
+        """Numbers of the buffer's rows that the case does not name."""
+        return torch.tensor([row for row in range(self.total + SPARE) if row not in self.numbers.tolist()])
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -74,22 +67,23 @@ class Codec:
         self._encode = importlib.import_module(f"tiered.kernels.encode_rows{suffix}").encode_rows
         self._decode = importlib.import_module(f"tiered.kernels.decode_rows{suffix}").decode_rows
 
-    def encode(self, rows: Tensor, case: Case) -> Tensor:
-        """The buffer after encoding."""
-        out = torch.full((case.size,), UNTOUCHED, dtype=torch.uint8, device=self.device)
-        self._encode(rows.to(self.device), case.code, out, self.table(case), self.base(case))
+    def encode(self, rows: Tensor, case: Case, standing: int = UNTOUCHED) -> Tensor:
+        """The buffer after encoding, which held `standing` before."""
+        shape = case.total + SPARE, case.row_bytes
+        out = torch.full(shape, standing, dtype=torch.uint8, device=self.device)
+        self._encode(rows.to(self.device), case.code, out, case.numbers.to(self.device), self.base(case))
         return out.cpu()
 
     def decode(self, buffer: Tensor, case: Case, out: Tensor | None = None, places: Tensor | None = None) -> Tensor:
         """`out` after decoding into it."""
-        out = torch.empty(case.total, case.width) if out is None else out
-        there = out.to(self.device)
-        rows = None if places is None else places.to(self.device)
-        self._decode(buffer.to(self.device), case.code, there, self.table(case), rows, self.base(case))
+        there = (torch.empty(case.total, case.width) if out is None else out).to(self.device)
+        self.decode_into(there, buffer.to(self.device), case, places)
         return there.cpu()
 
-    def table(self, case: Case) -> RecordTable:
-        return RecordTable.build(case.rows, case.offsets, row_bytes=case.row_bytes, device=self.device)
+    def decode_into(self, out: Tensor, buffer: Tensor, case: Case, places: Tensor | None = None) -> None:
+        """Decode from `buffer`, where it lies, into `out`, which is on the device."""
+        places = None if places is None else places.to(self.device)
+        self._decode(buffer, case.code, out, case.numbers.to(self.device), places, self.base(case))
 
     def base(self, case: Case) -> RowBase | None:
         if case.bases is None:
@@ -115,10 +109,9 @@ CASES = {
     "fp8, residual": lambda: Case(37, code=RowCode.FP8),
     "width 1": lambda: Case(1),
     "width 37": lambda: Case(37),
-    "wide": lambda: Case(1100, (3, 6)),
-    "one row": lambda: Case(16, (1,)),
-    "one record": lambda: Case(32, (19,)),
-    "many records": lambda: Case(16, (1,) * 11),
+    "wide": lambda: Case(1100, 9),
+    "one row": lambda: Case(16, 1),
+    "many rows": lambda: Case(16, 300),  # of more than one program
 }
 _ENCODED: dict[tuple[str, str], tuple[Case, Tensor]] = {}  # by implementation and case: interpreting takes its time
 
@@ -194,25 +187,34 @@ def test_rows_are_torchaos_nvfp4_of_the_residual(codec: Codec, name: str, dtype:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_records_take_the_books_bytes_and_no_other(codec: Codec, name: str):
+def test_rows_take_the_books_bytes_and_no_other(codec: Codec, name: str):
     case, buffer = encoded(codec, name)
-    inside = torch.zeros(case.size, dtype=torch.bool)
-    for offset, count in zip(case.offsets, case.rows, strict=True):
-        inside[offset : offset + count * case.row_bytes] = True
-    assert (buffer[~inside] == UNTOUCHED).all()
+    assert (buffer[case.others] == UNTOUCHED).all()
     # And all of them: what stood there makes no difference.
-    other = torch.zeros(case.size, dtype=torch.uint8, device=codec.device)
-    codec._encode(case.values.to(codec.device), case.code, other, codec.table(case), codec.base(case))
-    assert torch.equal(other.cpu()[inside], buffer[inside])
+    assert np.array_equal(case.coded(codec.encode(case.values, case, standing=0)), case.coded(buffer))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_numbers_rows_are_the_first_in_order(codec: Codec, name: str):
+    case, buffer = encoded(codec, name)
+    wanted, base, device = torch.from_numpy(case.coded(buffer)), codec.base(case), codec.device
+    longer = torch.full(buffer.shape, UNTOUCHED, dtype=torch.uint8, device=device)
+    codec._encode(case.values.to(device), case.code, longer, base=base)
+    assert torch.equal(longer[: case.total].cpu(), wanted)
+    assert (longer[case.total :] == UNTOUCHED).all()
+    out = torch.full((case.total + 3, case.width), torch.pi, device=device)
+    codec._decode(wanted.to(device), case.code, out, base=base)
+    assert torch.equal(out[: case.total].cpu(), codec.decode(buffer, case))
+    assert (out[case.total :] == torch.pi).all()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_depends_on_itself_alone(codec: Codec, name: str):
     """Rows can be rewritten alone, and may lie anywhere."""
     case, buffer = encoded(codec, name)
-    for row in range(0, case.total, 4):  # a few are enough
-        alone = Case(case.width, (1,), residual=case.bases is not None, code=case.code)
-        alone.bases, alone.base_of_record = case.bases, [case.base_of_row[row]]
+    for row in range(0, case.total, 1 + case.total // 5):  # a few are enough
+        alone = Case(case.width, 1, residual=case.bases is not None, code=case.code)
+        alone.bases, alone.base_of_row = case.bases, [case.base_of_row[row]]
         there = codec.encode(case.values[row : row + 1], alone)
         assert np.array_equal(alone.coded(there)[0], case.coded(buffer)[row])
 
@@ -223,8 +225,7 @@ def test_rows_are_scattered_and_others_left(codec: Codec, name: str):
     expected = torch.from_numpy(naive_decode(case, buffer))
     places = torch.randperm(case.total + 7, generator=torch.Generator().manual_seed(0))[: case.total]
     wide = torch.full((case.total + 7, case.width + 5), torch.pi, device=codec.device)  # rows apart in memory
-    arguments = (codec.table(case), places.to(codec.device), codec.base(case))
-    codec._decode(buffer.to(codec.device), case.code, wide[:, 2 : 2 + case.width], *arguments)
+    codec.decode_into(wide[:, 2 : 2 + case.width], buffer.to(codec.device), case, places)
     assert torch.equal(wide[:, 2 : 2 + case.width].cpu()[places], expected)
     others = [row for row in range(case.total + 7) if row not in places.tolist()]
     assert (wide[others] == torch.pi).all()
@@ -235,8 +236,8 @@ def test_rows_are_scattered_and_others_left(codec: Codec, name: str):
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 300])
 def test_chunks_are_the_whole(chunk_rows: int, monkeypatch: pytest.MonkeyPatch):
-    """The reference goes through all rows of a call, whatever their records, a few at a time."""
-    case, reference = Case(20, (300, 2, 11, 1)), Codec(*REFERENCE)
+    """The reference goes through all rows of a call a few at a time."""
+    case, reference = Case(20, 314), Codec(*REFERENCE)
     whole = reference.encode(case.values, case)
     monkeypatch.setattr(row_code, "CHUNK_ELEMENTS", chunk_rows * 20)
     buffer = reference.encode(case.values, case)
@@ -251,8 +252,7 @@ def test_chunks_are_the_whole(chunk_rows: int, monkeypatch: pytest.MonkeyPatch):
 def test_both_write_and_read_the_same_bytes(dtype: torch.dtype):
     """Triton against the reference, rows apart in memory and bases that repeat."""
     reference, triton = Codec(*REFERENCE), Codec(*TRITON)
-    case = Case(200, (7, 1, 10, 2, 5))
-    case.base_of_record = [4, 0, 4, 1, 1]
+    case = Case(200, 25)
     assert case.bases is not None
     case.bases[1] = 0
     values = torch.zeros(case.total, 300, dtype=dtype)[:, 50:250].copy_(case.values)
@@ -268,7 +268,7 @@ def relative_error(values: Tensor, decoded: Tensor) -> float:
 
 def test_a_residual_a_fifth_as_large_has_a_fifth_of_the_error(codec: Codec):
     """On rows near their base the error is that of NVFP4 times the residual's share of the norm."""
-    case, plain = Case(256, (9, 8)), Case(256, (9, 8), residual=False)
+    case, plain = Case(256), Case(256, residual=False)
     error = relative_error(case.values, codec.decode(codec.encode(case.values, plain), plain))
     share = 0.25 / math.hypot(0.25, 1.25)
     assert error == pytest.approx(0.095, abs=0.005)
@@ -277,8 +277,8 @@ def test_a_residual_a_fifth_as_large_has_a_fifth_of_the_error(codec: Codec):
 
 
 def test_rows_that_are_their_base(codec: Codec):
-    """A single member: the residual is zero, and the row comes back whole."""
-    case = Case(48, (1, 3))
+    """The residual is zero, and the row comes back whole."""
+    case = Case(48, 4)
     assert case.bases is not None
     values = case.bases[case.base_of_row]
     assert torch.equal(codec.decode(codec.encode(values, case), case), values.float())
@@ -308,8 +308,8 @@ def test_a_base_of_zeros(codec: Codec):
     ],
 )
 def test_projections_round_to_nearest_even(codec: Codec, row: float, base: float, bits: int):
-    case = Case(16, (2,))
-    case.bases, case.base_of_record = torch.zeros(1, 16), [0]
+    case = Case(16, 2)
+    case.bases, case.base_of_row = torch.zeros(1, 16), [0, 0]
     case.bases[0, 3] = base
     values = torch.zeros(2, 16)
     values[:, 3] = row
@@ -341,42 +341,37 @@ def test_a_row_that_is_not_finite_comes_back_as_nan(codec: Codec, value: float, 
 
 
 def test_a_residual_that_overflows(codec: Codec):
-    case = Case(16, (1, 2))
-    case.bases = torch.full((3, 16), 3e38)
+    case = Case(16, 3)
+    case.bases = torch.full((2, 16), 3e38)
     values = torch.full((3, 16), 3e38)
     values[:, 0] = -3e38  # along the base, 14/16 of it: far beside it in one column
     assert codec.decode(codec.encode(values, case), case).isnan().all()
 
 
-def test_no_records(codec: Codec):
-    case = Case(rows=(4,))
-    case.rows, case.offsets, case.total = (), [], 0
+def test_no_rows(codec: Codec):
+    case = Case()
+    case.numbers, case.base_of_row = case.numbers[:0], []
     buffer = codec.encode(case.values[:0], case)
     assert (buffer == UNTOUCHED).all()
     assert (codec.decode(buffer, case, torch.full((3, 48), torch.pi)) == torch.pi).all()
 
 
-@pytest.mark.parametrize(
-    ("rows", "places", "message"),
-    [
-        (16, None, "16 rows do not fit the 17 of the table"),
-        (20, 16, "16 rows do not fit the 17 of the table"),
-    ],
-)
-def test_an_out_that_does_not_fit(codec: Codec, rows: int, places: int | None, message: str):
-    case = Case()
-    buffer = torch.zeros(case.size, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=message):
-        codec.decode(buffer, case, torch.zeros(rows, 48), None if places is None else torch.arange(places))
-    with pytest.raises(ValueError, match="16 rows do not fit the 17 of the table"):
-        codec.encode(case.values[:16], case)
+def test_places_out_of_range_reach_no_memory():
+    """In Triton, which cannot refuse them."""
+    codec, case = Codec(*TRITON), Case(total=4)
+    buffer = codec.encode(case.values, case)
+    around = torch.full((9, 48), torch.pi, device=codec.device)
+    codec.decode_into(around[3:6], buffer.to(codec.device), case, torch.tensor([2, -1, 3, 0]))
+    decoded = codec.decode(buffer, case)
+    assert torch.equal(around[[5, 3]].cpu(), decoded[[0, 3]])
+    assert (around[[0, 1, 2, 4, 6, 7, 8]] == torch.pi).all()
 
 
 @pytest.mark.gpu
 class TestOnAGpu:
-    """At the width of LLaDA-8B, with many records."""
+    """At the width of LLaDA-8B, with many rows."""
 
-    case = Case(4096, (64, 1, 100, 63, 7))
+    case = Case(4096, 235)
 
     def test_the_bytes_are_the_references(self):
         for dtype in [torch.float32, torch.bfloat16]:
@@ -392,11 +387,11 @@ class TestOnAGpu:
         codec = Codec("", "cuda")
         for source in [buffer.cuda(), buffer.pin_memory()]:
             out = torch.empty(self.case.total, 4096, dtype=dtype, device="cuda")
-            codec._decode(source, self.case.code, out, codec.table(self.case), None, codec.base(self.case))
+            codec.decode_into(out, source, self.case)
             assert torch.equal(out.cpu(), expected)
 
     def test_pageable_memory_is_refused(self):
-        codec, buffer = Codec("", "cuda"), torch.zeros(self.case.size, dtype=torch.uint8)
+        codec, buffer = Codec("", "cuda"), torch.zeros(self.case.total + SPARE, self.case.row_bytes, dtype=torch.uint8)
         out = torch.empty(self.case.total, 4096, device="cuda")
         with pytest.raises(ValueError, match="cannot be accessed from Triton"):
-            codec._decode(buffer, self.case.code, out, codec.table(self.case), None, codec.base(self.case))
+            codec.decode_into(out, buffer, self.case)

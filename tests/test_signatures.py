@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tiered.kernels.coded_rows import CodedRows
-from tiered.kernels.record_table import RecordTable
+from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_code import RowCode
 
 # Sizes of calls: 1, multiples of 16 and others, which Triton tells apart unless it may not.
@@ -47,12 +47,27 @@ def calls_of_rotate() -> Iterator[Callable[[Any], object]]:
         yield lambda op, heads=heads, table=table, numbers=numbers: op(heads, table, table, numbers)
 
 
+def calls_of_encode(code: RowCode) -> Iterator[Callable[[Any], object]]:
+    for size in SIZES:
+        rows, (coded, numbers, base) = torch.zeros(size, 64), numbered(code, size)
+        yield lambda op, rows=rows, to=coded, at=numbers, base=base: op(rows, code, to, at, base)
+
+
 def calls_of_decode(code: RowCode) -> Iterator[Callable[[Any], object]]:
     for size in SIZES:
-        table = RecordTable.build([size, 3], [0, 1 << 16], row_bytes=code.row_bytes(64), device="cpu")
-        records, out = torch.zeros(1 << 17, dtype=torch.uint8), torch.zeros(2 * size + 7, 64)
-        numbers = torch.arange(size + 4)[1:]
-        yield lambda op, table=table, records=records, out=out, at=numbers: op(records, code, out, table, at)
+        out, places, (coded, numbers, base) = torch.zeros(2 * size + 7, 64), parts(size), numbered(code, size)
+        yield lambda op, of=coded, out=out, at=numbers, to=places, base=base: op(of, code, out, at, to, base)
+
+
+def numbered(code: RowCode, size: int) -> tuple[Tensor, Tensor, RowBase]:
+    """A buffer of rows in a code, the numbers of some, and their bases."""
+    coded = torch.zeros(3 * size, code.row_bytes(64, residual=True), dtype=torch.uint8)
+    return coded, parts(size), RowBase(torch.zeros(size, 64), parts(size))
+
+
+def parts(size: int) -> Tensor:
+    """Numbers that begin within their memory."""
+    return torch.arange(size + 1)[1:]
 
 
 # Attention has two tiles: of few rows and of many.
@@ -60,6 +75,7 @@ CALLS: dict[str, tuple[str, Iterator[Callable[[Any], object]], int]] = {
     **{f"block_attention, {code}": ("block_attention", calls_of_attention(code), 2) for code in (None, *RowCode)},
     **{f"scatter_rows, {code}": ("scatter_rows", calls_of_scatter(code), 1) for code in (None, *RowCode)},
     "rotate": ("rotate", calls_of_rotate(), 1),
+    **{f"encode_rows, {code}": ("encode_rows", calls_of_encode(code), 1) for code in RowCode},
     **{f"decode_rows, {code}": ("decode_rows", calls_of_decode(code), 1) for code in RowCode},
 }
 

@@ -15,22 +15,23 @@ import torch
 from jaxtyping import Float, UInt8
 from measuring.device_timer import device_times
 from measuring.statistics import spread
-from tier_fuzz import round_trip
+from round_trip import round_trip
+from stored_clusters import clusters_of, host_bytes
 from torch import Tensor
 
-from gpu_parts.kernel_case import normal, shuffled
+from gpu_parts.kernel_case import normal
 from gpu_parts.moved_bytes import difference, fill_at_random, poison, speeds
 from gpu_parts.setting import Setting, checked
 from gpu_parts.slow_transports import transport
-from tiered.clustering.cluster_index import ClusterIndex
 from tiered.core.ledger import Ledger
 from tiered.offload.chunk import Chunk
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.copy_segments import Segment, merge_neighbours
 from tiered.offload.pinning import pick_pinner
 from tiered.offload.transport import Copy, Lane, Transport
-from tiered.policies.polestar.hidden_records import HiddenRecords
-from tiered.tiers.opening import open_tiers
+from tiered.policies.polestar.hidden_bytes import MOST_SLOTS, RECORD_ROWS
+from tiered.tiers.stored_rows import StoredRows
+from tiered.tiers.tiers import Tiers
 
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 9
@@ -41,7 +42,7 @@ _BY_LAYOUT = [f"{size} KiB {layout}" for size in _SIZES for layout in ("scattere
 
 
 def cases(setting: Setting) -> list[str]:
-    """The peak, every size by how the records lie, and last what the tier manager makes of it."""
+    """The peak, every size by how the records lie, and last what `StoredRows` makes of it."""
     fetched = (f"delta fetch {count} clusters" for count in ((2, 6) if setting.tiny else (4, 16, 64, 256)))
     return [PEAK, *_BY_LAYOUT, *fetched]
 
@@ -106,51 +107,54 @@ def _seconds(carrier: Transport, copies: Sequence[Copy]) -> float:
 
 
 def tier_fetch(setting: Setting, wanted: int, peak: float) -> dict[str, Any]:
-    """The fetch of an update as the tier manager does it: so many records of nvfp4_delta to the device, and decoded
-    there. Time from `fetch` until what waits for the ticket is done, beside that of its bytes at `peak` bytes a second.
-    The answer has to be, bit for bit, what encoding and decoding on the spot gives."""
-    clusters, rows, width = (8, 4, 128) if setting.tiny else (512, 64, 4096)
-    hidden, index = _clustered(clusters, rows, width, torch.Generator(setting.on).manual_seed(setting.seed))
-    order = torch.Generator().manual_seed(setting.seed)
-    drawn = [torch.randperm(clusters, generator=order)[:wanted].tolist() for _ in range(ROUNDS)]
-    out = torch.empty(wanted * rows, width, dtype=hidden.dtype, device=setting.on)
-    with open_tiers(Ledger(), device=hidden.device, dtype=hidden.dtype) as tiers:
-        records = HiddenRecords.store(tiers, hidden, index, layer=0)
+    """The fetch of an update: so many clusters of nvfp4_delta to the device, and decoded there. Time from `read` until
+    its rows are there, beside that of its bytes at `peak` bytes a second. The rows have to be, bit for bit, what
+    encoding and decoding on the spot gives."""
+    count, size, width = (8, 4, 128) if setting.tiny else (512, 64, 4096)
+    record_rows, slots = (2 * size, 1) if setting.tiny else (RECORD_ROWS, MOST_SLOTS)
+    given, centroids = _clustered(count, size, width, torch.Generator(setting.on).manual_seed(setting.seed))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(setting.seed)).tolist()
+    numbers = cycle(order)
+    drawn = [[next(numbers) for _ in range(wanted)] for _ in range(ROUNDS + 2)]
+    places = [slice(size * place, size * (place + 1)) for place in range(wanted)]
+    out = torch.empty(wanted * size, width, dtype=given.dtype, device=setting.on)
+    with Tiers(Ledger(), device=given.device) as tiers:
+        needed = host_bytes(given, count, Codec.NVFP4_DELTA, layers=2, record_rows=record_rows, slots=slots)
+        stored, clusters = StoredRows(tiers, needed, 1), clusters_of([size] * count)
+        for layer in (0, 1):
+            stored.store(layer, clusters, given, centroids)
         tiers.synchronize()
-        turns = cycle(drawn)
-        times = device_times(lambda: tiers.fetch(records.keys(next(turns))).wait(out), setting.on, rounds=ROUNDS)
+        # Another layer each time, and a cluster only after all others: none of its rows is still in a slot.
+        turns = zip(cycle((0, 1)), drawn, strict=False)
+
+        def read() -> None:
+            layer, chosen = next(turns)
+            stored.read(layer, [clusters[number] for number in chosen], out, places)
+
+        times = device_times(read, setting.on, rounds=ROUNDS)
         out.fill_(torch.nan)
-        ticket = tiers.fetch(records.keys(drawn[0]))
-        ticket.wait(out)
+        read()
         tiers.synchronize()
+        stored.check_integrity()
         tiers.check_integrity()
-    members, base = index.rows.split(index.sizes), index.centroids.to(hidden.dtype)
-    given = [(hidden[members[cluster]], base[cluster]) for cluster in drawn[0]]
-    encoded = torch.cat([round_trip(of_cluster, Codec.NVFP4_DELTA, centroid) for of_cluster, centroid in given])
-    wrong, there = int((out != encoded).any(dim=1).sum()), torch.cat([of_cluster for of_cluster, _ in given]).double()
-    error, nbytes = float((out.double() - there).norm() / there.norm()), ticket.nbytes
-    row = {"record_bytes": nbytes // wanted, "layout": "tier manager", "bytes": nbytes, **speeds(nbytes, times)}
+    own, base = given.split(size), centroids.to(given.dtype)
+    encoded = torch.cat([round_trip(own[number], Codec.NVFP4_DELTA, base[number]) for number in drawn[-1]])
+    there = torch.cat([own[number] for number in drawn[-1]]).double()
+    wrong, error = int((out != encoded).any(dim=1).sum()), float((out.double() - there).norm() / there.norm())
+    nbytes = stored.fetched_bytes // len(drawn)
+    row = {"record_bytes": nbytes // wanted, "layout": "stored rows", "bytes": nbytes, **speeds(nbytes, times)}
     row |= {"fetch_us": 1e-3 * nbytes / row["gb_per_s"], "floor_us": 1e6 * nbytes / peak, "peak_gb_per_s": peak / 1e9}
     row |= {"over_peak": 1e9 * row["gb_per_s"] / peak, "error": error if math.isfinite(error) else None}
     return row | checked(f"{wrong} of {len(out)} rows are not the encoded ones" if wrong else None)
 
 
 def _clustered(
-    clusters: int, rows: int, width: int, generator: torch.Generator
-) -> tuple[Float[Tensor, "length width"], ClusterIndex]:
-    """Rows about one centre for each cluster, scattered over a canvas, and the index that knows where they are."""
-    columns = shuffled(generator, clusters * rows).view(clusters, rows).sort(dim=1).values
-    near = normal(generator, clusters, 1, width) + 0.3 * normal(generator, clusters, rows, width)
-    hidden = torch.empty(clusters * rows, width, dtype=torch.bfloat16, device=generator.device)
-    hidden[columns] = near.bfloat16()
-    return hidden, ClusterIndex(
-        rows=columns.flatten(),
-        sizes=(rows,) * clusters,
-        counts=torch.full((clusters,), rows, device=generator.device),
-        shares=(clusters,),
-        centroids=hidden[columns].float().mean(dim=1),
-        medoids=columns[:, 0].clone(),
-    )
+    clusters: int, size: int, width: int, generator: torch.Generator
+) -> tuple[Float[Tensor, "rows width"], Float[Tensor, "clusters width"]]:
+    """Rows about one centre for each cluster, cluster after cluster, and their means."""
+    near = normal(generator, clusters, 1, width) + 0.3 * normal(generator, clusters, size, width)
+    rows = near.bfloat16()
+    return rows.flatten(0, 1), rows.float().mean(dim=1)
 
 
 def _total(setting: Setting) -> int:

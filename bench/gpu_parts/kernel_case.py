@@ -48,7 +48,6 @@ class KernelCase(ABC):
     def name(self) -> str:
         """The kernel and what is set of its sizes."""
         own = {of.name: value for of in fields(self) if (value := getattr(self, of.name)) != of.default}
-        own |= {name: sum(value) for name, value in own.items() if type(value) is tuple}
         words = [name if value is True else f"{name}={value}".replace("torch.", "") for name, value in own.items()]
         return " ".join([self.kernel, *words])
 

@@ -1,4 +1,4 @@
-"""Cases of rows in codes, both ways: keys and values, and records of hidden states. Their bytes are the law."""
+"""Cases of rows in codes, both ways: keys and values, and hidden states. Their bytes are the law."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,95 +8,94 @@ import torch
 from torch import Tensor
 
 from gpu_parts.kernel_case import KernelCase, normal, op, random_bytes, shuffled, size
-from gpu_parts.kernel_cases_copies import scattered
 from tiered.kernels import decode_rows_ref, encode_rows_ref
-from tiered.kernels.record_table import RecordTable
 from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_code import RowCode
 
 _ERRORS = {RowCode.FP8: 0.05, RowCode.NVFP4: 0.15}  # of the norm of normal numbers: 0.027, 0.095, and room for a few
+_NEAR = 64  # rows of a base
 _NOISE, _ALONG = 0.25, 1.25  # of rows: what is beside their base, and their projection on it
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_SPARE = 7  # rows of an output that no record has
+_SPARE = 7  # rows of a buffer, or of an output, that no number names
 
 
 @dataclass(frozen=True, slots=True)
-class Records:
-    """Some records in a buffer, with gaps and not in the order of their rows.
+class Numbered:
+    """Some rows of a buffer, with gaps and not in order.
 
     Attributes:
-        buffer: records for decoding, or what stands where they are written.
+        buffer: bytes of rows for decoding, or what stands where they are written.
+        numbers: of the rows there.
         rows: for encoding, or what stands where they are written.
-        places: of the decoded rows there; None: the first.
+        places: of the decoded rows there; None for the first.
     """
 
     code: RowCode
     width: int
-    table: RecordTable
     base: RowBase | None
     buffer: Tensor
+    numbers: Tensor
     rows: Tensor
     places: Tensor | None = None
 
     @property
-    def by_host(self) -> tuple[RecordTable, RowBase | None]:
-        """Table and bases, for the reference on the CPU."""
-        table = RecordTable.build(self.table.rows, self.table.offsets, row_bytes=self.table.row_bytes, device="cpu")
-        return table, None if self.base is None else RowBase(self.base.bases.cpu(), self.base.of_row.cpu())
+    def by_host(self) -> tuple[Tensor, RowBase | None]:
+        """Numbers and bases, for the reference on the CPU."""
+        base = None if self.base is None else RowBase(self.base.bases.cpu(), self.base.of_row.cpu())
+        return self.numbers.cpu(), base
 
     def rows64(self, buffer: Tensor) -> Tensor:
         """The rows in `buffer`, in float64."""
-        return rows64(self.table.taken(buffer.to(self.rows.device)), self.code, self.width, self.base)
+        return rows64(buffer.to(self.rows.device)[self.numbers], self.code, self.width, self.base)
 
     @property
     def nbytes(self) -> int:
-        """What either way must move beside the rows: records, table, and the bases that are chosen, once each."""
-        moved = self.table.total * self.table.row_bytes + size(self.table.at)
+        """What either way must move beside the rows: their codes, numbers, and the bases that are chosen, once each."""
+        moved = len(self.numbers) * self.buffer.shape[1] + size(self.numbers)
         if self.base is not None:
             moved += size(self.base.of_row) + len(self.base.of_row.unique()) * size(self.base.bases[0])
         return moved
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordCase(KernelCase):
-    """`counts`: rows of each record. `pinned`: the records lie in host memory that the device can read."""
+class NumberedCase(KernelCase):
+    """`pinned`: the buffer lies in host memory that the device can read."""
 
-    counts: tuple[int, ...]
+    rows: int
     width: int = 4096
     code: RowCode = RowCode.NVFP4
     residual: bool = True
     pinned: bool = False
 
     def tiny(self) -> Self:
-        return replace(self, counts=(3, 1, 2), width=32 + self.width % 16)
+        return replace(self, rows=6, width=32 + self.width % 16)
 
-    def records(self, generator: torch.Generator, rows: Tensor) -> Records:
+    def numbered(self, generator: torch.Generator, rows: Tensor) -> Numbered:
         """With random bytes for a buffer."""
-        row_bytes = self.code.row_bytes(self.width, residual=self.residual)
-        rooms = [-(-count * row_bytes // 128) * 128 + 128 * (k % 2) for k, count in enumerate(self.counts)]
-        offsets = scattered(generator, rooms, first=128)
-        table = RecordTable.build(self.counts, offsets, row_bytes=row_bytes, device=generator.device)
-        buffer, base = random_bytes(generator, 128 + sum(rooms)), None
+        count = self.rows + _SPARE
+        buffer = random_bytes(generator, count, self.code.row_bytes(self.width, residual=self.residual))
+        numbers, base = shuffled(generator, count)[: self.rows], None
         if self.residual:
-            bases = normal(generator, len(self.counts) + 1, self.width, dtype=self.dtype)
-            chosen = shuffled(generator, len(self.counts) + 1)[: len(self.counts)]
-            base = RowBase(bases, chosen[table.record_of_row])
-        return Records(self.code, self.width, table, base, buffer, rows)
+            used = self.rows // _NEAR + 2  # and one more that no row has
+            bases = normal(generator, used + 1, self.width, dtype=self.dtype)
+            ordered = torch.arange(self.rows, device=generator.device) * used // self.rows
+            base = RowBase(bases, shuffled(generator, used + 1)[ordered])
+        return Numbered(self.code, self.width, base, buffer, numbers, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeRows(RecordCase):
+class DecodeRows(NumberedCase):
     """Every code there is, scales of all sizes. `placed`: rows go to places, in rows that lie apart."""
 
     kernel, into, roundings = "decode_rows", "rows", 2  # Triton's interpreter does not round bfloat16 to nearest
     placed: bool = True
 
-    def draw(self, generator: torch.Generator) -> Records:
-        total = sum(self.counts)
-        standing = normal(generator, total + _SPARE, self.width + (16 if self.placed else 0), dtype=self.dtype)
-        given = self.records(generator, standing)
-        places = shuffled(generator, total + _SPARE)[:total] if self.placed else None
-        coded, scale_at = given.table.taken(given.buffer).clone(), self.code.scale_at(self.width)
+    def draw(self, generator: torch.Generator) -> Numbered:
+        total = self.rows + _SPARE
+        standing = normal(generator, total, self.width + (16 if self.placed else 0), dtype=self.dtype)
+        given = self.numbered(generator, standing)
+        places = shuffled(generator, total)[: self.rows] if self.placed else None
+        coded, scale_at = given.buffer[given.numbers], self.code.scale_at(self.width)
         if self.code is RowCode.FP8:
             coded[:, :scale_at] &= 0xF7  # no NaN
         else:
@@ -105,33 +104,33 @@ class DecodeRows(RecordCase):
         coded[:, scale_at] = random_bytes(generator, len(coded), below=8) + 120
         if self.residual:
             coded[:, -2:] = normal(generator, len(coded)).bfloat16().view(torch.uint8).view(-1, 2)
-        given.table.put(coded, given.buffer)
+        given.buffer[given.numbers] = coded
         pinned = self.pinned and generator.device.type == "cuda"
         return replace(given, places=places, buffer=given.buffer.cpu().pin_memory() if pinned else given.buffer)
 
-    def run(self, given: Records, room: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(self, given: Numbered, room: Sequence[Tensor]) -> Sequence[Tensor]:
         out = room[0][:, : self.width]
-        op(self.kernel)(given.buffer, self.code, out, given.table, given.places, given.base)
+        op(self.kernel)(given.buffer, self.code, out, given.numbers, given.places, given.base)
         return room
 
-    def truth(self, given: Records) -> Sequence[Tensor]:
+    def truth(self, given: Numbered) -> Sequence[Tensor]:
         return (_put(given, given.rows64(given.buffer), given.rows.double()),)
 
-    def law(self, given: Records) -> Sequence[Tensor]:
-        table, base = given.by_host
-        rows = torch.empty(table.total, self.width)
-        decode_rows_ref.decode_rows(given.buffer.cpu(), self.code, rows, table, None, base)
+    def law(self, given: Numbered) -> Sequence[Tensor]:
+        numbers, base = given.by_host
+        rows = torch.empty(self.rows, self.width)
+        decode_rows_ref.decode_rows(given.buffer.cpu(), self.code, rows, numbers, None, base)
         if self.dtype == torch.bfloat16 and given.rows.device.type == "cpu":
             # Triton's interpreter does not round to it, but cuts off.
             rows = (rows.view(torch.int32) & -0x10000).view(torch.float32)
         return (_put(given, rows.to(self.dtype), given.rows.cpu().clone()),)
 
-    def moved(self, given: Records) -> int:
-        return given.nbytes + size(given.places) + given.table.total * self.width * self.dtype.itemsize
+    def moved(self, given: Numbered) -> int:
+        return given.nbytes + size(given.places) + self.rows * self.width * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodeRows(RecordCase):
+class EncodeRows(NumberedCase):
     """Rows near their bases, which lie apart in memory."""
 
     kernel, into = "encode_rows", "buffer"
@@ -140,29 +139,29 @@ class EncodeRows(RecordCase):
     def bound(self) -> float:
         return _ERRORS[self.code] * (_NOISE / (_NOISE**2 + _ALONG**2) ** 0.5 if self.residual else 1)
 
-    def draw(self, generator: torch.Generator) -> Records:
-        rows = normal(generator, sum(self.counts), self.width + 16, dtype=self.dtype)[:, 8 : 8 + self.width]
-        given = self.records(generator, rows)
+    def draw(self, generator: torch.Generator) -> Numbered:
+        rows = normal(generator, self.rows, self.width + 16, dtype=self.dtype)[:, 8 : 8 + self.width]
+        given = self.numbered(generator, rows)
         if given.base is not None:
             rows.mul_(_NOISE).add_(given.base.taken(slice(None)), alpha=_ALONG)
         return given
 
-    def run(self, given: Records, room: Sequence[Tensor]) -> Sequence[Tensor]:
-        op(self.kernel)(given.rows, self.code, room[0], given.table, given.base)
+    def run(self, given: Numbered, room: Sequence[Tensor]) -> Sequence[Tensor]:
+        op(self.kernel)(given.rows, self.code, room[0], given.numbers, given.base)
         return room
 
-    def seen(self, given: Records, results: Sequence[Tensor]) -> Sequence[Tensor]:
+    def seen(self, given: Numbered, results: Sequence[Tensor]) -> Sequence[Tensor]:
         return (given.rows64(results[0]),)
 
-    def truth(self, given: Records) -> Sequence[Tensor]:
+    def truth(self, given: Numbered) -> Sequence[Tensor]:
         return (given.rows.double(),)
 
-    def law(self, given: Records) -> Sequence[Tensor]:
+    def law(self, given: Numbered) -> Sequence[Tensor]:
         expected = given.buffer.cpu().clone()
         encode_rows_ref.encode_rows(given.rows.cpu(), self.code, expected, *given.by_host)
         return (expected,)
 
-    def moved(self, given: Records) -> int:
+    def moved(self, given: Numbered) -> int:
         return given.nbytes + size(given.rows)
 
 
@@ -233,32 +232,31 @@ def rows64(coded: Tensor, code: RowCode, width: int, base: RowBase | None) -> Te
     return values
 
 
-def _put(given: Records, rows: Tensor, standing: Tensor) -> Tensor:
+def _put(given: Numbered, rows: Tensor, standing: Tensor) -> Tensor:
     """`standing` with `rows` where they belong."""
     places = torch.arange(len(rows)) if given.places is None else given.places
     standing[places.to(rows.device), : rows.shape[1]] = rows
     return standing
 
 
-_RAGGED = (64, 1, 100, 63, 7)
-_RECORDS = (63, *(64,) * 254)
+_FEW, _ALL = 235, 16319  # a last program is not full
 CHECKED: tuple[KernelCase, ...] = (
-    DecodeRows(counts=_RAGGED),
-    DecodeRows(counts=_RAGGED, pinned=True),
-    DecodeRows(counts=_RAGGED, residual=False),
-    DecodeRows(counts=_RAGGED, residual=False, code=RowCode.FP8),
-    DecodeRows(counts=_RAGGED, width=3584, dtype=torch.float32, placed=False),
-    DecodeRows(counts=_RAGGED, width=3573, dtype=torch.float16),
-    EncodeRows(counts=_RAGGED),
-    EncodeRows(counts=_RAGGED, residual=False),
-    EncodeRows(counts=_RAGGED, residual=False, code=RowCode.FP8),
-    EncodeRows(counts=_RAGGED, width=3573, dtype=torch.float32),
+    DecodeRows(rows=_FEW),
+    DecodeRows(rows=_FEW, pinned=True),
+    DecodeRows(rows=_FEW, residual=False),
+    DecodeRows(rows=_FEW, residual=False, code=RowCode.FP8),
+    DecodeRows(rows=_FEW, width=3584, dtype=torch.float32, placed=False),
+    DecodeRows(rows=_FEW, width=3573, dtype=torch.float16),
+    EncodeRows(rows=_FEW),
+    EncodeRows(rows=_FEW, residual=False),
+    EncodeRows(rows=_FEW, residual=False, code=RowCode.FP8),
+    EncodeRows(rows=_FEW, width=3573, dtype=torch.float32),
     *(EncodeHeads(code=code, rows=257) for code in RowCode),
     *(EncodeHeads(code=code, rows=257, dtype=torch.float32) for code in RowCode),
 )
 TIMED: tuple[KernelCase, ...] = (
-    DecodeRows(counts=_RECORDS),
-    DecodeRows(counts=_RECORDS[:5]),  # of one layer's update
-    EncodeRows(counts=_RECORDS),
+    DecodeRows(rows=_ALL),
+    DecodeRows(rows=319),  # of one layer's update
+    EncodeRows(rows=_ALL),
     *(EncodeHeads(code=code, rows=rows) for code in RowCode for rows in (32, 512)),
 )

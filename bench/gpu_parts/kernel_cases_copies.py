@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -65,13 +64,6 @@ class ScatterRows(KernelCase):
     def moved(self, given: Scattered) -> int:
         count = given.columns.numel() if given.valid is None else int(given.valid.sum())
         return 2 * count * size(given.values[0, :, 0]) + size(given.columns, given.valid)
-
-
-def scattered(generator: torch.Generator, rooms: Sequence[int], *, first: int) -> list[int]:
-    """Where each of `rooms` begins, if they stand in random order one after another from byte `first`."""
-    order = shuffled(generator, len(rooms)).tolist()
-    at = dict(zip(order, accumulate((rooms[k] for k in order), initial=first), strict=False))
-    return [at[k] for k in range(len(rooms))]
 
 
 _LLADA: dict[str, Any] = {"heads": 32, "elements": 128, "masked": True}

@@ -1,14 +1,15 @@
-"""The tiers on the embedded model's hidden states: what codecs lose and cost, offloading, decoding, k-means."""
+"""Codecs and tiers on the embedded model's hidden states: what codecs lose and cost, offloading, decoding, k-means."""
 
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from itertools import accumulate, product
+from itertools import product
 
 import torch
 from jaxtyping import Float
 from measuring.table import Row
+from stored_clusters import clusters_of, host_bytes
 from torch import Tensor
 
 import tiered
@@ -20,12 +21,12 @@ from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.embedded import tasks
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_code import RowCode
-from tiered.offload.codec_bytes import Codec, centroid_bytes
-from tiered.offload.codecs import CODECS
-from tiered.offload.slabs import UNIT
-from tiered.policies.polestar.hidden_records import HiddenRecords
-from tiered.tiers.opening import open_tiers
+from tiered.offload import codecs as coding
+from tiered.offload.codec_bytes import Codec
+from tiered.tiers.stored_rows import StoredRows
+from tiered.tiers.tiers import Tiers
 from workloads import input_rows
 
 BLOCK, PROMPT_TOKENS = 32, 1024
@@ -72,19 +73,17 @@ def codecs(clusters: int) -> Iterator[Row]:
     hidden, areas = hidden_states()
     for layer, index in enumerate(cluster_areas(hidden, areas, clusters)):
         rows = hidden[layer][index.rows]
-        width, elements, out = rows.shape[1], rows.numel(), torch.empty_like(rows)
-        for codec, row_codec in CODECS.items():
-            sizes = [size * codec.row_bytes(width, rows.element_size()) for size in index.sizes]
+        width, elements, out, numbers = rows.shape[1], rows.numel(), torch.empty_like(rows), torch.arange(len(rows))
+        of_row = torch.arange(index.clusters).repeat_interleave(index.counts)
+        for codec in Codec:
             # Elements of bfloat16 where the codec keeps the model's dtype: what a released model would store.
             stored = len(rows) * codec.row_bytes(width, BF16_BYTES)
-            offsets = [0, *accumulate(map(_slot, sizes))]
-            buffer = torch.empty(offsets.pop(), dtype=torch.uint8)
-            bases = (index.centroids, list(range(index.clusters))) if codec.needs_base else (None, None)
-            record = (buffer, offsets)
-            encode = seconds(lambda: row_codec.encode(rows, index.sizes, *record, *bases))  # noqa: B023
-            decode = seconds(lambda: row_codec.decode(*record, index.sizes, rows.dtype, out, None, bases[0]))  # noqa: B023
+            buffer = torch.empty(len(rows), codec.row_bytes(width, rows.element_size()), dtype=torch.uint8)
+            base = RowBase(index.centroids, of_row) if codec.needs_base else None
+            encode = seconds(lambda: coding.encode(codec, rows, buffer, numbers, base))  # noqa: B023
+            decode = seconds(lambda: coding.decode(codec, buffer, numbers, out, numbers, base))  # noqa: B023
             error = ((out.double() - rows.double()).norm() / rows.double().norm()).item()
-            extra = centroid_bytes(index.clusters, width, element_bytes=BF16_BYTES) if codec.needs_base else 0
+            extra = index.clusters * width * BF16_BYTES if codec.needs_base else 0
             yield {
                 "codec": codec.value,
                 "layer": layer,
@@ -102,42 +101,45 @@ def offload(clusters: int) -> Iterator[Row]:
     """Every layer's clusters to host memory and back through the tiers, in each codec."""
     hidden, areas = hidden_states()
     indices = cluster_areas(hidden, areas, clusters)
+    wanted = [rows[index.rows] for rows, index in zip(hidden, indices, strict=True)]
+    found, most = [torch.empty_like(rows) for rows in wanted], max(index.clusters for index in indices)
     for codec in Codec:
-        ledger = Ledger()
-        with open_tiers(ledger, device="cpu", dtype=hidden.dtype) as tiers:
+        ledger, needed = Ledger(), host_bytes(wanted[0], most, codec, layers=len(wanted))
+        with Tiers(ledger, device=hidden.device) as tiers:
+            stored = StoredRows(tiers, needed, 1)
             begin = time.perf_counter()
-            stored = [
-                HiddenRecords.store(tiers, rows, index, layer=layer, codec=codec)
-                for layer, (rows, index) in enumerate(zip(hidden, indices, strict=True))
-            ]
+            for layer, (rows, index) in enumerate(zip(wanted, indices, strict=True)):
+                stored.store(layer, clusters_of(index.sizes), rows, index.centroids)
             tiers.synchronize()
             there = time.perf_counter()
-            found = [tiers.fetch(records.keys(range(len(records.sizes)))).wait() for records in stored]
+            for layer, (out, index) in enumerate(zip(found, indices, strict=True)):
+                own = clusters_of(index.sizes)
+                stored.read(layer, own, out, [cluster.rows for cluster in own])
+            tiers.synchronize()
             back = time.perf_counter()
+            stored.check_integrity()
             tiers.check_integrity()
-            wanted = [rows[index.rows] for rows, index in zip(hidden, indices, strict=True)]
             errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)]
             took = {"store_ms": 1e3 * (there - begin), "fetch_ms": 1e3 * (back - there)}
-            held = {"records": len(tiers), "host_bytes": ledger.held(Tier.HOST)}
+            records = needed.regions * -(-needed.rows // needed.record_rows)
+            held = {"records": records, "host_bytes": ledger.held(Tier.HOST)}
             yield {"codec": codec.value, "error": statistics.fmean(errors)} | held | took
 
 
 def decode(rounds: int = 5) -> Iterator[Row]:
-    """Throughput of decoding 4096 rows of d = 4096 to float32, in 64 records, over that of copying what comes out, and
-    over that of copying what goes in; bytes an element of such a record in bfloat16, alone and in its slot."""
-    width, count = 4096, 64
-    hidden, centroids, sizes = torch.randn(width, width), torch.randn(count, width), [width // count] * count
-    record = sizes[0] * Codec.NVFP4_DELTA.row_bytes(width, BF16_BYTES)
-    offsets = [_slot(record) * number for number in range(count + 1)]
-    buffer, out = torch.empty(offsets.pop(), dtype=torch.uint8), torch.empty_like(hidden)
-    codec, target, other = CODECS[Codec.NVFP4_DELTA], torch.empty_like(out), torch.empty_like(buffer)
-    codec.encode(hidden, sizes, buffer, offsets, centroids, list(range(count)))
-    took = seconds(lambda: codec.decode(buffer, offsets, sizes, out.dtype, out, None, centroids), rounds)
+    """Throughput of decoding 4096 rows of d = 4096 to float32, of 64 clusters, over that of copying what comes out, and
+    over that of copying what goes in; bytes an element of such a row."""
+    width, count, codec = 4096, 64, Codec.NVFP4_DELTA
+    hidden, numbers = torch.randn(width, width), torch.arange(width)
+    base = RowBase(torch.randn(count, width), numbers * count // width)
+    buffer, out = torch.empty(width, codec.row_bytes(width, BF16_BYTES), dtype=torch.uint8), torch.empty_like(hidden)
+    target, other = torch.empty_like(out), torch.empty_like(buffer)
+    coding.encode(codec, hidden, buffer, numbers, base)
+    took = seconds(lambda: coding.decode(codec, buffer, numbers, out, numbers, base), rounds)
     yield {
         "over_copy": seconds(lambda: target.copy_(out), rounds) / took,
         "over_record_copy": seconds(lambda: other.copy_(buffer), rounds) / took,
-        "bytes_per_element": record / (sizes[0] * width),
-        "slot_bytes_per_element": _slot(record) / (sizes[0] * width),
+        "bytes_per_element": buffer.shape[1] / width,
     }
 
 
@@ -161,7 +163,3 @@ def seconds(work: Callable[[], object], rounds: int = 3) -> float:
         work()
         times.append(time.perf_counter() - begin)
     return statistics.median(times)
-
-
-def _slot(nbytes: int) -> int:
-    return -(-nbytes // UNIT) * UNIT

@@ -15,7 +15,7 @@ def _compilation(dtype: str, code: RowCode, width: int, *absent: str) -> Compila
         types={
             "coded": "*u8",
             "count base_stride out_stride out_size": "i32",
-            "at of_row places": "*i64",
+            "numbers of_row places": "*i64",
             "bases out": f"*{dtype}",
         },
         constexprs=constexprs | dict.fromkeys(absent),
@@ -29,5 +29,5 @@ COMPILATIONS = (
     _compilation("fp32", RowCode.NVFP4, 4096, "places"),
     _compilation("bf16", RowCode.NVFP4, 4096, "bases", "of_row"),
     _compilation("bf16", RowCode.FP8, 4096, "bases", "of_row"),
-    _compilation("bf16", RowCode.NVFP4, 128, "at", "bases", "of_row", "places"),
+    _compilation("bf16", RowCode.NVFP4, 128, "numbers", "bases", "of_row", "places"),
 )

@@ -6,17 +6,17 @@ from tiered.kernels.encode_rows import _encode_rows, tile_of, warps_of
 from tiered.kernels.row_code import RowCode
 
 
-def _compilation(dtype: str, code: RowCode, elements: int, *, record: bool, residual: bool) -> Compilation:
+def _compilation(dtype: str, code: RowCode, elements: int, *, numbered: bool, residual: bool) -> Compilation:
     tile = tile_of(elements)
     constexprs = {"FP8": code == RowCode.FP8, "ELEMENTS": elements, **tile}
     constexprs["ROW_BYTES"] = code.row_bytes(elements, residual=residual)
-    constexprs |= dict.fromkeys([*["at"] * (not record), *["bases", "of_row"] * (not residual)])
+    constexprs |= dict.fromkeys([*["numbers"] * (not numbered), *["bases", "of_row"] * (not residual)])
     return Compilation(
         kernel=_encode_rows,
         types={
             "values bases": f"*{dtype}",
             "coded": "*u8",
-            "at of_row": "*i64",
+            "numbers of_row": "*i64",
             "row_stride base_stride count": "i32",
         },
         constexprs=constexprs,
@@ -27,13 +27,13 @@ def _compilation(dtype: str, code: RowCode, elements: int, *, record: bool, resi
 
 
 COMPILATIONS = (
-    _compilation("bf16", RowCode.NVFP4, 4096, record=True, residual=True),
-    _compilation("fp32", RowCode.NVFP4, 4096, record=True, residual=True),
-    _compilation("bf16", RowCode.NVFP4, 3584, record=True, residual=False),
+    _compilation("bf16", RowCode.NVFP4, 4096, numbered=True, residual=True),
+    _compilation("fp32", RowCode.NVFP4, 4096, numbered=True, residual=True),
+    _compilation("bf16", RowCode.NVFP4, 3584, numbered=True, residual=False),
     *(
-        _compilation(dtype, code, elements, record=record, residual=False)
+        _compilation(dtype, code, elements, numbered=numbered, residual=False)
         for dtype in ("bf16", "fp32")
-        for code, elements, record in (
+        for code, elements, numbered in (
             (RowCode.NVFP4, 128, False),
             (RowCode.FP8, 128, False),
             (RowCode.FP8, 4096, True),
