@@ -1,12 +1,14 @@
 """Random schedules of uses, patches and moves of records under random delays, each answer compared bit for bit.
 
-Records have parts, which lie in another order in their homes. All that compute does with a slot is a job of the
-transport, in the order of the calls, as kernels are on a stream.
+A schedule runs on threads that imitate CUDA streams, or on the streams of a CUDA device, with few slots so that each is
+used again all the time. Records have parts, which lie in another order in their homes. All that compute does with a
+slot is a job of the transport, in the order of the calls, as kernels are on a stream. A schedule proves no more than it
+would find: `without` gives the same tiers with one wait left out, and a corruption must show.
 """
 
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +16,8 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from tier_fuzz import Delays, Outcome
+from measuring.device_timer import stand_still
+from simulation import Point, SimulatedCuda, SimulatedThreads
 from torch import Tensor
 
 from tiered.core.budget import MemoryBudget
@@ -23,7 +26,8 @@ from tiered.core.features import Account
 from tiered.core.ledger import Ledger
 from tiered.offload.copy_segments import Segment
 from tiered.offload.errors import CorruptRecordError, TransferError
-from tiered.offload.fence import Region
+from tiered.offload.fence import Event, Fence, Region
+from tiered.offload.transport import Lane, Transport
 from tiered.tiers.parts import Parts, Wanted
 from tiered.tiers.residency import Residency
 from tiered.tiers.tiers import Tiers
@@ -31,6 +35,61 @@ from tiered.tiers.traffic import Traffic
 
 PARTS, PART_BYTES, KEYS, SLOTS, HOST = 6, 700, 6, 2, 4
 RECORD, ROOM = PARTS * PART_BYTES, 8192
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one schedule came to: answers compared, those that were wrong, and errors that no schedule should meet."""
+
+    answers: int = 0
+    wrong: int = 0
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def corrupt(self) -> bool:
+        """Whether an answer was wrong, or a copy failed."""
+        return bool(self.wrong or self.errors)
+
+
+def without(region: Region, access: str) -> type[Traffic]:
+    """Traffic that leaves one kind of wait out: `access` is `"read"` or `"write"`, of `region`."""
+
+    class Faulty(Traffic):
+        def waits(self, reads: Collection[Fence], writes: Collection[Fence]) -> list[Event]:
+            reads = [fence for fence in reads if (fence.region, access) != (region, "read")]
+            writes = [fence for fence in writes if (fence.region, access) != (region, "write")]
+            return super().waits(reads, writes)
+
+    return Faulty
+
+
+class Delays:
+    """Random delays of a transport's jobs, drawn from `seed`: some lanes are never slow. On a CUDA device, half of them
+    hold up a stream, not the host."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device, draw = device, random.Random(seed)
+        self.noise = random.Random(seed + 1)  # drawn by several threads: the delays differ from run to run
+        self.slowest: dict[object, float] = {lane: draw.choice([0.0, 3e-4, 3e-3]) for lane in (*Lane, None)}
+
+    def transport(self, asynchronous: bool, *, compute_thread: bool = True) -> Transport:
+        """What carries copies; with delays if it is `asynchronous`. Without a `compute_thread`, compute waits and works
+        in the caller's thread; CUDA has streams."""
+        delay = self.delay if asynchronous else None
+        if self.device.type != "cuda":
+            return SimulatedThreads(compute_thread=asynchronous and compute_thread, delay=delay)
+        return SimulatedCuda(self.device, delay=delay)
+
+    def delay(self, point: Point, lane: Lane | None) -> float:
+        """Seconds to sleep at `point`."""
+        slowest = self.slowest[lane]
+        seconds = self.noise.uniform(0, slowest) if slowest and self.noise.random() < 0.5 else 0.0
+        # At these points the current stream is the one that the job goes on.
+        on_stream = (point, lane) in ((Point.COPY, Lane.FETCH), (Point.COPY, Lane.STORE), (Point.SUBMIT, None))
+        if self.device.type == "cuda" and on_stream and seconds and self.noise.random() < 0.5:
+            stand_still(self.device, seconds)
+            return 0.0
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -72,7 +131,7 @@ def run_schedule(
     asynchronous: bool = True,
     device: torch.device | str = "cpu",
 ) -> Outcome:
-    """One schedule, as `tier_fuzz.run_schedule`."""
+    """One schedule of `steps` operations drawn from `seed`. `asynchronous` False: every job ends before the next."""
     with TemporaryDirectory() as folder:
         there = torch.empty(0, device=device).device
         return _Schedule(seed, Path(folder), traffic, asynchronous, there).run(steps)

@@ -31,8 +31,7 @@ class Event(Protocol):
 class Region(StrEnum):
     """The kind of bytes that a fence guards."""
 
-    FETCH_SLOT = "fetch_slot"  # device ring that records arrive in, and are used in
-    STORE_SLOT = "store_slot"  # device ring that records leave from
+    FETCH_SLOT = "fetch_slot"  # device ring that records arrive in, are used in and leave from
     LOAD_SLOT = "load_slot"  # host ring that records from files pass
     DEVICE_SLOT = "device_slot"  # a record that stays on the device
     HOST_SLOT = "host_slot"

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
-import tier_fuzz as fuzz
+import residency_fuzz as fuzz
 import torch
 from simulation import Point
 
@@ -371,7 +371,7 @@ def test_what_is_found_is_told(sanitized: ModuleType, one_wrong_byte: None):
 
 
 def test_a_wrong_schedule_is_found(sanitized: ModuleType, monkeypatch: pytest.MonkeyPatch):
-    outcome = importlib.import_module("tier_fuzz").Outcome(answers=3, wrong=1, errors=["lost"])
+    outcome = fuzz.Outcome(answers=3, wrong=1, errors=["lost"])
     monkeypatch.setattr(sanitized, "SCHEDULES", [lambda seed, device: outcome])
     ran = sanitized.run_transports(CPU, 11, schedules=2, end=float("inf"))
     assert ran["wrong"] == [f"schedule {seed}: 1 wrong answers; lost" for seed in (11, 12)] and ran["answers"] == 6

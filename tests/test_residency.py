@@ -155,6 +155,18 @@ def test_a_copy_up_that_fails_is_told_and_the_next_one_comes(residency: Residenc
     used(residency, (0, 0), (1, 0))
 
 
+def test_parts_that_did_not_come_are_not_there_because_others_came(tiers: Tiers, residency: Residency):
+    residency.place("more", tiers.host_home(Account.WEIGHTS, NBYTES, ROOM), layout=Halves())
+    first = np.array([True, False])
+    faults.add(Lane.FETCH)
+    residency.use([], [Wanted("more", first)])
+    tiers.synchronize()
+    with pytest.raises(TransferError, match="bus is down"):
+        residency.use([Wanted("more", ~first)])
+    residency.use([Wanted("more", ~first)])
+    assert not residency.missing(Wanted("more", ~first)).any() and residency.missing(Wanted("more", first)).any()
+
+
 def test_a_record_whose_home_missed_a_write_is_never_read_as_if_it_had_not(residency: Residency):
     every = np.ones(1, dtype=bool)
     for lost in (True, False):

@@ -135,7 +135,7 @@ TestRingMachine.settings = settings(max_examples=60, stateful_step_count=40, dea
 
 def test_slots_are_parts_of_the_buffer():
     buffer = torch.zeros(3 * SLOT_BYTES, dtype=torch.uint8)
-    ring = Ring(3, buffer, Region.STORE_SLOT)
+    ring = Ring(3, buffer, Region.LOAD_SLOT)
     for number in range(3):
         acquired(ring).bytes.fill_(number + 1)
     assert buffer.view(3, SLOT_BYTES).tolist() == [[number + 1] * SLOT_BYTES for number in range(3)]

@@ -19,15 +19,15 @@ from functools import partial
 from typing import Any
 
 import residency_fuzz
-import tier_fuzz
+import stored_rows_fuzz
 import torch
-from tier_fuzz import round_trip
+from round_trip import round_trip
 
 from gpu_parts.kernel_case import run_once, small_cases
 from gpu_parts.moved_bytes import POISON
 from gpu_parts.sanitizer import DONE
 from gpu_parts.slow_transports import transport
-from tiered.core.features import Feature
+from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.kernels.choice import for_device
 from tiered.kernels.decode_rows_ref import decode_rows
@@ -38,11 +38,12 @@ from tiered.offload.device import synchronize
 from tiered.offload.fence import Fence, Region
 from tiered.offload.pinning import pick_pinner
 from tiered.offload.transport import Copy, Lane
-from tiered.tiers.opening import open_tiers
-from tiered.tiers.record_book import RecordKey
+from tiered.tiers.record_bytes import RecordBytes
+from tiered.tiers.stored_rows import StoredCluster, StoredRows
+from tiered.tiers.tiers import Tiers
 
 KIB = 1 << 10
-SCHEDULES = (tier_fuzz.run_schedule, residency_fuzz.run_schedule)  # in turn
+SCHEDULES = (stored_rows_fuzz.run_schedule, residency_fuzz.run_schedule)  # in turn
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--schedules", type=int, default=2, help="random schedules of the tiers, see tier_fuzz.py and residency_fuzz.py"
+        "--schedules", type=int, default=2, help="random schedules, see stored_rows_fuzz.py and residency_fuzz.py"
     )
     parser.add_argument("--seconds", type=float, default=15.0, help="no schedule but the first begins after that many")
     parser.add_argument("--limit", type=float, default=60.0)
@@ -138,27 +139,34 @@ def copies_are_right(device: torch.device, seed: int) -> bool:
 
 
 def tiers_are_right(device: torch.device, seed: int, codec: Codec) -> bool:
-    """Records to host memory and back, against encoding and decoding on the spot."""
-    records, rows, width, slot = 6, 5, 96, 16 * KIB
+    """Rows to host memory and back, against encoding and decoding on the spot."""
+    count, rows, width, order = 6, 5, 96, [4, 1, 0, 5, 2, 3]
     generator = torch.Generator(device).manual_seed(seed)
-    given = torch.randn(records * rows, width, device=device, generator=generator)
-    keys = [RecordKey(Feature.HIDDEN, 0, 0, part) for part in range(records)]
-    order = [4, 1, 0, 5, 2, 3]
-    bank = clusters = None
-    with open_tiers(Ledger(), device=device, dtype=given.dtype, slot_bytes=slot) as tiers:
-        if codec.needs_base:
-            bank, clusters = tiers.bank(given[:2].clone()), [part % 2 for part in range(records)]
-        tiers.store(keys, given, [rows] * records, codec=codec, bank=bank, clusters=clusters)
-        answer = tiers.fetch([keys[part] for part in order]).wait()
-        if bank is not None:
-            bank.release()
+    given = torch.randn(count * rows, width, device=device, generator=generator)
+    centroids = given[:count].clone()
+    clusters = [StoredCluster(0, number, slice(rows * number, rows * (number + 1))) for number in range(count)]
+    needed = RecordBytes(
+        tier=Tier.HOST,
+        codec=codec,
+        regions=1,
+        rows=len(given),
+        row_bytes=codec.row_bytes(width, given.element_size()),
+        clusters=count,
+        centroid_bytes=centroids[0].nbytes if codec.needs_base else 0,
+        record_rows=8,
+        slots=2,
+        references=0,
+        activations=0,
+    )
+    found = torch.full_like(given, torch.nan)
+    with Tiers(Ledger(), device=device) as tiers:
+        stored = StoredRows(tiers, needed, sequences=1)
+        stored.store(0, clusters, given, centroids)
+        stored.read(0, [clusters[number] for number in order], found, [clusters[number].rows for number in order])
         tiers.synchronize()
-        tiers.check_integrity()
-    wanted = [
-        round_trip(part, codec, None if clusters is None else given[clusters[number]])
-        for number, part in enumerate(given.split(rows))
-    ]
-    return torch.equal(answer, torch.cat([wanted[part] for part in order]))
+        stored.check_integrity()
+    wanted = [round_trip(part, codec, centroid) for part, centroid in zip(given.split(rows), centroids, strict=True)]
+    return torch.equal(found, torch.cat(wanted))
 
 
 if __name__ == "__main__":

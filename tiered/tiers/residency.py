@@ -280,7 +280,8 @@ class Residency:
                 work = partial(home.read, source)
                 self._traffic.move(Lane.LOAD, work, reads=[home.fence], writes=[guard], layer=record.layer)
             copies = [Copy(at, to) for at, to in _pieces(source, into, segments)]
-            self._traffic.move(Lane.FETCH, copies, reads=[guard], writes=[fence], layer=record.layer)
+            # The slot is read as well: if a copy of other parts failed, this one must not say otherwise.
+            self._traffic.move(Lane.FETCH, copies, reads=[guard, fence], writes=[fence], layer=record.layer)
         finally:
             if passing is not None:
                 passing.release()

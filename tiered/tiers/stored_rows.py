@@ -40,7 +40,7 @@ class StoredRows:
     only the rows of clusters that are read are fetched. On the device, rows are written and read where they lie.
 
     Attributes:
-        fetched_bytes: bytes that have been fetched so far.
+        fetched_bytes: bytes that were fetched so far, or read on the device.
     """
 
     def __init__(self, tiers: Tiers, needed: RecordBytes, sequences: int) -> None:
@@ -207,7 +207,7 @@ class StoredRows:
         if (memory := self._layers[layer]) is not None:
             used = Asked if fetched else Stored
             nbytes = len(numbers) * self._needed.row_bytes
-            self._tiers.record(used(tier=Tier.DEVICE, records=len(numbers), nbytes=nbytes))
+            self._count(used(tier=Tier.DEVICE, records=len(numbers), nbytes=nbytes))
             return memory, numbers
         wanted = [Wanted(key, parts if fetched else np.zeros_like(parts)) for key, parts in records.items()]
         views = self._residency.use(wanted, self._following(records))
