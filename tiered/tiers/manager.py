@@ -11,6 +11,7 @@ caller uses a manager; copies run on the transport's streams and threads.
 """
 
 import os
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -96,9 +97,11 @@ class TierManager(Tiers):
         self._book = RecordBook()
         self._slots = Slots(ledger, arenas, self._book)
         self._shipping = Shipping(self.traffic, rings, ledger, device=device, dtype=dtype)
+        manager = weakref.proxy(self)  # no cycle: memory of the device is free as soon as the call ends
         self._fetches = Fetches(
-            self._book, self._slots, self.traffic, self._shipping, self.record, check_open=self.check_open
-        )
+            self._book, self._slots, self.traffic, self._shipping, self.record,
+            check_open=lambda: TierManager.check_open(manager),
+        )  # fmt: skip
         self.memory.callback(self._leave_all)
 
     def __len__(self) -> int:
