@@ -210,7 +210,8 @@ class Residency:
     def close_slots(self) -> None:
         """Forget the slots and the records in them, in whatever state a call was broken off. The caller frees them."""
         self._using.clear()
-        self._here.clear()
+        while self._here:
+            self._here.popitem()[1].slot.release()  # a ring and a held slot refer to each other
         self._slots = None
 
     def close(self) -> None:
