@@ -1,5 +1,6 @@
 """Rows of hidden states in a codec, in host memory or on the device: written and read cluster by cluster."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -38,21 +39,26 @@ class StoredRows:
 
     In host memory, runs of `RecordBytes.record_rows` rows are the records of a `Residency`, and each row is a part, so
     only the rows of clusters that are read are fetched. On the device, rows are written and read where they lie.
-
-    Attributes:
-        fetched_bytes: bytes that were fetched so far, or read on the device.
     """
 
     def __init__(self, tiers: Tiers, needed: RecordBytes, sequences: int) -> None:
         """`needed`: what has been planned. `sequences`: regions of a layer. Raises `TierCapacityError` if the device
         has no room for the slots."""
-        self._tiers, self._needed, self._sequences, self.fetched_bytes = tiers, needed, sequences, 0
+        self._tiers, self._needed, self._sequences = tiers, needed, sequences
+        self._fetched = fetched = Counter[Tier]()  # bytes
         self._each = needed.record_rows if needed.slots else max(1, needed.rows)  # rows of a record
         self._per_region = -(-needed.rows // self._each) * self._each  # rows are numbered through all regions
         self._centroids: dict[int, Float[Tensor, "clusters width"]] = {}  # of a layer, region after region
         self._layers: dict[int, Tensor | None] = {}  # rows of a layer on the device; None in host memory
         self._ahead: dict[Key, Parts] = {}
-        self._residency = Residency(tiers.traffic, self._count)
+
+        def record(event: TierEvent) -> None:  # no method, which would be a cycle that holds memory of the device
+            if isinstance(event, Asked):
+                fetched[event.tier] += event.nbytes
+            tiers.record(event)
+
+        self._record = record
+        self._residency = Residency(tiers.traffic, record)
         tiers.memory.callback(self._residency.close)
         if needed.slots:
             hint = "lower `top_m`, or raise the budget"
@@ -64,6 +70,11 @@ class StoredRows:
     def tier(self) -> Tier:
         """Which tier has the rows."""
         return self._needed.tier
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that were fetched so far, or read on the device."""
+        return self._fetched.total()
 
     @spanned(Op.STORE)
     def store(
@@ -147,11 +158,6 @@ class StoredRows:
         """Raise `RuntimeError` if the books contradict themselves."""
         self._residency.check_integrity()
 
-    def _count(self, event: TierEvent) -> None:
-        if isinstance(event, Asked):
-            self.fetched_bytes += event.nbytes
-        self._tiers.record(event)
-
     def _open(self, layer: int, like: Float[Tensor, "rows width"]) -> None:
         """Obtain the memory of a layer."""
         needed, tiers, width = self._needed, self._tiers, like.shape[1]
@@ -207,7 +213,7 @@ class StoredRows:
         if (memory := self._layers[layer]) is not None:
             used = Asked if fetched else Stored
             nbytes = len(numbers) * self._needed.row_bytes
-            self._count(used(tier=Tier.DEVICE, records=len(numbers), nbytes=nbytes))
+            self._record(used(tier=Tier.DEVICE, records=len(numbers), nbytes=nbytes))
             return memory, numbers
         wanted = [Wanted(key, parts if fetched else np.zeros_like(parts)) for key, parts in records.items()]
         views = self._residency.use(wanted, self._following(records))
