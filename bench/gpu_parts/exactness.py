@@ -6,16 +6,15 @@ come out otherwise in another batch or among other rows, since libraries choose 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from gpu_parts.policy_calls import BLOCK, Kinds, Resident, one_after_another
+from gpu_parts.policy_calls import BLOCK, Kinds, Resident, one_after_another, small_records
 from gpu_parts.random_llada import few_layers, random_ids
 from gpu_parts.setting import Setting, checked
 from gpu_parts.slow_transports import Damaging, Synchronous, random_delays, transport
@@ -26,7 +25,6 @@ from tiered.offload.codec_bytes import Codec
 from tiered.offload.transport import Transport
 from tiered.output import GenerationOutput
 from tiered.policies.base import Policy, Step, StepKind
-from tiered.policies.polestar import hidden_bytes
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
@@ -40,7 +38,6 @@ DELTA = Polestar(codec=Codec.NVFP4_DELTA, cluster_layers=1, update_threshold=7)
 CONTROL = "damaged rows are seen"
 # Else an update renews all that there are, and what was fetched is of no use.
 TINY = {"clusters": 7, "top_m": 3, "update_threshold": 15}
-TINY_RECORD = 4  # rows; else the slots have all records of a rehearsal, and nothing is fetched
 
 
 def cases(setting: Setting) -> list[str]:
@@ -148,8 +145,7 @@ def _call(
     runtime = Runtime(few_layers(setting, LAYERS, dtype), policy=policy, transport=carrier)
     # In float32 a full pass takes ten times as long.
     positions = 160 if setting.tiny else 1024 if dtype is torch.float32 else 4096
-    small = patch.object(hidden_bytes, "RECORD_ROWS", TINY_RECORD) if setting.tiny else nullcontext()
-    with small:
+    with small_records(setting):
         return left_by(runtime, random_ids(setting, positions - 2 * BLOCK), **_options(setting))
 
 

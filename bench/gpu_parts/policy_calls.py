@@ -2,9 +2,10 @@
 its bytes by the ledger, by torch and by the driver, beside what was planned and booked."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from allocations import resident_peak
@@ -23,11 +24,13 @@ from tiered.offload.codec_bytes import Codec
 from tiered.output import GenerationOutput
 from tiered.planning.plan import Plan
 from tiered.policies.base import Policy, Step, StepKind
+from tiered.policies.polestar import hidden_bytes
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
 BLOCK = 32
+_TINY_RECORD = 4  # rows
 
 
 class Resident(Polestar):
@@ -53,6 +56,11 @@ def policy_of(variant: str, setting: Setting) -> Policy:
     """The policy of one of `NAMES`; at tiny sizes with more clusters than an update renews."""
     policy = _VARIANTS[variant]
     return replace(policy, clusters=6, top_m=2) if setting.tiny and isinstance(policy, Polestar) else policy
+
+
+def small_records(setting: Setting) -> AbstractContextManager[object]:
+    """Records of a few rows in a rehearsal, whose slots would have all records else, so that nothing is fetched."""
+    return patch.object(hidden_bytes, "RECORD_ROWS", _TINY_RECORD) if setting.tiny else nullcontext()
 
 
 def patient(policy: Policy) -> Policy:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gpu_parts.policy_calls import BLOCK, NAMES, CallMemory, Measured, PolicyCall, planned, policy_of
+from gpu_parts.policy_calls import BLOCK, NAMES, CallMemory, Measured, PolicyCall, planned, policy_of, small_records
 from gpu_parts.random_llada import random_runtime
 from gpu_parts.setting import Setting, checked, skipped
 from gpu_parts.step_figures import by_kind, copies, measured_rates
@@ -39,6 +39,11 @@ def call_of(variant: str, positions: int) -> PolicyCall:
 
 def measure(setting: Setting, case: str) -> dict[str, Any]:
     """One call, and another one where that took no second: times are of the last."""
+    with small_records(setting):
+        return _measure(setting, case)
+
+
+def _measure(setting: Setting, case: str) -> dict[str, Any]:
     variant, context = case.split()
     call = call_of(variant, int(context))
     plan = planned(setting, policy_of(variant, setting), call)
