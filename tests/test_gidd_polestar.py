@@ -163,7 +163,7 @@ def test_rows_in_front_of_the_answer_are_not_booked(runtime: Runtime):
     of_answer = replace(sizes, answer=64)
     # Families without the mask cluster the prompt as well.
     seen = replace(of_answer, shape=replace(shape, sight="canvas"))
-    hidden_records_of = lambda sizes: Polestar().needs(sizes).records(0)  # type: ignore[misc]  # noqa: E731
+    hidden_records_of = lambda sizes: Polestar().needs(sizes).records()  # type: ignore[misc]  # noqa: E731
     whole, answer, alone, unmasked = (
         hidden_records_of(each) for each in (sizes, of_answer, replace(sizes, context=64), seen)
     )

@@ -149,14 +149,11 @@ class Residency:
         """Let compute write bytes of a record in use, in `parts`. The other bytes of these parts are present, or were
         never written. `patch` follows before another record is used. Raises `KeyError` for a record without a slot."""
         here = self._here[key]
-        here.present |= parts
-        here.brought &= ~parts
-        here.written |= parts
+        here.present, here.brought, here.written = here.present | parts, here.brought & ~parts, here.written | parts
         self._traffic.compute(Lane.STORE, _nothing, writes=[here.slot.fence], layer=self._records[key].layer)
 
     def patch(self, key: Hashable, segments: Iterable[Segment]) -> None:
-        """Send the bytes that compute wrote home: `segments` of the slot, whose parts `write` named. Raises `KeyError`
-        for a record without a slot."""
+        """Send the bytes that compute wrote home: `segments` of the slot. Raises `KeyError` if the record has none."""
         here, record = self._here[key], self._records[key]
         home, slot, parts = record.home, here.slot, here.written
         assert home.memory is not None, "files are only read"
@@ -166,8 +163,8 @@ class Residency:
         copies = [Copy(to, at) for at, to in _pieces(home.memory, slot.bytes, segments)]
         # The home is read as well: after a copy that failed, it lacks bytes, so every later copy has to fail too.
         self._traffic.move(Lane.STORE, copies, reads=[slot.fence, home.fence], writes=[home.fence], layer=record.layer)
-        stored = sum(copy.source.numel() for copy in copies)
-        self._record(Stored(tier=home.tier, records=int(parts.sum()), nbytes=stored))
+        nbytes = sum(copy.source.numel() for copy in copies)
+        self._record(Stored(tier=home.tier, records=int(parts.sum()), nbytes=nbytes))
 
     def missing(self, wanted: Wanted) -> Parts:
         """The parts that a use would bring to a slot."""
@@ -189,8 +186,7 @@ class Residency:
         self._await(fence, record.layer)
 
     def rest(self) -> None:
-        """Compute is done with all records. The next `use` may come from another stream. Copies that have ended are
-        counted, so that a report made now has them."""
+        """Compute is done with all records; the next `use` may come from another stream. Ended copies are counted."""
         for key in list(self._using):
             self._end_use(key)
         self._traffic.harvest()
@@ -236,8 +232,7 @@ class Residency:
             self._passing.check_integrity()
 
     def _send(self, wanted: Wanted, kept: Sequence[Hashable], *, needed: bool = True) -> None:
-        """Give a record a slot, and send the parts that are missing there. No record of `kept` leaves its slot for
-        it."""
+        """Give a record a slot, and send the missing parts there. No record of `kept` leaves its slot for it."""
         key, parts = wanted.key, self.missing(wanted)
         if not self._enter(key, kept):
             if needed:
@@ -286,8 +281,7 @@ class Residency:
         finally:
             if passing is not None:
                 passing.release()
-        nbytes = sum(size for *_, size in segments)
-        self._record(Asked(tier=home.tier, records=int(parts.sum()), nbytes=nbytes))
+        self._record(Asked(tier=home.tier, records=int(parts.sum()), nbytes=sum(size for *_, size in segments)))
 
     def _await(self, fence: Fence, layer: int | None) -> None:
         """Let compute wait for the copies to these bytes."""
