@@ -65,6 +65,11 @@ class StoredRows:
         """Which tier has the rows."""
         return self._needed.tier
 
+    @property
+    def centroid_bytes(self) -> int:
+        """Bytes on the device of the centroids that rows are stored against."""
+        return sum(centroids.nbytes for centroids in self._centroids.values())
+
     @spanned(Op.STORE)
     def store(
         self,
