@@ -52,8 +52,8 @@ def _decode_rows(
     target = row
     if places is not None:
         target = tl.load(places + row, there, other=0)
-        # A row out of range is the caller's mistake; it must not reach memory beside `out`.
-        own &= ((target >= 0) & (target < out_size))[:, None]
+    # A row out of range is the caller's mistake; it must not reach memory beside `out`.
+    own &= ((target >= 0) & (target < out_size))[:, None]
     tl.store(out + (target * out_stride)[:, None] + element[None, :], values.to(out.dtype.element_ty), own)
 
 

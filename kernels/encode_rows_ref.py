@@ -53,7 +53,7 @@ def encode_rows(
         values: with a scale in E8M0 a row that is not finite, or whose residual is not, comes back as NaN; others are
             finite.
         code: code of the rows.
-        out: bytes of rows, in plain torch on any device.
+        out: bytes of rows, on the device of `values`; in plain torch and without `numbers` on any device.
         numbers: distinct rows of `out`; None for its first n, in order.
         base: what residuals are taken against; None for none.
     """

@@ -16,10 +16,8 @@ import pytest
 import torch
 
 from tiered.offload import pinning
-from tiered.offload.arena import Arena
 from tiered.offload.chunk import Chunk
 from tiered.offload.errors import PinError
-from tiered.offload.fence import Region
 from tiered.offload.pinning import RegisteredPinner, pick_pinner
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -320,17 +318,16 @@ def test_a_refusal_says_what_there_is_and_what_to_change(
     assert pinner.allocate(PAGE).actual_bytes == PAGE  # the next request is served
 
 
-def test_a_refused_chunk_of_an_arena(cudart: FakeCudart):
+def test_a_refused_chunk_leaves_the_earlier_ones(cudart: FakeCudart):
     cudart.refuse_at = 2
-    arena = Arena(Region.HOST_SLOT, PAGE, None, pick_pinner("registered", CUDA).allocate)
-    slots = [arena.place(PAGE) for _ in range(2)]
+    pinner = pick_pinner("registered", CUDA)
+    chunks = [pinner.allocate(PAGE) for _ in range(2)]
     with pytest.raises(PinError):
-        arena.place(PAGE)
-    arena.check_integrity()
-    assert sorted(cudart.registered) == sorted(slot.chunk.bytes.data_ptr() for slot in slots)
-    arena.place(PAGE)
-    assert arena.stats().pinned_bytes == 3 * PAGE
-    arena.close()
+        pinner.allocate(PAGE)
+    assert sorted(cudart.registered) == sorted(chunk.bytes.data_ptr() for chunk in chunks)
+    chunks.append(pinner.allocate(PAGE))
+    for chunk in chunks:
+        chunk.free()
     assert not cudart.registered
 
 

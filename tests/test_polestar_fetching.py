@@ -1,5 +1,6 @@
-"""How the clusters of an update travel: guesses, small rings, failures, and tiers that are too small."""
+"""How the clusters of an update travel: guesses, few slots, failures, and tiers that are too small."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,20 +18,19 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
-from tiered.offload.codec_bytes import Codec
 from tiered.offload.errors import TransferError
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Lane, Transport
 from tiered.output import GenerationOutput
 from tiered.policies.polestar import hidden_bytes
+from tiered.policies.polestar.fetching import Fetching
+from tiered.policies.polestar.layer_state import LayerState
+from tiered.policies.polestar.members import Cluster
 from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
-from tiered.tiers.manager import TierManager
-from tiered.tiers.record_book import RecordKey
-from tiered.tiers.ticket import Ticket
+from tiered.tiers.stored_rows import StoredCluster, StoredRows
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
-WIDTH = 128
 BASE: dict[str, Any] = {"clusters": 6, "top_m": 2, "update_threshold": 0}
 
 
@@ -41,32 +41,45 @@ def model():
 
 @dataclass
 class Watch:
-    """The fetches of a call, and what was open and held when its tiers closed."""
+    """Clusters that were sent for, by the method of `Fetching`, and clusters of a layer that were sent, and read."""
 
-    tickets: list[Ticket] = field(default_factory=list)
-    asked: list[tuple[RecordKey, int]] = field(default_factory=list)  # with its rows
-    open_at_close: list[int] = field(default_factory=list)
+    wanted: Counter[str] = field(default_factory=Counter)
+    sent: set[tuple[int, int, int]] = field(default_factory=set)
+    read: set[tuple[int, int, int]] = field(default_factory=set)
 
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    watching, fetch, close = Watch(), TierManager.fetch, TierManager.close
+    watching, read = Watch(), StoredRows.read
 
-    def watched_fetch(self: TierManager, keys: Sequence[RecordKey]) -> Ticket:
-        ticket = fetch(self, keys)
-        watching.tickets.append(ticket)
-        watching.asked += [(key, self._book.find(key).form.rows) for key in keys]
-        return ticket
+    def watched(name: str) -> None:
+        method = getattr(Fetching, name)
 
-    def watched_close(self: TierManager) -> None:
-        if not self._closed:
-            watching.open_at_close.append(len(self._fetches._tickets))
-            self.check_integrity()
-        close(self)
+        def call(self: Fetching, state: LayerState, clusters: list[Cluster]) -> Any:
+            watching.wanted[name] += len(clusters)
+            watching.sent |= {
+                (state.layer, one.region, one.cluster) for one in (state.stored(clusters) if clusters else [])
+            }
+            return method(self, state, clusters)
 
-    monkeypatch.setattr(TierManager, "fetch", watched_fetch)
-    monkeypatch.setattr(TierManager, "close", watched_close)
+        monkeypatch.setattr(Fetching, name, call)
+
+    def watched_read(self: StoredRows, layer: int, clusters: Sequence[StoredCluster], *where: Any) -> None:
+        watching.read |= {(layer, one.region, one.cluster) for one in clusters}
+        read(self, layer, clusters, *where)
+        self.check_integrity()
+
+    for name in ("guess", "ask", "refetch"):
+        watched(name)
+    monkeypatch.setattr(StoredRows, "read", watched_read)
     return watching
+
+
+@pytest.fixture
+def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the slots hold all rows of so small a model, and nothing is fetched."""
+    monkeypatch.setattr(hidden_bytes, "MOST_SLOTS", 3)
+    monkeypatch.setattr(hidden_bytes, "RECORD_ROWS", 4)
 
 
 def make(model: Any, transport: Callable[[], Transport] | None = None, **options: Any) -> Runtime:
@@ -105,37 +118,44 @@ def same(first: GenerationOutput, second: GenerationOutput) -> bool:
 @pytest.mark.parametrize(
     "options", [{}, {"codec": "raw", "refresh": "drift", "cluster_layers": 1}, {"cluster_layers": 99, "top_m": 3}]
 )
-def test_every_fetch_is_counted(model: Any, watch: Watch, options: dict[str, Any]):
+def test_every_fetch_is_counted(model: Any, watch: Watch, few_slots: None, options: dict[str, Any]):
     out = run(model, **options)
-    count = {name: sum(getattr(layer, name) for layer in out.updates) for name in ("ahead", "on_demand", "in_vain")}
-    repairs = sum(layer.repairs for layer in out.updates)
-    assert sum(count.values()) + repairs == len(watch.asked) > 10
-    assert count["ahead"] > 0
-    codec = Codec(options.get("codec", "nvfp4_delta"))
-    expected = sum(rows * codec.row_bytes(WIDTH, 4) for _, rows in watch.asked)
-    assert sum(layer.fetched_bytes for layer in out.updates) == expected
-    # One record is one cluster here: the fetched clusters were chosen, and did not come whole from below.
+    count = {name: counted(out, name) for name in ("ahead", "on_demand", "in_vain", "repairs")}
+    assert watch.wanted == {
+        "guess": count["ahead"] + count["in_vain"],
+        "ask": count["ahead"] + count["on_demand"],
+        "refetch": count["repairs"],
+    }
+    assert watch.wanted["guess"] > 0 and watch.wanted["ask"] + watch.wanted["refetch"] > 10
+    assert watch.read <= watch.sent and watch.read
+    assert 0 < counted(out, "fetched_bytes") == copied(out)
+    # The fetched clusters were chosen, and did not come whole from below.
     for layer in out.updates:
         assert layer.ahead + layer.on_demand <= sum(map(len, layer.clusters))
         assert layer.layer > 0 or layer.ahead == layer.on_demand == layer.repairs == 0
     if options.get("cluster_layers") == 99:  # the layer above the embeddings alone has clusters of which it gets parts
-        assert repairs == sum(layer.repairs for layer in out.updates if layer.layer == 1)
-    assert watch.open_at_close == [0]
+        assert count["repairs"] == sum(layer.repairs for layer in out.updates if layer.layer == 1)
+
+
+def counted(out: GenerationOutput, name: str) -> int:
+    return sum(getattr(layer, name) for layer in out.updates)
+
+
+def copied(out: GenerationOutput) -> int:
+    """Bytes of all copies to the device."""
+    assert out.tiers is not None
+    return out.tiers.ways[Lane.FETCH].nbytes
 
 
 @pytest.mark.parametrize(("refresh", "slots"), [("full", 1), ("drift", 2), ("drift", 3)])
-def test_few_staging_slots_are_enough(
-    model: Any, watch: Watch, monkeypatch: pytest.MonkeyPatch, slots: int, refresh: str
-):
+def test_few_slots_are_enough(model: Any, watch: Watch, monkeypatch: pytest.MonkeyPatch, slots: int, refresh: str):
     options: dict[str, Any] = {"clusters": 20, "top_m": 12, "cluster_layers": 1, "refresh": refresh}
     plain = run(model, **options)
-    monkeypatch.setattr(hidden_bytes, "MOST_FETCH_SLOTS", slots)
-    monkeypatch.setattr(hidden_bytes, "RECORD_ROWS", 4)  # larger clusters take several records
-    before = len(watch.asked)
+    monkeypatch.setattr(hidden_bytes, "MOST_SLOTS", slots)
+    monkeypatch.setattr(hidden_bytes, "RECORD_ROWS", 4)  # larger clusters lie in several records
     out = run(model, **options)
-    assert watch.open_at_close == [0, 0] and same(out, plain)
-    rows = [rows * Codec.NVFP4_DELTA.row_bytes(WIDTH, 4) for _, rows in watch.asked[before:]]
-    assert sum(layer.fetched_bytes for layer in out.updates) == sum(rows)
+    assert same(out, plain)
+    assert copied(plain) == counted(plain, "fetched_bytes") < copied(out) == counted(out, "fetched_bytes")
 
 
 # --- failures, and a runtime's next call
@@ -156,7 +176,7 @@ class Faults:
 
 
 @pytest.mark.parametrize(("lane", "number"), [(Lane.FETCH, 0), (Lane.FETCH, 9), (Lane.STORE, 0), (Lane.STORE, 9)])
-def test_after_a_failed_copy_the_next_call_is_right(model: Any, lane: Lane, number: int):
+def test_after_a_failed_copy_the_next_call_is_right(model: Any, few_slots: None, lane: Lane, number: int):
     transports: Iterator[Transport] = iter([SimulatedThreads(delay=Faults(lane, number)), ThreadTransport()])
     options: dict[str, Any] = {"cluster_layers": 1}
     runtime = make(model, lambda: next(transports), **options)
@@ -168,7 +188,7 @@ def test_after_a_failed_copy_the_next_call_is_right(model: Any, lane: Lane, numb
 
 
 @pytest.mark.parametrize("refresh", ["full", "drift"])
-def test_two_calls_in_turn_are_two_first_calls(model: Any, refresh: str):
+def test_two_calls_in_turn_are_two_first_calls(model: Any, few_slots: None, refresh: str):
     runtime = make(model, refresh=refresh)
     first, other, second = answer(runtime), answer(runtime, steps=4, cfg_scale=0.5), answer(runtime)
     assert same(first, second) and same(first, run(model, refresh=refresh))
@@ -215,7 +235,7 @@ def budget(tier: Tier, cap: int) -> MemoryBudget:
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
 @pytest.mark.parametrize("options", [{}, {"codec": "raw", "refresh": "drift", "clusters": 12, "top_m": 9}])
-def test_the_budget_that_is_asked_for_is_enough(model: Any, tier: Tier, options: dict[str, Any]):
+def test_the_budget_that_is_asked_for_is_enough(model: Any, few_slots: None, tier: Tier, options: dict[str, Any]):
     plain, found = run(model, **options), None
     least = 0
     for _ in range(4):  # one call may ask for less than all: for what its caches need first

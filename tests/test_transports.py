@@ -20,7 +20,7 @@ import torch
 from simulation import Point, SimulatedCuda, SimulatedThreads
 from torch import Tensor
 
-from tiered.offload.arena import Arena, device_chunks
+from tiered.offload.chunk import device_chunks
 from tiered.offload.cuda_event import CudaEvent
 from tiered.offload.cuda_transport import CudaTransport
 from tiered.offload.errors import CorruptRecordError, TransferError
@@ -690,13 +690,13 @@ def test_the_first_copy_into_new_memory_waits_for_the_stream_that_it_was_obtaine
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", obtained)
         chunks = device_chunks(torch.device("cuda"))
-        chunk, arena = chunks(2 * SIZE), Arena(Region.DEVICE_SLOT, 4096, None, chunks)
-        slots = [Ring(2, chunk.bytes, Region.FETCH_SLOT, chunk.earlier).acquire(), arena.place(SIZE)]
+        chunk, other = chunks(2 * SIZE), chunks(SIZE)
+    slot = Ring(2, chunk.bytes, Region.FETCH_SLOT, chunk.earlier).acquire()
+    assert slot is not None
     assert [kind for kind, _, _ in fake_cuda] == ["obtain", "record"] * 2
     marks = [name for _, _, name in fake_cuda[1::2]]
-    for slot in slots:
-        assert slot is not None
-        transport.copy(Lane.FETCH, [cpu_copy()], after=slot.fence.before_write())
+    for fence in (slot.fence, Fence(Region.DEVICE_SLOT, other.earlier)):
+        transport.copy(Lane.FETCH, [cpu_copy()], after=fence.before_write())
     copied = [(kind, mark) for kind, _, mark in fake_cuda[4:] if kind != "record"]
     assert copied == [("wait", mark) for mark in marks]
 

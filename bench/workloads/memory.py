@@ -31,7 +31,7 @@ KEPT = frozenset(Account) - {
     Account.WEIGHTS, Account.CENTROIDS, Account.LOGITS, Account.ACTIVATIONS, Account.LIBRARIES
 }  # fmt: skip
 ASKED_BY = {
-    Tier.DEVICE: ("tiered.forward.feature_store", "tiered.forward.paged_feature", "tiered.offload.arena"),
+    Tier.DEVICE: ("tiered.forward.feature_store", "tiered.forward.paged_feature", "tiered.offload.chunk"),
     Tier.HOST: ("tiered.offload.pinning",),
 }
 FEATURES = (Account.KEY, Account.VALUE, Account.CENTROIDS, Account.STAGING, Account.HIDDEN)
@@ -66,8 +66,11 @@ class MemoryTimeline:
     def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
         """See `tiered.decoding.observers.Inspector`."""
         self._note(step.block, kind.value)
+        # Centroids of stored rows are kept too; the others of their account are booked at the most that there can be.
+        centroids = {Tier.DEVICE: 0 if forward.stored is None else forward.stored.centroid_bytes}
         for tier, modules in ASKED_BY.items():
             booked = sum(size for account, size in self._ledger.accounts(tier).items() if account in KEPT)
+            booked += centroids.get(tier, 0)
             both = booked, booked if self._allocations is None else self._allocations.held_by(*modules)
             self.widest[tier] = max(self.widest[tier], both, key=lambda pair: (abs(pair[0] - pair[1]), pair[0]))
 
