@@ -20,7 +20,6 @@ from tiered.output import GenerationOutput
 from tiered.policies.base import Step, StepKind
 from tiered.policies.polestar import policy as polestar
 from tiered.policies.polestar import update
-from tiered.policies.polestar.cache import HiddenCache
 from tiered.policies.polestar.drift import DriftReference
 from tiered.policies.polestar.layer_state import LayerState, Moved, Span, write_and_measure
 from tiered.policies.polestar.members import Members
@@ -282,11 +281,11 @@ def test_sequences_that_are_not_due_take_a_plain_step(runtime: Runtime):
 def test_records_and_centroids_follow_the_rows(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, refresh: str):
     """After an update records hold what last went into the layer, and the query of a centroid is that of its mean."""
     forwards, rows_in, errors = list[Forward](), dict[int, Tensor](), list[float]()
-    store, write_down = HiddenCache.store, update.Update._write_down
+    cluster_rows, write_down = Refresh.__call__, update.Update._write_down
 
-    def stored(self: HiddenCache, layer: int, hidden: Tensor, indices: Any) -> Any:
-        rows_in[layer] = hidden.clone()
-        return store(self, layer, hidden, indices)
+    def refreshed(self: Refresh, forward: Forward, layer: int, pass_: Pass) -> Pass:
+        rows_in[layer] = pass_.hidden.clone()
+        return cluster_rows(self, forward, layer, pass_)
 
     def measure(forward: Forward, state: LayerState, pass_: Pass, *rest: Any) -> list[list[float]]:
         forwards.append(forward)
@@ -299,18 +298,20 @@ def test_records_and_centroids_follow_the_rows(runtime: Runtime, monkeypatch: py
         if not self._kept:  # a refresh comes first
             return
         forward = forwards[-1]
-        for b, records in enumerate(state.records or ()):
-            for cluster, _ in enumerate(records.sizes):
+        for b, _ in enumerate(state.regions or ()):
+            for cluster, size in enumerate(state.members[b].sizes):
                 columns = state.members[b].columns[state.members[b].slice_of(cluster)]
                 live = state.members[b].cluster_of[columns] == cluster
-                rows = self._cache.open_tiers.fetch(records.keys([cluster])).wait()[live]
+                rows = rows_in[state.layer].new_empty(size, rows_in[state.layer].shape[2])
+                self._cache.open.read(state.layer, state.stored([(b, cluster)]), rows, [slice(0, size)])
+                rows = rows[torch.from_numpy(live)]
                 assert torch.equal(rows, rows_in[state.layer][b, columns[live]])
                 if len(live) == len(rows) > 0:  # a centroid that members have left waits for its next move
                     normed = forward.model.attention_norm(state.layer, rows.mean(0).expand(state.batch, 1, -1))
                     query = forward.queries(state.layer, Rows.at(state.medoids[:, cluster : cluster + 1]), normed)
                     errors.append((query[b, :, 0] - state.queries[b, :, cluster]).abs().max().item())
 
-    monkeypatch.setattr(HiddenCache, "store", stored)
+    monkeypatch.setattr(Refresh, "__call__", refreshed)
     monkeypatch.setattr(update, "write_and_measure", measure)
     monkeypatch.setattr(update.Update, "_write_down", checked)
     out = generate(runtime, clusters=5, top_m=2, update_threshold=1, codec="raw", refresh=refresh)

@@ -19,11 +19,11 @@ from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.chunk import Chunk
+from tiered.offload.copy_segments import Segment
 from tiered.offload.errors import PinError, TransferError
 from tiered.offload.fence import Region
 from tiered.offload.lane import Lane
 from tiered.offload.pinning import PageablePinner
-from tiered.offload.transport import Segment
 from tiered.tiers import host_pool
 from tiered.tiers import tiers as tiers_module
 from tiered.tiers.parts import Wanted

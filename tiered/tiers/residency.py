@@ -68,10 +68,6 @@ class Residency:
         """The home of a record. Raises `KeyError` for no record."""
         return self._records[key].home
 
-    def layout(self, key: Hashable) -> Layout:
-        """How the parts of a record lie. Raises `KeyError` for no record."""
-        return self._records[key].layout
-
     def place(
         self, key: Hashable, home: Home, *, layout: Layout | None = None, filled: bool = True, layer: int | None = None
     ) -> None:
@@ -152,14 +148,15 @@ class Residency:
         here.present, here.brought, here.written = here.present | parts, here.brought & ~parts, here.written | parts
         self._traffic.compute(Lane.STORE, _nothing, writes=[here.slot.fence], layer=self._records[key].layer)
 
-    def patch(self, key: Hashable, segments: Iterable[Segment]) -> None:
-        """Send the bytes that compute wrote home: `segments` of the slot. Raises `KeyError` if the record has none."""
+    def patch(self, key: Hashable, segments: Iterable[Segment] | None = None) -> None:
+        """Send `segments` of the slot home; None for all written parts. Raises `KeyError` for a record without a slot."""
         here, record = self._here[key], self._records[key]
         home, slot, parts = record.home, here.slot, here.written
         assert home.memory is not None, "files are only read"
         record.filled |= parts
         here.written = np.zeros_like(parts)
         self._traffic.compute(Lane.STORE, _nothing, writes=[slot.fence], layer=record.layer)
+        segments = record.layout.segments(parts) if segments is None else segments
         copies = [Copy(to, at) for at, to in _pieces(home.memory, slot.bytes, segments)]
         # The home is read as well: after a copy that failed, it lacks bytes, so every later copy has to fail too.
         self._traffic.move(Lane.STORE, copies, reads=[slot.fence, home.fence], writes=[home.fence], layer=record.layer)

@@ -116,8 +116,8 @@ class StoredRows:
             some = rows if len(chosen) == len(rows) else rows.index_select(0, tables[2])
             base = RowBase(bases, tables[1]) if needed.codec.needs_base else None
             encode(needed.codec, some, memory, tables[0], base)
-            for key, parts in records.items():
-                self._residency.patch(key, self._residency.layout(key).segments(parts))
+            for key in records:
+                self._residency.patch(key)
         self._residency.rest()
 
     @spanned(Op.FETCH)
@@ -204,7 +204,8 @@ class StoredRows:
         found, starts = np.unique(numbers[order] // self._each, return_index=True)
         ends, records = [*starts[1:].tolist(), len(numbers)], dict[Key, Parts]()
         for count, (record, start, stop) in enumerate(zip(found.tolist(), starts.tolist(), ends, strict=True), 1):
-            parts = np.zeros(self._residency.layout((layer, record)).parts, dtype=bool)
+            first = record * self._each % self._per_region
+            parts = np.zeros(min(self._each, self._needed.rows - first), dtype=bool)
             parts[numbers[order[start:stop]] % self._each] = True
             records[layer, record] = parts
             if len(records) == most or count == len(found):
