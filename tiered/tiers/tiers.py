@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from jaxtyping import UInt8
@@ -220,7 +219,7 @@ class Tiers:
             closing.callback(self._transport.close)
             closing.callback(self.traffic.synchronize)
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
     def __exit__(self, *_: object) -> None:
