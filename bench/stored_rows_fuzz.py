@@ -18,8 +18,8 @@ from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.errors import TransferError
-from tiered.tiers.record_bytes import RecordBytes
-from tiered.tiers.stored_rows import StoredCluster, StoredRows
+from tiered.tiers.record_bytes import RecordBytes, StoredCluster
+from tiered.tiers.stored_rows import StoredRows
 from tiered.tiers.tiers import Tiers
 from tiered.tiers.traffic import Traffic
 

@@ -245,9 +245,9 @@ def test_books_load_no_tensors(pattern: str):
         ("tiered.kernels.launch", "from ..offload import ring", ["tiered.offload.ring"]),
         ("tiered.kernels.launch", "from .. import core", ["tiered.core"]),
         ("tiered.kernels.launch", "from .choice import f\nimport torch", []),
-        ("tiered.offload.arena", "import tiered.clustering.tiles", ["tiered.clustering.tiles"]),
+        ("tiered.offload.ring", "import tiered.clustering.tiles", ["tiered.clustering.tiles"]),
         ("tiered.clustering.tiles", "import tiered.kernels.choice\nfrom tiered.offload import ring", []),
-        ("tiered.models.base", "from . import shape\nfrom ..offload.arena import Arena", []),
+        ("tiered.models.base", "from . import shape\nfrom ..offload.ring import Ring", []),
         (
             "tiered.policies.base",
             "if TYPE_CHECKING:\n    from tiered.runtime import Runtime",

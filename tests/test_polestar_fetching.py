@@ -28,7 +28,8 @@ from tiered.policies.polestar.layer_state import LayerState
 from tiered.policies.polestar.members import Cluster
 from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
-from tiered.tiers.stored_rows import StoredCluster, StoredRows
+from tiered.tiers.record_bytes import StoredCluster
+from tiered.tiers.stored_rows import StoredRows
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
 BASE: dict[str, Any] = {"clusters": 6, "top_m": 2, "update_threshold": 0}

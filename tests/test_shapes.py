@@ -57,24 +57,34 @@ for given, options in (
 from tiered.clustering.areas import cluster_areas, cut_clusters
 from tiered.policies.polestar.drift import DriftReference, LayerKeys
 from tiered.core.rows import Rows
+from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.codec_bytes import Codec
-from tiered.policies.polestar.hidden_records import HiddenRecords
-from tiered.tiers.opening import open_tiers
+from tiered.policies.polestar.members import Members
+from tiered.tiers.record_bytes import RecordBytes
+from tiered.tiers.stored_rows import StoredRows
+from tiered.tiers.tiers import Tiers
 
 hidden = torch.randn(runtime.model.shape.layers, *ids.shape, runtime.model.shape.width, dtype=runtime.dtype)
 for rows, valid in zip(hidden, mask.bool().expand(len(hidden), -1, -1)):
     indices = cluster_areas(rows, ((0, 6), (9, 14)), 3, valid=valid)
     cut_clusters(rows, indices, 2)
     for codec in Codec:
-        with open_tiers(Ledger(), device="cpu", dtype=rows.dtype) as tiers:
-            records = HiddenRecords.store(tiers, rows[0], indices[0], layer=0, codec=codec)
-            columns = torch.cat([indices[0].rows.split(indices[0].sizes)[cluster] for cluster in (2, 0)])
-            tiers.fetch(records.keys([2, 0])).wait(torch.zeros_like(rows[0]), columns)
-            more = records.appended(3)
-            more.renew(tiers, [3, 0], rows[0, : 3 + records.sizes[0]], rows[0, :2])
-            more.forget(tiers)
-            tiers.stats(), tiers.check_integrity()
+        for tier, slots in (("host", 2), ("device", 0)):
+            index, width, element = indices[0], rows.shape[2], rows.element_size()
+            needed = RecordBytes(
+                tier=Tier(tier), codec=codec, regions=1, rows=len(index.rows), clusters=index.clusters, record_rows=4,
+                row_bytes=codec.row_bytes(width, element), centroid_bytes=width * element * codec.needs_base,
+                slots=slots, references=0, activations=0,
+            )
+            members = Members.of(index.rows.tolist(), index.sizes, rows.shape[1])
+            clusters = [members.stored(0, cluster) for cluster in range(index.clusters)]
+            with Tiers(Ledger(), device=rows.device) as tiers:
+                stored = StoredRows(tiers, needed, 1)
+                stored.store(0, clusters, rows[0, index.rows], index.centroids)
+                stored.send(0, clusters[:1])
+                stored.read(0, clusters, torch.zeros_like(rows[0]), [cluster.rows for cluster in clusters])
+                tiers.stats(), tiers.check_integrity(), stored.check_integrity()
 queries, keys = torch.randn(2, 4, 3, 8), LayerKeys(torch.randn(2, 2, 20, 8), torch.ones(2, 20, dtype=torch.bool))
 rows, block = Rows.at(torch.tensor([[0, 1, 2], [2, 3, 4]]), torch.tensor([[True, True, False]] * 2)), Rows.span(7, 9)
 reference = DriftReference.of(queries, keys, block)

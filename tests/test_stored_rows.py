@@ -17,8 +17,8 @@ from tiered.core.ledger import Ledger
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.errors import TransferError
 from tiered.offload.lane import Lane
-from tiered.tiers.record_bytes import RecordBytes
-from tiered.tiers.stored_rows import StoredCluster, StoredRows
+from tiered.tiers.record_bytes import RecordBytes, StoredCluster
+from tiered.tiers.stored_rows import StoredRows
 from tiered.tiers.tiers import Tiers
 
 WIDTH, SIZES, RECORD_ROWS, SLOTS = 48, (3, 9, 1, 6, 5), 4, 3

@@ -10,8 +10,8 @@ import torch
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.codec_bytes import Codec
-from tiered.tiers.record_bytes import RecordBytes
-from tiered.tiers.stored_rows import StoredCluster, StoredRows
+from tiered.tiers.record_bytes import RecordBytes, StoredCluster
+from tiered.tiers.stored_rows import StoredRows
 from tiered.tiers.tiers import Tiers
 
 EARLY = 500  # cycles after which nothing may grow any more

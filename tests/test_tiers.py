@@ -19,7 +19,6 @@ from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.chunk import Chunk
-from tiered.offload.copy_segments import Segment
 from tiered.offload.errors import PinError, TransferError
 from tiered.offload.fence import Region
 from tiered.offload.lane import Lane
@@ -86,16 +85,16 @@ def test_copies_are_counted_by_the_layer_of_their_records(tiers: Tiers):
     use(residency, 3, 5)
     use(residency, 5)
     residency.write(5, EVERY)
-    residency.patch(5, [Segment(0, 0, 100)])
+    residency.patch(5, residency.layout(5).segments(EVERY))
     stats = tiers.ended()
     jobs = {layer: {way: counted.jobs for way, counted in ways.items()} for layer, ways in stats.layers.items()}
     assert jobs == {
         3: {Lane.STORE: 0, Lane.FETCH: 1, Lane.SPILL: 0, Lane.LOAD: 0},
         5: {Lane.STORE: 1, Lane.FETCH: 1, Lane.SPILL: 0, Lane.LOAD: 0},
     }
-    assert (stats.ways[Lane.FETCH].nbytes, stats.layers[5][Lane.STORE].nbytes) == (2 * NBYTES, 100)
+    assert (stats.ways[Lane.FETCH].nbytes, stats.layers[5][Lane.STORE].nbytes) == (2 * NBYTES, NBYTES)
     told = json.loads(json.dumps(stats.as_dict()))["layers"]
-    assert list(told) == ["3", "5"] and told["5"]["store"]["nbytes"] == 100
+    assert list(told) == ["3", "5"] and told["5"]["store"]["nbytes"] == NBYTES
     tiers.restart_stats()
     assert not tiers.stats().layers and tiers.stats().pinned_requested == 2 * ROOM
 

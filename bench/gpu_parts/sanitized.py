@@ -38,8 +38,8 @@ from tiered.offload.device import synchronize
 from tiered.offload.fence import Fence, Region
 from tiered.offload.pinning import pick_pinner
 from tiered.offload.transport import Copy, Lane
-from tiered.tiers.record_bytes import RecordBytes
-from tiered.tiers.stored_rows import StoredCluster, StoredRows
+from tiered.tiers.record_bytes import RecordBytes, StoredCluster
+from tiered.tiers.stored_rows import StoredRows
 from tiered.tiers.tiers import Tiers
 
 KIB = 1 << 10

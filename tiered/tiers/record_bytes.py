@@ -1,10 +1,19 @@
 """Books: what the rows of hidden states that a call stores take of each tier."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tiered.core.features import Account, Tier
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.size_class import size_class
+
+
+class StoredCluster(NamedTuple):
+    """A cluster of a layer: its region, its number there, and its rows of the region."""
+
+    region: int
+    cluster: int
+    rows: slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,7 +149,7 @@ class Residency:
         self._traffic.compute(Lane.STORE, _nothing, writes=[here.slot.fence], layer=self._records[key].layer)
 
     def patch(self, key: Hashable, segments: Iterable[Segment] | None = None) -> None:
-        """Send `segments` of the slot home; None for all written parts. Raises `KeyError` for a record without a slot."""
+        """Send `segments` of the slot home; None for all written parts. Raises `KeyError` if there is no slot."""
         here, record = self._here[key], self._records[key]
         home, slot, parts = record.home, here.slot, here.written
         assert home.memory is not None, "files are only read"
@@ -172,9 +172,8 @@ class Residency:
     def brought(self, wanted: Wanted) -> Parts:
         """The parts that came to their slot from the home, or would come, and were not written since."""
         here, missing = self._here.get(wanted.key), self.missing(wanted)
-        if here is None:
-            return missing
-        return missing | (here.brought if wanted.parts is None else here.brought & wanted.parts)
+        brought = np.zeros_like(missing) if here is None else here.brought
+        return missing | (brought if wanted.parts is None else brought & wanted.parts)
 
     def copy_out(self, key: Hashable, into: UInt8[Tensor, " nbytes"], fence: Fence) -> None:
         """Bring a record to memory of the device that `fence` guards, and let compute wait for it. Errors as `use`."""

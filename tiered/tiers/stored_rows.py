@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,20 +17,12 @@ from tiered.kernels.row_base import RowBase
 from tiered.offload.codecs import decode, encode
 from tiered.offload.fence import Region
 from tiered.tiers.parts import Equal, Parts, Wanted
-from tiered.tiers.record_bytes import RecordBytes
+from tiered.tiers.record_bytes import RecordBytes, StoredCluster
 from tiered.tiers.residency import Residency
 from tiered.tiers.tiers import Home, Tiers
 
 Numbers = Int[np.ndarray, " n"]
 Key = tuple[int, int]  # of a record: its layer, and its number among those of all regions
-
-
-class StoredCluster(NamedTuple):
-    """A cluster of a layer: its region, its number there, and its rows of the region."""
-
-    region: int
-    cluster: int
-    rows: slice
 
 
 class StoredRows:

@@ -19,7 +19,8 @@ from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
 from tiered.policies.polestar.drift import DriftReference, LayerKeys
 from tiered.policies.polestar.members import Cluster, Columns, Members, RowLayout
-from tiered.tiers.stored_rows import StoredCluster, StoredRows
+from tiered.tiers.record_bytes import StoredCluster
+from tiered.tiers.stored_rows import StoredRows
 
 Span = tuple[int, int]
 # Clusters of each sequence that move, which of them are filler (False), and their new centroids.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Bool, Int
 
-from tiered.tiers.stored_rows import StoredCluster
+from tiered.tiers.record_bytes import StoredCluster
 
 Cluster = tuple[int, int]  # a sequence, and the number of one of its clusters
 Columns = Int[np.ndarray, "batch _"]
