@@ -170,3 +170,14 @@ def write_checkpoint(
         return directory
 
     return write
+
+
+@pytest.fixture(scope="module")
+def few_slots() -> Iterator[None]:
+    """Few slots of few rows for what Polestar stores. Else they hold all rows of a small model, and nothing is fetched."""
+    from tiered.policies.polestar import hidden_bytes
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hidden_bytes, "RECORD_ROWS", 4)
+        patched.setattr(hidden_bytes, "MOST_SLOTS", 3)
+        yield

@@ -16,6 +16,8 @@ from tiered.offload.transport import Lane, Transport
 from tiered.output import GenerationOutput
 from tiered.runtime import Runtime
 
+pytestmark = pytest.mark.usefixtures("few_slots")
+
 DREAM = Path(__file__).parent / "goldens" / "dream" / "dream_tiny"
 LENGTHS = (17, 9)
 

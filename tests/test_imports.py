@@ -37,8 +37,6 @@ BOOKS = [
     "tiered/planning/streamed_layers.py",
     "tiered/core/events.py",
     "tiered/tiers/parts.py",
-    "tiered/tiers/record_book.py",
-    "tiered/tiers/arena_bytes.py",
     "tiered/tiers/record_bytes.py",
     "tiered/tiers/stats.py",
     "tiered/core/ops.py",
@@ -47,7 +45,7 @@ BOOKS = [
     "offload/codec_bytes.py",
     "offload/copy_segments.py",
     "offload/lane.py",
-    "offload/slabs.py",
+    "offload/size_class.py",
     "clustering/allocation.py",
     "kernels/row_code.py",
 ]

@@ -24,6 +24,8 @@ from tiered.policies import DEFAULT_POLICY
 from tiered.policies.registry import POLICIES, make_policy
 from tiered.runtime import Runtime
 
+pytestmark = pytest.mark.usefixtures("few_slots")
+
 GOLDENS = Path(__file__).parent / "goldens"
 # By policy, the options with which nothing is ever stale: every row is recomputed at every step.
 REFRESHED: dict[str, dict[str, Any]] = {

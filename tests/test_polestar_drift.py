@@ -25,6 +25,8 @@ from tiered.policies.polestar.layer_state import LayerState, Moved, Span, write_
 from tiered.policies.polestar.members import Members
 from tiered.runtime import Runtime
 
+pytestmark = pytest.mark.usefixtures("few_slots")
+
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
 LAW = 1e-5  # |incremental − full|, relative where the drift is above 1
 MASK, BLOCK = 511, 8

@@ -76,13 +76,6 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return watching
 
 
-@pytest.fixture
-def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the slots hold all rows of so small a model, and nothing is fetched."""
-    monkeypatch.setattr(hidden_bytes, "MOST_SLOTS", 3)
-    monkeypatch.setattr(hidden_bytes, "RECORD_ROWS", 4)
-
-
 def make(model: Any, transport: Callable[[], Transport] | None = None, **options: Any) -> Runtime:
     memory = options.pop("memory", None)
     policy = Polestar(**{**BASE, **options})

@@ -24,6 +24,8 @@ from tiered.policies.base import Policy, PolicyState, Step, StepKind
 from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
+pytestmark = pytest.mark.usefixtures("few_slots")
+
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
 LENGTHS = (17, 9, 12)
 EVERYTHING: dict[str, Any] = {"codec": "raw", "top_m": 1000, "update_threshold": 0}

@@ -2,7 +2,7 @@
 in the caches."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Copy, Lane, TransferEvent, Transport
 from tiered.output import GenerationOutput
 from tiered.policies.base import Step, StepKind
-from tiered.policies.polestar import hidden_bytes
 from tiered.policies.polestar.fetching import Fetching
 from tiered.runtime import Runtime
+
+pytestmark = pytest.mark.usefixtures("few_slots")
 
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
 LENGTHS = (17, 9)
@@ -76,15 +77,6 @@ def jitter(seed: int) -> Callable[[Point, Lane | None], float]:
     """Seconds of a random delay at every point, 0 to 3 ms, mostly none."""
     chance = random.Random(seed)
     return lambda point, lane: max(0.0, chance.uniform(-0.006, 0.003))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_slots() -> Iterator[None]:
-    """Else the slots hold all rows of so small a model, and nothing is fetched."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hidden_bytes, "RECORD_ROWS", 4)
-        patched.setattr(hidden_bytes, "MOST_SLOTS", 3)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ def test_copies_are_counted_by_the_layer_of_their_records(tiers: Tiers):
     use(residency, 3, 5)
     use(residency, 5)
     residency.write(5, EVERY)
-    residency.patch(5, residency.layout(5).segments(EVERY))
+    residency.patch(5)
     stats = tiers.ended()
     jobs = {layer: {way: counted.jobs for way, counted in ways.items()} for layer, ways in stats.layers.items()}
     assert jobs == {
@@ -125,7 +125,7 @@ def test_what_is_used_and_written_does_not_wait_for_a_copy(ledger: Ledger):
         for key in (1, 2, 3, 1):  # one more than there are slots
             residency.use([Wanted(key)], [Wanted(key % 3 + 1)])
             residency.write(key, EVERY)
-            residency.patch(key, residency.layout(key).segments(EVERY))
+            residency.patch(key)
         assert time.monotonic() - begin < 0.5
 
 
@@ -230,7 +230,7 @@ def test_a_dead_thread_is_told_and_never_waited_for(ledger: Ledger, lane: Lane):
             for key in (1, 2, 3, 1):
                 residency.use([Wanted(key)])
                 residency.write(key, EVERY)
-                residency.patch(key, residency.layout(key).segments(EVERY))
+                residency.patch(key)
         residency.check_integrity()
     nothing_is_left(ledger)
 

@@ -17,6 +17,8 @@ from measuring.store import Store, locked
 from measuring.study import points_of, study_named
 from workloads.models import save_random
 
+pytestmark = pytest.mark.usefixtures("few_slots")
+
 study = study_named("update")
 COMMON = {"device": "cpu", "seed": 0}
 NOWHERE: dict[str, Any] = {"before": None, "official": {"code": None, "python": None}}

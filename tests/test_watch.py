@@ -18,7 +18,6 @@ from tiered.observe.watch.frame import Frame, TokenState
 from tiered.observe.watch.watcher import Watcher
 from tiered.offload.lane import Lane
 from tiered.output import GenerationOutput
-from tiered.policies.polestar import hidden_bytes
 from tiered.policies.registry import policies_for
 from tiered.runtime import Runtime
 
@@ -278,7 +277,8 @@ def test_streamed_columns(tiny: Runtime):
 
 
 @pytest.mark.parametrize("policy", ["none", "polestar", "elastic_cache"])
-def test_bytes_are_the_ledgers(tiny: Runtime, policy: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("few_slots")
+def test_bytes_are_the_ledgers(tiny: Runtime, policy: str):
     runtime = tiny.with_policy(policy, **({"clusters": 6, "update_threshold": 0} if policy == "polestar" else {}))
     frames: list[Frame] = []
 
@@ -288,7 +288,6 @@ def test_bytes_are_the_ledgers(tiny: Runtime, policy: str, monkeypatch: pytest.M
             assert frame.tiers[tier].current == runtime.ledger.held(tier)
         frames.append(frame)
 
-    monkeypatch.setattr(hidden_bytes, "MOST_SLOTS", 1)  # so that records leave their slots
     watcher = Watcher(runtime.ledger, show, fail, True)
     out = runtime.generate(streamer=watcher, inspector=watcher, **padded(*LENGTHS), **SIZES)
     assert not watcher.failed
