@@ -174,7 +174,7 @@ def write_checkpoint(
 
 @pytest.fixture(scope="module")
 def few_slots() -> Iterator[None]:
-    """Few slots of few rows for what Polestar stores. Else they hold all rows of a small model, and nothing is fetched."""
+    """Few slots of few rows for stored rows. Else they hold all rows of a small model, and nothing is fetched."""
     from tiered.policies.polestar import hidden_bytes
 
     with pytest.MonkeyPatch.context() as patched:
