@@ -146,7 +146,7 @@ class Residency:
         never written. `patch` follows before another record is used. Raises `KeyError` for a record without a slot."""
         here = self._here[key]
         here.present, here.brought, here.written = here.present | parts, here.brought & ~parts, here.written | parts
-        self._traffic.compute(Lane.STORE, _nothing, writes=[here.slot.fence], layer=self._records[key].layer)
+        self._traffic.compute(Lane.STORE, writes=[here.slot.fence], layer=self._records[key].layer)
 
     def patch(self, key: Hashable, segments: Iterable[Segment] | None = None) -> None:
         """Send `segments` of the slot home; None for all written parts. Raises `KeyError` if there is no slot."""
@@ -155,7 +155,7 @@ class Residency:
         assert home.memory is not None, "files are only read"
         record.filled |= parts
         here.written = np.zeros_like(parts)
-        self._traffic.compute(Lane.STORE, _nothing, writes=[slot.fence], layer=record.layer)
+        self._traffic.compute(Lane.STORE, writes=[slot.fence], layer=record.layer)
         segments = record.layout.segments(parts) if segments is None else segments
         copies = [Copy(to, at) for at, to in _pieces(home.memory, slot.bytes, segments)]
         # The home is read as well: after a copy that failed, it lacks bytes, so every later copy has to fail too.
@@ -281,7 +281,7 @@ class Residency:
 
     def _await(self, fence: Fence, layer: int | None) -> None:
         """Let compute wait for the copies to these bytes."""
-        event = self._traffic.compute(Lane.FETCH, _nothing, reads=[fence], layer=layer)
+        event = self._traffic.compute(Lane.FETCH, reads=[fence], layer=layer)
         if event.done():
             event.synchronize()
 
@@ -289,12 +289,8 @@ class Residency:
         """Let later copies to the slot wait for the work that compute has so far."""
         self._using.discard(key)
         fence, layer = self._here[key].slot.fence, self._records[key].layer
-        self._traffic.compute(Lane.FETCH, _nothing, reads=[fence], layer=layer)
+        self._traffic.compute(Lane.FETCH, reads=[fence], layer=layer)
 
 
 def _pieces(home: Tensor, slot: Tensor, segments: Iterable[Segment]) -> list[tuple[Tensor, Tensor]]:
     return [(home[at : at + size], slot[to : to + size]) for at, to, size in segments]
-
-
-def _nothing() -> None:
-    """No work: a point of the compute stream, for waiting and for being waited for."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from tiered.core.events import Asked, Stored, TierEvent
 from tiered.core.features import Account, Tier
 from tiered.core.ops import Op
-from tiered.core.spans import spanned
+from tiered.core.spans import span, spanned
 from tiered.kernels.host_values import on_device
 from tiered.kernels.row_base import RowBase
 from tiered.offload.codecs import decode, encode
@@ -106,7 +106,8 @@ class StoredRows:
             tables = on_device(torch.from_numpy(np.stack([at, own[chosen], chosen])), rows.device)
             some = rows if len(chosen) == len(rows) else rows.index_select(0, tables[2])
             base = RowBase(bases, tables[1]) if needed.codec.needs_base else None
-            encode(needed.codec, some, memory, tables[0], base)
+            with span(Op.ENCODE, layer):
+                encode(needed.codec, some, memory, tables[0], base)
             for key in records:
                 self._residency.patch(key)
         self._residency.rest()
@@ -145,7 +146,8 @@ class StoredRows:
             memory, at = self._use(layer, numbers[chosen], records, fetched=True)
             tables = on_device(torch.from_numpy(np.stack([at, to[chosen], bases[own[chosen]]])), out.device)
             base = RowBase(self._centroids[layer], tables[2]) if codec.needs_base else None
-            decode(codec, memory, tables[0], out, tables[1], base)
+            with span(Op.DECODE, layer):
+                decode(codec, memory, tables[0], out, tables[1], base)
             for key in records:
                 del self._ahead[key]
         self._residency.rest()

@@ -2,20 +2,17 @@
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
 from tiered.core import events
 from tiered.core.events import CopyEnded, Waited
 from tiered.core.ops import Op
-from tiered.core.spans import active, span
+from tiered.core.spans import span
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Event, Fence
 from tiered.offload.transport import Copy, Lane, Settled, TransferEvent, Transport
-
-# What compute does on either side of a copy.
-_WORK = {Lane.STORE: Op.ENCODE, Lane.FETCH: Op.DECODE}
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -62,19 +59,14 @@ class Traffic:
         return self._submitted(_Job(event=event, lane=lane, layer=layer, copies=copies), reads, writes)
 
     def compute(
-        self,
-        lane: Lane,
-        work: Callable[[], None],
-        *,
-        reads: Collection[Fence] = (),
-        writes: Collection[Fence] = (),
-        layer: int | None = None,
+        self, lane: Lane, *, reads: Collection[Fence] = (), writes: Collection[Fence] = (), layer: int | None = None
     ) -> TransferEvent:
-        """Run `work`, which uses what came by `lane` or makes what goes by it, on the compute stream; `layer` as for
-        `move`."""
+        """Let compute wait until it may read or write these bytes, and let later copies wait for what compute was given
+        so far. `lane`: by which the bytes came, or go. `layer` as for `move`."""
         waits = self.waits(reads, writes)
         late = any(not event.done() for event in waits)
-        event = self._transport.compute(work, waits) if active() is None else self._shown(lane, work, waits, layer)
+        with span(Op.WAIT, layer):
+            event = self._transport.compute(_nothing, waits)
         return self._submitted(_Job(event=event, lane=lane, layer=layer, late=late), reads, writes)
 
     def waits(self, reads: Collection[Fence], writes: Collection[Fence]) -> list[Event]:
@@ -95,19 +87,6 @@ class Traffic:
             with suppress(TransferError):  # told to those who wait for the bytes
                 job.event.synchronize()
         self.harvest()
-
-    def _shown(self, lane: Lane, work: Callable[[], None], waits: Sequence[Event], layer: int | None) -> TransferEvent:
-        """`Transport.compute`, as a range of waiting and one of work behind it."""
-        with ExitStack() as waiting:
-            waiting.enter_context(span(Op.WAIT, layer))
-
-            def named() -> None:
-                if active() is not None:  # else it runs in a thread of its own, and the caller waits for nothing
-                    waiting.close()
-                with span(_WORK[lane], layer):
-                    work()
-
-            return self._transport.compute(named, waits)
 
     def _submitted(self, job: _Job, reads: Collection[Fence], writes: Collection[Fence]) -> TransferEvent:
         for fence in reads:
@@ -137,3 +116,7 @@ class Traffic:
                 layer=job.layer,
             )
         )
+
+
+def _nothing() -> None:
+    """Compute has only to wait."""
