@@ -172,12 +172,10 @@ def write_checkpoint(
     return write
 
 
-@pytest.fixture(scope="module")
-def few_slots() -> Iterator[None]:
+@pytest.fixture
+def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few slots of few rows for stored rows. Else they hold all rows of a small model, and nothing is fetched."""
     from tiered.policies.polestar import hidden_bytes
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hidden_bytes, "RECORD_ROWS", 4)
-        patched.setattr(hidden_bytes, "MOST_SLOTS", 3)
-        yield
+    monkeypatch.setattr(hidden_bytes, "RECORD_ROWS", 4)
+    monkeypatch.setattr(hidden_bytes, "MOST_SLOTS", 3)

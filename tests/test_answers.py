@@ -57,6 +57,7 @@ def asked_directly(runtime: tiered.Runtime, task: str, size: int | None, count: 
     }
 
 
+@pytest.mark.usefixtures("few_slots")
 def test_a_row_says_what_the_runtime_does():
     asked = (["chain", None, 3], ["lookup", 96, 2])
     rows = list(measure(point("polestar, named", *asked, options=OPTIONS, batch=2), paths=PATHS))

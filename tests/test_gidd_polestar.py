@@ -135,8 +135,8 @@ def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: py
     assert shape.soft_cap and shape.sink_tokens
     of = LayerState.of.__func__  # pyright: ignore[reportFunctionMemberAccess]
 
-    def made(kind: type[LayerState], forward: Forward, layer: int, *rest: Any) -> LayerState:
-        state = of(kind, forward, layer, *rest)
+    def made(kind: type[LayerState], forward: Forward, layer: int, *rest: Any, stored: bool) -> LayerState:
+        state = of(kind, forward, layer, *rest, stored=stored)
         before.setdefault(layer, forward.keys(layer).clone())
         return state
 

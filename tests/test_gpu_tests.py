@@ -91,5 +91,5 @@ def test_what_a_run_comes_to(
 
 def test_the_files_are_those_with_such_tests(part: ModuleType):
     names = {path.name for path in part.gpu_files()}
-    assert {"test_tiers_gpu.py", "test_transports.py", "test_drift.py"} <= names
+    assert {"test_stored_rows.py", "test_transports.py", "test_drift.py"} <= names
     assert "test_evaluation.py" not in names

@@ -10,6 +10,7 @@ COMMON = {"device": "cpu", "threads": 1, "seed": 0}
 TINY = {"width": [64], "layers": [4], "positions": [512], "answer": [16], "steps": [6]}
 
 
+@pytest.mark.usefixtures("few_slots")
 def test_what_a_slow_link_hides():
     axes = {**overlap.AXES, **TINY}
     first, second = points_of(overlap, axes, COMMON)

@@ -20,6 +20,7 @@ from tiered.output import GenerationOutput
 from tiered.policies.base import Step, StepKind
 from tiered.policies.polestar import policy as polestar
 from tiered.policies.polestar import update
+from tiered.policies.polestar.cache import Refresh
 from tiered.policies.polestar.drift import DriftReference
 from tiered.policies.polestar.layer_state import LayerState, Moved, Span, write_and_measure
 from tiered.policies.polestar.members import Members
@@ -114,9 +115,9 @@ class Oracle:
 def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     watching, make = Oracle(), LayerState.of.__func__  # pyright: ignore[reportFunctionMemberAccess]
 
-    def refreshed(kind: type[LayerState], forward: Forward, layer: int, *rest: Any) -> LayerState:
+    def refreshed(kind: type[LayerState], forward: Forward, layer: int, *rest: Any, stored: bool) -> LayerState:
         watching.refreshed(forward, layer)
-        return make(kind, forward, layer, *rest)
+        return make(kind, forward, layer, *rest, stored=stored)
 
     monkeypatch.setattr(LayerState, "of", classmethod(refreshed))
     monkeypatch.setattr(update, "write_and_measure", watching.measure)

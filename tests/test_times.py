@@ -73,6 +73,7 @@ def test_forwards_are_those_of_a_call(runtimes: dict[str, Runtime], family: str,
 
 
 @pytest.mark.parametrize("options", [{}, {"refresh": "drift"}, {"top_m": 2, "clusters": 8}, {"tier": "device"}])
+@pytest.mark.usefixtures("few_slots")
 def test_what_updates_fetch_is_what_they_choose(options: dict[str, Any]):
     # And what these clusters touch, and wrong guesses: of random weights as much again, or twice.
     policy = variant(**options)

@@ -29,6 +29,7 @@ from tiered.offload.lane import Lane
 from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Transport
 from tiered.output import GenerationOutput
+from tiered.policies.polestar import hidden_bytes
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
@@ -53,8 +54,11 @@ def slow_fetches() -> Transport:
 
 @pytest.fixture(scope="module")
 def call(model: DiffusionModel) -> TracedCall:
-    """A call with updates, whose copies are slow."""
-    return trace_call(Runtime(model, policy=Polestar(**UPDATES), transport=slow_fetches), prompts(), **CALL)
+    """A call with updates, whose copies are slow. Stored rows have too few slots to stay there."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hidden_bytes, "RECORD_ROWS", 4)
+        patched.setattr(hidden_bytes, "MOST_SLOTS", 3)
+        return trace_call(Runtime(model, policy=Polestar(**UPDATES), transport=slow_fetches), prompts(), **CALL)
 
 
 def ranges(call: TracedCall) -> list[dict[str, Any]]:

@@ -235,7 +235,7 @@ def _dry_forward(policy: Policy, sizes: CallShape, block: int, asked: Pass) -> D
         renewed = min(kept.kept, policy.top_m * kept.kept / max(kept.clusters, 1))
         # The chosen rows of a group go up to the next one, and through all layers but the last.
         rows += renewed * (layers - 1) / layers
-        if policy.hidden_tier == Tier.HOST and renewed:
+        if policy.hidden_tier == Tier.HOST and kept.slots < kept.records:  # else all stay in their slots
             # An upper bound: rows that come from the group below are not fetched, and the model decides on those.
             fetched = sizes.sequences * kept.layers * kept.stored(math.ceil(renewed))
     return DryForward(block, asked.kind, rows, fetched, PROGRAM_LAUNCHES)

@@ -93,11 +93,16 @@ class ClusterSizes:
         return -(-max(0, self.call.shape.layers - 2) // self.group)
 
     @property
+    def records(self) -> int:
+        """Records of all layers and sequences."""
+        return self.call.sequences * self.layers * -(-self.kept // RECORD_ROWS)
+
+    @property
     def slots(self) -> int:
         """Slots of the device that records pass."""
         # Each cluster of an update may lie in two records. Two more are on their way for the layer above, or down.
         wanted = 2 * self.call.sequences * min(self.top_m, self.clusters) + 2
-        return min(MOST_SLOTS, wanted, self.call.sequences * self.layers * -(-self.kept // RECORD_ROWS))
+        return min(MOST_SLOTS, wanted, self.records)
 
     @property
     def block(self) -> int:  # columns whose keys change at every step, with the row in front that predicts
