@@ -269,7 +269,7 @@ def test_uniform_noise_with_capped_attention(device: str):
     everything = {"clusters": 6, "codec": "raw", "top_m": 1000, "update_threshold": 0}
     renewed = answer(runtime.with_policy("polestar", **everything), **REWRITING)
     assert renewed.steps_by_kind["update"] > 3 and torch.equal(history(renewed), history(exact))
-    often = UPDATES | {"cluster_layers": 1}
+    often: dict[str, Any] = UPDATES | {"cluster_layers": 1}
     host, resident = (answer(runtime.with_policy(variant(tier, **often)), **REWRITING) for tier in ("host", "device"))
     assert torch.equal(history(host), history(resident)) and host.memory.moved["host->device"] > 0
 
