@@ -23,7 +23,7 @@ AXES: Axes = {
 QUICK: Axes = {"clusters": [AUTO]}
 OF = ("codec", "of", "layer")
 TIMED = ("encode_ns", "decode_ns", "store_ms", "fetch_ms", "over_copy", "over_record_copy", "over_faiss")
-SETTINGS, SIZES = ("clusters", "width"), ("bytes_per_element", "slot_bytes_per_element")
+SETTINGS, SIZES = ("clusters", "width"), ("bytes_per_element",)
 FIGURES = (*TIMED[2:], *SIZES, "error", "records")
 
 
