@@ -24,16 +24,16 @@ _NVFP4 = tl.constexpr(CODES[RowCode.NVFP4])
     do_not_specialize=[
         *("rows", "length", "span", "sinks"),
         *("key_batch", "key_head", "key_column", "value_batch", "value_head", "value_column"),
-        *("mask_batch", "first_batch", "first_row", "visible_batch", "visible_row"),
+        *("mask_batch", "start_batch", "start_row", "stop_batch", "stop_row"),
     ],
-    do_not_specialize_on_alignment=["keys", "values", "key_mask", "first", "visible"],
+    do_not_specialize_on_alignment=["keys", "values", "key_mask", "starts", "stops"],
 )
 def _block_attention(
-    queries, keys, values, sink_keys, sink_values, key_mask, first, visible, mixed, peaks, masses, query_batch,
+    queries, keys, values, sink_keys, sink_values, key_mask, starts, stops, mixed, peaks, masses, query_batch,
     query_head, query_row, query_element, key_batch, key_head, key_column, key_element, value_batch, value_head,
-    value_column, value_element, mask_batch, mask_column, first_batch, first_row, visible_batch, visible_row,
+    value_column, value_element, mask_batch, mask_column, start_batch, start_row, stop_batch, stop_row,
     mixed_split, mixed_batch, mixed_head, mixed_row, kv_heads, group, rows, length, span, sinks, scale, soft_cap,
-    CODE: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, LATER: tl.constexpr, PARTLY: tl.constexpr,
+    CODE: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, STARTS: tl.constexpr, STOPS: tl.constexpr,
     UPCAST: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -81,12 +81,12 @@ def _block_attention(
     start = tl.program_id(1) * span
     stop = tl.minimum(start + span, length)
     begin = tl.zeros([BLOCK_ROWS], tl.int32)
-    if LATER:
-        begin = tl.load(first + batch * first_batch + row * first_row, there, other=length).to(tl.int32)
+    if STARTS:
+        begin = tl.load(starts + batch * start_batch + row * start_row, there, other=length).to(tl.int32)
         start = tl.maximum(start, tl.min(begin, 0))
     limit = tl.zeros([BLOCK_ROWS], tl.int32)
-    if PARTLY:
-        limit = tl.load(visible + batch * visible_batch + row * visible_row, there, other=0).to(tl.int32)
+    if STOPS:
+        limit = tl.load(stops + batch * stop_batch + row * stop_row, there, other=0).to(tl.int32)
         stop = tl.minimum(stop, tl.max(limit, 0))
     key_start = keys + batch * key_batch + kv_head * key_head
     value_start = values + batch * value_batch + kv_head * value_head
@@ -105,9 +105,9 @@ def _block_attention(
         if CAPPED:
             scores = soft_capped(scores, soft_cap)
         shown = there[:, None] & seen[None, :]
-        if LATER:
+        if STARTS:
             shown &= column[None, :] >= begin[:, None]
-        if PARTLY:
+        if STOPS:
             shown &= column[None, :] < limit[:, None]
         scores = tl.where(shown, scores, -float("inf"))
         grown = tl.maximum(peak, tl.max(scores, 1))
@@ -171,8 +171,8 @@ def block_attention(
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None = None,
     key_mask: Bool[Tensor, "batch length"] | None = None,
-    first: Int[Tensor, "batch #rows"] | None = None,
-    visible: Int[Tensor, "batch #rows"] | None = None,
+    start: Int[Tensor, "batch #rows"] | None = None,
+    stop: Int[Tensor, "batch #rows"] | None = None,
 ) -> tuple[Float[Tensor, "batch heads rows head_dim"], LogSumExp]:
     """As in block_attention_ref.py. Products of 16-bit tensors take weights of 16 bits."""
     code = checked_code(queries, keys, values)
@@ -195,8 +195,8 @@ def block_attention(
         sums = LogSumExp(*parts.new_empty(2, count, batch, heads, rows))
     # Where nothing is hidden the kernel reads no mask, and without sinks none; any pointer does.
     mask = queries if key_mask is None else key_mask.view(torch.uint8)
-    begins = queries if first is None else first.expand(batch, rows)
-    limits = queries if visible is None else visible.expand(batch, rows)
+    starts = queries if start is None else start.expand(batch, rows)
+    stops = queries if stop is None else stop.expand(batch, rows)
     launch(
         _block_attention,
         (tiles, count, batch * kv_heads),
@@ -206,8 +206,8 @@ def block_attention(
         queries if sink_keys is None else sink_keys.contiguous(),
         queries if sink_values is None else sink_values.contiguous(),
         mask,
-        begins,
-        limits,
+        starts,
+        stops,
         parts,
         sums.peak,
         sums.mass,
@@ -215,8 +215,8 @@ def block_attention(
         *key_strides,
         *value_strides,
         *mask.stride()[:2],
-        *begins.stride()[:2],
-        *limits.stride()[:2],
+        *starts.stride()[:2],
+        *stops.stride()[:2],
         *parts.stride()[:4],
         kv_heads,
         group,
@@ -229,8 +229,8 @@ def block_attention(
         CODE=CODES[code],
         CAPPED=soft_cap is not None,
         MASKED=key_mask is not None,
-        LATER=first is not None,
-        PARTLY=visible is not None,
+        STARTS=start is not None,
+        STOPS=stop is not None,
         UPCAST=not queries.is_cuda or (code is None and queries.dtype != key_memory.dtype),
         ALIGNED=min(_alignment(keys), _alignment(values)),
         HEAD_DIM=head_dim,

@@ -25,8 +25,8 @@ def block_attention(
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None = None,
     key_mask: Bool[Tensor, "batch length"] | None = None,
-    first: Int[Tensor, "batch #rows"] | None = None,
-    visible: Int[Tensor, "batch #rows"] | None = None,
+    start: Int[Tensor, "batch #rows"] | None = None,
+    stop: Int[Tensor, "batch #rows"] | None = None,
 ) -> tuple[Float[Tensor, "batch heads rows head_dim"], LogSumExp]:
     """softmax(scores) · v over the sinks and the columns that a row may see, where a score is q·k / √head_dim; in
     float32. Beside it, by batch, head and row, the log-sum-exp of these scores, sinks included: rows over other columns
@@ -39,8 +39,8 @@ def block_attention(
         soft_cap: c where scores s count as c · tanh(s / c); None: as they are.
         sink_keys, sink_values: learned tokens that every row attends to, as they are; None: there are none.
         key_mask: False at columns that nothing may attend to.
-        first: the first column that each row may attend to; None: 0.
-        visible: where the columns that each row may attend to end; None: with the last.
+        start: the first column that each row may attend to; None for column 0.
+        stop: the column behind the last that each row may attend to; None for no limit.
 
     Returns:
         Rows, one after the other with all their heads in memory, so that joining heads copies nothing; those that may
@@ -62,9 +62,9 @@ def block_attention(
     pairs = sharing * max(1 << max(0, rows - 1).bit_length(), least) * max(1, columns)
     sequences = max(1, PAIRS_AT_ONCE // (kv_heads * pairs))
     groups = kv_heads if sequences > 1 else max(1, PAIRS_AT_ONCE // pairs)
-    for start in range(0, batch, sequences):
-        some = slice(start, start + sequences)
-        masks = (None if mask is None else mask[some] for mask in (key_mask, first, visible))
+    for first in range(0, batch, sequences):
+        some = slice(first, first + sequences)
+        masks = (None if mask is None else mask[some] for mask in (key_mask, start, stop))
         hidden = _hidden(length, queries.device, *masks)
         for group in range(0, kv_heads, groups):
             of_keys = slice(group, group + groups)
@@ -176,17 +176,17 @@ def _hidden(
     length: int,
     device: torch.device,
     key_mask: Bool[Tensor, "batch length"] | None,
-    first: Int[Tensor, "batch #rows"] | None,
-    visible: Int[Tensor, "batch #rows"] | None,
+    start: Int[Tensor, "batch #rows"] | None,
+    stop: Int[Tensor, "batch #rows"] | None,
 ) -> Bool[Tensor, "batch 1 #rows length"] | None:
     """True at the columns that a row may not see; None where all see all."""
     hidden = None
-    if visible is not None or first is not None:
+    if stop is not None or start is not None:
         column = torch.arange(length, device=device)
-        if visible is not None:
-            hidden = column >= visible[:, None, :, None]
-        if first is not None:
-            before = column < first[:, None, :, None]
+        if stop is not None:
+            hidden = column >= stop[:, None, :, None]
+        if start is not None:
+            before = column < start[:, None, :, None]
             hidden = before if hidden is None else hidden.logical_or_(before)
     if key_mask is not None:
         masked = ~key_mask[:, None, None]

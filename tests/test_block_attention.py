@@ -67,8 +67,8 @@ class Case:
     sink_keys: Tensor | None = None
     sink_values: Tensor | None = None
     key_mask: Tensor | None = None
-    first: Tensor | None = None
-    visible: Tensor | None = None
+    start: Tensor | None = None
+    stop: Tensor | None = None
 
     def to(self, device: str) -> "Case":
         def moved(value: Any) -> Any:
@@ -90,8 +90,8 @@ class Case:
         )
         for mask in (
             None if self.key_mask is None else ~self.key_mask[:, None],
-            None if self.first is None else column < self.first[..., None],
-            None if self.visible is None else column >= self.visible[..., None],
+            None if self.start is None else column < self.start[..., None],
+            None if self.stop is None else column >= self.stop[..., None],
         ):
             hidden = hidden if mask is None else hidden | mask
         return hidden
@@ -168,8 +168,8 @@ def random_case(
         sink_keys=None if sinks is None else normal(heads, sinks, head_dim),
         sink_values=None if sinks is None else normal(heads, sinks, head_dim),
         key_mask=key_mask if masked else None,
-        first=first if padded or windowed else None,
-        visible=torch.randint(0, length + 1, (batch, rows), generator=generator) if partly else None,
+        start=first if padded or windowed else None,
+        stop=torch.randint(0, length + 1, (batch, rows), generator=generator) if partly else None,
     )
 
 
@@ -230,9 +230,9 @@ def test_the_same_bits_every_time(code: RowCode | None):
 @pytest.mark.usefixtures("several_parts")
 def test_rows_that_see_nothing(implementation: str, sinks: int | None, code: RowCode | None):
     case = random_case(sinks=sinks, code=code, masked=False).to(device_of(implementation))
-    assert case.first is not None and case.visible is not None
-    case.first[0] = 70  # a sequence, and rows of the next: its first 40 columns are pads
-    case.visible[1] = torch.tensor([0, 70, 45, 40, 3], device=case.visible.device)
+    assert case.start is not None and case.stop is not None
+    case.start[0] = 70  # a sequence, and rows of the next: its first 40 columns are pads
+    case.stop[1] = torch.tensor([0, 70, 45, 40, 3], device=case.stop.device)
     mixed, whole = found = case.by(implementation)
     assert_close(found, case)
     nothing = case.hidden().all(2)
@@ -255,14 +255,14 @@ def test_strides_are_honoured(implementation: str, code: RowCode | None):
         view = store[1, :2, :, 1, 3:43].copy_(plain)
         return replace(rows, bytes=view) if isinstance(rows, CodedRows) else view
 
-    assert case.visible is not None and case.sink_keys is not None
+    assert case.stop is not None and case.sink_keys is not None
     view = replace(
         case,
         queries=case.queries.transpose(1, 2).contiguous().transpose(1, 2),
         keys=in_a_store(case.keys),
         values=in_a_store(case.values),
         sink_keys=case.sink_keys.mT.contiguous().mT,
-        visible=torch.stack([case.visible, case.visible * 0], dim=2)[..., 0].to(torch.int32),
+        stop=torch.stack([case.stop, case.stop * 0], dim=2)[..., 0].to(torch.int32),
     )
     assert_close(view.by(implementation), view, case.true())
 

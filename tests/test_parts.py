@@ -1,4 +1,5 @@
-"""Parts that rows read beside the canvas: what another stack has written, keys in chunks, an output that is kept."""
+"""Parts that rows read beside the canvas: what another stack has written, keys in chunks, an output that is kept; and
+rows that are written anew where they are."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -126,3 +127,33 @@ def test_sinks_count_once_and_rows_keep_their_own_limits(random_model: Callable[
             found = behind.logits(replace(asked, reads=(Chunks(front, PROMPT),)))
             of_rows = expected.gather(1, rows.index.expand(2, -1)[..., None].expand_as(expected))
             torch.testing.assert_close(found, of_rows, atol=1e-4, rtol=1e-4)
+
+
+LLADA = {
+    "d_model": 32,
+    "n_layers": 3,
+    "n_heads": 4,
+    "mlp_hidden_size": 48,
+    "vocab_size": 160,
+    "max_sequence_length": 64,
+}
+LLADA |= {"mask_token_id": 159, "eos_token_id": 158, "pad_token_id": 158}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"model_type": "llada", **LLADA}, GIDD, SDAR, NEMOTRON, {**NEMOTRON, "sliding_window": 7}],
+    ids=["canvas", "noise", "blocks", "context", "window"],
+)
+def test_one_index_serves_every_block(random_model: Callable[..., DiffusionModel], config: dict[str, Any]):
+    """Rows and border are tensors that a captured step could read: written anew for each block, they do as its span."""
+    model, text = random_model(config), ids()
+    forward, index, final = stack(model, 0, 16), torch.zeros(2, BLOCK, dtype=torch.int64), torch.zeros(2).long()
+    of_any = Pass(text, Rows.at(index), slice(0, BLOCK), final=final)
+    with torch.inference_mode():
+        for start in range(0, 16, BLOCK):
+            forward.logits(Pass(text, forward.rows, slice(0, 1), final=start))
+            span = forward.rows[start : start + BLOCK]
+            expected = forward.logits(Pass(text, span, slice(0, BLOCK), final=start))
+            index.copy_(span.index), final.fill_(start)
+            torch.testing.assert_close(forward.logits(of_any), expected, atol=1e-4, rtol=1e-4)

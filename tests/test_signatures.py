@@ -27,7 +27,7 @@ def calls_of_attention(code: RowCode | None) -> Iterator[Callable[[Any], object]
         mask = torch.ones(batch, 2 * size + 1, dtype=torch.bool)[:, 1 : size + 2]
         seen = torch.ones(batch, 1 + size).long()
         yield lambda op, q=queries, kv=stored, mask=mask, seen=seen: op(
-            q, kv, kv, key_mask=mask, first=seen[:, :1], visible=seen[:, 1:]
+            q, kv, kv, key_mask=mask, start=seen[:, :1], stop=seen[:, 1:]
         )
 
 

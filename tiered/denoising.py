@@ -86,7 +86,11 @@ def uncached(context: CallContext, prompts: Prompts, block_length: int | None = 
         feature_store(context, row_schedule("none"), batch, length),
         torch.arange(length, device=context.device)[None] if positions is None else positions,
         CanvasLimits(
-            context.model.shape, length, block_length or 0, positions, key_mask=prompts.mask if padded else None
+            context.model.shape,
+            length,
+            block_length or 0,
+            positions if block_length else None,
+            key_mask=prompts.mask if padded else None,
         ),
         weights=context.weights,
     )

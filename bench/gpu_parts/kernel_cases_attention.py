@@ -53,18 +53,18 @@ class Attended:
     sink_keys: Tensor | None = None
     values: Tensor | None = None
     sink_values: Tensor | None = None
-    first: Tensor | None = None
-    visible: Tensor | None = None
+    start: Tensor | None = None
+    stop: Tensor | None = None
     coded: tuple[CodedRows, CodedRows] | None = None
 
     def scores64(self, keys: Tensor) -> Tensor:
         """[batch, heads, rows, sinks and columns], the sinks first; −inf where masked."""
         scores = self.queries.double() @ self._doubles(keys).mT
         column = torch.arange(keys.shape[2], device=scores.device)
-        if self.first is not None:
-            scores = scores.masked_fill(column < self.first[:, None, :, None], -torch.inf)
-        if self.visible is not None:
-            scores = scores.masked_fill(column >= self.visible[:, None, :, None], -torch.inf)
+        if self.start is not None:
+            scores = scores.masked_fill(column < self.start[:, None, :, None], -torch.inf)
+        if self.stop is not None:
+            scores = scores.masked_fill(column >= self.stop[:, None, :, None], -torch.inf)
         if self.key_mask is not None:
             scores = scores.masked_fill(~self.key_mask[:, None, None], -torch.inf)
         if self.sink_keys is not None:
@@ -94,9 +94,9 @@ class Attended:
         column = sum(size(tensor[0, :, 0]) for tensor in both)
         if self.key_mask is not None:
             columns = int(self.key_mask.sum()) * column
-        elif self.first is not None:
-            columns -= int(self.first.sum()) * column
-        beside = (self.key_mask, self.sink_keys, self.sink_values, self.first, self.visible)
+        elif self.start is not None:
+            columns -= int(self.start.sum()) * column
+        beside = (self.key_mask, self.sink_keys, self.sink_values, self.start, self.stop)
         return columns + size(self.queries, *beside)
 
 
@@ -197,9 +197,9 @@ class BlockAttention(AttentionCase):
         if self.partly:
             most = torch.randint(self.length, (self.batch, self.rows), generator=generator, device=device)
             most[:, 0], most[:, -1] = self.length, 0
-            given = replace(given, visible=most)
+            given = replace(given, stop=most)
         if self.padded:
-            given = replace(given, first=(torch.arange(self.batch, device=device) % 2 * self.pads)[:, None])
+            given = replace(given, start=(torch.arange(self.batch, device=device) % 2 * self.pads)[:, None])
         if self.code is None:
             return given
         assert given.values is not None
@@ -216,7 +216,7 @@ class BlockAttention(AttentionCase):
         return replace(coded, bytes=store[:, :, _BESIDE:])
 
     def run(self, given: Attended, room: Sequence[Tensor]) -> Sequence[Tensor]:
-        beside = ("soft_cap", "sink_keys", "sink_values", "key_mask", "first", "visible")
+        beside = ("soft_cap", "sink_keys", "sink_values", "key_mask", "start", "stop")
         options = {name: getattr(given, name) for name in beside}
         keys, values = given.coded or (given.keys, given.values)
         mixed, whole = op(self.kernel)(given.queries, keys, values, **options)

@@ -16,14 +16,14 @@ def _compilation(
     tile = tile_of(folded, head_dim=head_dim, element_bytes=element_bytes, code=code)
     of_queries, of_mixed = "query_batch query_head query_row", "mixed_split mixed_batch mixed_head mixed_row"
     of_stores = "key_batch key_head key_column value_batch value_head value_column"
-    of_limits = "mask_batch mask_column first_batch first_row visible_batch visible_row"
+    of_limits = "mask_batch mask_column start_batch start_row stop_batch stop_row"
     return Compilation(
         kernel=_block_attention,
         types={
             "queries sink_keys sink_values": f"*{dtype}",
             "keys values": "*u8" if code else f"*{dtype}",
             "key_mask": "*u8",
-            "first visible": "*i64",
+            "starts stops": "*i64",
             "mixed": "*fp32" if split else f"*{dtype}",
             "peaks masses": "*fp32",
             f"{of_queries} {of_stores} {of_mixed} {of_limits} kv_heads group rows length span sinks": "i32",
@@ -36,8 +36,8 @@ def _compilation(
             "CODE": CODES[code],
             "CAPPED": capped,
             "MASKED": capped,
-            "LATER": not capped,
-            "PARTLY": capped,
+            "STARTS": not capped,
+            "STOPS": capped,
             "UPCAST": False,
             "ALIGNED": WORD if code else VECTOR,
             "HEAD_DIM": head_dim,

@@ -16,8 +16,6 @@ from tiered.models.shape import ModelShape
 C = TypeVar("C", int, Tensor)
 # Columns in front of which tokens are final, of all sequences or of each.
 Border = int | Int[Tensor, " batch"]
-# Rows by their place, the columns that they read, and whether some of them read fewer.
-Group = tuple[slice, slice, bool]
 
 
 @runtime_checkable
@@ -40,7 +38,7 @@ class CanvasLimits:
         shape: of the model.
         length: columns of the canvas.
         block_length: columns of a block; 0 if rows read the whole canvas.
-        positions: of every column by sequence, ascending, where blocks begin in other columns of each; None: they begin
+        positions: of every column by sequence, ascending, if blocks begin in other columns of each; None: they begin
             in those of `first`.
         first: a column that a block begins with; 0 where `positions` say it.
         key_mask, pads: as in `Limits`.
@@ -79,10 +77,11 @@ class CanvasLimits:
             for some, columns, by_row in groups
         ]
 
-    def _groups(self, span: range, final: int, window: int | None) -> list[Group]:
+    def _groups(self, span: range, final: int, window: int | None) -> list[tuple[slice, slice, bool]]:
+        """Rows by their place, the columns that they read, and whether some of them read fewer."""
         cut = min(max(final - span.start, 0), len(span)) if self.shape.final_apart else 0
         finals, others, every = slice(0, cut), slice(cut, len(span)), slice(0, self.length)
-        if self.positions is not None and self.shape.block_causal:
+        if self.positions is not None:
             return [(slice(0, len(span)), every, True)]
         if self.shape.block_causal:
             first, end = span.start + cut, self._block_end(span.stop - 1)

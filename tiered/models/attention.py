@@ -28,8 +28,7 @@ class Limits:
     Attributes:
         key_mask: False at columns that no row reads.
         pads: columns in front of which `key_mask` is False, if it is False nowhere else.
-        start: first column that each row reads; None in layers without a window.
-        stop: column behind the last that each row reads; not None if `start` is not.
+        start, stop: first column that each row reads, and the one behind the last.
     """
 
     key_mask: Bool[Tensor, "batch length"] | None = None
@@ -48,7 +47,7 @@ def attend(
     """Attention over one part, heads concatenated: by `block_attention` if it is a kernel or torch cannot compute it,
     else by torch. `softened`: `soft_cap`, `sink_keys` and `sink_values` of `block_attention`."""
     reference = for_device(block_attention, queries.device) is block_attention
-    plain = limits.stop is None and all(value is None for value in softened.values())
+    plain = all(value is None for value in (limits.start, limits.stop, *softened.values()))
     by_torch = plain and (reference or queries.shape[2] > MOST_ROWS)
     if by_torch and isinstance(keys, Tensor) and isinstance(values, Tensor):
         return _by_torch(queries, keys, values, limits.key_mask)
@@ -68,7 +67,7 @@ def attend_part(
         start = pads if start is None else torch.maximum(pads, start)
     mask = limits.key_mask if pads is None else None
     attention = for_device(block_attention, queries.device)
-    return attention(queries, keys, values, key_mask=mask, first=start, visible=limits.stop, **softened)
+    return attention(queries, keys, values, key_mask=mask, start=start, stop=limits.stop, **softened)
 
 
 def merged(part: Attended, others: Iterable[Attended]) -> Float[Tensor, "batch heads rows head_dim"]:
