@@ -21,6 +21,18 @@ from tiered.models.attention import Attended, Limits
 from tiered.models.base import DiffusionModel
 
 PROMPT, BLOCK = 12, 4
+LLADA = {
+    "model_type": "llada",
+    "d_model": 32,
+    "n_layers": 3,
+    "n_heads": 4,
+    "mlp_hidden_size": 48,
+    "vocab_size": 160,
+    "max_sequence_length": 64,
+    "mask_token_id": 159,
+    "eos_token_id": 158,
+    "pad_token_id": 158,
+}
 GIDD = {
     "model_type": "gidd",
     "hidden_size": 32,
@@ -129,20 +141,9 @@ def test_sinks_count_once_and_rows_keep_their_own_limits(random_model: Callable[
             torch.testing.assert_close(found, of_rows, atol=1e-4, rtol=1e-4)
 
 
-LLADA = {
-    "d_model": 32,
-    "n_layers": 3,
-    "n_heads": 4,
-    "mlp_hidden_size": 48,
-    "vocab_size": 160,
-    "max_sequence_length": 64,
-}
-LLADA |= {"mask_token_id": 159, "eos_token_id": 158, "pad_token_id": 158}
-
-
 @pytest.mark.parametrize(
     "config",
-    [{"model_type": "llada", **LLADA}, GIDD, SDAR, NEMOTRON, {**NEMOTRON, "sliding_window": 7}],
+    [LLADA, GIDD, SDAR, NEMOTRON, {**NEMOTRON, "sliding_window": 7}],
     ids=["canvas", "noise", "blocks", "context", "window"],
 )
 def test_one_index_serves_every_block(random_model: Callable[..., DiffusionModel], config: dict[str, Any]):
@@ -155,5 +156,6 @@ def test_one_index_serves_every_block(random_model: Callable[..., DiffusionModel
             forward.logits(Pass(text, forward.rows, slice(0, 1), final=start))
             span = forward.rows[start : start + BLOCK]
             expected = forward.logits(Pass(text, span, slice(0, BLOCK), final=start))
-            index.copy_(span.index), final.fill_(start)
+            index.copy_(span.index)
+            final.fill_(start)
             torch.testing.assert_close(forward.logits(of_any), expected, atol=1e-4, rtol=1e-4)

@@ -12,7 +12,7 @@ from tiered.kernels.scatter_rows_ref import scatter_rows
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """As many rows of every sequence; build with `span` or `at`.
+    """Some rows, as many of every sequence; build with `span` or `at`.
 
     Attributes:
         index: column of every row, in any order; a span has one for all sequences.

@@ -150,11 +150,6 @@ class LayerQueries:
         return self.forward.queries(self.layer, Rows.at(columns.clamp_min(0)), normed)
 
 
-def _readable(forward: Forward, batch: int) -> Bool[Tensor, "batch length"] | None:
-    mask = forward.limits.key_mask
-    return None if mask is None else mask[:batch]
-
-
 @spanned(Op.WATCH)
 def weights_of(
     forward: Forward,
@@ -168,7 +163,7 @@ def weights_of(
     return attention_weights(
         queries,
         keys[: len(queries)],
-        _readable(forward, len(queries)),
+        forward.limits.of(slice(len(queries))).key_mask,
         soft_cap=forward.model.shape.soft_cap,
         sink_keys=forward.model.sink_keys(layer),
         stop=forward.limits.stop(columns),
@@ -209,7 +204,7 @@ def watch(
         asked.at(step.window),
         step.in_window,
         keys[: len(columns)],
-        _readable(forward, len(columns)),
+        forward.limits.of(slice(len(columns))).key_mask,
         chunk,
         soft_cap=forward.model.shape.soft_cap,
         sink_keys=forward.model.sink_keys(layer),
