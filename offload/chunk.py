@@ -10,7 +10,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from tiered.offload.cuda_event import end_of_stream
-from tiered.offload.errors import ArenaFullError
+from tiered.offload.errors import NoRoomError
 from tiered.offload.fence import Event
 
 
@@ -82,7 +82,7 @@ def device_chunks(device: torch.device) -> Callable[[int], Chunk]:
     CUDA's allocator gives out memory again as soon as its owner drops it, although kernels on the current stream may
     still use it. A copy on another stream has to wait for them, so the chunk has an event of the current stream.
 
-    The function raises ArenaFullError if the device has no memory left.
+    The function raises NoRoomError if the device has no memory left.
     """
 
     def allocate(nbytes: int) -> Chunk:
@@ -90,7 +90,7 @@ def device_chunks(device: torch.device) -> Callable[[int], Chunk]:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
-            raise ArenaFullError(nbytes, free, total, f"{device} (memory=MemoryBudget(device=…))") from error
+            raise NoRoomError(nbytes, free, total, f"{device} (memory=MemoryBudget(device=…))") from error
         earlier = end_of_stream(device) if device.type == "cuda" else None
         return Chunk(memory, pinned=False, actual_bytes=nbytes, earlier=earlier)
 

@@ -1,14 +1,14 @@
 """Errors of memory and copies. A message is formatted from the error's `args`, so that the error can be pickled."""
 
 
-class ArenaFullError(RuntimeError):
-    """An arena, or the disk under a scratch file, has no room for a record.
+class NoRoomError(RuntimeError):
+    """A device, or the disk under a scratch file, has no room.
 
     Attributes:
-        needed: bytes of the record's slot.
-        available: free bytes in slots of that size.
-        capacity: bytes of the arena.
-        what: name of the arena or the file.
+        needed: bytes that were asked for.
+        available: free bytes.
+        capacity: bytes of the device or the disk.
+        what: name of the device or the file.
         hint: the setting to change; "" for the budget.
     """
 

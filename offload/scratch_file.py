@@ -15,7 +15,7 @@ from tempfile import TemporaryFile
 from jaxtyping import UInt8
 from torch import Tensor
 
-from tiered.offload.errors import ArenaFullError, CorruptRecordError, TransferError
+from tiered.offload.errors import CorruptRecordError, NoRoomError, TransferError
 from tiered.offload.fence import Fence, Region
 
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a quota, a limit on the length of files
@@ -117,7 +117,7 @@ class ScratchFile:
         """A slot for a record of `nbytes`. May take bytes from the disk.
 
         Raises:
-            ArenaFullError: the disk is full. What `on_grow` raises, likewise.
+            NoRoomError: the disk is full. What `on_grow` raises, likewise.
             OSError: the system refuses to let the file grow.
             ValueError: closed, or `nbytes` is not 1 to `slot_bytes`.
         """
@@ -134,7 +134,7 @@ class ScratchFile:
         """Bytes that the disk has free, for all who write to it.
 
         Raises:
-            ArenaFullError: fewer than `nbytes`.
+            NoRoomError: fewer than `nbytes`.
         """
         disk = os.fstatvfs(self._file.fileno())
         free = disk.f_bavail * disk.f_frsize
@@ -216,11 +216,11 @@ class ScratchFile:
     def _named(self, error: OSError) -> OSError:
         return OSError(error.errno, f"disk_path takes no file of records: {error.strerror}", str(self.folder))
 
-    def _full(self, needed: int, available: int, reason: str) -> ArenaFullError:
+    def _full(self, needed: int, available: int, reason: str) -> NoRoomError:
         disk = os.fstatvfs(self._file.fileno())
         what = f"the disk under disk_path {self.folder}"
         hint = f"{reason} in disk_path {self.folder}: make room there, name another folder, or lower `disk`"
-        return ArenaFullError(needed, available, disk.f_blocks * disk.f_frsize, what, hint)
+        return NoRoomError(needed, available, disk.f_blocks * disk.f_frsize, what, hint)
 
 
 def _moved(call: Callable[[int, memoryview, int], int], descriptor: int, data: memoryview, offset: int) -> int:

@@ -22,7 +22,7 @@ from tiered.core.budget import MemoryBudget
 from tiered.core.errors import ContextLengthError, NonFiniteError, TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
-from tiered.offload.errors import ArenaFullError, CorruptRecordError, PinError, TransferError
+from tiered.offload.errors import CorruptRecordError, NoRoomError, PinError, TransferError
 
 GOLDEN = Path(__file__).parent / "goldens" / "llada" / "llada_tiny_gqa"
 
@@ -34,7 +34,7 @@ ERRORS: dict[type[Exception], tuple[tuple[Any, ...], str]] = {
         "the weight w is not finite; load float32",
     ),
     ContextLengthError: (("too long",), "too long"),
-    ArenaFullError: ((5, 4, 8, "the arena"), "the arena of 8 bytes has no room for 5 bytes (4 are free)"),
+    NoRoomError: ((5, 4, 8, "the arena"), "the arena of 8 bytes has no room for 5 bytes (4 are free)"),
     PinError: ((5, "raise ulimit -l"), "raise ulimit -l"),
     TransferError: (("closed",), "closed"),
     CorruptRecordError: (("another name",), "another name"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered.offload.errors import ArenaFullError, CorruptRecordError, TransferError
+from tiered.offload.errors import CorruptRecordError, NoRoomError, TransferError
 from tiered.offload.scratch_file import ScratchFile, ScratchSlot
 
 SLOT = 4 * 4096
@@ -197,14 +197,14 @@ NO_ROOM, GIB = "No space left on device in disk_path", 1 << 30
 @pytest.mark.parametrize(
     ("calls", "expected", "available", "message"),
     [
-        ({"fstatvfs": free(SLOT - 512)}, ArenaFullError, SLOT - 512, NO_ROOM),
-        ({"fstatvfs": free(0)}, ArenaFullError, 0, NO_ROOM),
+        ({"fstatvfs": free(SLOT - 512)}, NoRoomError, SLOT - 512, NO_ROOM),
+        ({"fstatvfs": free(0)}, NoRoomError, 0, NO_ROOM),
         # What was free before the attempt, which may have filled the disk.
-        ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.ENOSPC)}, ArenaFullError, GIB, NO_ROOM),
-        ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.EDQUOT)}, ArenaFullError, 0, "quota exceeded in"),
-        ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.EFBIG)}, ArenaFullError, 0, "File too large in"),
+        ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.ENOSPC)}, NoRoomError, GIB, NO_ROOM),
+        ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.EDQUOT)}, NoRoomError, 0, "quota exceeded in"),
+        ({"fstatvfs": free(GIB), "posix_fallocate": filling(errno.EFBIG)}, NoRoomError, 0, "File too large in"),
         ({"posix_fallocate": filling(errno.EIO)}, OSError, None, "disk_path takes no file of records: Input/output"),
-        ({"posix_fallocate": None, "pwrite": failing(errno.ENOSPC)}, ArenaFullError, ..., NO_ROOM),
+        ({"posix_fallocate": None, "pwrite": failing(errno.ENOSPC)}, NoRoomError, ..., NO_ROOM),
     ],
 )
 def test_a_disk_that_lets_the_file_grow_no_more(
@@ -228,7 +228,7 @@ def test_a_disk_that_lets_the_file_grow_no_more(
         with pytest.raises(expected) as caught:
             file.place(SLOT)
     assert message in getattr(caught.value, "hint", str(caught.value)) and str(tmp_path) in str(caught.value)
-    if isinstance(caught.value, ArenaFullError):
+    if isinstance(caught.value, NoRoomError):
         assert caught.value.needed == SLOT and available in (..., caught.value.available)
     assert sum(booked) == file.file_bytes == 2 * SLOT
     file.check_integrity()
@@ -242,7 +242,7 @@ def test_a_limit_on_the_length_of_files(file: ScratchFile):
     file.place(SLOT)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * SLOT - 1, hard))
     try:
-        with pytest.raises(ArenaFullError) as caught:
+        with pytest.raises(NoRoomError) as caught:
             file.place(SLOT)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

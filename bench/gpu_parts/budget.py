@@ -17,7 +17,7 @@ from gpu_parts.step_figures import copies, measured_rates, times, work_of
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
-from tiered.offload.errors import ArenaFullError
+from tiered.offload.errors import NoRoomError
 from tiered.planning.plan import Plan
 from tiered.policies.base import Policy
 
@@ -146,7 +146,7 @@ def capped_run(
 
     try:
         ran = once(cap)
-    except (torch.OutOfMemoryError, ArenaFullError) as error:
+    except (torch.OutOfMemoryError, NoRoomError) as error:
         faults.append(f"torch refused what the ledger allows: {str(error).splitlines()[0]}")
         ran = None
     # Here, where the error is gone, and with it the frames that held the call's tensors.

@@ -118,7 +118,7 @@ class Ledger:
         with self._lock:
             self.release({source: amount}, tier)
             self._current[tier][destination] += amount
-            if destination is not Account.SPARE:  # what a record leaves behind makes the arena no fuller
+            if destination is not Account.SPARE:  # what a record leaves behind fills no more
                 self.note_peak(tier)
 
     @contextmanager
@@ -169,7 +169,7 @@ class Ledger:
 
     def note_peak(self, tier: Tier) -> None:
         """See whether `tier` holds more than ever; for a lender, who puts idle bytes to use without booking any."""
-        # Of equal heights the last one counts: an arena is as high when it is obtained as when records fill it.
+        # Of equal heights the last one counts: memory is as high when it is obtained as when records fill it.
         with self._lock:
             used = self._used(tier)
             if used.total() >= self._at_peak[tier].total():

@@ -13,7 +13,7 @@ from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import assign
 from tiered.models.weight_form import WeightForm, places
 from tiered.offload.chunk import Chunk, device_chunks
-from tiered.offload.errors import ArenaFullError
+from tiered.offload.errors import NoRoomError
 
 Matrix = Tensor | CodedRows
 
@@ -54,7 +54,7 @@ class LayerRecords:
         """Memory for the record of a layer that stays. Raises `TierCapacityError` if the device has none."""
         try:
             return device_chunks(device)(self.nbytes)
-        except ArenaFullError as error:
+        except NoRoomError as error:
             raise TierCapacityError(error.needed, error.available, Tier.DEVICE, str(error)) from error
 
     def part(self, record: UInt8[Tensor, " record"], name: str) -> UInt8[Tensor, " nbytes"]:

@@ -13,7 +13,7 @@ from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.chunk import Chunk
-from tiered.offload.errors import ArenaFullError, PinError
+from tiered.offload.errors import NoRoomError, PinError
 from tiered.offload.fence import Region
 from tiered.offload.pinning import pick_pinner
 from tiered.offload.ring import Ring
@@ -176,7 +176,7 @@ def told_by_tier(tier: Tier) -> Iterator[None]:
     """What a storage lacks, as the error of the public contract."""
     try:
         yield
-    except ArenaFullError as error:
+    except NoRoomError as error:
         raise TierCapacityError(error.needed, error.available, tier, error.hint or KNOBS[tier]) from error
     except PinError as error:
         raise TierCapacityError(error.needed, 0, tier, str(error)) from error
