@@ -59,9 +59,9 @@ def open_for(ledger: Ledger, delay: Callable[[Point, Lane | None], float] | None
 
 
 def both(shape: ModelShape, needed: StreamBytes, tiers: Tiers) -> tuple[FeatureStore, StreamedFeatureStore]:
-    sizes: dict[str, Any] = {"batch": BATCH, "length": LENGTH, "answer_start": PROMPT, "dtype": torch.float32}
-    resident = FeatureStore(shape, FEATURES, **sizes, device=torch.device("cpu"))
-    return resident, StreamedFeatureStore(shape, FEATURES, needed, tiers, **sizes)
+    sizes: dict[str, Any] = {"length": LENGTH, "answer_start": PROMPT, "dtype": torch.float32}
+    resident = FeatureStore(shape, FEATURES, batch=BATCH, **sizes, device=torch.device("cpu"))
+    return resident, StreamedFeatureStore(FEATURES, needed, tiers, **sizes)
 
 
 def some_rows(chance: random.Random, sequences: int, first: int) -> Rows:

@@ -142,12 +142,12 @@ def _forward(
     positions, key_mask, pads = canvas.positions(), canvas.key_mask(), canvas.pads if canvas.padded else None
     if key_mask is not None and sequences > canvas.batch:
         positions, key_mask, pads = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
-    features, of_call = policy.features(shape), {"batch": sequences, "length": canvas.length, "kv": sizes.kv}
-    of_call |= {"answer_start": canvas.prompt_length, "dtype": context.dtype}
-    if needed.streams is not None and tiers is not None:
-        store = StreamedFeatureStore(shape, features, needed.streams, tiers, **of_call)
+    length, start = canvas.length, canvas.prompt_length
+    if needed.streams is None or tiers is None:
+        store = feature_store(context, policy, sequences, length, answer_start=start)
     else:
-        store = FeatureStore(shape, features, **of_call, device=context.device)
+        of_call = {"length": length, "answer_start": start, "dtype": context.dtype}
+        store = StreamedFeatureStore(policy.features(shape), needed.streams, tiers, **of_call)
     limits = CanvasLimits(
         shape,
         canvas.length,

@@ -69,8 +69,9 @@ class FeatureStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamBytes:
-    """Bytes of the streamed features of one call. `streams`: what is streamed."""
+    """Bytes of the streamed features of one call of `sizes`. `streams`: what is streamed."""
 
+    sizes: CallShape
     streams: tuple[FeatureStream, ...]
 
     @classmethod
@@ -104,7 +105,7 @@ class StreamBytes:
                     chunk_rows=rows,
                 )
             )
-        return cls(streams=tuple(streams)) if streams else None
+        return cls(sizes=sizes, streams=tuple(streams)) if streams else None
 
     @property
     def moved(self) -> int:

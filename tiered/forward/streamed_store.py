@@ -12,8 +12,6 @@ from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.streamed_feature import StreamedFeature
-from tiered.kernels.row_code import RowCode
-from tiered.models.shape import ModelShape
 from tiered.tiers.tiers import Tiers
 
 
@@ -24,16 +22,13 @@ class StreamedFeatureStore(FeatureStore):
 
     def __init__(
         self,
-        shape: ModelShape,
         features: Mapping[Feature, int],
         needed: StreamBytes,
         tiers: Tiers,
         *,
-        batch: int,
         length: int,
         answer_start: int = 0,
         dtype: torch.dtype,
-        kv: RowCode | None = None,
     ) -> None:
         """`needed`: which layers are streamed, and through what; `tiers`: where they are. Else as `FeatureStore`."""
         streamed = {stream.feature: stream for stream in needed.streams}
@@ -44,14 +39,14 @@ class StreamedFeatureStore(FeatureStore):
             for feature, layers in features.items()
         }
         super().__init__(
-            shape,
+            needed.sizes.shape,
             {feature: len(layers) for feature, layers in resident.items()},
-            batch=batch,
+            batch=needed.sizes.sequences,
             length=length,
             answer_start=answer_start,
             dtype=dtype,
             device=tiers.device,
-            kv=kv,
+            kv=needed.sizes.kv,
         )
         self._place = {
             feature: {layer: place for place, layer in enumerate(layers)}
