@@ -9,19 +9,19 @@ Once a record is patched, its slot has no bytes that its home lacks: the record 
 caller's thread waits for no copy; compute and the transport's threads do (`Traffic`).
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from jaxtyping import UInt8
 from torch import Tensor
 
-from tiered.core.events import Asked, Stored, TierEvent
+from tiered.core.events import Stored, TierEvent
 from tiered.offload.copy_segments import Segment
 from tiered.offload.fence import Fence
 from tiered.offload.ring import Ring, RingSlot
 from tiered.offload.transport import Copy, Lane
+from tiered.tiers.fetch import Fetch, Fetcher
 from tiered.tiers.parts import Equal, Layout, Parts, Wanted
 from tiered.tiers.tiers import Home
 from tiered.tiers.traffic import Traffic
@@ -35,6 +35,11 @@ class _Record:
     layout: Layout
     filled: Parts
     layer: int | None
+
+    def fetch(self, parts: Parts, into: UInt8[Tensor, " slot"], fence: Fence) -> Fetch:
+        """Parts of it, for memory of the device that `fence` guards."""
+        segments = list(self.layout.segments(parts))
+        return Fetch(self.home, self.layer, segments, int(parts.sum()), into, fence)
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +60,7 @@ class Residency:
 
     def __init__(self, traffic: Traffic, record: Callable[[TierEvent], None], passing: Ring | None = None) -> None:
         """`record` counts each event. `passing`: slots of host memory for records in files; None without files."""
-        self._traffic, self._record, self._passing = traffic, record, passing
+        self._traffic, self._record, self._fetcher = traffic, record, Fetcher(traffic, record, passing)
         self._slots: Ring | None = None
         self._records: dict[Hashable, _Record] = {}
         self._here: dict[Hashable, _Here] = {}  # the record unused for longest first
@@ -122,23 +127,24 @@ class Residency:
         """
         self._traffic.harvest()
         keys = [each.key for each in wanted]
-        for key in self._using.difference(keys):
-            self._end_use(key)
-        for each in wanted:
-            self._send(each, keys)
-            self._using.add(each.key)
+        self._end_use(self._using.difference(keys))
+        entered = [self._enter(key, keys) for key in keys]
+        if not all(entered):
+            raise ValueError(f"{len(keys)} records are wanted at once: there are too few slots")
+        self._using.update(keys)
+        self._send(wanted)
         kept = [*keys, *(each.key for each in ahead)]
-        for each in ahead:
-            self._send(each, kept, needed=False)
-        for key in keys:
-            here = self._here[key]
+        self._send([each for each in ahead if self._enter(each.key, kept)])
+        arriving = [key for key in keys if self._here[key].arriving]
+        if arriving:
             try:
-                if here.arriving:
-                    self._await(here.slot.fence, self._records[key].layer)
+                self._await([self._here[key].slot.fence for key in arriving], self._layer_of(arriving))
             except BaseException:
-                self.drop(key)
+                for key in arriving:
+                    self.drop(key)
                 raise
-            here.arriving = False
+        for key in arriving:
+            self._here[key].arriving = False
         return [self._here[key].slot.bytes[: self._records[key].home.nbytes] for key in keys]
 
     def write(self, key: Hashable, parts: Parts) -> None:
@@ -157,7 +163,7 @@ class Residency:
         here.written = np.zeros_like(parts)
         self._traffic.compute(Lane.STORE, writes=[slot.fence], layer=record.layer)
         segments = record.layout.segments(parts) if segments is None else segments
-        copies = [Copy(to, at) for at, to in _pieces(home.memory, slot.bytes, segments)]
+        copies = [Copy(slot.bytes[to : to + size], home.memory[at : at + size]) for at, to, size in segments]
         # The home is read as well: after a copy that failed, it lacks bytes, so every later copy has to fail too.
         self._traffic.move(Lane.STORE, copies, reads=[slot.fence, home.fence], writes=[home.fence], layer=record.layer)
         nbytes = sum(copy.source.numel() for copy in copies)
@@ -178,19 +184,17 @@ class Residency:
     def copy_out(self, key: Hashable, into: UInt8[Tensor, " nbytes"], fence: Fence) -> None:
         """Bring a record to memory of the device that `fence` guards, and let compute wait for it. Errors as `use`."""
         record = self._records[key]
-        self._fetch(record, record.filled, into, fence)
-        self._await(fence, record.layer)
+        self._fetcher.send([record.fetch(record.filled, into, fence)])
+        self._await([fence], record.layer)
 
     def rest(self) -> None:
         """Compute is done with all records; the next `use` may come from another stream. Ended copies are counted."""
-        for key in list(self._using):
-            self._end_use(key)
+        self._end_use(set(self._using))
         self._traffic.harvest()
 
     def drop(self, key: Hashable) -> None:
         """Let a record leave its slot, if it is in one."""
-        if key in self._using:
-            self._end_use(key)
+        self._end_use(self._using & {key})
         if (here := self._here.pop(key, None)) is not None:
             here.slot.release()
 
@@ -224,26 +228,24 @@ class Residency:
             there = self._records[key].filled | here.written
             if (here.present & ~there).any() or (here.brought & ~here.present).any():
                 raise RuntimeError(f"{key}: {here}, filled {self._records[key].filled}")
-        if self._passing is not None:
-            self._passing.check_integrity()
+        self._fetcher.check_integrity()
 
-    def _send(self, wanted: Wanted, kept: Sequence[Hashable], *, needed: bool = True) -> None:
-        """Give a record a slot, and send the missing parts there. No record of `kept` leaves its slot for it."""
-        key, parts = wanted.key, self.missing(wanted)
-        if not self._enter(key, kept):
-            if needed:
-                raise ValueError(f"{len(kept)} records are wanted at once: there are too few slots")
-            return
-        record, here = self._records[key], self._here[key]
-        if parts.any():
-            self._fetch(record, parts, here.slot.bytes, here.slot.fence)
-            here.present |= parts
-            here.brought |= parts
-            here.arriving = True
+    def _send(self, wanted: Sequence[Wanted]) -> None:
+        """Send the missing parts of records to their slots."""
+        missing = [(each.key, parts) for each in wanted if (parts := self.missing(each)).any()]
+        slots = [self._here[key].slot for key, _ in missing]
+        self._fetcher.send(
+            self._records[key].fetch(parts, slot.bytes, slot.fence)
+            for (key, parts), slot in zip(missing, slots, strict=True)
+        )
+        for key, parts in missing:
+            here = self._here[key]
+            here.present, here.brought, here.arriving = here.present | parts, here.brought | parts, True
 
     def _enter(self, key: Hashable, kept: Sequence[Hashable]) -> bool:
         """Whether a record has a slot now. The record that was unused for longest leaves its slot for it."""
         assert self._slots is not None, "what is used has slots"
+        none = np.zeros(self._records[key].layout.parts, dtype=bool)
         if key in self._here:
             self._here[key] = self._here.pop(key)
             return True
@@ -256,41 +258,23 @@ class Residency:
             self.drop(leaving)
             slot = self._slots.acquire()
             assert slot is not None, "it was given back"
-        none = np.zeros(self._records[key].layout.parts, dtype=bool)
         self._here[key] = _Here(slot, none, none.copy(), none.copy())
         return True
 
-    def _fetch(self, record: _Record, parts: Parts, into: Tensor, fence: Fence) -> None:
-        home, passing = record.home, None
-        source, guard = home.memory, home.fence
-        segments = list(record.layout.segments(parts))
-        try:
-            if source is None:
-                passing = None if self._passing is None else self._passing.acquire()
-                assert passing is not None and home.read is not None, "what is in a file has a slot to pass"
-                source, guard = passing.bytes[: home.nbytes], passing.fence
-                work = partial(home.read, source)
-                self._traffic.move(Lane.LOAD, work, reads=[home.fence], writes=[guard], layer=record.layer)
-            copies = [Copy(at, to) for at, to in _pieces(source, into, segments)]
-            # The slot is read as well: if a copy of other parts failed, this one must not say otherwise.
-            self._traffic.move(Lane.FETCH, copies, reads=[guard, fence], writes=[fence], layer=record.layer)
-        finally:
-            if passing is not None:
-                passing.release()
-        self._record(Asked(tier=home.tier, records=int(parts.sum()), nbytes=sum(size for *_, size in segments)))
-
-    def _await(self, fence: Fence, layer: int | None) -> None:
+    def _await(self, fences: Sequence[Fence], layer: int | None) -> None:
         """Let compute wait for the copies to these bytes."""
-        event = self._traffic.compute(Lane.FETCH, reads=[fence], layer=layer)
+        event = self._traffic.compute(Lane.FETCH, reads=fences, layer=layer)
         if event.done():
             event.synchronize()
 
-    def _end_use(self, key: Hashable) -> None:
-        """Let later copies to the slot wait for the work that compute has so far."""
-        self._using.discard(key)
-        fence, layer = self._here[key].slot.fence, self._records[key].layer
-        self._traffic.compute(Lane.FETCH, reads=[fence], layer=layer)
+    def _end_use(self, keys: Set[Hashable]) -> None:
+        """Let later copies to the slots wait for the work that compute has so far."""
+        if keys:
+            fences, layer = [self._here[key].slot.fence for key in keys], self._layer_of(keys)
+            self._using.difference_update(keys)
+            self._traffic.compute(Lane.FETCH, reads=fences, layer=layer)
 
-
-def _pieces(home: Tensor, slot: Tensor, segments: Iterable[Segment]) -> list[tuple[Tensor, Tensor]]:
-    return [(home[at : at + size], slot[to : to + size]) for at, to, size in segments]
+    def _layer_of(self, keys: Iterable[Hashable]) -> int | None:
+        """The layer of records; None for several."""
+        layers = {self._records[key].layer for key in keys}
+        return layers.pop() if len(layers) == 1 else None

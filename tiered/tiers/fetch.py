@@ -1,0 +1,81 @@
+"""How the bytes of records come from their homes to the device."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+from jaxtyping import UInt8
+from torch import Tensor
+
+from tiered.core.events import Asked, TierEvent
+from tiered.offload.copy_segments import Segment
+from tiered.offload.fence import Fence
+from tiered.offload.ring import Ring
+from tiered.offload.transport import Copy, Lane
+from tiered.tiers.tiers import Home
+from tiered.tiers.traffic import Traffic
+
+
+class Fetch(NamedTuple):
+    """Bytes of a record, for memory of the device.
+
+    Attributes:
+        home: where they lie.
+        layer: of the model; None for none.
+        segments: bytes of the home, and where they go in `into`.
+        parts: number of the record's parts.
+        into, fence: memory of the device, and what guards it.
+    """
+
+    home: Home
+    layer: int | None
+    segments: list[Segment]
+    parts: int
+    into: UInt8[Tensor, " slot"]
+    fence: Fence
+
+    def copies(self, source: UInt8[Tensor, " nbytes"]) -> list[Copy]:
+        """The copies from `source`, which has the bytes of the home."""
+        return [Copy(source[at : at + size], self.into[to : to + size]) for at, to, size in self.segments]
+
+
+class Fetcher:
+    """Submits fetches: one job for those of a layer from host memory, and two for a record in a file."""
+
+    def __init__(self, traffic: Traffic, record: Callable[[TierEvent], None], passing: Ring | None) -> None:
+        """`record`: told what happens. `passing`: slots of host memory for records in files; None without files."""
+        self._traffic, self._record, self._passing = traffic, record, passing
+
+    def send(self, fetches: Iterable[Fetch]) -> None:
+        """Let bytes set out. Never waits for a copy, except for a thread that has to (`Traffic`)."""
+        by_layer: defaultdict[int | None, list[Fetch]] = defaultdict(list)
+        for each in fetches:
+            if each.home.memory is None:
+                self._load(each)
+            else:
+                by_layer[each.layer].append(each)
+            nbytes = sum(size for *_, size in each.segments)
+            self._record(Asked(tier=each.home.tier, records=each.parts, nbytes=nbytes))
+        for layer, group in by_layer.items():
+            copies = [copy for each in group if each.home.memory is not None for copy in each.copies(each.home.memory)]
+            homes, slots = dict.fromkeys(each.home.fence for each in group), [each.fence for each in group]
+            # The slots are read as well: if a copy of other parts failed, this one must not say otherwise.
+            self._traffic.move(Lane.FETCH, copies, reads=[*homes, *slots], writes=slots, layer=layer)
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` where the books contradict themselves."""
+        if self._passing is not None:
+            self._passing.check_integrity()
+
+    def _load(self, fetch: Fetch) -> None:
+        home, layer = fetch.home, fetch.layer
+        passing = None if self._passing is None else self._passing.acquire()
+        assert passing is not None and home.read is not None, "what is in a file has a slot to pass"
+        source, guard = passing.bytes[: home.nbytes], passing.fence
+        try:
+            self._traffic.move(Lane.LOAD, partial(home.read, source), reads=[home.fence], writes=[guard], layer=layer)
+            reads = [guard, fetch.fence]
+            self._traffic.move(Lane.FETCH, fetch.copies(source), reads=reads, writes=[fetch.fence], layer=layer)
+        finally:
+            passing.release()
