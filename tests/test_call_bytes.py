@@ -588,7 +588,7 @@ def test_comparing_attention_allocates_what_its_chunk_says(
         rows=sequences * block_length,
         room=int(room * 8 * 4 * sequences * heads * block_length * context),
     )
-    drift = AttentionShift(sequences, heads, block_length, context, chunk=chunk, device=torch.device("cpu"))
+    drift = AttentionShift(torch.empty(sequences, heads, block_length, context), chunk)
     queries, keys = (
         torch.randn(sequences, n, rows, head_dim, dtype=getattr(torch, dtype))
         for n, rows in ((heads, block_length), (kv_heads, context))

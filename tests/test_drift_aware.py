@@ -329,7 +329,7 @@ def test_the_drift_is_that_of_attention_from_scratch(
     if part := options.pop("part", None):
         monkeypatch.setattr("tiered.forward.forward.part_rows", lambda batch: part)
     if chunk := options.pop("chunk", None):
-        monkeypatch.setattr("tiered.denoising.compared_at_a_time", lambda *_, **__: chunk)
+        monkeypatch.setattr("tiered.planning.call_bytes.compared_at_a_time", lambda *_, **__: chunk)
     if shift := options.pop("shift", 0):
         monkeypatch.setattr(tiny.model, "shape", replace(tiny.model.shape, prediction_shift=shift))
     policy, kind = ROUTES[route]
@@ -362,9 +362,8 @@ def test_the_drift_is_that_of_attention_from_scratch(
 def test_rows_that_a_step_leaves_out_are_compared_with_their_last(soft_cap: float | None, sinks: int):
     generator = torch.Generator().manual_seed(0)
     sink_keys = torch.randn(2, sinks, 8, generator=generator) if sinks else None
-    shift = AttentionShift(
-        1, 2, 4, 12, chunk=AttentionChunk(1, 1, 0), device=torch.device("cpu"), soft_cap=soft_cap, sink_keys=sink_keys
-    )
+    log_rows = torch.empty(1, 2, 4, 12 + sinks)
+    shift = AttentionShift(log_rows, AttentionChunk(1, 1, 0), soft_cap=soft_cap, sink_keys=sink_keys)
     last: dict[int, Tensor] = {}
     # Places in the block that each step computes, and those that have been computed before.
     for number, (computed, known) in enumerate([([0, 1], []), ([2, 1], [1]), ([3, 0, 1], [0, 1]), ([3], [3])]):

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 import tiered
 from tiered.inputs import Prompts, read_inputs
+from tiered.prepare import packed
 
 PAD = 125
 
@@ -40,7 +41,7 @@ def unpadded(prompts: Prompts) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("mask", "packed", "pads"),
+    ("mask", "columns", "pads"),
     [
         ([[1, 1, 1, 1], [1, 1, 1, 1]], [[1, 2, 3, 4], [5, 6, 7, 8]], [0, 0]),
         ([[0, 0, 1, 1], [1, 1, 1, 1]], [[1, 2, 3, 4], [5, 6, 7, 8]], [2, 0]),
@@ -50,10 +51,10 @@ def unpadded(prompts: Prompts) -> list[list[int]]:
         ([[0, 1, 0, 0], [0, 0, 0, 1]], [[2], [8]], [0, 0]),
     ],
 )
-def test_packing(mask: list[list[int]], packed: list[list[int]], pads: list[int]):
+def test_packing(mask: list[list[int]], columns: list[list[int]], pads: list[int]):
     ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    found, found_pads = read(ids, torch.tensor(mask)).packed()
-    assert (found.tolist(), found_pads.tolist()) == (packed, pads)
+    found = packed(read(ids, torch.tensor(mask)))
+    assert (found.ids.tolist(), found.pads.tolist()) == (columns, pads)
 
 
 @given(
@@ -63,10 +64,10 @@ def test_packing(mask: list[list[int]], packed: list[list[int]], pads: list[int]
 def test_packing_keeps_tokens_and_their_order(mask: list[list[bool]], dtype: torch.dtype):
     ids = torch.arange(6 * len(mask)).view(len(mask), 6)
     prompts = read(ids, torch.tensor(mask).to(dtype))
-    packed, pads = prompts.packed()
-    assert packed.shape[1] == max(map(sum, mask)) == max(map(len, unpadded(prompts)))
-    assert [row[pad:].tolist() for row, pad in zip(packed, pads, strict=True)] == unpadded(prompts)
-    assert packed.is_contiguous()
+    columns, pads, _ = packed(prompts)
+    assert columns.shape[1] == max(map(sum, mask)) == max(map(len, unpadded(prompts)))
+    assert [row[pad:].tolist() for row, pad in zip(columns, pads, strict=True)] == unpadded(prompts)
+    assert columns.is_contiguous()
     assert ids.tolist() == torch.arange(6 * len(mask)).view(len(mask), 6).tolist()
 
 

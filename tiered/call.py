@@ -1,7 +1,7 @@
 """What one call takes of every tier, booked before it begins."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -147,7 +147,11 @@ class CallContext:
             call.callback(self._under_way.discard, key)
             call.enter_context(self._ledger.holding(needed.fixed, hint=_hint(needed.records)))
             call.enter_context(computing_on(self.device))
-            tiers = call.enter_context(self._tiers(needed))
+            tiers = None
+            if needed.records is not None or needed.streams is not None:
+                transport = None if self._transport is None else self._transport()
+                tiers = Tiers(self._ledger, device=self.device, transport=transport, pool=self._pool)
+                call.enter_context(tiers)
             if self._weights is None or not self._weights.now.layers:
                 turn.close()
             else:
@@ -175,12 +179,6 @@ class CallContext:
         for tier, amounts in needed.tiers(ledger.budget).items():
             ledger.require(sum(amounts.values()) - own[tier], tier)
         return needed
-
-    def _tiers(self, needed: CallBytes) -> AbstractContextManager[Tiers | None]:
-        if needed.records is None and needed.streams is None:
-            return nullcontext()
-        transport = None if self._transport is None else self._transport()
-        return Tiers(self._ledger, device=self.device, transport=transport, pool=self._pool)
 
     @property
     def weights(self) -> StreamedWeights | None:

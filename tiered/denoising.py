@@ -1,7 +1,6 @@
-"""A prepared call put together: its features, its forward, its canvas, and the loop over them."""
+"""A prepared call put together: its canvas, its features, its forward, and the loop over them."""
 
 import torch
-from torch import Tensor
 
 from tiered.call import CallContext
 from tiered.core.canvas import Canvas
@@ -15,13 +14,10 @@ from tiered.decoding.rules.rewriting import Adaptive
 from tiered.decoding.token_sampler import TokenSampler
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
-from tiered.forward.forward_bytes import compared_at_a_time
 from tiered.forward.parts import CanvasLimits
-from tiered.forward.sizes import CallShape
 from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.forward.traced_model import traced
 from tiered.inputs import Prompts
-from tiered.models.base import DiffusionModel
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy
 from tiered.policies.row_schedule import row_schedule
@@ -40,37 +36,51 @@ def denoiser(
     inspector: Inspector | None = None,
 ) -> Denoiser:
     """The loop of a call, whose bytes are booked; `tiers`, `needed`: from `CallContext.booked`."""
-    model, options, policy = context.model, call.options, call.choice.policy
+    model, device = context.model, context.device
+    options, sizes, policy, shape = call.options, call.sizes, call.choice.policy, model.shape
     # A call that draws nothing leaves torch's default stream alone.
-    draws = options.draws or (call.prior is None and model.shape.noise == "uniform")
-    generators = Generators(options.seed if draws else 0, len(call.prompts.ids), context.device)
+    draws = options.draws or (call.prior is None and shape.noise == "uniform")
+    generators = Generators(options.seed if draws else 0, sizes.batch, device)
     prior = call.prior
     if prior is None and model.noise is not None:
         prior = generators.prior(options.columns, model.noise)
-    canvas = _canvas(model, call, context.device, prior)
+    canvas = Canvas(
+        call.packed.ids.to(device),
+        call.packed.pads.to(device),
+        max_new_tokens=options.max_new_tokens,
+        trailing=options.trailing_noise,
+        block_length=options.block,
+        mask_token_id=model.mask_token_id,
+        prior=None if prior is None else prior.to(device),
+        tails=call.packed.tails.to(device) if shape.block_causal else None,
+    )
     if streamer is not None:
         streamer.put(call.prompts.ids)
-    ends = options.ends(model.eos_token_id)
-    rules = [options.rule.start(options.steps_per_block, generators)]
-    if options.correction_steps:
-        rules.append(Adaptive().start(options.correction_steps))
     publisher = OutputWriter(
         canvas,
         model,
         max_new_tokens=options.max_new_tokens,
-        ends=ends,
+        ends=options.ends(model.eos_token_id),
         stop_at_eos=options.stop_at_eos,
         output_history=options.output_history,
         streamer=streamer,
     )
+    rules = [options.rule.start(options.steps_per_block, generators)]
+    if options.correction_steps:
+        rules.append(Adaptive().start(options.correction_steps))
+    shift = None
+    if needed.compared is not None:
+        columns = sizes.context + shape.sink_tokens
+        rows = torch.empty(sizes.batch, shape.heads, sizes.block_length, columns, dtype=torch.float32, device=device)
+        shift = AttentionShift(rows, needed.compared, soft_cap=shape.soft_cap, sink_keys=model.sink_keys(-1))
     return Denoiser(
-        _forward(context, canvas, policy, call.sizes, tiers, needed),
+        _forward(context, canvas, policy, tiers, needed, guided=sizes.guidance),
         policy.start(),
         rules,
-        TokenSampler(model, options.sampling(), generators, min_new_tokens=options.min_new_tokens, ends=ends),
+        TokenSampler(model, options.sampling(), generators, min_new_tokens=options.min_new_tokens, ends=publisher.ends),
         publisher,
         guidance=Guidance(options.cfg_scale, model.mask_token_id) if options.cfg_scale else None,
-        shift=_attention_shift(context, call.sizes),
+        shift=shift,
         inspector=inspector,
     )
 
@@ -111,36 +121,12 @@ def feature_store(context: CallContext, policy: Policy, batch: int, length: int,
     )
 
 
-def _canvas(model: DiffusionModel, call: PreparedCall, device: torch.device, prior: Tensor | None) -> Canvas:
-    prompts, options, shape = call.prompts.to(device), call.options, model.shape
-    if shape.block_causal and options.block_edges == "sequence":
-        ids, pads, tails = prompts.in_blocks(options.block)
-    else:
-        ids, pads = prompts.packed()
-        tails = torch.zeros_like(pads) if shape.block_causal else None
-    return Canvas(
-        ids,
-        pads,
-        max_new_tokens=options.max_new_tokens,
-        trailing=options.trailing_noise,
-        block_length=options.block,
-        mask_token_id=model.mask_token_id,
-        prior=None if prior is None else prior.to(device),
-        tails=tails,
-    )
-
-
 def _forward(
-    context: CallContext,
-    canvas: Canvas,
-    policy: Policy,
-    sizes: CallShape,
-    tiers: Tiers | None,
-    needed: CallBytes,
+    context: CallContext, canvas: Canvas, policy: Policy, tiers: Tiers | None, needed: CallBytes, *, guided: bool
 ) -> Forward:
-    shape, sequences = sizes.shape, sizes.sequences
+    shape, sequences = context.model.shape, canvas.batch * (2 if guided else 1)
     positions, key_mask, pads = canvas.positions(), canvas.key_mask(), canvas.pads if canvas.padded else None
-    if key_mask is not None and sequences > canvas.batch:
+    if key_mask is not None and guided:
         positions, key_mask, pads = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
     length, start = canvas.length, canvas.prompt_length
     if needed.streams is None or tiers is None:
@@ -159,20 +145,5 @@ def _forward(
     forward = Forward(traced(context.model), store, positions, limits, tiers, context.weights)
     if needed.records is not None and tiers is not None:
         forward.stored = StoredRows(tiers, needed.records, sequences)
-    forward.most_rows = policy.needs(sizes).most_rows or canvas.length
+    forward.most_rows = needed.most_rows or canvas.length
     return forward
-
-
-def _attention_shift(context: CallContext, sizes: CallShape) -> AttentionShift | None:
-    if not sizes.compared:
-        return None
-    return AttentionShift(
-        sizes.batch,
-        sizes.shape.heads,
-        sizes.block_length,
-        sizes.context,
-        chunk=compared_at_a_time(sizes),
-        device=context.device,
-        soft_cap=sizes.shape.soft_cap,
-        sink_keys=context.model.sink_keys(sizes.shape.layers - 1),
-    )

@@ -40,26 +40,6 @@ class Prompts:
     def to(self, device: torch.device | str) -> "Prompts":
         return Prompts(ids=self.ids.to(device), mask=self.mask.to(device))
 
-    def packed(self) -> tuple[Int[Tensor, "batch longest"], Int[Tensor, " batch"]]:
-        """The same prompts padded on the left to the longest one, and the number of pads of each."""
-        lengths = self.mask.sum(dim=1)
-        longest = int(lengths.max())
-        # A stable sort by the mask moves padding to the front and leaves the tokens in order.
-        order = self.mask.int().argsort(dim=1, stable=True)
-        return self.ids.gather(1, order)[:, -longest:].contiguous(), longest - lengths
-
-    def in_blocks(
-        self, block_length: int
-    ) -> tuple[Int[Tensor, "batch columns"], Int[Tensor, " batch"], Int[Tensor, " batch"]]:
-        """The same prompts with whole blocks of padding in front: blocks that count from each one's first token begin
-        in the same columns. Also the number of pads of each, and of its tokens behind its last whole block."""
-        packed, before = self.packed()
-        lengths = self.mask.sum(dim=1)
-        tails, whole = lengths % block_length, lengths // block_length * block_length
-        pads = whole.max() - whole
-        columns = torch.arange(int((pads + lengths).max()), device=packed.device)
-        return packed.gather(1, (columns + (before - pads)[:, None]).clamp(0, packed.shape[1] - 1)), pads, tails
-
 
 def read_inputs(
     inputs: Inputs | None,

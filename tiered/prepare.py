@@ -1,6 +1,7 @@
 """Calls, checked before work starts; a call of `generate` is counted as well."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -21,12 +22,43 @@ from tiered.planning.choice import Choice, choose
 from tiered.policies.base import Policy
 
 
+class PackedPrompts(NamedTuple):
+    """Left-padded prompts as a canvas holds them.
+
+    Attributes:
+        ids: token ids; those behind a prompt with a shorter tail have no meaning.
+        pads: number of pads of each prompt.
+        tails: number of tokens of each prompt behind its last whole block.
+    """
+
+    ids: Int[Tensor, "batch columns"]
+    pads: Int[Tensor, " batch"]
+    tails: Int[Tensor, " batch"]
+
+
+def packed(prompts: Prompts, block_length: int = 1) -> PackedPrompts:
+    """`prompts` padded on the left by whole blocks, so that blocks which count from the first token of each begin in
+    the same columns."""
+    lengths = prompts.mask.sum(dim=1)
+    longest = int(lengths.max())
+    # A stable sort by the mask moves padding to the front and leaves the tokens in order.
+    order = prompts.mask.int().argsort(dim=1, stable=True)
+    ids, pads, tails = prompts.ids.gather(1, order)[:, -longest:], longest - lengths, lengths % block_length
+    if block_length > 1:
+        before, whole = pads, lengths - tails
+        pads = whole.max() - whole
+        columns = torch.arange(int((pads + lengths).max()), device=ids.device)
+        ids = ids.gather(1, (columns + (before - pads)[:, None]).clamp(0, longest - 1))
+    return PackedPrompts(ids.contiguous(), pads, tails)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedCall:
     """A call that is checked, and not begun: nothing is booked for it.
 
     Attributes:
         prompts: prompts on the host, so that preparing waits for no device.
+        packed: the same prompts as the canvas holds them.
         options: options of the call.
         sizes: numbers from which its bytes follow.
         choice: policy that the call runs under, and why.
@@ -34,6 +66,7 @@ class PreparedCall:
     """
 
     prompts: Prompts
+    packed: PackedPrompts
     options: GenerationOptions
     sizes: CallShape
     choice: Choice
@@ -53,23 +86,21 @@ def prepare(
     Raises:
         TypeError, ValueError: a prior that does not fit, or more positions than the model was made for.
     """
-    sizes = _sizes(context, options, prompts)
+    in_blocks = context.model.shape.block_causal and options.block_edges == "sequence"
+    columns = packed(prompts, options.block if in_blocks else 1)
+    sizes = _sizes(context, options, columns, prompts.longest)
     if prior is not None:
         _check_prior(prior, (sizes.batch, options.columns), options, vocab_size=sizes.shape.vocab_size)
     choice = choose(policy, sizes, context.budget, prompt=prompts.shortest)
-    return PreparedCall(prompts=prompts, options=options, sizes=sizes, choice=choice, prior=prior)
+    return PreparedCall(prompts=prompts, packed=columns, options=options, sizes=sizes, choice=choice, prior=prior)
 
 
-def _sizes(context: CallContext, options: GenerationOptions, prompts: Prompts) -> CallShape:
-    rule, front, answer, shape = options.rule, prompts.longest, options.columns, context.model.shape
+def _sizes(context: CallContext, options: GenerationOptions, prompts: PackedPrompts, longest: int) -> CallShape:
+    rule, shape, tails = options.rule, context.model.shape, list[int](prompts.tails.tolist())
+    front, answer = prompts.ids.shape[1] - max(tails), options.columns
     if shape.block_causal:
-        lengths: list[int] = prompts.mask.sum(dim=1).tolist()
-        whole, answer = columns_in_blocks(lengths, options.block, options.max_new_tokens)
-        if options.block_edges == "sequence":
-            front = whole
-        else:
-            _, answer = columns_in_blocks([0], options.block, options.max_new_tokens)
-    check_positions(shape, front + answer, options.told_columns(prompts.longest))
+        _, answer = columns_in_blocks(tails, options.block, options.max_new_tokens)
+    check_positions(shape, front + answer, options.told_columns(longest))
     return context.sizes(
         len(prompts.ids),
         front + answer,

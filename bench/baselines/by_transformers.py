@@ -19,6 +19,7 @@ from tiered.core.memory_report import MemoryReport, TierReport
 from tiered.inputs import Inputs, read_inputs
 from tiered.output import GenerationOutput, Timings
 from tiered.planning.choice import Choice
+from tiered.prepare import packed
 from tiered.runtime import Runtime
 
 Options = Mapping[str, Any] | None
@@ -64,7 +65,7 @@ class ByTransformers:
             pad_token_id=runtime.model.pad_token_id,
             vocab_size=runtime.model.shape.vocab_size,
         )
-        ids, pads = prompts.packed()
+        ids, pads, _ = packed(prompts)
         call = _Call(self, self._options, ids, pads, max_new_tokens)
         try:
             done = denoise(

@@ -24,25 +24,19 @@ class AttentionShift:
 
     def __init__(
         self,
-        sequences: int,
-        heads: int,
-        block_length: int,
-        context: int,
-        *,
+        log_rows: Float32[Tensor, "batch heads block columns"],
         chunk: AttentionChunk,
-        device: torch.device,
+        *,
         soft_cap: float | None = None,
         sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     ) -> None:
-        """`sequences`: number of them; with guidance, the first half of the forward's. `soft_cap`, `sink_keys`: of the
-        last layer. No noise mask is needed: it hides nothing from the rows of a block."""
-        columns = context + (0 if sink_keys is None else sink_keys.shape[1])
-        self._log_rows: Float32[Tensor, "batch heads block columns"] = torch.empty(
-            sequences, heads, block_length, columns, dtype=torch.float32, device=device
-        )
-        self._chunk = chunk
+        """`log_rows`: memory for what is kept of `batch` sequences; with guidance, of the first half of the forward's.
+        Its columns are the canvas's, then the sinks. `soft_cap`, `sink_keys`: of the last layer. No noise mask is
+        needed: it hides nothing from the rows of a block."""
+        self._log_rows, self._chunk = log_rows, chunk
         self._soft_cap, self._sink_keys = soft_cap, sink_keys
-        self._known = torch.zeros(sequences, block_length, dtype=torch.bool, device=device)
+        batch, _, block_length, _ = log_rows.shape
+        self._known = torch.zeros(batch, block_length, dtype=torch.bool, device=log_rows.device)
         self._stored = False
 
     @property

@@ -10,6 +10,8 @@ from tiered.core.byte_size import enough
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import added
+from tiered.forward.attention_bytes import AttentionChunk
+from tiered.forward.forward_bytes import compared_at_a_time
 from tiered.forward.sizes import CallShape
 from tiered.forward.stream_bytes import StreamBytes
 from tiered.forward.weight_bytes import FEWEST, WeightBytes
@@ -20,7 +22,7 @@ from tiered.tiers.record_bytes import RecordBytes
 BELOW_DEVICE = (Tier.HOST, Tier.DISK)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CallBytes:
     """Bytes of one call. The runtime books them, and the plan prints them.
 
@@ -29,12 +31,16 @@ class CallBytes:
         records: hidden states that the policy keeps as records in the tiers; None if it keeps none.
         streams: features of which some layers are streamed; None if all are on the device.
         weights: the streamed layers of the weights; None if the caller owns the weights and has already booked them.
+        compared: attention that a commit rule compares at a time; None for a rule that compares none.
+        most_rows: rows of a sequence that go through a layer in one forward, at most; None for the whole canvas.
     """
 
     steps: Mapping[Account, int]
     records: RecordBytes | None
     streams: StreamBytes | None
     weights: WeightBytes | None = None
+    compared: AttentionChunk | None = None
+    most_rows: int | None = None
 
     @classmethod
     def of(
@@ -195,12 +201,13 @@ class _Search:
         kept = [feature for feature, count in policy.features(sizes.shape).items() if count == layers > 1]
         forced = [feature for feature in kept if feature in needs.on_host]
         records = needs.records() if needs.records else None
+        compared = compared_at_a_time(sizes) if sizes.compared else None
 
         def needed(streamed: StreamedLayers) -> CallBytes:
             streams, steps = StreamBytes.of(sizes, streamed.counts, slots=streamed.slots), dict(whole)
             for stream in () if streams is None else streams.streams:
                 steps[stream.account] -= stream.records
-            return CallBytes(steps=steps, records=records, streams=streams, weights=self.weights)
+            return CallBytes(steps, records, streams, self.weights, compared, needs.most_rows)
 
         def above(streamed: StreamedLayers) -> bool:
             return self._room(Tier.DEVICE, needed(streamed).device)
