@@ -39,6 +39,4 @@ def host_bytes(
         centroid_bytes=width * element if codec.needs_base else 0,
         record_rows=record_rows,
         slots=slots,
-        references=0,
-        activations=0,
     )

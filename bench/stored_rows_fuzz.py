@@ -121,8 +121,6 @@ def _needed(draw: random.Random) -> RecordBytes:
         centroid_bytes=4 * WIDTH if codec.needs_base else 0,
         record_rows=draw.choice([3, 7, 16, ROWS]),
         slots=draw.choice([1, 2, 3, 5]) if tier is Tier.HOST else 0,
-        references=0,
-        activations=0,
     )
 
 

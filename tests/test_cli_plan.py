@@ -16,6 +16,7 @@ import pytest
 import tiered
 from tiered.__main__ import main as entry_point
 from tiered.cli.main import main
+from tiered.core.buffers import account_bytes
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
 from tiered.models.locate import EMBEDDED_MODELS
@@ -36,6 +37,22 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_plan_prints_the_card(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "llada-8b", "--context", "4096", "--batch", "8", "--memory", "24GiB"]) == 0
     assert capsys.readouterr().out == f"{plan('llada-8b', context=4096, batch=8, memory='24GiB')}\n"
+
+
+@pytest.mark.parametrize("policy", ["none", "fast_dllm_dual", "dllm_cache", "elastic_cache", "polestar"])
+def test_the_list_of_buffers_is_the_plan(policy: str, capsys: pytest.CaptureFixture[str]):
+    made = plan("llada-8b", context=4096, policy=policy, memory="16GiB", device="rtx4090")
+    assert account_bytes(made.buffers) == {of: size for of, size in made.tiers[Tier.DEVICE].accounts.items() if size}
+    flags = ["--context", "4096", "--policy", policy, "--memory", "16GiB", "--device", "rtx4090", "--buffers"]
+    assert main(["plan", "llada-8b", *flags]) == 0
+    card, printed = str(made), capsys.readouterr().out
+    assert printed.startswith(card)
+    lines = printed.removeprefix(card).splitlines()
+    assert all(sum(f"  {buffer.name}  " in line for line in lines) for buffer in made.buffers if buffer.nbytes)
+    assert max(map(len, lines)) <= 120
+    assert {line.removeprefix("phase: ") for line in lines if line.startswith("phase: ")} == {
+        buffer.phase for buffer in made.buffers if buffer.nbytes and buffer.phase
+    }
 
 
 def test_pages_show_plans():

@@ -20,7 +20,7 @@ from tiered.core.canvas import Canvas
 from tiered.core.features import Account, Tier
 from tiered.core.rows import Rows
 from tiered.decoding import token_sampler
-from tiered.denoising import feature_store
+from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.models.llada import LLaDA
 from tiered.policies.base import Step, StepKind
@@ -102,7 +102,8 @@ def test_logits_of_the_official_code(tiny: Runtime):
     canvas = Canvas(ids[:1, :24].long(), torch.zeros(1), max_new_tokens=32, block_length=32, mask_token_id=511)
     policy = parity.policy("dllm_cache", prompt_interval=8, response_interval=4, update_ratio=0.25)
     state = policy.start()
-    store = feature_store(tiny._call, policy, 1, canvas.length, canvas.prompt_length)
+    sizes = tiny._call.sizes(1, canvas.length, 32, answer=32)
+    store = FeatureStore(sizes, policy.features(sizes.shape), tiny.device)
     forward = Forward(tiny.model, store, canvas.positions())
     for number, tokens in enumerate(ids.long()):
         canvas.tokens = tokens[None]

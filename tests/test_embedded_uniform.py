@@ -27,6 +27,7 @@ from tiered.embedded.tasks import TASKS, Example
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
+from tiered.forward.sizes import CallShape
 from tiered.models.gidd import Gidd
 from tiered.models.locate import read_config
 
@@ -134,14 +135,8 @@ def test_the_training_forward_is_the_runtimes():
         hidden, tap = forward(model, ids, batch.positions, clean=clean, first=first, tap_layer=3)
         assert hidden.requires_grad
         assert tap.queries.shape == tap.keys.shape == (len(ids), shape.heads, length, shape.head_dim)
-        store = FeatureStore(
-            shape,
-            {Feature.KEY: 1, Feature.VALUE: 1},
-            batch=len(ids),
-            length=length,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
+        sizes = CallShape(shape=shape, batch=len(ids), context=length, block_length=length, dtype="float32")
+        store = FeatureStore(sizes, {Feature.KEY: 1, Feature.VALUE: 1}, torch.device("cpu"))
         with torch.no_grad():
             whole = Forward(model, store, batch.positions)
             expected = whole.logits(Pass(ids, whole.rows, slice(0, length), final=clean))

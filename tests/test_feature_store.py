@@ -7,6 +7,7 @@ from torch import Tensor
 from tiered.core.features import Feature
 from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
+from tiered.forward.sizes import CallShape
 from tiered.models.llada import LLaDA
 
 BATCH, LENGTH = 3, 5
@@ -16,9 +17,8 @@ BATCH, LENGTH = 3, 5
 def store(tiny_model: LLaDA) -> FeatureStore:
     """Keys of both layers; values and hidden states in a workspace of one."""
     features = {Feature.KEY: 2, Feature.VALUE: 1, Feature.HIDDEN: 1, Feature.ATTN_OUT: 2}
-    return FeatureStore(
-        tiny_model.shape, features, batch=BATCH, length=LENGTH, dtype=torch.bfloat16, device=torch.device("cpu")
-    )
+    sizes = CallShape(shape=tiny_model.shape, batch=BATCH, context=LENGTH, block_length=LENGTH, dtype="bfloat16")
+    return FeatureStore(sizes, features, torch.device("cpu"))
 
 
 def fill(store: FeatureStore, feature: Feature, layer: int) -> Tensor:

@@ -13,7 +13,7 @@ from workloads.input_rows import hidden_states
 import tiered
 from tiered.core.rows import Rows
 from tiered.decoding.rules import rewriting
-from tiered.denoising import feature_store
+from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.parts import CanvasLimits
 from tiered.forward.passes import Pass
@@ -114,7 +114,8 @@ def test_ancestral_sequence(runtimes: dict[str, Runtime], monkeypatch: pytest.Mo
 
 def forward(runtime: Runtime, positions: torch.Tensor, key_mask: torch.Tensor | None = None) -> Forward:
     batch, length = key_mask.shape if key_mask is not None else (1, positions.shape[1])
-    store = feature_store(runtime._call, runtime.policy, batch, length)
+    sizes, features = runtime._call.sizes(batch, length, length), runtime.policy.features(runtime.model.shape)
+    store = FeatureStore(sizes, features, runtime.device)
     return Forward(runtime.model, store, positions, CanvasLimits(runtime.model.shape, length, key_mask=key_mask))
 
 

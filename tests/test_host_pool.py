@@ -29,7 +29,7 @@ from tiered.tiers.tiers import Tiers
 CPU, KIB = torch.device("cpu"), 1024
 ROWS = RecordBytes(
     tier=Tier.HOST, codec=Codec.RAW, regions=1, rows=4, row_bytes=32, clusters=1, centroid_bytes=0, record_rows=4,
-    slots=1, references=0, activations=0,
+    slots=1,
 )  # fmt: skip
 CLUSTER = [StoredCluster(0, 0, slice(0, 4))]
 

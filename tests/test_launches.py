@@ -18,6 +18,7 @@ from tiered.core.rows import Rows
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
+from tiered.forward.sizes import CallShape
 from tiered.kernels import choice
 from tiered.kernels.host_values import on_device
 from tiered.offload import codecs
@@ -109,7 +110,9 @@ def forward_of(model: Any) -> Forward:
     """Keys and values of 24 columns in every layer; nothing is in there yet."""
     shape = model.shape
     kept: dict[Feature, int] = {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
-    store = FeatureStore(shape, kept, batch=1, length=24, dtype=model.wte.weight.dtype, device=torch.device("cpu"))
+    dtype = str(model.wte.weight.dtype).removeprefix("torch.")
+    sizes = CallShape(shape=shape, batch=1, context=24, block_length=24, dtype=dtype)
+    store = FeatureStore(sizes, kept, torch.device("cpu"))
     return Forward(model, store, torch.arange(24)[None])
 
 

@@ -1,6 +1,7 @@
 """The study `memory`: bytes over the forwards of a call, and that the ledger agrees with what torch allocates."""
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from workloads import memory, subjects
 
 from tiered.core.features import Account
 from tiered.forward.feature_store import FeatureStore
+from tiered.forward.sizes import CallShape
 from tiered.models.llada import LLaDA
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
@@ -70,8 +72,8 @@ def test_the_ledger_is_what_torch_allocates(case: str, model: LLaDA):
 def test_what_is_not_booked_is_a_failed_row(model: LLaDA, monkeypatch: pytest.MonkeyPatch):
     made = FeatureStore.__init__
 
-    def greedy(self: FeatureStore, shape: Any, features: Any, **sizes: Any) -> None:
-        made(self, shape, features, **(sizes | {"length": sizes["length"] + 64}))
+    def greedy(self: FeatureStore, sizes: CallShape, features: Any, device: torch.device) -> None:
+        made(self, replace(sizes, context=sizes.context + 64), features, device)
         for tensor in self._tensors.values():
             tensor.zero_()  # what nobody writes would else be NaN
 

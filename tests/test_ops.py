@@ -16,6 +16,7 @@ from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.forward_work import forward_work
 from tiered.forward.passes import Pass
+from tiered.forward.sizes import CallShape
 from tiered.planning.machine_rates import machine_rates
 from tiered.policies.registry import make_policy
 
@@ -52,7 +53,8 @@ def test_flops_are_those_that_torch_counts(name: str, batch: int, tiny_model: An
     made = {"tiny": lambda: tiny_model, "random": lambda: random_model(128, 3, 96)}  # tiny: grouped keys
     model = made.get(name, lambda: tiered.from_pretrained(name, policy="none").model)()
     shape, kept = model.shape, make_policy("none").features(model.shape)
-    store = FeatureStore(shape, kept, batch=batch, length=80, dtype=torch.float32, device=torch.device("cpu"))
+    sizes = CallShape(shape=shape, batch=batch, context=80, block_length=80, dtype="float32")
+    store = FeatureStore(sizes, kept, torch.device("cpu"))
     ids = torch.randint(0, shape.vocab_size - 4, (batch, 80))
     for outputs in (20, 80):
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:

@@ -16,6 +16,7 @@ from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.parts import CanvasLimits
 from tiered.forward.passes import Pass
+from tiered.forward.sizes import CallShape
 from tiered.kernels.row_code import RowCode
 from tiered.models.attention import Attended, Limits
 from tiered.models.base import DiffusionModel
@@ -92,8 +93,8 @@ def stack(model: DiffusionModel, start: int, stop: int, kv: RowCode | None = Non
     """Layers over columns `start` to `stop` of the text."""
     shape, length = model.shape, stop - start
     kept: dict[Feature, int] = {Feature.KEY: shape.layers, Feature.VALUE: shape.layers}
-    dtype, device = torch.float32, torch.device("cpu")
-    store = FeatureStore(shape, kept, batch=2, length=length, dtype=dtype, device=device, kv=kv)
+    sizes = CallShape(shape=shape, batch=2, context=length, block_length=BLOCK, dtype="float32", kv=kv)
+    store = FeatureStore(sizes, kept, torch.device("cpu"))
     limits = CanvasLimits(shape, length, BLOCK if shape.block_causal else 0)
     return Forward(model, store, torch.arange(start, stop)[None], limits)
 

@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiered
 from tiered.cli.main import main
 from tiered.core.budget import MemoryBudget
+from tiered.core.buffers import account_bytes
 from tiered.core.byte_size import format_bytes, format_count
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
-from tiered.forward.library_bytes import LARGEST_GPU, Gpu, library_bytes
+from tiered.forward.library_bytes import LARGEST_GPU, Gpu, library_buffers
 from tiered.forward.sizes import CallShape
 from tiered.models.families import family_of
 from tiered.models.locate import read_config
@@ -76,14 +77,14 @@ def test_the_device_holds_weights_and_what_a_call_books(policy: str, sampled: bo
     sizes = CallShape(
         shape=made.shape, batch=2, context=4096, block_length=64, dtype="bfloat16", guidance=True, sampled=sampled
     )
-    booked = {Account.WEIGHTS: weight_bytes(made.shape, "bfloat16"), **chosen.device_bytes(sizes)}
+    booked = {Account.WEIGHTS: weight_bytes(made.shape, "bfloat16"), **account_bytes(chosen.buffers(sizes))}
     needs = chosen.needs(sizes)
     if needs.on_host:
         assert made.streams is not None
         return
     assert made.streams is None
     kept = None if needs.records is None else needs.records()
-    hidden = {} if kept is None else {Tier.DEVICE: kept.device, Tier.HOST: kept.host}
+    hidden = {} if kept is None else {Tier.DEVICE: account_bytes(kept.buffers), Tier.HOST: kept.host}
     for account, size in hidden.get(Tier.DEVICE, {}).items():
         booked[account] = booked.get(account, 0) + size
     assert made.tiers[Tier.DEVICE].accounts == booked
@@ -140,12 +141,12 @@ def parts_of_keys(programs: int, slots: int, blocks: int) -> int:
 def test_the_sums_of_attentions_parts_fit(multiprocessors: int, batch: int, context: int):
     shape, gpu = plan("llada-8b", context=64).shape, Gpu(workspace_bytes=0, multiprocessors=multiprocessors)
     sizes = CallShape(shape=shape, batch=batch, context=context, block_length=32, dtype="bfloat16", gpu=gpu)
-    booked = library_bytes(sizes)[Account.LIBRARIES]
+    booked = sum(buffer.nbytes for buffer in library_buffers(sizes))
     most = min(context, 512 // batch)
     for rows in {min(64 * programs, most) for programs in range(1, 9)}:
         parts = parts_of_keys(batch * shape.heads * ceil(rows / 64), 2 * multiprocessors, ceil(context / 128))
         assert (parts > 1) * parts * batch * shape.heads * rows * (shape.head_dim + 1) * 4 <= booked, rows
-    assert library_bytes(replace(sizes, gpu=None)) == {}
+    assert library_buffers(replace(sizes, gpu=None)) == []
 
 
 def test_key_and_value_weigh_what_a_token_costs():

@@ -75,7 +75,7 @@ for rows, valid in zip(hidden, mask.bool().expand(len(hidden), -1, -1)):
             needed = RecordBytes(
                 tier=Tier(tier), codec=codec, regions=1, rows=len(index.rows), clusters=index.clusters, record_rows=4,
                 row_bytes=codec.row_bytes(width, element), centroid_bytes=width * element * codec.needs_base,
-                slots=slots, references=0, activations=0,
+                slots=slots,
             )
             members = Members.of(index.rows.tolist(), index.sizes, rows.shape[1])
             clusters = [members.stored(0, cluster) for cluster in range(index.clusters)]

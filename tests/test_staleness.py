@@ -51,7 +51,7 @@ def uncached(runtime: Runtime, ids: Tensor) -> dict[Feature, Tensor]:
     """Keys and values [layers, heads, length, elements] of one sequence that has no padding."""
     shape, length = runtime.model.shape, len(ids)
     features: dict[Feature, int] = dict.fromkeys((Feature.KEY, Feature.VALUE), shape.layers)
-    store = FeatureStore(shape, features, batch=1, length=length, dtype=runtime.dtype, device=runtime.device)
+    store = FeatureStore(runtime._call.sizes(1, length, length), features, runtime.device)
     forward = Forward(runtime.model, store, torch.arange(length)[None])
     forward.logits(Pass(ids[None], forward.rows, slice(0, length)))
     return {x: torch.stack([store.view(x, layer)[0] for layer in range(shape.layers)]) for x in features}

@@ -71,7 +71,7 @@ def uncached(runtime: Runtime, ids: Tensor, start: int) -> Uncached:
     """Every layer over all rows, with the attention of the block's rows written out."""
     model, shape, length = runtime.model, runtime.model.shape, len(ids)
     features: dict[Feature, int] = dict.fromkeys((Feature.KEY, Feature.VALUE), shape.layers)
-    store = FeatureStore(shape, features, batch=1, length=length, dtype=runtime.dtype, device=runtime.device)
+    store = FeatureStore(runtime._call.sizes(1, length, BLOCK), features, runtime.device)
     forward = Forward(model, store, torch.arange(length)[None])
     pass_ = Pass(ids[None], forward.rows, slice(0, length), final=start, hidden=model.embed(ids[None]))
     forward.begin(pass_)

@@ -11,6 +11,7 @@ from simulation import Point, SimulatedThreads
 from torch import Tensor
 
 from tiered.core.budget import MemoryBudget
+from tiered.core.buffers import account_bytes
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
@@ -65,8 +66,6 @@ def needed(codec: Codec = Codec.RAW, tier: Tier = Tier.HOST, **changes: Any) -> 
         regions=REGIONS * len(LAYERS),
         row_bytes=codec.row_bytes(WIDTH, 4),
         centroid_bytes=4 * WIDTH if codec.needs_base else 0,
-        references=0,
-        activations=0,
         **{**sizes, **changes},
     )
 
@@ -250,7 +249,7 @@ def test_the_ledger_has_what_was_planned(tiers: Tiers, ledger: Ledger, codec: Co
     )
     rows.fill()
     rows.check_all()
-    for of, planned in ((Tier.DEVICE, plan.device), (Tier.HOST, plan.host)):
+    for of, planned in ((Tier.DEVICE, account_bytes(plan.buffers)), (Tier.HOST, plan.host)):
         held = {account: nbytes for account, nbytes in ledger.accounts(of).items() if nbytes}
         assert held == {account: nbytes for account, nbytes in planned.items() if nbytes}
 
@@ -272,8 +271,8 @@ def test_a_tier_that_is_full_is_named_and_nothing_is_left(budget: dict[str, Any]
 
 @pytest.mark.parametrize("codec", [Codec.RAW, Codec.NVFP4_DELTA])
 def test_a_device_that_is_full_is_named(codec: Codec):
-    plan = needed(codec, Tier.DEVICE)
-    with Tiers(Ledger(MemoryBudget(device=sum(plan.device.values()) - 1)), device=torch.device("cpu")) as tiers:
+    most = sum(buffer.nbytes for buffer in needed(codec, Tier.DEVICE).buffers)
+    with Tiers(Ledger(MemoryBudget(device=most - 1)), device=torch.device("cpu")) as tiers:
         rows = Rows(tiers, codec, Tier.DEVICE)
         with pytest.raises(TierCapacityError, match=r"MemoryBudget\(device=") as caught:
             rows.fill()

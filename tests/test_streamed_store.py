@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -58,10 +57,9 @@ def open_for(ledger: Ledger, delay: Callable[[Point, Lane | None], float] | None
     return Tiers(ledger, device=torch.device("cpu"), transport=transport)
 
 
-def both(shape: ModelShape, needed: StreamBytes, tiers: Tiers) -> tuple[FeatureStore, StreamedFeatureStore]:
-    sizes: dict[str, Any] = {"length": LENGTH, "answer_start": PROMPT, "dtype": torch.float32}
-    resident = FeatureStore(shape, FEATURES, batch=BATCH, **sizes, device=torch.device("cpu"))
-    return resident, StreamedFeatureStore(FEATURES, needed, tiers, **sizes)
+def both(needed: StreamBytes, tiers: Tiers) -> tuple[FeatureStore, StreamedFeatureStore]:
+    resident = FeatureStore(needed.sizes, FEATURES, torch.device("cpu"))
+    return resident, StreamedFeatureStore(FEATURES, needed, tiers)
 
 
 def some_rows(chance: random.Random, sequences: int, first: int) -> Rows:
@@ -102,7 +100,7 @@ def test_a_streamed_store_is_a_resident_one(shape: ModelShape, slots: int, seed:
     needed = bytes_of(shape, slots)
     ledger = Ledger()
     with open_for(ledger, jitter(seed) if seed % 2 else None) as tiers:
-        resident, streamed = both(shape, needed, tiers)
+        resident, streamed = both(needed, tiers)
         here = BATCH
         for step in range(10):
             sequences = here if chance.random() < 0.7 else chance.randint(1, here)
@@ -141,7 +139,7 @@ def fill(store: FeatureStore, feature: Feature, layer: int, seed: int = 0) -> No
 def test_the_next_layer_is_on_its_way_when_one_is_read(shape: ModelShape):
     needed = bytes_of(shape)
     with open_for(Ledger()) as tiers:
-        _, store = both(shape, needed, tiers)
+        _, store = both(needed, tiers)
         for layer in range(LAYERS):
             fill(store, Feature.VALUE, layer)
         asked = tiers.stats().asked[Tier.HOST]
@@ -159,7 +157,7 @@ def test_the_next_layer_is_on_its_way_when_one_is_read(shape: ModelShape):
 def test_a_block_is_written_into_its_pages_alone(shape: ModelShape):
     needed = bytes_of(shape, slots=1)
     with open_for(Ledger()) as tiers:
-        _, store = both(shape, needed, tiers)
+        _, store = both(needed, tiers)
         for layer in range(LAYERS):
             fill(store, Feature.VALUE, layer)
         store.view(Feature.VALUE, 0)
@@ -174,7 +172,7 @@ def test_a_block_is_written_into_its_pages_alone(shape: ModelShape):
 def test_what_is_overwritten_on_its_way_does_not_come_back(shape: ModelShape):
     needed = bytes_of(shape)
     with open_for(Ledger(), lambda point, lane: 0.01 * (lane is Lane.FETCH)) as tiers:
-        _, store = both(shape, needed, tiers)
+        _, store = both(needed, tiers)
         for layer in range(LAYERS):
             fill(store, Feature.VALUE, layer)
         store.view(Feature.VALUE, 0)  # and the next layer is being fetched
@@ -183,7 +181,7 @@ def test_what_is_overwritten_on_its_way_does_not_come_back(shape: ModelShape):
         for layer in range(2, LAYERS):
             store.view(Feature.VALUE, layer)
         assert torch.equal(store.view(Feature.VALUE, 1), expected)
-        resident, _ = both(shape, needed, tiers)
+        resident, _ = both(needed, tiers)
         fill(resident, Feature.VALUE, 1, seed=1)
         assert torch.equal(resident.view(Feature.VALUE, 1), expected)
 
@@ -191,7 +189,7 @@ def test_what_is_overwritten_on_its_way_does_not_come_back(shape: ModelShape):
 def test_scattered_rows_are_read_back_once(shape: ModelShape, monkeypatch: pytest.MonkeyPatch):
     needed, reads = bytes_of(shape), []
     with open_for(Ledger()) as tiers:
-        _, store = both(shape, needed, tiers)
+        _, store = both(needed, tiers)
         for layer in range(LAYERS):
             fill(store, Feature.VALUE, layer)
         original = Tensor.tolist
@@ -223,7 +221,7 @@ def test_a_failed_copy_is_an_error_and_leaks_nothing(shape: ModelShape, lane: La
 
     needed, ledger = bytes_of(shape), Ledger()
     with open_for(ledger, fault) as tiers:
-        resident, store = both(shape, needed, tiers)
+        resident, store = both(needed, tiers)
         for layer in range(3):
             for one in (resident, store):
                 fill(one, Feature.VALUE, layer)

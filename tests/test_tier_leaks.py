@@ -41,8 +41,6 @@ def test_nothing_grows(cycles: int):
         centroid_bytes=4 * width,
         record_rows=5,
         slots=3,
-        references=0,
-        activations=0,
     )
     every = [StoredCluster(0, number, slice(rows * number, rows * (number + 1))) for number in range(clusters)]
     ledger, before = Ledger(), running()

@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from tiered.core.budget import MemoryBudget
+from tiered.core.buffers import Buffer
 from tiered.core.features import Account, Tier
-from tiered.core.ledger import Ledger, added
+from tiered.core.ledger import Ledger
 from tiered.core.modes import Turn
 from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import CallShape
@@ -116,7 +117,8 @@ class CallContext:
             own={} if weights is None else weights.held(),
             hint=hint + (", or generate without the inspector" if inspected else ""),
         )
-        return replace(needed, steps=added(needed.steps, inspected))
+        beside = [Buffer("inspector", account, (nbytes,)) for account, nbytes in inspected.items()]
+        return replace(needed, buffers=(*needed.buffers, *beside))
 
     @contextmanager
     def booked(

@@ -12,14 +12,14 @@ from tiered.decoding.observers import Inspector, Streamer
 from tiered.decoding.output_writer import OutputWriter
 from tiered.decoding.rules.rewriting import Adaptive
 from tiered.decoding.token_sampler import TokenSampler
-from tiered.forward.feature_store import FeatureStore
+from tiered.forward.attention_bytes import attention_rows
+from tiered.forward.feature_store import FeatureStore, allocated
 from tiered.forward.forward import Forward
 from tiered.forward.parts import CanvasLimits
 from tiered.forward.streamed_store import StreamedFeatureStore
 from tiered.forward.traced_model import traced
 from tiered.inputs import Prompts
 from tiered.planning.call_bytes import CallBytes
-from tiered.policies.base import Policy
 from tiered.policies.row_schedule import row_schedule
 from tiered.prepare import PreparedCall
 from tiered.tiers.stored_rows import StoredRows
@@ -70,11 +70,10 @@ def denoiser(
         rules.append(Adaptive().start(options.correction_steps))
     shift = None
     if needed.compared is not None:
-        columns = sizes.context + shape.sink_tokens
-        rows = torch.empty(sizes.batch, shape.heads, sizes.block_length, columns, dtype=torch.float32, device=device)
-        shift = AttentionShift(rows, needed.compared, soft_cap=shape.soft_cap, sink_keys=model.sink_keys(-1))
+        kept = allocated(attention_rows(sizes)[0], device)
+        shift = AttentionShift(kept, needed.compared, soft_cap=shape.soft_cap, sink_keys=model.sink_keys(-1))
     return Denoiser(
-        _forward(context, canvas, policy, tiers, needed, guided=sizes.guidance),
+        _forward(context, call, canvas, tiers, needed),
         policy.start(),
         rules,
         TokenSampler(model, options.sampling(), generators, min_new_tokens=options.min_new_tokens, ends=publisher.ends),
@@ -88,12 +87,13 @@ def denoiser(
 def uncached(context: CallContext, prompts: Prompts, block_length: int | None = None) -> Forward:
     """A forward over all of `prompts`, with a store that every layer overwrites. `block_length`: length of the blocks
     that rows see; None for a model whose rows see the whole canvas."""
-    batch, length = prompts.ids.shape
+    (batch, length), policy = prompts.ids.shape, row_schedule("none")
+    sizes = context.sizes(batch, length, length)
     padded = not bool(prompts.mask.all())
     positions = prompts.mask.long().cumsum(dim=1).sub_(1).clamp_(min=0) if padded else None
     return Forward(
         context.model,
-        feature_store(context, row_schedule("none"), batch, length),
+        FeatureStore(sizes, policy.features(sizes.shape), context.device),
         torch.arange(length, device=context.device)[None] if positions is None else positions,
         CanvasLimits(
             context.model.shape,
@@ -106,34 +106,18 @@ def uncached(context: CallContext, prompts: Prompts, block_length: int | None = 
     )
 
 
-def feature_store(context: CallContext, policy: Policy, batch: int, length: int, answer_start: int = 0) -> FeatureStore:
-    """A store on the device for the features of `policy`, in the context's code of keys and values."""
-    shape = context.model.shape
-    return FeatureStore(
-        shape,
-        policy.features(shape),
-        batch=batch,
-        length=length,
-        answer_start=answer_start,
-        kv=context.kv,
-        dtype=context.dtype,
-        device=context.device,
-    )
-
-
 def _forward(
-    context: CallContext, canvas: Canvas, policy: Policy, tiers: Tiers | None, needed: CallBytes, *, guided: bool
+    context: CallContext, call: PreparedCall, canvas: Canvas, tiers: Tiers | None, needed: CallBytes
 ) -> Forward:
-    shape, sequences = context.model.shape, canvas.batch * (2 if guided else 1)
+    sizes, shape = call.sizes, context.model.shape
+    features = call.choice.policy.features(shape)
     positions, key_mask, pads = canvas.positions(), canvas.key_mask(), canvas.pads if canvas.padded else None
-    if key_mask is not None and guided:
+    if key_mask is not None and sizes.guidance:
         positions, key_mask, pads = positions.repeat(2, 1), key_mask.repeat(2, 1), canvas.pads.repeat(2)
-    length, start = canvas.length, canvas.prompt_length
     if needed.streams is None or tiers is None:
-        store = feature_store(context, policy, sequences, length, answer_start=start)
+        store = FeatureStore(sizes, features, context.device)
     else:
-        of_call = {"length": length, "answer_start": start, "dtype": context.dtype}
-        store = StreamedFeatureStore(policy.features(shape), needed.streams, tiers, **of_call)
+        store = StreamedFeatureStore(features, needed.streams, tiers)
     limits = CanvasLimits(
         shape,
         canvas.length,
@@ -144,6 +128,6 @@ def _forward(
     )
     forward = Forward(traced(context.model), store, positions, limits, tiers, context.weights)
     if needed.records is not None and tiers is not None:
-        forward.stored = StoredRows(tiers, needed.records, sequences)
+        forward.stored = StoredRows(tiers, needed.records, sizes.sequences)
     forward.most_rows = needed.most_rows or canvas.length
     return forward

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tiered.core.budget import MemoryBudget
+from tiered.core.buffers import account_bytes
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
@@ -170,7 +171,7 @@ def load_weights(
     # While it loads there is no call yet; but the raw tensor stands beside what it becomes, which may take more.
     tables = [(shape.vocab_size, shape.width)] if form.head else []
     largest = max(map(prod, [*shape.matrices.values(), *tables])) * dtype.itemsize if form.code else 0
-    beside = {Tier.DEVICE: max(0, largest - sum(row_schedule("none").device_bytes(least).values()))}
+    beside = {Tier.DEVICE: max(0, largest - sum(account_bytes(row_schedule("none").buffers(least)).values()))}
     held = {tier: ledger.held(tier) + beside.get(tier, 0) for tier in Tier}
     needed = CallBytes.fitting(row_schedule("none"), least, ledger.budget, held, whole, hint=LEAST_HINT)
     assert needed.weights is not None, "they were given"

@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
+from tiered.core.buffers import Buffer
 from tiered.core.canvas import PROMPT
 from tiered.core.checks import unknown_name
 from tiered.core.features import Account, Feature
-from tiered.core.ledger import added
 from tiered.core.rows import Rows
 from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
@@ -312,10 +312,11 @@ class OfficialDLLMCache(DLLMCache):
     def needs(self, sizes: CallShape) -> Needs:
         needs = super().needs(sizes)
         # What is kept of the row in front of the answer, if it predicts, and what that is made of.
-        edge = 4 * sizes.sequences * sizes.shape.prediction_shift * sizes.shape.width * sizes.element
+        rows = (4, sizes.sequences, sizes.shape.prediction_shift, sizes.shape.width)
+        edge = Buffer("row in front of the answer", Account.ACTIVATIONS, rows, sizes.dtype)
         # The difference that guidance makes outlives its block, so it is of the whole answer.
         logit_rows = sizes.context if needs.skips_guidance else None
-        return replace(needs, state=added(needs.state, {Account.ACTIVATIONS: edge}), logit_rows=logit_rows)
+        return replace(needs, buffers=lambda: [*needs.buffers(), edge], logit_rows=logit_rows)
 
     def start(self) -> PolicyState:
         return _OfficialClocks(self)

@@ -155,8 +155,6 @@ def tiers_are_right(device: torch.device, seed: int, codec: Codec) -> bool:
         centroid_bytes=centroids[0].nbytes if codec.needs_base else 0,
         record_rows=8,
         slots=2,
-        references=0,
-        activations=0,
     )
     found = torch.full_like(given, torch.nan)
     with Tiers(Ledger(), device=device) as tiers:

@@ -82,9 +82,7 @@ class StepDriftInspector:
         if step.number == 0:
             self._last = None  # freed before its successor is allocated
             kept = dict.fromkeys(COMPARED, shape.layers)
-            self._last = FeatureStore(
-                shape, kept, batch=canvas.batch, length=canvas.length, dtype=dtype, device=ids.device
-            )
+            self._last = new_store(shape, kept, ids, dtype)
         assert self._last is not None, "a block begins with its step 0"
         fresh = uncached_forward(_BlockAttention, step, model, ids, dtype)
         fresh.look_at(step, spans)

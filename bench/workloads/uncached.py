@@ -10,11 +10,12 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from tiered.core.buffers import account_bytes
 from tiered.core.features import Account, Feature
 from tiered.core.rows import parts_of
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
-from tiered.forward.forward_bytes import forward_bytes, part_rows
+from tiered.forward.forward_bytes import forward_buffers, part_rows
 from tiered.forward.parts import CanvasLimits
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
@@ -42,7 +43,7 @@ def uncached_forward(
     """
     canvas, kept = step.canvas, row_schedule("none").features(model.shape)
     batch, length = ids.shape
-    store = FeatureStore(model.shape, kept, batch=batch, length=length, dtype=dtype, device=ids.device)
+    store = new_store(model.shape, kept, ids, dtype)
     positions, key_mask = canvas.positions(), canvas.key_mask()
     if key_mask is not None:  # else one row of positions serves every sequence
         copies = batch // canvas.batch
@@ -59,7 +60,19 @@ def uncached_bytes(
         ValueError: rows of the model see blocks.
     """
     check_canvas(shape)
-    return forward_bytes(CallShape(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype), kept)
+    return account_bytes(forward_buffers(_sizes(shape, sequences, length, dtype), kept))
+
+
+def new_store(
+    shape: ModelShape, kept: Mapping[Feature, int], ids: Int[Tensor, "sequences length"], dtype: torch.dtype
+) -> FeatureStore:
+    """A store for as many columns of as many sequences as `ids` has. `kept`: number of layers by feature."""
+    batch, length = ids.shape
+    return FeatureStore(_sizes(shape, batch, length, str(dtype).removeprefix("torch.")), kept, ids.device)
+
+
+def _sizes(shape: ModelShape, sequences: int, length: int, dtype: str) -> CallShape:
+    return CallShape(shape=shape, batch=sequences, context=length, block_length=0, dtype=dtype)
 
 
 def layers_of(fresh: Forward, ids: Int[Tensor, "sequences length"], asked: slice) -> Iterator[int]:

@@ -59,13 +59,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="N",
         help="tokens of a sequence that a forward is expected to commit (default: %(default)s)",
     )
+    parser.add_argument("--buffers", action="store_true", help="list what the device has, buffer by buffer")
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    from tiered.planning.card import buffer_list
+
     made = planned(args)
-    print_result(args, made, made.as_dict())
+    print_result(args, f"{made}\n\n{buffer_list(made)}" if args.buffers else made, made.as_dict())
     return 0
 
 

@@ -6,6 +6,8 @@ anyway. So it adds the kept rows to a call, and temporaries only where a single 
 
 from dataclasses import dataclass
 
+from tiered.core.buffers import Buffer
+from tiered.core.features import Account
 from tiered.forward.sizes import CallShape
 
 _FLOAT32 = 4
@@ -30,10 +32,14 @@ class AttentionChunk:
     temporaries: int
 
 
-def attention_rows_bytes(sizes: CallShape) -> int:
-    """Bytes of the rows that are kept, log-probabilities in float32, and of the shift of each."""
-    shape = sizes.shape
-    return _FLOAT32 * sizes.batch * sizes.block_length * (shape.heads * (sizes.context + shape.sink_tokens) + 2)
+def attention_rows(sizes: CallShape) -> list[Buffer]:
+    """The rows that are kept, as log-probabilities, and the shift of each."""
+    shape, rows = sizes.shape, (sizes.batch, sizes.block_length)
+    kept = (sizes.batch, shape.heads, sizes.block_length, sizes.context + shape.sink_tokens)
+    return [
+        Buffer("attention of the block", Account.ACTIVATIONS, kept, "float32"),
+        Buffer("its shift", Account.ACTIVATIONS, (2, *rows), "float32"),
+    ]
 
 
 def attention_chunk(sizes: CallShape, *, rows: int, room: int) -> AttentionChunk:

@@ -6,14 +6,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tiered.core.features import ANSWER_ONLY, KEY_VALUE, Feature
+from tiered.core.buffers import Buffer
+from tiered.core.features import KEY_VALUE, Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
-from tiered.forward.sizes import stored_row
+from tiered.forward.sizes import CallShape, feature_buffers
 from tiered.kernels.coded_rows import CodedRows
-from tiered.kernels.row_code import RowCode
-from tiered.models.shape import ModelShape
+
+
+def allocated(buffer: Buffer, device: torch.device) -> Tensor:
+    """A tensor of what `buffer` declares; nothing is written to it."""
+    return torch.empty(buffer.shape, dtype=getattr(torch, buffer.dtype), device=device)
 
 
 class FeatureStore:
@@ -23,28 +27,13 @@ class FeatureStore:
     is a workspace that every layer overwrites in turn: that is all a policy without a cache needs.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        features: Mapping[Feature, int],
-        *,
-        batch: int,
-        length: int,
-        answer_start: int = 0,
-        dtype: torch.dtype,
-        device: torch.device,
-        kv: RowCode | None = None,
-    ) -> None:
-        """`features`: layers for which each feature is kept, 1 or all (see `Policy.features`); those that are
-        `ANSWER_ONLY` are kept from column `answer_start` on. `kv`: code that keys and values are in; None: as they
-        are."""
-        self._first = {feature: answer_start if feature in ANSWER_ONLY else 0 for feature in features}
-        self._tensors: dict[Feature, Tensor] = {}
-        for feature, layers in features.items():
-            heads, elements = stored_row(shape, feature, kv, dtype.itemsize)
-            columns = length - self._first[feature]
-            self._tensors[feature] = torch.empty(layers, batch, heads, columns, elements, dtype=dtype, device=device)
-        self._sequences, self._kv, self._head_dim = batch, kv, shape.head_dim
+    def __init__(self, sizes: CallShape, features: Mapping[Feature, int], device: torch.device) -> None:
+        """`features`: layers for which each feature is kept, 1 or all (see `Policy.features`)."""
+        self._first = {feature: sizes.context - sizes.columns(feature) for feature in features}
+        self._tensors = {
+            feature: allocated(buffer, device) for feature, buffer in feature_buffers(sizes, features).items()
+        }
+        self._sequences, self._kv, self._head_dim = sizes.sequences, sizes.kv, sizes.shape.head_dim
 
     @property
     def streamed_from(self) -> int | None:

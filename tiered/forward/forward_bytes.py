@@ -1,4 +1,4 @@
-"""Books: the bytes that loading and one call take on the device, by account. Plan and reservation both read them here.
+"""Books: what one call needs on the device. Plan and reservation both read it here.
 
 The formulas follow `tiered.forward.forward` tensor by tensor; a test holds them against what torch allocates.
 """
@@ -6,9 +6,10 @@ The formulas follow `tiered.forward.forward` tensor by tensor; a test holds them
 from collections.abc import Mapping
 from itertools import product
 
+from tiered.core.buffers import Buffer, Layout, phase, phase_bytes
 from tiered.core.features import Account, Feature
-from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, attention_rows_bytes
-from tiered.forward.sizes import CallShape
+from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, attention_rows
+from tiered.forward.sizes import CallShape, feature_buffers
 from tiered.kernels import block_attention_ref
 from tiered.kernels.attention_splits import partial_bytes
 from tiered.kernels.row_code import CHUNK_ELEMENTS
@@ -21,10 +22,8 @@ from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 PART_ROWS = 512
 
 _FLOAT32 = 4
-_FLOAT64 = 8
 _DECODED = 9  # of an element: its code, which looks up a float32 as an int32
 _DECODED_WEIGHT = 13  # of one of a weight: the same, and the product with its scales
-_TOKEN_ID = 8
 _INDEX = 8
 
 
@@ -38,10 +37,10 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
     return 2 * shape.layers * shape.kv_width * BYTES_PER_ELEMENT[dtype]
 
 
-def forward_bytes(
+def forward_buffers(
     sizes: CallShape, features: Mapping[Feature, int], logit_rows: int | None = None, most_rows: int | None = None
-) -> dict[Account, int]:
-    """Bytes that one call reserves on the device beside the weights.
+) -> list[Buffer]:
+    """What one call needs on the device beside the weights.
 
     Args:
         sizes: of the call.
@@ -49,36 +48,43 @@ def forward_bytes(
         logit_rows: rows of a sequence whose logits a step gets, at most; None: those of a block.
         most_rows: rows of a sequence that go through a layer in one forward, at most; None: all of them.
     """
-    shape, sequences, element = sizes.shape, sizes.sequences, sizes.element
-    kept = {
-        Account(feature): layers * sequences * sizes.columns(feature) * sizes.row_bytes(feature)
-        for feature, layers in features.items()
-    }
-    logit_rows = sizes.block_length if logit_rows is None else logit_rows
-    entries = logit_rows * shape.vocab_size
-    # First the normed rows, and the head's output in the model's dtype on its way to float32; later, Gumbel noise of
-    # one sequence in float64 with its logits gathered. A sort of some of its rows fits in there, and so do logarithms.
-    normed = 2 * sequences * logit_rows * shape.width * _FLOAT32
-    rounded = sequences * entries * element if sizes.dtype != "float32" else 0
-    noise = entries * (_FLOAT64 + _FLOAT32) if sizes.sampled else 0
-    decoded = tile_bytes(sizes, (shape.vocab_size, shape.width), logit_rows) if sizes.weights.head else 0
-    logits = sequences * entries * _FLOAT32 + max(normed + rounded + decoded, noise)
-    # A part's temporaries are gone when the logits come, so their room serves both; what exceeds the logits is booked
-    # with the activations.
-    temporaries = part_bytes(sizes, most_rows)
-    # Of each column: the token as it was passed, packed, and on the canvas; its committed step and masks; the angles of
-    # its position. Its number, in the canvas and in the forward, once for all sequences.
-    columns = (4 * _TOKEN_ID + 4 + 3 + shape.head_dim * _FLOAT32) * sequences * sizes.context
-    columns += 2 * _INDEX * sizes.context
+    sequences, context, activations = sizes.sequences, sizes.context, Account.ACTIVATIONS
+    residual = (sequences, most_rows or context, sizes.shape.width)
+    columns = sequences, context
+    buffers = [
+        *feature_buffers(sizes, features).values(),
+        Buffer("residual stream", activations, residual, sizes.dtype),
+        Buffer("tokens: passed, packed, chosen, on the canvas", activations, (4, *columns), "int64"),
+        Buffer("committed step of each token", activations, columns, "int32"),
+        Buffer("masks of tokens", activations, (3, *columns), "bool"),
+        Buffer("rotation of each position", activations, (*columns, sizes.shape.head_dim), "float32"),
+        Buffer("numbers of columns", activations, (2, context), "int64"),
+        *part_buffers(sizes, most_rows),
+        *logit_buffers(sizes, logit_rows or sizes.block_length),
+    ]
     if sizes.compared:
-        columns += attention_rows_bytes(sizes)
-        temporaries = max(temporaries, compared_at_a_time(sizes).temporaries)
-    residual = sequences * (most_rows or sizes.context) * shape.width * element
-    return {
-        **kept,
-        Account.LOGITS: logits,
-        Account.ACTIVATIONS: residual + columns + max(0, temporaries - logits),
-    }
+        compared = phase("attention compared", {"rows": ((compared_at_a_time(sizes).temporaries,), "uint8")})
+        buffers += [*attention_rows(sizes), *compared]
+    return buffers
+
+
+def logit_buffers(sizes: CallShape, rows: int) -> list[Buffer]:
+    """Logits of as many rows of each sequence, and what is made on the way to them and from them."""
+    shape, of_rows = sizes.shape, (sizes.sequences, rows)
+    logits: dict[str, Layout] = {"logits": ((*of_rows, shape.vocab_size), "float32")}
+    head = logits | {"normed rows": ((2, *of_rows, shape.width), "float32")}
+    if sizes.dtype != "float32":  # on their way to float32
+        head["product"] = (*of_rows, shape.vocab_size), sizes.dtype
+    if sizes.weights.head:
+        tile = tile_bytes(sizes, (shape.vocab_size, shape.width), rows)
+        head["tile of the weights"] = (tile,), "uint8"
+    buffers = phase("head", head, Account.LOGITS)
+    if sizes.sampled:
+        # Of one sequence. A sort of some of its rows fits in there, and so do logarithms.
+        noise = {"Gumbel noise": ((rows, shape.vocab_size), "float64")}
+        gathered = {"logits of a sequence": ((rows, shape.vocab_size), "float32")}
+        buffers += phase("proposal", logits | noise | gathered, Account.LOGITS)
+    return buffers
 
 
 def compared_at_a_time(sizes: CallShape) -> AttentionChunk:
@@ -88,25 +94,40 @@ def compared_at_a_time(sizes: CallShape) -> AttentionChunk:
 
 def part_bytes(sizes: CallShape, most_rows: int | None = None) -> int:
     """Temporaries of the part of a forward that passes a layer at a time, at their largest; `most_rows`: as for
-    `forward_bytes`."""
-    shape, element, rows = sizes.shape, sizes.element, _rows_at_once(sizes, most_rows)
+    `forward_buffers`."""
+    return phase_bytes(part_buffers(sizes, most_rows), Account.ACTIVATIONS)
+
+
+def part_buffers(sizes: CallShape, most_rows: int | None = None) -> list[Buffer]:
+    """The same by phase. Products of one phase are gone when the next begins."""
+    shape, rows, dtype = sizes.shape, _rows_at_once(sizes, most_rows), sizes.dtype
     query_width = shape.heads * shape.head_dim
-    # A rotation holds its input in float32 and the dtype, both products of one half, one half done, and the result.
-    rotation = rows * query_width * (element + 3 * _FLOAT32)
-    # Normed rows, queries, attention's output before and after the heads are joined, the branch.
-    attention = rows * element * (2 * shape.width + 3 * query_width)
-    # Normed rows; gate, up projection and their product.
-    feed_forward = rows * element * (shape.width + (shape.mlp_matrices + 1) * shape.mlp_width)
-    # Normed rows, keys and values, and what codes either.
-    coded = 0
-    if sizes.kv is not None:
-        coded = rows * (element * (shape.width + 2 * shape.kv_width) + shape.kv_width * sizes.kv.working)
-        coded += rows * sizes.row_bytes(Feature.KEY)
-    # Normed rows, queries and what is made of them, and the log-sum-exp of each, while a chunk or parts are there.
-    by_block = rows * (element * (shape.width + 2 * query_width) + 2 * _FLOAT32 * shape.heads)
-    by_block += _attention_bytes(sizes, rows // sizes.sequences)
     tile = max(tile_bytes(sizes, matrix, rows) for matrix in shape.matrices.values())
-    return max(rotation, attention + tile, feed_forward + tile, coded + tile, by_block)
+    of_weights = {"tile of the weights": ((tile,), "uint8")}
+    products = {"products, half and result": ((3, rows, query_width), "float32")}
+    # Before and after the heads are joined.
+    mixed = {"queries and what they mix": ((3, rows, query_width), dtype)}
+    gates = {"gate, projections and their product": ((shape.mlp_matrices + 1, rows, shape.mlp_width), dtype)}
+    normed, branch = {"normed rows": ((rows, shape.width), dtype)}, {"branch": ((rows, shape.width), dtype)}
+    by_block = {
+        "queries and what is made of them": ((2, rows, query_width), dtype),
+        "log-sum-exps": ((2, rows, shape.heads), "float32"),
+        "chunk": ((_attention_bytes(sizes, rows // sizes.sequences),), "uint8"),
+    }
+    buffers = [
+        *phase("rotation", {"queries": ((rows, query_width), dtype)} | products),
+        *phase("attention", normed | mixed | branch | of_weights),
+        *phase("MLP", normed | gates | of_weights),
+        *phase("attention by chunks", normed | by_block),
+    ]
+    if sizes.kv is not None:
+        coded = {
+            "keys and values": ((2, rows, shape.kv_width), dtype),
+            "codes on their way": ((rows, shape.kv_width * sizes.kv.working), "uint8"),
+            "codes": ((rows, sizes.row_bytes(Feature.KEY)), "uint8"),
+        }
+        buffers += phase("codes of keys and values", normed | coded | of_weights)
+    return buffers
 
 
 def tile_bytes(sizes: CallShape, matrix: tuple[int, int], rows: int) -> int:

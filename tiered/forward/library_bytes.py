@@ -6,10 +6,9 @@ parts that come within 85 % of its best use, so at most six times as many progra
 float32. (Of p programs on a GPU of n, six rounds take ⌊6n/p⌋ parts, which leave less than 0.8 n of 6 n idle.)
 """
 
-from collections.abc import Mapping
-
 import torch
 
+from tiered.core.buffers import Buffer
 from tiered.core.features import Account
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.sizes import CallShape, Gpu
@@ -43,11 +42,11 @@ def gpu_of(device: str | torch.device) -> Gpu | None:
     )
 
 
-def library_bytes(sizes: CallShape) -> Mapping[Account, int]:
-    """At most so many bytes by account; none without a GPU."""
+def library_buffers(sizes: CallShape) -> list[Buffer]:
+    """Workspaces of libraries at their largest; none without a GPU."""
     gpu, shape = sizes.gpu, sizes.shape
     if gpu is None:
-        return {}
+        return []
     attention = 0
     if shape.soft_cap is None:  # else it is our own kernel, which takes none
         # The mask of a padded batch as numbers, and once more with its rows aligned.
@@ -58,4 +57,5 @@ def library_bytes(sizes: CallShape) -> Mapping[Account, int]:
             most = _ROUNDS * _PROGRAMS * gpu.multiprocessors * _PROGRAM_ROWS
             width = -(-shape.head_dim // _ALIGNED) * _ALIGNED + 1  # the sum of weights beside
             attention += min(parts * rows, most) * width * _FLOAT32
-    return {Account.LIBRARIES: gpu.workspace_bytes + attention}
+    of_libraries = {"workspace of cuBLAS": gpu.workspace_bytes, "workspace of torch's attention": attention}
+    return [Buffer(name, Account.LIBRARIES, (nbytes,)) for name, nbytes in of_libraries.items()]

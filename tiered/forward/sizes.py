@@ -1,9 +1,11 @@
 """Books: the sizes of one call, from which all its bytes follow."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tiered.core.buffers import Buffer
 from tiered.core.checks import unknown_name
-from tiered.core.features import ANSWER_ONLY, KEY_VALUE, Feature
+from tiered.core.features import ANSWER_ONLY, KEY_VALUE, Account, Feature
 from tiered.kernels.row_code import GROUP, RowCode
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 from tiered.models.weight_form import RAW_WEIGHTS, WeightForm
@@ -103,7 +105,12 @@ class CallShape:
         heads, elements = stored_row(self.shape, feature, self.kv, self.element)
         return heads * elements * self.element
 
-    @property
-    def decoded_bytes(self) -> int:
-        """Of all keys of a layer, where they have to be decoded to be read otherwise than by attention."""
-        return 0 if self.kv is None else self.sequences * self.context * self.shape.kv_width * self.element
+
+def feature_buffers(sizes: CallShape, features: Mapping[Feature, int]) -> dict[Feature, Buffer]:
+    """What a store keeps of as many layers of each feature."""
+    buffers: dict[Feature, Buffer] = {}
+    for feature, layers in features.items():
+        heads, elements = stored_row(sizes.shape, feature, sizes.kv, sizes.element)
+        kept = (layers, sizes.sequences, heads, sizes.columns(feature), elements)
+        buffers[feature] = Buffer(feature.value, Account(feature), kept, sizes.dtype)
+    return buffers

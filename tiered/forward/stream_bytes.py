@@ -1,9 +1,10 @@
 """Books: what a call takes of each tier for features of which some layers are streamed."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tiered.core.buffers import Buffer
 from tiered.core.features import Account, Feature
 from tiered.forward.chunks import Chunks
 from tiered.forward.sizes import CallShape, stored_row
@@ -107,15 +108,28 @@ class StreamBytes:
             )
         return cls(sizes=sizes, streams=tuple(streams)) if streams else None
 
+    def beside(self, buffers: Iterable[Buffer]) -> list[Buffer]:
+        """`buffers` of a call without the layers that are streamed."""
+        streamed = {stream.account: len(stream.layers) for stream in self.streams}
+        return [
+            replace(buffer, shape=(buffer.shape[0] - streamed[buffer.account], *buffer.shape[1:]))
+            if buffer.account in streamed
+            else buffer
+            for buffer in buffers
+        ]
+
     @property
     def moved(self) -> int:
         """Bytes that go up to the device in a forward that reads everything."""
         return sum(stream.records for stream in self.streams)
 
     @property
-    def staging(self) -> int:
-        """Bytes of the slots on the device."""
-        return sum(stream.slots * stream.slot_bytes for stream in self.streams)
+    def buffers(self) -> list[Buffer]:
+        """The slots on the device."""
+        return [
+            Buffer(f"slots of {stream.feature.value}", Account.STAGING, (stream.slots, stream.slot_bytes))
+            for stream in self.streams
+        ]
 
     @property
     def host(self) -> dict[Account, int]:

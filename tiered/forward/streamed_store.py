@@ -20,16 +20,7 @@ class StreamedFeatureStore(FeatureStore):
     only until another layer of its feature is read or written, and reading and writing raise
     `TransferError` where a copy between the tiers failed."""
 
-    def __init__(
-        self,
-        features: Mapping[Feature, int],
-        needed: StreamBytes,
-        tiers: Tiers,
-        *,
-        length: int,
-        answer_start: int = 0,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, features: Mapping[Feature, int], needed: StreamBytes, tiers: Tiers) -> None:
         """`needed`: which layers are streamed, and through what; `tiers`: where they are. Else as `FeatureStore`."""
         streamed = {stream.feature: stream for stream in needed.streams}
         resident = {
@@ -38,16 +29,7 @@ class StreamedFeatureStore(FeatureStore):
             ]
             for feature, layers in features.items()
         }
-        super().__init__(
-            needed.sizes.shape,
-            {feature: len(layers) for feature, layers in resident.items()},
-            batch=needed.sizes.sequences,
-            length=length,
-            answer_start=answer_start,
-            dtype=dtype,
-            device=tiers.device,
-            kv=needed.sizes.kv,
-        )
+        super().__init__(needed.sizes, {feature: len(layers) for feature, layers in resident.items()}, tiers.device)
         self._place = {
             feature: {layer: place for place, layer in enumerate(layers)}
             for feature, layers in resident.items()
@@ -55,6 +37,7 @@ class StreamedFeatureStore(FeatureStore):
         }
         self._tiers = tiers
         self._touched = TouchedColumns()
+        dtype = getattr(torch, needed.sizes.dtype)
         self._streamed = {feature: StreamedFeature(stream, tiers, dtype) for feature, stream in streamed.items()}
 
     @property

@@ -72,7 +72,7 @@ class StreamedWeights:
         self._ledger, self._device, self._transport = ledger, device, transport
         self._homes: LayerHomes | None = None
         self._broken_off = False  # unless `rest` and `settle` get to their ends: Ctrl-C may come anywhere
-        ledger.allocate({Account.WEIGHTS: now.device[Account.WEIGHTS]})
+        ledger.allocate({Account.WEIGHTS: now.resident})
         # Before anything is read: in between, tensors that are to be coded would leave gaps that no record fills.
         resident = [layer for layer in range(records.layers) if layer not in now.layers]
         self._coming = {layer: _Coming(records.on_device(device).bytes, set(records.names)) for layer in resident}
@@ -81,10 +81,10 @@ class StreamedWeights:
 
     def held(self) -> dict[Tier, int]:
         """Bytes of each tier."""
-        device, host, homes = self.now.device, self.now.lower(self._ledger.budget)[Tier.HOST], self._homes
+        host, homes = self.now.lower(self._ledger.budget)[Tier.HOST], self._homes
         ring = homes is not None and homes.residency.opened  # not after a failure
         scratch = 0 if homes is None else homes.tiers.scratch_bytes
-        here = sum(size for account, size in device.items() if ring or account is not Account.STAGING)
+        here = sum(each.nbytes for each in self.now.buffers if ring or each.account is not Account.STAGING)
         return {Tier.DEVICE: here, Tier.HOST: sum(host.values()), Tier.DISK: scratch}
 
     def room(self, own: str) -> UInt8[Tensor, " nbytes"] | None:
@@ -212,7 +212,7 @@ class StreamedWeights:
                 self._homes.residency.remove(layer)
             streamed, here = self._homes.streamed, self._homes.on_host
         self.now = replace(self.now, layers=tuple(streamed), below=len(streamed) - len(here))
-        there, booked = self.now.device[Account.WEIGHTS], self._ledger.held(Tier.DEVICE, Account.WEIGHTS)
+        there, booked = self.now.resident, self._ledger.held(Tier.DEVICE, Account.WEIGHTS)
         self._ledger.allocate({Account.WEIGHTS: max(0, there - booked)})
         self._ledger.release({Account.WEIGHTS: max(0, booked - there)})
 

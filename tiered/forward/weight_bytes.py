@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from tiered.core.budget import MemoryBudget
+from tiered.core.buffers import Buffer
 from tiered.core.features import Account, Tier
 from tiered.models.shape import ModelShape
 from tiered.models.weight_form import WeightForm, beside_layers, places
@@ -81,10 +82,18 @@ class WeightBytes:
         return len(self.layers) * self.record
 
     @property
-    def device(self) -> dict[Account, int]:
-        """Bytes of the device by account."""
-        resident = {Account.WEIGHTS: self.whole - len(self.layers) * self.record}
-        return resident | ({Account.STAGING: RING_SLOTS * self.slot_bytes} if self.layers else {})
+    def resident(self) -> int:
+        """Bytes of the device that stay there."""
+        return self.whole - len(self.layers) * self.record
+
+    @property
+    def buffers(self) -> list[Buffer]:
+        """What the device has of them."""
+        slots = RING_SLOTS if self.layers else 0
+        return [
+            Buffer("resident weights", Account.WEIGHTS, (self.resident,)),
+            Buffer("slots of layers", Account.STAGING, (slots, self.slot_bytes)),
+        ]
 
     def passes_host(self, budget: MemoryBudget) -> bool:
         """Whether layers may come from files, and so pass a ring of host memory."""

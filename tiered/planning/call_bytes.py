@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tiered.core.budget import MemoryBudget
+from tiered.core.buffers import Buffer, account_bytes
 from tiered.core.byte_size import enough
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
@@ -27,7 +28,7 @@ class CallBytes:
     """Bytes of one call. The runtime books them, and the plan prints them.
 
     Attributes:
-        steps: bytes on the device by account, as long as the call lasts: features, logits, and what steps take.
+        buffers: what the call has on the device beside weights, stored rows and slots.
         records: hidden states that the policy keeps as records in the tiers; None if it keeps none.
         streams: features of which some layers are streamed; None if all are on the device.
         weights: the streamed layers of the weights; None if the caller owns the weights and has already booked them.
@@ -35,7 +36,7 @@ class CallBytes:
         most_rows: rows of a sequence that go through a layer in one forward, at most; None for the whole canvas.
     """
 
-    steps: Mapping[Account, int]
+    buffers: tuple[Buffer, ...]
     records: RecordBytes | None
     streams: StreamBytes | None
     weights: WeightBytes | None = None
@@ -95,17 +96,18 @@ class CallBytes:
 
     @property
     def fixed(self) -> Mapping[Account, int]:
-        """Bytes on the device that are booked before the tiers open: all but those of records and of staging."""
-        if self.records is None:
-            return self.steps
-        fixed = {Account.CENTROIDS: self.records.references, Account.ACTIVATIONS: self.records.activations}
-        return added(self.steps, fixed)
+        """Bytes on the device that are booked before the tiers open, by account: those of `buffers`."""
+        return account_bytes(self.buffers)
 
     @property
     def device(self) -> dict[Account, int]:
-        hidden = {} if self.records is None else self.records.device
-        slots = {} if self.streams is None else {Account.STAGING: self.streams.staging}
-        return added({} if self.weights is None else self.weights.device, self.steps, hidden, slots)
+        return account_bytes(self.declared)
+
+    @property
+    def declared(self) -> list[Buffer]:
+        """Everything that the device has."""
+        parts = (part for part in (self.weights, self, self.streams, self.records) if part is not None)
+        return [buffer for part in parts for buffer in part.buffers]
 
     @property
     def host(self) -> dict[Account, int]:
@@ -197,17 +199,16 @@ class _Search:
     def _of_features(self) -> CallBytes:
         """The call with the fewest layers of features streamed, and all weights on the device."""
         policy, sizes, layers = self.policy, self.sizes, self.sizes.shape.layers
-        whole, needs = policy.device_bytes(sizes), policy.needs(sizes)
+        whole, needs = policy.buffers(sizes), policy.needs(sizes)
         kept = [feature for feature, count in policy.features(sizes.shape).items() if count == layers > 1]
         forced = [feature for feature in kept if feature in needs.on_host]
         records = needs.records() if needs.records else None
         compared = compared_at_a_time(sizes) if sizes.compared else None
 
         def needed(streamed: StreamedLayers) -> CallBytes:
-            streams, steps = StreamBytes.of(sizes, streamed.counts, slots=streamed.slots), dict(whole)
-            for stream in () if streams is None else streams.streams:
-                steps[stream.account] -= stream.records
-            return CallBytes(steps, records, streams, self.weights, compared, needs.most_rows)
+            streams = StreamBytes.of(sizes, streamed.counts, slots=streamed.slots)
+            buffers = whole if streams is None else streams.beside(whole)
+            return CallBytes(tuple(buffers), records, streams, self.weights, compared, needs.most_rows)
 
         def above(streamed: StreamedLayers) -> bool:
             return self._room(Tier.DEVICE, needed(streamed).device)

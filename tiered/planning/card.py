@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from tiered.core.buffers import Buffer
 from tiered.core.byte_size import format_bytes, format_count
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import KEY_VALUE, Account, Tier
@@ -77,6 +78,7 @@ class Plan:
         streams: features of which some layers are streamed so that the device's cap holds; None if all are there.
         weights: which layers of the weights are streamed.
         hidden: what hidden states would take, in no tier's total; None for a policy that keeps them.
+        buffers: what the call has on the device, one by one.
         advice: changes that make it fit; empty if it does.
         rates: rates of the machine that `times` are of; None for a machine without a name.
         tokens_per_forward: tokens that the call is expected to commit in each forward.
@@ -94,6 +96,7 @@ class Plan:
     streams: StreamBytes | None
     weights: WeightBytes | None
     hidden: HiddenBytes | None
+    buffers: tuple[Buffer, ...]
     advice: tuple[Advice, ...]
     machine: str = ""
     stretch: str = ""
@@ -147,6 +150,7 @@ class Plan:
                 for name, tier in self.tiers.items()
             },
             **{"largest_context": self.largest_context, "trained_context": shape.trained_context},
+            "buffers": [buffer.as_dict() for buffer in self.buffers],
             "stretch": self.stretch,
             "streamed": None if self.streams is None else self.streams.as_dict(),
             "streamed_weights": None if streamed is None else streamed.as_dict(),
@@ -159,6 +163,27 @@ class Plan:
 
     def __str__(self) -> str:
         return plan_card(self)
+
+
+def buffer_list(plan: Plan) -> str:
+    """The buffers of `plan` as plain text, largest first: those of the call, then the phases of a step, which take
+    turns in one memory."""
+    shown = sorted((buffer for buffer in plan.buffers if buffer.nbytes), key=lambda buffer: -buffer.nbytes)
+    lines: list[str] = []
+    for phase in dict.fromkeys(["", *(buffer.phase for buffer in shown)]):
+        together = [buffer for buffer in shown if buffer.phase == phase]
+        lines += [
+            "",
+            f"phase: {phase}" if phase else "buffers of the device, as long as the call",
+            *map(_buffer, together),
+        ]
+        lines.append(_row("together", sum(buffer.nbytes for buffer in together)))
+    return "\n".join(lines[1:])
+
+
+def _buffer(buffer: Buffer) -> str:
+    of = f"{' x '.join(map(str, buffer.shape))} {buffer.dtype}"
+    return f"  {format_bytes(buffer.nbytes):>{_SIZE}}   {buffer.name:50}{of}"
 
 
 def machine_of(device: object, gpu: Gpu | None, rates: Rates | None) -> str:

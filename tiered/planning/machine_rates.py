@@ -10,6 +10,7 @@ from tiered.core.rates import Rates
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
+from tiered.forward.sizes import CallShape
 from tiered.models.llada import LLaDA
 from tiered.offload.device import best_seconds, multiprocessors
 
@@ -70,5 +71,7 @@ def _least_step(device: torch.device, dtype: torch.dtype) -> Callable[[], object
         model = LLaDA.from_config(size | tokens).to(dtype)
         ids, positions = torch.zeros(1, 64, dtype=torch.int64), torch.arange(64)[None]
     kept: dict[Feature, int] = {Feature.KEY: _LAYERS, Feature.VALUE: _LAYERS}
-    forward = Forward(model, FeatureStore(model.shape, kept, batch=1, length=64, dtype=dtype, device=device), positions)
+    name = str(dtype).removeprefix("torch.")
+    sizes = CallShape(shape=model.shape, batch=1, context=64, block_length=64, dtype=name)
+    forward = Forward(model, FeatureStore(sizes, kept, device), positions)
     return lambda: forward.logits(Pass(ids, forward.rows[8:10], slice(0, 2)))

@@ -107,6 +107,7 @@ def _figures(
         "streams": needed.streams,
         "weights": needed.weights,
         "hidden": HiddenBytes.of(sizes) if needed.records is None and not sizes.shape.block_causal else None,
+        "buffers": tuple(needed.declared),
         "advice": tuple(advise(workload, budget)),
         "tokens_per_forward": tokens,
         "times": times,

@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from tiered.core.budget import MemoryBudget
+from tiered.core.buffers import account_bytes
 from tiered.core.features import Account, Tier
 from tiered.forward.sizes import CallShape
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.offload.codec_bytes import Codec
 from tiered.planning.call_bytes import CallBytes
 from tiered.policies.base import Policy
-from tiered.policies.polestar.hidden_bytes import hidden_record_bytes
+from tiered.policies.polestar.hidden_bytes import hidden_buffers, hidden_record_bytes
 from tiered.policies.polestar.policy import Polestar
 
 # The end of a search for the largest size.
@@ -100,10 +101,11 @@ class HiddenBytes:
             for codec, policy in policies.items()
         }
         records = by_codec[Codec(Polestar().codec)]
+        on_device = account_bytes([*hidden_buffers(Polestar().cluster_sizes(sizes)), *records.buffers])
         return cls(
             codecs={codec: found.records for codec, found in by_codec.items()},
             clusters=records.clusters,
-            centroids=records.references + records.centroids,
+            centroids=on_device.get(Account.CENTROIDS, 0),
             staging=records.staging,
             slots=records.slots,
         )

@@ -5,25 +5,23 @@ and observes every commit.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from tiered.core.buffers import Buffer
 from tiered.core.canvas import Canvas
 from tiered.core.features import Account, Feature
-from tiered.core.ledger import added
 from tiered.core.rows import Rows
-from tiered.forward.forward_bytes import forward_bytes
-from tiered.forward.library_bytes import library_bytes
+from tiered.forward.forward_bytes import forward_buffers
+from tiered.forward.library_bytes import library_buffers
 from tiered.forward.passes import LayerProgram, Pass, StepKind
 from tiered.forward.sizes import CallShape
 from tiered.models.shape import CANVAS, ModelShape, Sight
 from tiered.tiers.record_bytes import RecordBytes
-
-_FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +106,7 @@ class Needs:
     """What a call provides for a policy beside its features and a plain step.
 
     Attributes:
-        state: bytes on the device, by account, of what the state and its programs hold at most.
+        buffers: gives what the policy's state and programs hold on the device.
         records: gives the bytes of the hidden states in the tiers; None for no records.
         on_host: those of `Policy.features` that are kept in the host tier, and streamed, even if the device has room.
         logit_rows: rows of a sequence whose logits a step gets, at most; None for those of the block.
@@ -117,7 +115,7 @@ class Needs:
         skips_guidance: whether any step leaves sequences without guidance (`Pass.guided`).
     """
 
-    state: Mapping[Account, int] = field(default_factory=dict)
+    buffers: Callable[[], Sequence[Buffer]] = tuple
     records: Callable[[], RecordBytes] | None = None
     on_host: frozenset[Feature] = frozenset()
     logit_rows: int | None = None
@@ -159,16 +157,18 @@ class Policy(ABC):
         """What a call of these `sizes` provides beside `features` and a plain step."""
         return Needs()
 
-    def device_bytes(self, sizes: CallShape) -> dict[Account, int]:
-        """Bytes that a call takes on the device beside weights and records, while all features are there."""
+    def buffers(self, sizes: CallShape) -> list[Buffer]:
+        """What a call has on the device beside weights, records and slots, while all features are there."""
         needs = self.needs(sizes)
         logit_rows, most_rows = needs.logit_rows or sizes.block_length, needs.most_rows or sizes.context
-        # The difference that guidance made, kept for the steps that do without their unconditional half.
-        differences = sizes.batch if sizes.guidance and needs.skips_guidance else 0
-        kept = {Account.LOGITS: differences * logit_rows * sizes.shape.vocab_size * _FLOAT32}
-        plain = forward_bytes(sizes, self.features(sizes.shape), logit_rows, most_rows)
-        decoded = sizes.decoded_bytes if needs.reads_keys or sizes.compared else 0
-        return added(plain, needs.state, {Account.ACTIVATIONS: decoded}, kept, library_bytes(sizes))
+        buffers = forward_buffers(sizes, self.features(sizes.shape), logit_rows, most_rows)
+        if sizes.guidance and needs.skips_guidance:  # for the steps that do without their unconditional half
+            difference = (sizes.batch, logit_rows, sizes.shape.vocab_size)
+            buffers.append(Buffer("difference that guidance made", Account.LOGITS, difference, "float32"))
+        if sizes.kv is not None and (needs.reads_keys or sizes.compared):
+            keys = (sizes.sequences, sizes.shape.kv_heads, sizes.context, sizes.shape.head_dim)
+            buffers.append(Buffer("keys of a layer, decoded", Account.ACTIVATIONS, keys, sizes.dtype))
+        return [*buffers, *needs.buffers(), *library_buffers(sizes)]
 
     def needs_order(self) -> bool:
         """Whether plans need `Step.next_commits`, so that only rules go with the policy that decide without logits."""

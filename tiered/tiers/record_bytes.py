@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tiered.core.buffers import Buffer
 from tiered.core.features import Account, Tier
 from tiered.offload.codec_bytes import Codec
 from tiered.offload.size_class import size_class
@@ -31,9 +32,6 @@ class RecordBytes:
         centroid_bytes: bytes of the centroid that a row is stored against; 0 for a codec without.
         record_rows: rows of a record: a slot of the device holds as many.
         slots: slots of the device that records pass; 0 for rows that stay on the device.
-        references: bytes on the device of what drift is measured with, and of the clusters' columns.
-        activations: bytes on the device that a step takes beside those of every call: where a few clusters may
-            hold all rows, an update goes over all of them.
     """
 
     tier: Tier
@@ -45,8 +43,6 @@ class RecordBytes:
     centroid_bytes: int
     record_rows: int
     slots: int
-    references: int
-    activations: int
 
     @property
     def region_bytes(self) -> int:
@@ -74,19 +70,15 @@ class RecordBytes:
         return self.slots * self.slot_bytes
 
     @property
-    def centroids(self) -> int:
-        """Bytes on the device of the centroids that rows are stored against."""
-        return self.regions * self.clusters * self.centroid_bytes
-
-    @property
-    def device(self) -> dict[Account, int]:
-        """Bytes of the device by account, beside what every call takes."""
-        return {
-            Account.CENTROIDS: self.references + self.centroids,
-            Account.STAGING: self.staging,
-            Account.ACTIVATIONS: self.activations,
-            Account.HIDDEN: self.records if self.tier is Tier.DEVICE else 0,
-        }
+    def buffers(self) -> list[Buffer]:
+        """What the device has of them."""
+        rows = self.regions if self.tier is Tier.DEVICE else 0
+        against = (self.regions, self.clusters, self.centroid_bytes)
+        return [
+            Buffer("centroids that rows are stored against", Account.CENTROIDS, against),
+            Buffer("slots of stored rows", Account.STAGING, (self.slots, self.record_rows, self.row_bytes)),
+            Buffer("stored rows", Account.HIDDEN, (rows, self.rows, self.row_bytes)),
+        ]
 
     @property
     def host(self) -> dict[Account, int]:

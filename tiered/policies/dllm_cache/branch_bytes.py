@@ -5,20 +5,24 @@ The formulas follow `tiered.policies.dllm_cache` tensor by tensor.
 
 from dataclasses import replace
 
+from tiered.core.buffers import Buffer
+from tiered.core.features import Account
 from tiered.forward.forward_bytes import part_bytes, part_rows
 from tiered.forward.sizes import CallShape
 
 _FLOAT32, _INT64 = 4, 8
 
 
-def branch_bytes(sizes: CallShape) -> int:
-    """Bytes on the device, at their largest, of chosen rows of an answer: their ranks, and a copy of those of a part
-    or their angles. A part of them may be smaller than a part of a plain step, whose room it has."""
+def branch_buffers(sizes: CallShape) -> list[Buffer]:
+    """Chosen rows of an answer: their ranks, and a copy of those of a part or their angles."""
     answer = sizes.context if sizes.answer is None else sizes.answer
     part = min(answer, part_rows(sizes.sequences)) * sizes.sequences
     # The rows while they go through the MLP, their angles during attention.
     copied = part * max(sizes.shape.width * sizes.element, sizes.shape.head_dim * _FLOAT32 + _INT64)
-    spare = part_bytes(sizes) - part_bytes(replace(sizes, context=answer))
+    chosen = copied + part_bytes(replace(sizes, context=answer))
     # Distances in turn and as they are, the turns, the order, and the sort's own; whether a row counts.
-    ranks = sizes.sequences * answer * (3 * _FLOAT32 + 4 * _INT64 + 1)
-    return max(0, copied - spare) + ranks
+    of_row = 3 * _FLOAT32 + 4 * _INT64 + 1
+    return [
+        Buffer("distances and order of rows", Account.ACTIVATIONS, (sizes.sequences, answer, of_row)),
+        Buffer("chosen rows of a part", Account.ACTIVATIONS, (chosen,), phase="chosen rows"),
+    ]

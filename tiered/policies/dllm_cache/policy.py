@@ -6,14 +6,15 @@ Semantics follow the paper. docs/policies.md lists what the authors' code (commi
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from tiered.core.checks import check_integer, check_interval, check_number
-from tiered.core.features import Account, Feature
+from tiered.core.features import Feature
 from tiered.forward.sizes import CallShape
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Needs, Pass, Policy, PolicyState, Step, StepKind
-from tiered.policies.dllm_cache.branch_bytes import branch_bytes
+from tiered.policies.dllm_cache.branch_bytes import branch_buffers
 from tiered.policies.dllm_cache.program import BranchStep, BranchWork
 
 
@@ -47,7 +48,7 @@ class DLLMCache(Policy):
         return dict.fromkeys(kept, shape.layers)
 
     def needs(self, sizes: CallShape) -> Needs:
-        return Needs(state={Account.ACTIVATIONS: branch_bytes(sizes)}, skips_guidance=self.guidance_interval > 1)
+        return Needs(buffers=partial(branch_buffers, sizes), skips_guidance=self.guidance_interval > 1)
 
     def start(self) -> PolicyState:
         return Clocks(self)

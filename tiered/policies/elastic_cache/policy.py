@@ -6,16 +6,17 @@ Semantics follow the paper, which has no blocks: `block_length = max_new_tokens`
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from tiered.core.checks import check_integer, check_interval, check_number, unknown_name
-from tiered.core.features import Account, Feature, Tier
+from tiered.core.features import Feature, Tier
 from tiered.forward.sizes import CallShape
 from tiered.models.shape import ModelShape
 from tiered.policies.base import Needs, Pass, Policy, PolicyState, Step, StepKind
 from tiered.policies.elastic_cache.program import ElasticStep
 from tiered.policies.elastic_cache.rows import Tracked, step_rows
-from tiered.policies.elastic_cache.window_bytes import elastic_bytes
+from tiered.policies.elastic_cache.window_bytes import elastic_buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class ElasticCache(Policy):
 
     def needs(self, sizes: CallShape) -> Needs:
         return Needs(
-            state={Account.ACTIVATIONS: elastic_bytes(sizes, window=self.window, tracked=self.tracked)},
+            buffers=partial(elastic_buffers, sizes, window=self.window, tracked=self.tracked),
             on_host=frozenset({Feature.HIDDEN} if self.hidden_tier == Tier.HOST else ()),
             logit_rows=min(self.window, sizes.block_length),
             reads_keys=True,

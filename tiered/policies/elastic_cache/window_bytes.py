@@ -6,6 +6,8 @@ That part fits the room of a full refresh. So the sums add temporaries only if a
 
 from dataclasses import dataclass
 
+from tiered.core.buffers import Buffer
+from tiered.core.features import Account
 from tiered.forward.forward_bytes import part_bytes, part_rows
 from tiered.forward.sizes import CallShape
 
@@ -38,20 +40,27 @@ def window_chunk(sizes: CallShape, *, window: int, tracked: int) -> WindowChunk:
     return WindowChunk(sequences, key_heads, rows)
 
 
-def elastic_bytes(sizes: CallShape, *, window: int, tracked: int) -> int:
-    """Bytes that state and steps hold at most."""
-    shape, sequences, context, element = sizes.shape, sizes.sequences, sizes.context, sizes.element
+def elastic_buffers(sizes: CallShape, *, window: int, tracked: int) -> list[Buffer]:
+    """What state and steps hold at most."""
+    shape, sequences, context, activations = sizes.shape, sizes.sequences, sizes.context, Account.ACTIVATIONS
     window, tracked = min(window, context), min(tracked, context)
-    kept = (shape.layers - 1) * sequences * tracked * (shape.heads * shape.head_dim * element + _INDEX)
-    # Sequences of a batch may widen from different numbers of rows, so the step's rows stand in front of all others.
+    kept = (shape.layers - 1, sequences, tracked)
     candidates = min(window, sizes.block_length)
     of_step = min(context, 2 * candidates + window + (shape.layers - 1) * tracked)
-    ragged = of_step * shape.width * element * sequences if sequences > 1 else 0
     chunk = window_chunk(sizes, window=window, tracked=tracked)
     rows = shape.heads // shape.kv_heads * chunk.sequences * chunk.key_heads * chunk.rows
-    observing = _observed(sizes, window=window, tracked=tracked) + rows * _weights(sizes)
-    by_column = sequences * (context + of_step) * _BY_COLUMN
-    return kept + ragged + by_column + max(0, observing - part_bytes(sizes))
+    observed = _observed(sizes, window=window, tracked=tracked) + rows * _weights(sizes)
+    queries = (*kept, shape.heads, shape.head_dim)
+    buffers = [
+        Buffer("queries of tracked tokens", activations, queries, sizes.dtype),
+        Buffer("columns of tracked tokens", activations, kept, "int64"),
+        Buffer("places and masks of columns", activations, (sequences, context + of_step, _BY_COLUMN)),
+        Buffer("attention of the window", activations, (observed,), phase="attention of the window"),
+    ]
+    if sequences > 1:  # they may widen from different numbers of rows, so the step's rows stand in front of all others
+        in_front = (sequences, of_step, shape.width)
+        buffers.append(Buffer("rows of the step", activations, in_front, sizes.dtype))
+    return buffers
 
 
 def _observed(sizes: CallShape, *, window: int, tracked: int) -> int:

@@ -10,7 +10,8 @@ from typing import Literal
 from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_clusters
 from tiered.clustering.seeding import SKETCH_WIDTH
 from tiered.clustering.tiles import DEVICE_ELEMENTS
-from tiered.core.features import Tier
+from tiered.core.buffers import Buffer
+from tiered.core.features import Account, Tier
 from tiered.forward.forward_bytes import block_attention_bytes, part_bytes, part_rows
 from tiered.forward.sizes import CallShape
 from tiered.kernels.row_code import CHUNK_ELEMENTS
@@ -125,32 +126,38 @@ class ClusterSizes:
 
 def hidden_record_bytes(sizes: ClusterSizes, tier: Tier) -> RecordBytes:
     """Bytes of the hidden states that a call stores in `tier`."""
-    call, sequences, codec, activations = sizes.call, sizes.call.sequences, sizes.codec, 0
-    if sizes.kept:
-        # Every call has room for a refresh without clusters.
-        room = call.context * sizes.row + part_bytes(call)
-        activations = max(refresh_bytes(sizes) - room, update_bytes(sizes) - room, 0)
+    call, codec = sizes.call, sizes.codec
     return RecordBytes(
         tier=tier,
         codec=codec,
-        regions=sequences * sizes.layers,
+        regions=call.sequences * sizes.layers,
         rows=sizes.kept,
         row_bytes=codec.row_bytes(call.shape.width, call.element),
         clusters=sizes.clusters,
         centroid_bytes=call.shape.width * call.element if codec.needs_base else 0,
         record_rows=min(RECORD_ROWS, max(1, sizes.kept)),
         slots=sizes.slots if tier is Tier.HOST else 0,
-        references=sequences * (sizes.layers + (call.shape.layers > 1)) * _reference_bytes(sizes),
-        activations=activations,
     )
 
 
-def _reference_bytes(sizes: ClusterSizes) -> int:
-    """Bytes that one layer of one sequence keeps from update to update (`LayerState`)."""
-    shape, clusters = sizes.call.shape, sizes.clusters
-    queries = clusters * shape.heads * shape.head_dim * sizes.call.element
-    sums = 2 * _FLOAT32 * shape.heads * clusters  # peak and mass
-    return queries + sums + sizes.block * shape.kv_width * sizes.call.element + (_INT64 + 1) * clusters
+def hidden_buffers(sizes: ClusterSizes) -> list[Buffer]:
+    """What the layers keep from update to update (`LayerState`), and temporaries of refreshes and updates."""
+    call, shape, clusters, centroids = sizes.call, sizes.call.shape, sizes.clusters, Account.CENTROIDS
+    kept = (call.sequences * (sizes.layers + (shape.layers > 1)),)
+    keys = (*kept, sizes.block, shape.kv_width)
+    buffers = [
+        Buffer("queries of centroids", centroids, (*kept, clusters, shape.heads, shape.head_dim), call.dtype),
+        Buffer("peaks and masses of their scores", centroids, (2, *kept, shape.heads, clusters), "float32"),
+        Buffer("keys of the block", centroids, keys, call.dtype),
+        Buffer("columns of centroids", centroids, (*kept, clusters), "int64"),
+        Buffer("clusters with rows", centroids, (*kept, clusters), "bool"),
+    ]
+    if sizes.kept:
+        stream = call.context * sizes.row  # the residual stream, which every call has
+        for phase, needed in (("refresh", refresh_bytes(sizes)), ("update", update_bytes(sizes))):
+            rest = (max(0, needed - stream),)
+            buffers.append(Buffer("rows, clusters and scores", Account.ACTIVATIONS, rest, phase=phase))
+    return buffers
 
 
 def update_bytes(sizes: ClusterSizes) -> int:

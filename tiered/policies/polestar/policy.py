@@ -6,6 +6,7 @@ code is a preset. docs/polestar.md lists the differences, and why they are there
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -21,11 +22,10 @@ from tiered.kernels.host_values import on_device
 from tiered.offload.codec_bytes import Codec
 from tiered.policies.base import Needs, Pass, Policy, PolicyState, Step, StepKind
 from tiered.policies.polestar.cache import HiddenCache, Refresh
-from tiered.policies.polestar.hidden_bytes import ClusterSizes, hidden_record_bytes
+from tiered.policies.polestar.hidden_bytes import ClusterSizes, hidden_buffers, hidden_record_bytes
 from tiered.policies.polestar.update import Update
 from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.policies.row_schedule import REFRESH_EVERY_4
-from tiered.tiers.record_bytes import RecordBytes
 
 REFRESHES = ("full", "drift", "auto")
 
@@ -98,10 +98,11 @@ class Polestar(Policy):
         )  # fmt: skip
 
     def needs(self, sizes: CallShape) -> Needs:
-        def records() -> RecordBytes:
-            return hidden_record_bytes(self.cluster_sizes(sizes), self.hidden_tier)
-
-        return Needs(records=records, reads_keys=True) if self.top_m else Needs()
+        if not self.top_m:
+            return Needs()
+        clusters = self.cluster_sizes(sizes)
+        records = partial(hidden_record_bytes, clusters, self.hidden_tier)
+        return Needs(records=records, buffers=partial(hidden_buffers, clusters), reads_keys=True)
 
     def start(self) -> PolicyState:
         assert self.refresh != "auto", "decided before a call"

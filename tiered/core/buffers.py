@@ -1,0 +1,70 @@
+"""Books: memory of the device that mechanisms declare; it is planned, booked, allocated and printed by that."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from tiered.core.features import Account
+
+ELEMENT_BYTES = {
+    **{"uint8": 1, "bool": 1, "int32": 4, "int64": 8},
+    **{"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8},
+}
+Layout = tuple[tuple[int, ...], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory of the device.
+
+    Attributes:
+        name: what it holds.
+        account: account that its bytes are booked under.
+        shape: sizes of the tensors in it, together.
+        dtype: type of their elements, a key of `ELEMENT_BYTES`.
+        phase: part of a step that needs it; "" for all of the call. Buffers of one phase are there together, those of
+            different phases one after another, in the same memory.
+    """
+
+    name: str
+    account: Account
+    shape: tuple[int, ...]
+    dtype: str = "uint8"
+    phase: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types only, for JSON."""
+        of_shape = {"shape": list(self.shape), "dtype": self.dtype, "bytes": self.nbytes}
+        return {"name": self.name, "account": self.account.value, **of_shape, "phase": self.phase}
+
+
+def phase(name: str, buffers: Mapping[str, Layout], account: Account = Account.ACTIVATIONS) -> list[Buffer]:
+    """Buffers of one phase, by what they hold."""
+    return [Buffer(holds, account, shape, dtype, name) for holds, (shape, dtype) in buffers.items()]
+
+
+def phase_bytes(buffers: Iterable[Buffer], account: Account) -> int:
+    """Bytes of the largest phase whose buffers are booked under `account`; 0 if there is none."""
+    phases: Counter[str] = Counter()
+    for buffer in buffers:
+        if buffer.phase and buffer.account is account:
+            phases[buffer.phase] += buffer.nbytes
+    return max(phases.values(), default=0)
+
+
+def account_bytes(buffers: Iterable[Buffer]) -> dict[Account, int]:
+    """Bytes of `buffers` by account. The memory of the logits serves the phases before them too: activations are booked
+    with what exceeds it."""
+    buffers, accounts = list(buffers), Counter[Account]()
+    for buffer in buffers:
+        accounts[buffer.account] += 0 if buffer.phase else buffer.nbytes
+    logits = phase_bytes(buffers, Account.LOGITS)
+    accounts[Account.LOGITS] += logits
+    accounts[Account.ACTIVATIONS] += max(0, phase_bytes(buffers, Account.ACTIVATIONS) - logits)
+    return {account: accounts[account] for account in Account if accounts[account]}
