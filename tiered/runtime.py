@@ -20,7 +20,7 @@ from tiered.decoding.output_writer import GenerationState
 from tiered.denoising import denoiser, uncached
 from tiered.forward.passes import Pass
 from tiered.forward.streamed_weights import StreamedWeights
-from tiered.inputs import Ids, Inputs, Prompts, read_inputs
+from tiered.inputs import ENCODED, Ids, Inputs, Prompts, read_inputs
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import TOKENIZER_SOURCES
@@ -126,7 +126,6 @@ class Runtime:
         generation_config: GenerationOptions | Mapping[str, Any] | None = None,
         input_ids: Ids | None = None,
         attention_mask: Ids | None = None,
-        token_type_ids: Ids | None = None,
         raw: bool = False,
         prior: Tensor | None = None,
         streamer: Streamer | None = None,
@@ -144,14 +143,14 @@ class Runtime:
             input_ids: ids, in place of `inputs`: `generate(**tokenizer(texts))` works.
             attention_mask: beside ids, of their shape: 0 at padding on any side. A padded prompt is answered as it
                 would be alone.
-            token_type_ids: zeros, as tokenizers return them.
             raw: strings are continued as they stand, whatever template there is.
             prior: ids [batch, max_new_tokens + trailing_noise] that answers begin as, in place of noise that `seed`
                 draws, for a rule that rewrites tokens: noise of one's own, or an answer to go on from.
             streamer: gets prompts, drafts and final blocks (`tiered.decoding.observers.Streamer`).
             inspector: looks into the caches after each forward (`tiered.decoding.observers.Inspector`). What it takes
                 is booked with the call, and its time counts in `timings`.
-            **options: the fields of `GenerationOptions`, also under the names that official scripts use.
+            **options: the fields of `GenerationOptions`, also under the names that official scripts use; and
+                `token_type_ids`, zeros, as tokenizers return them.
 
         Raises:
             TierCapacityError: the call does not fit the budget; no work has started.
@@ -161,7 +160,7 @@ class Runtime:
         """
         check_inspector(inspector)
         check_streamer(streamer)
-        options |= {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
+        options |= {"input_ids": input_ids, "attention_mask": attention_mask}
         with ending(streamer), ExitStack() as reported:
             call = self.prepare(inputs, generation_config=generation_config, raw=raw, prior=prior, **options)
             for warning in call.warnings:
@@ -177,9 +176,6 @@ class Runtime:
         inputs: Inputs | None = None,
         *,
         generation_config: GenerationOptions | Mapping[str, Any] | None = None,
-        input_ids: Ids | None = None,
-        attention_mask: Ids | None = None,
-        token_type_ids: Ids | None = None,
         raw: bool = False,
         prior: Tensor | None = None,
         **options: Any,
@@ -190,11 +186,11 @@ class Runtime:
             TypeError, ValueError: as `generate`.
         """
         model, name = self.model, self.name
+        ids = {each: options.pop(each, None) for each in ENCODED}
         chosen = GenerationOptions.of(
             generation_config, options, mask_token_id=model.mask_token_id, shape=model.shape, name=name
         )
         check_call(chosen, model, self.policy, name=name)
-        ids = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
         prompts = self._read(inputs, ids, raw=raw)
         return prepare(self._call, self.policy, chosen, prompts, prior)
 
