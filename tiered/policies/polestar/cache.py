@@ -20,6 +20,7 @@ from tiered.core.spans import spanned
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
+from tiered.policies.polestar.fetching import Fetching
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
 from tiered.policies.polestar.update_log import GroupUpdate
@@ -43,8 +44,8 @@ class HiddenCache:
         measures_moves: whether the move of a centroid counts as drift (`Polestar.measures_moves`).
         states: by leader; empty before the first refresh, and if there is nothing outside the block.
         ranking: drift of every cluster at the last update, by leader and sequence.
+        fetching: fetches stored rows for updates, from the first refresh on.
         copies: canvases of each sequence; 2 with guidance.
-        stored: where rows are stored; None before the first refresh.
         log: what updates did.
         updated_in, fetched: number of the last forward that updated, and the columns of stored rows that it used.
     """
@@ -56,8 +57,8 @@ class HiddenCache:
     measures_moves: bool = False
     states: dict[int, LayerState] = field(default_factory=dict)
     ranking: dict[int, list[list[float]]] = field(default_factory=dict)
+    fetching: Fetching = field(init=False)
     copies: int = 1
-    stored: StoredRows | None = None
     log: list[GroupUpdate] = field(default_factory=list)
     updated_in: int = -1
     fetched: Bool[np.ndarray, "sequences length"] = field(default_factory=lambda: np.zeros((0, 0), dtype=bool))
@@ -66,7 +67,8 @@ class HiddenCache:
         """Forget everything: a refresh begins."""
         self.states.clear()
         self.ranking.clear()
-        self.stored, self.copies = stored, copies
+        assert stored is not None, "the runtime opens tiers for a policy that keeps hidden states"
+        self.fetching, self.copies = Fetching(stored), copies
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences of the canvas alone (ascending)."""
@@ -84,6 +86,15 @@ class HiddenCache:
     def layers_of(self, leader: int, layers: int) -> int:
         """Layers in the group of `leader`, in a model of `layers`. The model's last layer is in no group."""
         return min(self.group, layers - 1 - leader) if leader else 1
+
+    def most_drifted(
+        self, drift: Sequence[float], members: Members, recomputed: Bool[np.ndarray, " length"]
+    ) -> list[int]:
+        """`top_m` clusters of a sequence, the most drifted first. If the moves of centroids do not count as drift,
+        clusters that the layer below has renewed by half or more come before the others: their inputs have moved."""
+        below = () if self.measures_moves else members.mostly(recomputed)
+        ranked = sorted(range(len(drift)), key=lambda cluster: (cluster not in below, -drift[cluster]))
+        return ranked[: self.top_m]
 
     @spanned(Op.CLUSTERING)
     def cluster(
@@ -118,24 +129,17 @@ class HiddenCache:
             found.update(zip(numbers, indices, strict=True))
         return [found[number] for number in range(len(pads))]
 
-    @property
-    def open(self) -> StoredRows:
-        """Where rows are stored."""
-        assert self.stored is not None, "the runtime opens tiers for a policy that keeps hidden states"
-        return self.stored
-
     def column_states(self, forward: int, length: int) -> Int8[np.ndarray, "batch length"]:
         """The `ColumnState` of columns after `forward`, of the canvases that see their prompts: `STORED` and `FETCHED`.
         The host reads nothing from the device."""
         sequences = next((state.batch for state in self.states.values()), 0)
         places = np.zeros((sequences, length), dtype=np.int8)
-        if self.stored is not None and self.stored.tier is not Tier.DEVICE:
-            for state in self.states.values():
-                if state.regions is not None:
-                    for row, members in zip(places, state.members, strict=True):
-                        row[members.cluster_of >= 0] |= ColumnState.STORED
-            if forward == self.updated_in:
-                places[self.fetched] |= ColumnState.FETCHED
+        for state in self.states.values():
+            if state.stored is not None and state.stored.tier is not Tier.DEVICE:
+                for row, members in zip(places, state.members, strict=True):
+                    row[members.cluster_of >= 0] |= ColumnState.STORED
+                if forward == self.updated_in:
+                    places[self.fetched] |= ColumnState.FETCHED
         return places[: sequences // self.copies]
 
 
@@ -163,12 +167,13 @@ class Refresh:
         if not any(index.clusters for index in indices):
             return forward.dense(layer, pass_)
         members = _members(indices, pass_.hidden.shape[1])
-        if layer:
+        stored = forward.stored if layer else None
+        if stored is not None:
             for region, (rows, index, own) in enumerate(zip(pass_.hidden, indices, members, strict=True)):
                 everything = [own.stored(region, cluster) for cluster in range(index.clusters)]
-                cache.open.store(layer, everything, rows[index.rows], index.centroids)
+                stored.store(layer, everything, rows[index.rows], index.centroids)
         pass_ = forward.dense(layer, pass_)
-        cache.states[layer] = LayerState.of(forward, layer, self._current, indices, members, stored=layer > 0)
+        cache.states[layer] = LayerState.of(forward, layer, self._current, indices, members, stored)
         return pass_
 
 

@@ -96,7 +96,6 @@ class DriftReference:
         rows: Rows,
         then: Float[Tensor, "batch kv_heads rows head_dim"],
         block: slice,
-        *,
         updating: Bool[Tensor, " batch"] | None = None,
         last_queries: Float[Tensor, "batch heads clusters head_dim"] | None = None,
     ) -> tuple[Float32[Tensor, "batch clusters"], "DriftReference"]:

@@ -88,7 +88,7 @@ class RowLayout:
         columns: canvas column of every row; −1 at filler, and at stored rows that have left their cluster.
         cluster: which of the sequence's listed clusters a row is of; −1 if its column is, and at the other rows.
         rows: numbers of the rows of each cluster.
-        to, source: for each tensor of known rows, the numbers of these rows here and in that tensor.
+        numbers: for each tensor of known rows, the numbers of these rows here, and then those in that tensor.
         blank: numbers of the rows behind `before` that have no column.
         before: other rows in front of the clusters' rows.
     """
@@ -96,8 +96,7 @@ class RowLayout:
     columns: Columns
     cluster: Columns
     rows: dict[Cluster, slice]
-    to: Sequence[Int[np.ndarray, " _"]]
-    source: Sequence[Int[np.ndarray, " _"]]
+    numbers: Sequence[Int[np.ndarray, " _"]]
     blank: Int[np.ndarray, " blank"]
     before: int
 
@@ -130,19 +129,18 @@ class RowLayout:
                 columns[b, here], cluster_of_row[b, here] = np.where(live, stored, -1), np.where(live, number, -1)
                 rows[b, cluster] = slice(b * wide + here.start, b * wide + here.stop)
                 start = here.stop
-        own, numbers = columns[:, before:], np.arange(batch * wide).reshape(batch, wide)[:, before:]
-        to, source, missing = list[Int[np.ndarray, " _"]](), list[Int[np.ndarray, " _"]](), own >= 0
+        own, here = columns[:, before:], np.arange(batch * wide).reshape(batch, wide)[:, before:]
+        numbers, missing = list[Int[np.ndarray, " _"]](), own >= 0
         for there in known:
             # The number of every canvas column; the last entry is that of column −1.
             place = np.full((batch, len(members[0].cluster_of) + 1), -1, dtype=np.int64)
             np.put_along_axis(place, there, np.arange(there.size).reshape(there.shape), axis=1)
             place[:, -1] = -1
             found = np.take_along_axis(place, own, axis=1)
-            here = (found >= 0) & missing
-            to.append(numbers[here])
-            source.append(found[here])
-            missing &= ~here
-        return cls(columns, cluster_of_row, rows, to, source, numbers[own < 0], before)
+            known_here = (found >= 0) & missing
+            numbers += [here[known_here], found[known_here]]
+            missing &= ~known_here
+        return cls(columns, cluster_of_row, rows, numbers, here[own < 0], before)
 
 
 def by_column(columns: Columns, length: int) -> Bool[np.ndarray, "batch length"]:

@@ -159,7 +159,7 @@ class Drifting(PolicyState):
             return rows
         assert self._since is not None, "an update follows a refresh"
         self._since = self._since.masked_fill(on_device(updating, self._since.device), 0)
-        update = Update(self._cache, step.active, updating, active, block, number, kept=kept)
+        update = Update(self._cache, step, active, updating, number, kept)
         return replace(rows, kind=StepKind.UPDATE, program=update)
 
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:
