@@ -297,7 +297,7 @@ def test_records_and_centroids_follow_the_rows(runtime: Runtime, monkeypatch: py
         left = lead(self, forward, state, pass_)
         if not self._kept or state.stored is None:  # a refresh comes first, or embeddings are looked up
             return left
-        for b in range(state.batch):
+        for b in range(len(state.members)):
             for cluster, size in enumerate(state.members[b].sizes):
                 columns = state.members[b].columns[state.members[b].slice_of(cluster)]
                 live = state.members[b].cluster_of[columns] == cluster
@@ -306,7 +306,7 @@ def test_records_and_centroids_follow_the_rows(runtime: Runtime, monkeypatch: py
                 rows = rows[torch.from_numpy(live)]
                 assert torch.equal(rows, rows_in[state.layer][b, columns[live]])
                 if len(live) == len(rows) > 0:  # a centroid that members have left waits for its next move
-                    normed = forward.model.attention_norm(state.layer, rows.mean(0).expand(state.batch, 1, -1))
+                    normed = forward.model.attention_norm(state.layer, rows.mean(0).expand(len(state.members), 1, -1))
                     query = forward.queries(state.layer, Rows.at(state.medoids[:, cluster : cluster + 1]), normed)
                     errors.append((query[b, :, 0] - state.queries[b, :, cluster]).abs().max().item())
         return left

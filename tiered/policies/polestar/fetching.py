@@ -15,8 +15,8 @@ Recomputed = Bool[np.ndarray, "batch length"]
 
 
 class Fetching:
-    """Sends clusters to the device before they are read, if of some of their rows only the stored ones are known: not
-    all are `recomputed`. Counts them as `GroupUpdate` has it."""
+    """Sends clusters to the device before they are read, unless all of their columns are `recomputed`. Counts them as
+    `GroupUpdate` has it."""
 
     def __init__(self, stored: StoredRows) -> None:
         self._stored, self._fetched = stored, stored.fetched_bytes
@@ -41,7 +41,8 @@ class Fetching:
         self, state: LayerState, clusters: Clusters, recomputed: Recomputed, asked: Collection[Cluster] = ()
     ) -> list[Cluster]:
         """Send clusters to be stored anew, unless they are in `asked`, and return those that were sent."""
-        sent = self._sent(state, clusters, recomputed, asked)
+        others = [[one for one in own if (sequence, one) not in asked] for sequence, own in enumerate(clusters)]
+        sent = self._sent(state, others, recomputed)
         self._counts["repairs"] += len(sent)
         return sent
 
@@ -52,13 +53,10 @@ class Fetching:
         counts["fetched_bytes"] = self._fetched - earlier
         return counts
 
-    def _sent(
-        self, state: LayerState, clusters: Clusters, recomputed: Recomputed, asked: Collection[Cluster] = ()
-    ) -> list[Cluster]:
+    def _sent(self, state: LayerState, clusters: Clusters, recomputed: Recomputed) -> list[Cluster]:
         if state.stored is None:
             return []
         every = ((sequence, cluster) for sequence, own in enumerate(clusters) for cluster in own)
-        partial = [one for one in every if not state.members[one[0]].covered(one[1], recomputed[one[0]])]
-        sent = [one for one in partial if one not in asked]
+        sent = [one for one in every if not state.members[one[0]].covered(one[1], recomputed[one[0]])]
         self._stored.send(state.layer, state.places(sent))
         return sent

@@ -38,7 +38,7 @@ class LayerState:
         regions: their region of `stored`, by sequence.
         medoids: canvas column of every cluster.
         present: False at filler.
-        queries: queries of the centroids, rotated at the positions of the medoids.
+        queries: queries of the centroids, rotated at the positions of the medoids, because cached keys are rotated.
         reference: attention of the centroids at the last update of each sequence.
     """
 
@@ -67,15 +67,10 @@ class LayerState:
         medoids = torch.stack([_padded(index.medoids, most) for index in indices])
         centroids = torch.stack([_padded(index.centroids, most) for index in indices])
         present = torch.stack([_padded(torch.ones_like(index.medoids), most) for index in indices]).bool()
-        queries = centroid_queries(forward, layer, centroids, medoids)
+        queries = forward.queries(layer, Rows.at(medoids), forward.model.attention_norm(layer, centroids))
         with span(Op.DRIFT):
             reference = DriftReference.of(queries, LayerKeys.of(forward, layer), forward.rows[slice(*current)])
-        regions = [*range(len(members))]
-        return cls(layer, current, members, stored, regions, medoids, present, queries, reference)
-
-    @property
-    def batch(self) -> int:
-        return len(self.members)
+        return cls(layer, current, members, stored, [*range(len(members))], medoids, present, queries, reference)
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending)."""
@@ -92,7 +87,8 @@ class LayerState:
         """Give clusters new centroids, hence new queries. Their drift is measured from here; if the move `counts` as
         drift, the reference stays that of the old centroids."""
         clusters, valid, centroids = moved
-        queries = centroid_queries(forward, self.layer, centroids, self.medoids.gather(1, clusters))
+        normed = forward.model.attention_norm(self.layer, centroids)
+        queries = forward.queries(self.layer, Rows.at(self.medoids.gather(1, clusters)), normed)
         self.queries = self.queries.clone()  # others may still need the old ones
         Rows.at(clusters, valid).put(self.queries, queries)
         if not counts:
@@ -154,9 +150,8 @@ class LayerState:
         """Write the layer's input at the clusters of `layout` to `out`, and return all of its rows. They come from
         `known`, or, of the clusters `fetched`, from what is stored. All other rows, filler too, become 0."""
         columns, blank, *numbers = _on_device(out.device, layout.columns, layout.blank, *layout.numbers)
-        gathered = Rows.at(columns)
-        if (layout.columns < 0).any():
-            gathered = Rows.at(columns.clamp_min(0), columns >= 0)
+        filled = (layout.columns < 0).any()
+        gathered = Rows.at(columns.clamp_min(0), columns >= 0) if filled else Rows.at(columns)
         if self.stored is None:
             out[:, layout.before :] = forward.model.embed(gathered[layout.before :].columns(forward.ids))
             return gathered
@@ -199,10 +194,8 @@ class LayerState:
         self.gather_rows(forward, known, layout, refetched, values)
         # Rows that do not count go to one more cluster.
         own = np.where(layout.cluster < 0, most, layout.cluster)
-        moved, counts = np.full((batch, most), -1), np.ones((batch, most), dtype=np.int64)
-        for b, clusters in enumerate(affected):
-            moved[b, : len(clusters)] = clusters
-            counts[b, : len(clusters)] = np.bincount(own[b], minlength=most)[: len(clusters)]
+        counts = np.stack([np.bincount(row, minlength=most + 1)[:most] for row in own])
+        moved = np.array([[*clusters, *[-1] * (most - len(clusters))] for clusters in affected])
         of_row, clusters, members = _on_device(values.device, own, moved, counts.clip(1))
         sums = torch.zeros(batch, most + 1, values.shape[2], device=values.device)
         for b in range(batch):  # float32 copies of one sequence at a time
@@ -222,8 +215,7 @@ class LayerState:
         # The row that predicts this block's first token was one of the finished block's too; it belongs to this one.
         first, stop = self.current[0], min(self.current[1], current[0])
         hidden = hidden[:, : stop - first]
-        everything = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-        means, nearest = means_and_medoids(hidden, everything, 1)
+        means, nearest = means_and_medoids(hidden, hidden.new_zeros(hidden.shape[:2], dtype=torch.int64), 1)
         centroids, medoids = means.to(hidden.dtype), nearest + first
         # The new cluster's number is the next one of its own sequence. All sequences get a column of filler for it.
         number, filler = self.present.sum(1, keepdim=True), torch.zeros_like(medoids)
@@ -236,16 +228,6 @@ class LayerState:
         if self.stored is not None:
             for b, members in enumerate(self.members):
                 self.stored.store(self.layer, self.places([(b, len(members.sizes) - 1)]), hidden[b], centroids[b])
-
-
-def centroid_queries(
-    forward: Forward,
-    layer: int,
-    centroids: Float[Tensor, "batch clusters width"],
-    medoids: Int[Tensor, "batch clusters"],
-) -> Float[Tensor, "batch heads clusters head_dim"]:
-    """Queries of centroids, rotated at the positions of the medoids, because cached keys are rotated."""
-    return forward.queries(layer, Rows.at(medoids), forward.model.attention_norm(layer, centroids))
 
 
 def _padded(part: Tensor, count: int) -> Tensor:

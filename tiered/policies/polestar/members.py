@@ -58,11 +58,8 @@ class Members:
 
     def mostly(self, recomputed: Bool[np.ndarray, " length"]) -> list[int]:
         """Clusters with half or more of their members in `recomputed`, ascending."""
-        clustered = self.cluster_of >= 0
-        every, some = (
-            np.bincount(self.cluster_of[columns], minlength=len(self.sizes))
-            for columns in (clustered, clustered & recomputed)
-        )
+        own, clusters = self.cluster_of + 1, len(self.sizes)
+        every, some = (np.bincount(own, counts, clusters + 1)[1:] for counts in (None, recomputed))
         return np.flatnonzero((some > 0) & (2 * some >= every)).tolist()
 
     def without(self, first: int, stop: int) -> "Members":
@@ -102,24 +99,18 @@ class RowLayout:
 
     @classmethod
     def of(
-        cls,
-        members: Sequence[Members],
-        clusters: Sequence[Sequence[int]],
-        known: Sequence[Columns],
-        others: Columns | None = None,
+        cls, members: Sequence[Members], clusters: Sequence[Sequence[int]], known: Sequence[Columns], before: int = 0
     ) -> "RowLayout":
         """Lay out `clusters[b]` of every sequence b, in this order.
 
         Args:
             known: canvas columns of each tensor of known rows; −1 at rows that do not count.
-            others: canvas columns of the rows in front; None for no such rows.
+            before: rows in front, the first ones of the first of these tensors.
         """
-        batch, before = len(members), 0 if others is None else others.shape[1]
         counts = [sum(one.sizes[cluster] for cluster in own) for one, own in zip(members, clusters, strict=True)]
-        wide = before + max(counts)
+        batch, wide = len(members), before + max(counts)
         columns = np.full((batch, wide), -1, dtype=np.int64)
-        if others is not None:
-            columns[:, :before] = others
+        columns[:, :before] = known[0][:, :before]
         cluster_of_row, rows = np.full_like(columns, -1), dict[Cluster, slice]()
         for b, (one, own) in enumerate(zip(members, clusters, strict=True)):
             start = before

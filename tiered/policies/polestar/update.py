@@ -16,7 +16,7 @@ from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
 from tiered.policies.base import Step
 from tiered.policies.polestar.cache import HiddenCache
-from tiered.policies.polestar.layer_state import LayerState, Span
+from tiered.policies.polestar.layer_state import LayerState
 from tiered.policies.polestar.members import RowLayout, by_column
 from tiered.policies.polestar.update_log import GroupUpdate
 
@@ -43,24 +43,24 @@ class Update:
     """
 
     def __init__(
-        self, cache: HiddenCache, step: Step, active: Span, updating: Sequence[bool], number: int, kept: bool = True
+        self, cache: HiddenCache, step: Step, first: int, updating: Sequence[bool], number: int, kept: bool
     ) -> None:
         """
         Args:
-            active: columns that the step computes anyway: the current block, and the finished block if this one begins
-                without a refresh.
+            first: column where the active ones begin, which the step computes anyway: the current block, and the
+                finished block if this one begins without a refresh.
             updating: sequences that update; the others take a plain step.
             number: number of the forward in the call.
             kept: whether another update may read what this one stores; else it stores nothing.
         """
         self._cache, self._number, self._kept = cache, number, kept
-        self._active, self._current = active, (step.first_row, step.stop)
+        self._current, self._appends = (step.first_row, step.stop), first < step.first_row
         self._updating = [*updating] * cache.copies
         # The rows from below: their columns, −1 at rows that do not count; and the same by column.
         taking_part = np.array([*step.active] * cache.copies)
-        self._from_below = np.where(taking_part[:, None], np.arange(*active), -1)
+        self._from_below = np.where(taking_part[:, None], np.arange(first, step.stop), -1)
         self._recomputed = np.zeros((len(taking_part), step.canvas.length), dtype=bool)
-        self._recomputed[:, slice(*active)] = taking_part[:, None]
+        self._recomputed[:, first : step.stop] = taking_part[:, None]
 
     def __call__(self, forward: Forward, layer: int, pass_: Pass) -> Pass:
         if layer == 0:
@@ -75,13 +75,13 @@ class Update:
 
     def _lead(self, forward: Forward, state: LayerState, pass_: Pass) -> Pass:
         cache, fetching, below, count = self._cache, self._cache.fetching, self._recomputed, self._rows.count
-        appends = self._active != self._current
-        if appends:  # the current block leaves the clusters that it was in
+        if self._appends:  # the current block leaves the clusters that it was in
             state.retire(self._current)
         stores = self._kept or cache.measures_moves
         affected = [members.affected(own) if stores else [] for members, own in zip(state.members, below, strict=True)]
-        patched, last_queries = [len(clusters) for clusters in affected], None
+        patched = [len(clusters) for clusters in affected]
         known, columns = [pass_.hidden], [self._from_below]
+        moved = last_queries = None
         if cache.measures_moves:
             moved = state.patch(forward, known, columns, affected, fetching.refetch(state, affected, below))
             if moved is not None:
@@ -90,14 +90,14 @@ class Update:
             affected = [[] for _ in affected]
         measured = state.measure(forward, pass_, self._current, count, self._here, last_queries)
         drift = [of if updates else [] for of, updates in zip(measured, self._updating, strict=True)]
-        del last_queries
+        del moved, last_queries  # not held while the rows attend
         with span(Op.FETCH):
             chosen = [cache.most_drifted(*each) for each in zip(drift, state.members, below, strict=True)]
             fetched = fetching.ask(state, chosen, below)
             refetched = fetching.refetch(state, affected, below, fetched)
             earlier = cache.ranking.get(state.layer, drift)
             cache.ranking[state.layer] = [now or before for now, before in zip(drift, earlier, strict=True)]
-        layout = RowLayout.of(state.members, chosen, columns, self._from_below[:, :count])
+        layout = RowLayout.of(state.members, chosen, columns, count)
         self._from_below, self._recomputed = layout.columns, by_column(layout.columns, below.shape[1])
         self._guess(state.layer)
         hidden = pass_.hidden.new_empty(*layout.columns.shape, pass_.hidden.shape[2])
@@ -113,23 +113,18 @@ class Update:
         del known
         if moved is not None:
             state.recenter(forward, moved)
-        if appends and self._kept:
+        if self._appends and self._kept:
             state.append(forward, self._current, pass_.hidden)
         state.current = self._current
         if state.stored is not None:
             cache.fetched |= self._recomputed & ~below
         cache.log.append(
             GroupUpdate(
-                forward=self._number,
-                layer=state.layer,
+                forward=self._number, layer=state.layer, drift=drift, clusters=chosen, patched=patched,
                 layers=cache.layers_of(state.layer, forward.model.shape.layers),
-                drift=drift,
-                clusters=chosen,
-                rows=(layout.columns[:, count:] >= 0).sum(1).tolist(),
-                patched=patched,
-                **fetching.counts(),
+                rows=(layout.columns[:, count:] >= 0).sum(1).tolist(), **fetching.counts(),
             )
-        )
+        )  # fmt: skip
         return replace(pass_, rows=rows, hidden=hidden)
 
     @spanned(Op.FETCH)
