@@ -140,6 +140,7 @@ class Forward:
         part: `attend` can use it. Of several parts, computing it again is cheaper than keeping them all."""
         parts, normed = self.parts(rows.count, len(hidden)), None
         for part in parts:
+            normed = None  # not held while the next part's is made
             normed = self.write_keys_values(layer, rows[part], hidden[:, part])
             self._passed(part, len(hidden), self._flops.write)
         return normed if len(parts) == 1 else None
