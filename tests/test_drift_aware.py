@@ -234,8 +234,7 @@ def _unnarrowed(plan: Callable[[Step], Pass]) -> Callable[[Step], Pass]:
     def program(forward: Forward, layer: int, pass_: Pass) -> Pass:
         if pass_.rows.valid is not None and not pass_.rows.is_span:
             pass_ = replace(pass_, hidden=pass_.hidden.masked_fill(~pass_.rows.valid[..., None], 3.0))
-        normed = forward.model.attention_norm(layer, pass_.hidden)
-        forward.write_keys_values(layer, pass_.rows, normed)
+        normed = forward.write_keys_values(layer, pass_.rows, pass_.hidden)
         hidden = pass_.hidden + forward.attention(layer, pass_.rows, normed)
         return replace(pass_, hidden=hidden + forward.model.feed_forward(layer, hidden))
 

@@ -18,9 +18,8 @@ from tiered.forward.sizes import CallShape
 from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
 from tiered.policies.base import Policy, Step, StepKind
-from tiered.policies.polestar import update
 from tiered.policies.polestar.cache import HiddenCache
-from tiered.policies.polestar.layer_state import LayerState, write_and_measure
+from tiered.policies.polestar.layer_state import LayerState
 from tiered.policies.polestar.policy import Polestar
 from tiered.runtime import Runtime
 
@@ -133,16 +132,17 @@ def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: py
     """The first drift of every layer, against all keys of then and now with the cap and the sinks."""
     shape, before, first = runtime.model.shape, {}, {}
     assert shape.soft_cap and shape.sink_tokens
-    of = LayerState.of.__func__  # pyright: ignore[reportFunctionMemberAccess]
+    of, measure = LayerState.of.__func__, LayerState.measure  # pyright: ignore[reportFunctionMemberAccess]
 
-    def made(kind: type[LayerState], forward: Forward, layer: int, *rest: Any, stored: bool) -> LayerState:
-        state = of(kind, forward, layer, *rest, stored=stored)
+    def made(kind: type[LayerState], forward: Forward, layer: int, *rest: Any) -> LayerState:
+        state = of(kind, forward, layer, *rest)
         before.setdefault(layer, forward.keys(layer).clone())
         return state
 
-    def measured(forward: Forward, state: LayerState, *rest: Any) -> list[list[float]]:
-        then, layer = state.queries.clone(), state.layer
-        found = write_and_measure(forward, state, *rest)
+    def measured(state: LayerState, forward: Forward, *rest: Any) -> list[list[float]]:
+        *_, last_queries = rest
+        then, layer = state.queries if last_queries is None else last_queries, state.layer
+        found = measure(state, forward, *rest)
         if layer not in first:
             sinks, mask = forward.model.sink_keys(layer), forward.limits.key_mask
             given = forward.keys(layer), before[layer], mask, shape.soft_cap, sinks
@@ -150,7 +150,7 @@ def test_drift_is_of_the_familys_own_attention(runtime: Runtime, monkeypatch: py
         return found
 
     monkeypatch.setattr(LayerState, "of", classmethod(made))
-    monkeypatch.setattr(update, "write_and_measure", measured)
+    monkeypatch.setattr(LayerState, "measure", measured)
     options = {"clusters": 4, "top_m": 1, "update_threshold": 0, "codec": "raw", "cluster_layers": 1}
     generate(runtime, variant(**options, moves=moves), {}, "adaptive")
     assert len(first) == 3

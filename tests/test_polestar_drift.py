@@ -22,7 +22,7 @@ from tiered.policies.polestar import policy as polestar
 from tiered.policies.polestar import update
 from tiered.policies.polestar.cache import Refresh
 from tiered.policies.polestar.drift import DriftReference
-from tiered.policies.polestar.layer_state import LayerState, Moved, Span, write_and_measure
+from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
 from tiered.runtime import Runtime
 
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("few_slots")
 GOLDENS = Path(__file__).parent / "goldens" / "llada"
 LAW = 1e-5  # |incremental − full|, relative where the drift is above 1
 MASK, BLOCK = 511, 8
+MEASURE = LayerState.measure
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def generate(
 
 @dataclass
 class Oracle:
-    """In the place of `write_and_measure`: compares every drift with one made from all keys, those of now and those
+    """Around `LayerState.measure`: compares every drift with one made from all keys, those of now and those
     at the sequence's last refresh or update, once the layer's keys were written.
 
     A centroid that moves later in that pass has a new query, but over the same keys. If moves count as drift it has
@@ -79,18 +80,18 @@ class Oracle:
 
     def measure(
         self,
-        forward: Forward,
         state: LayerState,
+        forward: Forward,
         pass_: Pass,
         tracked: Span,
         active: int,
         some: Tensor | None,
-        moved: Moved | None = None,
+        last_queries: Tensor | None,
     ) -> list[list[float]]:
-        queries, layer = state.queries.clone(), state.layer
-        found = write_and_measure(forward, state, pass_, tracked, active, some, moved)
+        queries, layer = state.queries if last_queries is None else last_queries, state.layer
+        found = MEASURE(state, forward, pass_, tracked, active, some, last_queries)
         updating = torch.ones(len(found), dtype=torch.bool) if some is None else some
-        self.moves += moved is not None
+        self.moves += last_queries is not None
         keys, mask = forward.keys(layer), forward.limits.key_mask
         for b, drift in enumerate(found):
             one = slice(b, b + 1)
@@ -115,12 +116,12 @@ class Oracle:
 def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     watching, make = Oracle(), LayerState.of.__func__  # pyright: ignore[reportFunctionMemberAccess]
 
-    def refreshed(kind: type[LayerState], forward: Forward, layer: int, *rest: Any, stored: bool) -> LayerState:
+    def refreshed(kind: type[LayerState], forward: Forward, layer: int, *rest: Any) -> LayerState:
         watching.refreshed(forward, layer)
-        return make(kind, forward, layer, *rest, stored=stored)
+        return make(kind, forward, layer, *rest)
 
     monkeypatch.setattr(LayerState, "of", classmethod(refreshed))
-    monkeypatch.setattr(update, "write_and_measure", watching.measure)
+    monkeypatch.setattr(LayerState, "measure", lambda *given: watching.measure(*given))
     return watching
 
 
@@ -283,40 +284,35 @@ def test_sequences_that_are_not_due_take_a_plain_step(runtime: Runtime):
 @pytest.mark.parametrize("refresh", ["full", "drift"])
 def test_records_and_centroids_follow_the_rows(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, refresh: str):
     """After an update records hold what last went into the layer, and the query of a centroid is that of its mean."""
-    forwards, rows_in, errors = list[Forward](), dict[int, Tensor](), list[float]()
-    cluster_rows, write_down = Refresh.__call__, update.Update._write_down
+    rows_in, errors = dict[int, Tensor](), list[float]()
+    cluster_rows, lead = Refresh.__call__, update.Update._lead
 
     def refreshed(self: Refresh, forward: Forward, layer: int, pass_: Pass) -> Pass:
         rows_in[layer] = pass_.hidden.clone()
         return cluster_rows(self, forward, layer, pass_)
 
-    def measure(forward: Forward, state: LayerState, pass_: Pass, *rest: Any) -> list[list[float]]:
-        forwards.append(forward)
+    def checked(self: update.Update, forward: Forward, state: LayerState, pass_: Pass) -> Pass:
         if state.layer in rows_in:
             pass_.rows.put(rows_in[state.layer][:, None], pass_.hidden[:, None])
-        return write_and_measure(forward, state, pass_, *rest)
-
-    def checked(self: update.Update, state: LayerState, *rest: Any) -> None:
-        write_down(self, state, *rest)
-        if not self._kept:  # a refresh comes first
-            return
-        forward = forwards[-1]
-        for b, _ in enumerate(state.regions or ()):
+        left = lead(self, forward, state, pass_)
+        if not self._kept or state.stored is None:  # a refresh comes first, or embeddings are looked up
+            return left
+        for b in range(len(state.members)):
             for cluster, size in enumerate(state.members[b].sizes):
                 columns = state.members[b].columns[state.members[b].slice_of(cluster)]
                 live = state.members[b].cluster_of[columns] == cluster
                 rows = rows_in[state.layer].new_empty(size, rows_in[state.layer].shape[2])
-                self._cache.open.read(state.layer, state.stored([(b, cluster)]), rows, [slice(0, size)])
+                state.stored.read(state.layer, state.places([(b, cluster)]), rows, [slice(0, size)])
                 rows = rows[torch.from_numpy(live)]
                 assert torch.equal(rows, rows_in[state.layer][b, columns[live]])
                 if len(live) == len(rows) > 0:  # a centroid that members have left waits for its next move
-                    normed = forward.model.attention_norm(state.layer, rows.mean(0).expand(state.batch, 1, -1))
+                    normed = forward.model.attention_norm(state.layer, rows.mean(0).expand(len(state.members), 1, -1))
                     query = forward.queries(state.layer, Rows.at(state.medoids[:, cluster : cluster + 1]), normed)
                     errors.append((query[b, :, 0] - state.queries[b, :, cluster]).abs().max().item())
+        return left
 
     monkeypatch.setattr(Refresh, "__call__", refreshed)
-    monkeypatch.setattr(update, "write_and_measure", measure)
-    monkeypatch.setattr(update.Update, "_write_down", checked)
+    monkeypatch.setattr(update.Update, "_lead", checked)
     out = generate(runtime, clusters=5, top_m=2, update_threshold=1, codec="raw", refresh=refresh)
     assert sum(map(sum, (layer.patched for layer in out.updates))) > 9  # else no centroid would have moved
     assert max(errors) < 1e-4

@@ -56,12 +56,11 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     def watched(name: str) -> None:
         method = getattr(Fetching, name)
 
-        def call(self: Fetching, state: LayerState, clusters: list[Cluster]) -> Any:
-            watching.wanted[name] += len(clusters)
-            watching.sent |= {
-                (state.layer, one.region, one.cluster) for one in (state.stored(clusters) if clusters else [])
-            }
-            return method(self, state, clusters)
+        def call(self: Fetching, state: LayerState, *rest: Any) -> list[Cluster]:
+            sent = method(self, state, *rest)
+            watching.wanted[name] += len(sent)
+            watching.sent |= {(state.layer, one.region, one.cluster) for one in state.places(sent)}
+            return sent
 
         monkeypatch.setattr(Fetching, name, call)
 

@@ -20,7 +20,7 @@ from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import RowFlops
 from tiered.forward.parts import CanvasLimits, Part
-from tiered.forward.passes import AttentionProbe, Between, BranchKeeper, LayerWeights, Pass, RowsProbe, add_branch
+from tiered.forward.passes import AttentionProbe, Between, BranchKeeper, LayerWeights, Pass, RowsProbe
 from tiered.models.attention import heads_joined, merged
 from tiered.models.base import DiffusionModel, head
 from tiered.tiers.stored_rows import StoredRows
@@ -140,8 +140,8 @@ class Forward:
         part: `attend` can use it. Of several parts, computing it again is cheaper than keeping them all."""
         parts, normed = self.parts(rows.count, len(hidden)), None
         for part in parts:
-            normed = self.model.attention_norm(layer, hidden[:, part])
-            self.write_keys_values(layer, rows[part], normed)
+            normed = None  # not held while the next part's is made
+            normed = self.write_keys_values(layer, rows[part], hidden[:, part])
             self._passed(part, len(hidden), self._flops.write)
         return normed if len(parts) == 1 else None
 
@@ -193,10 +193,15 @@ class Forward:
         """Slices of `rows` rows of each of `batch` sequences that pass a layer at a time."""
         return parts_of(rows, min(part_rows(batch), self.length))
 
-    @spanned(Op.QKV)
-    def write_keys_values(self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]) -> None:
-        """Project `normed` to keys and values, and store them at `rows`."""
-        self.store_keys_values(layer, rows, *self.model.keys_values(layer, normed, self.rotary.at(rows)))
+    def write_keys_values(
+        self, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
+    ) -> Float[Tensor, "batch rows width"]:
+        """Store keys and values of `rows`, whose residual stream is `hidden`. Returns their norm."""
+        normed = self.model.attention_norm(layer, hidden)
+        with span(Op.QKV):
+            keys, values = self.model.keys_values(layer, normed, self.rotary.at(rows))
+            self.store_keys_values(layer, rows, keys, values)
+        return normed
 
     def store_keys_values(
         self,
@@ -215,7 +220,8 @@ class Forward:
         self, layer: int, rows: Rows, normed: Float[Tensor, "batch rows width"]
     ) -> Float[Tensor, "batch rows width"]:
         """`ATTN_OUT` of `rows` over everything that the layer's store holds."""
-        return self.model.attention_out(layer, self.attended(layer, rows, self.queries(layer, rows, normed)))
+        mixed = self.attended(layer, rows, self.queries(layer, rows, normed))
+        return self.model.attention_out(layer, mixed)
 
     @spanned(Op.ATTENTION)
     def attended(
@@ -248,6 +254,14 @@ class Forward:
     def keys(self, layer: int) -> Float[Tensor, "batch kv_heads length head_dim"]:
         """All keys that the layer's store holds; a view."""
         return self.store.view(Feature.KEY, layer)
+
+
+@spanned(Op.RESIDUAL)
+def add_branch(
+    hidden: Float[Tensor, "batch rows width"], part: slice, branch: Float[Tensor, "batch part width"]
+) -> None:
+    """Add a branch of the rows in `part` to the residual stream, in place."""
+    hidden[:, part].add_(branch)
 
 
 # A pass, and the stack of layers that it goes through.

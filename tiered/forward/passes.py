@@ -10,9 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tiered.core.features import Feature
-from tiered.core.ops import Op
 from tiered.core.rows import Rows
-from tiered.core.spans import spanned
 from tiered.forward.parts import Border, Part
 
 _NOT_YET = torch.empty(0, 0, 0)
@@ -81,14 +79,6 @@ RowsProbe = Callable[[Rows, int], None]
 BranchKeeper = Callable[[Feature, slice, Tensor], None]
 # Called with how many rows' work in a layer was done, of all sequences together.
 Between = Callable[[float], None]
-
-
-@spanned(Op.RESIDUAL)
-def add_branch(
-    hidden: Float[Tensor, "batch rows width"], part: slice, branch: Float[Tensor, "batch part width"]
-) -> None:
-    """Add a branch of the rows in `part` to the residual stream, in place."""
-    hidden[:, part].add_(branch)
 
 
 @runtime_checkable

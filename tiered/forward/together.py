@@ -15,8 +15,8 @@ from torch import Tensor
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span
-from tiered.forward.forward import Asked, Forward
-from tiered.forward.passes import Pass, add_branch
+from tiered.forward.forward import Asked, Forward, add_branch
+from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
 from tiered.models.base import head
 from tiered.models.projection import FEW_ROWS

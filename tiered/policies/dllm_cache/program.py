@@ -17,8 +17,8 @@ from tiered.core.features import Feature
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import spanned
-from tiered.forward.forward import Forward
-from tiered.forward.passes import Pass, add_branch
+from tiered.forward.forward import Forward, add_branch
+from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
 
 # Below this distance between directions (cosine: 1 − 5e-7) a movement may be rounding alone. Rounding must not choose
@@ -124,7 +124,7 @@ class BranchStep:
         rows = self._farthest(forward, layer, answer, counts)
         parts = [rows[part] for part in forward.parts(rows.count, len(answer))]
         for part in parts:
-            forward.write_keys_values(layer, part, model.attention_norm(layer, self._taken(answer, part)))
+            forward.write_keys_values(layer, part, self._taken(answer, part))
         needed = slice(self._first_needed(forward, layer, pass_), head)
         forward.attend(layer, self._span[needed], prompt[:, needed])
         forward.mlp(layer, prompt[:, needed])

@@ -16,10 +16,12 @@ from tiered.clustering.cluster_index import ClusterIndex
 from tiered.clustering.faiss_backend import Backend
 from tiered.core.features import ColumnState, Tier
 from tiered.core.ops import Op
-from tiered.core.spans import spanned
+from tiered.core.spans import span, spanned
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
+from tiered.policies.base import Step
+from tiered.policies.polestar.fetching import Fetching
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
 from tiered.policies.polestar.update_log import GroupUpdate
@@ -43,8 +45,8 @@ class HiddenCache:
         measures_moves: whether the move of a centroid counts as drift (`Polestar.measures_moves`).
         states: by leader; empty before the first refresh, and if there is nothing outside the block.
         ranking: drift of every cluster at the last update, by leader and sequence.
+        fetching: fetches stored rows for updates, from the first refresh on.
         copies: canvases of each sequence; 2 with guidance.
-        stored: where rows are stored; None before the first refresh.
         log: what updates did.
         updated_in, fetched: number of the last forward that updated, and the columns of stored rows that it used.
     """
@@ -53,25 +55,26 @@ class HiddenCache:
     top_m: int
     group: int
     backend: Backend
-    measures_moves: bool = False
+    measures_moves: bool
     states: dict[int, LayerState] = field(default_factory=dict)
     ranking: dict[int, list[list[float]]] = field(default_factory=dict)
+    fetching: Fetching = field(init=False)
     copies: int = 1
-    stored: StoredRows | None = None
     log: list[GroupUpdate] = field(default_factory=list)
     updated_in: int = -1
-    fetched: Bool[np.ndarray, "sequences length"] = field(default_factory=lambda: np.zeros((0, 0), dtype=bool))
+    fetched: Bool[np.ndarray, "sequences length"] = field(init=False)
 
     def begin(self, stored: StoredRows | None, copies: int) -> None:
         """Forget everything: a refresh begins."""
         self.states.clear()
         self.ranking.clear()
-        self.stored, self.copies = stored, copies
+        assert stored is not None, "the runtime opens tiers for a policy that keeps hidden states"
+        self.fetching, self.copies = Fetching(stored), copies
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences of the canvas alone (ascending)."""
         for state in self.states.values():
-            batch = state.batch // self.copies
+            batch = len(state.members) // self.copies
             kept = [copy * batch + number for copy in range(self.copies) for number in sequences]
             state.keep(kept)
             if state.layer in self.ranking:
@@ -85,20 +88,29 @@ class HiddenCache:
         """Layers in the group of `leader`, in a model of `layers`. The model's last layer is in no group."""
         return min(self.group, layers - 1 - leader) if leader else 1
 
+    def most_drifted(
+        self, drift: Sequence[float], members: Members, recomputed: Bool[np.ndarray, " length"]
+    ) -> list[int]:
+        """`top_m` clusters of a sequence, the most drifted first. If the moves of centroids do not count as drift,
+        clusters that the layer below has renewed by half or more come before the others: their inputs have moved."""
+        below = () if self.measures_moves else members.mostly(recomputed)
+        ranked = sorted(range(len(drift)), key=lambda cluster: (cluster not in below, -drift[cluster]))
+        return ranked[: self.top_m]
+
     @spanned(Op.CLUSTERING)
     def cluster(
         self, hidden: Float[Tensor, "batch length width"], areas: tuple[Span, Span], pads: Sequence[int]
     ) -> list[ClusterIndex]:
         """Clusters of the rows that enter a group. `pads`: columns of padding in front of each sequence."""
-        length = hidden.shape[1]
-        (_, end), (suffix, last) = areas
-        padding = on_device(pads, hidden.device)[:, None]
-        valid = torch.arange(length, device=hidden.device)[None] >= padding if any(pads) else None
+        (first, end), (suffix, last) = areas
+        wanted, valid = self.clusters, None
+        if any(pads):
+            columns = torch.arange(hidden.shape[1], device=hidden.device)
+            valid = columns >= on_device(pads, hidden.device)[:, None]
         # A sequence that is too short for all clusters gets one for each of its rows.
-        groups: dict[int | str, list[int]] = defaultdict(list)
+        groups: dict[int | Literal["auto"], list[int]] = defaultdict(list)
         for number, pad in enumerate(pads):
-            prefix, behind = max(0, end - max(areas[0][0], pad)), last - suffix
-            wanted = self.clusters
+            prefix, behind = max(0, end - max(first, pad)), last - suffix
             fitting = wanted if wanted == "auto" else min(max(wanted, (prefix > 0) + (behind > 0)), prefix + behind)
             groups[fitting].append(number)
         found: dict[int, ClusterIndex] = {}
@@ -107,7 +119,7 @@ class HiddenCache:
             indices = cluster_areas(
                 hidden[part],
                 areas,
-                count,  # pyright: ignore[reportArgumentType]
+                count,
                 valid=None if valid is None else valid[part],
                 iterations=KMEANS_ITERATIONS,
                 seed=KMEANS_SEED,
@@ -118,24 +130,17 @@ class HiddenCache:
             found.update(zip(numbers, indices, strict=True))
         return [found[number] for number in range(len(pads))]
 
-    @property
-    def open(self) -> StoredRows:
-        """Where rows are stored."""
-        assert self.stored is not None, "the runtime opens tiers for a policy that keeps hidden states"
-        return self.stored
-
     def column_states(self, forward: int, length: int) -> Int8[np.ndarray, "batch length"]:
         """The `ColumnState` of columns after `forward`, of the canvases that see their prompts: `STORED` and `FETCHED`.
         The host reads nothing from the device."""
-        sequences = next((state.batch for state in self.states.values()), 0)
+        sequences = next((len(state.members) for state in self.states.values()), 0)
         places = np.zeros((sequences, length), dtype=np.int8)
-        if self.stored is not None and self.stored.tier is not Tier.DEVICE:
-            for state in self.states.values():
-                if state.regions is not None:
-                    for row, members in zip(places, state.members, strict=True):
-                        row[members.cluster_of >= 0] |= ColumnState.STORED
-            if forward == self.updated_in:
-                places[self.fetched] |= ColumnState.FETCHED
+        for state in self.states.values():
+            if state.stored is not None and state.stored.tier is not Tier.DEVICE:
+                for row, members in zip(places, state.members, strict=True):
+                    row[members.cluster_of >= 0] |= ColumnState.STORED
+                if forward == self.updated_in:
+                    places[self.fetched] |= ColumnState.FETCHED
         return places[: sequences // self.copies]
 
 
@@ -143,10 +148,12 @@ class Refresh:
     """Layer program of a refresh: stores the rows that enter every group of layers as clusters, and begins their drift.
     Rows are encoded before the layer runs, and copied while it and the next layers do."""
 
-    def __init__(self, cache: HiddenCache, areas: tuple[Span, Span], current: Span, pads: Sequence[int]) -> None:
-        """`areas`: columns before and behind the `current` block. Under a noise mask the columns before it make no
-        clusters, because they see nothing that will change. `pads`: columns of padding in front of each sequence."""
-        self._cache, self._areas, self._current, self._pads = cache, areas, current, pads
+    def __init__(self, cache: HiddenCache, step: Step, window: tuple[int, int] | None) -> None:
+        """`window`: blocks before the current one and behind it that make clusters; None for all."""
+        first, stop, length = step.first_row, step.stop, step.canvas.length
+        before, behind = (length, length) if window is None else (blocks * (stop - step.start) for blocks in window)
+        self._areas = (max(0, first - before), first), (stop, min(length, stop + behind))
+        self._cache, self._current, self._pads = cache, (first, stop), step.canvas.pads.tolist()
 
     def __call__(self, forward: Forward, layer: int, pass_: Pass) -> Pass:
         cache = self._cache
@@ -154,25 +161,20 @@ class Refresh:
             copies = len(pass_.hidden) // len(self._pads)
             cache.begin(forward.stored, copies)
             self._pads = [*self._pads] * copies
-            if forward.model.shape.sight == "noise":
+            if forward.model.shape.sight == "noise":  # columns before the block see nothing that will change
                 (_, end), behind = self._areas
                 self._areas = (end, end), behind
-        if layer == forward.model.shape.layers - 1 or not cache.leads(layer):
-            return forward.dense(layer, pass_)
-        indices = cache.cluster(pass_.hidden, self._areas, self._pads)
+        leads = layer < forward.model.shape.layers - 1 and cache.leads(layer)
+        indices = cache.cluster(pass_.hidden, self._areas, self._pads) if leads else []
         if not any(index.clusters for index in indices):
             return forward.dense(layer, pass_)
-        members = _members(indices, pass_.hidden.shape[1])
-        if layer:
+        with span(Op.CLUSTERING):  # reads from the device once a sequence
+            members = [Members.of(index.rows.tolist(), index.sizes, forward.length) for index in indices]
+        stored = forward.stored if layer else None
+        if stored is not None:
             for region, (rows, index, own) in enumerate(zip(pass_.hidden, indices, members, strict=True)):
                 everything = [own.stored(region, cluster) for cluster in range(index.clusters)]
-                cache.open.store(layer, everything, rows[index.rows], index.centroids)
+                stored.store(layer, everything, rows[index.rows], index.centroids)
         pass_ = forward.dense(layer, pass_)
-        cache.states[layer] = LayerState.of(forward, layer, self._current, indices, members, stored=layer > 0)
+        cache.states[layer] = LayerState.of(forward, layer, self._current, indices, members, stored)
         return pass_
-
-
-@spanned(Op.CLUSTERING)
-def _members(indices: Sequence[ClusterIndex], length: int) -> list[Members]:
-    """The same clusters on the host. Reads from the device once a sequence."""
-    return [Members.of(index.rows.tolist(), index.sizes, length) for index in indices]

@@ -60,14 +60,6 @@ class LayerKeys:
         index = rows.index[:, None, :, None]
         return self.keys.gather(2, index.expand(-1, self.keys.shape[1], -1, self.keys.shape[3]))
 
-    def hidden(self, rows: Rows) -> Bool[Tensor, "batch rows"] | None:
-        """True at filler of `rows`, and at columns that no query may attend to; None for no such row."""
-        there = rows.valid
-        if self.key_mask is not None:
-            seen = rows.columns(self.key_mask)
-            there = seen if there is None else there & seen
-        return None if there is None else ~there
-
 
 @dataclass(frozen=True, slots=True)
 class DriftReference:
@@ -96,7 +88,6 @@ class DriftReference:
         rows: Rows,
         then: Float[Tensor, "batch kv_heads rows head_dim"],
         block: slice,
-        *,
         updating: Bool[Tensor, " batch"] | None = None,
         last_queries: Float[Tensor, "batch heads clusters head_dim"] | None = None,
     ) -> tuple[Float32[Tensor, "batch clusters"], "DriftReference"]:
@@ -121,10 +112,12 @@ class DriftReference:
             both = attention_scores(queries, torch.cat([then, now], dim=2), cap).split(rows.count, dim=3)
         else:
             both = attention_scores(last_queries, then, cap), attention_scores(queries, now, cap)
-        hidden = keys.hidden(rows)
-        if hidden is not None:
+        if keys.key_mask is not None:
+            rows = rows.only(rows.columns(keys.key_mask))
+        if rows.valid is not None:
+            hidden = ~rows.valid[:, None, None]
             for scores in both:  # no number that is finite: the least less itself is 0, and its probability is 0
-                scores.masked_fill_(hidden[:, None, None], torch.finfo(scores.dtype).min)
+                scores.masked_fill_(hidden, torch.finfo(scores.dtype).min)
         fall = _expected_fall(sums, *both)
         if last_queries is not None and keys.sink_keys is not None:
             of_sinks = (sink_scores(each, keys.sink_keys, cap) for each in (last_queries, queries))

@@ -1,38 +1,50 @@
-"""The fetches of one update: what is sent for ahead, and how many clusters came which way."""
+"""The fetches of updates: what is sent for ahead, and how many clusters came which way."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from jaxtyping import Bool
 
 from tiered.policies.polestar.layer_state import LayerState
 from tiered.policies.polestar.members import Cluster
 from tiered.tiers.stored_rows import StoredRows
 
+Clusters = Sequence[Sequence[int]]  # of every sequence
+Recomputed = Bool[np.ndarray, "batch length"]
+
 
 class Fetching:
-    """Sends clusters to the device before they are read. Counts them as `GroupUpdate` has it."""
+    """Sends clusters to the device before they are read, unless all of their columns are `recomputed`. Counts them as
+    `GroupUpdate` has it."""
 
     def __init__(self, stored: StoredRows) -> None:
         self._stored, self._fetched = stored, stored.fetched_bytes
-        self._guessed: Sequence[Cluster] = ()
+        self._guessed: list[Cluster] = []
         self._counts: Counter[str] = Counter()
 
-    def guess(self, state: LayerState, clusters: Sequence[Cluster]) -> None:
-        """Send the clusters that the next `ask` will probably want."""
-        self._guessed = clusters
-        self._stored.send(state.layer, state.stored(clusters))
+    def guess(self, state: LayerState, clusters: Clusters, recomputed: Recomputed) -> list[Cluster]:
+        """Send the clusters that the next `ask` will probably want, and return those that were sent."""
+        self._guessed = self._sent(state, clusters, recomputed)
+        return self._guessed
 
-    def ask(self, state: LayerState, clusters: list[Cluster]) -> list[Cluster]:
-        """Send `clusters` and return them. Wrong guesses are given up."""
-        right = sum(cluster in clusters for cluster in self._guessed)
-        wrong, self._guessed = len(self._guessed) - right, ()
-        self._counts.update(ahead=right, on_demand=len(clusters) - right, in_vain=wrong)
+    def ask(self, state: LayerState, clusters: Clusters, recomputed: Recomputed) -> list[Cluster]:
+        """Send `clusters`, and return those that were sent. Wrong guesses are given up."""
         self._stored.recall()
-        return self._sent(state, clusters)
+        sent = self._sent(state, clusters, recomputed)
+        right = sum(cluster in sent for cluster in self._guessed)
+        wrong, self._guessed = len(self._guessed) - right, []
+        self._counts.update(ahead=right, on_demand=len(sent) - right, in_vain=wrong)
+        return sent
 
-    def refetch(self, state: LayerState, clusters: list[Cluster]) -> list[Cluster]:
-        """Send clusters of which only some members were recomputed, and return them."""
-        self._counts["repairs"] += len(clusters)
-        return self._sent(state, clusters)
+    def refetch(
+        self, state: LayerState, clusters: Clusters, recomputed: Recomputed, asked: Collection[Cluster] = ()
+    ) -> list[Cluster]:
+        """Send clusters to be stored anew, unless they are in `asked`, and return those that were sent."""
+        others = [[one for one in own if (sequence, one) not in asked] for sequence, own in enumerate(clusters)]
+        sent = self._sent(state, others, recomputed)
+        self._counts["repairs"] += len(sent)
+        return sent
 
     def counts(self) -> Counter[str]:
         """The counts since the last call of `counts`."""
@@ -41,7 +53,10 @@ class Fetching:
         counts["fetched_bytes"] = self._fetched - earlier
         return counts
 
-    def _sent(self, state: LayerState, clusters: list[Cluster]) -> list[Cluster]:
-        if clusters:  # else the layer may store none
-            self._stored.send(state.layer, state.stored(clusters))
-        return clusters
+    def _sent(self, state: LayerState, clusters: Clusters, recomputed: Recomputed) -> list[Cluster]:
+        if state.stored is None:
+            return []
+        every = ((sequence, cluster) for sequence, own in enumerate(clusters) for cluster in own)
+        sent = [one for one in every if not state.members[one[0]].covered(one[1], recomputed[one[0]])]
+        self._stored.send(state.layer, state.places(sent))
+        return sent

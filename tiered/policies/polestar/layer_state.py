@@ -23,8 +23,8 @@ from tiered.tiers.record_bytes import StoredCluster
 from tiered.tiers.stored_rows import StoredRows
 
 Span = tuple[int, int]
-# Clusters of each sequence that move, which of them are filler (False), and their new centroids.
-Moved = tuple[Int[Tensor, "batch moved"], Bool[Tensor, "batch moved"], Float[Tensor, "batch moved width"]]
+# Clusters of each sequence that move, which of them are filler (False; None for no filler), and their new centroids.
+Moved = tuple[Int[Tensor, "batch moved"], Bool[Tensor, "batch moved"] | None, Float[Tensor, "batch moved width"]]
 
 
 @dataclass(slots=True)
@@ -34,17 +34,19 @@ class LayerState:
     Attributes:
         current: columns of the current block. Their keys change with every step, and that is what makes drift.
         members: the columns of each cluster, by sequence.
-        regions: region of `StoredRows` that has the members' rows, by sequence; None for a layer that stores none.
+        stored: has the members' rows; None for a layer that stores none.
+        regions: their region of `stored`, by sequence.
         medoids: canvas column of every cluster.
         present: False at filler.
-        queries: queries of the centroids, rotated at the positions of the medoids.
+        queries: queries of the centroids, rotated at the positions of the medoids, because cached keys are rotated.
         reference: attention of the centroids at the last update of each sequence.
     """
 
     layer: int
     current: Span
     members: list[Members]
-    regions: list[int] | None
+    stored: StoredRows | None
+    regions: list[int]
     medoids: Int[Tensor, "batch clusters"]
     present: Bool[Tensor, "batch clusters"]
     queries: Float[Tensor, "batch heads clusters head_dim"]
@@ -58,219 +60,178 @@ class LayerState:
         current: Span,
         indices: Sequence[ClusterIndex],
         members: list[Members],
-        *,
-        stored: bool,
+        stored: StoredRows | None,
     ) -> "LayerState":
-        """The state after the keys of every row of the layer were written. `stored`: whether the rows are stored."""
+        """The state after the keys of every row of the layer were written."""
         most = max(index.clusters for index in indices)
         medoids = torch.stack([_padded(index.medoids, most) for index in indices])
         centroids = torch.stack([_padded(index.centroids, most) for index in indices])
         present = torch.stack([_padded(torch.ones_like(index.medoids), most) for index in indices]).bool()
-        queries = centroid_queries(forward, layer, centroids, medoids)
+        queries = forward.queries(layer, Rows.at(medoids), forward.model.attention_norm(layer, centroids))
         with span(Op.DRIFT):
             reference = DriftReference.of(queries, LayerKeys.of(forward, layer), forward.rows[slice(*current)])
-        regions = [*range(len(members))] if stored else None
-        return cls(layer, current, members, regions, medoids, present, queries, reference)
-
-    @property
-    def batch(self) -> int:
-        return len(self.members)
+        return cls(layer, current, members, stored, [*range(len(members))], medoids, present, queries, reference)
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending)."""
         self.members = [self.members[number] for number in sequences]
-        if self.regions is not None:
-            self.regions = [self.regions[number] for number in sequences]
+        self.regions = [self.regions[number] for number in sequences]
         self.medoids, self.present = self.medoids[sequences], self.present[sequences]
         self.queries, self.reference = self.queries[sequences], self.reference.of_sequences(sequences)
 
-    def stored(self, clusters: Iterable[Cluster]) -> list[StoredCluster]:
+    def places(self, clusters: Iterable[Cluster]) -> list[StoredCluster]:
         """Where the rows of `clusters` are stored."""
-        assert self.regions is not None, "the layer stores rows"
         return [self.members[sequence].stored(self.regions[sequence], cluster) for sequence, cluster in clusters]
 
-    def recenter(self, forward: Forward, moved: Moved) -> None:
-        """Give clusters new centroids, hence new queries. Their drift is measured from here."""
-        queries, (clusters, valid, _) = self.move(forward, moved), moved
-        with span(Op.DRIFT):
-            self.reference.recenter(queries, LayerKeys.of(forward, self.layer), clusters, valid)
-
-    def move(self, forward: Forward, moved: Moved) -> Float[Tensor, "batch heads moved head_dim"]:
-        """Give clusters new centroids, and return their queries. The reference stays that of the old centroids."""
+    def recenter(self, forward: Forward, moved: Moved, *, counts: bool = False) -> None:
+        """Give clusters new centroids, hence new queries. Their drift is measured from here; if the move `counts` as
+        drift, the reference stays that of the old centroids."""
         clusters, valid, centroids = moved
-        queries = centroid_queries(forward, self.layer, centroids, self.medoids.gather(1, clusters))
-        self.queries = self.queries.clone()
+        normed = forward.model.attention_norm(self.layer, centroids)
+        queries = forward.queries(self.layer, Rows.at(self.medoids.gather(1, clusters)), normed)
+        self.queries = self.queries.clone()  # others may still need the old ones
         Rows.at(clusters, valid).put(self.queries, queries)
-        return queries
+        if not counts:
+            with span(Op.DRIFT):
+                self.reference.recenter(queries, LayerKeys.of(forward, self.layer), clusters, valid)
 
     def retire(self, columns: Span) -> None:
         """Let `columns` leave their clusters; their rows are still stored."""
         self.members = [members.without(*columns) for members in self.members]
 
-    def append(
-        self, forward: Forward, columns: Span, hidden: Float[Tensor, "batch rows width"]
-    ) -> Float[Tensor, "batch 1 width"]:
-        """Give every sequence one more cluster: `columns`, whose rows are `hidden`. Stores nothing. Returns the
-        centroids of the new clusters."""
-        batch, count = hidden.shape[:2]
-        everything = torch.zeros(batch, count, dtype=torch.int64, device=hidden.device)
-        means, nearest = means_and_medoids(hidden, everything, 1)
-        centroids, medoids = means.to(hidden.dtype), nearest + columns[0]
+    @spanned(Op.DRIFT)
+    def measure(
+        self,
+        forward: Forward,
+        pass_: Pass,
+        current: Span,
+        active: int,
+        updating: Bool[Tensor, " batch"] | None,
+        last_queries: Float[Tensor, "batch heads clusters head_dim"] | None,
+    ) -> list[list[float]]:
+        """Write keys and values of all rows of a pass, and measure how the attention of the centroids has drifted. The
+        next drift of sequences that update is measured from here. Reads once from the device.
+
+        Args:
+            pass_: rows of the layer, which begin with the columns that the state tracks.
+            current: columns of the current block, the last of the active ones.
+            active: number of active rows in `pass_`, the first ones.
+            updating: False at sequences whose reference stays; None for none.
+            last_queries: of the centroids before moves that count as drift; None if there was no such move.
+
+        Returns:
+            KL of every cluster, by sequence; without meaning in one that does not update. KL below rounding is 0.
+        """
+        reference = self.reference
+        if last_queries is None:
+            rows, block = pass_.rows, slice(active - (current[1] - current[0]), active)
+            others = rows[reference.block.shape[2] :]
+            then = torch.cat([reference.block, LayerKeys.of(forward, self.layer).at(others)], dim=2)
+        else:
+            rows, block = forward.rows, slice(*current)
+            then = forward.keys(self.layer).clone()
+            then[:, :, slice(*self.current)] = reference.block
+        forward.write(self.layer, pass_.rows, pass_.hidden)
+        # Every sequence updates at the start of a block. Later the columns are the same, and other references stay.
+        keys, queries = LayerKeys.of(forward, self.layer), self.queries
+        drift, self.reference = reference.measured(queries, keys, rows, then, block, updating, last_queries)
+        drift = torch.nn.functional.threshold(drift, rounding(then.dtype), 0.0)
+        return [row[: len(members.sizes)] for row, members in zip(drift.tolist(), self.members, strict=True)]
+
+    @spanned(Op.GATHER)
+    def gather_rows(
+        self,
+        forward: Forward,
+        known: Sequence[Float[Tensor, "batch _ width"]],
+        layout: RowLayout,
+        fetched: Sequence[Cluster],
+        out: Float[Tensor, "batch rows width"],
+    ) -> Rows:
+        """Write the layer's input at the clusters of `layout` to `out`, and return all of its rows. They come from
+        `known`, or, of the clusters `fetched`, from what is stored. All other rows, filler too, become 0."""
+        columns, blank, *numbers = _on_device(out.device, layout.columns, layout.blank, *layout.numbers)
+        filled = (layout.columns < 0).any()
+        gathered = Rows.at(columns.clamp_min(0), columns >= 0) if filled else Rows.at(columns)
+        if self.stored is None:
+            out[:, layout.before :] = forward.model.embed(gathered[layout.before :].columns(forward.ids))
+            return gathered
+        flat = out.view(-1, out.shape[2])
+        if len(blank):
+            flat.index_fill_(0, blank, 0)
+        self.stored.read(self.layer, self.places(fetched), flat, [layout.rows[cluster] for cluster in fetched])
+        for rows, to, source in zip(known, numbers[::2], numbers[1::2], strict=True):
+            if len(to):
+                flat.index_copy_(0, to, rows.flatten(0, 1).index_select(0, source))
+        return gathered
+
+    @spanned(Op.PATCH)
+    def patch(
+        self,
+        forward: Forward,
+        known: Sequence[Float[Tensor, "batch _ width"]],
+        columns: Sequence[Columns],
+        affected: Sequence[Sequence[int]],
+        refetched: Sequence[Cluster],
+    ) -> Moved | None:
+        """Store the `affected` clusters as they are now.
+
+        A centroid moves by Σ(new − old) / count: to the mean of the rows as they are now, which needs no old ones.
+
+        Args:
+            known: rows of the layer's input.
+            columns: canvas columns of `known`; −1 at rows that do not count.
+            refetched: the clusters whose rows are not all known.
+
+        Returns:
+            What `recenter` takes; None for no affected cluster.
+        """
+        most = max(map(len, affected))
+        if not most or self.stored is None:
+            return None
+        layout = RowLayout.of(self.members, affected, columns)
+        batch, rows = layout.columns.shape
+        values = known[0].new_empty(batch, rows, known[0].shape[2])
+        self.gather_rows(forward, known, layout, refetched, values)
+        # Rows that do not count go to one more cluster.
+        own = np.where(layout.cluster < 0, most, layout.cluster)
+        counts = np.stack([np.bincount(row, minlength=most + 1)[:most] for row in own])
+        moved = np.array([[*clusters, *[-1] * (most - len(clusters))] for clusters in affected])
+        of_row, clusters, members = _on_device(values.device, own, moved, counts.clip(1))
+        sums = torch.zeros(batch, most + 1, values.shape[2], device=values.device)
+        for b in range(batch):  # float32 copies of one sequence at a time
+            add_by_cluster(sums[b : b + 1], values[b : b + 1].float(), of_row[b : b + 1])
+        centroids = (sums[:, :most] / members[..., None]).to(values.dtype)
+        for b, chosen in enumerate(affected):
+            if chosen:
+                count = sum(self.members[b].sizes[cluster] for cluster in chosen)
+                own = self.places((b, cluster) for cluster in chosen)
+                self.stored.store(self.layer, own, values[b, :count], centroids[b, : len(chosen)])
+        return clusters.clamp_min(0), clusters >= 0, centroids
+
+    @spanned(Op.PATCH)
+    def append(self, forward: Forward, current: Span, hidden: Float[Tensor, "batch rows width"]) -> None:
+        """Give every sequence one more cluster: the block that is finished as `current` begins, the first rows of
+        `hidden`."""
+        # The row that predicts this block's first token was one of the finished block's too; it belongs to this one.
+        first, stop = self.current[0], min(self.current[1], current[0])
+        hidden = hidden[:, : stop - first]
+        means, nearest = means_and_medoids(hidden, hidden.new_zeros(hidden.shape[:2], dtype=torch.int64), 1)
+        centroids, medoids = means.to(hidden.dtype), nearest + first
         # The new cluster's number is the next one of its own sequence. All sequences get a column of filler for it.
         number, filler = self.present.sum(1, keepdim=True), torch.zeros_like(medoids)
         self.medoids = torch.cat([self.medoids, filler], dim=1).scatter_(1, number, medoids)
         self.present = torch.cat([self.present, filler.bool()], dim=1).scatter_(1, number, True)
         self.queries = torch.cat([self.queries, self.queries[:, :, :1]], dim=2)
         self.reference = self.reference.append()
-        self.recenter(forward, (number, torch.ones_like(number, dtype=torch.bool), centroids))
-        self.members = [members.appended(*columns) for members in self.members]
-        return centroids
-
-
-def centroid_queries(
-    forward: Forward,
-    layer: int,
-    centroids: Float[Tensor, "batch clusters width"],
-    medoids: Int[Tensor, "batch clusters"],
-) -> Float[Tensor, "batch heads clusters head_dim"]:
-    """Queries of centroids, rotated at the positions of the medoids, because cached keys are rotated."""
-    return forward.queries(layer, Rows.at(medoids), forward.model.attention_norm(layer, centroids))
+        self.recenter(forward, (number, None, centroids))
+        self.members = [members.appended(first, stop) for members in self.members]
+        if self.stored is not None:
+            for b, members in enumerate(self.members):
+                self.stored.store(self.layer, self.places([(b, len(members.sizes) - 1)]), hidden[b], centroids[b])
 
 
 def _padded(part: Tensor, count: int) -> Tensor:
     return torch.cat([part, part.new_zeros(count - len(part), *part.shape[1:])])
-
-
-@spanned(Op.DRIFT)
-def write_and_measure(
-    forward: Forward,
-    state: LayerState,
-    pass_: Pass,
-    current: Span,
-    active: int,
-    updating: Bool[Tensor, " batch"] | None,
-    moved: Moved | None = None,
-) -> list[list[float]]:
-    """Write keys and values of all rows of a pass, and measure how the attention of the centroids has drifted. The next
-    drift of sequences that update is measured from here. Reads once from the device.
-
-    Args:
-        pass_: rows of the layer, which begin with the columns that `state` tracks.
-        current: columns of the current block, the last of the active ones.
-        active: number of active rows in `pass_`, the first ones.
-        updating: False at sequences whose reference stays; None for none.
-        moved: centroids that move now, so that their move counts as drift; None if no centroid does.
-
-    Returns:
-        KL of every cluster, by sequence; without meaning in a sequence that does not update. KL below rounding is 0.
-    """
-    layer, reference, last_queries = state.layer, state.reference, None
-    if moved is None:
-        rows, block = pass_.rows, slice(active - (current[1] - current[0]), active)
-        others = rows[reference.block.shape[2] :]
-        then = torch.cat([reference.block, LayerKeys.of(forward, layer).at(others)], dim=2)
-    else:
-        rows, block = forward.rows, slice(*current)
-        then = forward.keys(layer).clone()
-        then[:, :, slice(*state.current)] = reference.block
-    forward.write(layer, pass_.rows, pass_.hidden)
-    if moved is not None:
-        last_queries = state.queries
-        state.move(forward, moved)
-    # Every sequence updates at the start of a block. Later the columns are the same, and other references stay.
-    drift, state.reference = reference.measured(
-        state.queries, LayerKeys.of(forward, layer), rows, then, block, updating=updating, last_queries=last_queries
-    )
-    drift = torch.nn.functional.threshold(drift, rounding(then.dtype), 0.0)
-    state.current = current
-    return [row[: len(members.sizes)] for row, members in zip(drift.tolist(), state.members, strict=True)]
-
-
-@spanned(Op.GATHER)
-def gather_rows(
-    forward: Forward,
-    state: LayerState,
-    known: Sequence[Float[Tensor, "batch _ width"]],
-    layout: RowLayout,
-    stored: StoredRows,
-    fetched: Sequence[Cluster],
-    out: Float[Tensor, "batch rows width"],
-) -> Rows:
-    """Write the layer's input at the clusters of `layout` to `out`, and return all of its rows. They come from `known`,
-    or, of the clusters `fetched`, from what is stored. All other rows, filler too, become 0."""
-    flat = out.view(-1, out.shape[2])
-    columns, blank, *numbers = _on_device(out.device, layout.columns, layout.blank, *layout.to, *layout.source)
-    gathered = Rows.at(columns)
-    if (layout.columns < 0).any():
-        gathered = Rows.at(columns.clamp_min(0), columns >= 0)
-    if state.regions is None:
-        out[:, layout.before :] = forward.model.embed(gathered[layout.before :].columns(forward.ids))
-        return gathered
-    if len(blank):
-        flat.index_fill_(0, blank, 0)
-    stored.read(state.layer, state.stored(fetched), flat, [layout.rows[cluster] for cluster in fetched])
-    for rows, to, source in zip(known, numbers[: len(known)], numbers[len(known) :], strict=True):
-        if len(to):
-            flat.index_copy_(0, to, rows.flatten(0, 1).index_select(0, source))
-    return gathered
-
-
-@spanned(Op.PATCH)
-def patch(
-    forward: Forward,
-    stored: StoredRows,
-    state: LayerState,
-    known: Sequence[Float[Tensor, "batch _ width"]],
-    columns: Sequence[Columns],
-    affected: Sequence[Sequence[int]],
-    refetched: Sequence[Cluster],
-) -> Moved | None:
-    """Store the `affected` clusters as they are now.
-
-    A centroid moves by Σ(new − old) / count: to the mean of the rows as they are now, which needs no old ones.
-
-    Args:
-        known: rows of the layer's input.
-        columns: canvas columns of `known`; −1 at rows that do not count.
-        refetched: the clusters whose rows are not all known.
-
-    Returns:
-        The arguments of `LayerState.recenter`; None for no affected cluster.
-    """
-    most = max(map(len, affected))
-    if not most or state.regions is None:
-        return None
-    layout = RowLayout.of(state.members, affected, columns)
-    batch, rows = layout.columns.shape
-    values = known[0].new_empty(batch, rows, known[0].shape[2])
-    gather_rows(forward, state, known, layout, stored, refetched, values)
-    # Rows that do not count go to one more cluster.
-    own = np.where(layout.cluster < 0, most, layout.cluster)
-    moved, counts = np.full((batch, most), -1), np.ones((batch, most), dtype=np.int64)
-    for b, clusters in enumerate(affected):
-        moved[b, : len(clusters)] = clusters
-        counts[b, : len(clusters)] = np.bincount(own[b], minlength=most)[: len(clusters)]
-    of_row, clusters, members = _on_device(values.device, own, moved, counts.clip(1))
-    sums = torch.zeros(batch, most + 1, values.shape[2], device=values.device)
-    for b in range(batch):  # float32 copies of one sequence at a time
-        add_by_cluster(sums[b : b + 1], values[b : b + 1].float(), of_row[b : b + 1])
-    centroids = (sums[:, :most] / members[..., None]).to(values.dtype)
-    for b, chosen in enumerate(affected):
-        if chosen:
-            count = sum(state.members[b].sizes[cluster] for cluster in chosen)
-            own = state.stored((b, cluster) for cluster in chosen)
-            stored.store(state.layer, own, values[b, :count], centroids[b, : len(chosen)])
-    return clusters.clamp_min(0), clusters >= 0, centroids
-
-
-@spanned(Op.PATCH)
-def append(forward: Forward, stored: StoredRows, state: LayerState, pass_: Pass, finished: Span) -> None:
-    """Make a cluster of the block `finished`, the first rows of `pass_`."""
-    hidden = pass_.hidden[:, : finished[1] - finished[0]]
-    centroids = state.append(forward, finished, hidden)
-    if state.regions is not None:
-        for b, members in enumerate(state.members):
-            stored.store(state.layer, state.stored([(b, len(members.sizes) - 1)]), hidden[b], centroids[b])
 
 
 def _on_device(device: torch.device, *tables: Int[np.ndarray, "..."]) -> list[Tensor]:

@@ -58,11 +58,8 @@ class Members:
 
     def mostly(self, recomputed: Bool[np.ndarray, " length"]) -> list[int]:
         """Clusters with half or more of their members in `recomputed`, ascending."""
-        clustered = self.cluster_of >= 0
-        every, some = (
-            np.bincount(self.cluster_of[columns], minlength=len(self.sizes))
-            for columns in (clustered, clustered & recomputed)
-        )
+        own, clusters = self.cluster_of + 1, len(self.sizes)
+        every, some = (np.bincount(own, counts, clusters + 1)[1:] for counts in (None, recomputed))
         return np.flatnonzero((some > 0) & (2 * some >= every)).tolist()
 
     def without(self, first: int, stop: int) -> "Members":
@@ -88,7 +85,7 @@ class RowLayout:
         columns: canvas column of every row; −1 at filler, and at stored rows that have left their cluster.
         cluster: which of the sequence's listed clusters a row is of; −1 if its column is, and at the other rows.
         rows: numbers of the rows of each cluster.
-        to, source: for each tensor of known rows, the numbers of these rows here and in that tensor.
+        numbers: for each tensor of known rows, the numbers of these rows here, and then those in that tensor.
         blank: numbers of the rows behind `before` that have no column.
         before: other rows in front of the clusters' rows.
     """
@@ -96,31 +93,24 @@ class RowLayout:
     columns: Columns
     cluster: Columns
     rows: dict[Cluster, slice]
-    to: Sequence[Int[np.ndarray, " _"]]
-    source: Sequence[Int[np.ndarray, " _"]]
+    numbers: Sequence[Int[np.ndarray, " _"]]
     blank: Int[np.ndarray, " blank"]
     before: int
 
     @classmethod
     def of(
-        cls,
-        members: Sequence[Members],
-        clusters: Sequence[Sequence[int]],
-        known: Sequence[Columns],
-        others: Columns | None = None,
+        cls, members: Sequence[Members], clusters: Sequence[Sequence[int]], known: Sequence[Columns], before: int = 0
     ) -> "RowLayout":
         """Lay out `clusters[b]` of every sequence b, in this order.
 
         Args:
             known: canvas columns of each tensor of known rows; −1 at rows that do not count.
-            others: canvas columns of the rows in front; None for no such rows.
+            before: rows in front, the first ones of the first of these tensors.
         """
-        batch, before = len(members), 0 if others is None else others.shape[1]
         counts = [sum(one.sizes[cluster] for cluster in own) for one, own in zip(members, clusters, strict=True)]
-        wide = before + max(counts)
+        batch, wide = len(members), before + max(counts)
         columns = np.full((batch, wide), -1, dtype=np.int64)
-        if others is not None:
-            columns[:, :before] = others
+        columns[:, :before] = known[0][:, :before]
         cluster_of_row, rows = np.full_like(columns, -1), dict[Cluster, slice]()
         for b, (one, own) in enumerate(zip(members, clusters, strict=True)):
             start = before
@@ -130,19 +120,18 @@ class RowLayout:
                 columns[b, here], cluster_of_row[b, here] = np.where(live, stored, -1), np.where(live, number, -1)
                 rows[b, cluster] = slice(b * wide + here.start, b * wide + here.stop)
                 start = here.stop
-        own, numbers = columns[:, before:], np.arange(batch * wide).reshape(batch, wide)[:, before:]
-        to, source, missing = list[Int[np.ndarray, " _"]](), list[Int[np.ndarray, " _"]](), own >= 0
+        own, here = columns[:, before:], np.arange(batch * wide).reshape(batch, wide)[:, before:]
+        numbers, missing = list[Int[np.ndarray, " _"]](), own >= 0
         for there in known:
             # The number of every canvas column; the last entry is that of column −1.
             place = np.full((batch, len(members[0].cluster_of) + 1), -1, dtype=np.int64)
             np.put_along_axis(place, there, np.arange(there.size).reshape(there.shape), axis=1)
             place[:, -1] = -1
             found = np.take_along_axis(place, own, axis=1)
-            here = (found >= 0) & missing
-            to.append(numbers[here])
-            source.append(found[here])
-            missing &= ~here
-        return cls(columns, cluster_of_row, rows, to, source, numbers[own < 0], before)
+            known_here = (found >= 0) & missing
+            numbers += [here[known_here], found[known_here]]
+            missing &= ~known_here
+        return cls(columns, cluster_of_row, rows, numbers, here[own < 0], before)
 
 
 def by_column(columns: Columns, length: int) -> Bool[np.ndarray, "batch length"]:

@@ -146,21 +146,20 @@ class Drifting(PolicyState):
         number, self._forwards = self._forwards, self._forwards + 1
         if step.remasked or (not step.number and (not self._clustered or self._begins_with_refresh(step.block))):
             self._since = None
-            rows = step.over(0, step.canvas.length, StepKind.REFRESH)
-            return rows if self._cache is None else replace(rows, program=self._capture(self._cache, step))
+            program = None if self._cache is None else Refresh(self._cache, step, self.policy.window_blocks)
+            return replace(step.over(0, step.canvas.length, StepKind.REFRESH), program=program)
         # The block's rows, and the row in front of them if predictions are shifted.
-        block = (step.first_row, step.stop)
-        active, updating, kept = block, [True] * step.canvas.batch, True
+        first, updating, kept = step.first_row, [True] * step.canvas.batch, True
         if step.number:
             updating, kept = self._due(step)
         else:
-            active = (step.first_row - (step.stop - step.start), step.stop)
-        rows = step.over(*active, StepKind.STEP)
+            first -= step.stop - step.start
+        rows = step.over(first, step.stop, StepKind.STEP)
         if self._cache is None or not any(updating):
             return rows
         assert self._since is not None, "an update follows a refresh"
         self._since = self._since.masked_fill(on_device(updating, self._since.device), 0)
-        update = Update(self._cache, step.active, updating, active, block, number, kept=kept)
+        update = Update(self._cache, step, first, updating, number, kept)
         return replace(rows, kind=StepKind.UPDATE, program=update)
 
     def observe(self, step: Step, committed: Bool[Tensor, "batch block"]) -> None:
@@ -205,11 +204,3 @@ class Drifting(PolicyState):
         again = any(count - 1 > min(policy.update_threshold, cumulative) for count in left)
         goes_on = step.stop < canvas.length and not self._begins_with_refresh(step.block + 1)
         return [bool(one) for one in found], again or goes_on or step.rewrites
-
-    def _capture(self, cache: HiddenCache, step: Step) -> Refresh:
-        first, last, length = step.first_row, step.stop, step.canvas.length
-        before, behind = (length, length)
-        if self.policy.window_blocks is not None:
-            before, behind = ((step.stop - step.start) * blocks for blocks in self.policy.window_blocks)
-        areas = ((max(0, first - before), first), (last, min(length, last + behind)))
-        return Refresh(cache, areas, (first, last), step.canvas.pads.tolist())
