@@ -12,10 +12,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from measuring.provenance import provenance
+from training.tasks import Example, sample, score
+
 import tiered
 from tiered.core.byte_size import format_bytes
-from tiered.core.provenance import provenance
-from tiered.embedded.tasks import Example, sample, score
 
 # One token a forward, as the official samplers do it; and every token that is confident enough.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -35,6 +35,7 @@ from measuring.pages import fill_marks
 from measuring.point import Job, Row
 from measuring.process import WORKER
 from measuring.progress import PLAIN, reporting
+from measuring.provenance import ROOT, provenance
 from measuring.runner import STOPPED, Ended, run_group
 from measuring.study import points_of
 from rich.console import Console
@@ -42,7 +43,6 @@ from studies import gpu_day as study
 from studies.gpu_day import APART, PARTS
 
 from tiered.core.checks import unknown_name
-from tiered.core.provenance import ROOT, provenance
 from tiered.core.whole_file import write_then_rename
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -15,22 +15,20 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from training.tasks import TASKS, sample
+
 from tiered.core.checks import check_integer, unknown_name
 from tiered.core.whole_file import write_then_rename
-from tiered.embedded.tasks import TASKS, sample
 
 GROUP = "tiered_embedded"
 
 
 # The harness finds the functions of a task file beside it.
-METRIC = '''"""Exact match of an answer, as `tiered.embedded.tasks.score` takes it."""
-
-from tiered.embedded.tasks import Example, score
+METRIC = '''"""Exact match of an answer, with runs of white space taken as one space."""
 
 
 def process_results(doc, results):
-    example = Example(task=doc["task"], prompt=doc["prompt"], answer=doc["answer"])
-    return {"exact_match": float(score(example, results[0]))}
+    return {"exact_match": float(results[0].split() == doc["answer"].split())}
 '''
 
 
@@ -47,7 +45,7 @@ def write_tasks(
 
     Args:
         folder: made if it is missing.
-        tasks: names in `tiered.embedded.tasks.TASKS`.
+        tasks: names in `training.tasks.TASKS`.
         examples: number of examples of each task: `sample(task, "test", seed)` and the seeds behind it.
         seed: of the first example.
         size: size of every example, in the task's unit; None for sizes drawn within its bounds.

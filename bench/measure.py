@@ -30,12 +30,11 @@ from measuring.pages import fill_marks
 from measuring.point import Job, Point, words
 from measuring.process import WORKER
 from measuring.progress import PLAIN, Expected, Guess, duration, reporting
+from measuring.provenance import ROOT, provenance
 from measuring.runner import run_group
 from measuring.store import Store, locked, read_rows
 from measuring.study import names, parse_values, points_of, study_named
 from rich.console import Console
-
-from tiered.core.provenance import ROOT, provenance
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TIMEOUT = 3600.0

@@ -17,9 +17,9 @@ from pathlib import Path
 from charts import copies, drift, knobs, operations, pareto, regimes, throughput, timeline
 from charts.page import html, markdown
 from charts.picture import Picture, figure_of, read_source
+from measuring.provenance import command_line
 
 from tiered.core.extras import Extra
-from tiered.core.provenance import command_line
 from tiered.core.whole_file import write_then_rename
 
 with Extra("bench"):

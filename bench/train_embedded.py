@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring.provenance import provenance
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from training.export import export
@@ -27,7 +28,6 @@ from training.settings import Settings
 from training.trainer import Trainer
 
 import tiered
-from tiered.core.provenance import provenance
 from tiered.models.locate import read_config
 
 # Of glibc's mallopt: free memory kept at the top of the heap; allocations by mmap; heaps.

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 from measuring.worker import RefusedError
+from training import tasks
 from workloads.answers import measure, tasks_of
 from workloads.scoring import score_examples
 from workloads.variants import all_variants, noise_of
 
 import tiered
-from tiered.embedded import tasks
 from tiered.output import GenerationOutput
 from tiered.policies.registry import PRESETS, policies_for
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from training import tasks
 
 import tiered
-from tiered.embedded import tasks
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from block_models import SDAR, batch, prompt
 from torch import Tensor
+from training.tasks import sample, score
 from workloads.staleness import StalenessInspector
 from workloads.step_drift import StepDriftInspector
 
@@ -17,7 +18,6 @@ from tiered.core.errors import NonFiniteError
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.decoding.rules.drift_aware import DriftAware
-from tiered.embedded.tasks import sample, score
 from tiered.evaluation.likelihood import Likelihood
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass

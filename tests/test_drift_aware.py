@@ -12,6 +12,7 @@ from drift_rules import EAGER, drift_aware
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from training import tasks
 
 import tiered
 from tiered.core.features import Feature
@@ -20,7 +21,6 @@ from tiered.decoding.attention_shift import AttentionShift
 from tiered.decoding.generators import Generators
 from tiered.decoding.rules.base import Candidates, CommitRule, CommitState
 from tiered.decoding.rules.drift_aware import DriftAware
-from tiered.embedded import tasks
 from tiered.forward.attention_bytes import AttentionChunk
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass

@@ -33,10 +33,10 @@ from training.noise import TAIL_WEIGHT, Noised, mask, mask_in_blocks
 from training.optimizer import DECAY_SHARE, WARMUP_STEPS, Muon, optimizers, set_rate
 from training.settings import Settings
 from training.short_batches import ShortBatches
+from training.tasks import LONG_TASKS, TASKS, Example, split_of
 from training.trainer import Trainer
 
 import tiered
-from tiered.embedded.tasks import LONG_TASKS, TASKS, Example, split_of
 from tiered.models.locate import read_config
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime

@@ -18,12 +18,12 @@ from training.noise import BLOCK_LENGTHS, BLOCK_SHARE, BLOCK_START, TAIL_WEIGHT,
 from training.optimizer import optimizers
 from training.settings import Settings
 from training.short_batches import ShortBatches
+from training.tasks import TASKS, Example
 from training.tokenizer import vocabulary
 from training.trainer import Trainer
 
 import tiered
 from tiered.core.features import Feature
-from tiered.embedded.tasks import TASKS, Example
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass

@@ -12,11 +12,11 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
+from training.tasks import sample
 
 import tiered
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Tier
-from tiered.embedded.tasks import sample
 from tiered.evaluation import TieredLM
 from tiered.evaluation.requests import answer_text, request_options
 from tiered.runtime import Runtime

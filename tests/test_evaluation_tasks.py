@@ -13,10 +13,10 @@ import pytest
 from harness_tasks import METRIC, main, write_tasks
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
+from training.tasks import Example, sample, split_of
 from workloads.scoring import score_examples
 
 import tiered
-from tiered.embedded.tasks import Example, sample, split_of
 from tiered.evaluation import TieredLM
 from tiered.evaluation import __main__ as command
 from tiered.runtime import Runtime

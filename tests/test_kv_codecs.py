@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from training import tasks
 
 import tiered
 from tiered.core.budget import MemoryBudget
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Feature, Tier
 from tiered.decoding.observers import Inspector
-from tiered.embedded import tasks
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.row_code import RowCode
 from tiered.policies.registry import make_policy

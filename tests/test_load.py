@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 from measuring.study import points_of, study_named
+from training import tasks
 from workloads.subjects import local
 
 import tiered
-from tiered.embedded import tasks
 
 load = study_named("load")
 COMMON = {"device": "cpu", "threads": 1, "seed": 0}

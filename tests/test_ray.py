@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from training.tasks import TASKS, sample
 
 import tiered
-from tiered.embedded.tasks import TASKS, sample
 from tiered.ray import Answerer, answered, deployment
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 32, "confidence_threshold": 0.8}

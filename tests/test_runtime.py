@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from training import tasks
 
 import tiered
 from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
-from tiered.embedded import tasks
 from tiered.policies.registry import make_policy, policies_for
 from tiered.runtime import Runtime
 

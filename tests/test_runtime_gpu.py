@@ -21,13 +21,13 @@ from host_waits import host_waits
 from polestar_variants import variant
 from simulation import Delay, Point, SimulatedCuda, SimulatedThreads
 from torch import Tensor
+from training.tasks import sample, score
 
 import tiered
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Account, Feature, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.spans import Recorder, recording
-from tiered.embedded.tasks import sample, score
 from tiered.forward import stream_bytes
 from tiered.forward.forward import Forward
 from tiered.forward.sizes import CallShape

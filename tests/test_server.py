@@ -21,6 +21,7 @@ from harness_tasks import write_tasks
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from serving import Served, serving
+from training.tasks import sample
 from workloads.scoring import score_examples
 
 import tiered
@@ -28,7 +29,6 @@ from tiered.cli.main import main
 from tiered.core.budget import MemoryBudget
 from tiered.core.errors import TierCapacityError
 from tiered.core.features import Account, Tier
-from tiered.embedded.tasks import sample
 from tiered.runtime import Runtime
 from tiered.serving.metrics import registry_of
 from tiered.serving.openai_fields import Limits

@@ -10,13 +10,13 @@ import torch
 from canvas_figures import LENGTHS, Spy, left_padded
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
+from training import tasks
 from workloads import attention_mass
 from workloads.canvas_areas import COLUMNS, MASSES
 from workloads.step_drift import StepDriftInspector, measure_step_drift
 
 import tiered
 from tiered.core.features import Account, Feature
-from tiered.embedded import tasks
 from tiered.forward import forward_bytes
 from tiered.forward.feature_store import FeatureStore
 from tiered.forward.forward import Forward

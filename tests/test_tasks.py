@@ -7,9 +7,8 @@ from typing import get_args
 
 import pytest
 from training.curriculum import LIST_TASKS
+from training.tasks import LONG_TASKS, NAMES, TASKS, Example, Split, draw, sample, score, split_of
 from training.tokenizer import ASSISTANT, MASK, SPECIAL_TOKENS, USER, build_tokenizer, save_tokenizer, vocabulary
-
-from tiered.embedded.tasks import LONG_TASKS, NAMES, TASKS, Example, Split, draw, sample, score, split_of
 
 
 def test_splits_share_no_prompt():

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from measuring.study import points_of, study_named
 from measuring.worker import RefusedError
+from training import tasks
 from workloads.subjects import local
 
 import tiered
-from tiered.embedded import tasks
 
 throughput = study_named("throughput")
 COMMON = {"device": "cpu", "threads": 1, "seed": 0}

@@ -11,8 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from measuring.provenance import ROOT
+
 from gpu_parts.setting import Setting, checked
-from tiered.core.provenance import ROOT
 
 WORKERS = 4  # processes that share the device, so that a test that kills it takes few others along
 SECONDS = 145.0  # of the part's; the rest is for what it leaves behind

@@ -12,12 +12,11 @@ from typing import Any
 from measuring.statistics import merged
 from measuring.study import Axes
 from measuring.table import Row
+from training.tasks import LONG_TASKS, TASKS
 from workloads.answer_tables import by_task
 from workloads.answers import OF, TIMED, measure, tasks_of
 from workloads.models import paths, weights
 from workloads.variants import RULES, noise_of
-
-from tiered.embedded.tasks import LONG_TASKS, TASKS
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
 

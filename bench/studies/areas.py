@@ -14,6 +14,7 @@ from measuring.statistics import merged
 from measuring.study import Axes
 from measuring.table import Row
 from measuring.worker import refusing
+from training import tasks
 from workloads.answer_tables import Column, Show, pivot, where
 from workloads.answers import answerer, tasks_of
 from workloads.canvas_areas import MASSES, AreaFigures
@@ -22,7 +23,6 @@ from workloads.staleness import measure_staleness
 from workloads.step_drift import measure_step_drift
 
 from tiered.core.checks import unknown_name
-from tiered.embedded import tasks
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
 

@@ -23,12 +23,11 @@ from measuring.pages import rows_table
 from measuring.statistics import merged
 from measuring.study import Axes
 from measuring.table import Row
+from training.tasks import LONG_TASKS, TASKS
 from workloads import answers, blocks
 from workloads.answer_tables import by_task
 from workloads.models import paths, weights
 from workloads.variants import RULES
-
-from tiered.embedded.tasks import LONG_TASKS, TASKS
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
 

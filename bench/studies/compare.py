@@ -12,6 +12,7 @@ from baselines.matches import TRANSFORMERS
 from measuring.statistics import merged, noise_floor, paired, spread
 from measuring.study import Axes
 from measuring.table import Row
+from training.tasks import TASKS
 from workloads.answer_tables import Column, Show, by_task, mean, pivot, policy, right, size, task, where
 from workloads.answers import OF, TIMED, measure, tasks_of
 from workloads.models import paths, weights
@@ -19,7 +20,6 @@ from workloads.variants import RULES, Variant, all_variants, noise_of
 
 from tiered.core.byte_size import format_bytes
 from tiered.core.checks import unknown_name
-from tiered.embedded.tasks import TASKS
 from tiered.policies.registry import PRESETS, policies_for
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]

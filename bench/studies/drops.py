@@ -27,6 +27,7 @@ from measuring.pages import rows_table
 from measuring.statistics import drop, merged
 from measuring.study import Axes
 from measuring.table import Row
+from training.tasks import TASKS
 from workloads import answers, kv_logits
 from workloads.answer_tables import Column, Show, mean, pivot, policy, right, right_of, task, where
 from workloads.answers import OF, TIMED, tasks_of
@@ -34,7 +35,6 @@ from workloads.models import paths, weights
 from workloads.variants import KV, ONE_BLOCK, REFRESH_EVERY_4
 
 from tiered.core.checks import unknown_name
-from tiered.embedded.tasks import TASKS
 from tiered.models.weight_form import CODES, WeightForm
 from tiered.policies.registry import make_policy
 

@@ -14,6 +14,7 @@ from measuring.pages import rows_table
 from measuring.statistics import merged
 from measuring.study import Axes
 from measuring.table import Row
+from training import tasks
 from workloads import drift_floor
 from workloads.answer_tables import Column, pivot, policy, size, task, where
 from workloads.answers import OF, answerer, tasks_of
@@ -23,7 +24,6 @@ from workloads.staleness import measure_staleness
 from workloads.variants import KV
 
 from tiered.core.checks import unknown_name
-from tiered.embedded import tasks
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables"]
 

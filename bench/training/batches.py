@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tiered.embedded.tasks import Example
+from training.tasks import Example
 from training.tokenizer import ASSISTANT, EOS, MASK, USER, build_tokenizer, vocabulary
 
 TOKENIZER, VOCABULARY = build_tokenizer(), vocabulary()

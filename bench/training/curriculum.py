@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tiered.embedded.tasks import LONG_ASKED, LONG_TASKS, TASKS
+from training.tasks import LONG_ASKED, LONG_TASKS, TASKS
 
 LIST_BOUNDS = (6, TASKS["copy"].sizes[1])  # names of the longest list, at first and in the end
 TABLE_BOUNDS = (18.0, 3968.0)  # prompt tokens of the longest lookup, the same way: with a canvas of 128, all positions

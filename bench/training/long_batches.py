@@ -2,9 +2,9 @@
 
 import random
 
-from tiered.embedded.tasks import TASKS, draw
 from training.batches import Batch, collate, encode
 from training.curriculum import LONG_STREAM, Curriculum
+from training.tasks import TASKS, draw
 
 BLOCK = 32
 

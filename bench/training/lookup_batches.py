@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tiered.embedded.tasks import KEY_TOKENS, LOOKUP_FRAME_TOKENS, PAIR_TOKENS, draw
 from training.batches import Batch, collate, encode
 from training.curriculum import MOST_ASKED, Curriculum
+from training.tasks import KEY_TOKENS, LOOKUP_FRAME_TOKENS, PAIR_TOKENS, draw
 
 # Small tables first and always: their guesses are good enough to teach that values come from the table.
 SMALLEST = 16

@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from workloads.scoring import score_examples
 
-from tiered.embedded.tasks import LONG_TASKS, TASKS, sample
 from tiered.models.base import DiffusionModel
 from tiered.models.tokenizer import load_tokenizer
 from tiered.policies.block_causal import BlockCausal
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
+from training.tasks import LONG_TASKS, TASKS, sample
 from training.tokenizer import save_tokenizer
 from training.trainer import Trainer
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tiered.embedded.tasks import KEY_TOKENS, LOOKUP_FRAME_TOKENS, PAIR_TOKENS
 from tiered.models.base import DiffusionModel
 from training.batches import CHAIN_ID, EQUALS_ID, Batch
 from training.lookup_batches import TABLE_START
 from training.model import Tap
 from training.noise import Noised
+from training.tasks import KEY_TOKENS, LOOKUP_FRAME_TOKENS, PAIR_TOKENS
 
 # The layer whose rows, queries and keys the auxiliary losses read, and the heads that are shown where to look; left
 # alone, heads stayed at the mean of all values.

@@ -4,9 +4,9 @@ import random
 from dataclasses import asdict
 from typing import Any
 
-from tiered.embedded.tasks import draw
 from training.batches import Batch, Encoded, collate, encode
 from training.curriculum import SHORT_TASKS, Curriculum
+from training.tasks import draw
 
 POOL_EXAMPLES = 640
 # Sizes go below the bounds of a task too: one operation and two names teach what six and sixteen repeat.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from tiered.embedded.tasks import LETTERS, NAMES
+from training.tasks import LETTERS, NAMES
 
 MASK, EOS, USER, ASSISTANT, UNKNOWN = "<|mask|>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|unknown|>"
 SPECIAL_TOKENS: tuple[str, ...] = (EOS, USER, ASSISTANT, MASK, UNKNOWN)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tiered.embedded.tasks import TASKS
 from tiered.models.base import DiffusionModel
 from training.batches import Batch
 from training.checkpoint import (
@@ -46,6 +45,7 @@ from training.noise import process_of
 from training.optimizer import optimizers, set_rate
 from training.settings import Settings, Standing
 from training.short_batches import ShortBatches
+from training.tasks import TASKS
 
 AVERAGE_DECAY = 0.996
 LOSS_DECAY = 0.95  # of the smoothed losses that are shown, and that widen the tables

@@ -8,10 +8,10 @@ from typing import Any
 
 from baselines.matches import TRANSFORMERS
 from measuring.worker import RefusedError, refusing
+from training import tasks
 
 import tiered
 from tiered.core.checks import unknown_name
-from tiered.embedded import tasks
 from tiered.output import GenerationOutput
 from tiered.runtime import Runtime
 from workloads.scoring import score_examples

@@ -8,12 +8,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from measuring.provenance import ROOT
 from measuring.worker import refusing
 from safetensors.torch import load_file
 from torch import Tensor
 
 import tiered
-from tiered.core.provenance import ROOT
 from tiered.decoding.generators import Generators
 from tiered.denoising import uncached
 from tiered.forward.passes import Pass

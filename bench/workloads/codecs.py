@@ -11,6 +11,7 @@ from jaxtyping import Float
 from measuring.table import Row
 from stored_clusters import clusters_of, host_bytes
 from torch import Tensor
+from training import tasks
 
 import tiered
 from tiered.clustering.areas import cluster_areas
@@ -19,7 +20,6 @@ from tiered.clustering.kmeans import lloyd
 from tiered.clustering.unit_rows import UnitRows
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
-from tiered.embedded import tasks
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.row_base import RowBase
 from tiered.kernels.row_code import RowCode

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Float32
 from measuring.table import Row
 from torch import Tensor
+from training import tasks
 
 import tiered
 from tiered.clustering.areas import cluster_areas
 from tiered.core.rows import Rows
-from tiered.embedded import tasks
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel

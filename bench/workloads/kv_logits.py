@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from training import tasks
 
 import tiered
-from tiered.embedded import tasks
 from tiered.forward.sizes import kv_code
 from tiered.runtime import Runtime
 

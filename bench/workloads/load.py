@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from measuring.worker import refusing
 from torch import Tensor
+from training import tasks
 
-from tiered.embedded import tasks
 from tiered.prepare import PreparedCall
 from tiered.runtime import Runtime
 from tiered.serving.counts import Work

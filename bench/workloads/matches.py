@@ -19,9 +19,9 @@ from baselines import parity
 from baselines.asked import PeerError
 from baselines.official import Official
 from measuring.worker import RefusedError, refusing
+from training import tasks
 
 import tiered
-from tiered.embedded import tasks
 from tiered.models.locate import checkpoint_directory
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from training.tasks import Example, score
+
 from tiered.core.checks import check_integer
-from tiered.embedded.tasks import Example, score
 from tiered.output import GenerationOutput
 
 # Rows (prompt and canvas) of a batch: enough to fill the cores, few enough that a progress bar moves.

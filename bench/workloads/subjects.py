@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from measuring.study import Axes
+from training import tasks
 
 import tiered
 from tiered.core.checks import unknown_name
-from tiered.embedded import tasks
 from tiered.inputs import Inputs
 from tiered.models.presets import preset_names
 from tiered.offload.device import pick_device

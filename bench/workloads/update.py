@@ -12,9 +12,9 @@ from baselines.asked import PeerError
 from baselines.checkout import Checkout
 from baselines.matches import official_of
 from baselines.official import Official, commit_of
+from measuring.provenance import ROOT
 from measuring.worker import RefusedError
 
-from tiered.core.provenance import ROOT
 from workloads.models import VOCABULARY, save_random
 
 OF = ("policy", "kind", "op")

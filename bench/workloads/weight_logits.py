@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from measuring.worker import refusing
 from torch import Tensor
+from training.tasks import TASKS, sample
 
 import tiered
-from tiered.embedded.tasks import TASKS, sample
 from tiered.models.weight_form import WeightForm, layer_bytes, weight_bytes
 from tiered.runtime import Runtime
 from workloads.kv_logits import apart, canvas, distances

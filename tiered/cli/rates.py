@@ -23,7 +23,6 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from tiered.core.checks import unknown_name
-    from tiered.core.provenance import provenance
     from tiered.core.whole_file import write_then_rename
     from tiered.models.shape import BYTES_PER_ELEMENT
     from tiered.offload.device import pick_device
@@ -36,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if dtype not in BYTES_PER_ELEMENT:
         raise unknown_name("dtype", dtype, ["auto", *BYTES_PER_ELEMENT])
     rates = machine_rates(device, getattr(torch, dtype))
-    record = {"rates": rates.as_dict(), **provenance()}
+    record = {"rates": rates.as_dict(), "torch": torch.__version__}
     if args.out is not None:
         write_then_rename(args.out, lambda part: part.write_text(json.dumps(record, indent=1) + "\n"))
     text = (

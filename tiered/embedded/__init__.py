@@ -1,1 +1,1 @@
-"""The embedded model: a small LLaDA trained by this repository, its tasks and its tokenizer."""
+"""The embedded model: a small LLaDA trained by this repository, and its tokenizer."""
