@@ -33,7 +33,7 @@ class Region(StrEnum):
 
     FETCH_SLOT = "fetch_slot"  # device ring that records arrive in, are used in and leave from
     LOAD_SLOT = "load_slot"  # host ring that records from files pass
-    DEVICE_SLOT = "device_slot"  # a record that stays on the device
+    DEVICE_SLOT = "device_slot"  # memory of a record or of a layer that stays on the device
     HOST_SLOT = "host_slot"
     DISK_SLOT = "disk_slot"
 

@@ -66,8 +66,8 @@ class Workload:
     def largest(self, size: Literal["batch", "context"], budget: MemoryBudget, *, multiple: int = 1) -> int:
         """The largest `size`, in multiples of `multiple`, that keeps every tier within `budget`; 0 if none does.
 
-        A bisection, because totals grow with either size. They dip if more sequences round the rows of a part down, or
-        records fill their slots better, and the search may stop there. Its result has been counted, so it fits.
+        A bisection, because totals grow with either size. They dip if more sequences or columns make the parts smaller
+        that a step computes one after another. The search may stop there; its result has been counted, so it fits.
         """
         values = range(multiple, LARGEST_SIZE, multiple)
         return multiple * bisect_left(values, True, key=lambda value: bool(self.resized(**{size: value}).over(budget)))

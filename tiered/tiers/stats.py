@@ -14,7 +14,7 @@ from tiered.offload.lane import Lane
 ENDS = {
     Lane.STORE: (Tier.DEVICE, Tier.HOST),
     Lane.FETCH: (Tier.HOST, Tier.DEVICE),
-    Lane.SPILL: (Tier.HOST, Tier.DISK),
+    Lane.SAVE: (Tier.HOST, Tier.DISK),
     Lane.LOAD: (Tier.DISK, Tier.HOST),
 }
 

@@ -67,11 +67,6 @@ class StoredRows:
         """Bytes that were fetched so far, or read on the device."""
         return self._fetched.total()
 
-    @property
-    def centroid_bytes(self) -> int:
-        """Bytes on the device of the centroids that rows are stored against."""
-        return sum(centroids.nbytes for centroids in self._centroids.values())
-
     @spanned(Op.STORE)
     def store(
         self,

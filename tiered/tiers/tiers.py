@@ -144,7 +144,7 @@ class Tiers:
             opened.callback(self.ledger.rebook, account, Account.SPARE, home.nbytes, Tier.DISK)
             opened.callback(settle, [slot.fence])
             self.traffic.move(
-                Lane.SPILL, lambda: slot.write(source), reads=[home.fence], writes=[slot.fence], layer=layer
+                Lane.SAVE, lambda: slot.write(source), reads=[home.fence], writes=[slot.fence], layer=layer
             ).synchronize()
             return Home(home.nbytes, slot.fence, read=slot.read, free=self._to_free(opened))
 
@@ -219,7 +219,7 @@ class Tiers:
             closing.callback(self._transport.close)
             closing.callback(self.traffic.synchronize)
 
-    def __enter__(self):
+    def __enter__(self) -> "Tiers":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -66,7 +66,7 @@ class Traffic:
         waits = self.waits(reads, writes)
         late = any(not event.done() for event in waits)
         with span(Op.WAIT, layer):
-            event = self._transport.compute(_nothing, waits)
+            event = self._transport.wait(waits)
         return self._submitted(_Job(event=event, lane=lane, layer=layer, late=late), reads, writes)
 
     def waits(self, reads: Collection[Fence], writes: Collection[Fence]) -> list[Event]:
@@ -116,7 +116,3 @@ class Traffic:
                 layer=job.layer,
             )
         )
-
-
-def _nothing() -> None:
-    """Compute has only to wait."""
