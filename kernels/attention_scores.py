@@ -3,13 +3,11 @@
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.coded_rows import Heads, KeyValue
 
 
 def attention_scores(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads columns head_dim"],
-    soft_cap: float | None = None,
+    queries: Heads, keys: Float[Tensor, "batch kv_heads columns head_dim"], soft_cap: float | None = None
 ) -> Float32[Tensor, "batch heads rows columns"]:
     """s = q·k / √head_dim, in float32 for all dtypes, or c · tanh(s / c) if `soft_cap` is c. Head h reads key head
     h // (heads / kv_heads).
@@ -28,9 +26,7 @@ def attention_scores(
 
 
 def sink_scores(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    sink_keys: Float[Tensor, "heads sinks head_dim"],
-    soft_cap: float | None = None,
+    queries: Heads, sink_keys: Float[Tensor, "heads sinks head_dim"], soft_cap: float | None = None
 ) -> Float32[Tensor, "batch heads rows sinks"]:
     """`attention_scores` of the sinks. Every head has its own sinks, and all sequences share them.
 
@@ -51,10 +47,7 @@ def capped(scores: Float[Tensor, "*pairs"], soft_cap: float) -> Float[Tensor, "*
     return scores.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
-def check_attention(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads columns head_dim"] | CodedRows,
-) -> None:
+def check_attention(queries: Heads, keys: KeyValue) -> None:
     """Raise `ValueError` unless batch and head_dim agree and the heads divide evenly over the key heads."""
     if queries.shape[0] != keys.shape[0] or queries.shape[3] != keys.shape[3] or queries.shape[1] % keys.shape[1]:
         raise ValueError(

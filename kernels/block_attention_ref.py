@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from tiered.kernels.attention_scores import capped, check_attention
-from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
 from tiered.kernels.log_sum_exp import LogSumExp, finite
 from tiered.kernels.row_code import RowCode
 
@@ -17,9 +17,9 @@ CODED_AT_ONCE = 1024  # columns of rows in codes, which have values for so long 
 
 
 def block_attention(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows | None,
+    queries: Heads,
+    keys: KeyValue,
+    values: KeyValue | None,
     *,
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
@@ -27,7 +27,7 @@ def block_attention(
     key_mask: Bool[Tensor, "batch length"] | None = None,
     start: Int[Tensor, "batch #rows"] | None = None,
     stop: Int[Tensor, "batch #rows"] | None = None,
-) -> tuple[Float[Tensor, "batch heads rows head_dim"], LogSumExp]:
+) -> tuple[Heads, LogSumExp]:
     """softmax(scores) · v over the sinks and the columns that a row may see, where a score is q·k / √head_dim; in
     float32. Beside it, by batch, head and row, the log-sum-exp of these scores, sinks included: rows over other columns
     can be merged with these.
@@ -78,11 +78,7 @@ def block_attention(
     return mixed, whole
 
 
-def checked_code(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows | None,
-) -> RowCode | None:
+def checked_code(queries: Heads, keys: KeyValue, values: KeyValue | None) -> RowCode | None:
     """The code of keys and values; None: they are as they are.
 
     Raises:
@@ -100,17 +96,15 @@ def checked_code(
 
 
 def _mixed(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows | None,
+    queries: Heads,
+    keys: KeyValue,
+    values: KeyValue | None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None,
     soft_cap: float | None,
     columns: int,
     hidden: Bool[Tensor, "batch 1 #rows length"] | None,
-) -> tuple[
-    Float[Tensor, "batch heads rows head_dim"], Float32[Tensor, "batch heads rows"], Float32[Tensor, "batch heads rows"]
-]:
+) -> tuple[Heads, Float32[Tensor, "batch heads rows"], Float32[Tensor, "batch heads rows"]]:
     """`columns` of the keys at a time; last, the sinks. What stands in rows, and the peak and the mass of each."""
     batch, heads, rows, head_dim = queries.shape
     kv_heads, length = keys.shape[1:3]

@@ -21,7 +21,6 @@ def for_device(reference: Callable[P, R], device: torch.device) -> Callable[P, R
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run on `device`; else their references do."""
     return device.type == "cuda" and _has_triton()
 
 

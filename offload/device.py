@@ -61,12 +61,10 @@ def cublas_workspace_bytes(device: torch.device) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the CUDA `device`."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def device_name(device: torch.device) -> str:
-    """The driver's name of the CUDA `device`."""
     return torch.cuda.get_device_name(device)
 
 

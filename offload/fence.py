@@ -67,10 +67,6 @@ class Fence:
         self._write = (event,)
         self._reads = []
 
-    def idle(self) -> bool:
-        """True if nothing is under way."""
-        return all(event.done() for event in self.before_write())
-
 
 def settle(fences: Iterable[Fence]) -> None:
     """Block the host until all accesses to the bytes of `fences` have ended or failed."""

@@ -17,7 +17,6 @@ POLL_SECONDS = 0.25
 
 
 def whole(event: Event) -> Event:
-    """All of `event`."""
     return event
 
 

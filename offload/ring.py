@@ -67,7 +67,6 @@ class Ring:
 
     @property
     def held(self) -> int:
-        """Slots in use."""
         return sum(holder is not None for holder in self._holders)
 
     def acquire(self) -> RingSlot | None:
@@ -84,10 +83,6 @@ class Ring:
         self._fences[index] = fence
         self._holders[index] = slot = RingSlot(self, index, self._parts[index], fence)
         return slot
-
-    def idle(self) -> bool:
-        """True if no copy and no reader is under way in any slot."""
-        return all(fence.idle() for fence in self._fences)
 
     def settle(self) -> None:
         """Block the host until no copy and no reader is under way in any slot."""

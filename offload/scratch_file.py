@@ -206,7 +206,6 @@ class ScratchFile:
 
     @contextmanager
     def _using(self, what: str) -> Iterator[int]:
-        """The descriptor. `what` is named in an error of the system."""
         self._check_open()
         try:
             yield self._file.fileno()

@@ -95,7 +95,6 @@ def _in_modes_of_caller(work: Callable[[], R]) -> Callable[[], R]:
 
 
 def total_bytes(pieces: Sequence[Copy]) -> int:
-    """Bytes of all pieces."""
     return sum(piece.source.numel() for piece in pieces)
 
 

@@ -198,7 +198,7 @@ class RefusingPinner(PageablePinner):
 
 
 def test_a_refused_pin_leaves_what_is_there_usable(ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host_pool, "pick_pinner", lambda name, device: RefusingPinner(device))
+    monkeypatch.setattr(host_pool, "pick_pinner", RefusingPinner)
     monkeypatch.setattr(RefusingPinner, "allowed", 2)
     with Tiers(ledger, device=CPU) as tiers:
         residency = records(tiers, 1, 2)

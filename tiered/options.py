@@ -185,7 +185,6 @@ class GenerationOptions:
 
     @cached_property
     def rule(self) -> CommitRule:
-        """The commit rule that the options name, with its own options filled in."""
         given = {name: value for name in COMMIT_OPTIONS if (value := getattr(self, name)) is not None}
         if (temperature := given.get("confidence_temperature")) is not None:
             check_temperature("confidence_temperature", temperature)
@@ -194,7 +193,6 @@ class GenerationOptions:
         return make_commit_rule(self.commit, **given)
 
     def sampling(self) -> Sampling:
-        """How logits become proposals."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,

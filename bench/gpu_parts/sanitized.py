@@ -115,7 +115,7 @@ def copies_are_right(device: torch.device, seed: int) -> bool:
     generator = torch.Generator(device).manual_seed(seed)
     given = torch.randint(256, (turns, count * size), dtype=torch.uint8, device=device, generator=generator)
     found, arrived = torch.full_like(given, POISON), torch.full_like(given[0], POISON)
-    chunk = pick_pinner("auto", device).allocate(2 * count * size)
+    chunk = pick_pinner(device).allocate(2 * count * size)
     # Every second record of the buffer; the last one lies at an odd address.
     host = [chunk.bytes[2 * number * size + number // (count - 1) :][:size] for number in range(count)]
     there, landing = Fence(Region.HOST_SLOT), Fence(Region.FETCH_SLOT)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiered.core.extras import Extra
+from tiered.core.extras import needing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ def check_watch_options(args: argparse.Namespace) -> None:
     if args.watch_svg is not None and not args.watch_svg.absolute().parent.is_dir():
         raise ValueError(f"--watch-svg {args.watch_svg}: there is no folder {args.watch_svg.parent}")
     if args.watch and (args.watch_svg is not None or _on_terminal()):
-        with Extra("watch"):
+        with needing("watch"):
             import rich.live  # noqa: F401
 
 

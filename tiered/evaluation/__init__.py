@@ -5,7 +5,7 @@ The extra `eval` installs the harness (`pip install '.[eval]'` in the checkout);
 
 from typing import TYPE_CHECKING, Any
 
-from tiered.core.extras import Extra
+from tiered.core.extras import needing
 
 if TYPE_CHECKING:
     from tiered.evaluation.lm import TieredLM
@@ -19,7 +19,7 @@ def register() -> None:
     Raises:
         ImportError: the harness is not installed; the error says how to get it.
     """
-    with Extra("eval"):
+    with needing("eval"):
         from lm_eval.api.registry import model_registry
     if "tiered" not in model_registry:
         model_registry.register("tiered", target="tiered.evaluation.lm:TieredLM")

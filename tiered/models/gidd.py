@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tiered.core.checks import FLOAT32_MOST
 from tiered.kernels.coded_rows import CodedRows
-from tiered.models.base import DiffusionModel, RMSNorm
+from tiered.models.attention import Joined
+from tiered.models.base import DiffusionModel, Hidden, Projected, RMSNorm
 from tiered.models.config_fields import number_in, switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
 from tiered.models.noise import MOST_LOG_SNR, Noise
@@ -117,24 +118,20 @@ class Gidd(DiffusionModel):
         sink_keys, sink_values = self.sinks(layer)
         return {"soft_cap": self.shape.soft_cap, "sink_keys": sink_keys, "sink_values": sink_values}
 
-    def attention_out(
-        self, layer: int, mixed: Float[Tensor, "batch rows heads_width"]
-    ) -> Float[Tensor, "batch rows width"]:
+    def attention_out(self, layer: int, mixed: Joined) -> Hidden:
         return super().attention_out(layer, mixed) * self.config.branch_scale
 
-    def feed_forward(self, layer: int, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows width"]:
+    def feed_forward(self, layer: int, hidden: Hidden) -> Hidden:
         block = self.blocks[layer]
         # In place as far as gradients allow: nothing of a layer is larger.
         inner = self._project(block.ff_norm(hidden), block.up_proj).relu_().square()
         return self._project(inner, block.ff_out) * self.config.branch_scale
 
-    def logits(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows vocab"]:
+    def logits(self, hidden: Hidden) -> Float[Tensor, "batch rows vocab"]:
         # In place: a step holds nothing larger.
         return super().logits(hidden).mul_(self.config.head_scale)
 
-    def _scaled(
-        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"] | CodedRows
-    ) -> Float[Tensor, "batch rows out"]:
+    def _scaled(self, projected: Projected, weight: Float[Tensor, "out inner"] | CodedRows) -> Projected:
         scale = self.config.weight_scale
         if not isinstance(scale, float):
             scale = weight.shape[1 if scale == "fan_in" else 0] ** -0.5

@@ -87,11 +87,9 @@ class CallTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of all sequences together."""
         return self.sequences * self.answer / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
         return {
             "tokens_per_forward": self.tokens_per_forward,
             "seconds": self.seconds,

@@ -22,7 +22,6 @@ ANSWER_BLOCKS = 8  # blocks of an answer whose length is not given
 
 
 def prompt_of(sizes: CallShape) -> int:
-    """Tokens of the longest prompt."""
     return sizes.context - answer_of(sizes)
 
 
@@ -41,7 +40,6 @@ class Workload:
     sizes: CallShape
 
     def resized(self, **sizes: Any) -> "Workload":
-        """The same policy with some sizes changed."""
         return Workload(self.policy, replace(self.sizes, **sizes))
 
     def needed(self, budget: MemoryBudget = UNCAPPED) -> CallBytes:
@@ -93,7 +91,6 @@ class HiddenBytes:
 
     @classmethod
     def of(cls, sizes: CallShape) -> "HiddenBytes":
-        """Those of a call of these `sizes`."""
         policies = {codec: Polestar(codec=codec) for codec in Codec}
         by_codec = {
             codec: hidden_record_bytes(policy.cluster_sizes(sizes), policy.hidden_tier)

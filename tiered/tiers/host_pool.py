@@ -72,15 +72,11 @@ class HostPool:
     Args:
         ledger: of all that is obtained.
         device: whose copy engines are to reach the memory.
-        pinner: how it is obtained, see `tiered.offload.pinning`.
-
-    Raises:
-        ValueError: a pinner that is not there.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, pinner: str = "auto") -> None:
+    def __init__(self, ledger: Ledger, device: torch.device) -> None:
         self._ledger = ledger
-        self._obtain = booked(ledger, Tier.HOST, pick_pinner(pinner, device).allocate)
+        self._obtain = booked(ledger, Tier.HOST, pick_pinner(device).allocate)
         self._idle: list[Chunk] = []  # smallest first
         self._returned: deque[Chunk] = deque()  # not among them yet: a chunk may come back while others have the lock
         self._closed = False

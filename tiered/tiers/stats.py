@@ -77,13 +77,11 @@ class TierStats:
     pinned: bool = False
 
     def restart(self) -> None:
-        """Count anew."""
         new = TierStats()
         for each in fields(self):
             setattr(self, each.name, getattr(new, each.name))
 
     def add(self, event: TierEvent) -> None:
-        """Count `event`."""
         match event:
             case CopyEnded():
                 for way in self._counted(event):

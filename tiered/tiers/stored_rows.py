@@ -59,7 +59,6 @@ class StoredRows:
 
     @property
     def tier(self) -> Tier:
-        """Which tier has the rows."""
         return self._needed.tier
 
     @property
@@ -148,11 +147,9 @@ class StoredRows:
         self._residency.rest()
 
     def check_integrity(self) -> None:
-        """Raise `RuntimeError` if the books contradict themselves."""
         self._residency.check_integrity()
 
     def _open(self, layer: int, like: Float[Tensor, "rows width"]) -> None:
-        """Obtain the memory of a layer."""
         needed, tiers, width = self._needed, self._tiers, like.shape[1]
         if needed.codec.needs_base:
             nbytes = self._sequences * needed.clusters * width * like.element_size()
@@ -180,7 +177,6 @@ class StoredRows:
         return np.concatenate(rows), of
 
     def _bases(self, clusters: Sequence[StoredCluster]) -> Numbers:
-        """The numbers of the centroids of clusters."""
         return np.array([one.region * self._needed.clusters + one.cluster for one in clusters])
 
     def _records(self, layer: int, numbers: Numbers, most: int) -> Iterator[tuple[Numbers, dict[Key, Parts]]]:
@@ -216,5 +212,4 @@ class StoredRows:
         return self._slots, np.array(firsts)[of] + numbers % self._each
 
     def _following(self, used: Mapping[Key, Parts]) -> list[Wanted]:
-        """What was sent and is not read yet."""
         return [Wanted(key, parts) for key, parts in self._ahead.items() if key not in used]

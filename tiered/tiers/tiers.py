@@ -170,7 +170,6 @@ class Tiers:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the scratch file."""
         return 0 if self._scratch is None else self._scratch.file_bytes
 
     def progress(self) -> None:
@@ -196,7 +195,6 @@ class Tiers:
         return self.stats()
 
     def restart_stats(self) -> None:
-        """Forget what happened so far."""
         self.progress()
         self._stats.restart()
 
