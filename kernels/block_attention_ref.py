@@ -79,11 +79,7 @@ def block_attention(
 
 
 def checked_code(queries: Heads, keys: KeyValue, values: KeyValue | None) -> RowCode | None:
-    """The code of keys and values; None: they are as they are.
-
-    Raises:
-        ValueError: as `block_attention`.
-    """
+    """The code of keys and values; None: they are as they are. Raises as `block_attention`."""
     check_attention(queries, keys)
     values = keys if values is None else values
     code, of_values = (rows.code if isinstance(rows, CodedRows) else None for rows in (keys, values))
@@ -114,7 +110,7 @@ def _mixed(
     total, mass = torch.zeros_like(scaled), torch.zeros_like(scaled[..., :1])
     peak, sinks = torch.full_like(mass, -torch.inf), None
     if sink_keys is not None and sink_keys.shape[1]:
-        sinks = _capped(scaled @ sink_keys.float().mT, soft_cap)
+        sinks = capped(scaled @ sink_keys.float().mT, soft_cap)
         peak = sinks.amax(-1, keepdim=True)
     for start in range(0, length, max(1, columns)):
         part = slice(start, start + columns)
@@ -141,7 +137,7 @@ def _add_part(
 ) -> Float32[Tensor, "batch heads rows 1"]:
     """Add columns to `mass` and `total`, which are relative to `peak`; returns the peak that they are then relative
     to."""
-    scores = _capped(folded @ _floats(keys).mT, soft_cap).view(*mass.shape[:3], -1)
+    scores = capped(folded @ _floats(keys).mT, soft_cap).view(*mass.shape[:3], -1)
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)
     grown = torch.maximum(peak, scores.amax(-1, keepdim=True))
@@ -160,10 +156,6 @@ def _floats(
     rows: Float[Tensor, "batch heads columns elements"] | CodedRows,
 ) -> Float32[Tensor, "batch heads columns elements"]:
     return rows.float() if isinstance(rows, Tensor) else replace(rows, dtype=torch.float32).values()
-
-
-def _capped(scores: Float32[Tensor, "*pairs"], soft_cap: float | None) -> Float32[Tensor, "*pairs"]:
-    return scores if soft_cap is None else capped(scores, soft_cap)
 
 
 def _hidden(

@@ -28,9 +28,6 @@ class CudaTransport(LaneTransport):
 
     The compute stream is the caller's current stream. It can wait only for what is on a stream already, so `wait`
     blocks the host until that is so.
-
-    Args:
-        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:

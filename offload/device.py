@@ -10,11 +10,8 @@ import torch
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """`device`; "auto" is the current CUDA device, or the CPU on a machine without one.
-
-    Raises:
-        ValueError: no such kind of device, or a CUDA device that this machine lacks.
-    """
+    """`device`; "auto" is the current CUDA device, or the CPU on a machine without one. Raises `ValueError` for no such
+    kind of device, or a CUDA device that this machine lacks."""
     if device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:

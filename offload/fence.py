@@ -20,11 +20,7 @@ class Event(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block the host until it has ended.
-
-        Raises:
-            TransferError: it failed.
-        """
+        """Block the host until it has ended. Raises `TransferError` if it failed."""
         ...
 
 

@@ -43,12 +43,8 @@ class Pinner(ABC):
         """True if this process can obtain such memory for `device`."""
 
     def allocate(self, nbytes: int) -> Chunk:
-        """Memory of `nbytes` with undefined content.
-
-        Raises:
-            PinError: the system refused.
-            ValueError: `nbytes` is not positive, or above 64 GiB for `registered`.
-        """
+        """Memory of `nbytes` with undefined content. Raises `PinError` if the system refused, and `ValueError` if
+        `nbytes` is not positive, or above 64 GiB for `registered`."""
         if nbytes < 1:
             raise ValueError(f"cannot allocate {nbytes} bytes of host memory: 1 or more")
         try:

@@ -27,11 +27,7 @@ class RingSlot:
         self._ring = ring
 
     def release(self) -> None:
-        """Give the slot back at once; accesses under way may go on.
-
-        Raises:
-            ValueError: released before.
-        """
+        """Give the slot back at once; accesses under way may go on. Raises `ValueError` if it was released before."""
         self._ring._release(self)
 
 

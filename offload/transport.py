@@ -90,14 +90,10 @@ class Transport(Protocol):
         ...
 
     def run(self, lane: Lane, work: Callable[[], int], after: Iterable[Event] = ()) -> TransferEvent:
-        """Run host-side `work`, a file read or write, on the lane's thread. Never blocks.
+        """Run host-side `work`, a file read or write, on the lane's thread, LOAD or SAVE. Never blocks. `work` returns
+        the bytes that it moved; an exception of it fails the job.
 
-        Args:
-            lane: LOAD or SAVE.
-            work: returns the bytes that it moved; an exception of it fails the job.
-
-        Raises:
-            ValueError: another lane. On a GPU those are streams, and the host's work has no order with them.
+        Raises `ValueError` for another lane. On a GPU those are streams, and the host's work has no order with them.
         """
         ...
 

@@ -14,11 +14,8 @@ __all__ = ["TieredLM", "register"]
 
 
 def register() -> None:
-    """Add `--model tiered`, and `simple_evaluate(model="tiered")`, to the harness, which looks for no plugins.
-
-    Raises:
-        ImportError: the harness is not installed; the error says how to get it.
-    """
+    """Add `--model tiered`, and `simple_evaluate(model="tiered")`, to the harness, which looks for no plugins. Raises
+    `ImportError`, which says how to get it, if the harness is not installed."""
     with needing("eval"):
         from lm_eval.api.registry import model_registry
     if "tiered" not in model_registry:

@@ -177,11 +177,8 @@ class _Endpoints:
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application. `app.state.responders` has the answers under way.
-
-    Raises:
-        ValueError: the model has no tokenizer, or no client can send the key.
-    """
+    """The application. `app.state.responders` has the answers under way. Raises `ValueError` if the model has no
+    tokenizer, or if no client can send the key."""
     check_api_key("key", service.key)
     if service.scheduler.runtime.tokenizer is None:
         raise ValueError(f"{service.model!r} has no tokenizer, and a server answers in text")

@@ -101,11 +101,7 @@ class ParsedRequest:
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The object that a body is.
-
-    Raises:
-        RefusedBody: it is none.
-    """
+    """The object that a body is. Raises `RefusedBody` if it is none."""
     try:
         read = json.loads(body.decode("utf-8"))
     except (ValueError, RecursionError) as error:

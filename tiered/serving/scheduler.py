@@ -124,11 +124,8 @@ class Scheduler:
     # Its own thread.
 
     def start(self) -> None:
-        """Run rounds in a thread whenever there is a request, until `close`.
-
-        Raises:
-            ClosedError: the scheduler is closed.
-        """
+        """Run rounds in a thread whenever there is a request, until `close`. Raises `ClosedError` if the scheduler is
+        closed."""
         with self._queue.changed:
             self._queue.require_open()
             if self._thread is None:

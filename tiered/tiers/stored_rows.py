@@ -74,12 +74,9 @@ class StoredRows:
         rows: Float[Tensor, "rows width"],
         centroids: Float[Tensor, "clusters width"],
     ) -> None:
-        """Store all rows of clusters of one region, cluster after cluster, and against these centroids.
-
-        Raises:
-            TierCapacityError: a layer's first rows find no room.
-            ValueError: not as many rows as the clusters have, or more than the region.
-        """
+        """Store all rows of clusters of one region, cluster after cluster, and against these centroids. Raises
+        `TierCapacityError` if a layer's first rows find no room, and `ValueError` for another number of rows than the
+        clusters have, or for more than the region has."""
         (numbers, own), needed = self._numbers(clusters), self._needed
         if len(numbers) != len(rows):
             raise ValueError(f"{len(rows)} rows do not fit clusters of {len(numbers)}")
@@ -126,11 +123,8 @@ class StoredRows:
     def read(
         self, layer: int, clusters: Sequence[StoredCluster], out: Float[Tensor, "any width"], places: Sequence[slice]
     ) -> None:
-        """Write the rows of clusters to their `places` of `out`. Compute waits for those that are on their way.
-
-        Raises:
-            TransferError: a copy of a row failed, up or down.
-        """
+        """Write the rows of clusters to their `places` of `out`. Compute waits for those that are on their way. Raises
+        `TransferError` if a copy of a row failed, up or down."""
         if not clusters:
             return
         self.send(layer, clusters)

@@ -104,15 +104,8 @@ class Traffic:
             self._record(Waited(lane=job.lane, late=job.late, began=submitted, ended=started, layer=job.layer))
             return
         ended = times.ended or started
-        self._record(
-            CopyEnded(
-                lane=job.lane,
-                nbytes=event.nbytes,
-                copies=job.copies,
-                submitted=submitted,
-                started=started,
-                ended=ended,
-                failed=event.failed,
-                layer=job.layer,
-            )
-        )
+        ended_copy = CopyEnded(
+            lane=job.lane, nbytes=event.nbytes, copies=job.copies, submitted=submitted, started=started, ended=ended,
+            failed=event.failed, layer=job.layer,
+        )  # fmt: skip
+        self._record(ended_copy)
