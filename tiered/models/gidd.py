@@ -75,18 +75,14 @@ def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
     )
     if not low < high:
         raise ValueError(f"config.json: min_log_snr = {low} must be below max_log_snr = {high}")
+    shape, mask = fields["shape"], fields["mask_token_id"]
+    noise = Noise(shift=shift, min_log_snr=low, max_log_snr=high, vocab_size=shape.vocab_size, mask_token_id=mask)
     return GiddConfig(
         **fields,
-        branch_scale=number_in(config, "resid_scale", 4.0) / fields["shape"].layers,
+        branch_scale=number_in(config, "resid_scale", 4.0) / shape.layers,
         weight_scale=str(scale) if scale in ("fan_in", "fan_out") else number_in(config, "weight_scaling", 1.0),
         head_scale=number_in(config, "head_scaling", 1.0),
-        noise=Noise(
-            shift=shift,
-            min_log_snr=low,
-            max_log_snr=high,
-            vocab_size=fields["shape"].vocab_size,
-            mask_token_id=fields["mask_token_id"],
-        ),
+        noise=noise,
     )
 
 
