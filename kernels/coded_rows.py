@@ -65,9 +65,10 @@ class CodedRows:
         return values
 
 
-# Queries of rows, or what they read; and keys, or values, as they are or in codes.
+# Queries of rows, or what they read; keys, or values, as they are; and these, or the same in codes.
 Heads = Float[Tensor, "batch heads rows head_dim"]
-KeyValue = Float[Tensor, "batch kv_heads length head_dim"] | CodedRows
+Columns = Float[Tensor, "batch kv_heads length head_dim"]
+KeyValue = Columns | CodedRows
 
 
 def _op(reference: Callable[P, R], code: Code, device: torch.device) -> Callable[P, R]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tiered.kernels.block_attention_ref import block_attention
 from tiered.kernels.choice import for_device
-from tiered.kernels.coded_rows import Heads, KeyValue
+from tiered.kernels.coded_rows import Columns, Heads, KeyValue
 from tiered.kernels.log_sum_exp import LogSumExp, finite
 
 # Rows of a block or an update. With more rows arithmetic sets the pace: columns in parts gain nothing, and torch's
@@ -75,7 +75,7 @@ def heads_joined(mixed: Heads) -> Joined:
     return mixed.transpose(1, 2).flatten(2)
 
 
-def _by_torch(queries: Heads, keys: Tensor, values: Tensor, key_mask: Bool[Tensor, "batch length"] | None) -> Joined:
+def _by_torch(queries: Heads, keys: Columns, values: Columns, key_mask: Bool[Tensor, "batch length"] | None) -> Joined:
     batch, heads, rows, head_dim = queries.shape
     kv_heads = keys.shape[1]
     # Grouped queries: the heads that share a key head become more rows of that head, so no key is ever copied.
