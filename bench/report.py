@@ -19,10 +19,10 @@ from charts.page import html, markdown
 from charts.picture import Picture, figure_of, read_source
 from measuring.provenance import command_line
 
-from tiered.core.extras import Extra
+from tiered.core.extras import needing
 from tiered.core.whole_file import write_then_rename
 
-with Extra("bench"):
+with needing("bench"):
     import vl_convert
 
 RESULTS = Path(__file__).resolve().parent / "results"

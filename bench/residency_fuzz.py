@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from measuring.device_timer import stand_still
-from simulation import Point, SimulatedCuda, SimulatedThreads
+from simulation import Point, SimulatedCuda, SimulatedThreads, compute
 from torch import Tensor
 
 from tiered.core.budget import MemoryBudget
@@ -167,7 +167,7 @@ class _Schedule:
                 self.read(key)
             self.residency.close_slots()
             self.tiers.synchronize()
-            self.transport.compute(lambda: None).synchronize()
+            self.transport.wait().synchronize()
             for key in list(self.records):
                 self.residency.remove(key)
         except (TransferError, CorruptRecordError) as error:
@@ -193,7 +193,7 @@ class _Schedule:
         views = self.residency.use(wanted, self.ahead())
         for (each, parts), view in zip(wanted, views, strict=True):
             record, out = self.records[each], torch.empty(RECORD, dtype=torch.uint8, device=self.device)  # pyright: ignore[reportArgumentType]
-            self.transport.compute(partial(_copy, out, view))
+            compute(self.transport, partial(_copy, out, view))
             known = record.known if parts is None else record.known & torch.tensor(parts).repeat_interleave(PART_BYTES)
             self.answers.append((out, record.bytes.clone(), known.clone()))
 
@@ -207,7 +207,7 @@ class _Schedule:
             (view,) = self.residency.use([Wanted(key, touched & ~covered)], self.ahead())
             self.residency.write(key, touched)
             new = torch.randint(0, 256, (stop - start,), dtype=torch.uint8, generator=self.generator)
-            self.transport.compute(partial(_copy, view[start:stop], new.to(self.device)))
+            compute(self.transport, partial(_copy, view[start:stop], new.to(self.device)))
             self.residency.patch(key, record.layout.within(start, stop))
             record.bytes[start:stop], record.known[start:stop] = new, True
 

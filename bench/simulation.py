@@ -13,9 +13,10 @@ from typing import Any
 
 from tiered.offload.cuda_transport import CudaTransport
 from tiered.offload.fence import Event
+from tiered.offload.host_event import HostEvent
 from tiered.offload.lane_thread import Job
-from tiered.offload.thread_transport import LaneTransport, ThreadTransport
-from tiered.offload.transport import Copy, Lane, TransferEvent
+from tiered.offload.thread_transport import LaneTransport, ThreadTransport, moves_nothing
+from tiered.offload.transport import Copy, Lane, TransferEvent, Transport
 
 
 class Point(StrEnum):
@@ -63,7 +64,7 @@ class Link:
     fetch: LinkSpeed = LinkSpeed()
     store: LinkSpeed = LinkSpeed()
     load: LinkSpeed = LinkSpeed()
-    spill: LinkSpeed = LinkSpeed()
+    save: LinkSpeed = LinkSpeed()
 
     def least_end(self, lane: Lane, began: float, nbytes: int, pieces: int = 1) -> float:
         """When a job that began at `began` may end, by `time.monotonic`."""
@@ -113,19 +114,42 @@ class _Simulated(LaneTransport):
 
 
 class SimulatedThreads(_Simulated, ThreadTransport):
-    """A `ThreadTransport` over `link`, held up by `delay`."""
+    """A `ThreadTransport` over `link`, held up by `delay`. `compute_thread`: compute is a lane with a thread too, like
+    a CUDA stream, so the caller goes on at once."""
 
-    def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
+    def __init__(self, *, compute_thread: bool = False, **more: Any) -> None:
+        super().__init__(**more)
+        self.compute_thread = compute_thread
+
+    def wait(self, after: Iterable[Event] = ()) -> TransferEvent:
+        if self.compute_thread:
+            return self.compute(moves_nothing, after)
         self.hold_up(Point.SUBMIT, None)
-        return super().compute(work, after)
+        return super().wait(after)
+
+    def compute(self, work: Callable[[], object], after: Iterable[Event]) -> TransferEvent:
+        """Do `work` on the thread of compute, once `after` has ended."""
+        self.hold_up(Point.SUBMIT, None)
+        return self._submit(HostEvent(None), lambda: (work(), 0)[1], after)
 
 
 class SimulatedCuda(_Simulated, CudaTransport):
     """A `CudaTransport` that `delay` holds up: the host's part of its work."""
 
-    def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
+    def wait(self, after: Iterable[Event] = ()) -> TransferEvent:
         self.hold_up(Point.SUBMIT, None)
-        return super().compute(work, after)
+        return super().wait(after)
+
+
+def compute(transport: Transport, work: Callable[[], object], after: Iterable[Event] = ()) -> TransferEvent:
+    """Let compute do `work` once `after` has ended. The event ends with the work."""
+    if isinstance(transport, SimulatedThreads) and transport.compute_thread:
+        return transport.compute(work, after)
+    waited = transport.wait(after)
+    if waited.failed:
+        return waited
+    work()
+    return transport.wait()
 
 
 class _Held:

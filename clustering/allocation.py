@@ -19,11 +19,9 @@ def auto_clusters(*area_rows: int) -> int:
 
 def allocate_clusters(clusters: int, prefix_rows: int, suffix_rows: int) -> tuple[int, int]:
     """`clusters` shared between prefix and suffix in proportion to their rows, rounded half up in the prefix's favour.
+    Raises `ValueError` for fewer clusters than areas with rows, or more clusters than rows.
 
     An area with rows gets at least one cluster, none gets more clusters than rows, and the two sum to `clusters`.
-
-    Raises:
-        ValueError: fewer clusters than areas with rows, or more clusters than rows.
     """
     rows = prefix_rows + suffix_rows
     fewest = (prefix_rows > 0) + (suffix_rows > 0)

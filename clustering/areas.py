@@ -62,12 +62,9 @@ def cluster_areas(
         for (count, offset), members in calls.items():
             part, whole = _selector(members), all(rows[group][area] == stop - first for group in members)
             found = kmeans(
-                units.part(part, slice(first, stop), whole=whole),
-                count,
-                iterations=iterations,
-                seed=seed,
-                backend=backend,
-            )
+                units.part(part, slice(first, stop), whole=whole), count,
+                iterations=iterations, seed=seed, backend=backend,
+            )  # fmt: skip
             assignment[part, first:stop] = found.where(found < 0, found + offset)
     return _indices(hidden, assignment, shares)
 

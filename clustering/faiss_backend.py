@@ -17,11 +17,7 @@ UNLIMITED = 1 << 30
 
 
 def import_faiss() -> ModuleType:
-    """The package faiss.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """The package faiss. Raises `ImportError` if it is not installed."""
     try:
         return importlib.import_module("faiss")
     except ImportError as error:
@@ -31,12 +27,10 @@ def import_faiss() -> ModuleType:
 def faiss_lloyd(
     units: UnitRows, start: Float32[Tensor, "groups clusters width"], iterations: int
 ) -> tuple[Int64[Tensor, "groups n"], Float32[Tensor, "groups n"]]:
-    """`tiered.clustering.kmeans.lloyd` through faiss. All rows are copied to the CPU.
+    """`tiered.clustering.kmeans.lloyd` through faiss, which gets a copy of all rows on the CPU. Raises as
+    `import_faiss`.
 
     faiss fills an empty cluster with half of a large one, `lloyd` with the farthest row: from there they differ.
-
-    Raises:
-        ImportError: faiss is not installed.
     """
     groups, n, _ = units.rows.shape
     nearest = torch.zeros(groups, n, dtype=torch.int64)

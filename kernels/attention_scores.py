@@ -3,20 +3,14 @@
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.coded_rows import Heads, KeyValue
 
 
 def attention_scores(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads columns head_dim"],
-    soft_cap: float | None = None,
+    queries: Heads, keys: Float[Tensor, "batch kv_heads columns head_dim"], soft_cap: float | None = None
 ) -> Float32[Tensor, "batch heads rows columns"]:
-    """s = q·k / √head_dim, in float32 for all dtypes, or c · tanh(s / c) if `soft_cap` is c. Head h reads key head
-    h // (heads / kv_heads).
-
-    Raises:
-        ValueError: for shapes that do not go together (see `check_attention`).
-    """
+    """s = q·k / √head_dim, in float32 for all dtypes, or c · tanh(s / c) if `soft_cap` is c. Head h reads key head h //
+    (heads / kv_heads). Raises as `check_attention`."""
     check_attention(queries, keys)
     batch, heads, rows, head_dim = queries.shape
     kv_heads, columns = keys.shape[1:3]
@@ -24,19 +18,14 @@ def attention_scores(
     grouped = queries.float().reshape(batch, kv_heads, heads // kv_heads * rows, head_dim)
     scores = (grouped @ keys.float().transpose(-1, -2)).mul_(head_dim**-0.5)
     scores = scores.view(batch, heads, rows, columns)
-    return scores if soft_cap is None else capped(scores, soft_cap)
+    return capped(scores, soft_cap)
 
 
 def sink_scores(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    sink_keys: Float[Tensor, "heads sinks head_dim"],
-    soft_cap: float | None = None,
+    queries: Heads, sink_keys: Float[Tensor, "heads sinks head_dim"], soft_cap: float | None = None
 ) -> Float32[Tensor, "batch heads rows sinks"]:
-    """`attention_scores` of the sinks. Every head has its own sinks, and all sequences share them.
-
-    Raises:
-        ValueError: for sinks of other heads, or of another head_dim.
-    """
+    """`attention_scores` of the sinks. Every head has its own sinks, and all sequences share them. Raises `ValueError`
+    for sinks of other heads, or of another head_dim."""
     heads, _, head_dim = sink_keys.shape
     if queries.shape[1] != heads or queries.shape[3] != head_dim:
         raise ValueError(
@@ -46,15 +35,12 @@ def sink_scores(
     return attention_scores(queries, sink_keys[None].expand(len(queries), -1, -1, -1), soft_cap)
 
 
-def capped(scores: Float[Tensor, "*pairs"], soft_cap: float) -> Float[Tensor, "*pairs"]:
-    """c · tanh(scores / c), in place."""
-    return scores.div_(soft_cap).tanh_().mul_(soft_cap)
+def capped(scores: Float[Tensor, "*pairs"], soft_cap: float | None) -> Float[Tensor, "*pairs"]:
+    """c · tanh(scores / c), in place; None: the scores as they are."""
+    return scores if soft_cap is None else scores.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
-def check_attention(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads columns head_dim"] | CodedRows,
-) -> None:
+def check_attention(queries: Heads, keys: KeyValue) -> None:
     """Raise `ValueError` unless batch and head_dim agree and the heads divide evenly over the key heads."""
     if queries.shape[0] != keys.shape[0] or queries.shape[3] != keys.shape[3] or queries.shape[1] % keys.shape[1]:
         raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from tiered.kernels.attention_parts import CODES, rows_at, soft_capped
 from tiered.kernels.attention_splits import elements, elements_block, merged_rows, splits, tile_of
 from tiered.kernels.block_attention_ref import checked_code
-from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
 from tiered.kernels.launch import VECTOR, launch
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.kernels.row_code import WORD, RowCode
@@ -163,9 +163,9 @@ def _merge_splits(
 
 
 def block_attention(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows | None,
+    queries: Heads,
+    keys: KeyValue,
+    values: KeyValue | None,
     *,
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
@@ -173,7 +173,7 @@ def block_attention(
     key_mask: Bool[Tensor, "batch length"] | None = None,
     start: Int[Tensor, "batch #rows"] | None = None,
     stop: Int[Tensor, "batch #rows"] | None = None,
-) -> tuple[Float[Tensor, "batch heads rows head_dim"], LogSumExp]:
+) -> tuple[Heads, LogSumExp]:
     """As in block_attention_ref.py. Products of 16-bit tensors take weights of 16 bits."""
     code = checked_code(queries, keys, values)
     if values is None:  # any will do, and these are in the cache
@@ -198,67 +198,25 @@ def block_attention(
     starts = queries if start is None else start.expand(batch, rows)
     stops = queries if stop is None else stop.expand(batch, rows)
     launch(
-        _block_attention,
-        (tiles, count, batch * kv_heads),
-        queries,
-        key_memory,
-        value_memory,
+        _block_attention, (tiles, count, batch * kv_heads), queries, key_memory, value_memory,
         queries if sink_keys is None else sink_keys.contiguous(),
-        queries if sink_values is None else sink_values.contiguous(),
-        mask,
-        starts,
-        stops,
-        parts,
-        sums.peak,
-        sums.mass,
-        *queries.stride(),
-        *key_strides,
-        *value_strides,
-        *mask.stride()[:2],
-        *starts.stride()[:2],
-        *stops.stride()[:2],
-        *parts.stride()[:4],
-        kv_heads,
-        group,
-        rows,
-        length,
-        -(-length // (count * tile.columns)) * tile.columns,
-        0 if sink_keys is None else sink_keys.shape[1],
-        head_dim**-0.5,
-        soft_cap or 0.0,
-        CODE=CODES[code],
-        CAPPED=soft_cap is not None,
-        MASKED=key_mask is not None,
-        STARTS=start is not None,
-        STOPS=stop is not None,
-        UPCAST=not queries.is_cuda or (code is None and queries.dtype != key_memory.dtype),
-        ALIGNED=min(_alignment(keys), _alignment(values)),
-        HEAD_DIM=head_dim,
-        BLOCK_ROWS=tile.rows,
-        BLOCK_KEYS=tile.columns,
-        BLOCK_ELEMENTS=elements(head_dim, code),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        queries if sink_values is None else sink_values.contiguous(), mask, starts, stops, parts, sums.peak, sums.mass,
+        *queries.stride(), *key_strides, *value_strides, *mask.stride()[:2], *starts.stride()[:2], *stops.stride()[:2],
+        *parts.stride()[:4], kv_heads, group, rows, length, -(-length // (count * tile.columns)) * tile.columns,
+        0 if sink_keys is None else sink_keys.shape[1], head_dim**-0.5, soft_cap or 0.0,
+        CODE=CODES[code], CAPPED=soft_cap is not None, MASKED=key_mask is not None, STARTS=start is not None,
+        STOPS=stop is not None, UPCAST=not queries.is_cuda or (code is None and queries.dtype != key_memory.dtype),
+        ALIGNED=min(_alignment(keys), _alignment(values)), HEAD_DIM=head_dim, BLOCK_ROWS=tile.rows,
+        BLOCK_KEYS=tile.columns, BLOCK_ELEMENTS=elements(head_dim, code), num_warps=tile.warps, num_stages=tile.stages,
         on=queries,
-    )
+    )  # fmt: skip
     if count > 1:
         merged = merged_rows(head_dim)
         launch(
-            _merge_splits,
-            (-(-batch * heads * rows // merged),),
-            parts,
-            *(sums.peak, sums.mass),
-            mixed,
-            *(whole.peak, whole.mass),
-            batch * heads * rows,
-            heads,
-            rows,
-            count,
-            HEAD_DIM=head_dim,
-            BLOCK=merged,
-            BLOCK_ELEMENTS=elements_block(head_dim),
-            on=queries,
-        )
+            _merge_splits, (-(-batch * heads * rows // merged),), parts, *(sums.peak, sums.mass), mixed,
+            *(whole.peak, whole.mass), batch * heads * rows, heads, rows, count,
+            HEAD_DIM=head_dim, BLOCK=merged, BLOCK_ELEMENTS=elements_block(head_dim), on=queries,
+        )  # fmt: skip
     return mixed, whole
 
 

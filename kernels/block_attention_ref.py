@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from tiered.kernels.attention_scores import capped, check_attention
-from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
 from tiered.kernels.log_sum_exp import LogSumExp, finite
 from tiered.kernels.row_code import RowCode
 
@@ -17,9 +17,9 @@ CODED_AT_ONCE = 1024  # columns of rows in codes, which have values for so long 
 
 
 def block_attention(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows | None,
+    queries: Heads,
+    keys: KeyValue,
+    values: KeyValue | None,
     *,
     soft_cap: float | None = None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
@@ -27,7 +27,7 @@ def block_attention(
     key_mask: Bool[Tensor, "batch length"] | None = None,
     start: Int[Tensor, "batch #rows"] | None = None,
     stop: Int[Tensor, "batch #rows"] | None = None,
-) -> tuple[Float[Tensor, "batch heads rows head_dim"], LogSumExp]:
+) -> tuple[Heads, LogSumExp]:
     """softmax(scores) · v over the sinks and the columns that a row may see, where a score is q·k / √head_dim; in
     float32. Beside it, by batch, head and row, the log-sum-exp of these scores, sinks included: rows over other columns
     can be merged with these.
@@ -78,16 +78,8 @@ def block_attention(
     return mixed, whole
 
 
-def checked_code(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows | None,
-) -> RowCode | None:
-    """The code of keys and values; None: they are as they are.
-
-    Raises:
-        ValueError: as `block_attention`.
-    """
+def checked_code(queries: Heads, keys: KeyValue, values: KeyValue | None) -> RowCode | None:
+    """The code of keys and values; None: they are as they are. Raises as `block_attention`."""
     check_attention(queries, keys)
     values = keys if values is None else values
     code, of_values = (rows.code if isinstance(rows, CodedRows) else None for rows in (keys, values))
@@ -100,17 +92,15 @@ def checked_code(
 
 
 def _mixed(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows | None,
+    queries: Heads,
+    keys: KeyValue,
+    values: KeyValue | None,
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None,
     soft_cap: float | None,
     columns: int,
     hidden: Bool[Tensor, "batch 1 #rows length"] | None,
-) -> tuple[
-    Float[Tensor, "batch heads rows head_dim"], Float32[Tensor, "batch heads rows"], Float32[Tensor, "batch heads rows"]
-]:
+) -> tuple[Heads, Float32[Tensor, "batch heads rows"], Float32[Tensor, "batch heads rows"]]:
     """`columns` of the keys at a time; last, the sinks. What stands in rows, and the peak and the mass of each."""
     batch, heads, rows, head_dim = queries.shape
     kv_heads, length = keys.shape[1:3]
@@ -120,7 +110,7 @@ def _mixed(
     total, mass = torch.zeros_like(scaled), torch.zeros_like(scaled[..., :1])
     peak, sinks = torch.full_like(mass, -torch.inf), None
     if sink_keys is not None and sink_keys.shape[1]:
-        sinks = _capped(scaled @ sink_keys.float().mT, soft_cap)
+        sinks = capped(scaled @ sink_keys.float().mT, soft_cap)
         peak = sinks.amax(-1, keepdim=True)
     for start in range(0, length, max(1, columns)):
         part = slice(start, start + columns)
@@ -147,7 +137,7 @@ def _add_part(
 ) -> Float32[Tensor, "batch heads rows 1"]:
     """Add columns to `mass` and `total`, which are relative to `peak`; returns the peak that they are then relative
     to."""
-    scores = _capped(folded @ _floats(keys).mT, soft_cap).view(*mass.shape[:3], -1)
+    scores = capped(folded @ _floats(keys).mT, soft_cap).view(*mass.shape[:3], -1)
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)
     grown = torch.maximum(peak, scores.amax(-1, keepdim=True))
@@ -166,10 +156,6 @@ def _floats(
     rows: Float[Tensor, "batch heads columns elements"] | CodedRows,
 ) -> Float32[Tensor, "batch heads columns elements"]:
     return rows.float() if isinstance(rows, Tensor) else replace(rows, dtype=torch.float32).values()
-
-
-def _capped(scores: Float32[Tensor, "*pairs"], soft_cap: float | None) -> Float32[Tensor, "*pairs"]:
-    return scores if soft_cap is None else capped(scores, soft_cap)
 
 
 def _hidden(

@@ -21,16 +21,12 @@ def for_device(reference: Callable[P, R], device: torch.device) -> Callable[P, R
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run on `device`; else their references do."""
     return device.type == "cuda" and _has_triton()
 
 
 def check_kernels(device: torch.device) -> None:
-    """Compile and launch the smallest kernel on `device`, if kernels run there.
-
-    Raises:
-        OSError: the kernel cannot be compiled or launched, most often for want of a C compiler or of Python.h.
-    """
+    """Compile and launch the smallest kernel on `device`, if kernels run there. Raises `OSError` if that fails, most
+    often because a C compiler or Python.h is missing."""
     if not runs_kernels(device):
         return
     try:

@@ -45,28 +45,30 @@ class CodedRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the values."""
         return (*self.bytes.shape[:-1], self.elements)
 
     @property
     def device(self) -> torch.device:
-        """The device of the bytes."""
         return self.bytes.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
         return self.bytes.nbytes
 
     def __getitem__(self, part: slice | Int[Tensor, "*index"] | tuple[slice, ...]) -> "CodedRows":
         return replace(self, bytes=self.bytes[part])
 
     def values(self) -> Float[Tensor, "*rows elements"]:
-        """The values of the codes."""
         values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         coded = self.bytes.flatten(0, -2).contiguous()
         _op(decode_rows, self.code, self.device)(coded, self.code, values.flatten(0, -2))
         return values
+
+
+# Queries of rows, or what they read; keys, or values, as they are; and these, or the same in codes.
+Heads = Float[Tensor, "batch heads rows head_dim"]
+Columns = Float[Tensor, "batch kv_heads length head_dim"]
+KeyValue = Columns | CodedRows
 
 
 def _op(reference: Callable[P, R], code: Code, device: torch.device) -> Callable[P, R]:

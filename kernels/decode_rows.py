@@ -73,27 +73,13 @@ def decode_rows(
     bases = None if base is None else base.bases if base.bases.stride(1) == 1 else base.bases.contiguous()
     tile = tile_of(elements)
     launch(
-        _decode_rows,
-        (-(-count // BLOCK_ROWS), -(-elements // tile["BLOCK_ELEMENTS"])),
-        coded,
-        numbers,
-        bases,
-        0 if bases is None else bases.stride(0),
-        None if base is None else base.of_row,
-        out,
-        out.stride(0),
-        len(out),
-        places,
-        count,
-        FP8=code == RowCode.FP8,
-        ELEMENTS=elements,
-        ROW_BYTES=code.row_bytes(elements, residual=base is not None),
-        **tile,
-        enable_fp_fusion=False,
-        on=out,
-    )
+        _decode_rows, (-(-count // BLOCK_ROWS), -(-elements // tile["BLOCK_ELEMENTS"])), coded, numbers, bases,
+        0 if bases is None else bases.stride(0), None if base is None else base.of_row, out, out.stride(0), len(out),
+        places, count,
+        FP8=code == RowCode.FP8, ELEMENTS=elements, ROW_BYTES=code.row_bytes(elements, residual=base is not None),
+        **tile, enable_fp_fusion=False, on=out,
+    )  # fmt: skip
 
 
 def tile_of(elements: int) -> dict[str, int]:
-    """Rows and elements of a program."""
     return {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_ELEMENTS": min(MOST_ELEMENTS, max(16, triton.next_power_of_2(elements)))}

@@ -106,28 +106,14 @@ def encode_rows(
     bases = None if base is None else base.bases if base.bases.stride(1) == 1 else base.bases.contiguous()
     tile = tile_of(elements)
     launch(
-        _encode_rows,
-        (-(-count // tile["BLOCK_ROWS"]),),
-        values,
-        values.stride(0),
-        out,
-        numbers,
-        bases,
-        0 if bases is None else bases.stride(0),
-        None if base is None else base.of_row,
-        count,
-        FP8=code == RowCode.FP8,
-        ELEMENTS=elements,
-        ROW_BYTES=code.row_bytes(elements, residual=base is not None),
-        **tile,
-        num_warps=warps_of(tile),
-        enable_fp_fusion=False,
-        on=values,
-    )
+        _encode_rows, (-(-count // tile["BLOCK_ROWS"]),), values, values.stride(0), out, numbers, bases,
+        0 if bases is None else bases.stride(0), None if base is None else base.of_row, count,
+        FP8=code == RowCode.FP8, ELEMENTS=elements, ROW_BYTES=code.row_bytes(elements, residual=base is not None),
+        **tile, num_warps=warps_of(tile), enable_fp_fusion=False, on=values,
+    )  # fmt: skip
 
 
 def tile_of(elements: int) -> dict[str, int]:
-    """Rows and elements of a program."""
     block = max(16, triton.next_power_of_2(elements))
     return {"BLOCK_ROWS": max(1, TILE // block), "BLOCK_ELEMENTS": block}
 

@@ -21,11 +21,6 @@ class LogSumExp:
     peak: Float32[Tensor, "*rows"]
     mass: Float32[Tensor, "*rows"]
 
-    @property
-    def value(self) -> Float32[Tensor, "*rows"]:
-        """The log-sum-exp as one number; −inf for no column."""
-        return self.peak + self.mass.log()
-
 
 def finite(peak: Float32[Tensor, "*rows"]) -> Float32[Tensor, "*rows"]:
     """`peak`, or the least number in place of −inf: −inf − (−inf) is no number."""

@@ -12,17 +12,9 @@ from tiered.kernels.rms_norm_ref import check_norm
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
-    hidden,
-    weight,
-    normed,
-    hidden_batch,
-    hidden_row,
-    rows,
-    width,
-    eps,
-    ZERO_CENTRED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    hidden, weight, normed, hidden_batch, hidden_row, rows, width, eps,
+    ZERO_CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     element = tl.arange(0, BLOCK)
@@ -51,20 +43,9 @@ def rms_norm(
         return normed
     block = triton.next_power_of_2(width)
     launch(
-        _rms_norm,
-        (rows, batch),
-        hidden,
-        weight.contiguous(),
-        normed,
-        *hidden.stride()[:2],
-        rows,
-        width,
-        eps,
-        ZERO_CENTRED=zero_centred,
-        BLOCK=block,
-        num_warps=_warps(block),
-        on=hidden,
-    )
+        _rms_norm, (rows, batch), hidden, weight.contiguous(), normed, *hidden.stride()[:2], rows, width, eps,
+        ZERO_CENTRED=zero_centred, BLOCK=block, num_warps=_warps(block), on=hidden,
+    )  # fmt: skip
     return normed
 
 

@@ -18,25 +18,10 @@ TILE = 512  # pairs of elements that a program rotates
     do_not_specialize_on_alignment=["columns"],
 )
 def _rotate(
-    heads,
-    cos,
-    sin,
-    columns,
-    rotated,
-    heads_batch,
-    heads_head,
-    heads_row,
-    table_batch,
-    table_row,
-    column_batch,
-    column_row,
-    rows,
-    length,
-    HALF: tl.constexpr,
-    SCATTERED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
+    heads, cos, sin, columns, rotated, heads_batch, heads_head, heads_row, table_batch, table_row, column_batch,
+    column_row, rows, length,
+    HALF: tl.constexpr, SCATTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -81,25 +66,11 @@ def rotate(
     block_rows = max(1, TILE // block_half)
     # Of rows that are all columns the kernel reads no numbers; any pointer does.
     numbers = cos if columns is None else columns
+    # Without fusion a product and a sum are rounded one by one, as in torch.
     launch(
-        _rotate,
-        (triton.cdiv(rows, block_rows), count, batch),
-        heads,
-        cos,
-        sin,
-        numbers,
-        rotated,
-        *heads.stride()[:3],
-        cos.stride(0) if tables > 1 else 0,
-        cos.stride(2),
-        *numbers.stride()[:2],
-        rows,
-        length,
-        HALF=half,
-        SCATTERED=columns is not None,
-        BLOCK_ROWS=block_rows,
-        BLOCK_HALF=block_half,
-        enable_fp_fusion=False,  # a product and a sum are rounded one by one, as in torch
+        _rotate, (triton.cdiv(rows, block_rows), count, batch), heads, cos, sin, numbers, rotated, *heads.stride()[:3],
+        cos.stride(0) if tables > 1 else 0, cos.stride(2), *numbers.stride()[:2], rows, length,
+        HALF=half, SCATTERED=columns is not None, BLOCK_ROWS=block_rows, BLOCK_HALF=block_half, enable_fp_fusion=False,
         on=heads,
-    )
+    )  # fmt: skip
     return rotated

@@ -18,11 +18,9 @@ class RowBase(NamedTuple):
     of_row: Int64[Tensor, " n"]
 
     def taken(self, part: slice) -> Float[Tensor, "rows width"]:
-        """The bases of some rows."""
         return self.bases.index_select(0, self.of_row[part])
 
     def squares(self) -> Float64[Tensor, " bases"]:
-        """The squared norm of each base."""
         return self.bases.double().square_().sum(1)
 
     def projections(

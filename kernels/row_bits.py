@@ -81,7 +81,6 @@ def bf16_bits(values):
 
 @triton.jit
 def bf16_values(bits):
-    """The float32 of BF16 bits."""
     return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 

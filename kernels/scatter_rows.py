@@ -24,30 +24,10 @@ WARPS = 8
     do_not_specialize_on_alignment=["target", "values", "index", "valid"],
 )
 def _scatter(
-    target,
-    values,
-    index,
-    valid,
-    target_batch,
-    target_head,
-    target_column,
-    target_element,
-    value_batch,
-    value_head,
-    value_row,
-    value_element,
-    index_batch,
-    index_row,
-    valid_batch,
-    valid_row,
-    rows,
-    length,
-    elements,
-    MASKED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_ELEMENTS: tl.constexpr,
-):
+    target, values, index, valid, target_batch, target_head, target_column, target_element, value_batch, value_head,
+    value_row, value_element, index_batch, index_row, valid_batch, valid_row, rows, length, elements,
+    MASKED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -87,29 +67,14 @@ def scatter_rows(
     # Without flags the kernel reads none; any pointer does.
     flags = index if valid is None else valid.view(torch.uint8)
     launch(
-        _scatter,
-        (-(-rows // tile["BLOCK_ROWS"]), heads, batch),
-        target,
-        values,
-        index,
-        flags,
-        *target.stride(),
-        *values.stride(),
-        *index.stride(),
-        *flags.stride(),
-        rows,
-        length,
-        elements,
-        MASKED=valid is not None,
-        ALIGNED=min(_alignment(target), _alignment(values)),
-        **tile,
-        num_warps=WARPS,
-        on=target,
-    )
+        _scatter, (-(-rows // tile["BLOCK_ROWS"]), heads, batch), target, values, index, flags, *target.stride(),
+        *values.stride(), *index.stride(), *flags.stride(), rows, length, elements,
+        MASKED=valid is not None, ALIGNED=min(_alignment(target), _alignment(values)), **tile,
+        num_warps=WARPS, on=target,
+    )  # fmt: skip
 
 
 def tile_of(elements: int) -> dict[str, int]:
-    """Rows and elements of a program."""
     block = 1 << (elements - 1).bit_length()
     return {"BLOCK_ROWS": max(1, TILE // block), "BLOCK_ELEMENTS": block}
 

@@ -27,5 +27,4 @@ def scatter_rows(
 
 
 def _spread(index: Int[Tensor, "batch rows"], like: Float[Tensor, "batch heads length elements"]) -> Tensor:
-    """`index` over the heads and elements of `like`."""
     return index[:, None, :, None].expand(-1, like.shape[1], -1, like.shape[3])

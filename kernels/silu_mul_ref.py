@@ -6,11 +6,7 @@ from torch import Tensor
 
 
 def silu_mul(gate: Float[Tensor, "*rows width"], up: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
-    """gate · σ(gate), in float32 and rounded to the dtype, times `up`, rounded again.
-
-    Raises:
-        ValueError: the two are not of one shape and dtype.
-    """
+    """gate · σ(gate), in float32 and rounded to the dtype, times `up`, rounded again. Raises as `check_gate`."""
     check_gate(gate, up)
     return F.silu(gate).mul_(up)  # in place: nothing of a layer is larger
 

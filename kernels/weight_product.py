@@ -88,21 +88,11 @@ def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[T
     if product.numel():
         tile = tile_of(count, rows.element_size())
         launch(
-            _weight_product,
-            (-(-count // tile["BLOCK_ROWS"]), -(-out // tile["BLOCK_OUT"])),
-            rows,
-            weight.bytes,
-            weight.bytes.view(torch.int16),
-            weight.bytes.view(torch.float32),
-            product,
-            count,
-            out,
+            _weight_product, (-(-count // tile["BLOCK_ROWS"]), -(-out // tile["BLOCK_OUT"])), rows, weight.bytes,
+            weight.bytes.view(torch.int16), weight.bytes.view(torch.float32), product, count, out,
             **_layout(weight.code, inner),
-            UPCAST=not rows.is_cuda,
-            **tile,
-            num_warps=warps_of(tile),
-            on=rows,
-        )
+            UPCAST=not rows.is_cuda, **tile, num_warps=warps_of(tile), on=rows,
+        )  # fmt: skip
     return product
 
 
@@ -124,5 +114,4 @@ def tile_of(count: int, element_bytes: int) -> dict[str, int]:
 
 
 def warps_of(tile: dict[str, int]) -> int:
-    """Of a program."""
     return 8 if tile["BLOCK_ROWS"] == 128 else 4

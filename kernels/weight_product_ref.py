@@ -12,10 +12,7 @@ TILE_ELEMENTS = 1 << 20
 
 def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[Tensor, "n out"]:
     """`rows` · `weight`ᵀ, a tile of output rows at a time; the result has its rows as the innermost axis in memory.
-
-    Raises:
-        ValueError: rows of another width, dtype or device than the weight's.
-    """
+    Raises as `check_factors`."""
     check_factors(rows, weight)
     out, inner = weight.shape
     product = rows.new_empty(out, len(rows))
@@ -27,7 +24,7 @@ def weight_product(rows: Float[Tensor, "n inner"], weight: CodedRows) -> Float[T
 
 
 def check_factors(rows: Float[Tensor, "n inner"], weight: CodedRows) -> None:
-    """Raise the `ValueError` of `weight_product`."""
+    """Raise `ValueError` for rows of another width, dtype or device than the weight's."""
     given, wanted = (rows.shape[1:], rows.dtype, rows.device), (weight.shape[1:], weight.dtype, weight.device)
     if given != wanted:
         raise ValueError(

@@ -46,11 +46,7 @@ class Chunk:
 
     @property
     def bytes(self) -> UInt8[Tensor, " nbytes"]:
-        """The memory.
-
-        Raises:
-            ValueError: freed.
-        """
+        """The memory. Raises `ValueError` if it is freed."""
         if self._bytes is None:
             raise ValueError("the chunk is freed")
         return self._bytes

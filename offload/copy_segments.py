@@ -13,11 +13,8 @@ class Segment(NamedTuple):
 
 
 def merge_neighbours(segments: Iterable[tuple[int, int, int]]) -> list[Segment]:
-    """The same bytes in as few segments as possible: segments that touch on both sides become one.
-
-    Args:
-        segments: (source, destination, size) in bytes, in the order of their sources. Empty segments are left out.
-    """
+    """The same bytes in as few segments as possible: segments that touch on both sides become one, and empty ones are
+    left out. `segments`: (source, destination, size) in bytes, in the order of their sources."""
     merged: list[Segment] = []
     for source, destination, size in segments:
         before = merged[-1] if merged else Segment(0, 0, 0)

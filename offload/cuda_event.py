@@ -33,7 +33,7 @@ class CudaEvent:
     def __init__(self, issued: HostEvent, clock: CudaClock | None = None) -> None:
         """`clock`: the clock of `times`; None if no caller reads them."""
         self.issued = issued
-        self.arrival: torch.cuda.Event | None = None  # of `compute`: when its stream got to the wait
+        self.arrival: torch.cuda.Event | None = None  # of `wait`: when its stream got to it
         self.start: torch.cuda.Event | None = None
         self.end: torch.cuda.Event | None = None
         self._clock = clock

@@ -18,7 +18,7 @@ from tiered.offload.cuda_event import CudaClock, CudaEvent, host_part, mark, str
 from tiered.offload.errors import TransferError
 from tiered.offload.fence import Event
 from tiered.offload.host_event import HostEvent
-from tiered.offload.thread_transport import LaneTransport, total_bytes
+from tiered.offload.thread_transport import LaneTransport, moves_nothing, total_bytes
 from tiered.offload.transport import Copy, Lane, TransferEvent, check_copies
 
 
@@ -26,11 +26,8 @@ class CudaTransport(LaneTransport):
     """FETCH and STORE go on streams of their own. A job that has to wait for the host or the disk is put on its stream
     by the lane's thread, and so is whatever comes after it in the lane.
 
-    The compute stream is the caller's current stream. It can wait only for what is on a stream already, so `compute`
+    The compute stream is the caller's current stream. It can wait only for what is on a stream already, so `wait`
     blocks the host until that is so.
-
-    Args:
-        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,13 +48,13 @@ class CudaTransport(LaneTransport):
         self._lanes[lane].submit(job, here_if_ready=True)
         return event
 
-    def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
+    def wait(self, after: Iterable[Event] = ()) -> TransferEvent:
         self._lanes[None].check_open()
         after, stream = tuple(after), torch.cuda.current_stream(self.device)
         event = CudaEvent(HostEvent(None), self._clock)
         with suppress(RuntimeError):  # a lost device fails the job, below
             event.arrival = mark(stream)
-        self._job(event.issued, partial(self._issue, event, stream, work, after), after, host_part).run()
+        self._job(event.issued, partial(self._issue, event, stream, moves_nothing, after), after, host_part).run()
         return event
 
     def close(self) -> None:
@@ -92,7 +89,7 @@ class CudaTransport(LaneTransport):
             super()._copy_piece(lane, piece)
 
     def _issue(
-        self, event: CudaEvent, stream: torch.cuda.Stream, work: Callable[[], None], after: Iterable[Event]
+        self, event: CudaEvent, stream: torch.cuda.Stream, work: Callable[[], object], after: Iterable[Event]
     ) -> int:
         with torch.cuda.stream(stream):
             for earlier in after:

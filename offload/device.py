@@ -10,11 +10,8 @@ import torch
 
 
 def pick_device(device: str | torch.device) -> torch.device:
-    """`device`; "auto" is the current CUDA device, or the CPU on a machine without one.
-
-    Raises:
-        ValueError: no such kind of device, or a CUDA device that this machine lacks.
-    """
+    """`device`; "auto" is the current CUDA device, or the CPU on a machine without one. Raises `ValueError` for no such
+    kind of device, or a CUDA device that this machine lacks."""
     if device == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -61,12 +58,10 @@ def cublas_workspace_bytes(device: torch.device) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the CUDA `device`."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def device_name(device: torch.device) -> str:
-    """The driver's name of the CUDA `device`."""
     return torch.cuda.get_device_name(device)
 
 

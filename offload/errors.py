@@ -14,11 +14,8 @@ class NoRoomError(RuntimeError):
 
     def __init__(self, needed: int, available: int, capacity: int, what: str, hint: str = "") -> None:
         super().__init__(needed, available, capacity, what, hint)
-        self.needed = needed
-        self.available = available
-        self.capacity = capacity
-        self.what = what
-        self.hint = hint
+        self.needed, self.available, self.capacity = needed, available, capacity
+        self.what, self.hint = what, hint
 
     def __str__(self) -> str:
         return f"{self.what} of {self.capacity} bytes has no room for {self.needed} bytes ({self.available} are free)"
@@ -34,8 +31,7 @@ class PinError(RuntimeError):
 
     def __init__(self, needed: int, message: str) -> None:
         super().__init__(needed, message)
-        self.needed = needed
-        self.message = message
+        self.needed, self.message = needed, message
 
     def __str__(self) -> str:
         return self.message

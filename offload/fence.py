@@ -20,11 +20,7 @@ class Event(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block the host until it has ended.
-
-        Raises:
-            TransferError: it failed.
-        """
+        """Block the host until it has ended. Raises `TransferError` if it failed."""
         ...
 
 
@@ -33,7 +29,7 @@ class Region(StrEnum):
 
     FETCH_SLOT = "fetch_slot"  # device ring that records arrive in, are used in and leave from
     LOAD_SLOT = "load_slot"  # host ring that records from files pass
-    DEVICE_SLOT = "device_slot"  # a record that stays on the device
+    DEVICE_SLOT = "device_slot"  # memory of a record or of a layer that stays on the device
     HOST_SLOT = "host_slot"
     DISK_SLOT = "disk_slot"
 
@@ -66,10 +62,6 @@ class Fence:
         """A write has begun that ends with `event`. It waits for `before_write`, so later users wait for it alone."""
         self._write = (event,)
         self._reads = []
-
-    def idle(self) -> bool:
-        """True if nothing is under way."""
-        return all(event.done() for event in self.before_write())
 
 
 def settle(fences: Iterable[Fence]) -> None:

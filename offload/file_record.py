@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,11 +14,8 @@ from tiered.offload.fence import Fence, Region
 
 
 class ReadFile:
-    """A file that stays open for reading. Another file that later takes its name has no effect.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """A file that stays open for reading. Another file that later takes its name has no effect. Raises `OSError` if it
+    cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,16 +24,11 @@ class ReadFile:
         weakref.finalize(self, self._file.close)
 
     def read(self, offset: int, into: UInt8[Tensor, " nbytes"]) -> None:
-        """Fill `into` from `offset` on; blocks. On any thread.
-
-        Raises:
-            CorruptRecordError: the file was written to since it was opened, or ends too early.
-            TransferError: the system could not read.
-        """
-        buffer, done = memoryview(into.numpy()), 0
+        """Fill `into` from `offset` on; blocks. On any thread. Raises `CorruptRecordError` if the file was written to
+        since it was opened, or ends too early, and `TransferError` if the system could not read."""
+        buffer = memoryview(into.numpy())
         try:
-            while done < len(buffer) and (count := os.preadv(self._file.fileno(), [buffer[done:]], offset + done)):
-                done += count
+            done = moved(read_into, self._file.fileno(), buffer, offset)
             changed = self._state() != self._then  # after the read, which a change may have come into
         except OSError as error:
             raise TransferError(f"reading {self.path}: {error}") from error
@@ -71,3 +63,15 @@ class FileRecord:
         for piece in self.pieces:
             piece.file.read(piece.offset, into[piece.start : piece.start + piece.nbytes])
         return sum(piece.nbytes for piece in self.pieces)
+
+
+def moved(call: Callable[[int, memoryview, int], int], descriptor: int, data: memoryview, offset: int) -> int:
+    """Bytes that `call`, a read or write of the system that may stop short, moved until all were, or it moved none."""
+    done = 0
+    while done < len(data) and (count := call(descriptor, data[done:], offset + done)):
+        done += count
+    return done
+
+
+def read_into(descriptor: int, data: memoryview, offset: int) -> int:
+    return os.preadv(descriptor, [data], offset)

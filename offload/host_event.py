@@ -52,11 +52,9 @@ class HostEvent:
             raise TransferError(self._failure) from self._cause
 
     def start(self) -> None:
-        """The job has started."""
         self._started_at = time.monotonic_ns()
 
     def end(self, nbytes: int) -> None:
-        """The job has moved `nbytes`."""
         self._nbytes = nbytes
         self._ended_at = time.monotonic_ns()
         self._ended.set()

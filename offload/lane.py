@@ -8,5 +8,5 @@ class Lane(StrEnum):
 
     STORE = "store"  # device → host
     FETCH = "fetch"  # host → device
-    SPILL = "spill"  # host → disk
+    SAVE = "save"  # host → disk: layers of weights that go to the scratch file
     LOAD = "load"  # disk → host

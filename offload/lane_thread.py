@@ -17,7 +17,6 @@ POLL_SECONDS = 0.25
 
 
 def whole(event: Event) -> Event:
-    """All of `event`."""
     return event
 
 
@@ -94,11 +93,8 @@ class LaneThread:
             raise TransferError(f"{self._name}: closed; make a new transport")
 
     def submit(self, job: Job, *, here_if_ready: bool = False) -> None:
-        """Append `job`, or run it in this thread where `here_if_ready` allows it and nothing has to be waited for.
-
-        Raises:
-            TransferError: closed, in a forked child, or the system starts no more threads.
-        """
+        """Append `job`, or run it in this thread if `here_if_ready` allows it and nothing has to be waited for. Raises
+        `TransferError` if the lane is closed, in a forked child, or if the system starts no more threads."""
         self.check_open()
         with self._changed:
             self.check_open()

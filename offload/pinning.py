@@ -30,7 +30,7 @@ _WIPE_ON_FORK = 18  # madvise, Linux 4.14; sandboxes such as gVisor lack it
 
 
 class Pinner(ABC):
-    """One way to obtain host memory for the copies of `device`; `name` is its name for `pick_pinner`."""
+    """One way to obtain host memory for the copies of `device`; `name` is for messages."""
 
     name: ClassVar[str]
 
@@ -43,12 +43,8 @@ class Pinner(ABC):
         """True if this process can obtain such memory for `device`."""
 
     def allocate(self, nbytes: int) -> Chunk:
-        """Memory of `nbytes` with undefined content.
-
-        Raises:
-            PinError: the system refused.
-            ValueError: `nbytes` is not positive, or above 64 GiB for `registered`.
-        """
+        """Memory of `nbytes` with undefined content. Raises `PinError` if the system refused, and `ValueError` if
+        `nbytes` is not positive, or above 64 GiB for `registered`."""
         if nbytes < 1:
             raise ValueError(f"cannot allocate {nbytes} bytes of host memory: 1 or more")
         try:
@@ -67,7 +63,6 @@ class CupyPinner(Pinner):
 
     @staticmethod
     def available(device: torch.device) -> bool:
-        """True if cupy is installed and sees a device."""
         if device.type != "cuda" or find_spec("cupy") is None:
             return False
         try:
@@ -93,7 +88,6 @@ class RegisteredPinner(Pinner):
 
     @staticmethod
     def available(device: torch.device) -> bool:
-        """True if torch has CUDA."""
         return device.type == "cuda" and torch.cuda.is_available()
 
     def _obtain(self, nbytes: int) -> Chunk:
@@ -130,31 +124,19 @@ class PageablePinner(Pinner):
 
     @staticmethod
     def available(device: torch.device) -> bool:
-        """Always True."""
         return True
 
     def _obtain(self, nbytes: int) -> Chunk:
         return Chunk(torch.empty(nbytes, dtype=torch.uint8), pinned=False, actual_bytes=nbytes)
 
 
-_PINNERS = {kind.name: kind for kind in (CupyPinner, RegisteredPinner, PageablePinner)}  # as "auto" prefers them
+# By name, in the order of preference.
+PINNERS: dict[str, type[Pinner]] = {kind.name: kind for kind in (CupyPinner, RegisteredPinner, PageablePinner)}
 
 
-def pick_pinner(name: str, device: torch.device) -> Pinner:
-    """The pinner of that name; "auto": the first of cupy, registered and pageable that is available for `device`.
-
-    Raises:
-        ValueError: an unknown name, or a pinner that is not available for `device`.
-    """
-    there = [other for other, kind in _PINNERS.items() if kind.available(device)]
-    if name == "auto":
-        name = there[0]
-    if name not in _PINNERS:
-        raise ValueError(f"unknown pinner {name!r}; allowed: 'auto', {', '.join(map(repr, _PINNERS))}")
-    if name not in there:
-        works = ", ".join(map(repr, there))
-        raise ValueError(f"pinner {name!r} does not work for device {device} here; these do: {works}")
-    return _PINNERS[name](device)
+def pick_pinner(device: torch.device) -> Pinner:
+    """The first pinner that is available for `device`."""
+    return next(kind for kind in PINNERS.values() if kind.available(device))(device)
 
 
 def _advise(mapping: mmap.mmap, advice: int) -> bool:

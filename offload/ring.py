@@ -27,11 +27,7 @@ class RingSlot:
         self._ring = ring
 
     def release(self) -> None:
-        """Give the slot back at once; accesses under way may go on.
-
-        Raises:
-            ValueError: released before.
-        """
+        """Give the slot back at once; accesses under way may go on. Raises `ValueError` if it was released before."""
         self._ring._release(self)
 
 
@@ -67,7 +63,6 @@ class Ring:
 
     @property
     def held(self) -> int:
-        """Slots in use."""
         return sum(holder is not None for holder in self._holders)
 
     def acquire(self) -> RingSlot | None:
@@ -84,10 +79,6 @@ class Ring:
         self._fences[index] = fence
         self._holders[index] = slot = RingSlot(self, index, self._parts[index], fence)
         return slot
-
-    def idle(self) -> bool:
-        """True if no copy and no reader is under way in any slot."""
-        return all(fence.idle() for fence in self._fences)
 
     def settle(self) -> None:
         """Block the host until no copy and no reader is under way in any slot."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tiered.offload.errors import CorruptRecordError, NoRoomError, TransferError
 from tiered.offload.fence import Fence, Region
+from tiered.offload.file_record import moved, read_into
 
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a full disk, a quota, a limit on the length of files
 
@@ -38,29 +39,22 @@ class ScratchSlot:
         self.fence = Fence(Region.DISK_SLOT)
 
     def write(self, payload: UInt8[Tensor, " nbytes"]) -> int:
-        """Write the record; blocks. Returns the bytes written. On any thread.
-
-        Raises:
-            TransferError: the system could not write. On a disk that copies on write, it may be full all the same.
-        """
+        """Write the record; blocks. Returns the bytes written. On any thread. Raises `TransferError` if the system
+        could not write. A disk that copies on write may be full all the same."""
         data = memoryview(payload.numpy())
         self._checksum = zlib.crc32(data)
         with self._file._using(f"writing {self}") as descriptor:
-            if _moved(os.pwrite, descriptor, data, self._offset) < len(data):
+            if moved(os.pwrite, descriptor, data, self._offset) < len(data):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
         return len(data)
 
     def read(self, into: UInt8[Tensor, " nbytes"]) -> int:
         """Read the record into `into`, whose content is undefined after an error; blocks. Returns the bytes read. On
-        any thread.
-
-        Raises:
-            CorruptRecordError: the bytes there are not those that were written.
-            TransferError: the system could not read.
-        """
+        any thread. Raises `CorruptRecordError` if the bytes there are not those that were written, and `TransferError`
+        if the system could not read."""
         data = memoryview(into.numpy())
         with self._file._using(f"reading {self}") as descriptor:
-            count = _moved(_read_into, descriptor, data, self._offset)
+            count = moved(read_into, descriptor, data, self._offset)
         if count < len(data):
             raise CorruptRecordError(f"{self}: the file ends after {count} of {len(data)} bytes")
         if zlib.crc32(data) != self._checksum:
@@ -131,11 +125,7 @@ class ScratchFile:
         return slot
 
     def check_free(self, nbytes: int) -> int:
-        """Bytes that the disk has free, for all who write to it.
-
-        Raises:
-            NoRoomError: fewer than `nbytes`.
-        """
+        """Bytes that the disk has free, for all who write to it. Raises `NoRoomError` for fewer than `nbytes`."""
         disk = os.fstatvfs(self._file.fileno())
         free = disk.f_bavail * disk.f_frsize
         if free < nbytes:
@@ -173,7 +163,7 @@ class ScratchFile:
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(descriptor, end, self.slot_bytes)
                 else:  # macOS
-                    _moved(os.pwrite, descriptor, memoryview(bytes(self.slot_bytes)), end)
+                    moved(os.pwrite, descriptor, memoryview(bytes(self.slot_bytes)), end)
             except OSError as error:
                 os.ftruncate(descriptor, end)
                 if error.errno not in _REFUSED:
@@ -206,7 +196,6 @@ class ScratchFile:
 
     @contextmanager
     def _using(self, what: str) -> Iterator[int]:
-        """The descriptor. `what` is named in an error of the system."""
         self._check_open()
         try:
             yield self._file.fileno()
@@ -221,15 +210,3 @@ class ScratchFile:
         what = f"the disk under disk_path {self.folder}"
         hint = f"{reason} in disk_path {self.folder}: make room there, name another folder, or lower `disk`"
         return NoRoomError(needed, available, disk.f_blocks * disk.f_frsize, what, hint)
-
-
-def _moved(call: Callable[[int, memoryview, int], int], descriptor: int, data: memoryview, offset: int) -> int:
-    """Bytes that `call`, a read or write of the system that may stop short, moved until all were, or it moved none."""
-    moved = 0
-    while moved < len(data) and (count := call(descriptor, data[moved:], offset + moved)):
-        moved += count
-    return moved
-
-
-def _read_into(descriptor: int, data: memoryview, offset: int) -> int:
-    return os.preadv(descriptor, [data], offset)

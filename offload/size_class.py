@@ -5,10 +5,10 @@ EXACT_UNITS = 64  # up to here every number of units is a size class
 STEPS = 16  # classes between a power of two and the next
 
 
-def size_class(nbytes: int, unit: int = UNIT) -> int:
+def size_class(nbytes: int) -> int:
     """Bytes of the piece of memory for `nbytes`, at most 1/16 more: calls of similar sizes ask for the same pieces."""
-    units = -(-nbytes // unit)
+    units = -(-nbytes // UNIT)
     if units > EXACT_UNITS:
         step = (1 << units.bit_length() - 1) // STEPS
         units = -(-units // step) * step
-    return units * unit
+    return units * UNIT

@@ -34,8 +34,8 @@ class LaneTransport:
         return self._submit(HostEvent(lane, total_bytes(pieces)), partial(self._move, lane, pieces), after)
 
     def run(self, lane: Lane, work: Callable[[], int], after: Iterable[Event] = ()) -> TransferEvent:
-        if lane not in (Lane.LOAD, Lane.SPILL):
-            raise ValueError(f"work of the host cannot run on lane {lane}; allowed: {Lane.LOAD}, {Lane.SPILL}")
+        if lane not in (Lane.LOAD, Lane.SAVE):
+            raise ValueError(f"work of the host cannot run on lane {lane}; allowed: {Lane.LOAD}, {Lane.SAVE}")
         return self._submit(HostEvent(lane), _in_modes_of_caller(work), after)
 
     def close(self) -> None:
@@ -71,23 +71,15 @@ class LaneTransport:
 
 
 class ThreadTransport(LaneTransport):
-    """Every lane is a thread.
+    """Every lane is a thread. `wait` blocks the caller, whose thread computes."""
 
-    `compute_thread`: `compute` is a lane with a thread too, like a CUDA stream. The caller goes on at once, and the
-    bytes that `work` writes are valid once its event has ended. Without it, `compute` waits and works in the caller's
-    thread.
-    """
-
-    def __init__(self, *, compute_thread: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self._compute_thread = compute_thread
 
-    def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
-        event = HostEvent(None)
-        if self._compute_thread:
-            return self._submit(event, partial(_moves_nothing, _in_modes_of_caller(work)), after)
+    def wait(self, after: Iterable[Event] = ()) -> TransferEvent:
         self._lanes[None].check_open()
-        self._job(event, partial(_moves_nothing, work), after).run()
+        event = HostEvent(None)
+        self._job(event, moves_nothing, after).run()
         return event
 
 
@@ -103,12 +95,11 @@ def _in_modes_of_caller(work: Callable[[], R]) -> Callable[[], R]:
 
 
 def total_bytes(pieces: Sequence[Copy]) -> int:
-    """Bytes of all pieces."""
     return sum(piece.source.numel() for piece in pieces)
 
 
-def _moves_nothing(work: Callable[[], None]) -> int:
-    work()
+def moves_nothing() -> int:
+    """The work of a job that only waits."""
     return 0
 
 

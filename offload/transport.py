@@ -2,7 +2,7 @@
 
 Jobs of one lane run in the order of their submission. A job starts when every event in its `after` has ended. If one
 of them failed, the job fails too and never touches its destination; other jobs of the lane go on. `after` may mix
-events of any lane, of `compute`, and any other `Event`.
+events of any lane, of `wait`, and any other `Event`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ class Copy:
 @dataclass(frozen=True, slots=True)
 class Times:
     """When a job was submitted, when it started (its `after` had ended) and when it ended: ns of `time.monotonic_ns`,
-    None before that. For `compute`, `started - submitted` is the time that the compute stream waited for transfers.
+    None before that. For `wait`, `started - submitted` is the time that the compute stream waited for transfers.
     """
 
     submitted: int | None
@@ -44,7 +44,7 @@ class TransferEvent(Event, Protocol):
 
     @property
     def lane(self) -> Lane | None:
-        """The job's lane; None for `compute`."""
+        """The job's lane; None for `wait`."""
         ...
 
     @property
@@ -90,23 +90,16 @@ class Transport(Protocol):
         ...
 
     def run(self, lane: Lane, work: Callable[[], int], after: Iterable[Event] = ()) -> TransferEvent:
-        """Run host-side `work`, a file read or write, on the lane's thread. Never blocks.
+        """Run host-side `work`, a file read or write, on the lane's thread, LOAD or SAVE. Never blocks. `work` returns
+        the bytes that it moved; an exception of it fails the job.
 
-        Args:
-            lane: LOAD or SPILL.
-            work: returns the bytes that it moved; an exception of it fails the job.
-
-        Raises:
-            ValueError: another lane. On a GPU those are streams, and the host's work has no order with them.
+        Raises `ValueError` for another lane. On a GPU those are streams, and the host's work has no order with them.
         """
         ...
 
-    def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
-        """Let the compute stream wait for `after`, then run `work` there; the event ends when that work has.
-
-        If something in `after` failed, `work` does not run and the event fails. On CUDA `work` launches kernels on the
-        caller's current stream.
-        """
+    def wait(self, after: Iterable[Event] = ()) -> TransferEvent:
+        """Let compute, which is the caller's current stream on CUDA, wait for `after`. The event ends once that and
+        what compute was given before have ended. If something in `after` failed, the event fails."""
         ...
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered.core.extras import Extra
+from tiered.core.extras import needing
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ["kernels", "offload", "clustering"]
@@ -100,7 +100,7 @@ def test_a_missing_package_is_named_with_what_brings_it(
         (tmp_path / "direct_url.json").write_text(json.dumps(origin))
     monkeypatch.setattr("tiered.core.extras.distribution", lambda _: PathDistribution(tmp_path))
     message = re.escape(f"no_such_package is not installed: {command}")
-    with pytest.raises(ModuleNotFoundError, match=f"^{message}$"), Extra("bench"):
+    with pytest.raises(ModuleNotFoundError, match=f"^{message}$"), needing("bench"):
         importlib.import_module("no_such_package")
 
 

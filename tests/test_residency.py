@@ -201,7 +201,7 @@ def test_records_in_files_come_by_way_of_host_memory(tiers: Tiers, residency: Re
 
 
 def test_a_disk_that_is_full_or_fails_leaves_the_record_where_it_was(tiers: Tiers, residency: Residency):
-    faults.add(Lane.SPILL)
+    faults.add(Lane.SAVE)
     with pytest.raises(TransferError, match="bus is down"):
         tiers.to_scratch(residency.home((0, 0)), Account.WEIGHTS, ROOM)
     for key in ((0, 0), (0, 1)):

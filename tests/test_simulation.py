@@ -45,7 +45,7 @@ def test_a_copy_is_never_faster(lane: Lane, speed: LinkSpeed, count: int, size: 
     transport.close()
 
 
-@pytest.mark.parametrize("lane", [Lane.LOAD, Lane.SPILL])
+@pytest.mark.parametrize("lane", [Lane.LOAD, Lane.SAVE])
 def test_work_is_never_faster_than_the_bytes_that_it_moved(lane: Lane):
     transport = SimulatedThreads(link=Link(**{lane.value: LinkSpeed(bandwidth=1e6, latency=0.01)}))
     assert seconds(transport.run(lane, lambda: 20_000)) >= 0.03
@@ -94,7 +94,7 @@ def test_where_delays_are_asked_for(compute_thread: bool):
     fetched.synchronize()
     loaded = transport.run(Lane.LOAD, lambda: 0, after=[fetched])
     loaded.synchronize()
-    transport.compute(lambda: None, after=[fetched, loaded]).synchronize()
+    transport.wait([fetched, loaded]).synchronize()
     transport.close()
     assert asked == [
         *((Point.SUBMIT, Lane.FETCH), (Point.COPY, Lane.FETCH), (Point.COPY, Lane.FETCH)),
@@ -125,7 +125,7 @@ def test_a_fault_that_a_delay_injects(point: Point, error: BaseException, later:
 
     transport = SimulatedThreads(delay=delay)
     pieces = [Copy(torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8))]
-    ready = transport.run(Lane.SPILL, lambda: 0) if point is Point.WAIT else transport.compute(lambda: None)
+    ready = transport.run(Lane.SAVE, lambda: 0) if point is Point.WAIT else transport.wait()
     failed = transport.copy(Lane.FETCH, pieces, after=[ready])
     with pytest.raises(TransferError, match=str(error)):
         failed.synchronize()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from simulation import SimulatedThreads, compute
 from torch import Tensor
 
 from tiered.offload.errors import TransferError
@@ -23,7 +24,7 @@ THREADS_OF_THE_SYSTEM = Path("/proc/self/task")
 
 @pytest.fixture(params=[False, True], ids=["inline", "compute_thread"])
 def transport(request: pytest.FixtureRequest) -> Iterator[ThreadTransport]:
-    transport = ThreadTransport(compute_thread=request.param)
+    transport = SimulatedThreads(compute_thread=True) if request.param else ThreadTransport()
     yield transport
     transport.close()
 
@@ -56,7 +57,7 @@ def test_what_was_not_waited_for_is_stale(transport: ThreadTransport):
     """The control: asynchrony is real, so a missing wait shows in a result."""
     source, result = torch.zeros(8), torch.zeros(8)
     loaded = slowly_filled(transport, source, 5)
-    event = transport.compute(doubled(source, result), after=[loaded])
+    event = compute(transport, doubled(source, result), after=[loaded])
     stale = transport.copy(Lane.FETCH, [Copy(as_bytes(source), as_bytes(torch.zeros(8)))])
     assert result.tolist() == [0] * 8 and not event.done()  # the caller went on, nothing is there yet
     stale.synchronize()
@@ -66,31 +67,25 @@ def test_what_was_not_waited_for_is_stale(transport: ThreadTransport):
 
 
 @pytest.mark.parametrize("transport", [False], indirect=True)
-def test_inline_compute_is_there_on_return(transport: ThreadTransport):
-    source, result = torch.zeros(8), torch.zeros(8)
-    event = transport.compute(doubled(source, result), after=[slowly_filled(transport, source, 5)])
-    assert event.done() and result.tolist() == [10] * 8
+def test_what_was_waited_for_is_there_on_return(transport: ThreadTransport):
+    source = torch.zeros(8)
+    event = transport.wait([slowly_filled(transport, source, 5)])
+    assert event.done() and source.tolist() == [5] * 8
     submitted, started, _ = ns(event.times)
     assert started - submitted > MOMENT / 2 * 1e9  # exposed
 
 
 @pytest.mark.parametrize("transport", [False], indirect=True)
-def test_inline_compute_lets_an_interrupt_through(transport: ThreadTransport):
+def test_a_wait_lets_an_interrupt_through(transport: ThreadTransport):
     """It is the caller's thread that Ctrl-C hits, and no lane dies of it."""
 
-    def interrupted() -> None:
-        raise KeyboardInterrupt
+    class Interrupted(HostEvent):
+        def synchronize(self) -> None:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        transport.compute(interrupted)
-    assert not transport.compute(lambda: None).failed
-
-
-def test_computations_keep_their_order(transport: ThreadTransport):
-    order: list[int] = []
-    events = [transport.compute(lambda number=number: order.append(number)) for number in range(50)]
-    events[-1].synchronize()
-    assert order == list(range(50))
+        transport.wait([Interrupted(None)])
+    assert not transport.wait().failed
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -108,10 +103,9 @@ def test_work_runs_in_the_callers_modes(transport: ThreadTransport, mode: Callab
 
     with mode():
         expected = (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
-        transport.compute(work).synchronize()
         transport.run(Lane.LOAD, lambda: work() or 0).synchronize()
-    assert seen == [expected, expected]
-    assert [tensor.is_inference() for tensor in made] == [expected[0]] * 2
+    assert seen == [expected]
+    assert [tensor.is_inference() for tensor in made] == [expected[0]]
 
 
 def test_inference_tensors_can_be_copied(transport: ThreadTransport):
@@ -138,7 +132,7 @@ def test_an_end_is_final():
 def test_lanes_run_at_the_same_time(transport: ThreadTransport):
     """Each of two works ends only once the other has begun."""
     meeting = threading.Barrier(2, timeout=20)
-    events = [transport.run(lane, lambda: meeting.wait() * 0) for lane in (Lane.LOAD, Lane.SPILL)]
+    events = [transport.run(lane, lambda: meeting.wait() * 0) for lane in (Lane.LOAD, Lane.SAVE)]
     for event in events:
         event.synchronize()
 
@@ -183,10 +177,10 @@ def test_the_interpreter_ends_where_nobody_closes():
         import time, torch
         from tiered.offload.thread_transport import ThreadTransport
         from tiered.offload.transport import Lane
-        transport = ThreadTransport(compute_thread=True)
+        transport = ThreadTransport()
         first = transport.run(Lane.LOAD, lambda: time.sleep(0.3) or 0)
-        transport.run(Lane.SPILL, lambda: print("finished", flush=True) or 0, after=[first])
-        transport.compute(lambda: None).synchronize()
+        transport.run(Lane.SAVE, lambda: print("finished", flush=True) or 0, after=[first])
+        transport.wait().synchronize()
     """
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False

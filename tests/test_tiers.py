@@ -89,8 +89,8 @@ def test_copies_are_counted_by_the_layer_of_their_records(tiers: Tiers):
     stats = tiers.ended()
     jobs = {layer: {way: counted.jobs for way, counted in ways.items()} for layer, ways in stats.layers.items()}
     assert jobs == {
-        3: {Lane.STORE: 0, Lane.FETCH: 1, Lane.SPILL: 0, Lane.LOAD: 0},
-        5: {Lane.STORE: 1, Lane.FETCH: 1, Lane.SPILL: 0, Lane.LOAD: 0},
+        3: {Lane.STORE: 0, Lane.FETCH: 1, Lane.SAVE: 0, Lane.LOAD: 0},
+        5: {Lane.STORE: 1, Lane.FETCH: 1, Lane.SAVE: 0, Lane.LOAD: 0},
     }
     assert (stats.ways[Lane.FETCH].nbytes, stats.layers[5][Lane.STORE].nbytes) == (2 * NBYTES, NBYTES)
     told = json.loads(json.dumps(stats.as_dict()))["layers"]
@@ -198,7 +198,7 @@ class RefusingPinner(PageablePinner):
 
 
 def test_a_refused_pin_leaves_what_is_there_usable(ledger: Ledger, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host_pool, "pick_pinner", lambda name, device: RefusingPinner(device))
+    monkeypatch.setattr(host_pool, "pick_pinner", RefusingPinner)
     monkeypatch.setattr(RefusingPinner, "allowed", 2)
     with Tiers(ledger, device=CPU) as tiers:
         residency = records(tiers, 1, 2)

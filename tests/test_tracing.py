@@ -26,7 +26,6 @@ from tiered.forward.traced_model import PIECES, traced
 from tiered.models.base import DiffusionModel
 from tiered.observe.trace import OpTime, TracedCall, add_copies, op_times, trace_call, trace_report, write_trace
 from tiered.offload.lane import Lane
-from tiered.offload.thread_transport import ThreadTransport
 from tiered.offload.transport import Transport
 from tiered.output import GenerationOutput
 from tiered.policies.polestar import hidden_bytes
@@ -220,7 +219,7 @@ def test_copies_are_moved_to_the_profilers_clock():
     with recording(recorder), span(Op.STEP), span(Op.FORWARD, kind="update"):
         pass
     recorder.events.append(
-        CopyEnded(lane=Lane.SPILL, nbytes=12, copies=2, submitted=4000, started=6500, ended=9000, failed=True)
+        CopyEnded(lane=Lane.SAVE, nbytes=12, copies=2, submitted=4000, started=6500, ended=9000, failed=True)
     )
     recorder.events.append(
         CopyEnded(lane=Lane.FETCH, nbytes=34, copies=1, submitted=7000, started=7000, ended=9000, layer=3)
@@ -230,7 +229,7 @@ def test_copies_are_moved_to_the_profilers_clock():
     add_copies(trace, recorder, [7000])
     added = [each for each in trace["traceEvents"] if each["pid"] == "tiered" and each["ph"] == "X"]
     assert [(each["cat"], each["name"], each["ts"], each["dur"]) for each in added] == [
-        ("copy", "spill", 99.5, 2.5), ("copy", "fetch/L3", 100.0, 2.0), ("waits", "wait for fetch/L3", 101.0, 1.0)
+        ("copy", "save", 99.5, 2.5), ("copy", "fetch/L3", 100.0, 2.0), ("waits", "wait for fetch/L3", 101.0, 1.0)
     ]  # fmt: skip
     step = {"forward": 0, "kind": "update"}
     assert [each["args"] for each in added] == [
@@ -346,7 +345,7 @@ def test_threads_record_for_themselves(model: DiffusionModel):
 
 def test_work_in_a_thread_of_its_own_is_not_waited_for(model: DiffusionModel):
     runtime = Runtime(
-        model, policy=make_policy("fast_dllm_dual"), transport=lambda: ThreadTransport(compute_thread=True)
+        model, policy=make_policy("fast_dllm_dual"), transport=lambda: SimulatedThreads(compute_thread=True)
     )
     from tiered.offload.fence import Fence, Region
     from tiered.tiers.traffic import Traffic

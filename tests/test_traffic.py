@@ -36,7 +36,7 @@ class ByHand:
     def run(self, lane: Lane, work: Callable[[], int], after: Iterable[fence.Event] = ()) -> TransferEvent:
         return self._made(Watched(lane))
 
-    def compute(self, work: Callable[[], None], after: Iterable[fence.Event] = ()) -> TransferEvent:
+    def wait(self, after: Iterable[fence.Event] = ()) -> TransferEvent:
         return self._made(Watched(None))
 
     def close(self) -> None: ...

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from simulation import Point, SimulatedCuda, SimulatedThreads
+from simulation import Point, SimulatedCuda, SimulatedThreads, compute
 from torch import Tensor
 
 from tiered.offload.chunk import device_chunks
@@ -154,7 +154,7 @@ class Rig:
 
 RIGS: dict[str, Callable[[], Rig]] = {
     "thread": lambda: Rig(ThreadTransport),
-    "compute_thread": lambda: Rig(partial(ThreadTransport, compute_thread=True)),
+    "compute_thread": lambda: Rig(partial(SimulatedThreads, compute_thread=True)),
     "delays": lambda: Rig(partial(SimulatedThreads, compute_thread=True, delay=jitter)),
     "fake_cuda": lambda: Rig(lambda: CudaTransport(torch.device("cpu"))),
     "cuda": lambda: Rig(lambda: CudaTransport(torch.device("cuda")), device="cuda"),
@@ -235,7 +235,7 @@ def test_no_pieces(transport: Transport):
     assert event.nbytes == 0
 
 
-@pytest.mark.parametrize("lane", [Lane.LOAD, Lane.SPILL])
+@pytest.mark.parametrize("lane", [Lane.LOAD, Lane.SAVE])
 def test_run(transport: Transport, lane: Lane):
     gate, ran_in = Gate(), []
 
@@ -253,21 +253,17 @@ def test_run(transport: Transport, lane: Lane):
 
 @pytest.mark.parametrize("lane", COPY_LANES)
 def test_work_of_the_host_has_its_lanes(transport: Transport, lane: Lane):
-    with pytest.raises(ValueError, match=f"lane {lane}; allowed: load, spill"):
+    with pytest.raises(ValueError, match=f"lane {lane}; allowed: load, save"):
         transport.run(lane, nothing)
 
 
 def test_compute(rig: Rig, transport: Transport):
     state = rig.on_device(3)
-    event = transport.compute(lambda: void(state.mul_(5)))
+    event = compute(transport, lambda: state.mul_(5))
     end(event)
     assert state.tolist() == [15] * SIZE
     assert (event.lane, event.nbytes, event.failed) == (None, 0, False)
     assert event.times.ended is not None
-
-
-def void(_: object) -> None:
-    """The result of `compute`'s work is nobody's."""
 
 
 # --- order
@@ -309,8 +305,8 @@ def test_work_keeps_its_order(transport: Transport):
         order.append(number)
         return number
 
-    events = [transport.run(Lane.SPILL, partial(work, 0), after=[gate])]
-    events += [transport.run(Lane.SPILL, partial(work, number)) for number in range(1, 20)]
+    events = [transport.run(Lane.SAVE, partial(work, 0), after=[gate])]
+    events += [transport.run(Lane.SAVE, partial(work, number)) for number in range(1, 20)]
     gate.open()
     end(events[-1])
     assert order == list(range(20))
@@ -320,7 +316,7 @@ def test_a_lane_does_not_wait_for_another(rig: Rig, transport: Transport):
     gate = Gate()
     held = transport.run(Lane.LOAD, nothing, after=[gate])
     others = [transport.copy(lane, [Copy(rig.ends(lane)[0](), rig.ends(lane)[1]())]) for lane in COPY_LANES]
-    end(transport.run(Lane.SPILL, nothing), transport.compute(lambda: None), *others)
+    end(transport.run(Lane.SAVE, nothing), transport.wait(), *others)
     assert not held.done()
     gate.open()
     end(held)
@@ -335,7 +331,7 @@ def test_lanes_wait_for_each_other(rig: Rig, transport: Transport):
         here[0].copy_(disk)
         return SIZE
 
-    def spill() -> int:
+    def save() -> int:
         here[2].copy_(here[1])
         return SIZE
 
@@ -343,9 +339,9 @@ def test_lanes_wait_for_each_other(rig: Rig, transport: Transport):
     fetched = transport.copy(Lane.FETCH, [Copy(here[0], there)], after=[loaded])
     opener = threading.Timer(MOMENT, gate.open)
     opener.start()
-    computed = transport.compute(lambda: void(there.mul_(7)), after=[fetched])
+    computed = compute(transport, lambda: there.mul_(7), after=[fetched])
     stored = transport.copy(Lane.STORE, [Copy(there, here[1])], after=[computed])
-    end(transport.run(Lane.SPILL, spill, after=[stored]))
+    end(transport.run(Lane.SAVE, save, after=[stored]))
     opener.join()
     assert here[2].tolist() == [7] * SIZE
 
@@ -355,7 +351,7 @@ def test_the_wait_of_compute_is_in_its_times(rig: Rig, transport: Transport):
     loaded = transport.run(Lane.LOAD, nothing, after=[gate])
     opener = threading.Timer(MOMENT, gate.open)
     opener.start()
-    event = transport.compute(lambda: None, after=[loaded])
+    event = transport.wait(after=[loaded])
     end(event)
     opener.join()
     assert event.times.submitted is not None and event.times.started is not None
@@ -395,10 +391,10 @@ FAILING = {
         "CorruptRecordError.*record 7",
         CorruptRecordError,
     ),
-    "compute": Failing(
-        lambda rig, transport, after: transport.compute(lambda: void(raising(ZeroDivisionError("no rows"))()), after),
-        "ZeroDivisionError.*no rows",
-        ZeroDivisionError,
+    "wait": Failing(
+        lambda rig, transport, after: transport.wait([*after, failed_gate()]),
+        "the gate broke",
+        TransferError,
     ),
     "event": Failing(
         lambda rig, transport, after: transport.copy(Lane.STORE, [], after=[*after, failed_gate()]),
@@ -420,17 +416,17 @@ def test_a_failure_is_that_of_its_job_and_its_dependents(rig: Rig, transport: Tr
     failed = failing.submit(rig, transport, [])
     fetch = transport.copy(Lane.FETCH, [Copy(rig.host(1), untouched[0])], after=[failed])
     store = transport.copy(Lane.STORE, [Copy(rig.on_device(1), untouched[1])], after=[fetch])
-    run = transport.run(Lane.SPILL, lambda: ran.append(1) or 0, after=[store])
-    compute = transport.compute(lambda: ran.append(2), after=[run])
+    run = transport.run(Lane.SAVE, lambda: ran.append(1) or 0, after=[store])
+    computed = compute(transport, lambda: ran.append(2), after=[run])
     healthy = rig.on_device()
     end(transport.copy(Lane.FETCH, [Copy(rig.host(2), healthy)]))
     assert healthy.tolist() == [2] * SIZE
-    for event in (failed, fetch, store, run, compute):
+    for event in (failed, fetch, store, run, computed):
         error = failure(event, failing.names)
         assert event.failed
         assert isinstance(error.__cause__, failing.cause)
         assert error is not failure(event)  # one that is raised again and again would grow
-    assert "not started" in str(failure(compute)) and "not started" in str(failure(fetch))
+    assert "not started" in str(failure(computed)) and "not started" in str(failure(fetch))
     assert [buffer.tolist() for buffer in untouched] == [[9] * SIZE] * 2
     assert not ran
 
@@ -484,7 +480,7 @@ def test_a_dead_thread_fails_its_lane_and_no_other(rig: Rig, transport: Transpor
     failure(dependent, "killed")
     still = Gate()
     later = transport.run(Lane.LOAD, lambda: ran.append(2) or 0, after=[still])
-    end(transport.run(Lane.SPILL, nothing), transport.copy(Lane.FETCH, [Copy(rig.host(1), rig.on_device())]))
+    end(transport.run(Lane.SAVE, nothing), transport.copy(Lane.FETCH, [Copy(rig.host(1), rig.on_device())]))
     assert not later.done()  # its fence relies on that
     still.open()
     failure(later, "the thread of tiered load died")
@@ -509,7 +505,7 @@ def test_close_waits_and_is_the_end(rig: Rig, transport: Transport):
     for use in (
         lambda: transport.copy(Lane.FETCH, []),
         lambda: transport.run(Lane.LOAD, nothing),
-        lambda: transport.compute(lambda: None),
+        lambda: transport.wait(),
     ):
         with pytest.raises(TransferError, match="closed; make a new transport"):
             use()
@@ -526,7 +522,7 @@ def test_close_with_a_failure_under_way(transport: Transport):
 
 def test_one_that_is_forgotten_leaves_no_threads(rig: Rig):
     transport = rig.make()
-    end(transport.run(Lane.LOAD, nothing), transport.run(Lane.SPILL, nothing))
+    end(transport.run(Lane.LOAD, nothing), transport.run(Lane.SAVE, nothing))
     assert len(lane_threads()) == 2
     del transport
     gc.collect()
@@ -550,7 +546,7 @@ def test_a_finished_job_lets_go_of_everything(rig: Rig, transport: Transport):
     witness.open()
     held = [weakref.ref(source), weakref.ref(witness)]
     events = [transport.copy(Lane.LOAD, [Copy(source, rig.host())], after=[witness])]
-    events += [transport.run(Lane.SPILL, lambda source=source: source.numel(), after=[witness])]
+    events += [transport.run(Lane.SAVE, lambda source=source: source.numel(), after=[witness])]
     end(*events)
     del source, witness
     waited_until(lambda: all(reference() is None for reference in held))
@@ -565,9 +561,9 @@ def test_two_thousand_jobs(rig: Rig, transport: Transport):
         event: Sequence[Event] = ()
         for _ in range(jobs // 4):
             event = [transport.copy(Lane.FETCH, [Copy(host[0], device)], after=event)]
-            event = [transport.compute(lambda: void(device.add_(1)), after=event)]
+            event = [compute(transport, lambda: device.add_(1), after=event)]
             event = [transport.copy(Lane.STORE, [Copy(device, host[1])], after=event)]
-            event = [transport.run(Lane.SPILL, nothing, after=event)]
+            event = [transport.run(Lane.SAVE, nothing, after=event)]
         end(*event)
         gc.collect()
 
@@ -599,7 +595,7 @@ def test_a_forked_child_is_told(rig: Rig, transport: Transport):
         uses: list[Callable[[], Any]] = [
             lambda: transport.copy(Lane.FETCH, []),
             lambda: transport.run(Lane.LOAD, nothing),
-            lambda: transport.compute(lambda: None),
+            lambda: transport.wait(),
             fetched.synchronize,
             Settled(pending).synchronize,
             lambda: (pending.done(), pending.failed, fetched.done(), fetched.failed),
@@ -659,10 +655,10 @@ def cpu_copy(value: int = 1, size: int = SIZE) -> Copy:
 def test_streams_wait_for_streams(on_fakes: Callable[..., CudaTransport], fake_cuda: list[tuple[str, str, int]]):
     """Not the host: every wait is asked for on the stream that has to wait, between its arrival and its work."""
     transport = on_fakes()
-    encoded = transport.compute(lambda: None)
+    encoded = transport.wait()
     stored = transport.copy(Lane.STORE, [cpu_copy()], after=[encoded])
     fetched = transport.copy(Lane.FETCH, [cpu_copy()], after=[Settled(Settled(stored))])
-    transport.compute(lambda: None, after=[fetched, encoded])
+    transport.wait(after=[fetched, encoded])
     current, store, fetch = fake_cuda[0][1], fake_cuda[4][1], fake_cuda[7][1]
     assert len({current, store, fetch}) == 3
     starts = [id(event.start) for event in (encoded, stored, fetched) if isinstance(event, CudaEvent)]
@@ -741,7 +737,7 @@ def test_a_lost_device(on_fakes: Callable[..., CudaTransport], monkeypatch: pyte
     transport = on_fakes()
     with monkeypatch.context() as lost:
         lost.setattr(FakeMark, method, lambda *_: raising(RuntimeError("device lost"))())
-        events = [transport.copy(Lane.FETCH, [cpu_copy()]), transport.compute(lambda: None)]
+        events = [transport.copy(Lane.FETCH, [cpu_copy()]), transport.wait()]
         for event in events:
             failure(event, "device lost")
             assert event.failed and event.times.started is None
@@ -781,23 +777,23 @@ def random_schedule(rig: Rig, transport: Transport | None, seed: int, *, unfence
             Lane.FETCH: (host, device),
             Lane.STORE: (device, host),
             Lane.LOAD: (host, host),
-            Lane.SPILL: (host, host),
+            Lane.SAVE: (host, host),
             None: (device, device),
         }[lane]
         source, destination = chance.choice(sources), chance.choice(destinations)
         if source is destination:
             continue
         if lane is None:
-            job = lambda source=source, destination=destination: void(destination.mul_(3).add_(source))  # noqa: E731
+            job = lambda source=source, destination=destination: destination.mul_(3).add_(source)  # noqa: E731
         else:
-            job = lambda source=source, destination=destination: void(destination.copy_(source))  # noqa: E731
+            job = lambda source=source, destination=destination: destination.copy_(source)  # noqa: E731
         if transport is None:
             job()
             continue
         read, written = fences[id(source)], fences[id(destination)]
         after = () if unfenced else (*read.before_read(), *written.before_write())
         if lane is None:
-            event = transport.compute(job, after)
+            event = compute(transport, job, after)
         else:
             event = transport.copy(lane, [Copy(source, destination)], after)
         read.reads(event)
@@ -818,5 +814,5 @@ def test_unfenced_schedules_are_not(rig: Rig, transport: Transport):
     wrong = 0
     for seed in range(30):
         wrong += random_schedule(rig, transport, seed, unfenced=True) != random_schedule(rig, None, seed)
-        end(*(transport.run(lane, nothing) for lane in (Lane.LOAD, Lane.SPILL)))
+        end(*(transport.run(lane, nothing) for lane in (Lane.LOAD, Lane.SAVE)))
     assert wrong > 3

@@ -185,7 +185,6 @@ class GenerationOptions:
 
     @cached_property
     def rule(self) -> CommitRule:
-        """The commit rule that the options name, with its own options filled in."""
         given = {name: value for name in COMMIT_OPTIONS if (value := getattr(self, name)) is not None}
         if (temperature := given.get("confidence_temperature")) is not None:
             check_temperature("confidence_temperature", temperature)
@@ -194,16 +193,11 @@ class GenerationOptions:
         return make_commit_rule(self.commit, **given)
 
     def sampling(self) -> Sampling:
-        """How logits become proposals."""
         return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            confidence=self.confidence,
-            tempered_confidence=self.rule.tempered_confidence,
-            top_k_first=self.rule.top_k_first,
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, confidence=self.confidence,
+            tempered_confidence=self.rule.tempered_confidence, top_k_first=self.rule.top_k_first,
             random_ranks=self.remasking == "random",
-        )
+        )  # fmt: skip
 
     @classmethod
     def of(

@@ -150,24 +150,14 @@ class GenerationOutput:
         if tokenizer is not None:
             kept = [answer[mask].tolist() for answer, mask in zip(answers.cpu(), before_end.cpu(), strict=True)]
             text = tokenizer.batch_decode(kept, skip_special_tokens=True)
+        steps = denoised.step_seconds
+        first_block = sum(steps[: denoised.block_ends[0]])
+        timings = Timings(total=denoised.seconds, first_block=first_block, steps=steps, tokens=int(tokens.sum()))
         return cls(
-            choice=choice,
-            sequences=behind_prompts(answers),
-            text=text,
-            num_forwards=len(denoised.step_seconds),
-            forwards=denoised.forwards,
+            choice=choice, sequences=behind_prompts(answers), text=text,
+            num_forwards=len(steps), forwards=denoised.forwards, rows_per_step=denoised.rows,
             tokens_per_forward=tokens.cpu() / torch.tensor(denoised.forwards),
             steps_by_kind={kind.value: count for kind, count in denoised.steps_by_kind.items()},
-            rows_per_step=denoised.rows,
-            memory=memory,
-            timings=Timings(
-                total=denoised.seconds,
-                first_block=sum(denoised.step_seconds[: denoised.block_ends[0]]),
-                steps=denoised.step_seconds,
-                tokens=int(tokens.sum()),
-            ),
-            updates=denoised.updates,
-            tiers=tiers,
-            weights=weights,
+            memory=memory, timings=timings, updates=denoised.updates, tiers=tiers, weights=weights,
             history=[behind_prompts(state) for state in denoised.history] or None,
-        )
+        )  # fmt: skip

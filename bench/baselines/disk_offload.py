@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from tiered.core.extras import Extra
+from tiered.core.extras import needing
 
 
 def offloaded(llama: LlamaForCausalLM, folder: Path) -> tuple[Any, str]:
@@ -16,6 +16,6 @@ def offloaded(llama: LlamaForCausalLM, folder: Path) -> tuple[Any, str]:
     Raises:
         ModuleNotFoundError: accelerate is not installed; says how it would be.
     """
-    with Extra("accelerate"):
+    with needing("accelerate"):
         accelerate: Any = importlib.import_module("accelerate")
     return accelerate.disk_offload(llama, folder, execution_device=torch.device("cpu")), accelerate.__version__

@@ -7,7 +7,7 @@ are the library's own. `dream_sequence` decodes what no policy can: keys that ar
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int
@@ -100,9 +100,7 @@ class Capped(Threshold):
     """Fast-dLLM on Dream without a cache: of a block's n tokens a step fixes n / steps at most, and what earlier ones
     left of theirs. Once the steps are over, a step fixes as many as pass."""
 
-    @property
-    def by_time(self) -> bool:
-        return True
+    by_time: ClassVar[bool] = True
 
     def start(self, steps_per_block: int, streams: Generators | None = None) -> CommitState:
         return _Shared(self.confidence_threshold, steps_per_block)

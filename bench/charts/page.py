@@ -9,9 +9,9 @@ from measuring.pages import markdown_table
 from charts.picture import Figure, Source
 from charts.rows import Row, shown
 from charts.theme import css, inlined
-from tiered.core.extras import Extra
+from tiered.core.extras import needing
 
-with Extra("bench"):
+with needing("bench"):
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup, escape
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from charts.rows import Row
-from tiered.core.extras import Extra
+from tiered.core.extras import needing
 
-with Extra("bench"):
+with needing("bench"):
     import altair as alt
     import vl_convert
 

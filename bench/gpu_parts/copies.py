@@ -13,7 +13,7 @@ from torch import Tensor
 from gpu_parts.moved_bytes import copy_bandwidth, difference, fill_at_random, poison, random_memory, speeds
 from gpu_parts.setting import Setting, checked, skipped
 from tiered.offload.chunk import Chunk
-from tiered.offload.pinning import pick_pinner
+from tiered.offload.pinning import PINNERS
 
 KINDS = ("cupy", "registered", "pageable")
 DIRECTIONS = ("to device", "to host", "both ways")
@@ -40,10 +40,8 @@ def measure(setting: Setting, case: str) -> dict[str, Any]:
         row = _copied([(memory[large:], memory[:large])], setting, sides=2)  # read and written
         return row | {"ceiling_gb_per_s": copy_bandwidth(setting.on, setting.tiny) / 1e9}
     kind, _, direction = case.partition(" ")
-    try:
-        pick_pinner(kind, setting.on)
-    except ValueError as error:
-        return skipped(str(error))
+    if not PINNERS[kind].available(setting.on):
+        return skipped(f"pinner {kind!r} does not work for device {setting.on} here")
     chunk, pin_seconds = _host_memory(kind, setting.on, 2 * large, setting.seed)
     pairs = _pairs(direction, chunk.bytes, memory)
     whole, part = (
@@ -93,7 +91,7 @@ def _pairs(direction: str, host: UInt8[Tensor, " two"], device: UInt8[Tensor, " 
 @lru_cache(maxsize=1)  # one kind of memory at a time
 def _host_memory(kind: str, device: torch.device, nbytes: int, seed: int) -> tuple[Chunk, float]:
     """Memory, random in its first half, and the seconds that it took to obtain."""
-    pinner = pick_pinner(kind, device)
+    pinner = PINNERS[kind](device)
     pinner.allocate(1 << 16).free()  # imports, and CUDA's first call
     begin = time.perf_counter()
     chunk = pinner.allocate(nbytes)

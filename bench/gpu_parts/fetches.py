@@ -50,7 +50,7 @@ def cases(setting: Setting) -> list[str]:
 def measure(setting: Setting, case: str) -> dict[str, Any]:
     """Speeds, and `over_peak`, their share of what one large copy from the same memory does in this process."""
     if case == PEAK:
-        pinner = pick_pinner("auto", setting.on).name
+        pinner = pick_pinner(setting.on).name
         return {"pinner": pinner, "bytes": len(_source(setting)), **speeds(len(_source(setting)), _peak_times(setting))}
     if case.startswith("delta fetch"):
         return tier_fetch(setting, int(case.split()[2]), peak(setting))
@@ -164,7 +164,7 @@ def _total(setting: Setting) -> int:
 
 @cache
 def _memory(setting: Setting) -> Chunk:
-    chunk = pick_pinner("auto", setting.on).allocate(16 * _total(setting))
+    chunk = pick_pinner(setting.on).allocate(16 * _total(setting))
     fill_at_random(chunk.bytes, setting.seed)
     return chunk
 

@@ -22,6 +22,7 @@ import residency_fuzz
 import stored_rows_fuzz
 import torch
 from round_trip import round_trip
+from simulation import compute
 
 from gpu_parts.kernel_case import run_once, small_cases
 from gpu_parts.moved_bytes import POISON
@@ -114,7 +115,7 @@ def copies_are_right(device: torch.device, seed: int) -> bool:
     generator = torch.Generator(device).manual_seed(seed)
     given = torch.randint(256, (turns, count * size), dtype=torch.uint8, device=device, generator=generator)
     found, arrived = torch.full_like(given, POISON), torch.full_like(given[0], POISON)
-    chunk = pick_pinner("auto", device).allocate(2 * count * size)
+    chunk = pick_pinner(device).allocate(2 * count * size)
     # Every second record of the buffer; the last one lies at an odd address.
     host = [chunk.bytes[2 * number * size + number // (count - 1) :][:size] for number in range(count)]
     there, landing = Fence(Region.HOST_SLOT), Fence(Region.FETCH_SLOT)
@@ -124,7 +125,7 @@ def copies_are_right(device: torch.device, seed: int) -> bool:
 
     with closing(transport(device)) as lanes:
         for turn in range(turns):
-            ready = lanes.compute(lambda: None)  # `given` is there
+            ready = lanes.wait()  # `given` is there
             down = [Copy(row, place) for row, place in zip(given[turn].view(count, size), host, strict=True)]
             there.writes(lanes.copy(Lane.STORE, down, [*there.before_write(), ready]))
             up = [Copy(place, row) for row, place in zip(arrived.view(count, size), host, strict=True)]
@@ -132,7 +133,7 @@ def copies_are_right(device: torch.device, seed: int) -> bool:
                 event = lanes.copy(Lane.FETCH, part, [*there.before_read(), *landing.before_write()])
                 there.reads(event)
             landing.writes(event)
-            landing.reads(lanes.compute(partial(leave, turn), landing.before_read()))
+            landing.reads(compute(lanes, partial(leave, turn), landing.before_read()))
         for event in landing.before_write():
             event.synchronize()
     return torch.equal(found, given)

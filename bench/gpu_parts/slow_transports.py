@@ -48,9 +48,9 @@ class Synchronous:
         """Blocks."""
         return _ended(self._carrier.run(lane, work, after))
 
-    def compute(self, work: Callable[[], None], after: Iterable[Event] = ()) -> TransferEvent:
+    def wait(self, after: Iterable[Event] = ()) -> TransferEvent:
         """Blocks."""
-        return _ended(self._carrier.compute(work, after))
+        return _ended(self._carrier.wait(after))
 
 
 class Damaging(Synchronous):

@@ -19,7 +19,7 @@ from gpu_parts.random_llada import draw, llada_config, random_ids, random_llada,
 from gpu_parts.setting import Setting, checked, skipped
 from gpu_parts.step_figures import copies, measured_rates, times, work_of
 from tiered.core.budget import MemoryBudget
-from tiered.core.extras import Extra
+from tiered.core.extras import needing
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.kernels.coded_rows import CodedRows
@@ -101,7 +101,7 @@ def _offloaded(setting: Setting, budget: MemoryBudget) -> dict[str, Any]:
     if setting.on.type != "cuda":
         return skipped("accelerate offloads from a GPU alone")
     try:
-        with Extra("accelerate"):
+        with needing("accelerate"):
             accelerate: Any = importlib.import_module("accelerate")
     except ModuleNotFoundError as error:
         return skipped(str(error))

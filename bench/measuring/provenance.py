@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def provenance() -> dict[str, Any]:
-    """Plain types for JSON."""
     return {
         "command": command_line(sys.argv),
         "revision": revision(),

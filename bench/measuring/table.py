@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from measuring.point import Row
-from tiered.core.extras import Extra
+from tiered.core.extras import needing
 
-with Extra("bench"):
+with needing("bench"):
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -13,6 +13,7 @@ from measuring.worker import refusing
 from torch import Tensor
 
 import tiered
+from tiered.core.canvas import Canvas
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.forward.forward import Forward
@@ -22,7 +23,7 @@ from tiered.models.shape import ModelShape
 from tiered.models.weight_form import FIXED_WEIGHTS, weight_bytes
 from tiered.offload.lane import Lane
 from tiered.output import GenerationOutput
-from tiered.policies.base import Step, StepKind
+from tiered.policies.base import PolicyState, Step, StepKind
 from workloads.subjects import loaded, prompts, variant_named
 
 BLOCK, STEPS, PAGE = 32, 32, 4096
@@ -31,7 +32,7 @@ KEPT = frozenset(Account) - {
     Account.WEIGHTS, Account.CENTROIDS, Account.LOGITS, Account.ACTIVATIONS, Account.LIBRARIES
 }  # fmt: skip
 ASKED_BY = {
-    Tier.DEVICE: ("tiered.forward.feature_store", "tiered.forward.paged_feature", "tiered.offload.chunk"),
+    Tier.DEVICE: ("tiered.forward.feature_store", "tiered.offload.chunk"),
     Tier.HOST: ("tiered.offload.pinning",),
 }
 FEATURES = (Account.KEY, Account.VALUE, Account.CENTROIDS, Account.STAGING, Account.HIDDEN)
@@ -63,14 +64,18 @@ class MemoryTimeline:
         """None: see `tiered.decoding.observers.Inspector`."""
         return {}
 
+    def begin(self, canvas: Canvas, forward: Forward, policy: PolicyState) -> None:
+        """See `tiered.decoding.observers.CallInspector`: no row is stored yet."""
+        self._references = {tier: self._ledger.accounts(tier).get(Account.CENTROIDS, 0) for tier in Tier}
+
     def after_forward(self, step: Step, kind: StepKind, ids: Tensor, forward: Forward, active: Tensor) -> None:
         """See `tiered.decoding.observers.Inspector`."""
         self._note(step.block, kind.value)
-        # Centroids of stored rows are kept too; the others of their account are booked at the most that there can be.
-        centroids = {Tier.DEVICE: 0 if forward.stored is None else forward.stored.centroid_bytes}
         for tier, modules in ASKED_BY.items():
-            booked = sum(size for account, size in self._ledger.accounts(tier).items() if account in KEPT)
-            booked += centroids.get(tier, 0)
+            accounts = self._ledger.accounts(tier)
+            booked = sum(size for account, size in accounts.items() if account in KEPT)
+            # Centroids of stored rows are kept too.
+            booked += accounts.get(Account.CENTROIDS, 0) - self._references.get(tier, 0)
             both = booked, booked if self._allocations is None else self._allocations.held_by(*modules)
             self.widest[tier] = max(self.widest[tier], both, key=lambda pair: (abs(pair[0] - pair[1]), pair[0]))
 

@@ -65,11 +65,8 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def policy_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The values of `--policy-option` by name, read as JSON; a value that is no JSON is text.
-
-    Raises:
-        ValueError: an option without a value.
-    """
+    """The values of `--policy-option` by name, read as JSON; a value that is no JSON is text. Raises `ValueError` for
+    an option without a value."""
     options: dict[str, Any] = {}
     for text in args.policy_option:
         name, equals, value = text.partition("=")

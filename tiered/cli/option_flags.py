@@ -46,11 +46,8 @@ def add_option_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of `Runtime.generate` that were given, under the library's own names.
-
-    Raises:
-        ValueError: two names of one option with different values.
-    """
+    """The options of `Runtime.generate` that were given, under the library's own names. Raises `ValueError` for two
+    names of one option with different values."""
     given = {name: value for name in (*_KINDS, *_OFFICIAL) if (value := getattr(args, name)) is not None}
     # No flag is called as the mask token is, so any id does.
     return {"stop_at_eos": not args.no_stop_at_eos, **resolve_aliases(given, OPTION_NAMES, mask_token_id=0)}

@@ -19,6 +19,7 @@ from tiered.models.presets import PRESETS
 if TYPE_CHECKING:
     from tiered.planning.card import Plan
 
+_OF_CALL = ("context", "batch", "policy", "block_length", "max_new_tokens", "cfg", "sampled", "tokens_per_forward")
 DESCRIPTION = f"""Count the bytes of a call from the model's config.json alone: nothing is loaded or downloaded. Where
 --device names a GPU ({", ".join(DEVICES)}) or a file of `tiered rates --out`, also the time that it takes.
 The exit status is 0 whether it fits or not."""
@@ -73,20 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def planned(args: argparse.Namespace) -> "Plan":
-    """The plan that the command line asks for."""
     from tiered.planning.plan import plan
 
-    return plan(
-        args.model,
-        context=args.context,
-        batch=args.batch,
-        policy=args.policy,
-        memory=memory_budget(args),
-        block_length=args.block_length,
-        max_new_tokens=args.max_new_tokens,
-        cfg=args.cfg,
-        sampled=args.sampled,
-        tokens_per_forward=args.tokens_per_forward,
-        **model_options(args),
-        **policy_options(args),
-    )
+    call = {name: getattr(args, name) for name in _OF_CALL}
+    return plan(args.model, memory=memory_budget(args), **call, **model_options(args), **policy_options(args))

@@ -5,7 +5,7 @@ import os
 import sys
 
 from tiered.cli.call import CommandParser, add_how, load_runtime
-from tiered.core.extras import Extra
+from tiered.core.extras import needing
 
 KEY = "TIERED_API_KEY"
 DESCRIPTION = f"""Serve a checkpoint: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and at / a
@@ -50,7 +50,7 @@ def add_parser(subparsers: "argparse._SubParsersAction") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with Extra("serve"):
+    with needing("serve"):
         from tiered.serving.app import LOCAL, Service, check_api_key
         from tiered.serving.server import Server, listen
     from tiered.cli.option_flags import generation_options
@@ -70,19 +70,10 @@ def run(args: argparse.Namespace) -> int:
     if args.host not in LOCAL and key is None:
         print(f"tiered: {KEY} is not set: every client that reaches {args.host} gets answers", file=sys.stderr)
     with load_runtime(args) as runtime:
-        scheduler = Scheduler(
-            runtime,
-            max_running=args.max_running,
-            max_waiting=args.max_waiting,
-            max_prefill_rows=args.max_prefill_rows,
-            seconds=args.seconds,
-        )
-        limits = Limits(
-            body=args.max_body,
-            prompt_tokens=args.max_prompt_tokens,
-            answer_tokens=args.max_answer_tokens,
-            choices=args.max_choices,
-        )
+        of_scheduler = ("max_running", "max_waiting", "max_prefill_rows", "seconds")
+        scheduler = Scheduler(runtime, **{name: getattr(args, name) for name in of_scheduler})
+        of_request = ("body", "prompt_tokens", "answer_tokens", "choices")
+        limits = Limits(**{name: getattr(args, f"max_{name}") for name in of_request})
         service = Service(
             scheduler=scheduler,
             model=args.name or args.model,

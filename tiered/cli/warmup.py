@@ -49,11 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 def warm_up(runtime: "Runtime") -> int:
     """Answer prompts of `PROMPTS`' lengths, as far as the model has positions and the budget has room. Returns the
-    number of calls.
-
-    Raises:
-        TierCapacityError: not one call fits.
-    """
+    number of calls. Raises `TierCapacityError` if not one fits."""
     import torch
 
     from tiered.core.errors import TierCapacityError

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiered.core.extras import Extra
+from tiered.core.extras import needing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,12 +32,8 @@ def add_watch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_watch_options(args: argparse.Namespace) -> None:
-    """Check the options before anything is loaded.
-
-    Raises:
-        ModuleNotFoundError: the extra `watch` is not installed, and a terminal or a picture needs it.
-        ValueError: the options do not go together.
-    """
+    """Check the options before anything is loaded. Raises `ValueError` if they do not go together, and
+    `MissingPackageError` if a terminal or a picture needs the extra `watch`, which is not installed."""
     if args.slow is not None and not (math.isfinite(args.slow) and args.slow >= 0):
         raise ValueError(f"--slow {args.slow}; seconds from 0 on are allowed")
     if not args.watch and (args.slow is not None or args.watch_svg is not None):
@@ -45,7 +41,7 @@ def check_watch_options(args: argparse.Namespace) -> None:
     if args.watch_svg is not None and not args.watch_svg.absolute().parent.is_dir():
         raise ValueError(f"--watch-svg {args.watch_svg}: there is no folder {args.watch_svg.parent}")
     if args.watch and (args.watch_svg is not None or _on_terminal()):
-        with Extra("watch"):
+        with needing("watch"):
             import rich.live  # noqa: F401
 
 

@@ -50,7 +50,6 @@ def check_multiple(name: str, value: int, unit: int, what: str) -> None:
 
 
 def check_switch(name: str, value: object) -> None:
-    """Raise `TypeError` where `value` is no bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} = {value!r}; True or False is allowed")
 

@@ -2,9 +2,10 @@
 
 import json
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from types import TracebackType
 from urllib.parse import unquote, urlsplit
 
 
@@ -12,19 +13,14 @@ class MissingPackageError(ModuleNotFoundError):
     """An optional package is not installed; the message has the command that brings it."""
 
 
-class Extra:
-    """`with Extra("bench"): import pyarrow`. Raises `MissingPackageError` with the command that brings it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, ModuleNotFoundError):
-            message = f"{error.name} is not installed: {install_command(self._name)}"
-            raise MissingPackageError(message, name=error.name) from None
+@contextmanager
+def needing(extra: str) -> Iterator[None]:
+    """`with needing("bench"): import pyarrow`. Raises `MissingPackageError` with the command that brings it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        message = f"{error.name} is not installed: {install_command(extra)}"
+        raise MissingPackageError(message, name=error.name) from None
 
 
 def install_command(extra: str) -> str:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from tiered.core.checks import check_number, unknown_name
@@ -22,9 +21,12 @@ PCIE_4, PCIE_5 = 25e9, 50e9
 LAUNCHED_LAYER = 6e-4
 # The share of `flops_per_second` that a product reaches with its weights in a code: estimates, not measured on a GPU,
 # from counted cycles of the kernel that decodes weights and multiplies them.
-CODED_PRODUCTS: Mapping[WeightCode, float] = MappingProxyType(
-    {WeightCode.FP8: 0.5, WeightCode.INT8: 0.5, WeightCode.INT4: 0.4, WeightCode.NVFP4: 0.3}
-)
+CODED_PRODUCTS: Mapping[WeightCode, float] = {
+    WeightCode.FP8: 0.5,
+    WeightCode.INT8: 0.5,
+    WeightCode.INT4: 0.4,
+    WeightCode.NVFP4: 0.3,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,29 +61,23 @@ class Rates:
 
 def _gpu(source: str, *, tflops: float, gbytes: float, link: float, multiprocessors: int) -> Rates:
     return Rates(
-        flops_per_second=PRODUCTS_REACH * 1e12 * tflops,
-        bytes_per_second=MEMORY_REACHES * 1e9 * gbytes,
-        attention_flops_per_second=ATTENTION_REACHES * 1e12 * tflops,
-        link_bytes_per_second=link,
-        layer_seconds=LAUNCHED_LAYER,
-        source=source,
-        multiprocessors=multiprocessors,
-    )
+        flops_per_second=PRODUCTS_REACH * 1e12 * tflops, bytes_per_second=MEMORY_REACHES * 1e9 * gbytes,
+        attention_flops_per_second=ATTENTION_REACHES * 1e12 * tflops, link_bytes_per_second=link,
+        layer_seconds=LAUNCHED_LAYER, source=source, multiprocessors=multiprocessors,
+    )  # fmt: skip
 
 
 # Products in bfloat16 with sums in float32, without sparsity.
-DEVICES: Mapping[str, Rates] = MappingProxyType(
-    {
-        "rtx3090": _gpu("GA102 whitepaper", tflops=71.0, gbytes=936.0, link=PCIE_4, multiprocessors=82),
-        "rtx4090": _gpu("Ada whitepaper", tflops=165.2, gbytes=1008.0, link=PCIE_4, multiprocessors=128),
-        "rtx5090": _gpu("RTX Blackwell whitepaper", tflops=209.5, gbytes=1792.0, link=PCIE_5, multiprocessors=170),
-        "l4": _gpu("L4 datasheet", tflops=121.0, gbytes=300.0, link=PCIE_4, multiprocessors=58),
-        "l40s": _gpu("L40S datasheet", tflops=362.0, gbytes=864.0, link=PCIE_4, multiprocessors=142),
-        "a100": _gpu("A100 80GB SXM datasheet", tflops=312.0, gbytes=2039.0, link=PCIE_4, multiprocessors=108),
-        "h100": _gpu("H100 SXM datasheet", tflops=989.0, gbytes=3350.0, link=PCIE_5, multiprocessors=132),
-        "h200": _gpu("H200 SXM datasheet", tflops=989.0, gbytes=4800.0, link=PCIE_5, multiprocessors=132),
-    }
-)
+DEVICES: Mapping[str, Rates] = {
+    "rtx3090": _gpu("GA102 whitepaper", tflops=71.0, gbytes=936.0, link=PCIE_4, multiprocessors=82),
+    "rtx4090": _gpu("Ada whitepaper", tflops=165.2, gbytes=1008.0, link=PCIE_4, multiprocessors=128),
+    "rtx5090": _gpu("RTX Blackwell whitepaper", tflops=209.5, gbytes=1792.0, link=PCIE_5, multiprocessors=170),
+    "l4": _gpu("L4 datasheet", tflops=121.0, gbytes=300.0, link=PCIE_4, multiprocessors=58),
+    "l40s": _gpu("L40S datasheet", tflops=362.0, gbytes=864.0, link=PCIE_4, multiprocessors=142),
+    "a100": _gpu("A100 80GB SXM datasheet", tflops=312.0, gbytes=2039.0, link=PCIE_4, multiprocessors=108),
+    "h100": _gpu("H100 SXM datasheet", tflops=989.0, gbytes=3350.0, link=PCIE_5, multiprocessors=132),
+    "h200": _gpu("H200 SXM datasheet", tflops=989.0, gbytes=4800.0, link=PCIE_5, multiprocessors=132),
+}
 
 
 def rates_of(device: str | Path) -> Rates:

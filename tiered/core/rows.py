@@ -43,7 +43,6 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Rows of each sequence."""
         return self.index.shape[1]
 
     @property

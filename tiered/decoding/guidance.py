@@ -28,7 +28,6 @@ class Guidance:
 
     @spanned(Op.GUIDANCE)
     def ids(self, canvas: Canvas, guided: tuple[bool, ...] | None) -> Int[Tensor, "sequences length"]:
-        """What the forward reads."""
         tokens = canvas.tokens
         if guided is not None and not any(guided):
             return tokens

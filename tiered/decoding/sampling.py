@@ -40,7 +40,6 @@ class OpenBlock:
     process: Noise | None = None
 
     def pending_rows(self) -> list[Int[Tensor, " rows"]]:
-        """Indices of each sequence's pending rows, ascending."""
         pending_first = self.pending.int().argsort(dim=1, descending=True, stable=True)
         return [pending_first[i, :count] for i, count in enumerate(self.remaining)]
 

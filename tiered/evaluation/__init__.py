@@ -5,7 +5,7 @@ The extra `eval` installs the harness (`pip install '.[eval]'` in the checkout);
 
 from typing import TYPE_CHECKING, Any
 
-from tiered.core.extras import Extra
+from tiered.core.extras import needing
 
 if TYPE_CHECKING:
     from tiered.evaluation.lm import TieredLM
@@ -14,12 +14,9 @@ __all__ = ["TieredLM", "register"]
 
 
 def register() -> None:
-    """Add `--model tiered`, and `simple_evaluate(model="tiered")`, to the harness, which looks for no plugins.
-
-    Raises:
-        ImportError: the harness is not installed; the error says how to get it.
-    """
-    with Extra("eval"):
+    """Add `--model tiered`, and `simple_evaluate(model="tiered")`, to the harness, which looks for no plugins. Raises
+    `ImportError`, which says how to get it, if the harness is not installed."""
+    with needing("eval"):
         from lm_eval.api.registry import model_registry
     if "tiered" not in model_registry:
         model_registry.register("tiered", target="tiered.evaluation.lm:TieredLM")

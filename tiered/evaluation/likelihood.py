@@ -56,12 +56,9 @@ class Likelihood:
         check_switch("is_check_greedy", self.check_greedy)
 
     def score(self, prefix: Ids, target: Ids) -> tuple[float, bool]:
-        """The bound on log p(target | prefix), in nats, and whether greedy decoding would give the target.
-
-        Raises:
-            NotImplementedError: the model's noise is not masks, or its rows do not see the whole canvas.
-            NonFiniteError: the bound is NaN or infinite.
-        """
+        """The bound on log p(target | prefix), in nats, and whether greedy decoding would give the target. Raises
+        `NotImplementedError` if the model's noise is not masks, or if its rows do not see the whole canvas, and
+        `NonFiniteError` if the bound is NaN or infinite."""
         shape = self.runtime.model.shape
         if shape.noise != "mask" or shape.block_causal:
             other = "sees blocks" if shape.noise == "mask" else f"knows {shape.noise} noise"

@@ -22,11 +22,8 @@ def request_options(
     gen_kwargs: Mapping[str, Any], defaults: Mapping[str, Any], model: DiffusionModel
 ) -> tuple[dict[str, Any], int, list[str]]:
     """Options of `Runtime.generate`, `max_gen_toks` and the stop strings of a request. The option `max_new_tokens` is
-    `max_gen_toks` rounded up to whole blocks. `defaults`: options under their own names, and `max_gen_toks`.
-
-    Raises:
-        TypeError, ValueError: an unknown name (with the nearest valid one), or a bad value.
-    """
+    `max_gen_toks` rounded up to whole blocks. `defaults`: options under their own names, and `max_gen_toks`. Raises
+    `TypeError` or `ValueError` for an unknown name (with the nearest valid one), or a bad value."""
     mask, in_blocks = model.mask_token_id, model.shape.block_causal
     given = resolve_aliases(gen_kwargs, _REQUEST_NAMES, mask_token_id=mask, block_causal=in_blocks)
     for name, allowed in NEUTRAL.items():

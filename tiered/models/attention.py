@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tiered.kernels.block_attention_ref import block_attention
 from tiered.kernels.choice import for_device
-from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.coded_rows import Columns, Heads, KeyValue
 from tiered.kernels.log_sum_exp import LogSumExp, finite
 
 # Rows of a block or an update. With more rows arithmetic sets the pace: columns in parts gain nothing, and torch's
@@ -19,6 +19,7 @@ from tiered.kernels.log_sum_exp import LogSumExp, finite
 MOST_ROWS = 512
 # The output of some rows over a part, [batch, heads, rows, head_dim], and the log-sum-exp of their scores.
 Attended = tuple[Tensor, LogSumExp]
+Joined = Float[Tensor, "batch rows heads_width"]  # outputs of rows, heads concatenated
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,7 @@ class Limits:
     stop: Int[Tensor, "batch rows"] | None = None
 
 
-def attend(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    limits: Limits,
-    **softened: Any,
-) -> Float[Tensor, "batch rows heads_width"]:
+def attend(queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits, **softened: Any) -> Joined:
     """Attention over one part, heads concatenated: by `block_attention` if it is a kernel or torch cannot compute it,
     else by torch. `softened`: `soft_cap`, `sink_keys` and `sink_values` of `block_attention`."""
     reference = for_device(block_attention, queries.device) is block_attention
@@ -54,13 +49,7 @@ def attend(
     return heads_joined(attend_part(queries, keys, values, limits, **softened)[0])
 
 
-def attend_part(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-    limits: Limits,
-    **softened: Any,
-) -> Attended:
+def attend_part(queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits, **softened: Any) -> Attended:
     """The same as a part that can be merged with others."""
     start, pads = limits.start, None if limits.pads is None else limits.pads[:, None]
     if pads is not None:
@@ -70,7 +59,7 @@ def attend_part(
     return attention(queries, keys, values, key_mask=mask, start=start, stop=limits.stop, **softened)
 
 
-def merged(part: Attended, others: Iterable[Attended]) -> Float[Tensor, "batch heads rows head_dim"]:
+def merged(part: Attended, others: Iterable[Attended]) -> Heads:
     """The output of rows that read all of these parts; in float32."""
     total, sums = part[0].float(), part[1]
     for mixed, of_part in others:
@@ -82,16 +71,11 @@ def merged(part: Attended, others: Iterable[Attended]) -> Float[Tensor, "batch h
     return total
 
 
-def heads_joined(mixed: Float[Tensor, "batch heads rows head_dim"]) -> Float[Tensor, "batch rows heads_width"]:
+def heads_joined(mixed: Heads) -> Joined:
     return mixed.transpose(1, 2).flatten(2)
 
 
-def _by_torch(
-    queries: Float[Tensor, "batch heads rows head_dim"],
-    keys: Float[Tensor, "batch kv_heads length head_dim"],
-    values: Float[Tensor, "batch kv_heads length head_dim"],
-    key_mask: Bool[Tensor, "batch length"] | None,
-) -> Float[Tensor, "batch rows heads_width"]:
+def _by_torch(queries: Heads, keys: Columns, values: Columns, key_mask: Bool[Tensor, "batch length"] | None) -> Joined:
     batch, heads, rows, head_dim = queries.shape
     kv_heads = keys.shape[1]
     # Grouped queries: the heads that share a key head become more rows of that head, so no key is ever copied.

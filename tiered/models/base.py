@@ -13,10 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tiered.kernels.choice import for_device
-from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
 from tiered.kernels.rms_norm_ref import rms_norm
 from tiered.kernels.silu_mul_ref import silu_mul
-from tiered.models.attention import Attended, Limits, attend, attend_part
+from tiered.models.attention import Attended, Joined, Limits, attend, attend_part
 from tiered.models.layout import ModelConfig
 from tiered.models.noise import Noise
 from tiered.models.projection import project
@@ -24,6 +24,9 @@ from tiered.models.rope import Rotary
 from tiered.models.shape import ModelShape
 
 M = TypeVar("M", bound="DiffusionModel")
+Hidden = Float[Tensor, "batch rows width"]
+KeyHeads = Float[Tensor, "batch kv_heads rows head_dim"]
+Projected = Float[Tensor, "batch rows out"]
 FIRST_BLOCK = "blocks.0."  # in front of the names of its weights
 
 
@@ -38,7 +41,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), 0.0 if self.zero_centred else 1.0))
         self.eps = eps
 
-    def forward(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows width"]:
+    def forward(self, hidden: Hidden) -> Hidden:
         return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps, zero_centred=self.zero_centred)
 
 
@@ -106,64 +109,37 @@ class DiffusionModel(nn.Module):
     def rotary(self, positions: Int[Tensor, "batch length"]) -> Rotary:
         return Rotary.of(positions, self.shape.head_dim, self.config.rotation)
 
-    def embed(self, ids: Int[Tensor, "batch rows"]) -> Float[Tensor, "batch rows width"]:
-        """Input of the first layer."""
+    def embed(self, ids: Int[Tensor, "batch rows"]) -> Hidden:
         weight: Any = self.wte.weight
         if isinstance(weight, CodedRows):
             return weight[ids].values()
         return self.wte(ids)
 
-    def attention_norm(
-        self, layer: int, hidden: Float[Tensor, "batch rows width"]
-    ) -> Float[Tensor, "batch rows width"]:
-        """The input of the projections to queries, keys and values."""
+    def attention_norm(self, layer: int, hidden: Hidden) -> Hidden:
         return self.blocks[layer].attn_norm(hidden)
 
-    def keys(
-        self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
-    ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
+    def keys(self, layer: int, normed: Hidden, rotary: Rotary) -> KeyHeads:
         """Keys (rotated) of the rows."""
         block = self.blocks[layer]
         return rotary.rotate(self._normed_heads(self._project(normed, block.k_proj), getattr(block, "k_norm", None)))
 
-    def values(
-        self, layer: int, normed: Float[Tensor, "batch rows width"]
-    ) -> Float[Tensor, "batch kv_heads rows head_dim"]:
-        """Values of the rows."""
+    def values(self, layer: int, normed: Hidden) -> KeyHeads:
         return self._heads(self._project(normed, self.blocks[layer].v_proj))
 
-    def keys_values(
-        self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
-    ) -> tuple[Float[Tensor, "batch kv_heads rows head_dim"], Float[Tensor, "batch kv_heads rows head_dim"]]:
+    def keys_values(self, layer: int, normed: Hidden, rotary: Rotary) -> tuple[KeyHeads, KeyHeads]:
         return self.keys(layer, normed, rotary), self.values(layer, normed)
 
-    def queries(
-        self, layer: int, normed: Float[Tensor, "batch rows width"], rotary: Rotary
-    ) -> Float[Tensor, "batch heads rows head_dim"]:
+    def queries(self, layer: int, normed: Hidden, rotary: Rotary) -> Heads:
         """Queries (rotated) of the rows."""
         block, norm = self.blocks[layer], getattr(self.blocks[layer], "q_norm", None)
         return rotary.rotate_queries(self._normed_heads(self._project(normed, block.q_proj), norm))
 
-    def attend(
-        self,
-        layer: int,
-        queries: Float[Tensor, "batch heads rows head_dim"],
-        keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-        values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-        limits: Limits,
-    ) -> Float[Tensor, "batch rows heads_width"]:
+    def attend(self, layer: int, queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits) -> Joined:
         """Attention of the rows over the sinks and these keys of the layer, heads concatenated."""
         return attend(queries, keys, values, limits, **self._softened(layer))
 
     def attend_part(
-        self,
-        layer: int,
-        queries: Float[Tensor, "batch heads rows head_dim"],
-        keys: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-        values: Float[Tensor, "batch kv_heads length head_dim"] | CodedRows,
-        limits: Limits,
-        *,
-        sinks: bool = False,
+        self, layer: int, queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits, *, sinks: bool = False
     ) -> Attended:
         """The same as one of several parts, of which one alone counts the sinks."""
         none = {} if sinks else {"sink_keys": None, "sink_values": None}
@@ -173,13 +149,11 @@ class DiffusionModel(nn.Module):
         """Keys, not rotated, that every row of `layer` attends to beside the canvas; None if there are none."""
         return None
 
-    def attention_out(
-        self, layer: int, mixed: Float[Tensor, "batch rows heads_width"]
-    ) -> Float[Tensor, "batch rows width"]:
+    def attention_out(self, layer: int, mixed: Joined) -> Hidden:
         """The attention branch, as it is added to the residual stream (`ATTN_OUT`)."""
         return self._project(mixed, self.blocks[layer].attn_out)
 
-    def feed_forward(self, layer: int, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows width"]:
+    def feed_forward(self, layer: int, hidden: Hidden) -> Hidden:
         """The MLP branch with its norm, as it is added to the residual stream (`FFN_OUT`)."""
         block = self.blocks[layer]
         normed = block.ff_norm(hidden)
@@ -188,20 +162,16 @@ class DiffusionModel(nn.Module):
         gated = multiply(self._project(normed, block.ff_proj), self._project(normed, block.up_proj))
         return self._project(gated, block.ff_out)
 
-    def logits(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows vocab"]:
+    def logits(self, hidden: Hidden) -> Float[Tensor, "batch rows vocab"]:
         """float32 logits of the last layer's output."""
         return project(self.ln_f(hidden), (self.wte if self.config.head_tied else self.ff_out).weight).float()
 
-    def _project(
-        self, rows: Float[Tensor, "batch rows inner"], projection: nn.Linear
-    ) -> Float[Tensor, "batch rows out"]:
+    def _project(self, rows: Float[Tensor, "batch rows inner"], projection: nn.Linear) -> Projected:
         projected = self._scaled(project(rows, projection.weight), projection.weight)
         # In place: the projection is as large as the result, and this is its only reference.
         return projected if projection.bias is None else projected.add_(projection.bias)
 
-    def _scaled(
-        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"] | CodedRows
-    ) -> Float[Tensor, "batch rows out"]:
+    def _scaled(self, projected: Projected, weight: Float[Tensor, "out inner"] | CodedRows) -> Projected:
         """A product with `weight`, scaled as the family does."""
         return projected
 
@@ -209,12 +179,10 @@ class DiffusionModel(nn.Module):
         """Arguments of `attend` for a soft cap and sink tokens."""
         return {}
 
-    def _normed_heads(
-        self, projected: Float[Tensor, "batch rows heads_width"], norm: nn.Module | None
-    ) -> Float[Tensor, "batch heads rows head_dim"]:
+    def _normed_heads(self, projected: Joined, norm: nn.Module | None) -> Heads:
         return self._heads(projected if norm is None else norm(projected))
 
-    def _heads(self, projected: Float[Tensor, "batch rows heads_width"]) -> Float[Tensor, "batch heads rows head_dim"]:
+    def _heads(self, projected: Joined) -> Heads:
         return projected.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
 
 

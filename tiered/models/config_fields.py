@@ -1,34 +1,31 @@
 """Books: reading values of a config.json: sizes, numbers, switches, ids of special tokens; each error names its key."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from tiered.core.checks import FLOAT32_LEAST, FLOAT32_MOST
 from tiered.models.shape import BYTES_PER_ELEMENT, MOST_LAYERS, MOST_SIZE
 
 # Switches of other models, by their usual names, with what leaves the function computed as it is. A family that has one
 # says so in its own table. Without any value null alone leaves it.
-_SWITCHES: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "attention_bias": (False,),
-        "attn_logit_softcapping": (False,),
-        "block_length": (),
-        "block_size": (),
-        "clip_qkv": (),
-        "compression_config": (False,),
-        "final_logit_softcapping": (False,),
-        "is_causal": (False,),
-        "layer_types": ("full_attention",),
-        "mlp_bias": (False,),
-        "num_experts": (0,),
-        "num_local_experts": (0,),
-        "partial_rotary_factor": (1.0,),
-        "sliding_window": (False,),
-        "use_mrope": (False,),
-        "use_qk_norm": (False,),
-        "use_sliding_window": (False,),
-    }
-)
+_SWITCHES: Mapping[str, tuple[object, ...]] = {
+    "attention_bias": (False,),
+    "attn_logit_softcapping": (False,),
+    "block_length": (),
+    "block_size": (),
+    "clip_qkv": (),
+    "compression_config": (False,),
+    "final_logit_softcapping": (False,),
+    "is_causal": (False,),
+    "layer_types": ("full_attention",),
+    "mlp_bias": (False,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "partial_rotary_factor": (1.0,),
+    "sliding_window": (False,),
+    "use_mrope": (False,),
+    "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
+}
 
 # Kinds of layers by their usual names, and from which on they have windows where config.json does not say, as in Qwen3.
 _FULL, _SLIDING, _MAX_WINDOW_LAYERS = "full_attention", "sliding_attention", 28

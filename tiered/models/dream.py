@@ -19,7 +19,6 @@ _LAYOUT = Layout(
 
 
 def read_dream_config(config: Mapping[str, object]) -> ModelConfig:
-    """`config.json` as the Dream forward reads it; raises as `Layout.read`."""
     # As in Qwen2, a window's width means nothing while `use_sliding_window` is off.
     given = {**config, "sliding_window": None}
     return ModelConfig(**_LAYOUT.read(given, biases=("q_proj", "k_proj", "v_proj"), prediction_shift=1))

@@ -3,7 +3,6 @@
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from tiered.core.checks import unknown_name
@@ -32,15 +31,13 @@ class Family:
 
 
 # By the `model_type` of config.json.
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "llada": Family(name="LLaDA", loader="tiered.models.llada:LLaDA"),
-        "Dream": Family(name="Dream", loader="tiered.models.dream:Dream"),
-        "gidd": Family(name="GIDD", loader="tiered.models.gidd:Gidd"),
-        "sdar": Family(name="SDAR", loader="tiered.models.sdar:Sdar"),
-        "nemotron_labs_diffusion": Family(name="Nemotron-Labs", loader="tiered.models.nemotron:Nemotron"),
-    }
-)
+FAMILIES: Mapping[str, Family] = {
+    "llada": Family(name="LLaDA", loader="tiered.models.llada:LLaDA"),
+    "Dream": Family(name="Dream", loader="tiered.models.dream:Dream"),
+    "gidd": Family(name="GIDD", loader="tiered.models.gidd:Gidd"),
+    "sdar": Family(name="SDAR", loader="tiered.models.sdar:Sdar"),
+    "nemotron_labs_diffusion": Family(name="Nemotron-Labs", loader="tiered.models.nemotron:Nemotron"),
+}
 
 
 def family_of(config: Mapping[str, object]) -> Family:

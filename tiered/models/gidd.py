@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tiered.core.checks import FLOAT32_MOST
 from tiered.kernels.coded_rows import CodedRows
-from tiered.models.base import DiffusionModel, RMSNorm
+from tiered.models.attention import Joined
+from tiered.models.base import DiffusionModel, Hidden, Projected, RMSNorm
 from tiered.models.config_fields import number_in, switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
 from tiered.models.noise import MOST_LOG_SNR, Noise
@@ -74,18 +75,14 @@ def read_gidd_config(config: Mapping[str, object]) -> GiddConfig:
     )
     if not low < high:
         raise ValueError(f"config.json: min_log_snr = {low} must be below max_log_snr = {high}")
+    shape, mask = fields["shape"], fields["mask_token_id"]
+    noise = Noise(shift=shift, min_log_snr=low, max_log_snr=high, vocab_size=shape.vocab_size, mask_token_id=mask)
     return GiddConfig(
         **fields,
-        branch_scale=number_in(config, "resid_scale", 4.0) / fields["shape"].layers,
+        branch_scale=number_in(config, "resid_scale", 4.0) / shape.layers,
         weight_scale=str(scale) if scale in ("fan_in", "fan_out") else number_in(config, "weight_scaling", 1.0),
         head_scale=number_in(config, "head_scaling", 1.0),
-        noise=Noise(
-            shift=shift,
-            min_log_snr=low,
-            max_log_snr=high,
-            vocab_size=fields["shape"].vocab_size,
-            mask_token_id=fields["mask_token_id"],
-        ),
+        noise=noise,
     )
 
 
@@ -117,24 +114,20 @@ class Gidd(DiffusionModel):
         sink_keys, sink_values = self.sinks(layer)
         return {"soft_cap": self.shape.soft_cap, "sink_keys": sink_keys, "sink_values": sink_values}
 
-    def attention_out(
-        self, layer: int, mixed: Float[Tensor, "batch rows heads_width"]
-    ) -> Float[Tensor, "batch rows width"]:
+    def attention_out(self, layer: int, mixed: Joined) -> Hidden:
         return super().attention_out(layer, mixed) * self.config.branch_scale
 
-    def feed_forward(self, layer: int, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows width"]:
+    def feed_forward(self, layer: int, hidden: Hidden) -> Hidden:
         block = self.blocks[layer]
         # In place as far as gradients allow: nothing of a layer is larger.
         inner = self._project(block.ff_norm(hidden), block.up_proj).relu_().square()
         return self._project(inner, block.ff_out) * self.config.branch_scale
 
-    def logits(self, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows vocab"]:
+    def logits(self, hidden: Hidden) -> Float[Tensor, "batch rows vocab"]:
         # In place: a step holds nothing larger.
         return super().logits(hidden).mul_(self.config.head_scale)
 
-    def _scaled(
-        self, projected: Float[Tensor, "batch rows out"], weight: Float[Tensor, "out inner"] | CodedRows
-    ) -> Float[Tensor, "batch rows out"]:
+    def _scaled(self, projected: Projected, weight: Float[Tensor, "out inner"] | CodedRows) -> Projected:
         scale = self.config.weight_scale
         if not isinstance(scale, float):
             scale = weight.shape[1 if scale == "fan_in" else 0] ** -0.5

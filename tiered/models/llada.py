@@ -42,7 +42,6 @@ _LAYOUT = Layout(
 
 
 def read_llada_config(config: Mapping[str, object]) -> ModelConfig:
-    """`config.json` as the LLaDA forward reads it; raises as `Layout.read`."""
     # `mlp_ratio` is official too, and official code ignores it where `mlp_hidden_size` is set.
     defaults = {"mlp_width": positive(config, "mlp_ratio", 4) * positive(config, "d_model")}
     defaults["vocab_size"] = tokens = positive(config, "vocab_size")

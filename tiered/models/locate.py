@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from tiered.core.checks import unknown_name
@@ -12,13 +11,11 @@ from tiered.models.presets import PRESETS, preset_names, preset_of, read_preset
 
 # The models that come with the library, by the names that stand for them.
 _PACKAGE = Path(__file__).parents[1] / "embedded"
-EMBEDDED_MODELS: Mapping[str, Path] = MappingProxyType(
-    {
-        "embedded": _PACKAGE / "assets",
-        "embedded-uniform": _PACKAGE / "assets_uniform",
-        "embedded-blocks": _PACKAGE / "assets_blocks",
-    }
-)
+EMBEDDED_MODELS: Mapping[str, Path] = {
+    "embedded": _PACKAGE / "assets",
+    "embedded-uniform": _PACKAGE / "assets_uniform",
+    "embedded-blocks": _PACKAGE / "assets_blocks",
+}
 
 
 def find_directory(name: str | Path) -> Path | None:

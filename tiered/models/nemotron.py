@@ -32,7 +32,6 @@ _LAYOUT = Layout(
 
 
 def read_nemotron_config(config: Mapping[str, object]) -> ModelConfig:
-    """`config.json` as the forward reads it; raises as `Layout.read_in_blocks`."""
     return ModelConfig(**_LAYOUT.read_in_blocks({**config, "max_window_layers": 0}, windowed=True, sight="context"))
 
 

@@ -3,27 +3,22 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 # Preset → the Hugging Face checkpoints that have this config.
-PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "llada-8b": ("GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-1.5"),
-        "dream-7b": ("Dream-org/Dream-v0-Instruct-7B", "Dream-org/Dream-v0-Base-7B"),
-        "gidd-unif-3b": ("dvruette/gidd-unif-3b",),
-        "gidd-mask-3b": ("dvruette/gidd-mask-3b",),
-        "gidd-unif-10b": ("dvruette/gidd-unif-10b",),
-        # Sizes of Qwen3-8B, from which it was trained on (arXiv 2510.06303).
-        "sdar-8b": ("JetLM/SDAR-8B-Chat",),
-        # As public repositories quote it.
-        "nemotron-8b": ("nvidia/Nemotron-Labs-Diffusion-8B",),
-    }
-)
+PRESETS: Mapping[str, tuple[str, ...]] = {
+    "llada-8b": ("GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-1.5"),
+    "dream-7b": ("Dream-org/Dream-v0-Instruct-7B", "Dream-org/Dream-v0-Base-7B"),
+    "gidd-unif-3b": ("dvruette/gidd-unif-3b",),
+    "gidd-mask-3b": ("dvruette/gidd-mask-3b",),
+    "gidd-unif-10b": ("dvruette/gidd-unif-10b",),
+    # Sizes of Qwen3-8B, from which it was trained on (arXiv 2510.06303).
+    "sdar-8b": ("JetLM/SDAR-8B-Chat",),
+    # As public repositories quote it.
+    "nemotron-8b": ("nvidia/Nemotron-Labs-Diffusion-8B",),
+}
 
-ALIASES: Mapping[str, str] = MappingProxyType(
-    {"llada-1.5": "llada-8b", "gidd-3b": "gidd-unif-3b", "gidd-10b": "gidd-unif-10b"}
-)
+ALIASES: Mapping[str, str] = {"llada-1.5": "llada-8b", "gidd-3b": "gidd-unif-3b", "gidd-10b": "gidd-unif-10b"}
 
 _FOLDER = Path(__file__).parent / "presets"
 

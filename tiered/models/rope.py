@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tiered.core.rows import Rows
 from tiered.kernels.choice import for_device
+from tiered.kernels.coded_rows import Heads
 from tiered.kernels.rotate_ref import rotate
 from tiered.models.rotation import Rotation
 
@@ -51,7 +52,7 @@ class Rotary:
         grown = None if self.query_scale is None else self.query_scale[which]
         return Rotary(self.cos[which], self.sin[which], query_scale=grown)
 
-    def rotate(self, heads: Float[Tensor, "batch heads rows head_dim"]) -> Float[Tensor, "batch heads rows head_dim"]:
+    def rotate(self, heads: Heads) -> Heads:
         """Queries or keys, one row for each of our columns, rotated; in their own dtype."""
         rotated = 2 * self.cos.shape[-1]
         if rotated < heads.shape[-1]:
@@ -59,9 +60,7 @@ class Rotary:
         # float32 whatever the model's dtype: at 32k positions bfloat16 angles are off by whole radians.
         return for_device(rotate, heads.device)(heads, self.cos, self.sin, self.columns)
 
-    def rotate_queries(
-        self, heads: Float[Tensor, "batch heads rows head_dim"]
-    ) -> Float[Tensor, "batch heads rows head_dim"]:
+    def rotate_queries(self, heads: Heads) -> Heads:
         """`rotate` for queries, times `query_scale`."""
         rotated, scale = self.rotate(heads), self.query_scale
         if scale is None:

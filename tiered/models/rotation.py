@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from tiered.core.checks import plain_number, unknown_name
@@ -12,15 +11,13 @@ from tiered.models.config_fields import number_in
 from tiered.models.shape import MOST_SIZE
 
 # The keys of each kind of scaling beside its kind and the base.
-KINDS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "default": frozenset({"trained_rope_theta"}),
-        "linear": frozenset({"factor", "original_max_position_embeddings"}),
-        "ntk": frozenset({"factor", "original_max_position_embeddings"}),
-        "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"})
-        | {"mscale", "mscale_all_dim", "llama_4_scaling_beta"},
-    }
-)
+KINDS: Mapping[str, frozenset[str]] = {
+    "default": frozenset({"trained_rope_theta"}),
+    "linear": frozenset({"factor", "original_max_position_embeddings"}),
+    "ntk": frozenset({"factor", "original_max_position_embeddings"}),
+    "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"})
+    | {"mscale", "mscale_all_dim", "llama_4_scaling_beta"},
+}
 THETA = 10000.0  # where config.json has none
 _KEYS = ("rope_scaling", "rope_parameters")
 

@@ -1,14 +1,15 @@
 """The dense SDAR family (arXiv 2510.06303): the layout of Qwen3, with attention that is causal from block to block.
 
-Queries and keys are normed head by head before they are rotated; no biases. A row predicts its own position. The
+Heads and keys are normed head by head before they are rotated; no biases. A row predicts its own position. The
 config.json of the released chat models does not say how long blocks are; those of training copies do (`block_size`).
 """
 
 from collections.abc import Mapping
 
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
+from tiered.kernels.coded_rows import Heads
+from tiered.models.attention import Joined
 from tiered.models.base import DiffusionModel
 from tiered.models.config_fields import switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
@@ -26,7 +27,6 @@ _LAYOUT = Layout(
 
 
 def read_sdar_config(config: Mapping[str, object]) -> ModelConfig:
-    """`config.json` as the SDAR forward reads it; raises as `Layout.read_in_blocks`."""
     norms = {"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)}
     windowed = switch(config, "use_sliding_window")
     return ModelConfig(
@@ -37,9 +37,7 @@ def read_sdar_config(config: Mapping[str, object]) -> ModelConfig:
 class Sdar(DiffusionModel):
     read_config = staticmethod(read_sdar_config)
 
-    def _normed_heads(
-        self, projected: Float[Tensor, "batch rows heads_width"], norm: nn.Module | None
-    ) -> Float[Tensor, "batch heads rows head_dim"]:
+    def _normed_heads(self, projected: Joined, norm: nn.Module | None) -> Heads:
         assert norm is not None, "a layer norms queries and keys"
         heads = norm(projected.reshape(len(projected), -1, self.shape.head_dim))
         return self._heads(heads.view(projected.shape))

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from types import MappingProxyType
 from typing import Literal
 
 # No model comes near, and every count of bytes is an int64: two sizes, the layers and 4 bytes are 2^60.
 MOST_SIZE, MOST_LAYERS = 2**24, 2**10
 # Bytes an element takes, by the names that config.json and safetensors users write.
-BYTES_PER_ELEMENT: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+BYTES_PER_ELEMENT: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 Sight = Literal["canvas", "noise", "blocks", "context"]
 CANVAS: frozenset[Sight] = frozenset({"canvas", "noise"})
 BLOCK_CAUSAL: frozenset[Sight] = frozenset({"blocks", "context"})

@@ -52,7 +52,6 @@ class WeightForm:
         return RAW if self.code is None else self.code + (WITH_HEAD if self.head else "")
 
     def matrix_bytes(self, matrix: tuple[int, int], element_bytes: int) -> int:
-        """Bytes of a layer's matrix [out, inner]."""
         out, inner = matrix
         return out * (inner * element_bytes if self.code is None else self.code.row_bytes(inner))
 

@@ -73,11 +73,7 @@ class _Marking(Recorder):
 
 
 def trace_call(runtime: Runtime, inputs: Inputs, **options: Any) -> TracedCall:
-    """`runtime.generate(inputs, **options)` under torch's profiler.
-
-    Raises:
-        TierCapacityError, TypeError, ValueError: as `Runtime.generate`.
-    """
+    """`runtime.generate(inputs, **options)` under torch's profiler. Raises as `Runtime.generate`."""
     recorder, activities = _Marking(), [ProfilerActivity.CPU]
     if runtime.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)

@@ -55,7 +55,6 @@ class TierPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the total stays within the cap."""
         return self.cap is None or self.total <= self.cap
 
 
@@ -112,7 +111,6 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every tier stays within its cap."""
         return all(tier.fits for tier in self.tiers.values())
 
     @property

@@ -1,11 +1,12 @@
 """The models that can be named on this machine: the embedded ones, the presets, and cached hub checkpoints."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tiered.forward.forward_bytes import kv_bytes_per_token
-from tiered.models.families import FAMILIES, family_of
+from tiered.models.families import family_of
 from tiered.models.locate import EMBEDDED_MODELS, find_directory, read_config
 from tiered.models.presets import PRESETS
 from tiered.models.shape import BYTES_PER_ELEMENT
@@ -50,7 +51,7 @@ def known_models() -> list[KnownModel]:
     return [
         *(_known(name, "embedded") for name in EMBEDDED_MODELS),
         *(_known(name, "preset") for name in PRESETS),
-        *(_known(name, "cache") for name in _cached_models() if _can_be_planned(name)),
+        *_cached_models(),
     ]
 
 
@@ -63,19 +64,14 @@ def _known(name: str, source: Source) -> KnownModel:
     kept, element = kv_bytes_per_token(shape, shape.dtype), BYTES_PER_ELEMENT[shape.dtype]
     hidden = {codec: shape.layers * codec.row_bytes(shape.width, element) for codec in Codec}
     return KnownModel(
-        name=name,
-        source=source,
-        family=family.name,
-        parameters=shape.parameters,
-        layers=shape.layers,
-        kv_bytes_per_token=kept,
-        hidden_bytes_per_token=hidden,
+        name=name, source=source, family=family.name, parameters=shape.parameters, layers=shape.layers,
+        kv_bytes_per_token=kept, hidden_bytes_per_token=hidden,
         offload_saves=hidden[Codec.RAW] / (kept + hidden[Codec.RAW]),
         loadable=directory is not None and any(directory.glob("*.safetensors")),
-    )
+    )  # fmt: skip
 
 
-def _cached_models() -> Iterator[str]:
+def _cached_models() -> Iterator[KnownModel]:
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -83,18 +79,8 @@ def _cached_models() -> Iterator[str]:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
-    yield from sorted(repository.repo_id for repository in repositories if repository.repo_type == "model")
-
-
-def _can_be_planned(name: str) -> bool:
-    directory = find_directory(name)
-    if directory is None or not (directory / "config.json").is_file():
-        return False
-    try:
-        config = read_config(directory)
-        if config.get("model_type") not in FAMILIES:
-            return False
-        family_of(config).shape(config)
-    except ValueError:  # damaged, or a variant of a known family that is not implemented
-        return False
-    return True
+    for name in sorted(repository.repo_id for repository in repositories if repository.repo_type == "model"):
+        # Not one without a config.json, a damaged one, or one that no family here implements.
+        with suppress(ValueError):
+            if find_directory(name) is not None:
+                yield _known(name, "cache")

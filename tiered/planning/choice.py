@@ -61,11 +61,8 @@ class Choice:
 
 
 def choose(policy: Policy, sizes: CallShape, budget: MemoryBudget, *, prompt: int | None = None) -> Choice:
-    """The policy that a call of `sizes` runs under: `policy` itself, unless an option of it is "auto".
-
-    Args:
-        prompt: tokens of the shortest prompt; None for prompts as long as the canvas has room for.
-    """
+    """The policy that a call of `sizes` runs under: `policy` itself, unless an option of it is "auto". `prompt`: tokens
+    of the shortest prompt; None for prompts as long as the canvas has room for."""
     prompt, blocks = prompt_of(sizes) if prompt is None else prompt, answer_of(sizes) // sizes.block_length
     behind = f"{blocks} block{'s' * (blocks > 1)} behind {prompt} tokens"
     if not isinstance(policy, Auto):

@@ -87,11 +87,9 @@ class CallTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of all sequences together."""
         return self.sequences * self.answer / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain types only, for JSON."""
         return {
             "tokens_per_forward": self.tokens_per_forward,
             "seconds": self.seconds,
@@ -171,12 +169,9 @@ def work_of(policy: Policy, sizes: CallShape, rows: float) -> ForwardWork:
     shape = sizes.shape
     work = forward_work(
         shape,
-        batch=sizes.sequences,
-        context=sizes.context,
-        rows=min(rows, sizes.context),
-        dtype_bytes=sizes.element,
+        batch=sizes.sequences, context=sizes.context, rows=min(rows, sizes.context), dtype_bytes=sizes.element,
         output_rows=min(policy.needs(sizes).logit_rows or sizes.block_length, int(rows)),
-    )
+    )  # fmt: skip
     kept = policy.features(shape)[Feature.KEY] == shape.layers
     stored = sizes.row_bytes(Feature.KEY) / (shape.kv_width * sizes.element)
     return replace(

@@ -23,7 +23,6 @@ ANSWER_BLOCKS = 8  # blocks of an answer whose length is not given
 
 
 def prompt_of(sizes: CallShape) -> int:
-    """Tokens of the longest prompt."""
     return sizes.context - answer_of(sizes)
 
 
@@ -42,7 +41,6 @@ class Workload:
     sizes: CallShape
 
     def resized(self, **sizes: Any) -> "Workload":
-        """The same policy with some sizes changed."""
         return Workload(self.policy, replace(self.sizes, **sizes))
 
     def needed(self, budget: MemoryBudget = UNCAPPED) -> CallBytes:
@@ -67,8 +65,8 @@ class Workload:
     def largest(self, size: Literal["batch", "context"], budget: MemoryBudget, *, multiple: int = 1) -> int:
         """The largest `size`, in multiples of `multiple`, that keeps every tier within `budget`; 0 if none does.
 
-        A bisection, because totals grow with either size. They dip if more sequences round the rows of a part down, or
-        records fill their slots better, and the search may stop there. Its result has been counted, so it fits.
+        A bisection, because totals grow with either size. They dip if more sequences or columns make the parts smaller
+        that a step computes one after another. The search may stop there; its result has been counted, so it fits.
         """
         values = range(multiple, LARGEST_SIZE, multiple)
         return multiple * bisect_left(values, True, key=lambda value: bool(self.resized(**{size: value}).over(budget)))
@@ -94,7 +92,6 @@ class HiddenBytes:
 
     @classmethod
     def of(cls, sizes: CallShape) -> "HiddenBytes":
-        """Those of a call of these `sizes`."""
         policies = {codec: Polestar(codec=codec) for codec in Codec}
         by_codec = {
             codec: hidden_record_bytes(policy.cluster_sizes(sizes), policy.hidden_tier)

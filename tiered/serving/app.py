@@ -112,7 +112,6 @@ class _Endpoints:
         self._page = page
 
     def gate(self, headers: Headers) -> Response | None:
-        """The response to a request that is refused by its headers, or while the server ends."""
         if (hosts := self._service.hosts) is not None:
             host = re.sub(r":\d*$", "", headers.get("host", "")).strip("[]").lower()
             if host not in hosts:
@@ -121,7 +120,6 @@ class _Endpoints:
         return refused(ClosedError("the server ends")) if self._scheduler.closed else None
 
     async def answer(self, request: Request, *, chat: bool) -> Response:
-        """Chat completions (`chat`), or completions."""
         try:
             return await self._answer(request, chat=chat)
         except Exception as error:
@@ -179,11 +177,8 @@ class _Endpoints:
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application. `app.state.responders` has the answers under way.
-
-    Raises:
-        ValueError: the model has no tokenizer, or no client can send the key.
-    """
+    """The application. `app.state.responders` has the answers under way. Raises `ValueError` if the model has no
+    tokenizer, or if no client can send the key."""
     check_api_key("key", service.key)
     if service.scheduler.runtime.tokenizer is None:
         raise ValueError(f"{service.model!r} has no tokenizer, and a server answers in text")

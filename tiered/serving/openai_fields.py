@@ -21,32 +21,19 @@ from tiered.serving.prompts import RefusedBody, check_field, read_messages, read
 
 # Fields that are not served, with their values that change nothing. None is such a value of every field.
 REFUSED: dict[str, tuple[object, ...]] = {
-    "audio": (),
+    **dict.fromkeys(("audio", "chat_template", "moderation", "prediction", "reasoning_effort", "verbosity"), ()),
+    **dict.fromkeys(("echo", "logprobs", "output_history", "store"), (False,)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("documents", "functions", "tools"), ([],)),
+    **dict.fromkeys(("chat_template_kwargs", "logit_bias"), ({},)),
     "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
     "modalities": (["text"],),
-    "moderation": (),
-    "output_history": (False,),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "verbosity": (),
     "web_search_options": (),
 }
 # For the client's own books: no answer depends on them.
@@ -114,11 +101,7 @@ class ParsedRequest:
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The object that a body is.
-
-    Raises:
-        RefusedBody: it is none.
-    """
+    """The object that a body is. Raises `RefusedBody` if it is none."""
     try:
         read = json.loads(body.decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -41,11 +41,9 @@ class Replies:
         return self._chunk([self._choice(index, role, "", None)]) if self.chat else b""
 
     def more(self, index: int, text: str) -> bytes:
-        """Text of a choice that is final."""
         return self._chunk([self._choice(index, {"delta": {"content": text}}, text, None)])
 
     def last(self, index: int, reason: str) -> bytes:
-        """A choice is over."""
         return self._chunk([self._choice(index, {"delta": {}}, "", reason)])
 
     def beside(self, **more: Any) -> bytes:

@@ -107,11 +107,8 @@ class Request:
         return None
 
     def begin(self, runtime: Runtime) -> None:
-        """Book the call's bytes, and run its loop up to its first forward.
-
-        Raises:
-            TierCapacityError: the budget has no room now.
-        """
+        """Book the call's bytes, and run its loop up to its first forward. Raises `TierCapacityError` if the budget has
+        no room now."""
         shared = {Account.ACTIVATIONS: shared_bytes(self.call.sizes)}
         with ExitStack() as held:
             held.enter_context(runtime.ledger.holding(shared, hint="raise `memory`"))
@@ -180,12 +177,8 @@ class RequestQueue:
             raise ClosedError(self.closed)
 
     def add(self, call: PreparedCall, **options: Any) -> Request:
-        """A new request for `call`; `options`: those of `Request`.
-
-        Raises:
-            BusyError: the queue is full.
-            ClosedError: the queue is closed.
-        """
+        """A new request for `call`; `options`: those of `Request`. Raises `BusyError` if the queue is full,
+        `ClosedError` if it is closed."""
         with self.changed:
             self.require_open()
             if len(self._waiting) >= self._most:

@@ -127,11 +127,7 @@ class Responder:
     def __init__(
         self, scheduler: Scheduler, parsed: ParsedRequest, calls: Sequence[PreparedCall], under_way: set["Responder"]
     ) -> None:
-        """In the event loop. `calls`: one for each choice.
-
-        Raises:
-            TierCapacityError, BusyError, ClosedError: as `Scheduler.submit`; then nothing is submitted.
-        """
+        """In the event loop. `calls`: one for each choice. Raises as `Scheduler.submit`; then nothing is submitted."""
         self._feed, self._parsed, self._calls, self._under_way = Feed(), parsed, calls, under_way
         self._ledger, self._model = scheduler.runtime.ledger, scheduler.runtime.model
         assert scheduler.runtime.tokenizer is not None, "a server has one"
@@ -168,11 +164,7 @@ class Responder:
         self._feed.send(error)
 
     async def gathered(self, replies: Replies, disconnect: Callable[[], Awaitable[object]]) -> dict[str, object]:
-        """The whole answer.
-
-        Raises:
-            ClientDisconnect: `disconnect` has returned first.
-        """
+        """The whole answer. Raises `ClientDisconnect` if `disconnect` has returned first."""
         async for _ in self._events(disconnect):
             pass
         return replies.whole([text.text for text in self._texts], self._reasons(), self._usage())
@@ -259,11 +251,8 @@ class Responder:
 
 
 def prepared_calls(scheduler: Scheduler, parsed: ParsedRequest, limits: Limits, lock: Lock) -> list[PreparedCall]:
-    """A call for each choice; `lock`: a tokenizer is of one thread at a time.
-
-    Raises:
-        RefusedBody: as `Runtime.prepare` raises, and a prompt that is too long.
-    """
+    """A call for each choice; `lock`: a tokenizer is of one thread at a time. Raises `RefusedBody` as `Runtime.prepare`
+    raises, and for a prompt that is too long."""
     calls = []
     for prompt in parsed.prompts:
         raw = parsed.raw and isinstance(prompt, str)

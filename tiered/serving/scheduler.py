@@ -84,7 +84,6 @@ class Scheduler:
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no requests any more."""
         return self._queue.closed is not None
 
     def submit(
@@ -125,11 +124,8 @@ class Scheduler:
     # Its own thread.
 
     def start(self) -> None:
-        """Run rounds in a thread whenever there is a request, until `close`.
-
-        Raises:
-            ClosedError: the scheduler is closed.
-        """
+        """Run rounds in a thread whenever there is a request, until `close`. Raises `ClosedError` if the scheduler is
+        closed."""
         with self._queue.changed:
             self._queue.require_open()
             if self._thread is None:
@@ -205,7 +201,6 @@ class Scheduler:
                     self._running.remove(request)
 
     def _serve(self) -> None:
-        """Run one forward of each running request; then let those leave that are over."""
         self._round += 1
         asking = [(each, asked) for each in self._running if (asked := each.asked) and each is not self._long]
         short = [(request, asked) for request, asked in asking if asked[1].count <= self.max_prefill_rows]

@@ -146,19 +146,11 @@ class Server(uvicorn.Server):
         app = make_app(service)
         self._responders: set[Responder] = app.state.responders
         connection = partial(Connection, header_seconds=header_seconds, most=most_connections())
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=cast("type[asyncio.Protocol]", connection),
-                ws="none",
-                loop="asyncio",
-                backlog=BACKLOG,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-            )
-        )
+        config = uvicorn.Config(
+            app, http=cast("type[asyncio.Protocol]", connection), ws="none", loop="asyncio", lifespan="off",
+            backlog=BACKLOG, log_level="warning", access_log=False, server_header=False,
+        )  # fmt: skip
+        super().__init__(config)
 
     def serve_at(self, listening: socket.socket) -> None:
         """Start the scheduler and answer at a socket that listens; until a signal comes."""

@@ -64,7 +64,6 @@ class Fetcher:
             self._traffic.move(Lane.FETCH, copies, reads=[*homes, *slots], writes=slots, layer=layer)
 
     def check_integrity(self) -> None:
-        """Raise `RuntimeError` where the books contradict themselves."""
         if self._passing is not None:
             self._passing.check_integrity()
 

@@ -3,7 +3,7 @@
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from threading import RLock
 
@@ -14,9 +14,7 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.offload.chunk import Chunk
 from tiered.offload.errors import NoRoomError, PinError
-from tiered.offload.fence import Region
 from tiered.offload.pinning import pick_pinner
-from tiered.offload.ring import Ring
 
 Memory = Callable[[int], Chunk]
 KNOBS = {
@@ -72,15 +70,11 @@ class HostPool:
     Args:
         ledger: of all that is obtained.
         device: whose copy engines are to reach the memory.
-        pinner: how it is obtained, see `tiered.offload.pinning`.
-
-    Raises:
-        ValueError: a pinner that is not there.
     """
 
-    def __init__(self, ledger: Ledger, device: torch.device, pinner: str = "auto") -> None:
+    def __init__(self, ledger: Ledger, device: torch.device) -> None:
         self._ledger = ledger
-        self._obtain = booked(ledger, Tier.HOST, pick_pinner(pinner, device).allocate)
+        self._obtain = booked(ledger, Tier.HOST, pick_pinner(device).allocate)
         self._idle: list[Chunk] = []  # smallest first
         self._returned: deque[Chunk] = deque()  # not among them yet: a chunk may come back while others have the lock
         self._closed = False
@@ -145,30 +139,6 @@ class HostPool:
     def _sort(self) -> None:
         while self._returned:
             insort(self._idle, self._returned.popleft(), key=lambda chunk: chunk.actual_bytes)
-
-
-def open_ring(
-    ledger: Ledger,
-    opened: ExitStack,
-    region: Region,
-    slots: int,
-    slot_bytes: int,
-    tier: Tier,
-    allocate: Memory,
-) -> Ring:
-    """A ring of `slots` over memory from `allocate`, booked as staging until `opened` is closed.
-
-    Raises:
-        TierCapacityError: no room for it.
-    """
-    with told_by_tier(tier):
-        chunk = allocate(slots * slot_bytes)
-    opened.callback(chunk.free)
-    ledger.rebook(Account.SPARE, Account.STAGING, chunk.actual_bytes, tier)
-    opened.callback(ledger.rebook, Account.STAGING, Account.SPARE, chunk.actual_bytes, tier)
-    ring = Ring(slots, chunk.bytes, region, chunk.earlier)
-    opened.callback(ring.settle)
-    return ring
 
 
 @contextmanager

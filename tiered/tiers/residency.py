@@ -37,7 +37,6 @@ class _Record:
     layer: int | None
 
     def fetch(self, parts: Parts, into: UInt8[Tensor, " slot"], fence: Fence) -> Fetch:
-        """Parts of it, for memory of the device that `fence` guards."""
         segments = list(self.layout.segments(parts))
         return Fetch(self.home, self.layer, segments, int(parts.sum()), into, fence)
 
@@ -103,11 +102,9 @@ class Residency:
 
     @property
     def opened(self) -> bool:
-        """Whether there are slots."""
         return self._slots is not None
 
     def open(self, slots: Ring) -> None:
-        """Use records in `slots`."""
         self._slots = slots
 
     def use(self, wanted: Sequence[Wanted], ahead: Sequence[Wanted] = ()) -> list[UInt8[Tensor, " nbytes"]]:
@@ -199,7 +196,6 @@ class Residency:
             here.slot.release()
 
     def empty(self) -> None:
-        """Let all records leave their slots."""
         for key in list(self._here):
             self.drop(key)
 
@@ -211,7 +207,6 @@ class Residency:
         self._slots = None
 
     def close(self) -> None:
-        """Give all homes back."""
         self.close_slots()
         while self._records:
             self._records.popitem()[1].home.free()
@@ -231,7 +226,6 @@ class Residency:
         self._fetcher.check_integrity()
 
     def _send(self, wanted: Sequence[Wanted]) -> None:
-        """Send the missing parts of records to their slots."""
         missing = [(each.key, parts) for each in wanted if (parts := self.missing(each)).any()]
         slots = [self._here[key].slot for key, _ in missing]
         self._fetcher.send(
@@ -262,7 +256,6 @@ class Residency:
         return True
 
     def _await(self, fences: Sequence[Fence], layer: int | None) -> None:
-        """Let compute wait for the copies to these bytes."""
         event = self._traffic.compute(Lane.FETCH, reads=fences, layer=layer)
         if event.done():
             event.synchronize()

@@ -14,7 +14,7 @@ from tiered.offload.lane import Lane
 ENDS = {
     Lane.STORE: (Tier.DEVICE, Tier.HOST),
     Lane.FETCH: (Tier.HOST, Tier.DEVICE),
-    Lane.SPILL: (Tier.HOST, Tier.DISK),
+    Lane.SAVE: (Tier.HOST, Tier.DISK),
     Lane.LOAD: (Tier.DISK, Tier.HOST),
 }
 
@@ -77,13 +77,11 @@ class TierStats:
     pinned: bool = False
 
     def restart(self) -> None:
-        """Count anew."""
         new = TierStats()
         for each in fields(self):
             setattr(self, each.name, getattr(new, each.name))
 
     def add(self, event: TierEvent) -> None:
-        """Count `event`."""
         match event:
             case CopyEnded():
                 for way in self._counted(event):

@@ -59,18 +59,12 @@ class StoredRows:
 
     @property
     def tier(self) -> Tier:
-        """Which tier has the rows."""
         return self._needed.tier
 
     @property
     def fetched_bytes(self) -> int:
         """Bytes that were fetched so far, or read on the device."""
         return self._fetched.total()
-
-    @property
-    def centroid_bytes(self) -> int:
-        """Bytes on the device of the centroids that rows are stored against."""
-        return sum(centroids.nbytes for centroids in self._centroids.values())
 
     @spanned(Op.STORE)
     def store(
@@ -80,12 +74,9 @@ class StoredRows:
         rows: Float[Tensor, "rows width"],
         centroids: Float[Tensor, "clusters width"],
     ) -> None:
-        """Store all rows of clusters of one region, cluster after cluster, and against these centroids.
-
-        Raises:
-            TierCapacityError: a layer's first rows find no room.
-            ValueError: not as many rows as the clusters have, or more than the region.
-        """
+        """Store all rows of clusters of one region, cluster after cluster, and against these centroids. Raises
+        `TierCapacityError` if a layer's first rows find no room, and `ValueError` for another number of rows than the
+        clusters have, or for more than the region has."""
         (numbers, own), needed = self._numbers(clusters), self._needed
         if len(numbers) != len(rows):
             raise ValueError(f"{len(rows)} rows do not fit clusters of {len(numbers)}")
@@ -132,11 +123,8 @@ class StoredRows:
     def read(
         self, layer: int, clusters: Sequence[StoredCluster], out: Float[Tensor, "any width"], places: Sequence[slice]
     ) -> None:
-        """Write the rows of clusters to their `places` of `out`. Compute waits for those that are on their way.
-
-        Raises:
-            TransferError: a copy of a row failed, up or down.
-        """
+        """Write the rows of clusters to their `places` of `out`. Compute waits for those that are on their way. Raises
+        `TransferError` if a copy of a row failed, up or down."""
         if not clusters:
             return
         self.send(layer, clusters)
@@ -153,11 +141,9 @@ class StoredRows:
         self._residency.rest()
 
     def check_integrity(self) -> None:
-        """Raise `RuntimeError` if the books contradict themselves."""
         self._residency.check_integrity()
 
     def _open(self, layer: int, like: Float[Tensor, "rows width"]) -> None:
-        """Obtain the memory of a layer."""
         needed, tiers, width = self._needed, self._tiers, like.shape[1]
         if needed.codec.needs_base:
             nbytes = self._sequences * needed.clusters * width * like.element_size()
@@ -185,7 +171,6 @@ class StoredRows:
         return np.concatenate(rows), of
 
     def _bases(self, clusters: Sequence[StoredCluster]) -> Numbers:
-        """The numbers of the centroids of clusters."""
         return np.array([one.region * self._needed.clusters + one.cluster for one in clusters])
 
     def _records(self, layer: int, numbers: Numbers, most: int) -> Iterator[tuple[Numbers, dict[Key, Parts]]]:
@@ -221,5 +206,4 @@ class StoredRows:
         return self._slots, np.array(firsts)[of] + numbers % self._each
 
     def _following(self, used: Mapping[Key, Parts]) -> list[Wanted]:
-        """What was sent and is not read yet."""
         return [Wanted(key, parts) for key, parts in self._ahead.items() if key not in used]

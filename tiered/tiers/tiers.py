@@ -19,7 +19,7 @@ from tiered.offload.ring import Ring
 from tiered.offload.scratch_file import ScratchFile
 from tiered.offload.size_class import UNIT
 from tiered.offload.transport import Lane, Transport
-from tiered.tiers.host_pool import KNOBS, HostPool, booked, open_ring, told_by_tier
+from tiered.tiers.host_pool import KNOBS, HostPool, booked, told_by_tier
 from tiered.tiers.stats import TierStats, reporting
 from tiered.tiers.traffic import Traffic
 
@@ -85,24 +85,24 @@ class Tiers:
     def slots(
         self, region: Region, slots: int, slot_bytes: int, opened: ExitStack | None = None, hint: str | None = None
     ) -> Ring:
-        """A ring on the device, or of host memory for `LOAD_SLOT`, until `opened` is closed; None for the tiers.
-
-        Raises:
-            TierCapacityError: no room for it; the error's hint is `hint`, or None for the usual one.
-        """
+        """A ring on the device, or of host memory for `LOAD_SLOT`, until `opened` is closed; None for the tiers. Raises
+        `TierCapacityError` if there is no room for it, with `hint`; None for the usual one."""
         opened = self.memory if opened is None else opened
-        if region is Region.LOAD_SLOT:
-            return open_ring(self.ledger, opened, region, slots, slot_bytes, Tier.HOST, self.pool.take)
-        on_device = booked(self.ledger, Tier.DEVICE, device_chunks(self.device), hint)
-        return open_ring(self.ledger, opened, region, slots, slot_bytes, Tier.DEVICE, on_device)
+        tier, allocate = Tier.HOST, self.pool.take
+        if region is not Region.LOAD_SLOT:
+            tier, allocate = Tier.DEVICE, booked(self.ledger, Tier.DEVICE, device_chunks(self.device), hint)
+        with told_by_tier(tier):
+            chunk = allocate(slots * slot_bytes)
+        opened.callback(chunk.free)
+        self.ledger.rebook(Account.SPARE, Account.STAGING, chunk.actual_bytes, tier)
+        opened.callback(self.ledger.rebook, Account.STAGING, Account.SPARE, chunk.actual_bytes, tier)
+        ring = Ring(slots, chunk.bytes, region, chunk.earlier)
+        opened.callback(ring.settle)
+        return ring
 
     def host_home(self, account: Account, nbytes: int, room: int) -> Home:
         """A home of `nbytes` in host memory, booked under `account`; `room`: bytes of the memory, of which the others
-        are spare.
-
-        Raises:
-            TierCapacityError: the host has no room for it.
-        """
+        are spare. Raises `TierCapacityError` if the host has no room for it."""
         with ExitStack() as opened:
             with told_by_tier(Tier.HOST):
                 chunk = self.pool.take(room)
@@ -144,18 +144,13 @@ class Tiers:
             opened.callback(self.ledger.rebook, account, Account.SPARE, home.nbytes, Tier.DISK)
             opened.callback(settle, [slot.fence])
             self.traffic.move(
-                Lane.SPILL, lambda: slot.write(source), reads=[home.fence], writes=[slot.fence], layer=layer
+                Lane.SAVE, lambda: slot.write(source), reads=[home.fence], writes=[slot.fence], layer=layer
             ).synchronize()
             return Home(home.nbytes, slot.fence, read=slot.read, free=self._to_free(opened))
 
     def to_host(self, home: Home, account: Account, room: int, layer: int | None = None) -> Home:
         """A home in host memory (`host_home`) with the bytes of `home`, which is in a file and stays. Blocks until they
-        are read.
-
-        Raises:
-            TierCapacityError: the host has no room for it.
-            TransferError: the bytes could not be read.
-        """
+        are read. Raises as `host_home`, and `TransferError` if they could not be read."""
         there = self.host_home(account, home.nbytes, room)
         memory, read = there.memory, home.read
         assert memory is not None and read is not None, "a file is read into host memory"
@@ -170,7 +165,6 @@ class Tiers:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the scratch file."""
         return 0 if self._scratch is None else self._scratch.file_bytes
 
     def progress(self) -> None:
@@ -196,7 +190,6 @@ class Tiers:
         return self.stats()
 
     def restart_stats(self) -> None:
-        """Forget what happened so far."""
         self.progress()
         self._stats.restart()
 
@@ -219,7 +212,7 @@ class Tiers:
             closing.callback(self._transport.close)
             closing.callback(self.traffic.synchronize)
 
-    def __enter__(self):
+    def __enter__(self) -> "Tiers":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -247,12 +240,8 @@ class Tiers:
 
 
 def check_disk(budget: MemoryBudget) -> None:
-    """See whether there can be the disk tier that `budget` has, if any: a file is made and closed again.
-
-    Raises:
-        OSError: no file can be made in `disk_path`.
-        TierCapacityError: the disk has not as many bytes free.
-    """
+    """See whether there can be the disk tier that `budget` has, if any: a file is made and closed again. Raises
+    `OSError` if no file can be made in `disk_path`, `TierCapacityError` if the disk has not as many bytes free."""
     cap = budget.cap(Tier.DISK)
     if cap and budget.disk_path is not None:
         with told_by_tier(Tier.DISK), closing(ScratchFile(budget.disk_path, UNIT)) as file:

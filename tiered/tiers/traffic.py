@@ -66,7 +66,7 @@ class Traffic:
         waits = self.waits(reads, writes)
         late = any(not event.done() for event in waits)
         with span(Op.WAIT, layer):
-            event = self._transport.compute(_nothing, waits)
+            event = self._transport.wait(waits)
         return self._submitted(_Job(event=event, lane=lane, layer=layer, late=late), reads, writes)
 
     def waits(self, reads: Collection[Fence], writes: Collection[Fence]) -> list[Event]:
@@ -104,19 +104,8 @@ class Traffic:
             self._record(Waited(lane=job.lane, late=job.late, began=submitted, ended=started, layer=job.layer))
             return
         ended = times.ended or started
-        self._record(
-            CopyEnded(
-                lane=job.lane,
-                nbytes=event.nbytes,
-                copies=job.copies,
-                submitted=submitted,
-                started=started,
-                ended=ended,
-                failed=event.failed,
-                layer=job.layer,
-            )
-        )
-
-
-def _nothing() -> None:
-    """Compute has only to wait."""
+        ended_copy = CopyEnded(
+            lane=job.lane, nbytes=event.nbytes, copies=job.copies, submitted=submitted, started=started, ended=ended,
+            failed=event.failed, layer=job.layer,
+        )  # fmt: skip
+        self._record(ended_copy)

@@ -64,6 +64,8 @@ class CommitRule(ABC):
         rewrites: whether a chosen token stays open, and may be rewritten by every later step of the block.
         needs_shift: whether the rule reads `Candidates.shift`; it takes memory and time to measure.
         confidences: the kinds of confidence that the rule can do with, as in `Sampling.confidence`.
+        by_time: True if the rule follows a time that falls over the steps, as Dream's do. The block is then the whole
+            answer by default, and all steps count, even if they are more than the tokens.
         tempered_confidence, top_k_first: what distribution tokens are drawn from, and whether it is what the rule looks
             at, as in `Sampling`.
     """
@@ -73,19 +75,13 @@ class CommitRule(ABC):
     noise: ClassVar[frozenset[str]] = frozenset({"mask"})
     rewrites: ClassVar[bool] = False
     needs_shift: ClassVar[bool] = False
+    by_time: ClassVar[bool] = False
     confidences: ClassVar[frozenset[str]] = frozenset(CONFIDENCES)
     tempered_confidence: ClassVar[bool] = False
     top_k_first: ClassVar[bool] = False
 
     @property
     def draws(self) -> bool:
-        """Whether the rule draws random numbers."""
-        return False
-
-    @property
-    def by_time(self) -> bool:
-        """True if the rule follows a time that falls over the steps, as Dream's do. The block is then the whole answer
-        by default, and all steps count, even if they are more than the tokens."""
         return False
 
     @abstractmethod

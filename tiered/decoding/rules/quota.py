@@ -99,13 +99,10 @@ class _First(_Counted):
         return pending & (place <= self._due(pending.shape[1]))
 
 
-class _Quota(CommitState):
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
+class _Quota(_Counted):
     def begin_block(self, pending: Bool[Tensor, "batch block"]) -> None:
+        super().begin_block(pending)
         self._count = pending.sum(dim=1, keepdim=True)
-        self._step = 0
 
     def choose(self, candidates: Candidates) -> Bool[Tensor, "batch block"]:
         quota = self._count // self._steps + (self._step < self._count % self._steps)

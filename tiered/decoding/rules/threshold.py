@@ -32,8 +32,6 @@ class Threshold(CommitRule):
 
 
 class AtLeast(CommitState):
-    """Has no memory of earlier steps."""
-
     def __init__(self, bound: float) -> None:
         self._bound = bound
 

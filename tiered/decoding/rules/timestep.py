@@ -27,8 +27,6 @@ def check_schedule_floor(floor: object) -> None:
 
 
 class Timed(CommitState):
-    """State of a rule that follows Dream's time."""
-
     def __init__(self, steps: int, floor: float, streams: Generators | None = None) -> None:
         """`floor`: the time that the last of a block's `steps` would end at. `streams`: of a rule that draws."""
         self._streams = streams
@@ -59,6 +57,7 @@ class Timestep(CommitRule):
     """
 
     name: ClassVar[str] = "timestep"
+    by_time: ClassVar[bool] = True
     rank: ClassVar[int] = 2
     tempered_confidence: ClassVar[bool] = True
     confidence_temperature: float = 0.0
@@ -67,10 +66,6 @@ class Timestep(CommitRule):
     def __post_init__(self) -> None:
         check_temperature("confidence_temperature", self.confidence_temperature)
         check_schedule_floor(self.schedule_floor)
-
-    @property
-    def by_time(self) -> bool:
-        return True
 
     @property
     def draws(self) -> bool:
@@ -117,16 +112,13 @@ class Origin(CommitRule):
     """
 
     name: ClassVar[str] = "origin"
+    by_time: ClassVar[bool] = True
     confidences: ClassVar[frozenset[str]] = frozenset({"probability"})  # which it does not look at
     tempered_confidence: ClassVar[bool] = True
     schedule_floor: float = 1e-3
 
     def __post_init__(self) -> None:
         check_schedule_floor(self.schedule_floor)
-
-    @property
-    def by_time(self) -> bool:
-        return True
 
     @property
     def draws(self) -> bool:

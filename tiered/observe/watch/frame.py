@@ -59,7 +59,6 @@ class Frame:
         return float((self.settled / np.maximum(1, self.forwards)).mean())
 
     def count(self, state: TokenState | ColumnState) -> int:
-        """Number of tokens, or of columns, in this state."""
         return int((self.states == state if isinstance(state, TokenState) else self.column_states & state != 0).sum())
 
 

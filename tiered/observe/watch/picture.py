@@ -45,7 +45,7 @@ _ACCOUNTS = {
     "steps": ("white", {Account.LOGITS, Account.ACTIVATIONS, Account.LIBRARIES}),
     "spare": ("bright_black", {Account.SPARE}),
 }
-_LANES = {Lane.FETCH: "to device", Lane.STORE: "to host", Lane.LOAD: "from disk", Lane.SPILL: "to disk"}
+_LANES = {Lane.FETCH: "to device", Lane.STORE: "to host", Lane.LOAD: "from disk", Lane.SAVE: "to disk"}
 
 
 class Painter:

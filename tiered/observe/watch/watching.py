@@ -19,7 +19,7 @@ _COUNTS = {
     "noise": TokenState.NOISE, "recomputed": ColumnState.RECOMPUTED, "fetched": ColumnState.FETCHED,
     "stored": ColumnState.STORED, "streamed": ColumnState.STREAMED,
 }  # fmt: skip
-_LANES = {"to_device": Lane.FETCH, "to_host": Lane.STORE, "to_disk": Lane.SPILL, "from_disk": Lane.LOAD}
+_LANES = {"to_device": Lane.FETCH, "to_host": Lane.STORE, "to_disk": Lane.SAVE, "from_disk": Lane.LOAD}
 
 
 @contextmanager
