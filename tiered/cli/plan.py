@@ -66,10 +66,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    from tiered.planning.card import buffer_list
+    from tiered.core.buffers import listed
 
     made = planned(args)
-    print_result(args, f"{made}\n\n{buffer_list(made)}" if args.buffers else made, made.as_dict())
+    print_result(args, f"{made}\n\n{listed(made.buffers)}" if args.buffers else made, made.as_dict())
     return 0
 
 

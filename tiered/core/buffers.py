@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account
 
 ELEMENT_BYTES = {
@@ -68,3 +69,18 @@ def account_bytes(buffers: Iterable[Buffer]) -> dict[Account, int]:
     accounts[Account.LOGITS] += logits
     accounts[Account.ACTIVATIONS] += max(0, phase_bytes(buffers, Account.ACTIVATIONS) - logits)
     return {account: accounts[account] for account in Account if accounts[account]}
+
+
+def listed(buffers: Iterable[Buffer]) -> str:
+    """`buffers` as plain text, largest first: those of the call, then the phases of a step, which take turns in one
+    memory."""
+    shown = sorted((buffer for buffer in buffers if buffer.nbytes), key=lambda buffer: -buffer.nbytes)
+    lines: list[str] = []
+    for phase in dict.fromkeys(["", *(buffer.phase for buffer in shown)]):
+        together = [buffer for buffer in shown if buffer.phase == phase]
+        lines += ["", f"phase: {phase}" if phase else "buffers of the device, as long as the call"]
+        for buffer in together:
+            of = f"{' x '.join(map(str, buffer.shape))} {buffer.dtype}"
+            lines.append(f"{format_bytes(buffer.nbytes):>14}   {buffer.name:50}{of}")
+        lines.append(f"{format_bytes(sum(buffer.nbytes for buffer in together)):>14}   together")
+    return "\n".join(lines[1:])

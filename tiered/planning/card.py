@@ -163,27 +163,6 @@ class Plan:
         return plan_card(self)
 
 
-def buffer_list(plan: Plan) -> str:
-    """The buffers of `plan` as plain text, largest first: those of the call, then the phases of a step, which take
-    turns in one memory."""
-    shown = sorted((buffer for buffer in plan.buffers if buffer.nbytes), key=lambda buffer: -buffer.nbytes)
-    lines: list[str] = []
-    for phase in dict.fromkeys(["", *(buffer.phase for buffer in shown)]):
-        together = [buffer for buffer in shown if buffer.phase == phase]
-        lines += [
-            "",
-            f"phase: {phase}" if phase else "buffers of the device, as long as the call",
-            *map(_buffer, together),
-        ]
-        lines.append(_row("together", sum(buffer.nbytes for buffer in together)))
-    return "\n".join(lines[1:])
-
-
-def _buffer(buffer: Buffer) -> str:
-    of = f"{' x '.join(map(str, buffer.shape))} {buffer.dtype}"
-    return f"  {format_bytes(buffer.nbytes):>{_SIZE}}   {buffer.name:50}{of}"
-
-
 def machine_of(device: object, gpu: Gpu | None, rates: Rates | None) -> str:
     """The machine that `device` means, in words; `gpu` and `rates` as the plan has them."""
     if rates is not None:
