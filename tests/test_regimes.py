@@ -61,7 +61,7 @@ def test_what_has_no_room_is_streamed_and_a_slow_link_shows():
     slow = call("fast_dllm_dual", budget=0.5, link=10)
     assert slow["copy_ms"] >= slow["moved_bytes"] / 1e4
     with pytest.raises(RefusedError, match="device tier needs"):
-        call("polestar", budget=0.5, link=100)
+        call("polestar", budget=0.25, link=100)
 
 
 def row(policy: str, context: int, seconds: float | None, rows: int = 100, **other: Any) -> dict[str, Any]:

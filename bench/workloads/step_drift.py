@@ -28,6 +28,7 @@ from workloads.uncached import (
     counted_rows,
     distances_by_span,
     layers_of,
+    new_store,
     uncached_bytes,
     uncached_forward,
 )
