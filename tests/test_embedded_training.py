@@ -23,7 +23,7 @@ from training.batches import (
 from training.checkpoint import optimizer_tensors
 from training.curriculum import FRESH_BOUNDS, FRESH_LEARNED, LIST_TASKS, LONG_STREAM, SHORT_TASKS, Curriculum
 from training.export import export
-from training.fresh_batches import LETTERS_OF, fresh_batch, fresh_task, keys_of, mask_as_decoded
+from training.fresh_batches import LETTERS_OF, SMALLEST, fresh_batch, fresh_task, keys_of, mask_as_decoded
 from training.fresh_losses import fresh_losses
 from training.in_blocks import forward_in_blocks
 from training.long_batches import long_batch
@@ -252,6 +252,14 @@ def test_masks_as_decoded_weigh_the_next_keys_and_the_rest_apart(task: str):
             start = column - int(place[row, column]) % letters
             assert place[row, column] <= batch.answer[row]
             assert place[row, start] == 0 or not noised.hidden[row, start - letters : start].any()
+
+
+@pytest.mark.parametrize("task", FRESH_TASKS)
+def test_prompts_of_any_length_hold_what_their_answers_print(task: str):
+    for step in range(1000):
+        high = SMALLEST + step / 10  # the shorter, the fewer entries are to spare
+        batch = fresh_batch(task, 1, step, Curriculum(fresh_high=dict.fromkeys(FRESH_TASKS, high)), 1)
+        assert int(batch.answer[0]) >= 2 * LETTERS_OF[task]
 
 
 def test_prompts_of_fresh_tasks_grow_with_success_each_by_itself():

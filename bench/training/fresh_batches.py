@@ -15,7 +15,7 @@ from training.curriculum import Curriculum
 from training.noise import TAIL_WEIGHT, Noised
 
 BLOCK = 32
-SMALLEST = 32
+SMALLEST = 40  # tokens of a prompt that holds what an answer of the share prints
 LETTERS_OF = {"sort_marked": 2, "sort_values": 2, "merge": 3, "follow": 2}  # tokens of a printed key
 # How batches are noised: all behind a border is hidden; a block is hidden in part, and all behind it; keys by chance.
 BEHIND, IN_BLOCKS = 0.4, 0.3
