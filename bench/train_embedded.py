@@ -7,8 +7,8 @@
     python bench/train_embedded.py --config embedded-uniform --out runs/uniform    # the one with uniform noise
     python bench/train_embedded.py --config embedded-blocks --start embedded --out runs/blocks    # that sees blocks
 
-What is trained and how is in `training` and docs/embedded-model.md. A run uses two cores, one for each
-of a step's two batches. It validates on the validation split alone.
+What is trained and how is in `training` and docs/embedded-model.md. A run uses `--workers` cores, one for
+each batch of a step. It validates on the validation split alone.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
         help="an embedded model, or the path of another config.json of LLaDA, GIDD or SDAR",
     )
     # The optimizers' matrices are small: where other processes run, two threads wait for each other most of the time.
-    parser.add_argument("--threads", type=int, default=1, help="of everything but the two batches of a step")
+    parser.add_argument("--threads", type=int, default=1, help="of everything but the batches of a step")
     for setting in fields(Settings):
         parser.add_argument(f"--{setting.name.replace('_', '-')}", type=int, default=setting.default)
     return parser.parse_args()

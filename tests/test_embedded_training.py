@@ -21,19 +21,21 @@ from training.batches import (
     encode,
 )
 from training.checkpoint import optimizer_tensors
-from training.curriculum import LIST_TASKS, LONG_STREAM, SHORT_TASKS, Curriculum
+from training.curriculum import FRESH_BOUNDS, FRESH_LEARNED, LIST_TASKS, LONG_STREAM, SHORT_TASKS, Curriculum
 from training.export import export
+from training.fresh_batches import LETTERS_OF, SMALLEST, fresh_batch, fresh_task, keys_of, mask_as_decoded
+from training.fresh_losses import fresh_losses
 from training.in_blocks import forward_in_blocks
 from training.long_batches import long_batch
 from training.lookup_batches import REACH, lookup_batch, stretched
-from training.loop import embedded_tokenizer, train, validate
+from training.loop import embedded_tokenizer, train, validate, validate_fresh
 from training.losses import POINTER_HEADS, mean_cross_entropy, operand_losses, pointer_losses
 from training.model import Tap, adopt, forward, new_model
 from training.noise import TAIL_WEIGHT, Noised, mask, mask_in_blocks
 from training.optimizer import DECAY_SHARE, WARMUP_STEPS, Muon, optimizers, set_rate
 from training.settings import Settings
 from training.short_batches import ShortBatches
-from training.tasks import LONG_TASKS, TASKS, Example, split_of
+from training.tasks import FRESH_TASKS, LONG_TASKS, TASKS, Example, split_of
 from training.trainer import Trainer
 
 import tiered
@@ -41,6 +43,8 @@ from tiered.models.locate import read_config
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
+# The letter of a token, whether a space stands in front of it or not.
+VOCABULARY_LETTER = {number: token.strip() for token, number in VOCABULARY.items()}
 SMALL = Settings(
     steps=6, grow=4, short_tokens=200, lookup_tokens=100, score_every=3, score_examples=1, save_every=2, report_every=2
 )
@@ -190,6 +194,98 @@ def test_operands_are_asked_for_where_the_total_before_is_in_sight():
     one = replace(masked(batch, prompt + 3, prompt + 5), asked=second.hidden)
     assert operand_losses(batch, one, probe, tap)["operands"] == 0
     assert mean_cross_entropy(torch.zeros(0, 5), torch.zeros(0, dtype=torch.long)) == 0
+
+
+# Prompt and answer; columns in which the answer's keys begin in the prompt, on a way in the entry before, -1 if they do
+# not; and the column of the last letter of each mention of the answer's first key.
+POINTED = {
+    "sort_marked": ("sort with +: CD+ EF- AB+", "AB CD", [11, 5], [12]),
+    "sort_values": ("sort with +=: CD=07+ AB=31+ EF=02-", "CD AB", [6, 12], [7]),
+    "merge": ("sort after ABA: AAZ CDE with ABB ZZZ", "ABB CDE ZZZ", [14, 10, 17], [16]),
+    "follow": ("chain AB: CD=AB+EF AB=CD+AB EF=CD+AB", "AB CD EF", [-1, 16, 11], [9, 14, 20, 28]),
+}
+
+
+@pytest.mark.parametrize("task", POINTED)
+def test_the_next_key_points_into_a_prompt_that_knows_what_is_printed(task: str):
+    asked, answer, columns, mentions = POINTED[task]
+    pair = encode(Example(task, asked, answer))
+    batch = collate([pair], len(pair[0]) + len(pair[1]) + 4)
+    prompt, length, letters = int(batch.prompt[0]), batch.ids.shape[1], LETTERS_OF[task]
+    queries, keys = torch.zeros(1, 4, length, length), 40 * length**0.5 * torch.eye(length).expand(1, 4, -1, -1)
+    for number, column in enumerate(columns):
+        for letter in range(letters if column >= 0 else 0):
+            slot = prompt + letters * number + letter
+            assert VOCABULARY_LETTER[int(batch.ids[0, slot])] == VOCABULARY_LETTER[int(batch.ids[0, column + letter])]
+            queries[:, list(POINTER_HEADS), slot, column + letter] = 1
+    tap = Tap(torch.full((1, length, 1), -40.0), queries, keys)
+    tap.hidden[0, mentions] = 40.0
+    probe = nn.Linear(1, 1)
+    with torch.no_grad():
+        probe.weight.fill_(1.0)
+        probe.bias.zero_()
+    # The first key is in sight, and the second is asked for.
+    first = masked(batch, prompt + letters)
+    losses = fresh_losses(task, batch, first, probe, tap)
+    assert losses[f"spent {task}"] < 1e-3 and losses[f"point {task}"] < 1e-3
+    # With nothing in sight no key is spent, and with all of it none is asked for.
+    assert fresh_losses(task, batch, masked(batch, prompt), probe, tap)[f"spent {task}"] > 1
+    assert fresh_losses(task, batch, masked(batch, length), probe, tap)[f"point {task}"] == 0
+
+
+@pytest.mark.parametrize("task", FRESH_TASKS)
+def test_masks_as_decoded_weigh_the_next_keys_and_the_rest_apart(task: str):
+    grown = Curriculum(fresh_high=dict.fromkeys(FRESH_TASKS, 300.0))
+    letters, generator = LETTERS_OF[task], torch.Generator().manual_seed(0)
+    for step in range(6):
+        batch = fresh_batch(task, 1, step, grown, 1500)
+        assert all(split_of(example.prompt) == "train" for example in drawn_examples(batch))
+        keys = keys_of(task, batch)
+        assert keys.printed.shape[1] * letters == int(batch.answer[0])
+        assert (keys.printed[:, :, None] == keys.code[:, None]).any(-1).all()
+        noised, rest = mask_as_decoded(batch, letters, generator)
+        place = batch.places()
+        assert not noised.hidden[place < 0].any() and torch.equal(noised.ids == MASK_ID, noised.hidden)
+        assert torch.equal((noised.weight + rest) > 0, noised.hidden) and not ((noised.weight > 0) & (rest > 0)).any()
+        # A key counts if it begins the answer, or if all letters of the key before are in sight.
+        for row, column in (noised.weight > 0).nonzero().tolist():
+            start = column - int(place[row, column]) % letters
+            assert place[row, column] <= batch.answer[row]
+            assert place[row, start] == 0 or not noised.hidden[row, start - letters : start].any()
+
+
+@pytest.mark.parametrize("task", FRESH_TASKS)
+def test_prompts_of_any_length_hold_what_their_answers_print(task: str):
+    for step in range(1000):
+        high = SMALLEST + step / 10  # the shorter, the fewer entries are to spare
+        batch = fresh_batch(task, 1, step, Curriculum(fresh_high=dict.fromkeys(FRESH_TASKS, high)), 1)
+        assert int(batch.answer[0]) >= 2 * LETTERS_OF[task]
+
+
+def test_prompts_of_fresh_tasks_grow_with_success_each_by_itself():
+    start = Curriculum()
+    assert start.with_fresh("merge", FRESH_LEARNED) == start
+    grown = start.with_fresh("merge", 0.0)
+    assert grown.fresh_high["merge"] > FRESH_BOUNDS[0] == grown.fresh_high["follow"]
+    assert replace(start, fresh_high={"merge": 2040.0}).with_fresh("merge", 0.0).fresh_high == {"merge": 2048.0}
+    lagging = replace(start, weights=dict.fromkeys(FRESH_TASKS, 0.0) | {"follow": 1.0})
+    assert {fresh_task(1, step, start) for step in range(40)} == set(FRESH_TASKS)
+    assert {fresh_task(1, step, lagging) for step in range(40)} == {"follow"}
+
+
+def test_a_third_batch_is_of_fresh_tasks(config: dict[str, Any], pool: ThreadPoolExecutor):
+    settings = replace(SMALL, fresh_tokens=100)
+    trainer = Trainer(config, settings)
+    before = [parameter.detach().clone() for parameter in trainer._probes["fresh"].parameters()]
+    for _ in range(2):
+        trainer.step(pool)
+    assert {name.split()[-1] for name in trainer.standing.losses} & set(FRESH_TASKS)
+    assert not any(map(torch.equal, before, trainer._probes["fresh"].parameters()))
+    with pytest.raises(ValueError, match="fresh_tokens"):
+        Trainer(read_config("embedded-uniform"), settings)
+    tokenizer = embedded_tokenizer(trainer.model.shape.max_context)
+    scores = validate_fresh(trainer.average, tokenizer, examples=1, first=0, sizes=dict.fromkeys(FRESH_TASKS, 48.0))
+    assert set(scores) == set(FRESH_TASKS)
 
 
 def test_the_training_forward_is_the_runtimes():

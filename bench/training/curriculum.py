@@ -3,7 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from training.tasks import LONG_ASKED, LONG_TASKS, TASKS
+from training.tasks import (
+    ALL_TASKS,
+    FRESH_SIZES,
+    FRESH_TASKS,
+    LONG_ASKED,
+    LONG_TASKS,
+    TASKS,
+)
 
 LIST_BOUNDS = (6, TASKS["copy"].sizes[1])  # names of the longest list, at first and in the end
 TABLE_BOUNDS = (18.0, 3968.0)  # prompt tokens of the longest lookup, the same way: with a canvas of 128, all positions
@@ -12,6 +19,9 @@ MOST_ASKED = 8  # keys of a question within one block
 # Nats a token asked for below which lookup counts as learned, by noise: a third of what it costs to know everything but
 # the digits. Uniform noise asks for tokens that it has left alone, too.
 LOOKUP_LEARNED = {"mask": 0.3, "uniform": 0.17}
+# Prompt tokens of the longest of `FRESH_TASKS`, at first and in the end; nats of a token whose entry follows from what
+# is in sight, below which a task of them counts as learned and its prompts grow, by how much a batch of it.
+FRESH_BOUNDS, FRESH_LEARNED, FRESH_GROWTH = (48.0, float(FRESH_SIZES[1])), 0.12, 1.03
 # Arithmetic needs many more examples than lists do, and its answers are short.
 EMPHASIS = {"add": 2.5, "chain": 0.8}
 
@@ -24,13 +34,15 @@ class Curriculum:
         list_high: names of the longest list.
         lookup_high: prompt tokens of the longest lookup; a fraction, since it grows by percents.
         stretch: how far answers have grown beyond one block: from 0, none has, to 1, the lengths of `LONG_TASKS`.
-        weights: how often each short task is drawn, relative to the others.
+        fresh_high: prompt tokens of the longest of each of `FRESH_TASKS`.
+        weights: how often each task is drawn, relative to the others of its stream.
     """
 
     list_high: int = LIST_BOUNDS[0]
     lookup_high: float = TABLE_BOUNDS[0]
     stretch: float = 0.0
-    weights: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys((*TASKS, *LONG_TASKS), 1.0))
+    weights: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(ALL_TASKS, 1.0))
+    fresh_high: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(FRESH_TASKS, FRESH_BOUNDS[0]))
 
     def advanced(self, step: int, grow: int, lookup_learned: bool) -> "Curriculum":
         """Wider: lists reach their full length after `grow` steps, and from then on answers of several blocks theirs
@@ -53,6 +65,11 @@ class Curriculum:
     def asked_high(self) -> int:
         """Keys of the longest question."""
         return round(MOST_ASKED + self.stretch * (LONG_ASKED[1] - MOST_ASKED))
+
+    def with_fresh(self, task: str, loss: float) -> "Curriculum":
+        """Longer prompts of one of `FRESH_TASKS`, if `loss` says that it is learned."""
+        high = self.fresh_high[task] * (FRESH_GROWTH if loss < FRESH_LEARNED else 1.0)
+        return replace(self, fresh_high={**self.fresh_high, task: min(FRESH_BOUNDS[1], high)})
 
     def following(self, scores: Mapping[str, float]) -> "Curriculum":
         """Each task of `scores` (exact match) weighs 0.2 + its error rate, smoothed: none is ever forgotten."""

@@ -1,7 +1,7 @@
 """The loop over a run's steps: validation, checkpoints, and the lines of the log."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from tiered.models.tokenizer import load_tokenizer
 from tiered.policies.block_causal import BlockCausal
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
-from training.tasks import LONG_TASKS, TASKS, sample
+from training.fresh_batches import LETTERS_OF
+from training.tasks import FRESH_ANSWER, FRESH_SHARE, LONG_TASKS, TASKS, sample
 from training.tokenizer import save_tokenizer
 from training.trainer import Trainer
 
 SHORTEST_VALIDATED_LOOKUP, LONGEST_VALIDATED_LOOKUP = 64, 1024
+LONGEST_VALIDATED_FRESH = 512
 LONG_CANVAS = 128
 
 
@@ -41,8 +43,8 @@ def train(
     settings, standing = trainer.settings, trainer.standing
     tokenizer = embedded_tokenizer(trainer.model.shape.max_context)
     tokens, seconds = standing.tokens, standing.seconds  # at the last report
-    # Two streams a step, a thread and a core for each.
-    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    # A thread and a core for each stream of a step, up to the settings' `workers`.
+    with ThreadPoolExecutor(settings.workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         while standing.step < settings.steps:
             trainer.step(pool)
             step, curriculum = standing.step, trainer.curriculum
@@ -51,6 +53,8 @@ def train(
                 tokens, seconds = standing.tokens, standing.seconds
                 line = {"step": step, "tokens": tokens, "tokens/s": round(speed), "hours": round(seconds / 3600, 4)}
                 line |= {"lists": curriculum.list_high, "lookup": round(curriculum.lookup_high)}
+                if settings.fresh_tokens:
+                    line |= {name: round(size) for name, size in curriculum.fresh_high.items()}
                 log(line | {f"loss {name}": round(loss, 4) for name, loss in standing.losses.items()})
             ends = step == settings.steps
             if ends or step % settings.score_every == 0:
@@ -58,6 +62,14 @@ def train(
                 scores = validate(
                     trainer.average, tokenizer, examples=settings.score_examples, first=step, lookup=lookup
                 )
+                if settings.fresh_tokens:
+                    scores |= validate_fresh(
+                        trainer.average,
+                        tokenizer,
+                        examples=settings.score_examples,
+                        first=step,
+                        sizes=curriculum.fresh_high,
+                    )
                 trainer.follow(scores)
                 log({"step": step, "exact match": scores})
             if ends or step % settings.save_every == 0:
@@ -89,6 +101,28 @@ def validate(
         size = max(lookup, spec.sizes[0]) if name == "long_lookup" else spec.sizes[1]
         drawn = [sample(name, "validation", number, size=size) for number in range(first, first + examples)]
         found = score_examples(runtime, drawn, **sure)
+        scores[name] = found.exact_match
+    return scores
+
+
+def validate_fresh(
+    model: DiffusionModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    examples: int,
+    first: int,
+    sizes: Mapping[str, float],
+) -> dict[str, float]:
+    """Exact match of `FRESH_TASKS`, as `validate`: prompts of `sizes` tokens, `LONGEST_VALIDATED_FRESH` at most, with
+    the longest answers that such prompts have; no cache, all tokens that are sure at once."""
+    runtime, scores = Runtime(model, policy=make_policy("none"), tokenizer=tokenizer), {}
+    for name, high in sizes.items():
+        size = min(int(high), LONGEST_VALIDATED_FRESH)
+        printed = min(FRESH_ANSWER[1], int(size * FRESH_SHARE)) // LETTERS_OF[name]
+        drawn = [
+            sample(name, "validation", number, size=size, printed=printed) for number in range(first, first + examples)
+        ]
+        found = score_examples(runtime, drawn, max_new_tokens=LONG_CANVAS, block_length=32, confidence_threshold=0.9)
         scores[name] = found.exact_match
     return scores
 

@@ -12,6 +12,8 @@ class Settings:
         grow: steps until lists have their full length.
         seed: of weights and data.
         short_tokens, lookup_tokens: tokens of a step's two batches.
+        fresh_tokens: tokens of a third batch, of `FRESH_TASKS`; 0 for none.
+        workers: batches that are computed at once, each by a thread.
         score_every, score_examples: steps between validations, and their examples a task.
         save_every, report_every: steps between checkpoints, and between lines of the log.
     """
@@ -21,6 +23,8 @@ class Settings:
     seed: int = 1
     short_tokens: int = 2900
     lookup_tokens: int = 2700
+    fresh_tokens: int = 0
+    workers: int = 2
     score_every: int = 350
     score_examples: int = 16
     save_every: int = 50

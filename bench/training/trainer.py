@@ -28,6 +28,8 @@ from training.checkpoint import (
     under,
 )
 from training.curriculum import LIST_BOUNDS, LOOKUP_LEARNED, Curriculum
+from training.fresh_batches import LETTERS_OF, fresh_batch, fresh_task, mask_as_decoded
+from training.fresh_losses import fresh_losses
 from training.in_blocks import forward_in_blocks
 from training.long_batches import long_batch
 from training.lookup_batches import REACH, lookup_batch
@@ -45,7 +47,7 @@ from training.noise import process_of
 from training.optimizer import optimizers, set_rate
 from training.settings import Settings, Standing
 from training.short_batches import ShortBatches
-from training.tasks import TASKS
+from training.tasks import FRESH_TASKS, TASKS
 
 AVERAGE_DECAY = 0.996
 LOSS_DECAY = 0.95  # of the smoothed losses that are shown, and that widen the tables
@@ -53,7 +55,7 @@ LOSS_DECAY = 0.95  # of the smoothed losses that are shown, and that widen the t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one of a step's two batches gave: its losses by name, its gradients, and its tokens."""
+    """What one of a step's batches gave: its losses by name, its gradients, and its tokens."""
 
     losses: dict[str, float]
     gradients: tuple[Tensor | None, ...]
@@ -69,17 +71,25 @@ class Trainer:
     """
 
     def __init__(self, config: Mapping[str, Any], settings: Settings) -> None:
-        """`config` as in config.json."""
+        """`config` as in config.json.
+
+        Raises:
+            ValueError: `FRESH_TASKS` for a model of uniform noise, or for one that sees blocks.
+        """
         self.settings = settings
         self.model = new_model(config, settings.seed)
         self.average = copy.deepcopy(self.model).requires_grad_(False)
         self.curriculum, self.standing = Curriculum(), Standing()
+        if settings.fresh_tokens and (self.model.shape.block_causal or self.model.shape.noise != "mask"):
+            raise ValueError("fresh_tokens: models that see the whole canvas under masks alone learn FRESH_TASKS")
         width, vocab = self.model.shape.width, self.model.shape.vocab_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             self._probes = nn.ModuleDict(
                 {"short": nn.Linear(width, CHAIN_FACTS * vocab), "lookup": nn.Linear(width, LOOKUP_FACTS * vocab)}
             )
+            if settings.fresh_tokens:
+                self._probes["fresh"] = nn.Linear(width, 1)
         self._short = ShortBatches(settings.seed, settings.short_tokens)
         self._process = process_of(self.model.shape)
         self._optimizers = optimizers(self.model, self._probes)
@@ -104,13 +114,16 @@ class Trainer:
         self.curriculum = self.curriculum.advanced(standing.step, self.settings.grow, learned)
         # Answers of one block are rehearsed at every other step, once there are longer ones.
         lists = "long" if self.curriculum.stretch and standing.step % 2 else "short"
-        for part in pool.map(self._part, (lists, "lookup")):
+        fresh = fresh_task(self.settings.seed, standing.step, self.curriculum)
+        for part in pool.map(self._part, (lists, "lookup", fresh) if self.settings.fresh_tokens else (lists, "lookup")):
             standing.tokens += part.tokens
             for name, loss in part.losses.items():
                 standing.losses[name] = LOSS_DECAY * standing.losses.get(name, loss) + (1 - LOSS_DECAY) * loss
             for parameter, gradient in zip(self._parameters, part.gradients, strict=True):
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        if self.settings.fresh_tokens:
+            self.curriculum = self.curriculum.with_fresh(fresh, standing.losses[fresh])
         set_rate(self._optimizers, standing.step, self.settings.steps)
         for optimizer in self._optimizers.values():
             optimizer.step()
@@ -128,6 +141,8 @@ class Trainer:
             batch = self._short.next(self.curriculum)
         elif stream == "long":
             batch = long_batch(seed, step, self.curriculum, settings.short_tokens)
+        elif stream in FRESH_TASKS:
+            batch = fresh_batch(stream, seed, step, self.curriculum, settings.fresh_tokens)
         else:
             reach = max(REACH, self.model.shape.max_context)
             batch = lookup_batch(seed, step, self.curriculum, settings.lookup_tokens, reach)
@@ -141,7 +156,10 @@ class Trainer:
 
     def losses(self, stream: str, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
         """Of a batch under noise from `generator`: the tokens' loss under the stream's name, then auxiliary ones."""
-        noised = self._process(batch, generator)
+        if stream in FRESH_TASKS:
+            noised, rest = mask_as_decoded(batch, LETTERS_OF[stream], generator)
+        else:
+            noised, rest = self._process(batch, generator), None
         first = int(batch.prompt.min())
         wanted = {"first": first, "tap_layer": POINTER_LAYER}
         if self.model.shape.block_causal:
@@ -149,7 +167,12 @@ class Trainer:
         else:
             hidden, tap = forward(self.model, noised.ids, batch.positions, clean=noised.clean, **wanted)
         losses = {stream: token_loss(self.model, hidden, batch.ids[:, first:], noised.weight[:, first:])}
-        if bool(noised.asked.any()):
+        if rest is not None:
+            probe = self._probes["fresh"]
+            assert isinstance(probe, nn.Linear)
+            losses[f"rest {stream}"] = token_loss(self.model, hidden, batch.ids[:, first:], rest[:, first:])
+            losses |= fresh_losses(stream, batch, noised, probe, tap)
+        elif bool(noised.asked.any()):
             auxiliary = pointer_losses if stream == "lookup" else operand_losses
             probe = self._probes["lookup" if stream == "lookup" else "short"]
             assert isinstance(probe, nn.Linear)
