@@ -12,13 +12,14 @@ from measuring.worker import RefusedError
 from studies import selection as study
 from torch import Tensor
 from training import tasks
-from workloads.selection import Renewing, Selecting, renewed_rows
+from workloads.oracles import KEPT, Oracle
+from workloads.selection import SELECTORS, Renewing, Selecting, renewed_rows
 from workloads.selection_answers import REFERENCES, check_arm, forced, forced_kl, measure, policy_of
-from workloads.selectors import SELECTORS, BlockLayer, Look, Oracle
+from workloads.selectors import BlockLayer, Look
 
 import tiered
 from tiered.core.canvas import Canvas
-from tiered.core.features import Account, Feature
+from tiered.core.features import Account
 from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.output import GenerationOutput
@@ -30,7 +31,6 @@ INTERVAL, BLOCK = 3, 8
 # Two blocks: beside a block there are rows of the prompt, of the answer's masks, and of tokens that it fixed.
 CALL: dict[str, Any] = {"max_new_tokens": 2 * BLOCK, "block_length": BLOCK, "stop_at_eos": False}
 PROMPT, OUTSIDE = 16, 16 + BLOCK
-KEPT = (Feature.KEY, Feature.VALUE)
 EVERY = pytest.mark.parametrize("selector", SELECTORS)
 
 
@@ -143,8 +143,8 @@ def test_the_same_seed_chooses_the_same_rows(runtime: Runtime, selector: str):
     assert first == again and (first == other) == (selector not in ("random", "oldest"))
 
 
-def test_the_oracle_is_nearer_to_none_than_chance(runtime: Runtime):
-    means = dict.fromkeys(("oracle", "random", "frozen"), 0.0)
+def test_oracles_are_nearer_to_none_than_chance(runtime: Runtime):
+    means = dict.fromkeys(("oracle_output", "oracle", "random", "frozen"), 0.0)
     for seed in range(3):
         none = forced(runtime, chat(seed), CALL)
         assert forced_kl(forced(runtime, chat(seed), CALL, none)) == 0
@@ -152,6 +152,7 @@ def test_the_oracle_is_nearer_to_none_than_chance(runtime: Runtime):
             policy = policy_of(arm, 0.0 if arm == "frozen" else 0.25, INTERVAL, seed=seed, areas=(PROMPT, BLOCK))
             means[arm] += forced_kl(forced(runtime.with_policy(policy), chat(seed), CALL, none))
     assert 0 < means["oracle"] < means["random"] < means["frozen"]
+    assert 0 < means["oracle_output"] < means["random"]
 
 
 def test_the_oracle_foresees_the_change_of_one_row(runtime: Runtime):
@@ -168,7 +169,7 @@ def test_the_oracle_foresees_the_change_of_one_row(runtime: Runtime):
             for feature, rows in kept.items():
                 store.view(feature, layer)[:, :, column] = rows
             moved = look.forward.model.attention_out(layer, mixed - of.mixed)
-            exact = (moved.square().sum(-1) / of.hidden.square().sum(-1)).sum()
+            exact = (moved.square().sum(-1) / of.hidden.square().sum(-1))[0, look.pending].sum()
             figures.append((scores[column].item(), exact.item()))
             return scores
 

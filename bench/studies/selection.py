@@ -6,10 +6,13 @@ blocks'. All arms update in the same steps, and all but Polestar renew the same 
 
     none, frozen, all    without a cache; without updates; with updates of all rows
     random, round_robin, oldest     blind; of equally old rows `oldest` takes any
-    attention            rows with most attention from the block
-    drift                rows whose attention drifted most: Polestar's drift, with a cluster of each row
-    drift_attention      the product of both
-    oracle               rows whose uncached keys and values would change the block's attention branch most
+    attention, attention_pending    rows with most attention from the block, or from its pending rows
+    drift, drift_first   rows whose attention drifted most, over all layers or in the first one: Polestar's drift with a
+                         cluster of each row
+    drift_attention      `drift` times `attention`
+    oracle               rows whose uncached keys and values would change the attention of the pending rows most
+    oracle_output        rows whose uncached keys and values, each row's alone, bring the logits nearest to `none`: for
+                         prompts up to 256 tokens, since it takes a pass over the block for each row
     polestar-C           the product's rule with C clusters ("auto"; "rows" for a cluster of each row), members as they
                          are, and the M that has the share of the rows on average; `renewed` is the share that it took
 
@@ -38,8 +41,8 @@ from measuring.table import Row
 from training.tasks import LONG_TASKS, TASKS, Task
 from workloads.answer_tables import Column, Show, pivot, right, task, where
 from workloads.models import paths, weights
+from workloads.selection import SELECTORS
 from workloads.selection_answers import FROZEN, NONE, REFERENCES, check_arm, measure
-from workloads.selectors import SELECTORS
 
 from tiered.core.checks import unknown_name
 
@@ -63,6 +66,7 @@ QUICK: Axes = {
     "prompts": [2], "kl_prompts": [1],
 }  # fmt: skip
 BLOCK, LONG_ANSWER = 32, 128
+MOST_PASSES = 256  # tokens of a prompt up to which `oracle_output` is asked
 IN_TOKENS = "prompt tokens"
 # A task, its size, and a share: what arms are compared in. The share of an arm without one is that of every cell.
 Cell = tuple[str, Any, Any]
@@ -88,6 +92,8 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
         call = {"max_new_tokens": BLOCK if name in TASKS else LONG_ANSWER, "block_length": BLOCK}
         others = (axes[axis] for axis in ("interval", "split", "prompts", "kl_prompts"))
         for size, interval, split, prompts, compared, arm in product(sizes, *others, axes["selector"]):
+            if arm == "oracle_output" and (size or 0) > MOST_PASSES:
+                continue
             shares = [None] if arm in REFERENCES else axes["share"]
             yield weights(model) | {
                 "task": name, "size": size, "split": split, "prompts": prompts, "kl_prompts": compared,

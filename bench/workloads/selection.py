@@ -3,7 +3,7 @@
 All selectors renew as many rows, in the same steps, and the same rows in all layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,7 +16,32 @@ from tiered.core.rows import Rows
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.policies.base import Policy, PolicyState, Step, StepKind
-from workloads.selectors import SELECTORS, Look, Selector
+from workloads.oracles import Oracle, OutputOracle
+from workloads.selectors import (
+    Attention,
+    Drift,
+    DriftAttention,
+    FirstDrift,
+    Look,
+    Oldest,
+    PendingAttention,
+    Random,
+    RoundRobin,
+    Selector,
+)
+
+SELECTORS: Mapping[str, Callable[[int], Selector]] = {
+    "random": Random,
+    "round_robin": RoundRobin,
+    "oldest": Oldest,
+    "attention": Attention,
+    "attention_pending": PendingAttention,
+    "drift": Drift,
+    "drift_first": FirstDrift,
+    "drift_attention": DriftAttention,
+    "oracle": Oracle,
+    "oracle_output": OutputOracle,
+}
 
 
 def renewed_rows(share: float, outside: int) -> int:

@@ -20,8 +20,7 @@ from tiered.output import GenerationOutput
 from tiered.policies.base import Policy
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
-from workloads.selection import Selecting, renewed_rows
-from workloads.selectors import SELECTORS
+from workloads.selection import SELECTORS, Selecting, renewed_rows
 
 NONE, FROZEN, ALL = "none", "frozen", "all"
 # Arms without a share: without a cache; without updates; and with updates of all rows.

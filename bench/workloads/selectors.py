@@ -1,11 +1,11 @@
-"""Which rows outside the block an update renews: selectors, and the oracle that knows what an uncached forward has.
+"""Which rows outside the block an update renews: by chance, in turn, by attention, or by drift.
 
 A selector that looks at attention or drift runs the block over the cache as it stands first, and writes its keys and
 values, which the update writes anew. So it decides on the tokens of now.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,15 +13,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.core.features import Feature
 from tiered.core.rows import Rows
 from tiered.forward.attention_weights import attention_weights
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
-from tiered.kernels.attention_scores import attention_scores
 from tiered.policies.base import Step
 from tiered.policies.polestar.drift import DriftReference, LayerKeys
-from workloads.uncached import layers_of, uncached_forward
 
 Scores = Float[Tensor, " length"]
 
@@ -53,6 +50,13 @@ class Look:
         """True at columns outside the block."""
         columns = self.forward.rows.index[0]
         return (columns < self.step.first_row) | (columns >= self.step.stop)
+
+    @property
+    def pending(self) -> Bool[Tensor, " rows"]:
+        """True at rows of the block that predict a pending token."""
+        step, found = self.step, torch.zeros(self.block.count, dtype=torch.bool, device=self.forward.ids.device)
+        found[: step.last_row - step.first_row] = step.canvas.pending(step.start, step.stop)[0]
+        return found
 
     def layers(self) -> Iterator[BlockLayer]:
         """A plain step without logits, layer by layer. It writes the block's keys and values."""
@@ -147,7 +151,18 @@ class Attention(Highest):
     """Rows with most attention from the block, over layers, heads and rows."""
 
     def scores(self, look: Look) -> Scores:
-        return torch.stack([look.weights(of).sum(dim=(0, 1, 2)) for of in look.layers()]).sum(0)
+        return torch.stack([look.weights(of)[0][:, self.asking(look)].sum(dim=(0, 1)) for of in look.layers()]).sum(0)
+
+    def asking(self, look: Look) -> Bool[Tensor, " rows"]:
+        """The block's rows whose attention counts."""
+        return torch.ones_like(look.pending)
+
+
+class PendingAttention(Attention):
+    """Rows with most attention from rows of the block that predict a pending token."""
+
+    def asking(self, look: Look) -> Bool[Tensor, " rows"]:
+        return look.pending
 
 
 class Drift(Highest):
@@ -183,6 +198,13 @@ class Drift(Highest):
         return measured[0][0].clamp_min(0)
 
 
+class FirstDrift(Drift):
+    """Rows whose attention has drifted most in the first layer alone."""
+
+    def scores(self, look: Look) -> Scores:
+        return next(self.drift(look, of.layer) for of in look.layers())
+
+
 class DriftAttention(Drift):
     """The drift of a row times its attention from the block."""
 
@@ -193,48 +215,3 @@ class DriftAttention(Drift):
             if of.layer in self._queries:
                 drift.append(self.drift(look, of.layer))
         return torch.stack(drift).mean(0) * torch.stack(mass).sum(0)
-
-
-class Oracle(Highest):
-    """Rows whose uncached keys and values change the block's attention branch most, each row's alone in place of its
-    cached ones: squares over layers and rows of the block, over those of the residual stream behind the branch."""
-
-    def scores(self, look: Look) -> Scores:
-        step, model = look.step, look.forward.model
-        fresh = uncached_forward(Forward, step, model, look.forward.ids, look.forward.keys(0).dtype)
-        none = layers_of(fresh, look.forward.ids, slice(0, 0))
-        sums = [self.change(look, of, fresh) for of, _ in zip(look.layers(), none, strict=True)]
-        return torch.stack(sums).sum(0)
-
-    def change(self, look: Look, of: BlockLayer, fresh: Forward) -> Scores:
-        """Of every row in one layer. With p the weight of a row, o the output, and e how many times its new score makes
-        its share of the sum: the output becomes (o − p v + p e v′) / (1 − p + p e)."""
-        model, layer = look.forward.model, of.layer
-        shape, weights = model.shape, look.weights(of)[0]
-        sharing, rows = shape.heads // shape.kv_heads, weights.shape[1]
-        stores = look.forward.store, fresh.store
-        (keys, values), (new_keys, new_values) = (
-            [store.view(feature, layer) for feature in (Feature.KEY, Feature.VALUE)] for store in stores
-        )
-        old, new = (attention_scores(of.queries, each, shape.soft_cap)[0] for each in (keys, new_keys))
-        grown = (new - old).exp_()
-        share = (weights / (1 + weights * (grown - 1)))[..., None]
-        output = of.mixed[0].view(rows, shape.heads, 1, shape.head_dim).transpose(0, 1)
-        values, new_values = (each[0].repeat_interleave(sharing, 0)[:, None] for each in (values, new_values))
-        grown = grown[..., None]
-        moved = share * (grown * (new_values - output) - (values - output))
-        joined = moved.permute(1, 2, 0, 3).flatten(2).to(of.mixed.dtype)
-        bias = model.attention_out(layer, torch.zeros_like(joined[:1, :1]))
-        branch = model.attention_out(layer, joined).sub_(bias).float().square_().sum(-1)
-        return (branch / of.hidden[0].float().square().sum(-1, keepdim=True)).sum(0)
-
-
-SELECTORS: Mapping[str, Callable[[int], Selector]] = {
-    "random": Random,
-    "round_robin": RoundRobin,
-    "oldest": Oldest,
-    "attention": Attention,
-    "drift": Drift,
-    "drift_attention": DriftAttention,
-    "oracle": Oracle,
-}
