@@ -1,0 +1,96 @@
+"""Selectors that know an uncached forward: they choose by what its keys and values would change."""
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tiered.core.features import Feature
+from tiered.forward.feature_store import FeatureStore
+from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
+from tiered.kernels.attention_scores import attention_scores
+from workloads.selectors import BlockLayer, Highest, Look, Scores, Selector
+from workloads.uncached import layers_of, new_store, uncached_forward
+
+KEPT = (Feature.KEY, Feature.VALUE)
+PASSES_AT_ONCE = 32  # of the block, each over keys and values of its own
+
+
+class Oracle(Highest):
+    """Rows whose uncached keys and values change the attention branch of the block's pending rows most, each row alone
+    in place of its cached ones: squares over layers and pending rows, over those of the residual stream behind it."""
+
+    def scores(self, look: Look) -> Scores:
+        step, model = look.step, look.forward.model
+        fresh = uncached_forward(Forward, step, model, look.forward.ids, look.forward.keys(0).dtype)
+        none = layers_of(fresh, look.forward.ids, slice(0, 0))
+        sums = [self.change(look, of, fresh) for of, _ in zip(look.layers(), none, strict=True)]
+        return torch.stack(sums).sum(0)
+
+    def change(self, look: Look, of: BlockLayer, fresh: Forward) -> Scores:
+        """Of every row in one layer. With p the weight of a row, o the output, and e how many times its new score makes
+        its share of the sum: the output becomes (o − p v + p e v′) / (1 − p + p e)."""
+        model, layer = look.forward.model, of.layer
+        shape, weights = model.shape, look.weights(of)[0]
+        sharing, rows = shape.heads // shape.kv_heads, weights.shape[1]
+        stores = look.forward.store, fresh.store
+        (keys, values), (new_keys, new_values) = ([store.view(feature, layer) for feature in KEPT] for store in stores)
+        old, new = (attention_scores(of.queries, each, shape.soft_cap)[0] for each in (keys, new_keys))
+        grown = (new - old).exp_()
+        share = (weights / (1 + weights * (grown - 1)))[..., None]
+        output = of.mixed[0].view(rows, shape.heads, 1, shape.head_dim).transpose(0, 1)
+        values, new_values = (each[0].repeat_interleave(sharing, 0)[:, None] for each in (values, new_values))
+        grown = grown[..., None]
+        moved = share * (grown * (new_values - output) - (values - output))
+        joined = moved.permute(1, 2, 0, 3).flatten(2).to(of.mixed.dtype)
+        bias = model.attention_out(layer, torch.zeros_like(joined[:1, :1]))
+        branch = model.attention_out(layer, joined).sub_(bias).float().square_().sum(-1)
+        return (branch / of.hidden[0].float().square().sum(-1, keepdim=True))[look.pending].sum(0)
+
+
+class OutputOracle(Selector):
+    """Rows whose uncached keys and values, each row's alone, bring the logits of pending tokens nearest to those of
+    `none`, in KL. It takes a pass over the block for each row outside."""
+
+    def choose(self, look: Look, count: int) -> Int[Tensor, " count"]:
+        fresh, theirs = self._uncached(look)
+        columns, theirs = look.outside.nonzero()[:, 0], theirs[0, look.pending].double().log_softmax(-1)
+        kl = []
+        for some in columns.split(PASSES_AT_ONCE):
+            ours = self._block_logits(look, fresh, some)[:, look.pending].double().log_softmax(-1)
+            kl.append((theirs.exp() * (theirs - ours)).sum(-1).mean(-1))
+        return columns[torch.cat(kl).topk(count, largest=False).indices].sort().values
+
+    def _uncached(self, look: Look) -> tuple[FeatureStore, Float[Tensor, "1 rows vocab"]]:
+        """Keys and values of all rows in all layers, and logits of the block."""
+        model, ids = look.forward.model, look.forward.ids
+        kept: dict[Feature, int] = dict.fromkeys(KEPT, model.shape.layers)
+        store = new_store(model.shape, kept, ids, look.forward.keys(0).dtype)
+        fresh = uncached_forward(Forward, look.step, model, ids, look.forward.keys(0).dtype)
+        fresh.store = store
+        block = slice(look.step.first_row, look.step.stop)
+        return store, fresh.logits(Pass(ids, fresh.rows, block, final=look.step.start))
+
+    def _block_logits(
+        self, look: Look, fresh: FeatureStore, columns: Int[Tensor, " passes"]
+    ) -> Float[Tensor, "passes rows vocab"]:
+        """Logits of the block, once for each of `columns`, whose keys and values are `fresh` there."""
+        forward, rows, model = look.forward, look.block, look.forward.model
+        hidden = model.embed(rows.columns(forward.ids)).expand(len(columns), -1, -1)
+        passes = torch.arange(len(columns), device=columns.device)
+        (_, _, limits), *_ = forward.limits.of_rows(replace(rows, is_span=False), 1)
+        for layer in range(model.shape.layers):
+            normed, at = model.attention_norm(layer, hidden), forward.rotary.at(rows)
+            stored = []
+            for feature, own in zip(KEPT, model.keys_values(layer, normed, at), strict=True):
+                part = forward.store.view(feature, layer).repeat(len(columns), 1, 1, 1)
+                part[passes, :, columns] = fresh.view(feature, layer)[0][:, columns].transpose(0, 1)
+                rows.put(part, own)
+                stored.append(part)
+            keys, values = stored
+            mixed = model.attend(layer, model.queries(layer, normed, at), keys, values, limits)
+            hidden = hidden + model.attention_out(layer, mixed)
+            hidden = hidden + model.feed_forward(layer, hidden)
+        return model.logits(hidden)

@@ -1,0 +1,184 @@
+"""Answers and logits of caches that renew as many rows by different selectors, beside the model without a cache."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from measuring.table import Row
+from measuring.worker import refusing
+from torch import Tensor
+from training import tasks
+
+import tiered
+from tiered.clustering.allocation import auto_clusters
+from tiered.core.checks import unknown_name
+from tiered.core.modes import call_modes
+from tiered.output import GenerationOutput
+from tiered.policies.base import Policy
+from tiered.policies.registry import make_policy
+from tiered.runtime import Runtime
+from workloads.selection import SELECTORS, Selecting, renewed_rows
+
+NONE, FROZEN, ALL = "none", "frozen", "all"
+# Arms without a share: without a cache; without updates; and with updates of all rows.
+REFERENCES: Mapping[str, float] = {NONE: 1.0, FROZEN: 0.0, ALL: 1.0}
+POLESTAR = "polestar-"  # in front of C, "auto", or "rows" for a cluster of each row
+
+
+def check_arm(name: str) -> None:
+    """Raise `ValueError` for an arm that there is not."""
+    clusters = name.removeprefix(POLESTAR)
+    if name.startswith(POLESTAR) and (clusters in ("auto", "rows") or (clusters.isdecimal() and int(clusters))):
+        return
+    if name not in (known := (*REFERENCES, *SELECTORS)):
+        raise unknown_name("selector", name, [*known, f"{POLESTAR}auto", f"{POLESTAR}rows"])
+
+
+def policy_of(arm: str, share: float, interval: int, *, seed: int, areas: Sequence[int]) -> Policy:
+    """The policy of an arm in a call with `areas`, the rows in front of a block and behind it; an update renews `share`
+    of them. Of Polestar M is the number of clusters that have as many rows on average, and at least 1."""
+    if arm == NONE:
+        return make_policy(NONE)
+    if not arm.startswith(POLESTAR):
+        selector = "random" if arm in REFERENCES else arm
+        return Selecting(selector=selector, share=share, interval=interval, seed=seed)
+    rows, clusters = sum(areas), arm.removeprefix(POLESTAR)
+    count = rows if clusters == "rows" else auto_clusters(*areas) if clusters == "auto" else min(int(clusters), rows)
+    given = "auto" if clusters == "auto" else count
+    # Its T is what is no update yet, and its members are as they are, so that no code blurs what is compared.
+    top_m = renewed_rows(share, count)
+    return make_policy("polestar", clusters=given, top_m=top_m, update_threshold=interval - 1, codec="raw")
+
+
+def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[Row]:
+    """A row for each of `settings["shares"]` (per cent; None for an arm without one).
+
+    Beside them `settings` has "model", "task", "size" (of its examples; None: as they come), "split", "prompts" (how
+    many), "kl_prompts" (of them, the first ones, whose logits are compared), "selector" (the arm), "interval", "seed",
+    and "call" (options of `generate`). "right": of each prompt 1 or 0, by which arms are paired; "renewed": the share
+    of the rows outside the block that an update renewed, on average over updates and layers; "kl": see `forced_kl`.
+    """
+    with refusing():
+        runtime = tiered.from_pretrained(paths[settings["model"]], policy=NONE, device=settings["device"])
+        found = {share: Figures() for share in settings["shares"]}
+        for number in range(settings["prompts"]):
+            seed = settings["seed"] + number
+            example = tasks.sample(settings["task"], settings["split"], seed, size=settings["size"])
+            compared = number < settings["kl_prompts"]
+            add_example(runtime, example, found, settings, seed=seed, compared=compared)
+    for share, figures in found.items():
+        yield {"share": share} | figures.row()
+
+
+def add_example(
+    runtime: Runtime,
+    example: tasks.Example,
+    found: Mapping[float | None, "Figures"],
+    settings: Mapping[str, Any],
+    *,
+    seed: int,
+    compared: bool,
+) -> None:
+    """Answer one prompt with each share; `compared`: its logits are compared as well."""
+    arm, call = settings["selector"], settings["call"]
+    chat = [[{"role": "user", "content": example.prompt}]]
+    prompt = runtime.prepare(chat, **call).prompts.ids.shape[1]
+    areas = prompt, call["max_new_tokens"] - call["block_length"]
+    none = forced(runtime, chat, call) if compared and arm != NONE else []
+    for share, figures in found.items():
+        part = REFERENCES[arm] if share is None else share / 100
+        own = runtime.with_policy(policy_of(arm, part, settings["interval"], seed=seed, areas=areas))
+        figures.add(example, own.generate(chat, **call), prompt, call["block_length"], runtime.model.shape.layers)
+        if none:
+            figures.kl.append(forced_kl(forced(own, chat, call, none)))
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of every prompt, in order; `renewed`: only if there was an update."""
+
+    right: list[bool] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    forwards: list[int] = field(default_factory=list)
+    updates: list[int] = field(default_factory=list)
+    renewed: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+
+    def add(self, example: tasks.Example, out: GenerationOutput, prompt: int, block: int, layers: int) -> None:
+        """Count the answer to a prompt of so many tokens, in blocks of so many, by a model of so many layers."""
+        assert out.text is not None, "embedded models have a tokenizer"
+        self.right.append(tasks.score(example, out.text[0]))
+        self.tokens.append(prompt)
+        self.forwards.append(out.num_forwards)
+        self.updates.append(out.steps_by_kind.get("update", 0))
+        if self.updates[-1]:
+            self.renewed.append(renewed_share(out, block, layers))
+
+    def row(self) -> Row:
+        """Columns of a row."""
+        figures = {"updates": self.updates, "renewed": self.renewed, "kl": self.kl}
+        return {
+            "examples": len(self.right),
+            "correct": sum(self.right),
+            "right": "".join(str(int(right)) for right in self.right),
+            "prompt_tokens": fmean(self.tokens),
+            "nfe": fmean(self.forwards),
+        } | {name: fmean(values) for name, values in figures.items() if values}
+
+
+def renewed_share(out: GenerationOutput, block: int, layers: int) -> float:
+    """The share of the rows outside a block that an update renews, on average over updates and over layers behind the
+    first, whose keys and values are those of tokens and never stale."""
+    rows, forwards, length = sum(out.rows_per_step), out.num_forwards, out.sequences.shape[1]
+    refreshes, updates = out.steps_by_kind.get("refresh", 0), out.steps_by_kind["update"]
+    # Rows count where they enter a layer, and an update chooses its rows inside the first one.
+    beside = (rows - refreshes * length - (forwards - refreshes) * block) * layers / (layers - 1)
+    return beside / (updates * (length - block))
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """A forward of a call: its logits, what those of `none` were (its own, of a call that nothing forces), and which of
+    their tokens were pending."""
+
+    logits: Float[Tensor, "block vocab"]
+    none: Float[Tensor, "block vocab"]
+    pending: Bool[Tensor, " block"]
+
+
+@call_modes
+def forced(runtime: Runtime, chat: Any, call: Mapping[str, Any], none: Sequence[Forced] = ()) -> list[Forced]:
+    """The forwards of a call of one sequence. With the forwards of `none` its logits decide the tokens, so that all
+    arms see the same canvases."""
+    seen: list[Forced] = []
+    with runtime.begin(runtime.prepare(chat, **call)) as (denoiser, _):
+        canvas, steps = denoiser.canvas, denoiser.steps()
+        try:
+            forward, pass_ = next(steps)
+            while True:
+                start = pass_.final
+                assert isinstance(start, int), "one border, since there is one sequence"
+                pending = canvas.pending(start, start + canvas.block_length)[0].clone()
+                logits = forward.logits(pass_)
+                theirs = none[len(seen)].none[None] if none else logits
+                seen.append(Forced(logits[0].clone(), theirs[0].clone(), pending))
+                forward, pass_ = steps.send(theirs.clone())
+        except StopIteration:
+            pass
+    assert not none or len(seen) == len(none), "the same tokens take the same steps"
+    return seen
+
+
+def forced_kl(seen: Sequence[Forced]) -> float:
+    """KL of an arm's distribution of a token from that of `none`, on the canvases of `none`: the mean over the pending
+    tokens of a forward, and then over forwards."""
+    return fmean(float(token_kl(each.none, each.logits)[each.pending].mean()) for each in seen)
+
+
+def token_kl(theirs: Float[Tensor, "rows vocab"], ours: Float[Tensor, "rows vocab"]) -> Float64[Tensor, " rows"]:
+    """KL(theirs ‖ ours) by row."""
+    theirs, ours = (each.double().log_softmax(-1) for each in (theirs, ours))
+    return torch.where(theirs.isfinite(), theirs.exp() * (theirs - ours), 0).sum(-1)

@@ -1,0 +1,217 @@
+"""Which rows outside the block an update renews: by chance, in turn, by attention, or by drift.
+
+A selector that looks at attention or drift runs the block over the cache as it stands first, and writes its keys and
+values, which the update writes anew. So it decides on the tokens of now.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tiered.core.rows import Rows
+from tiered.forward.attention_weights import attention_weights
+from tiered.forward.forward import Forward
+from tiered.forward.passes import Pass
+from tiered.policies.base import Step
+from tiered.policies.polestar.drift import DriftReference, LayerKeys
+
+Scores = Float[Tensor, " length"]
+
+
+class BlockLayer(NamedTuple):
+    """The block in one layer, over the cache as it stands: its queries, its attention over heads joined, and its
+    residual stream behind the attention."""
+
+    layer: int
+    queries: Float[Tensor, "1 heads rows head_dim"]
+    mixed: Float[Tensor, "1 rows heads_width"]
+    hidden: Float[Tensor, "1 rows width"]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a selector may look at before an update."""
+
+    forward: Forward
+    step: Step
+
+    @property
+    def block(self) -> Rows:
+        """Rows that any step recomputes; a span."""
+        return self.forward.rows[self.step.first_row : self.step.stop]
+
+    @property
+    def outside(self) -> Bool[Tensor, " length"]:
+        """True at columns outside the block."""
+        columns = self.forward.rows.index[0]
+        return (columns < self.step.first_row) | (columns >= self.step.stop)
+
+    @property
+    def pending(self) -> Bool[Tensor, " rows"]:
+        """True at rows of the block that predict a pending token."""
+        step, found = self.step, torch.zeros(self.block.count, dtype=torch.bool, device=self.forward.ids.device)
+        found[: step.last_row - step.first_row] = step.canvas.pending(step.start, step.stop)[0]
+        return found
+
+    def layers(self) -> Iterator[BlockLayer]:
+        """A plain step without logits, layer by layer. It writes the block's keys and values."""
+        forward, rows = self.forward, self.block
+        hidden = forward.model.embed(rows.columns(forward.ids))
+        for layer in range(forward.model.shape.layers):
+            forward.enter(layer)
+            normed = forward.write_keys_values(layer, rows, hidden)
+            queries = forward.queries(layer, rows, normed)
+            mixed = forward.attended(layer, rows, queries)
+            hidden = hidden + forward.model.attention_out(layer, mixed)
+            yield BlockLayer(layer, queries, mixed, hidden)
+            hidden = hidden + forward.model.feed_forward(layer, hidden)
+        forward.enter(0)
+
+    def weights(self, of: BlockLayer) -> Float[Tensor, "1 heads rows length"]:
+        """What the attention of the block gives each column."""
+        model, keys = self.forward.model, self.forward.keys(of.layer)
+        cap, sinks = model.shape.soft_cap, model.sink_keys(of.layer)
+        return attention_weights(of.queries, keys, None, soft_cap=cap, sink_keys=sinks)[0]
+
+
+class Selector(ABC):
+    """Chooses rows in one call; a function of the call and of its seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.draws = torch.Generator().manual_seed(seed)
+
+    # Most selectors remember nothing of a refresh.
+    def begin(self, length: int) -> None:  # noqa: B027
+        """A block begins: a refresh renews all of `length` rows."""
+
+    def layer(self, forward: Forward, layer: int, pass_: Pass, step: Step) -> Pass:
+        """A layer of a refresh or an update."""
+        return forward.dense(layer, pass_)
+
+    @abstractmethod
+    def choose(self, look: Look, count: int) -> Int[Tensor, " count"]:
+        """`count` columns outside the block, ascending."""
+
+
+class Highest(Selector):
+    """Chooses the rows with the highest scores."""
+
+    def choose(self, look: Look, count: int) -> Int[Tensor, " count"]:
+        return self.scores(look).masked_fill(~look.outside, -torch.inf).topk(count).indices.sort().values
+
+    @abstractmethod
+    def scores(self, look: Look) -> Scores:
+        """By column; those of the block have no meaning."""
+
+
+class Random(Highest):
+    """Any rows."""
+
+    def scores(self, look: Look) -> Scores:
+        return torch.rand(look.forward.length, generator=self.draws).to(look.forward.ids.device)
+
+
+class RoundRobin(Selector):
+    """Columns in order, on from the last one chosen, and from the first one behind the last one."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._next = 0
+
+    def choose(self, look: Look, count: int) -> Int[Tensor, " count"]:
+        columns = look.outside.nonzero()[:, 0]
+        at = int((columns < self._next).sum())
+        chosen = columns.roll(-at)[:count]
+        self._next = int(chosen[-1]) + 1
+        return chosen.sort().values
+
+
+class Oldest(Random):
+    """Rows that were renewed longest ago; of equals any."""
+
+    def begin(self, length: int) -> None:
+        self._age = torch.zeros(length, dtype=torch.int64)
+
+    def choose(self, look: Look, count: int) -> Int[Tensor, " count"]:
+        chosen = super().choose(look, count)
+        self._age += 1
+        self._age[chosen.cpu()] = 0
+        return chosen
+
+    def scores(self, look: Look) -> Scores:
+        return self._age.to(look.forward.ids.device) + super().scores(look)
+
+
+class Attention(Highest):
+    """Rows with most attention from the block, over layers, heads and rows."""
+
+    def scores(self, look: Look) -> Scores:
+        return torch.stack([look.weights(of)[0][:, self.asking(look)].sum(dim=(0, 1)) for of in look.layers()]).sum(0)
+
+    def asking(self, look: Look) -> Bool[Tensor, " rows"]:
+        """The block's rows whose attention counts."""
+        return torch.ones_like(look.pending)
+
+
+class PendingAttention(Attention):
+    """Rows with most attention from rows of the block that predict a pending token."""
+
+    def asking(self, look: Look) -> Bool[Tensor, " rows"]:
+        return look.pending
+
+
+class Drift(Highest):
+    """Rows whose attention has drifted most since the last update, in the mean over heads and layers: Polestar's drift
+    of clusters that have one row each. The last layer's attention of a row is read by no other row, and is left out."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._queries: dict[int, Tensor] = {}
+        self._references: dict[int, DriftReference] = {}
+
+    def layer(self, forward: Forward, layer: int, pass_: Pass, step: Step) -> Pass:
+        if layer == forward.model.shape.layers - 1:
+            return forward.dense(layer, pass_)
+        rows = pass_.rows
+        queries = forward.queries(layer, rows, forward.model.attention_norm(layer, pass_.hidden))
+        pass_ = forward.dense(layer, pass_)
+        if rows.is_span:  # a refresh
+            self._queries[layer] = queries.clone()
+        else:
+            rows.put(self._queries[layer], queries)
+        block = Look(forward, step).block
+        self._references[layer] = DriftReference.of(self._queries[layer], LayerKeys.of(forward, layer), block)
+        return pass_
+
+    def scores(self, look: Look) -> Scores:
+        return torch.stack([self.drift(look, of.layer) for of in look.layers() if of.layer in self._queries]).mean(0)
+
+    def drift(self, look: Look, layer: int) -> Scores:
+        """Of every row in `layer`, once the block's keys are written there: nothing else has changed."""
+        keys, reference = LayerKeys.of(look.forward, layer), self._references[layer]
+        measured = reference.measured(self._queries[layer], keys, look.block, reference.block, slice(None))
+        return measured[0][0].clamp_min(0)
+
+
+class FirstDrift(Drift):
+    """Rows whose attention has drifted most in the first layer alone."""
+
+    def scores(self, look: Look) -> Scores:
+        return next(self.drift(look, of.layer) for of in look.layers())
+
+
+class DriftAttention(Drift):
+    """The drift of a row times its attention from the block."""
+
+    def scores(self, look: Look) -> Scores:
+        drift, mass = [], []
+        for of in look.layers():
+            mass.append(look.weights(of).sum(dim=(0, 1, 2)))
+            if of.layer in self._queries:
+                drift.append(self.drift(look, of.layer))
+        return torch.stack(drift).mean(0) * torch.stack(mass).sum(0)

@@ -1,0 +1,264 @@
+"""The study of selectors: what an update renews, exact limits, the oracle beside chance, and the figures of a run."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from jaxtyping import Bool, Int
+from measuring.worker import RefusedError
+from studies import selection as study
+from torch import Tensor
+from training import tasks
+from workloads.oracles import KEPT, Oracle
+from workloads.selection import SELECTORS, Renewing, Selecting, renewed_rows
+from workloads.selection_answers import REFERENCES, check_arm, forced, forced_kl, measure, policy_of
+from workloads.selectors import BlockLayer, Look
+
+import tiered
+from tiered.core.canvas import Canvas
+from tiered.core.features import Account
+from tiered.forward.forward import Forward
+from tiered.models.shape import ModelShape
+from tiered.output import GenerationOutput
+from tiered.policies.base import PolicyState, Step, StepKind
+from tiered.policies.registry import make_policy
+from tiered.runtime import Runtime
+
+INTERVAL, BLOCK = 3, 8
+# Two blocks: beside a block there are rows of the prompt, of the answer's masks, and of tokens that it fixed.
+CALL: dict[str, Any] = {"max_new_tokens": 2 * BLOCK, "block_length": BLOCK, "stop_at_eos": False}
+PROMPT, OUTSIDE = 16, 16 + BLOCK
+EVERY = pytest.mark.parametrize("selector", SELECTORS)
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return tiered.from_pretrained("embedded", policy="none")
+
+
+def chat(seed: int = 0) -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": tasks.sample("sort", "validation", seed, size=12).prompt}]]
+
+
+def history(runtime: Runtime, policy: Any) -> list[list[int]]:
+    out = runtime.with_policy(policy).generate(chat(), output_history=True, **CALL)
+    assert out.history is not None
+    return [canvas.tolist()[0] for canvas in out.history]
+
+
+class Watched:
+    """Of each forward behind the first: its kind, and the columns outside the block whose keys or values it changed, in
+    any layer behind the first."""
+
+    def __init__(self) -> None:
+        self.kinds: list[StepKind] = []
+        self.changed: list[set[int]] = []
+        self._last: list[Tensor] = []
+
+    def device_bytes(self, shape: ModelShape, *, sequences: int, length: int, dtype: str) -> Mapping[Account, int]:
+        return {}
+
+    def begin(self, canvas: Canvas, forward: Forward, policy: PolicyState) -> None:
+        assert isinstance(policy, Renewing)
+        self.policy = policy
+
+    def after_forward(
+        self,
+        step: Step,
+        kind: StepKind,
+        ids: Int[Tensor, "sequences length"],
+        forward: Forward,
+        active: Bool[Tensor, " batch"],
+    ) -> None:
+        layers = range(1, forward.model.shape.layers)
+        now = [forward.store.view(feature, layer).clone() for feature in KEPT for layer in layers]
+        if self._last:
+            pairs = zip(now, self._last, strict=True)
+            moved = torch.stack([(new != old).any(dim=-1).any(dim=1)[0] for new, old in pairs]).any(dim=0)
+            moved[step.first_row : step.stop] = False
+            self.changed.append(set(moved.nonzero()[:, 0].tolist()))
+            self.kinds.append(kind)
+        self._last = now
+
+
+def chosen(runtime: Runtime, *, seed: int = 0, **options: Any) -> tuple[Watched, GenerationOutput]:
+    """A call that is watched, and its output."""
+    watched, policy = Watched(), Selecting(interval=INTERVAL, seed=seed, **options)
+    return watched, runtime.with_policy(policy).generate(chat(), inspector=watched, **CALL)
+
+
+@EVERY
+def test_an_update_of_all_rows_is_a_refresh(runtime: Runtime, selector: str):
+    refreshed = make_policy("fast_dllm_dual", refresh_interval=INTERVAL)
+    assert history(runtime, Selecting(selector=selector, share=1.0, interval=INTERVAL)) == history(runtime, refreshed)
+
+
+@EVERY
+def test_no_update_is_a_frozen_prompt(runtime: Runtime, selector: str):
+    frozen = make_policy("fast_dllm_dual")
+    assert history(runtime, Selecting(selector=selector, share=0.0)) == history(runtime, frozen)
+
+
+@EVERY
+def test_an_update_of_all_rows_has_the_logits_of_none(runtime: Runtime, selector: str):
+    every = runtime.with_policy(Selecting(selector=selector, share=1.0, interval=1))
+    none = forced(runtime, chat(), CALL)
+    for own, theirs in zip(forced(every, chat(), CALL, none), none, strict=True):
+        assert torch.equal(own.none, theirs.logits)
+        torch.testing.assert_close(own.logits, theirs.logits, rtol=1e-4, atol=1e-3)
+
+
+@EVERY
+@pytest.mark.parametrize("share", [0.01, 0.3])
+def test_an_update_renews_the_chosen_rows_and_no_others(runtime: Runtime, selector: str, share: float):
+    watched, out = chosen(runtime, selector=selector, share=share)
+    updates = iter(watched.policy.chosen)
+    for number, kind, changed in zip(itertools.count(1), watched.kinds, watched.changed, strict=False):
+        at = number % BLOCK  # forwards of the block so far
+        assert kind is (StepKind.REFRESH if not at else StepKind.STEP if at % INTERVAL else StepKind.UPDATE)
+        if kind is StepKind.STEP:
+            assert not changed
+        elif kind is StepKind.UPDATE:
+            columns = next(updates)
+            assert columns == sorted({*columns}) and len(columns) == renewed_rows(share, OUTSIDE)
+            block = range(PROMPT + number - at, PROMPT + number - at + BLOCK)
+            assert not {*columns} & {*block} and changed == {*columns}
+    assert next(updates, None) is None and len(watched.policy.chosen) == out.steps_by_kind["update"] == 4
+
+
+@pytest.mark.parametrize("selector", ["round_robin", "oldest"])
+def test_every_row_is_renewed_before_any_is_again(runtime: Runtime, selector: str):
+    updates = chosen(runtime, selector=selector, share=0.5)[0].policy.chosen
+    for first, second, block in (*updates[:2], 0), (*updates[2:], 1):
+        start = PROMPT + block * BLOCK
+        assert sorted(first + second) == [c for c in range(OUTSIDE + BLOCK) if not start <= c < start + BLOCK]
+
+
+@EVERY
+def test_the_same_seed_chooses_the_same_rows(runtime: Runtime, selector: str):
+    first, again, other = (chosen(runtime, selector=selector, share=0.2, seed=n)[0].policy.chosen for n in (1, 1, 2))
+    assert first == again and (first == other) == (selector not in ("random", "oldest"))
+
+
+def test_oracles_are_nearer_to_none_than_chance(runtime: Runtime):
+    means = dict.fromkeys(("oracle_output", "oracle", "random", "frozen"), 0.0)
+    for seed in range(3):
+        none = forced(runtime, chat(seed), CALL)
+        assert forced_kl(forced(runtime, chat(seed), CALL, none)) == 0
+        for arm in means:
+            policy = policy_of(arm, 0.0 if arm == "frozen" else 0.25, INTERVAL, seed=seed, areas=(PROMPT, BLOCK))
+            means[arm] += forced_kl(forced(runtime.with_policy(policy), chat(seed), CALL, none))
+    assert 0 < means["oracle"] < means["random"] < means["frozen"]
+    assert 0 < means["oracle_output"] < means["random"]
+
+
+def test_the_oracle_foresees_the_change_of_one_row(runtime: Runtime):
+    # Attention over the store with one row's uncached keys and values in it, beside the oracle's figure for the row.
+    figures: list[tuple[float, float]] = []
+
+    class Probed(Oracle):
+        def change(self, look: Look, of: BlockLayer, fresh: Forward) -> Tensor:
+            scores, store, layer, column = super().change(look, of, fresh), look.forward.store, of.layer, 5
+            kept = {feature: store.view(feature, layer)[:, :, column].clone() for feature in KEPT}
+            for feature in KEPT:
+                store.view(feature, layer)[:, :, column] = fresh.store.view(feature, layer)[:, :, column]
+            mixed = look.forward.attended(layer, look.block, of.queries)
+            for feature, rows in kept.items():
+                store.view(feature, layer)[:, :, column] = rows
+            moved = look.forward.model.attention_out(layer, mixed - of.mixed)
+            exact = (moved.square().sum(-1) / of.hidden.square().sum(-1))[0, look.pending].sum()
+            figures.append((scores[column].item(), exact.item()))
+            return scores
+
+    with patch.dict(SELECTORS, {"oracle": Probed}):
+        chosen(runtime, selector="oracle", share=0.1)
+    foreseen, exact = zip(*figures, strict=True)
+    assert foreseen == pytest.approx(exact, rel=1e-2, abs=1e-9) and max(exact) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("arm", "share", "expected"),
+    [
+        ("polestar-auto", 0.5, {"clusters": "auto", "top_m": 2}),
+        ("polestar-8", 0.25, {"clusters": 8, "top_m": 2}),
+        ("polestar-8", 0.01, {"clusters": 8, "top_m": 1}),
+        ("polestar-rows", 0.1, {"clusters": 256, "top_m": 26}),
+        ("polestar-1000", 0.1, {"clusters": 256, "top_m": 26}),
+        ("oracle", 0.1, {"selector": "oracle", "share": 0.1, "seed": 7}),
+        ("all", 1.0, {"selector": "random", "share": 1.0}),
+        ("none", 1.0, {}),
+    ],
+)
+def test_arms_are_policies_with_the_share_asked(arm: str, share: float, expected: dict[str, Any]):
+    options = policy_of(arm, share, INTERVAL, seed=7, areas=(160, 96)).options
+    assert {name: options[name] for name in expected} == expected
+    assert options.get("update_threshold", INTERVAL - 1) == INTERVAL - 1
+
+
+def settings(arm: str, shares: list[int | None], **more: Any) -> dict[str, Any]:
+    of = {"model": "embedded", "device": "cpu", "seed": 0, "task": "sort", "size": 16, "split": "validation"}
+    of |= {"prompts": 3, "kl_prompts": 2, "interval": INTERVAL, "call": CALL}
+    return of | {"selector": arm, "shares": shares} | more
+
+
+def rows_of(arm: str, shares: list[int | None]) -> list[dict[str, Any]]:
+    return list(measure(settings(arm, shares), paths={"embedded": "embedded"}))
+
+
+def test_a_run_counts_what_was_renewed():
+    found = {arm: rows_of(arm, [None]) for arm in REFERENCES}
+    found |= {arm: rows_of(arm, [10, 50]) for arm in ("random", "polestar-rows")}
+    renewed = {arm: [row.get("renewed") for row in rows] for arm, rows in found.items()}
+    assert renewed["none"] == renewed["frozen"] == [None]
+    assert renewed["all"] == pytest.approx([1.0])
+    # Of 20 tokens and a block 3 rows, and 14. A cluster of one row is one row.
+    assert renewed["random"] == renewed["polestar-rows"] == pytest.approx([3 / 28, 14 / 28])
+    assert "kl" not in found["none"][0] and found["frozen"][0]["kl"] > found["all"][0]["kl"] > 0
+    assert [row["share"] for row in found["random"]] == [10, 50]
+    assert all(len(row["right"]) == row["examples"] == 3 for rows in found.values() for row in rows)
+    assert found["random"] == rows_of("random", [10, 50])
+
+
+def test_shares_are_of_what_the_oracle_gains_in_cells_that_all_have():
+    def row(arm: str, share: int | None, right: str, kl: float | None = None, task: str = "sort") -> dict[str, Any]:
+        of = {"selector": arm, "share": share, "task": task, "right": right, "correct": right.count("1")}
+        of |= {"point": f"{arm} {task}", "run": 0, "stamp": "s", "status": "ok", "examples": len(right)}
+        return {name: value for name, value in (of | {"kl": kl}).items() if value is not None}
+
+    rows = [row("none", None, "1111"), row("frozen", None, "1000", 0.5), row("all", None, "1111", 0.0)]
+    rows += [row("oracle", 10, "1110", 0.1), row("oracle", 50, "1111", 0.0), row("drift", 10, "1100", 0.3)]
+    rows += [row("random", 10, "1000", 0.6), row("random", 50, "1110", 0.2), row("random", 50, "1111", task="other")]
+    last = study.last_line(rows)
+    assert last["frozen_loses_points"] == 75 and last["frozen_loses_interval"][0] < 75
+    assert last["drift_share_of_oracle"] == 0.5 and last["random_share_of_oracle"] == 0.4
+    assert last["share_of_oracle"] == {"all": 1.2, "oracle": 1.0, "drift": 0.5, "random": 0.4}
+    assert last["share_of_oracle_kl"] == {"all": 1.111, "oracle": 1.0, "drift": 0.5, "random": 0.222}
+    nothing = study.last_line([row("none", None, "1"), row("drift", 10, "1")])
+    assert nothing["frozen_loses_points"] is None and nothing["drift_share_of_oracle"] is None
+
+
+@pytest.mark.parametrize(
+    ("axes", "told"),
+    [
+        ({"selector": ["drft"]}, "selector 'drft'.*'drift'"),
+        ({"selector": ["polestar-0"]}, "selector 'polestar-0'"),
+        ({"task": ["srt"]}, "task 'srt'.*'sort'"),
+        ({"share": [0]}, "share = 0"),
+    ],
+)
+def test_what_is_not_in_the_study_is_named(axes: dict[str, Any], told: str):
+    with pytest.raises(ValueError, match=told):
+        list(study.points(study.AXES | axes))
+
+
+def test_a_selector_is_asked_of_one_sequence(runtime: Runtime):
+    with pytest.raises(ValueError, match="selector 'newest'"):
+        Selecting(selector="newest", share=0.1)
+    with pytest.raises(ValueError, match="2 sequences"):
+        runtime.with_policy(Selecting(selector="random", share=0.1)).generate(chat() * 2, **CALL)
+    with pytest.raises(RefusedError):
+        list(measure(settings("drift", [10], call={"max_new_tokens": 0}), paths={"embedded": "embedded"}))
+    check_arm("polestar-rows")
