@@ -38,13 +38,11 @@ from typing import Any
 from measuring.statistics import drop, merged
 from measuring.study import Axes
 from measuring.table import Row
-from training.tasks import LONG_TASKS, TASKS, Task
+from training.tasks import ALL_TASKS, TASKS
 from workloads.answer_tables import Column, Show, pivot, right, task, where
 from workloads.models import paths, weights
 from workloads.selection import SELECTORS
 from workloads.selection_answers import FROZEN, NONE, REFERENCES, check_arm, measure
-
-from tiered.core.checks import unknown_name
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
 
@@ -79,16 +77,15 @@ def local(axes: Axes) -> dict[str, Any]:
 
 def points(axes: Axes) -> Iterator[dict[str, Any]]:
     """All arms of a task and size next to each other, each with all of its shares."""
-    known: Mapping[str, Task] = TASKS | LONG_TASKS
     for arm in axes["selector"]:
         check_arm(arm)
     for share in axes["share"]:
         if not 0 < share <= 100:
             raise ValueError(f"share = {share}; per cent above 0, up to 100, are allowed")
     for model, name in product(axes["model"], axes["task"]):
-        if name not in known:
-            raise unknown_name("task", name, known)
-        sizes = axes["tokens"] if known[name].unit == IN_TOKENS else [None]
+        if name not in ALL_TASKS:
+            raise unknown_name("task", name, ALL_TASKS)
+        sizes = axes["tokens"] if ALL_TASKS[name].unit == IN_TOKENS else [None]
         call = {"max_new_tokens": BLOCK if name in TASKS else LONG_ANSWER, "block_length": BLOCK}
         others = (axes[axis] for axis in ("interval", "split", "prompts", "kl_prompts"))
         for size, interval, split, prompts, compared, arm in product(sizes, *others, axes["selector"]):
