@@ -171,8 +171,8 @@ def block_attention(
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None = None,
     key_mask: Bool[Tensor, "batch length"] | None = None,
-    start: Int[Tensor, "batch #rows"] | None = None,
-    stop: Int[Tensor, "batch #rows"] | None = None,
+    start: Int[Tensor, " batch #rows"] | None = None,
+    stop: Int[Tensor, " batch #rows"] | None = None,
 ) -> tuple[Heads, LogSumExp]:
     """As in block_attention_ref.py. Products of 16-bit tensors take weights of 16 bits."""
     code = checked_code(queries, keys, values)

@@ -25,8 +25,8 @@ def block_attention(
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
     sink_values: Float[Tensor, "heads sinks head_dim"] | None = None,
     key_mask: Bool[Tensor, "batch length"] | None = None,
-    start: Int[Tensor, "batch #rows"] | None = None,
-    stop: Int[Tensor, "batch #rows"] | None = None,
+    start: Int[Tensor, " batch #rows"] | None = None,
+    stop: Int[Tensor, " batch #rows"] | None = None,
 ) -> tuple[Heads, LogSumExp]:
     """softmax(scores) · v over the sinks and the columns that a row may see, where a score is q·k / √head_dim; in
     float32. Beside it, by batch, head and row, the log-sum-exp of these scores, sinks included: rows over other columns
@@ -162,8 +162,8 @@ def _hidden(
     length: int,
     device: torch.device,
     key_mask: Bool[Tensor, "batch length"] | None,
-    start: Int[Tensor, "batch #rows"] | None,
-    stop: Int[Tensor, "batch #rows"] | None,
+    start: Int[Tensor, " batch #rows"] | None,
+    stop: Int[Tensor, " batch #rows"] | None,
 ) -> Bool[Tensor, "batch 1 #rows length"] | None:
     """True at the columns that a row may not see; None where all see all."""
     hidden = None

@@ -44,6 +44,8 @@ from workloads.models import paths, weights
 from workloads.selection import SELECTORS
 from workloads.selection_answers import FROZEN, NONE, REFERENCES, check_arm, measure
 
+from tiered.core.checks import unknown_name
+
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
 
 OF, TIMED = ("share",), ()

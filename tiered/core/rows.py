@@ -50,7 +50,7 @@ class Rows:
         """`valid`, True at all rows if it is None."""
         return torch.ones_like(self.index, dtype=torch.bool) if self.valid is None else self.valid
 
-    def only(self, rows: Bool[Tensor, "batch #rows"]) -> "Rows":
+    def only(self, rows: Bool[Tensor, " batch #rows"]) -> "Rows":
         """The same rows, valid if they are True in `rows` too."""
         valid = rows.expand(-1, self.count) if self.valid is None else self.valid & rows
         return replace(self, valid=valid)
