@@ -28,7 +28,9 @@ PROMPTS = [sample(task, "test", number).prompt for number in range(50) for task 
 def ray() -> Iterator[Any]:
     ray: Any = pytest.importorskip("ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 * 1024**2, log_to_driver=False)
+    path = {"env_vars": {"PYTHONPATH": str(Path(__file__).parents[1] / "bench")}}  # workers import this file
+    memory = 200 * 1024**2
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=memory, log_to_driver=False, runtime_env=path)
     yield ray
     ray.shutdown()
 

@@ -114,16 +114,16 @@ class Trainer:
         self.curriculum = self.curriculum.advanced(standing.step, self.settings.grow, learned)
         # Answers of one block are rehearsed at every other step, once there are longer ones.
         lists = "long" if self.curriculum.stretch and standing.step % 2 else "short"
-        fresh = fresh_task(self.settings.seed, standing.step, self.curriculum)
-        for part in pool.map(self._part, (lists, "lookup", fresh) if self.settings.fresh_tokens else (lists, "lookup")):
+        fresh = [fresh_task(self.settings.seed, standing.step, self.curriculum)] if self.settings.fresh_tokens else []
+        for part in pool.map(self._part, (lists, "lookup", *fresh)):
             standing.tokens += part.tokens
             for name, loss in part.losses.items():
                 standing.losses[name] = LOSS_DECAY * standing.losses.get(name, loss) + (1 - LOSS_DECAY) * loss
             for parameter, gradient in zip(self._parameters, part.gradients, strict=True):
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        if self.settings.fresh_tokens:
-            self.curriculum = self.curriculum.with_fresh(fresh, standing.losses[fresh])
+        for task in fresh:
+            self.curriculum = self.curriculum.with_fresh(task, standing.losses[task])
         set_rate(self._optimizers, standing.step, self.settings.steps)
         for optimizer in self._optimizers.values():
             optimizer.step()
