@@ -84,6 +84,6 @@ def drifts(
 
         def apart(old: Tensor, new: Tensor, queries: Tensor = queries) -> Tensor:
             reference = DriftReference.of(queries, LayerKeys(old), columns)
-            return reference.measured(queries, LayerKeys(new), columns, old, slice(None))[0]
+            return reference.measured(queries, LayerKeys(new), columns, old, slice(None), anew=True)[0]
 
         yield torch.cat([apart(keys, rounded(keys)), apart(keys, moved), apart(rounded(keys), rounded(moved))])

@@ -194,7 +194,7 @@ class Drift(Highest):
     def drift(self, look: Look, layer: int) -> Scores:
         """Of every row in `layer`, once the block's keys are written there: nothing else has changed."""
         keys, reference = LayerKeys.of(look.forward, layer), self._references[layer]
-        measured = reference.measured(self._queries[layer], keys, look.block, reference.block, slice(None))
+        measured = reference.measured(self._queries[layer], keys, look.block, reference.block, slice(None), anew=True)
         return measured[0][0].clamp_min(0)
 
 

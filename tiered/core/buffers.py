@@ -13,7 +13,7 @@ ELEMENT_BYTES = {
     **{"uint8": 1, "bool": 1, "int32": 4, "int64": 8},
     **{"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8},
 }
-Layout = tuple[tuple[int, ...], str]
+ShapeAndDtype = tuple[tuple[int, ...], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Buffer:
         shape: sizes of the tensors in it, together.
         dtype: type of their elements, a key of `ELEMENT_BYTES`.
         phase: part of a step that needs it; "" for all of the call. Buffers of one phase are there together, those of
-            different phases one after another, in the same memory.
+            different phases one after another, in the same memory: that of the logits and activations.
     """
 
     name: str
@@ -34,6 +34,10 @@ class Buffer:
     shape: tuple[int, ...]
     dtype: str = "uint8"
     phase: str = ""
+
+    def __post_init__(self) -> None:
+        if self.phase and self.account not in (Account.LOGITS, Account.ACTIVATIONS):
+            raise ValueError(f"{self.name} of the phase {self.phase}: {self.account.value} last as long as the call")
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +49,7 @@ class Buffer:
         return {"name": self.name, "account": self.account.value, **of_shape, "phase": self.phase}
 
 
-def phase(name: str, buffers: Mapping[str, Layout], account: Account = Account.ACTIVATIONS) -> list[Buffer]:
+def phase(name: str, buffers: Mapping[str, ShapeAndDtype], account: Account = Account.ACTIVATIONS) -> list[Buffer]:
     """Buffers of one phase, by what they hold."""
     return [Buffer(holds, account, shape, dtype, name) for holds, (shape, dtype) in buffers.items()]
 
@@ -76,9 +80,9 @@ def listed(buffers: Iterable[Buffer]) -> str:
     memory."""
     shown = sorted((buffer for buffer in buffers if buffer.nbytes), key=lambda buffer: -buffer.nbytes)
     lines: list[str] = []
-    for phase in dict.fromkeys(["", *(buffer.phase for buffer in shown)]):
-        together = [buffer for buffer in shown if buffer.phase == phase]
-        lines += ["", f"phase: {phase}" if phase else "buffers of the device, as long as the call"]
+    for turn in dict.fromkeys(["", *(buffer.phase for buffer in shown)]):
+        together = [buffer for buffer in shown if buffer.phase == turn]
+        lines += ["", f"phase: {turn}" if turn else "buffers of the device, as long as the call"]
         for buffer in together:
             of = f"{' x '.join(map(str, buffer.shape))} {buffer.dtype}"
             lines.append(f"{format_bytes(buffer.nbytes):>14}   {buffer.name:50}{of}")

@@ -6,7 +6,7 @@ The formulas follow `tiered.forward.forward` tensor by tensor; a test holds them
 from collections.abc import Mapping
 from itertools import product
 
-from tiered.core.buffers import Buffer, Layout, phase, phase_bytes
+from tiered.core.buffers import Buffer, ShapeAndDtype, phase, phase_bytes
 from tiered.core.features import Account, Feature
 from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, attention_rows
 from tiered.forward.sizes import CallShape, feature_buffers
@@ -71,7 +71,7 @@ def forward_buffers(
 def logit_buffers(sizes: CallShape, rows: int) -> list[Buffer]:
     """Logits of as many rows of each sequence, and what is made on the way to them and from them."""
     shape, of_rows = sizes.shape, (sizes.sequences, rows)
-    logits: dict[str, Layout] = {"logits": ((*of_rows, shape.vocab_size), "float32")}
+    logits: dict[str, ShapeAndDtype] = {"logits": ((*of_rows, shape.vocab_size), "float32")}
     head = logits | {"normed rows": ((2, *of_rows, shape.width), "float32")}
     if sizes.dtype != "float32":  # on their way to float32
         head["product"] = (*of_rows, shape.vocab_size), sizes.dtype

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
+from tiered.core.buffers import ELEMENT_BYTES
+
 # No model comes near, and every count of bytes is an int64: two sizes, the layers and 4 bytes are 2^60.
 MOST_SIZE, MOST_LAYERS = 2**24, 2**10
 # Bytes an element takes, by the names that config.json and safetensors users write.
-BYTES_PER_ELEMENT: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES_PER_ELEMENT: Mapping[str, int] = {name: ELEMENT_BYTES[name] for name in ("float32", "bfloat16", "float16")}
 Sight = Literal["canvas", "noise", "blocks", "context"]
 CANVAS: frozenset[Sight] = frozenset({"canvas", "noise"})
 BLOCK_CAUSAL: frozenset[Sight] = frozenset({"blocks", "context"})

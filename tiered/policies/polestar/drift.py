@@ -3,8 +3,11 @@
 With p and s the probabilities and scores at the last update, p′ and s′ those of now, and L, L′ the log-sum-exps:
 
     KL(p′ ‖ p) = Σ p′ (log p′ − log p) = (L − L′) + Σ p′ (s′ − s)
+    L′ − L = log(1 + Σ (exp(s′ − L) − exp(s − L)))
 
-The sum needs only columns with s′ ≠ s: those whose keys changed, or all columns if the query moved.
+The sums need only columns with s′ ≠ s: those whose keys changed, or all columns if the query moved. So an update looks
+at few keys, however many there are. Where nearly all of a centroid's mass has gone, what is left of 1 is rounding:
+there L′ is taken over all columns.
 """
 
 from dataclasses import dataclass
@@ -20,6 +23,11 @@ from tiered.kernels.block_attention_ref import block_attention
 from tiered.kernels.choice import for_device
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.policies.polestar.hidden_bytes import CENTROIDS_AT_ONCE
+
+# A sum that keeps less than this share of itself keeps the rounding of all of it.
+LEAST_SHARE = 1 / 8
+# A sum relative to a peak of long ago stays between this and its inverse: far from where float32 ends.
+MOST_MASS = 2.0**60
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,7 @@ class DriftReference:
         block: slice,
         updating: Bool[Tensor, " batch"] | None = None,
         last_queries: Float[Tensor, "batch heads clusters head_dim"] | None = None,
+        anew: bool = False,
     ) -> tuple[Float32[Tensor, "batch clusters"], "DriftReference"]:
         """Drift of every cluster, and the reference for the next update.
 
@@ -102,12 +111,14 @@ class DriftReference:
             updating: False at sequences whose reference stays, and whose drift has no meaning; None for none.
             last_queries: of the centroids at the last update, if they differ; `rows` are then all columns. None for
                 `queries`.
+            anew: take the log-sum-exps over all columns, as for `last_queries`.
 
         Returns:
             KL of the attention of now from that of the last update, mean over heads; float32. It may fall short of 0
-            by rounding.
+            by rounding. NaN where the log-sum-exps have to be taken `anew`: the reference is of no use then.
         """
-        now, sums, cap = keys.at(rows), keys.log_sums(queries), keys.soft_cap
+        now, last, cap = keys.at(rows), self.sums, keys.soft_cap
+        sums = keys.log_sums(queries) if anew or last_queries is not None else None
         if last_queries is None:
             both = attention_scores(queries, torch.cat([then, now], dim=2), cap).split(rows.count, dim=3)
         else:
@@ -118,15 +129,21 @@ class DriftReference:
             hidden = ~rows.valid[:, None, None]
             for scores in both:  # no number that is finite: the least less itself is 0, and its probability is 0
                 scores.masked_fill_(hidden, torch.finfo(scores.dtype).min)
-        fall = _expected_fall(sums, *both)
+        if sums is not None:
+            rise = (sums.peak - last.peak) + (sums.mass / last.mass).log()
+        else:
+            before, after = ((scores - last.peak[..., None]).exp_().sum(3) for scores in both)
+            share = 1 + (after - before) / last.mass  # of the last mass that is there now
+            sums, rise = LogSumExp(last.peak, last.mass * share), share.log()
+            lost = ~((share > LEAST_SHARE) & (sums.mass > 1 / MOST_MASS) & (sums.mass < MOST_MASS))
+            rise.masked_fill_(lost if updating is None else lost & updating[:, None, None], torch.nan)
+        drift = -rise - _expected_fall(sums, *both)
         if last_queries is not None and keys.sink_keys is not None:
-            of_sinks = (sink_scores(each, keys.sink_keys, cap) for each in (last_queries, queries))
-            fall += _expected_fall(sums, *of_sinks)
-        drift = (self.sums.peak - sums.peak) + (self.sums.mass / sums.mass).log() - fall
+            drift -= _expected_fall(sums, *(sink_scores(each, keys.sink_keys, cap) for each in (last_queries, queries)))
         kept, peak, mass = now[:, :, block], sums.peak, sums.mass
         if updating is not None:
             here = updating[:, None, None]
-            peak, mass = peak.where(here, self.sums.peak), mass.where(here, self.sums.mass)
+            peak, mass = peak.where(here, last.peak), mass.where(here, last.mass)
             kept = kept.where(here[..., None], self.block)
         return drift.mean(1), DriftReference(LogSumExp(peak, mass), kept.clone())
 

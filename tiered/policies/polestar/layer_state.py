@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isnan
 
 import numpy as np
 import torch
@@ -110,7 +111,8 @@ class LayerState:
         last_queries: Float[Tensor, "batch heads clusters head_dim"] | None,
     ) -> list[list[float]]:
         """Write keys and values of all rows of a pass, and measure how the attention of the centroids has drifted. The
-        next drift of sequences that update is measured from here. Reads once from the device.
+        next drift of sequences that update is measured from here. Reads once from the device, and once more where
+        log-sum-exps have to be taken anew.
 
         Args:
             pass_: rows of the layer, which begin with the columns that the state tracks.
@@ -134,9 +136,13 @@ class LayerState:
         forward.write(self.layer, pass_.rows, pass_.hidden)
         # Every sequence updates at the start of a block. Later the columns are the same, and other references stay.
         keys, queries = LayerKeys.of(forward, self.layer), self.queries
-        drift, self.reference = reference.measured(queries, keys, rows, then, block, updating, last_queries)
-        drift = torch.nn.functional.threshold(drift, rounding(then.dtype), 0.0)
-        return [row[: len(members.sizes)] for row, members in zip(drift.tolist(), self.members, strict=True)]
+        for anew in (False, True):
+            drift, self.reference = reference.measured(queries, keys, rows, then, block, updating, last_queries, anew)
+            drift = torch.nn.functional.threshold(drift, rounding(then.dtype), 0.0)
+            found = [row[: len(members.sizes)] for row, members in zip(drift.tolist(), self.members, strict=True)]
+            if not any(isnan(of) for row in found for of in row):
+                break
+        return found
 
     @spanned(Op.GATHER)
     def gather_rows(
