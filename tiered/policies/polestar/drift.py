@@ -6,11 +6,12 @@ With p and s the probabilities and scores at the last update, p′ and s′ thos
     L′ − L = log(1 + Σ (exp(s′ − L) − exp(s − L)))
 
 The sums need only columns with s′ ≠ s: those whose keys changed, or all columns if the query moved. So an update looks
-at few keys, however many there are. Where nearly all of a centroid's mass has gone, what is left of 1 is rounding:
-there L′ is taken over all columns.
+at few keys, however many there are. Where exp(L) changes much, the rounding of 1 counts: there L′ is taken over all
+columns.
 """
 
 from dataclasses import dataclass
+from math import log
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int
@@ -24,10 +25,8 @@ from tiered.kernels.choice import for_device
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.policies.polestar.hidden_bytes import CENTROIDS_AT_ONCE
 
-# A sum that keeps less than this share of itself keeps the rounding of all of it.
-LEAST_SHARE = 1 / 8
-# A sum relative to a peak of long ago stays between this and its inverse: far from where float32 ends.
-MOST_MASS = 2.0**60
+# Of a log-sum-exp between updates, either way. A sum that falls to an eighth keeps the rounding of all of it.
+MOST_RISE = log(8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +132,10 @@ class DriftReference:
             rise = (sums.peak - last.peak) + (sums.mass / last.mass).log()
         else:
             before, after = ((scores - last.peak[..., None]).exp_().sum(3) for scores in both)
-            share = 1 + (after - before) / last.mass  # of the last mass that is there now
-            sums, rise = LogSumExp(last.peak, last.mass * share), share.log()
-            lost = ~((share > LEAST_SHARE) & (sums.mass > 1 / MOST_MASS) & (sums.mass < MOST_MASS))
-            rise.masked_fill_(lost if updating is None else lost & updating[:, None, None], torch.nan)
+            rise = ((after - before) / last.mass).log1p()
+            sound = rise.abs() < MOST_RISE
+            rise = rise.where(sound if updating is None else sound | ~updating[:, None, None], torch.nan)
+            sums = LogSumExp(last.peak + rise, last.mass)
         drift = -rise - _expected_fall(sums, *both)
         if last_queries is not None and keys.sink_keys is not None:
             drift -= _expected_fall(sums, *(sink_scores(each, keys.sink_keys, cap) for each in (last_queries, queries)))
