@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from charts import copies, drift, knobs, operations, pareto, regimes, throughput, timeline
+from charts import copies, drift, frontier, knobs, operations, pareto, regimes, throughput, timeline
 from charts.page import html, markdown
 from charts.picture import Picture, figure_of, read_source
 from measuring.provenance import command_line
@@ -30,6 +30,8 @@ PICTURES = (  # in the order of the page
     Picture("fastest", "Which policy is fastest", regimes, ["regimes"], {"figure": "seconds"}),
     Picture("smallest", "Which policy is smallest on the device", regimes, ["regimes"], {"figure": "device_bytes"}),
     Picture("pareto", "Memory against speed", pareto, ["compare", "sweep"]),
+    Picture("right_by_rows", "Right answers over rows", frontier, ["frontier"], {"figure": "rows"}),
+    Picture("right_by_seconds", "Right answers over time", frontier, ["frontier"], {"figure": "seconds"}),
     Picture("accuracy", "Right answers by C, T and M", knobs, ["sweep"], {"figure": "accuracy"}),
     Picture("speed", "Tokens a second by C, T and M", knobs, ["sweep"], {"figure": "tokens_per_second"}),
     Picture("device_bytes", "MiB on the device by C, T and M", knobs, ["sweep"], {"figure": "device_bytes"}),
@@ -39,7 +41,7 @@ PICTURES = (  # in the order of the page
     Picture("operations", "Operations by policy", operations, ["ops"]),
     Picture("throughput", "Tokens a second by context", throughput, ["throughput"]),
 )
-MAIN = ("fastest", "pareto", "accuracy", "bytes_over_steps")  # those that other pages show
+MAIN = ("fastest", "pareto", "right_by_rows", "accuracy", "bytes_over_steps")  # those that other pages show
 
 
 def main(argv: Sequence[str] | None = None) -> None:

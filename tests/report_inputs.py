@@ -11,7 +11,7 @@ MIB = 2**20
 REFUSED = "weights take 7 MiB | the budget is <b>4</b> MiB"
 OF = {  # of each study: columns that tell the rows of a point apart
     **dict.fromkeys(("regimes", "throughput"), ()),
-    **dict.fromkeys(("compare", "sweep"), ("task", "size")),
+    **dict.fromkeys(("compare", "sweep", "frontier"), ("task", "size")),
     "memory": ("about", "forward", "tier", "account", "layer", "what"),
     **{"overlap": ("layer",), "ops": ("op",)},
 }
@@ -60,6 +60,24 @@ def sweep() -> Iterator[Row]:
         else:
             yield from answers(**knobs, right=50 - 5 * number, speed=10 + number, size=20 + number)
     yield from answers(policy="none", right=50, speed=5, size=10)
+
+
+def frontier() -> Iterator[Row]:
+    """One cell with `none`, and two settings of each of two policies, of which one is near: that of `polestar` has
+    fewer rows."""
+    right = "1" * 180 + "0" * 20
+    for policy, options, lost, rows, seconds in (
+        ("none", {}, 0, 2000.0, 4.0),
+        ("dllm_cache", {"prompt_interval": 50}, 60, 200.0, 1.0),
+        ("dllm_cache", {"prompt_interval": 2}, 1, 1000.0, 3.0),
+        ("polestar", {"update_threshold": 4, "top_m": 4}, 30, 300.0, 1.2),
+        ("polestar", {"update_threshold": 0, "top_m": 4}, 2, 400.0, 1.5),
+    ):
+        settings = {"model": "embedded", "split": "validation", "rule": "one a step", "policy": policy}
+        answers = {"task": "merge", "size": 1024, "examples": 200, "right": "0" * lost + right[lost:]}
+        cost = {"nfe": 100.0, "rows_per_forward": rows / 100, "seconds": 200 * seconds}
+        sizes = {"device_bytes": 9 * MIB, "host_bytes": 0, "correct": 180 - lost, "tokens_per_second": 9.0}
+        yield row(settings | {"options": options}, answers | cost | sizes)
 
 
 def compare() -> Iterator[Row]:
@@ -112,7 +130,7 @@ def throughput() -> Iterator[Row]:
         )
 
 
-STUDIES = {each.__name__: each for each in (regimes, compare, sweep, memory, overlap, ops, throughput)}
+STUDIES = {each.__name__: each for each in (regimes, compare, frontier, sweep, memory, overlap, ops, throughput)}
 
 
 def write(folder: Path, study: str, rows: Iterable[Row]) -> None:

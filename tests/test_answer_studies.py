@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMON = {"device": "cpu", "threads": 1, "seed": 0}
 STUDIES = (
     *("sweep", "compare", "accuracy", "token_drift", "tiers", "drops", "stretch", "areas"),
-    *("contexts", "weights", "blocks", "load", "selection"),
+    *("contexts", "weights", "blocks", "load", "selection", "frontier"),
 )
 PAGES = {
     ("sweep", "sweep"): "docs/benchmarks.md",
@@ -40,6 +40,7 @@ PAGES = {
     ("drops", "weights_lost"): "docs/benchmarks.md",
     **{("load", mark): "docs/serving.md" for mark in ("load", "load_join")},
     **{("selection", mark): "docs/benchmarks.md" for mark in ("selection", "selection_kl", "selection_renewed")},
+    ("frontier", "frontier"): "docs/benchmarks.md",
     **{("tiers", mark): "docs/tiers.md" for mark in ("codecs", "layers", "kv_scales", "pieces")},
 }
 

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import report
 import report_inputs as made
+from charts import frontier as report_frontier
 from charts import knobs, pareto, picture, regimes, rows, theme, timeline
 from measuring.statistics import merged
+from studies import frontier
 
 PICTURES = {each.name: each for each in report.PICTURES}
 TIMED = ("tokens_per_second", "seconds")
@@ -61,6 +63,8 @@ def parts(spec: Any) -> Iterator[dict[str, Any]]:
         ("fastest", {"rect", "text", "rule"}, {"context", "blocks", "policy"}, {"policy": "polestar", "context": 1024}),
         ("smallest", {"rect", "text", "rule"}, {"context", "blocks", "policy"}, {"policy": "none", "context": 1024}),
         ("pareto", {"point", "line", "rule", "text"}, {"size", "speed"}, {"policy": "dllm_cache", "fill": "#ffffff"}),
+        ("right_by_rows", {"point", "line"}, {"cost", "right"}, {"policy": "polestar", "cost": 300.0, "right": 75.0}),
+        ("right_by_seconds", {"point", "line"}, {"cost", "right"}, {"policy": "none", "cost": 4.0, "near": True}),
         ("accuracy", {"rect", "text"}, {"update_threshold", "C"}, {"C": "auto", "accuracy": 0.9, "told": "90.0 %"}),
         ("speed", {"rect", "text"}, {"update_threshold", "C"}, {"C": "4", "told": "67.5"}),
         ("device_bytes", {"rect", "text"}, {"update_threshold", "C"}, {"C": "4", "told": "23"}),
@@ -113,6 +117,21 @@ def test_the_frontier_is_of_the_right_ones_whose_bytes_a_ledger_has_booked():
     places = sorted(row["place"] for row in labels)
     assert all(high - low >= 0.99 * pareto.LINE * 50 / pareto.HEIGHT for low, high in pairwise(places))
     assert "≥ transformers, cache" in {row["name"] for row in labels}
+
+
+def test_what_is_near_is_compared_by_its_cheapest_setting():
+    rows = rows_of("frontier")
+    last = frontier.last_line(rows)
+    ratios = {"polestar_over_next_rows": 0.4, "polestar_over_next_time": 0.5, "polestar_below_none_points": 1.0}
+    assert last == ratios | {"cells": 1, "cells_with_polestar_near": 1}
+    table = frontier.tables(rows)["frontier"]
+    assert "`polestar` | update_threshold 0, top_m 4 | 89 (" in table and "| prompt_interval 2 | 89.5 (" in table
+    without = [row for row in rows if row["policy"] != "dllm_cache"]
+    assert frontier.last_line(without)["polestar_over_next_rows"] is None
+    assert frontier.last_line([row for row in rows if row["policy"] != "none"])["cells"] == 0
+    assert report_frontier.says(report_frontier.table(rows), "rows").startswith(
+        "As right as without a cache: `polestar`"
+    )
 
 
 def test_what_was_refused_or_failed_is_a_cell_and_a_row_with_its_reason():

@@ -1,4 +1,4 @@
-"""Answers of an embedded model to examples of the test split: right ones, forwards, speed, bytes; a row a task."""
+"""Answers of an embedded model to held-out examples: right ones, forwards, speed, bytes; a row a task."""
 
 import statistics
 import time
@@ -25,8 +25,8 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
 
     Beside them `settings` has "model", "policy" (words behind a comma tell measurements of one policy apart, or name a
     cache of transformers), its "options", "call" (options of `generate`), and it may have "base" (the policy, where
-    "policy" is another name), "batch" (sequences of a call) and "budget" (bytes of the device tier). `paths`: of the
-    models.
+    "policy" is another name), "batch" (sequences of a call), "budget" (bytes of the device tier) and "split" (of the
+    examples; "test"). `paths`: of the models.
     """
     with refusing():
         runtime = answerer(settings, paths)
@@ -56,7 +56,8 @@ def task_figures(runtime: Any, settings: Mapping[str, Any], task: str, size: int
     or 0, by which policies that were asked the same are paired; "bytes": "counted" where they are weights and cached
     tensors alone, without activations, and not what a ledger has booked."""
     seed, watch = settings["seed"], Tally()
-    examples = [tasks.sample(task, "test", seed + number, size=size) for number in range(count)]
+    split = settings.get("split", "test")
+    examples = [tasks.sample(task, split, seed + number, size=size) for number in range(count)]
     options = {"seed": seed, "batch": settings.get("batch")} | settings["call"]
     # The first call of a kind pays for thread pools and the math library's workspaces.
     score_examples(runtime, examples[:1], **options)
@@ -129,8 +130,8 @@ def tasks_of(texts: Iterable[str], context: int | None = None) -> list[list[Any]
     for text in texts:
         name, _, count = text.partition(":")
         task, at, size = name.partition("@")
-        if task not in (known := tasks.TASKS | tasks.LONG_TASKS):
-            raise unknown_name("task", task, known)
+        if task not in tasks.ALL_TASKS:
+            raise unknown_name("task", task, tasks.ALL_TASKS)
         if not count.isdecimal() or int(count) < 1 or (at and not size.isdecimal()):
             raise ValueError(f"examples {text!r}; TASK:COUNT or TASK@TOKENS:COUNT, with a count from 1, is allowed")
         found.append([task, int(size) if at else context if task == "lookup" else None, int(count)])

@@ -1,0 +1,162 @@
+"""What right answers cost: every policy with what its authors set, and with its freshness knob turned, on long prompts.
+
+A cell is a task, the size of its prompts and a commit rule; its policies take turns. `SETTINGS` has as many settings of
+each policy as any gets: first that of its authors, then more and more updates. `none` has nothing to set, and
+`polestar-paper` is as in the paper. `dkv_greedy` commits in random order, which is another call. In a cell a setting is
+*near* if it is at most a point less often right than `none`, on the same prompts.
+
+Settings are chosen on the validation split; --split test says once what they are worth. Nothing stops early.
+
+The last line of stdout has, over the cells with near settings of `polestar` and of others but `none`, the medians
+
+    polestar_over_next_rows, polestar_over_next_time    least rows (seconds) of a near setting over those of the others
+    polestar_below_none_points                          points of right answers from `none` to the one with least rows
+
+and "cells", "cells_with_polestar_near": how many there were.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from statistics import median
+from typing import Any
+
+from measuring.pages import markdown_table
+from measuring.statistics import drop, merged
+from measuring.study import Axes
+from measuring.table import Row
+from training.tasks import FRESH_TASKS
+from workloads.answer_tables import right_of, task
+from workloads.answers import OF, TIMED, measure, tasks_of
+from workloads.models import paths, weights
+from workloads.variants import RULES, Variant
+
+from tiered.core.byte_size import format_bytes
+from tiered.core.checks import unknown_name
+from tiered.policies.registry import make_policy
+
+__all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
+
+NEAR = 0.01  # right answers fewer than those of `none`, as a share
+ANSWER, BLOCK = 128, 32
+OURS, NONE = "polestar", "none"
+
+
+def _turned(knob: str, values: Sequence[Any], **fixed: Any) -> list[dict[str, Any]]:
+    return [fixed | {knob: value} for value in values]
+
+
+REFRESHES = (None, 16, 8, 4, 3, 2)  # steps from one full pass to the next
+SETTINGS: Mapping[str, list[dict[str, Any]]] = {
+    NONE: [{}],
+    "fast_dllm_prefix": _turned("refresh_interval", REFRESHES),
+    "fast_dllm_dual": _turned("refresh_interval", REFRESHES),
+    "uniform": _turned("refresh_interval", REFRESHES),
+    "dkv_decode": _turned("refresh_interval", (8, 32, 16, 4, 3, 2)),
+    "dkv_prefill": _turned("prompt_interval", REFRESHES),
+    "dkv_pd": _turned("prompt_interval", REFRESHES),
+    "dllm_cache": _turned("prompt_interval", (50, 16, 8, 4, 3, 2)),
+    "elastic_cache": _turned("similarity_threshold", (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)),
+    OURS: [
+        {"update_threshold": threshold, "top_m": most}
+        for threshold, most in ((4, 4), (2, 4), (1, 4), (0, 1), (0, 4), (0, 16))
+    ],
+    "polestar-paper": [{}],
+}
+AXES: Axes = {
+    "model": ["embedded"],
+    "policy": [*SETTINGS],
+    "rule": [*RULES["mask"]],
+    "examples": [*(f"{name}@{tokens}:400" for name in FRESH_TASKS for tokens in (1024, 2048)), "long_chain:400"],
+    "split": ["validation"],
+}
+QUICK: Axes = {"policy": [NONE, "fast_dllm_dual", OURS], "rule": ["threshold 0.9"], "examples": ["sort:2"]}
+
+
+def local(axes: Axes) -> dict[str, Any]:
+    """Where the models are."""
+    return {"paths": paths(axes["model"])}
+
+
+def points(axes: Axes) -> Iterator[dict[str, Any]]:
+    """All settings of all policies in turn within a cell."""
+    for name, known in (("policy", SETTINGS), ("rule", RULES["mask"])):
+        if wrong := next((each for each in axes[name] if each not in known), None):
+            raise unknown_name(name, wrong, known)
+    cells = product(axes["model"], axes["split"], tasks_of(axes["examples"]), axes["rule"])
+    for (model, split, asked, rule), policy in product(cells, axes["policy"]):
+        for options in SETTINGS[policy]:
+            one_block = make_policy(policy, **options).name == "elastic_cache"
+            call = Variant(name=policy, policy=policy, one_block=one_block).call(answer=ANSWER, block=BLOCK)
+            of = {"policy": policy, "options": options, "call": call | RULES["mask"][rule]}
+            yield weights(model) | of | {"rule": rule, "split": split, "tasks": [asked]}
+
+
+def cells(rows: Sequence[Row]) -> dict[tuple[Any, ...], list[Row]]:
+    """The rows of each cell that has one of `none`, each with "rows" (that an answer recomputed), "below" (the share of
+    right answers from `none` to it, and the bounds of it) and "near"."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in merged(rows, of=OF, timed=TIMED):
+        if row["status"] == "ok":
+            found.setdefault((row["model"], row["split"], task(row), row["rule"]), []).append(row)
+    for own in found.values():
+        if (none := next((row for row in own if row["policy"] == NONE), None)) is None:
+            continue
+        for row in own:
+            row["rows"] = row["rows_per_forward"] * row["nfe"]
+            row["below"] = drop(*([right == "1" for right in of["right"]] for of in (none, row)))
+            row["near"] = none["correct"] - row["correct"] <= NEAR * row["examples"]
+    return {cell: own for cell, own in found.items() if "near" in own[0]}
+
+
+def best(rows: Sequence[Row], figure: str = "rows") -> Row:
+    """The near row with least of `figure`; without a near one, that with most right answers."""
+    return min(rows, key=lambda row: (not row["near"], row[figure] if row["near"] else -row["correct"]))
+
+
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """`frontier`: by cell and policy the near setting with least rows, or else the one that is right most often."""
+    lines = []
+    for cell, own in cells(rows).items():
+        for policy in dict.fromkeys(row["policy"] for row in own):
+            row = best([row for row in own if row["policy"] == policy])
+            share, low, high = (100 * value for value in row["below"])
+            lines.append(
+                [
+                    f"{cell[2]}, {cell[3]}: `{policy}`",
+                    ", ".join(f"{name} {value}" for name, value in row["options"].items()),
+                    right_of([row]),
+                    f"{share:.1f} ({low:.1f} to {high:.1f})",
+                    "near" if row["near"] else "",
+                    f"{row['rows']:.0f}",
+                    f"{row['seconds'] / row['examples']:.2f}",
+                    format_bytes(row["device_bytes"]),
+                    format_bytes(row["host_bytes"]) if row["host_bytes"] else "0",
+                ]
+            )
+    columns = ["", "setting", "right", "points below `none`", "", "rows", "s", "device", "host"]
+    return {"frontier": markdown_table(columns, lines)}
+
+
+def last_line(rows: Sequence[Row]) -> dict[str, Any]:
+    """What the last line says."""
+    found, ratios, below = cells(rows), {"rows": list[float](), "seconds": list[float]()}, list[float]()
+    with_ours = 0
+    for own in found.values():
+        near = [row for row in own if row["near"] and row["policy"] != NONE]
+        ours, others = ([row for row in near if (row["policy"] == OURS) is mine] for mine in (True, False))
+        with_ours += bool(ours)
+        if ours and others:
+            for figure, values in ratios.items():
+                values.append(best(ours, figure)[figure] / best(others, figure)[figure])
+            below.append(100 * best(ours)["below"][0])
+    return {
+        "polestar_over_next_rows": _median(ratios["rows"]),
+        "polestar_over_next_time": _median(ratios["seconds"]),
+        "polestar_below_none_points": _median(below),
+        "cells": len(found),
+        "cells_with_polestar_near": with_ours,
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return round(median(values), 3) if values else None
