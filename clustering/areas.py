@@ -61,10 +61,8 @@ def cluster_areas(
                 calls[share[area], sum(share[:area])].append(group)
         for (count, offset), members in calls.items():
             part, whole = _selector(members), all(rows[group][area] == stop - first for group in members)
-            found = kmeans(
-                units.part(part, slice(first, stop), whole=whole), count,
-                iterations=iterations, seed=seed, backend=backend,
-            )  # fmt: skip
+            some = units.part(part, slice(first, stop), whole=whole)
+            found = kmeans(some, count, iterations=iterations, seed=seed, backend=backend)
             assignment[part, first:stop] = found.where(found < 0, found + offset)
     return _indices(hidden, assignment, shares)
 

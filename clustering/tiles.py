@@ -13,11 +13,7 @@ DEVICE_ELEMENTS = 1 << 24
 
 
 def tiles(
-    rows: Float[Tensor, "groups n width"],
-    scale: Float[Tensor, "groups n"],
-    *,
-    gaps: bool,
-    columns: int = 1,
+    rows: Float[Tensor, "groups n width"], scale: Float[Tensor, "groups n"], *, gaps: bool, columns: int = 1
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """`rows · scale`, a few groups and a span of rows at a time: (groups, rows, float32 tile).
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from tiered.kernels.launch import RowTile
 from tiered.kernels.row_code import RowCode
 
 PROGRAMS = 264  # at a time: two a multiprocessor of an H100
@@ -66,6 +67,7 @@ def elements(head_dim: int, code: RowCode | None) -> int:
     return elements_block(head_dim // (2 if code is RowCode.NVFP4 else 1))
 
 
-def merged_rows(head_dim: int) -> int:
-    """Rows of a tile of the second kernel."""
-    return max(1, MERGED // elements_block(head_dim))
+def merged_tile(head_dim: int) -> RowTile:
+    """The tile of the second kernel."""
+    block = elements_block(head_dim)
+    return RowTile(max(1, MERGED // block), block)

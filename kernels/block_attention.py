@@ -8,8 +8,8 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.kernels.attention_parts import CODES, rows_at, soft_capped
-from tiered.kernels.attention_splits import elements, elements_block, merged_rows, splits, tile_of
+from tiered.kernels.attention_parts import CODES, Form, rows_at, soft_capped
+from tiered.kernels.attention_splits import elements, merged_tile, splits, tile_of
 from tiered.kernels.block_attention_ref import checked_code
 from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
 from tiered.kernels.launch import VECTOR, launch
@@ -29,16 +29,18 @@ _NVFP4 = tl.constexpr(CODES[RowCode.NVFP4])
     do_not_specialize_on_alignment=["keys", "values", "key_mask", "starts", "stops"],
 )
 def _block_attention(
-    queries, keys, values, sink_keys, sink_values, key_mask, starts, stops, mixed, peaks, masses, query_batch,
-    query_head, query_row, query_element, key_batch, key_head, key_column, key_element, value_batch, value_head,
-    value_column, value_element, mask_batch, mask_column, start_batch, start_row, stop_batch, stop_row,
-    mixed_split, mixed_batch, mixed_head, mixed_row, kv_heads, group, rows, length, span, sinks, scale, soft_cap,
-    CODE: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, STARTS: tl.constexpr, STOPS: tl.constexpr,
-    UPCAST: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
+    queries, keys, values, sink_keys, sink_values, key_mask, starts, stops, mixed, peaks, masses,
+    query_batch, query_head, query_row, query_element,
+    key_batch, key_head, key_column, key_element,
+    value_batch, value_head, value_column, value_element,
+    mask_batch, mask_column, start_batch, start_row, stop_batch, stop_row,
+    mixed_split, mixed_batch, mixed_head, mixed_row,
+    kv_heads, group, rows, length, span, sinks, scale, soft_cap,
+    CAPPED: tl.constexpr, MASKED: tl.constexpr, STARTS: tl.constexpr, STOPS: tl.constexpr,
+    UPCAST: tl.constexpr, ALIGNED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     # The rows of all heads that share a key head are one matrix: a tile of keys and values is read once for all.
-    folded = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    folded = tl.program_id(0) * FORM.rows + tl.arange(0, FORM.rows)
     split = tl.program_id(1).to(tl.int64)
     batch = (tl.program_id(2) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(2) % kv_heads).to(tl.int64)
@@ -46,26 +48,26 @@ def _block_attention(
     head = kv_head * group + folded // rows
     row = folded % rows
     # Elements of even columns and of odd ones are apart in NVFP4, as they come of its bytes; else there is one part.
-    parts: tl.constexpr = 2 if CODE == _NVFP4 else 1
-    element = tl.arange(0, BLOCK_ELEMENTS) * parts
-    filled = element < HEAD_DIM
+    parts: tl.constexpr = 2 if FORM.code == _NVFP4 else 1
+    element = tl.arange(0, FORM.elements) * parts
+    filled = element < FORM.head_dim
     own = there[:, None] & filled[None, :]
     query_at = (batch * query_batch + head * query_head + row * query_row)[:, None] + (element * query_element)[None, :]
     query = tl.load(queries + query_at, own, other=0.0)
     if UPCAST:
         query = query.to(tl.float32)
-    total = tl.zeros([BLOCK_ROWS, BLOCK_ELEMENTS], tl.float32)
-    if CODE == _NVFP4:
+    total = tl.full([FORM.rows, FORM.elements], 0, tl.float32)
+    if FORM.code == _NVFP4:
         odd_query = tl.load(queries + query_at + query_element, own, other=0.0)
         if UPCAST:
             odd_query = odd_query.to(tl.float32)
-        odd_total = tl.zeros([BLOCK_ROWS, BLOCK_ELEMENTS], tl.float32)
-    peak = tl.full([BLOCK_ROWS], -float("inf"), tl.float32)
-    mass = tl.zeros([BLOCK_ROWS], tl.float32)
+        odd_total = tl.full([FORM.rows, FORM.elements], 0, tl.float32)
+    peak = tl.full([FORM.rows], -float("inf"), tl.float32)
+    mass = tl.full([FORM.rows], 0, tl.float32)
     for sink in range(tl.where(split == 0, sinks, 0)):
-        sink_at = ((head * sinks + sink) * HEAD_DIM)[:, None] + element[None, :]
+        sink_at = ((head * sinks + sink) * FORM.head_dim)[:, None] + element[None, :]
         products = query.to(tl.float32) * tl.load(sink_keys + sink_at, own, other=0.0).to(tl.float32)
-        if CODE == _NVFP4:
+        if FORM.code == _NVFP4:
             products += odd_query.to(tl.float32) * tl.load(sink_keys + sink_at + 1, own, other=0.0).to(tl.float32)
         score = tl.sum(products, 1) * scale
         if CAPPED:
@@ -75,31 +77,29 @@ def _block_attention(
         peak, mass = grown, mass * faded + weight
         value = tl.load(sink_values + sink_at, own, other=0.0).to(tl.float32)
         total = total * faded[:, None] + weight[:, None] * value
-        if CODE == _NVFP4:
+        if FORM.code == _NVFP4:
             value = tl.load(sink_values + sink_at + 1, own, other=0.0).to(tl.float32)
             odd_total = odd_total * faded[:, None] + weight[:, None] * value
     start = tl.program_id(1) * span
     stop = tl.minimum(start + span, length)
-    begin = tl.zeros([BLOCK_ROWS], tl.int32)
+    begin = tl.full([FORM.rows], 0, tl.int32)
     if STARTS:
         begin = tl.load(starts + batch * start_batch + row * start_row, there, other=length).to(tl.int32)
         start = tl.maximum(start, tl.min(begin, 0))
-    limit = tl.zeros([BLOCK_ROWS], tl.int32)
+    limit = tl.full([FORM.rows], 0, tl.int32)
     if STOPS:
         limit = tl.load(stops + batch * stop_batch + row * stop_row, there, other=0).to(tl.int32)
         stop = tl.minimum(stop, tl.max(limit, 0))
     key_start = keys + batch * key_batch + kv_head * key_head
     value_start = values + batch * value_batch + kv_head * value_head
-    for tile in range(start, stop, BLOCK_KEYS):
-        column = tile + tl.arange(0, BLOCK_KEYS)
+    for tile in range(start, stop, FORM.keys):
+        column = tile + tl.arange(0, FORM.keys)
         seen = column < stop
         if MASKED:
             seen &= tl.load(key_mask + batch * mask_batch + column * mask_column, seen, other=0) != 0
-        key, odd_key = rows_at(
-            key_start, column, key_column, key_element, seen, CODE, ALIGNED, HEAD_DIM, BLOCK_KEYS, BLOCK_ELEMENTS
-        )
+        key, odd_key = rows_at(key_start, column, key_column, key_element, seen, ALIGNED, FORM)
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
-        if CODE == _NVFP4:
+        if FORM.code == _NVFP4:
             scores = tl.dot(odd_query, tl.trans(odd_key.to(query.dtype)), scores, input_precision="ieee")
         scores *= scale
         if CAPPED:
@@ -114,18 +114,16 @@ def _block_attention(
         base = tl.where(grown == -float("inf"), 0.0, grown)
         faded, weights = tl.exp(peak - base), tl.exp(scores - base[:, None])
         peak, mass = grown, mass * faded + tl.sum(weights, 1)
-        value, odd_value = rows_at(
-            value_start, column, value_column, value_element, seen, CODE, ALIGNED, HEAD_DIM, BLOCK_KEYS, BLOCK_ELEMENTS
-        )
+        value, odd_value = rows_at(value_start, column, value_column, value_element, seen, ALIGNED, FORM)
         weights = weights.to(query.dtype)
         total = tl.dot(weights, value.to(query.dtype), total * faded[:, None], input_precision="ieee")
-        if CODE == _NVFP4:
+        if FORM.code == _NVFP4:
             odd_total = tl.dot(weights, odd_value.to(query.dtype), odd_total * faded[:, None], input_precision="ieee")
     whole = tl.where(mass > 0, mass, 1.0)[:, None]
     mixed_at = split * mixed_split + batch * mixed_batch + head * mixed_head + row * mixed_row
     target = mixed + mixed_at[:, None] + element[None, :]
     tl.store(target, (total / whole).to(mixed.dtype.element_ty), own)
-    if CODE == _NVFP4:
+    if FORM.code == _NVFP4:
         tl.store(target + 1, (odd_total / whole).to(mixed.dtype.element_ty), own)
     sum_at = ((split * (tl.num_programs(2) // kv_heads) + batch) * kv_heads * group + head) * rows + row
     tl.store(peaks + sum_at, peak, there)
@@ -134,17 +132,16 @@ def _block_attention(
 
 @triton.jit(do_not_specialize=["sums", "rows", "splits"])
 def _merge_splits(
-    totals, peaks, masses, mixed, peak, mass, sums, heads, rows, splits,
-    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
-):  # fmt: skip
+    totals, peaks, masses, mixed, peak, mass, sums, heads, rows, splits, HEAD_DIM: tl.constexpr, TILE: tl.constexpr
+):
     """totals [splits, sums, HEAD_DIM], where `sums` = batch · heads · rows → mixed [batch, rows, heads, HEAD_DIM]."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
     there = place < sums
-    element = tl.arange(0, BLOCK_ELEMENTS)
+    element = tl.arange(0, TILE.elements)
     own = there[:, None] & (element < HEAD_DIM)[None, :]
-    whole = tl.full([BLOCK], -float("inf"), tl.float32)
-    count = tl.zeros([BLOCK], tl.float32)
-    total = tl.zeros([BLOCK, BLOCK_ELEMENTS], tl.float32)
+    whole = tl.full([TILE.rows], -float("inf"), tl.float32)
+    count = tl.full([TILE.rows], 0, tl.float32)
+    total = tl.full([TILE.rows, TILE.elements], 0, tl.float32)
     for split in range(splits):
         at = split * sums + place
         of_split = tl.load(peaks + at, there, other=-float("inf"))
@@ -197,26 +194,29 @@ def block_attention(
     mask = queries if key_mask is None else key_mask.view(torch.uint8)
     starts = queries if start is None else start.expand(batch, rows)
     stops = queries if stop is None else stop.expand(batch, rows)
-    launch(
-        _block_attention, (tiles, count, batch * kv_heads), queries, key_memory, value_memory,
-        queries if sink_keys is None else sink_keys.contiguous(),
-        queries if sink_values is None else sink_values.contiguous(), mask, starts, stops, parts, sums.peak, sums.mass,
-        *queries.stride(), *key_strides, *value_strides, *mask.stride()[:2], *starts.stride()[:2], *stops.stride()[:2],
-        *parts.stride()[:4], kv_heads, group, rows, length, -(-length // (count * tile.columns)) * tile.columns,
-        0 if sink_keys is None else sink_keys.shape[1], head_dim**-0.5, soft_cap or 0.0,
-        CODE=CODES[code], CAPPED=soft_cap is not None, MASKED=key_mask is not None, STARTS=start is not None,
-        STOPS=stop is not None, UPCAST=not queries.is_cuda or (code is None and queries.dtype != key_memory.dtype),
-        ALIGNED=min(_alignment(keys), _alignment(values)), HEAD_DIM=head_dim, BLOCK_ROWS=tile.rows,
-        BLOCK_KEYS=tile.columns, BLOCK_ELEMENTS=elements(head_dim, code), num_warps=tile.warps, num_stages=tile.stages,
-        on=queries,
-    )  # fmt: skip
+    of_sinks = (queries if sink is None else sink.contiguous() for sink in (sink_keys, sink_values))
+    tensors = queries, key_memory, value_memory, *of_sinks, mask, starts, stops, parts, sums.peak, sums.mass
+    limits = *mask.stride()[:2], *starts.stride()[:2], *stops.stride()[:2]
+    strides = *queries.stride(), *key_strides, *value_strides, *limits, *parts.stride()[:4]
+    span = -(-length // (count * tile.columns)) * tile.columns
+    sizes = kv_heads, group, rows, length, span, 0 if sink_keys is None else sink_keys.shape[1]
+    options = {
+        "CAPPED": soft_cap is not None,
+        "MASKED": key_mask is not None,
+        "STARTS": start is not None,
+        "STOPS": stop is not None,
+        "UPCAST": not queries.is_cuda or (code is None and queries.dtype != key_memory.dtype),
+        "ALIGNED": min(_alignment(keys), _alignment(values)),
+        "FORM": Form(CODES[code], head_dim, tile.rows, tile.columns, elements(head_dim, code)),
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    grid = tiles, count, batch * kv_heads
+    launch(_block_attention, grid, *tensors, *strides, *sizes, head_dim**-0.5, soft_cap or 0.0, **options, on=queries)
     if count > 1:
-        merged = merged_rows(head_dim)
-        launch(
-            _merge_splits, (-(-batch * heads * rows // merged),), parts, *(sums.peak, sums.mass), mixed,
-            *(whole.peak, whole.mass), batch * heads * rows, heads, rows, count,
-            HEAD_DIM=head_dim, BLOCK=merged, BLOCK_ELEMENTS=elements_block(head_dim), on=queries,
-        )  # fmt: skip
+        merged, places = merged_tile(head_dim), batch * heads * rows
+        arguments = parts, sums.peak, sums.mass, mixed, whole.peak, whole.mass, places, heads, rows, count
+        launch(_merge_splits, (-(-places // merged.rows),), *arguments, HEAD_DIM=head_dim, TILE=merged, on=queries)
     return mixed, whole
 
 

@@ -69,12 +69,11 @@ def block_attention(
         for group in range(0, kv_heads, groups):
             of_keys = slice(group, group + groups)
             of_heads = slice(group * sharing, (group + groups) * sharing)
+            stored = keys[some, of_keys], None if values is None else values[some, of_keys]
+            sinks = (None if sink is None else sink[of_heads] for sink in (sink_keys, sink_values))
             mixed[some, of_heads], whole.peak[some, of_heads], whole.mass[some, of_heads] = _mixed(
-                queries[some, of_heads], keys[some, of_keys], None if values is None else values[some, of_keys],
-                None if sink_keys is None else sink_keys[of_heads],
-                None if sink_values is None else sink_values[of_heads],
-                soft_cap, columns, hidden,
-            )  # fmt: skip
+                queries[some, of_heads], *stored, *sinks, soft_cap, columns, hidden
+            )
     return mixed, whole
 
 

@@ -5,56 +5,52 @@ import triton.language as tl
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from tiered.kernels.launch import launch
-from tiered.kernels.row_base import RowBase
+from tiered.kernels.launch import RowTile, launch
+from tiered.kernels.row_base import RowBase, base_arguments
 from tiered.kernels.row_bits import bf16_values, fp8_values, nvfp4_values, row_scales
-from tiered.kernels.row_code import Code, RowCode
+from tiered.kernels.row_code import Code, RowLayout
 
 BLOCK_ROWS = 4
 MOST_ELEMENTS = 1024  # of a row in a program
 
 
 # What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
-@triton.jit(do_not_specialize=["count", "out_size"], do_not_specialize_on_alignment=["numbers", "of_row", "places"])
+@triton.jit(do_not_specialize=["count", "size"], do_not_specialize_on_alignment=["numbers", "of_row", "places"])
 def _decode_rows(
-    coded, numbers, bases, base_stride, of_row, out, out_stride, out_size, places, count,
-    FP8: tl.constexpr, ELEMENTS: tl.constexpr, ROW_BYTES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    coded, numbers, bases, base_step, of_row, out, out_step, size, places, count, ROW: tl.constexpr, TILE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
     there = row < count
-    element = tl.program_id(1) * BLOCK_ELEMENTS + tl.arange(0, BLOCK_ELEMENTS)
-    own = there[:, None] & (element < ELEMENTS)[None, :]
+    element = tl.program_id(1) * TILE.elements + tl.arange(0, TILE.elements)
+    own = there[:, None] & (element < ROW.elements)[None, :]
     source = row
     if numbers is not None:
         source = tl.load(numbers + row, there, other=0)
     # The compiler must know that rows are whole words, to load several codes at once.
-    start = coded + tl.multiple_of(source * ROW_BYTES, [4])
-    real: tl.constexpr = (ELEMENTS + 15) // 16
-    scale_at: tl.constexpr = ELEMENTS if FP8 else real * 9
-    scale = row_scales(tl.load(start + scale_at, there, other=0))
-    if FP8:
+    start = coded + tl.multiple_of(source * ROW.row_bytes, [4])
+    scale = row_scales(tl.load(start + ROW.scale_at, there, other=0))
+    if ROW.fp8:
         values = fp8_values(tl.load(start[:, None] + element[None, :], own, other=0)) * scale[:, None]
     else:
-        groups: tl.constexpr = BLOCK_ELEMENTS // 16
+        groups: tl.constexpr = TILE.elements // 16
         group = tl.program_id(1) * groups + tl.arange(0, groups)
-        filled = there[:, None] & (group < real)[None, :]
+        filled = there[:, None] & (group < ROW.code_bytes // 8)[None, :]
         byte = (group * 8)[:, None] + tl.arange(0, 8)[None, :]
         codes = tl.load(start[:, None, None] + byte[None, :, :], filled[:, :, None], other=0)
-        block_scales = tl.load(start[:, None] + (real * 8 + group)[None, :], filled, other=0)
-        even, odd = nvfp4_values(codes, block_scales, scale, BLOCK_ROWS, groups)
+        block_scales = tl.load(start[:, None] + (ROW.code_bytes + group)[None, :], filled, other=0)
+        even, odd = nvfp4_values(codes, block_scales, scale, TILE.rows, groups)
         values = tl.interleave(even, odd)
     if bases is not None:
-        base_row = bases + tl.load(of_row + row, there, other=0) * base_stride
+        base_row = bases + tl.load(of_row + row, there, other=0) * base_step
         base = tl.load(base_row[:, None] + element[None, :], own, other=0.0).to(tl.float32)
-        along = tl.load((start + (ROW_BYTES - 2)).to(tl.pointer_type(tl.uint16)), there, other=0)
+        along = tl.load((start + (ROW.row_bytes - 2)).to(tl.pointer_type(tl.uint16)), there, other=0)
         values += bf16_values(along)[:, None] * base
     target = row
     if places is not None:
         target = tl.load(places + row, there, other=0)
     # A row out of range is the caller's mistake; it must not reach memory beside `out`.
-    own &= ((target >= 0) & (target < out_size))[:, None]
-    tl.store(out + (target * out_stride)[:, None] + element[None, :], values.to(out.dtype.element_ty), own)
+    own &= ((target >= 0) & (target < size))[:, None]
+    tl.store(out + (target * out_step)[:, None] + element[None, :], values.to(out.dtype.element_ty), own)
 
 
 def decode_rows(
@@ -70,16 +66,11 @@ def decode_rows(
     elements, count = out.shape[1], len(coded) if numbers is None else len(numbers)
     if not count:
         return
-    bases = None if base is None else base.bases if base.bases.stride(1) == 1 else base.bases.contiguous()
-    tile = tile_of(elements)
-    launch(
-        _decode_rows, (-(-count // BLOCK_ROWS), -(-elements // tile["BLOCK_ELEMENTS"])), coded, numbers, bases,
-        0 if bases is None else bases.stride(0), None if base is None else base.of_row, out, out.stride(0), len(out),
-        places, count,
-        FP8=code == RowCode.FP8, ELEMENTS=elements, ROW_BYTES=code.row_bytes(elements, residual=base is not None),
-        **tile, enable_fp_fusion=False, on=out,
-    )  # fmt: skip
+    tile, row = tile_of(elements), RowLayout.of(code, elements, residual=base is not None)
+    grid = -(-count // tile.rows), -(-elements // tile.elements)
+    arguments = coded, numbers, *base_arguments(base), out, out.stride(0), len(out), places, count
+    launch(_decode_rows, grid, *arguments, ROW=row, TILE=tile, enable_fp_fusion=False, on=out)
 
 
-def tile_of(elements: int) -> dict[str, int]:
-    return {"BLOCK_ROWS": BLOCK_ROWS, "BLOCK_ELEMENTS": min(MOST_ELEMENTS, max(16, triton.next_power_of_2(elements)))}
+def tile_of(elements: int) -> RowTile:
+    return RowTile(BLOCK_ROWS, min(MOST_ELEMENTS, max(16, triton.next_power_of_2(elements))))

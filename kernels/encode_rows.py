@@ -6,12 +6,12 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from tiered.kernels.encode_rows_ref import BIAS, E2M1_MAX, E4M3_MAX, E4M3_NORMAL, LEAST, LEAST_OF_TWO, NOT_FINITE
-from tiered.kernels.launch import launch
-from tiered.kernels.row_base import RowBase
+from tiered.kernels.launch import RowTile, launch
+from tiered.kernels.row_base import RowBase, base_arguments
 from tiered.kernels.row_bits import bf16_bits, bf16_values, e4m3_codes, encode_groups, magnitude_bits
-from tiered.kernels.row_code import WORD, Code, RowCode
+from tiered.kernels.row_code import WORD, Code, RowLayout
 
-TILE = 4096  # elements of a program, or those of one row
+TILE_ELEMENTS = 4096  # elements of a program, or those of one row
 THREAD_ELEMENTS = 16
 _BIAS, _LEAST, _LEAST_OF_TWO = tl.constexpr(BIAS), tl.constexpr(LEAST), tl.constexpr(LEAST_OF_TWO)
 _E2M1_MAX, _E4M3_MAX, _E4M3_NORMAL = tl.constexpr(E2M1_MAX), tl.constexpr(E4M3_MAX), tl.constexpr(E4M3_NORMAL)
@@ -41,21 +41,19 @@ def _marked(exponent, most):
 # What varies from call to call compiles nothing: numbers of rows are parts of one table.
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["numbers", "of_row"])
 def _encode_rows(
-    values, row_stride, coded, numbers, bases, base_stride, of_row, count,
-    FP8: tl.constexpr, ELEMENTS: tl.constexpr, ROW_BYTES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    values, row_stride, coded, numbers, bases, base_stride, of_row, count, ROW: tl.constexpr, TILE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
     there = row < count
-    element = tl.arange(0, BLOCK_ELEMENTS)
-    own = there[:, None] & (element < ELEMENTS)[None, :]
+    element = tl.arange(0, TILE.elements)
+    own = there[:, None] & (element < ROW.elements)[None, :]
     value = tl.load(values + (row * row_stride)[:, None] + element[None, :], own, other=0.0).to(tl.float32)
     target = row
     if numbers is not None:
         target = tl.load(numbers + row, there, other=0)
     # The compiler must know that rows are whole words, to store several codes at once.
-    start = coded + tl.multiple_of(target * ROW_BYTES, [4])
-    end: tl.constexpr = ROW_BYTES if bases is None else ROW_BYTES - 2
+    start = coded + tl.multiple_of(target * ROW.row_bytes, [4])
+    end: tl.constexpr = ROW.row_bytes if bases is None else ROW.row_bytes - 2
     if bases is not None:
         base_row = bases + tl.load(of_row + row, there, other=0) * base_stride
         base = tl.load(base_row[:, None] + element[None, :], own, other=0.0).to(tl.float32)
@@ -66,29 +64,27 @@ def _encode_rows(
         tl.store((start + end).to(tl.pointer_type(tl.uint16)), along, there)
         value -= bf16_values(along)[:, None] * base
     most = tl.max(magnitude_bits(value), 1).to(tl.float32, bitcast=True)
-    if FP8:
+    if ROW.fp8:
         sixteenths, exponent = _rounded_most(most)
         exponent = tl.maximum(exponent - 9 + (sixteenths > 14).to(tl.int32), _LEAST)
         scaled = tl.minimum(tl.abs(value) * _power_of_two(-exponent)[:, None], _E4M3_MAX)
         sign = (value.to(tl.int32, bitcast=True) >> 24) & 0x80
         tl.store(start[:, None] + element[None, :], (e4m3_codes(scaled) | sign).to(tl.uint8), own)
-        codes: tl.constexpr = ELEMENTS
     else:
-        groups: tl.constexpr = BLOCK_ELEMENTS // 16
+        groups: tl.constexpr = TILE.elements // 16
         sixteenths, exponent = _rounded_most(tl.div_rn(most, _E2M1_MAX))
         exponent = tl.maximum(exponent - 8 + (sixteenths == 16).to(tl.int32), _LEAST_OF_TWO)
-        in_groups = tl.reshape(value, (BLOCK_ROWS, groups, 16))
-        pairs, block_scales = encode_groups(in_groups, _power_of_two(exponent), _E4M3_NORMAL, BLOCK_ROWS, groups)
+        in_groups = tl.reshape(value, (TILE.rows, groups, 16))
+        pairs, block_scales = encode_groups(in_groups, _power_of_two(exponent), _E4M3_NORMAL, TILE.rows, groups)
         group = tl.arange(0, groups)
-        real: tl.constexpr = (ELEMENTS + 15) // 16
-        filled = there[:, None] & (group < real)[None, :]
+        filled = there[:, None] & (group < ROW.code_bytes // 8)[None, :]
         byte = (group * 8)[:, None] + tl.arange(0, 8)[None, :]
         tl.store(start[:, None, None] + byte[None, :, :], pairs, filled[:, :, None])
-        tl.store(start[:, None] + (real * 8 + group)[None, :], block_scales, filled)
-        codes: tl.constexpr = real * 9
+        tl.store(start[:, None] + (ROW.code_bytes + group)[None, :], block_scales, filled)
     last = tl.arange(0, _WORD)
     scale = tl.where((last == 0)[None, :], (_marked(exponent, most) + _BIAS)[:, None], 0).to(tl.uint8)
-    tl.store(start[:, None] + (codes + last)[None, :], scale, there[:, None] & (codes + last < end)[None, :])
+    at = ROW.scale_at + last
+    tl.store(start[:, None] + at[None, :], scale, there[:, None] & (at < end)[None, :])
 
 
 def encode_rows(
@@ -103,21 +99,17 @@ def encode_rows(
     if not count:
         return
     values = values if values.stride(1) == 1 else values.contiguous()
-    bases = None if base is None else base.bases if base.bases.stride(1) == 1 else base.bases.contiguous()
-    tile = tile_of(elements)
-    launch(
-        _encode_rows, (-(-count // tile["BLOCK_ROWS"]),), values, values.stride(0), out, numbers, bases,
-        0 if bases is None else bases.stride(0), None if base is None else base.of_row, count,
-        FP8=code == RowCode.FP8, ELEMENTS=elements, ROW_BYTES=code.row_bytes(elements, residual=base is not None),
-        **tile, num_warps=warps_of(tile), enable_fp_fusion=False, on=values,
-    )  # fmt: skip
+    tile, row = tile_of(elements), RowLayout.of(code, elements, residual=base is not None)
+    arguments = values, values.stride(0), out, numbers, *base_arguments(base), count
+    options = {"num_warps": warps_of(tile), "enable_fp_fusion": False}
+    launch(_encode_rows, (-(-count // tile.rows),), *arguments, ROW=row, TILE=tile, **options, on=values)
 
 
-def tile_of(elements: int) -> dict[str, int]:
+def tile_of(elements: int) -> RowTile:
     block = max(16, triton.next_power_of_2(elements))
-    return {"BLOCK_ROWS": max(1, TILE // block), "BLOCK_ELEMENTS": block}
+    return RowTile(max(1, TILE_ELEMENTS // block), block)
 
 
-def warps_of(tile: dict[str, int]) -> int:
+def warps_of(tile: RowTile) -> int:
     """Warps of a program, so that a thread has `THREAD_ELEMENTS`, up to 16 warps."""
-    return min(16, max(4, tile["BLOCK_ROWS"] * tile["BLOCK_ELEMENTS"] // (32 * THREAD_ELEMENTS)))
+    return min(16, max(4, tile.rows * tile.elements // (32 * THREAD_ELEMENTS)))

@@ -1,11 +1,18 @@
 """How Triton kernels are started."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 VECTOR = 16  # bytes that a thread loads or stores at once, at most
+
+
+class RowTile(NamedTuple):
+    """Rows of a program, and elements of each of them; powers of two."""
+
+    rows: int
+    elements: int
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, on: Tensor, **options: Any) -> None:

@@ -7,19 +7,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tiered.kernels.launch import launch
-from tiered.kernels.rms_norm_ref import check_norm
+from tiered.kernels.rms_norm_ref import Hidden, check_norm
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
-    hidden, weight, normed, hidden_batch, hidden_row, rows, width, eps,
-    ZERO_CENTRED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    hidden, weight, normed, batch_step, row_step, rows, width, eps, ZERO_CENTRED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     batch = tl.program_id(1).to(tl.int64)
     element = tl.arange(0, BLOCK)
     inside = element < width
-    x = tl.load(hidden + batch * hidden_batch + row * hidden_row + element, inside, other=0.0).to(tl.float32)
+    x = tl.load(hidden + batch * batch_step + row * row_step + element, inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + element, inside, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x) / width + eps)
     dtype: tl.constexpr = normed.dtype.element_ty
@@ -27,13 +26,7 @@ def _rms_norm(
     tl.store(normed + (batch * rows + row) * width + element, x.to(dtype), inside)
 
 
-def rms_norm(
-    hidden: Float[Tensor, "batch rows width"],
-    weight: Float[Tensor, " width"],
-    eps: float,
-    *,
-    zero_centred: bool = False,
-) -> Float[Tensor, "batch rows width"]:
+def rms_norm(hidden: Hidden, weight: Float[Tensor, " width"], eps: float, *, zero_centred: bool = False) -> Hidden:
     """As in rms_norm_ref.py."""
     check_norm(hidden, weight)
     batch, rows, width = hidden.shape
@@ -42,10 +35,9 @@ def rms_norm(
     if normed.numel() == 0:
         return normed
     block = triton.next_power_of_2(width)
-    launch(
-        _rms_norm, (rows, batch), hidden, weight.contiguous(), normed, *hidden.stride()[:2], rows, width, eps,
-        ZERO_CENTRED=zero_centred, BLOCK=block, num_warps=_warps(block), on=hidden,
-    )  # fmt: skip
+    arguments = hidden, weight.contiguous(), normed, *hidden.stride()[:2], rows, width, eps
+    options = {"ZERO_CENTRED": zero_centred, "BLOCK": block, "num_warps": _warps(block)}
+    launch(_rms_norm, (rows, batch), *arguments, **options, on=hidden)
     return normed
 
 

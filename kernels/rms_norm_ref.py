@@ -4,14 +4,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+Hidden = Float[Tensor, "batch rows width"]
 
-def rms_norm(
-    hidden: Float[Tensor, "batch rows width"],
-    weight: Float[Tensor, " width"],
-    eps: float,
-    *,
-    zero_centred: bool = False,
-) -> Float[Tensor, "batch rows width"]:
+
+def rms_norm(hidden: Hidden, weight: Float[Tensor, " width"], eps: float, *, zero_centred: bool = False) -> Hidden:
     """x / √(mean(x²) + eps) of each row x in float32, rounded to the dtype of `hidden`, times `weight`, rounded again.
 
     Args:
@@ -26,7 +22,7 @@ def rms_norm(
     return F.rms_norm(hidden.float(), weight.shape, eps=eps).to(hidden.dtype) * weight
 
 
-def check_norm(hidden: Float[Tensor, "batch rows width"], weight: Float[Tensor, " width"]) -> None:
+def check_norm(hidden: Hidden, weight: Float[Tensor, " width"]) -> None:
     """Raise `ValueError` unless `weight` is of the width and dtype of `hidden`."""
     if weight.shape != hidden.shape[-1:] or weight.dtype != hidden.dtype:
         raise ValueError(

@@ -3,13 +3,14 @@
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from tiered.kernels.launch import launch
-from tiered.kernels.rotate_ref import check_rotation
+from tiered.kernels.coded_rows import Heads
+from tiered.kernels.launch import RowTile, launch
+from tiered.kernels.rotate_ref import Tables, check_rotation
 
-TILE = 512  # pairs of elements that a program rotates
+TILE_PAIRS = 512  # pairs of elements that a program rotates
 
 
 # What varies from call to call compiles nothing: Triton would tell 1 and multiples of 16 from other counts.
@@ -18,11 +19,12 @@ TILE = 512  # pairs of elements that a program rotates
     do_not_specialize_on_alignment=["columns"],
 )
 def _rotate(
-    heads, cos, sin, columns, rotated, heads_batch, heads_head, heads_row, table_batch, table_row, column_batch,
-    column_row, rows, length,
-    HALF: tl.constexpr, SCATTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    heads, cos, sin, columns, rotated,
+    heads_batch, heads_head, heads_row,
+    table_batch, table_row, column_batch, column_row, rows, length,
+    HALF: tl.constexpr, SCATTERED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     there = row < rows
@@ -30,7 +32,7 @@ def _rotate(
     column = row
     if SCATTERED:
         column = tl.load(columns + batch * column_batch + row * column_row, there, other=0).to(tl.int64)
-    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    pair = tl.arange(0, TILE.elements)[None, :]
     inside = there[:, None] & (pair < HALF)
     # A column out of range is the caller's mistake; the kernel must not read memory beside the tables.
     known = inside & ((column >= 0) & (column < length))[:, None]
@@ -46,12 +48,7 @@ def _rotate(
     tl.store(rotated + out_at + HALF, (right * cosine + left * sine).to(dtype), inside)
 
 
-def rotate(
-    heads: Float[Tensor, "batch heads rows head_dim"],
-    cos: Float32[Tensor, "tables 1 length half"],
-    sin: Float32[Tensor, "tables 1 length half"],
-    columns: Int[Tensor, "batch rows"] | None = None,
-) -> Float[Tensor, "batch heads rows head_dim"]:
+def rotate(heads: Heads, cos: Tables, sin: Tables, columns: Int[Tensor, "batch rows"] | None = None) -> Heads:
     """As in rotate_ref.py, to the bit; the result is contiguous."""
     check_rotation(heads, cos, sin, columns)
     batch, count, rows, _ = heads.shape
@@ -62,15 +59,18 @@ def rotate(
     if rotated.numel() == 0:
         return rotated
     tables, _, length, half = cos.shape
-    block_half = triton.next_power_of_2(half)
-    block_rows = max(1, TILE // block_half)
+    tile = tile_of(half)
     # Of rows that are all columns the kernel reads no numbers; any pointer does.
     numbers = cos if columns is None else columns
+    tensors, of_tables = (heads, cos, sin, numbers, rotated), (cos.stride(0) if tables > 1 else 0, cos.stride(2))
+    arguments = *tensors, *heads.stride()[:3], *of_tables, *numbers.stride()[:2], rows, length
     # Without fusion a product and a sum are rounded one by one, as in torch.
-    launch(
-        _rotate, (triton.cdiv(rows, block_rows), count, batch), heads, cos, sin, numbers, rotated, *heads.stride()[:3],
-        cos.stride(0) if tables > 1 else 0, cos.stride(2), *numbers.stride()[:2], rows, length,
-        HALF=half, SCATTERED=columns is not None, BLOCK_ROWS=block_rows, BLOCK_HALF=block_half, enable_fp_fusion=False,
-        on=heads,
-    )  # fmt: skip
+    options = {"HALF": half, "SCATTERED": columns is not None, "TILE": tile, "enable_fp_fusion": False}
+    launch(_rotate, (triton.cdiv(rows, tile.rows), count, batch), *arguments, **options, on=heads)
     return rotated
+
+
+def tile_of(half: int) -> RowTile:
+    """Rows of a program, and pairs of elements of each."""
+    pairs = triton.next_power_of_2(half)
+    return RowTile(max(1, TILE_PAIRS // pairs), pairs)

@@ -1,16 +1,15 @@
 """Heads of queries or keys, rotated by the angles of their rows (RoFormer, arXiv 2104.09864): the oracle."""
 
 import torch
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float32, Int
 from torch import Tensor
 
+from tiered.kernels.coded_rows import Heads
 
-def rotate(
-    heads: Float[Tensor, "batch heads rows head_dim"],
-    cos: Float32[Tensor, "tables 1 length half"],
-    sin: Float32[Tensor, "tables 1 length half"],
-    columns: Int[Tensor, "batch rows"] | None = None,
-) -> Float[Tensor, "batch heads rows head_dim"]:
+Tables = Float32[Tensor, "tables 1 length half"]
+
+
+def rotate(heads: Heads, cos: Tables, sin: Tables, columns: Int[Tensor, "batch rows"] | None = None) -> Heads:
     """Element i of each head with element i + half of it, rotated in float32 by an angle of the row's, and rounded to
     the dtype of `heads`.
 
@@ -29,12 +28,7 @@ def rotate(
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(heads.dtype)
 
 
-def check_rotation(
-    heads: Float[Tensor, "batch heads rows head_dim"],
-    cos: Float32[Tensor, "tables 1 length half"],
-    sin: Float32[Tensor, "tables 1 length half"],
-    columns: Int[Tensor, "batch rows"] | None,
-) -> None:
+def check_rotation(heads: Heads, cos: Tables, sin: Tables, columns: Int[Tensor, "batch rows"] | None) -> None:
     """Raise `ValueError` unless every row of `heads` has its angles in the tables."""
     batch, _, rows, head_dim = heads.shape
     tables, _, length, half = cos.shape

@@ -34,3 +34,11 @@ class RowBase(NamedTuple):
         products = rows.double().mul_(self.taken(part)).sum(1)
         along = products / squares.index_select(0, self.of_row[part])
         return along.float().bfloat16().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def base_arguments(base: RowBase | None) -> tuple[Tensor | None, int, Tensor | None]:
+    """What a kernel takes of `base`: bases without gaps in a row, their stride, and the number of each row's."""
+    if base is None:
+        return None, 0, None
+    bases = base.bases if base.bases.stride(1) == 1 else base.bases.contiguous()
+    return bases, bases.stride(0), base.of_row

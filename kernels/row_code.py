@@ -21,6 +21,7 @@ are quantised already.
 
 from collections.abc import Iterator
 from enum import StrEnum
+from typing import NamedTuple
 
 GROUP = 16  # columns that share one E4M3 scale
 PROJECTION_BYTES = 2
@@ -93,6 +94,23 @@ class WeightCode(Code):
     INT8 = "int8", 8, 1, 0, 4, VECTOR
     INT4 = "int4", 4, 32, 2, 0, VECTOR
     NVFP4 = "nvfp4", 4, GROUP, 1, 4, VECTOR
+
+
+class RowLayout(NamedTuple):
+    """How a row is coded, and the bytes at which its parts are: what kernels are compiled for."""
+
+    elements: int
+    fp8: bool
+    group: int
+    code_bytes: int
+    scale_at: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, code: Code, elements: int, *, residual: bool = False) -> "RowLayout":
+        codes, scale_at = code.code_bytes(elements), code.scale_at(elements)
+        row_bytes = code.row_bytes(elements, residual=residual)
+        return cls(elements, code == RowCode.FP8, code.group, codes, scale_at, row_bytes)
 
 
 def chunks(rows: int, width: int) -> Iterator[slice]:

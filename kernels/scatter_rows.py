@@ -8,9 +8,9 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tiered.kernels.launch import VECTOR, launch
+from tiered.kernels.launch import VECTOR, RowTile, launch
 
-TILE = 4096  # elements that a program moves: more of them do not fit its registers
+TILE_ELEMENTS = 4096  # elements that a program moves: more of them do not fit its registers
 WARPS = 8
 
 
@@ -24,11 +24,13 @@ WARPS = 8
     do_not_specialize_on_alignment=["target", "values", "index", "valid"],
 )
 def _scatter(
-    target, values, index, valid, target_batch, target_head, target_column, target_element, value_batch, value_head,
-    value_row, value_element, index_batch, index_row, valid_batch, valid_row, rows, length, elements,
-    MASKED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_ELEMENTS: tl.constexpr,
+    target, values, index, valid,
+    target_batch, target_head, target_column, target_element,
+    value_batch, value_head, value_row, value_element,
+    index_batch, index_row, valid_batch, valid_row, rows, length, elements,
+    MASKED: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = tl.program_id(0) * TILE.rows + tl.arange(0, TILE.rows)
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     written = row < rows
@@ -37,7 +39,7 @@ def _scatter(
         written &= tl.load(valid + batch * valid_batch + row * valid_row, written, other=0) != 0
     # A column out of range is the caller's mistake; it must not reach memory beside the store.
     written &= (column >= 0) & (column < length)
-    element = tl.arange(0, BLOCK_ELEMENTS)
+    element = tl.arange(0, TILE.elements)
     mask = written[:, None] & (element < elements)[None, :]
     value_at = batch * value_batch + head * value_head + row.to(tl.int64) * value_row
     value_start = tl.multiple_of(values + value_at, [ALIGNED])
@@ -66,17 +68,17 @@ def scatter_rows(
     tile = tile_of(elements)
     # Without flags the kernel reads none; any pointer does.
     flags = index if valid is None else valid.view(torch.uint8)
-    launch(
-        _scatter, (-(-rows // tile["BLOCK_ROWS"]), heads, batch), target, values, index, flags, *target.stride(),
-        *values.stride(), *index.stride(), *flags.stride(), rows, length, elements,
-        MASKED=valid is not None, ALIGNED=min(_alignment(target), _alignment(values)), **tile,
-        num_warps=WARPS, on=target,
-    )  # fmt: skip
+    tensors = target, values, index, flags
+    strides = [stride for tensor in tensors for stride in tensor.stride()]
+    aligned = min(_alignment(target), _alignment(values))
+    options = {"MASKED": valid is not None, "ALIGNED": aligned, "TILE": tile, "num_warps": WARPS}
+    grid = -(-rows // tile.rows), heads, batch
+    launch(_scatter, grid, *tensors, *strides, rows, length, elements, **options, on=target)
 
 
-def tile_of(elements: int) -> dict[str, int]:
+def tile_of(elements: int) -> RowTile:
     block = 1 << (elements - 1).bit_length()
-    return {"BLOCK_ROWS": max(1, TILE // block), "BLOCK_ELEMENTS": block}
+    return RowTile(max(1, TILE_ELEMENTS // block), block)
 
 
 def _alignment(rows: Tensor) -> int:

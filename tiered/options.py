@@ -194,10 +194,14 @@ class GenerationOptions:
 
     def sampling(self) -> Sampling:
         return Sampling(
-            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, confidence=self.confidence,
-            tempered_confidence=self.rule.tempered_confidence, top_k_first=self.rule.top_k_first,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            confidence=self.confidence,
+            tempered_confidence=self.rule.tempered_confidence,
+            top_k_first=self.rule.top_k_first,
             random_ranks=self.remasking == "random",
-        )  # fmt: skip
+        )
 
     @classmethod
     def of(

@@ -154,10 +154,18 @@ class GenerationOutput:
         first_block = sum(steps[: denoised.block_ends[0]])
         timings = Timings(total=denoised.seconds, first_block=first_block, steps=steps, tokens=int(tokens.sum()))
         return cls(
-            choice=choice, sequences=behind_prompts(answers), text=text,
-            num_forwards=len(steps), forwards=denoised.forwards, rows_per_step=denoised.rows,
+            choice=choice,
+            sequences=behind_prompts(answers),
+            text=text,
+            num_forwards=len(steps),
+            forwards=denoised.forwards,
+            rows_per_step=denoised.rows,
             tokens_per_forward=tokens.cpu() / torch.tensor(denoised.forwards),
             steps_by_kind={kind.value: count for kind, count in denoised.steps_by_kind.items()},
-            memory=memory, timings=timings, updates=denoised.updates, tiers=tiers, weights=weights,
+            memory=memory,
+            timings=timings,
+            updates=denoised.updates,
+            tiers=tiers,
+            weights=weights,
             history=[behind_prompts(state) for state in denoised.history] or None,
-        )  # fmt: skip
+        )

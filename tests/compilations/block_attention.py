@@ -2,8 +2,8 @@
 
 from specialisation import Compilation
 
-from tiered.kernels.attention_parts import CODES
-from tiered.kernels.attention_splits import elements, merged_rows, tile_of
+from tiered.kernels.attention_parts import CODES, Form
+from tiered.kernels.attention_splits import elements, merged_tile, tile_of
 from tiered.kernels.block_attention import _block_attention, _merge_splits
 from tiered.kernels.launch import VECTOR
 from tiered.kernels.row_code import WORD, RowCode
@@ -33,17 +33,13 @@ def _compilation(
             "query_element": 1,
             "key_element": 1,
             "value_element": 1,
-            "CODE": CODES[code],
             "CAPPED": capped,
             "MASKED": capped,
             "STARTS": not capped,
             "STOPS": capped,
             "UPCAST": False,
             "ALIGNED": WORD if code else VECTOR,
-            "HEAD_DIM": head_dim,
-            "BLOCK_ROWS": tile.rows,
-            "BLOCK_KEYS": tile.columns,
-            "BLOCK_ELEMENTS": elements(head_dim, code),
+            "FORM": Form(CODES[code], head_dim, tile.rows, tile.columns, elements(head_dim, code)),
         },
         multiples=f"queries mixed {of_queries} {of_mixed}",
         num_warps=tile.warps,
@@ -76,7 +72,7 @@ COMPILATIONS = (
         Compilation(
             kernel=_merge_splits,
             types={"totals peaks masses peak mass": "*fp32", "mixed": "*bf16", "sums heads rows splits": "i32"},
-            constexprs={"HEAD_DIM": head_dim, "BLOCK": merged_rows(head_dim), "BLOCK_ELEMENTS": head_dim},
+            constexprs={"HEAD_DIM": head_dim, "TILE": merged_tile(head_dim)},
         )
         for head_dim in (128, 512)
     ),

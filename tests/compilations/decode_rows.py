@@ -3,18 +3,17 @@
 from specialisation import Compilation
 
 from tiered.kernels.decode_rows import _decode_rows, tile_of
-from tiered.kernels.row_code import RowCode
+from tiered.kernels.row_code import RowCode, RowLayout
 
 
 def _compilation(dtype: str, code: RowCode, width: int, *absent: str) -> Compilation:
     residual = "bases" not in absent
-    constexprs = {"FP8": code == RowCode.FP8, "ELEMENTS": width, **tile_of(width)}
-    constexprs["ROW_BYTES"] = code.row_bytes(width, residual=residual)
+    constexprs = {"ROW": RowLayout.of(code, width, residual=residual), "TILE": tile_of(width)}
     return Compilation(
         kernel=_decode_rows,
         types={
             "coded": "*u8",
-            "count base_stride out_stride out_size": "i32",
+            "count base_step out_step size": "i32",
             "numbers of_row places": "*i64",
             "bases out": f"*{dtype}",
         },

@@ -3,13 +3,12 @@
 from specialisation import Compilation
 
 from tiered.kernels.encode_rows import _encode_rows, tile_of, warps_of
-from tiered.kernels.row_code import RowCode
+from tiered.kernels.row_code import RowCode, RowLayout
 
 
 def _compilation(dtype: str, code: RowCode, elements: int, *, numbered: bool, residual: bool) -> Compilation:
     tile = tile_of(elements)
-    constexprs = {"FP8": code == RowCode.FP8, "ELEMENTS": elements, **tile}
-    constexprs["ROW_BYTES"] = code.row_bytes(elements, residual=residual)
+    constexprs = {"ROW": RowLayout.of(code, elements, residual=residual), "TILE": tile}
     constexprs |= dict.fromkeys([*["numbers"] * (not numbered), *["bases", "of_row"] * (not residual)])
     return Compilation(
         kernel=_encode_rows,

@@ -7,7 +7,7 @@ from tiered.kernels.rms_norm import _rms_norm, _warps
 COMPILATIONS = tuple(
     Compilation(
         kernel=_rms_norm,
-        types={"hidden weight normed": f"*{dtype}", "hidden_batch hidden_row rows width": "i32", "eps": "fp32"},
+        types={"hidden weight normed": f"*{dtype}", "batch_step row_step rows width": "i32", "eps": "fp32"},
         constexprs={"ZERO_CENTRED": zero_centred, "BLOCK": block},
         num_warps=_warps(block),
     )

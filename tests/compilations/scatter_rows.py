@@ -20,7 +20,7 @@ COMPILATIONS = tuple(
             **dict.fromkeys(["target_element", "value_element", "index_row", "valid_row"], 1),
             "MASKED": masked,
             "ALIGNED": VECTOR if dtype != "u8" else WORD,
-            **tile_of(elements),
+            "TILE": tile_of(elements),
         },
         num_warps=WARPS,
     )

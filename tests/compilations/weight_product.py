@@ -2,8 +2,8 @@
 
 from specialisation import Compilation
 
-from tiered.kernels.row_code import WeightCode
-from tiered.kernels.weight_product import _layout, _weight_product, tile_of, warps_of
+from tiered.kernels.row_code import RowLayout, WeightCode
+from tiered.kernels.weight_product import _weight_product, tile_of, warps_of
 
 COMPILATIONS = tuple(
     Compilation(
@@ -15,7 +15,7 @@ COMPILATIONS = tuple(
             "words": "*fp32",
             "count out": "i32",
         },
-        constexprs={**_layout(code, inner), "UPCAST": False, **tile},
+        constexprs={"ROW": RowLayout.of(code, inner), "UPCAST": False, "TILE": tile},
         multiples="rows coded shorts words product out",
         num_warps=warps_of(tile),
     )

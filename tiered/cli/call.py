@@ -6,14 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tiered.cli.flags import (
-    add_memory_options,
-    add_model_options,
-    add_policy_options,
-    memory_budget,
-    model_options,
-    policy_options,
-)
+from tiered.cli.flags import add_memory_options, add_model_options, add_policy_options, loading_options, policy_options
 from tiered.core.checks import nearest
 from tiered.models.locate import EMBEDDED_MODELS
 
@@ -99,9 +92,7 @@ def as_asked(args: argparse.Namespace, prompts: list[str], options: Mapping[str,
 def load_runtime(args: argparse.Namespace) -> "Runtime":
     from tiered.loading import from_pretrained
 
-    return from_pretrained(
-        args.model, policy=args.policy, memory=memory_budget(args), **model_options(args), **policy_options(args)
-    )
+    return from_pretrained(args.model, **loading_options(args), **policy_options(args))
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:

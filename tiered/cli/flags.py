@@ -2,14 +2,11 @@
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiered.policies import DEFAULT_POLICY
 
-if TYPE_CHECKING:
-    from tiered.core.budget import MemoryBudget
-
-_OF_MODEL = ("dtype", "device", "weights", "kv", "rope_theta", "rope_scaling")
+_OF_LOADING = ("policy", "dtype", "device", "weights", "kv", "rope_theta", "rope_scaling")
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
@@ -20,13 +17,6 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
         "--disk-memory", metavar="SIZE", help="size of the disk tier, for coded weights; needs --disk-path"
     )
     below.add_argument("--disk-path", metavar="PATH", help="existing folder that the disk tier takes its room from")
-
-
-def memory_budget(args: argparse.Namespace) -> "MemoryBudget":
-    """The budget of the memory flags. Raises `ValueError` and `TypeError` as `MemoryBudget`."""
-    from tiered.core.budget import MemoryBudget
-
-    return MemoryBudget(device=args.memory, host=args.host_memory, disk=args.disk_memory, disk_path=args.disk_path)
 
 
 def add_model_options(
@@ -52,9 +42,13 @@ def add_model_options(
     form.add_argument("--rope-theta", type=float, metavar="BASE", help="another base of the rotation")
 
 
-def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags of `add_model_options` as arguments of `from_pretrained` and of `plan`."""
-    return {name: getattr(args, name) for name in _OF_MODEL}
+def loading_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of memory, policy and model as arguments of `from_pretrained` and of `plan`, without those of
+    `policy_options`. Raises `ValueError` and `TypeError` as `MemoryBudget`."""
+    from tiered.core.budget import MemoryBudget
+
+    memory = MemoryBudget(device=args.memory, host=args.host_memory, disk=args.disk_memory, disk_path=args.disk_path)
+    return {"memory": memory, **{name: getattr(args, name) for name in _OF_LOADING}}
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:

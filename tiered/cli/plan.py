@@ -3,14 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from tiered.cli.flags import (
-    add_memory_options,
-    add_model_options,
-    add_policy_options,
-    memory_budget,
-    model_options,
-    policy_options,
-)
+from tiered.cli.flags import add_memory_options, add_model_options, add_policy_options, loading_options, policy_options
 from tiered.cli.printing import add_json, print_result
 from tiered.core.rates import DEVICES
 from tiered.models.locate import EMBEDDED_MODELS
@@ -19,7 +12,7 @@ from tiered.models.presets import PRESETS
 if TYPE_CHECKING:
     from tiered.planning.card import Plan
 
-_OF_CALL = ("context", "batch", "policy", "block_length", "max_new_tokens", "cfg", "sampled", "tokens_per_forward")
+_OF_CALL = ("context", "batch", "block_length", "max_new_tokens", "cfg", "sampled", "tokens_per_forward")
 DESCRIPTION = f"""Count the bytes of a call from the model's config.json alone: nothing is loaded or downloaded. Where
 --device names a GPU ({", ".join(DEVICES)}) or a file of `tiered rates --out`, also the time that it takes.
 The exit status is 0 whether it fits or not."""
@@ -77,4 +70,4 @@ def planned(args: argparse.Namespace) -> "Plan":
     from tiered.planning.plan import plan
 
     call = {name: getattr(args, name) for name in _OF_CALL}
-    return plan(args.model, memory=memory_budget(args), **call, **model_options(args), **policy_options(args))
+    return plan(args.model, **call, **loading_options(args), **policy_options(args))

@@ -35,16 +35,12 @@ def add_parser(subparsers: "argparse._SubParsersAction") -> None:
         ("--max-prompt-tokens", None, "tokens of a prompt"),
         ("--max-answer-tokens", 4096, "tokens of an answer"),
         ("--max-choices", 16, "answers of a request"),
+        ("--seconds", 600.0, "of a request, waiting included"),
+        ("--grace", 30.0, "that running requests have to end once a signal has come"),
     ):
+        kind, unit = (float, "SECONDS") if isinstance(default, float) else (int, "N")
         with_default = text if default is None else f"{text} (default: %(default)s)"
-        limits.add_argument(flag, type=int, default=default, metavar="N", help=with_default)
-    limits.add_argument(
-        "--seconds", type=float, default=600.0, help="of a request, waiting included (default: %(default)s)"
-    )
-    limits.add_argument(
-        "--grace", type=float, default=30.0, metavar="SECONDS",
-        help="that running requests have to end once a signal has come (default: %(default)s)",
-    )  # fmt: skip
+        limits.add_argument(flag, type=kind, default=default, metavar=unit, help=with_default)
     add_how(parser)
     parser.set_defaults(run=run)
 

@@ -35,16 +35,8 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar(options) as streamer:
         call = trace_call(runtime, prompts, raw=args.raw, streamer=streamer, **options)
     write_trace(args.out, call.trace)
-    print_result(
-        args,
-        trace_report(call),
-        {
-            **as_asked(args, prompts, options),
-            "trace": str(args.out),
-            "operations": [asdict(time) for time in call.ops],
-            **call.out.as_dict(),
-        },
-    )
+    found = {"trace": str(args.out), "operations": [asdict(time) for time in call.ops], **call.out.as_dict()}
+    print_result(args, trace_report(call), as_asked(args, prompts, options) | found)
     return 0
 
 

@@ -61,10 +61,14 @@ class Rates:
 
 def _gpu(source: str, *, tflops: float, gbytes: float, link: float, multiprocessors: int) -> Rates:
     return Rates(
-        flops_per_second=PRODUCTS_REACH * 1e12 * tflops, bytes_per_second=MEMORY_REACHES * 1e9 * gbytes,
-        attention_flops_per_second=ATTENTION_REACHES * 1e12 * tflops, link_bytes_per_second=link,
-        layer_seconds=LAUNCHED_LAYER, source=source, multiprocessors=multiprocessors,
-    )  # fmt: skip
+        flops_per_second=PRODUCTS_REACH * 1e12 * tflops,
+        bytes_per_second=MEMORY_REACHES * 1e9 * gbytes,
+        attention_flops_per_second=ATTENTION_REACHES * 1e12 * tflops,
+        link_bytes_per_second=link,
+        layer_seconds=LAUNCHED_LAYER,
+        source=source,
+        multiprocessors=multiprocessors,
+    )
 
 
 # Products in bfloat16 with sums in float32, without sparsity.

@@ -11,6 +11,7 @@ from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.forward.attention_bytes import AttentionChunk
 from tiered.forward.attention_weights import chunks, masked_scores
+from tiered.kernels.coded_rows import Columns, Heads
 from tiered.kernels.divergence import divergence_terms
 from tiered.kernels.host_values import on_device
 
@@ -64,13 +65,7 @@ class AttentionShift:
         self._known = self._known[: len(sequences)]
 
     @spanned(Op.DRIFT)
-    def observe(
-        self,
-        rows: Rows,
-        queries: Float[Tensor, "sequences heads rows head_dim"],
-        keys: Float[Tensor, "sequences kv_heads length head_dim"],
-        key_mask: Bool[Tensor, "sequences length"] | None,
-    ) -> None:
+    def observe(self, rows: Rows, queries: Heads, keys: Columns, key_mask: Bool[Tensor, "batch length"] | None) -> None:
         """Compare the rows that the step needs, on their way through the last layer."""
         batch, _, block_length, _ = self._log_rows.shape
         queries, keys = queries[:batch], keys[:batch]
@@ -100,8 +95,8 @@ class AttentionShift:
         self,
         block_rows: slice,
         present: Bool[Tensor, "batch block"] | None,
-        queries: Float[Tensor, "batch heads rows head_dim"],
-        keys: Float[Tensor, "batch kv_heads length head_dim"],
+        queries: Heads,
+        keys: Columns,
         key_mask: Bool[Tensor, "batch length"] | None,
     ) -> None:
         """Compare rows of the block with what is kept, and keep them instead; None in `present`: all are there."""

@@ -93,15 +93,10 @@ class Denoiser:
                 self._drop_ended()
 
     def _denoise_block(self, block: int, *, final: bool) -> "Asking[None]":
-        start, stop = self.canvas.block_span(block)
-        shape = self._model.shape
-        step = Step(
-            canvas=self.canvas, block=block, start=start, stop=stop, number=0,
-            first_row=start - shape.prediction_shift, last_row=stop - shape.prediction_shift,
-            forwards=(), active=(), guidance=self._guidance is not None,
-            remasked=shape.sight == "noise" and any(self._result.forwards),
-            rewrites=isinstance(self.rule, RewritingState),
-        )  # fmt: skip
+        begun, rewrites = any(self._result.forwards), isinstance(self.rule, RewritingState)
+        more = {"guidance": self._guidance is not None, "rewrites": rewrites}
+        step = Step.first(self.canvas, block, self._model.shape, begun=begun, **more)
+        start, stop = step.start, step.stop
         for asked in self.policy.before_block(step):
             yield from self._write(step, asked)
         self.rule.begin_block(self.canvas.pending(start, stop))

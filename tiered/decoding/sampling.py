@@ -76,9 +76,7 @@ def propose(block: OpenBlock) -> Candidates:
     if sampling.tempered_confidence:
         temperature = sampling.temperature
         _cut(block.logits, found.least)
-    return block.candidates(
-        found.tokens, _confidence(block.logits, found.tokens, found.likeliest, temperature, sampling.confidence)
-    )
+    return block.candidates(found.tokens, _confidence(block, found, temperature))
 
 
 def proposals(block: OpenBlock) -> Proposals:
@@ -92,7 +90,7 @@ def proposals(block: OpenBlock) -> Proposals:
     if sampling.by_row:
         rows = block.pending_rows()
         if sampling.cuts:
-            least = _least_logits(logits, likeliest, rows, sampling)
+            least = _least_logits(block, likeliest, rows)
         if sampling.temperature > 0:
             tokens = tokens.clone()
             for i, some in enumerate(rows):
@@ -108,7 +106,7 @@ def drawn_from(block: OpenBlock) -> Float[Tensor, "batch rows vocab"]:
     if sampling.temperature == 0:
         return logits.zero_().scatter_(-1, likeliest[..., None], 1.0)
     if sampling.cuts:
-        _cut(logits, _least_logits(logits, likeliest, block.pending_rows(), sampling))
+        _cut(logits, _least_logits(block, likeliest, block.pending_rows()))
     logits -= logits.gather(-1, likeliest[..., None])
     logits.div_(sampling.temperature).exp_()
     return logits.div_(logits.sum(dim=-1, keepdim=True))
@@ -122,11 +120,9 @@ def _cut(logits: Float[Tensor, "batch block vocab"], least: Float[Tensor, "batch
 
 
 def _least_logits(
-    logits: Float[Tensor, "batch block vocab"],
-    likeliest: Int[Tensor, "batch block"],
-    rows: list[Int[Tensor, " rows"]],
-    sampling: Sampling,
+    block: OpenBlock, likeliest: Int[Tensor, "batch block"], rows: list[Int[Tensor, " rows"]]
 ) -> Float[Tensor, "batch block"]:
+    logits, sampling = block.logits, block.sampling
     least = logits.new_full(likeliest.shape, -torch.inf)
     for i, pending in enumerate(rows):
         for some in pending.split(max(1, -(-len(pending) // _SORTED_PARTS))) if len(pending) else ():
@@ -169,17 +165,12 @@ def _draw(
     return block.streams.draw(sequence, rows, allowed, block.sampling.temperature)
 
 
-def _confidence(
-    logits: Float[Tensor, "batch block vocab"],
-    tokens: Int[Tensor, "batch block"],
-    likeliest: Int[Tensor, "batch block"],
-    temperature: float,
-    kind: str,
-) -> Float64[Tensor, "batch block"]:
-    """Confidence of `kind` in softmax(logits / temperature), or of the logits as they are at temperature 0. In place,
-    since the logits are the largest tensor of a step."""
+def _confidence(block: OpenBlock, found: Proposals, temperature: float) -> Float64[Tensor, "batch block"]:
+    """Confidence in softmax(logits / temperature), or of the logits as they are at temperature 0. In place, since the
+    logits are the largest tensor of a step."""
+    logits, kind = block.logits, block.sampling.confidence
     if kind == "probability":
-        logits -= logits.gather(-1, tokens[..., None])
+        logits -= logits.gather(-1, found.tokens[..., None])
     else:
         logits -= logits.amax(dim=-1, keepdim=True)
     if temperature > 0:
@@ -191,10 +182,10 @@ def _confidence(
         return torch.stack([(one + 1e-10).log_().mul_(one).sum(dim=-1) for one in logits]).double()
     if kind == "margin":
         # The most likely token against the next. That may be the mask token, even as the larger one: a margin below 0.
-        top = logits.gather(-1, likeliest[..., None])[..., 0].double()
-        logits.scatter_(-1, likeliest[..., None], 0.0)
+        top = logits.gather(-1, found.likeliest[..., None])[..., 0].double()
+        logits.scatter_(-1, found.likeliest[..., None], 0.0)
         return (top - logits.amax(dim=-1).double()) / (top + logits.sum(dim=-1).double())
     # p(x) = 1 / (1 + Σ exp(l_i − l_x)) over all others i: near 1, where thresholds decide, the sum is small and float32
     # keeps it exactly where a softmax would round it away.
-    others = logits.scatter_(-1, tokens[..., None], 0.0).sum(dim=-1)
+    others = logits.scatter_(-1, found.tokens[..., None], 0.0).sum(dim=-1)
     return 1.0 / (1.0 + others.double())

@@ -78,9 +78,15 @@ class TokenSampler:
         broken = (~logits.amax(dim=-1).isfinite() & pending).any(dim=1)
         self._keep_open(step, logits, columns)
         block = OpenBlock(
-            logits=logits, tokens=tokens, pending=pending, remaining=remaining, sampling=self._sampling,
-            streams=self._streams, mask_token_id=self._model.mask_token_id, process=self._model.noise,
-        )  # fmt: skip
+            logits=logits,
+            tokens=tokens,
+            pending=pending,
+            remaining=remaining,
+            sampling=self._sampling,
+            streams=self._streams,
+            mask_token_id=self._model.mask_token_id,
+            process=self._model.noise,
+        )
         if isinstance(rule, RewritingState):
             logits[..., self._model.mask_token_id] = -torch.inf
             found = rule.propose(block)

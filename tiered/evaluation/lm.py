@@ -77,9 +77,13 @@ class TieredLM(TemplateLM):
         self._scheduler = Scheduler(self.runtime, max_running=self.batch_size, max_waiting=1 << 62)
         self._policies: Counter[str] = Counter()
         self._likelihood = Likelihood(
-            self.runtime, mc_num=mc_num, batch_size=self.batch_size, check_greedy=is_check_greedy,
-            cfg_scale=own.get("cfg_scale", 0.0), seed=_seed(own),
-        )  # fmt: skip
+            self.runtime,
+            mc_num=mc_num,
+            batch_size=self.batch_size,
+            check_greedy=is_check_greedy,
+            cfg_scale=own.get("cfg_scale", 0.0),
+            seed=_seed(own),
+        )
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict | None = None) -> "TieredLM":

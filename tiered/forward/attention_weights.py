@@ -77,12 +77,8 @@ def chunks(
     the heads that share keys, or a divisor."""
     sharing = heads // kv_heads
     for first in range(0, batch, sequences):
+        some = slice(first, first + sequences)
         for head in range(0, heads, heads_at_once):
             keys = slice(head // sharing, -(-min(head + heads_at_once, heads) // sharing))
             for row in range(0, rows, rows_at_once):
-                yield (
-                    slice(first, first + sequences),
-                    slice(head, head + heads_at_once),
-                    keys,
-                    slice(row, min(row + rows_at_once, rows)),
-                )
+                yield some, slice(head, head + heads_at_once), keys, slice(row, min(row + rows_at_once, rows))

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tiered.core.rows import Rows
+from tiered.kernels.coded_rows import Heads
 from tiered.models.attention import Attended, Limits
 from tiered.models.base import DiffusionModel
 from tiered.models.shape import ModelShape
@@ -22,9 +23,7 @@ Border = int | Int[Tensor, " batch"]
 class Part(Protocol):
     """Keys and values that rows read beside those of the canvas."""
 
-    def attend(
-        self, model: DiffusionModel, layer: int, rows: Rows, queries: Float[Tensor, "batch heads rows head_dim"]
-    ) -> Iterable[Attended]:
+    def attend(self, model: DiffusionModel, layer: int, rows: Rows, queries: Heads) -> Iterable[Attended]:
         """Attention of `rows` over the part, without sinks, whole or in chunks."""
         ...
 

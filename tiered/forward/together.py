@@ -18,6 +18,7 @@ from tiered.core.spans import span
 from tiered.forward.forward import Asked, Forward, add_branch
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
+from tiered.kernels.coded_rows import Heads
 from tiered.models.base import head
 from tiered.models.projection import FEW_ROWS
 from tiered.models.rope import Rotary
@@ -109,9 +110,7 @@ class _Together:
         for (forward, _), rows, *own in zip(self._asked, self.rows, self.heads(keys), self.heads(values), strict=True):
             forward.store_keys_values(layer, rows, *own)
 
-    def heads(
-        self, projected: Float[Tensor, "1 heads all head_dim"]
-    ) -> list[Float[Tensor, "batch heads rows head_dim"]]:
+    def heads(self, projected: Float[Tensor, "1 heads all head_dim"]) -> list[Heads]:
         """Each call's, as views."""
         return [
             part.unflatten(1, (batch, -1)).transpose(0, 1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
-from tiered.kernels.rms_norm_ref import rms_norm
+from tiered.kernels.rms_norm_ref import Hidden, rms_norm
 from tiered.kernels.silu_mul_ref import silu_mul
 from tiered.models.attention import Attended, Joined, Limits, attend, attend_part
 from tiered.models.layout import ModelConfig
@@ -24,7 +24,6 @@ from tiered.models.rope import Rotary
 from tiered.models.shape import ModelShape
 
 M = TypeVar("M", bound="DiffusionModel")
-Hidden = Float[Tensor, "batch rows width"]
 KeyHeads = Float[Tensor, "batch kv_heads rows head_dim"]
 Projected = Float[Tensor, "batch rows out"]
 FIRST_BLOCK = "blocks.0."  # in front of the names of its weights
@@ -186,7 +185,7 @@ class DiffusionModel(nn.Module):
         return projected.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
 
 
-def head(model: DiffusionModel, hidden: Float[Tensor, "batch rows width"]) -> Float[Tensor, "batch rows vocab"]:
+def head(model: DiffusionModel, hidden: Hidden) -> Float[Tensor, "batch rows vocab"]:
     """float32 logits of what the last layer puts out, which is scratch space afterwards; NaN where a row has no finite
     norm."""
     # The last norm would make zeros of a row whose own norm float32 cannot hold, and its logits would be equal: a token

@@ -9,13 +9,7 @@ from collections.abc import Mapping
 from tiered.models.base import DiffusionModel
 from tiered.models.layout import Layout, ModelConfig
 
-_LAYOUT = Layout(
-    family="Dream",
-    allowed={
-        "attention_bias": (True,),
-        "hidden_act": ("silu",),
-    },
-)
+_LAYOUT = Layout(family="Dream", allowed={"attention_bias": (True,), "hidden_act": ("silu",)})
 
 
 def read_dream_config(config: Mapping[str, object]) -> ModelConfig:

@@ -148,10 +148,15 @@ class Layout:
         block = {**_in_block(biases, mlp_matrices), **(more or {})}
         names, shapes, matrices = self._weights(size, block, head_tied)
         shape = ModelShape(
-            family=self.family.lower(), **size,
-            mlp_matrices=mlp_matrices, trained_context=rotation.trained, dtype=checkpoint_dtype(config),
-            matrices=matrices, weight_shapes=shapes, **facts,
-        )  # fmt: skip
+            family=self.family.lower(),
+            **size,
+            mlp_matrices=mlp_matrices,
+            trained_context=rotation.trained,
+            dtype=checkpoint_dtype(config),
+            matrices=matrices,
+            weight_shapes=shapes,
+            **facts,
+        )
         return {
             "shape": shape,
             "rotation": rotation,

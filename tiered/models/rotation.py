@@ -96,10 +96,8 @@ def rotation_of(config: Mapping[str, object], *, head_dim: int, positions: int) 
         raise ValueError(
             f"{name}: heads of {head_dim} elements turn at one speed, which 'ntk' leaves; 'linear' is allowed"
         )
-    rotation = Rotation(
-        theta=theta, kind=kind, factor=factor, trained=int(trained), part=part, **of_yarn,
-        query_growth=number(found, "llama_4_scaling_beta", 0.0),
-    )  # fmt: skip
+    of_yarn["query_growth"] = number(found, "llama_4_scaling_beta", 0.0)
+    rotation = Rotation(theta=theta, kind=kind, factor=factor, trained=int(trained), part=part, **of_yarn)
     if rotation.beta_fast <= rotation.beta_slow:
         raise ValueError(f"{name}: beta_fast = {rotation.beta_fast} must be above beta_slow = {rotation.beta_slow}")
     return rotation

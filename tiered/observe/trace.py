@@ -120,10 +120,15 @@ def _on_track(event: TierEvent, offset: float) -> dict[str, Any] | None:
         case _:
             return None
     return {
-        "ph": "X", "cat": track.partition(":")[0], "name": name if event.layer is None else f"{name}/L{event.layer}",
-        "pid": "tiered", "tid": _TRACKS[track], "ts": began / 1000 + offset, "dur": (event.ended - began) / 1000,
+        "ph": "X",
+        "cat": track.partition(":")[0],
+        "name": name if event.layer is None else f"{name}/L{event.layer}",
+        "pid": "tiered",
+        "tid": _TRACKS[track],
+        "ts": began / 1000 + offset,
+        "dur": (event.ended - began) / 1000,
         "args": args,
-    }  # fmt: skip
+    }
 
 
 def op_times(events: Iterable[Mapping[str, Any]]) -> list[OpTime]:

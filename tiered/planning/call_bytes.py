@@ -161,9 +161,11 @@ class _Search:
         most, least = weights.of_layers, self.with_cap(Tier.DEVICE, 0)._of_features()
         for call in (self.with_cap(Tier.DEVICE, None)._of_features(), least):
             found = bisect_left(
-                range(most + 1), True, lo=min(FEWEST, most),
+                range(most + 1),
+                True,
+                lo=min(FEWEST, most),
                 key=lambda count, call=call: self.fits(self._streaming(call, count), Tier.DEVICE),
-            )  # fmt: skip
+            )
             if found <= most and self.fits(fitting := self._streaming(call, found)):
                 return fitting
         if most >= FEWEST and self.fits(everything := self._streaming(least, most), *BELOW_DEVICE):

@@ -64,11 +64,16 @@ def _known(name: str, source: Source) -> KnownModel:
     kept, element = kv_bytes_per_token(shape, shape.dtype), BYTES_PER_ELEMENT[shape.dtype]
     hidden = {codec: shape.layers * codec.row_bytes(shape.width, element) for codec in Codec}
     return KnownModel(
-        name=name, source=source, family=family.name, parameters=shape.parameters, layers=shape.layers,
-        kv_bytes_per_token=kept, hidden_bytes_per_token=hidden,
+        name=name,
+        source=source,
+        family=family.name,
+        parameters=shape.parameters,
+        layers=shape.layers,
+        kv_bytes_per_token=kept,
+        hidden_bytes_per_token=hidden,
         offload_saves=hidden[Codec.RAW] / (kept + hidden[Codec.RAW]),
         loadable=directory is not None and any(directory.glob("*.safetensors")),
-    )  # fmt: skip
+    )
 
 
 def _cached_models() -> Iterator[KnownModel]:

@@ -45,12 +45,17 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     works = (vector.sum, lambda: vector.copy_(source, non_blocking=True), _least_step(device, dtype))
     total, copy, least = (best_seconds(work, device) for work in works)
     return Rates(
-        flops_per_second=products[0], half_rows=_half_rows(*products), attention_flops_per_second=attentions[0],
-        attention_half_rows=_half_rows(*attentions), bytes_per_second=nbytes / total,
-        link_bytes_per_second=nbytes / copy, layer_seconds=least / _LAYERS,
-        source=f"measured on {device} in {str(dtype).removeprefix('torch.')}", measured=True,
+        flops_per_second=products[0],
+        half_rows=_half_rows(*products),
+        attention_flops_per_second=attentions[0],
+        attention_half_rows=_half_rows(*attentions),
+        bytes_per_second=nbytes / total,
+        link_bytes_per_second=nbytes / copy,
+        layer_seconds=least / _LAYERS,
+        source=f"measured on {device} in {str(dtype).removeprefix('torch.')}",
+        measured=True,
         multiprocessors=multiprocessors(device) if device.type == "cuda" else 0,
-    )  # fmt: skip
+    )
 
 
 def _half_rows(most: float, of_few: float) -> float:

@@ -113,9 +113,12 @@ def call_time(
         kinds[forward.kind] = ForwardTime(rows=forward.rows, count=count, seconds=seconds, bound=bound)
     answer = answer_of(sizes)
     return CallTime(
-        tokens_per_forward=tokens_per_forward, answer=answer, blocks=answer // sizes.block_length,
-        sequences=sizes.batch, kinds=kinds,
-    )  # fmt: skip
+        tokens_per_forward=tokens_per_forward,
+        answer=answer,
+        blocks=answer // sizes.block_length,
+        sequences=sizes.batch,
+        kinds=kinds,
+    )
 
 
 def _kinds(policy: Policy, sizes: CallShape, tokens_per_forward: int) -> tuple[tuple[int, DryForward], ...]:
@@ -169,9 +172,12 @@ def work_of(policy: Policy, sizes: CallShape, rows: float) -> ForwardWork:
     shape = sizes.shape
     work = forward_work(
         shape,
-        batch=sizes.sequences, context=sizes.context, rows=min(rows, sizes.context), dtype_bytes=sizes.element,
+        batch=sizes.sequences,
+        context=sizes.context,
+        rows=min(rows, sizes.context),
+        dtype_bytes=sizes.element,
         output_rows=min(policy.needs(sizes).logit_rows or sizes.block_length, int(rows)),
-    )  # fmt: skip
+    )
     kept = policy.features(shape)[Feature.KEY] == shape.layers
     stored = sizes.row_bytes(Feature.KEY) / (shape.kv_width * sizes.element)
     return replace(
@@ -198,22 +204,18 @@ def dry_run(policy: Policy, sizes: CallShape, *, tokens_per_forward: int) -> Ite
         policy = state.policy
         state = Drifting(policy, dry=True)
     for number in range(min(canvas.blocks, MOST_BLOCKS)):
-        start, stop = canvas.block_span(number)
-        step = Step(
-            canvas=canvas, block=number, start=start, stop=stop, number=0,
-            first_row=start - shape.prediction_shift, last_row=stop - shape.prediction_shift,
-            forwards=(), active=(True,), guidance=sizes.guidance,
-            remasked=shape.sight == "noise" and forwards > 0, rewrites=shape.noise != "mask",
-        )  # fmt: skip
+        more = {"active": (True,), "guidance": sizes.guidance, "rewrites": shape.noise != "mask"}
+        step = Step.first(canvas, number, shape, begun=forwards > 0, **more)
         for asked in state.before_block(step):
             yield DryForward(number, asked.kind, asked.rows.count)
             forwards += 1
-        while (pending := canvas.pending(start, stop)).any():
+        while (pending := canvas.pending(step.start, step.stop)).any():
             chosen = pending & (pending.cumsum(1) <= tokens_per_forward)
             ranks = (pending.cumsum(1) * chosen) if policy.needs_order() else None
             step = replace(step, forwards=(forwards,), next_commits=ranks)
             yield _dry_forward(policy, sizes, number, state.rows(step))
-            canvas.commit(start, chosen, torch.zeros_like(canvas.tokens[:, start:stop]), torch.tensor([forwards]))
+            zeros = torch.zeros_like(chosen, dtype=torch.int64)
+            canvas.commit(step.start, chosen, zeros, torch.tensor([forwards]))
             state.observe(step, chosen)
             step, forwards = replace(step, number=step.number + 1, remasked=False), forwards + 1
 

@@ -48,15 +48,23 @@ class Step:
     block: int
     start: int
     stop: int
-    number: int
+    number: int = 0
     first_row: int
     last_row: int
-    forwards: tuple[int, ...]
-    active: tuple[bool, ...]
+    forwards: tuple[int, ...] = ()
+    active: tuple[bool, ...] = ()
     next_commits: Int[Tensor, "batch block"] | None = None
     guidance: bool = False
     remasked: bool = False
     rewrites: bool = False
+
+    @classmethod
+    def first(cls, canvas: Canvas, block: int, shape: ModelShape, *, begun: bool, **more: Any) -> "Step":
+        """The first of `block`. `begun`: whether the call has had a forward; `more`: further fields."""
+        start, stop = canvas.block_span(block)
+        rows = {"first_row": start - shape.prediction_shift, "last_row": stop - shape.prediction_shift}
+        remasked = shape.sight == "noise" and begun
+        return cls(canvas=canvas, block=block, start=start, stop=stop, remasked=remasked, **rows, **more)
 
     def due(self, interval: int | None) -> tuple[bool, ...]:
         """Active sequences that have taken part in a multiple of `interval` steps; all of them in a call's first step,

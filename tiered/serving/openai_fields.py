@@ -150,10 +150,19 @@ def read_body(
     if seed is not None:
         check_field("seed", check_integer, seed, least=-(2**63), most=2**63 - 1)
     return ParsedRequest(
-        model=model, source=source, fields=_fields(given), prompts=prompts, raw=not chat, options=options, seed=seed,
-        n=n, most=most, stop=read_stops(given.get("stop", [])), stream=stream,
+        model=model,
+        source=source,
+        fields=_fields(given),
+        prompts=prompts,
+        raw=not chat,
+        options=options,
+        seed=seed,
+        n=n,
+        most=most,
+        stop=read_stops(given.get("stop", [])),
+        stream=stream,
         **_stream_options(given.get("stream_options"), stream),
-    )  # fmt: skip
+    )
 
 
 def _options(

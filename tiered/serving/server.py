@@ -147,9 +147,16 @@ class Server(uvicorn.Server):
         self._responders: set[Responder] = app.state.responders
         connection = partial(Connection, header_seconds=header_seconds, most=most_connections())
         config = uvicorn.Config(
-            app, http=cast("type[asyncio.Protocol]", connection), ws="none", loop="asyncio", lifespan="off",
-            backlog=BACKLOG, log_level="warning", access_log=False, server_header=False,
-        )  # fmt: skip
+            app,
+            http=cast("type[asyncio.Protocol]", connection),
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            backlog=BACKLOG,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+        )
         super().__init__(config)
 
     def serve_at(self, listening: socket.socket) -> None:

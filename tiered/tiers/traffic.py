@@ -105,7 +105,13 @@ class Traffic:
             return
         ended = times.ended or started
         ended_copy = CopyEnded(
-            lane=job.lane, nbytes=event.nbytes, copies=job.copies, submitted=submitted, started=started, ended=ended,
-            failed=event.failed, layer=job.layer,
-        )  # fmt: skip
+            lane=job.lane,
+            nbytes=event.nbytes,
+            copies=job.copies,
+            submitted=submitted,
+            started=started,
+            ended=ended,
+            failed=event.failed,
+            layer=job.layer,
+        )
         self._record(ended_copy)

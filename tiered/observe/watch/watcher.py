@@ -74,21 +74,25 @@ class Watcher:
         forward.rows_probe = self._count_rows
         self._tokens = canvas.tokens.cpu().numpy().copy()
         self._written = np.zeros(self._tokens.shape, dtype=bool)  # a forward has fixed or changed the token
-        states = np.where(canvas.committed_at.cpu().numpy() == PROMPT, TokenState.PROMPT, TokenState.NOISE).astype(
-            np.int8
-        )
+        of_prompt = canvas.committed_at.cpu().numpy() == PROMPT
+        states = np.where(of_prompt, TokenState.PROMPT, TokenState.NOISE).astype(np.int8)
         for row, pads in enumerate(canvas.pad_counts):
             states[row, :pads] = TokenState.PAD
         self._began, self.own_seconds = self.entered, 0.0
         self._complete(
             Frame(
-                blocks=canvas.blocks, answer=(canvas.prompt_length, canvas.prompt_length + canvas.answers.shape[1]),
-                span=canvas.block_span(0), tokens=self._tokens.copy(), states=states,
-                column_states=np.zeros_like(states), layers=np.zeros_like(states, dtype=np.int16),
-                active=np.ones(canvas.batch, dtype=bool), settled=np.zeros(canvas.batch, dtype=int),
+                blocks=canvas.blocks,
+                answer=(canvas.prompt_length, canvas.prompt_length + canvas.answers.shape[1]),
+                span=canvas.block_span(0),
+                tokens=self._tokens.copy(),
+                states=states,
+                column_states=np.zeros_like(states),
+                layers=np.zeros_like(states, dtype=np.int16),
+                active=np.ones(canvas.batch, dtype=bool),
+                settled=np.zeros(canvas.batch, dtype=int),
                 forwards=np.zeros(canvas.batch, dtype=int),
             )
-        )  # fmt: skip
+        )
 
     @_guarded
     def after_forward(self, step: Step, kind: StepKind, *_: object) -> None:
@@ -106,9 +110,16 @@ class Watcher:
         column_states[rows], layers[rows] = states * real, counts * real  # a sequence that has left has no cache
         again = step.number == 0 and step.block == 0 and before.forward >= 0
         self._frame = replace(
-            before, column_states=column_states, layers=layers, forward=before.forward + 1, kind=str(kind),
-            block=step.block, span=(step.start, step.stop), step=step.number, correcting=before.correcting or again,
-        )  # fmt: skip
+            before,
+            column_states=column_states,
+            layers=layers,
+            forward=before.forward + 1,
+            kind=str(kind),
+            block=step.block,
+            span=(step.start, step.stop),
+            step=step.number,
+            correcting=before.correcting or again,
+        )
 
     def put(self, value: Tensor) -> None:
         """Nothing: a frame has shown these tokens already."""
@@ -170,8 +181,12 @@ class Watcher:
         moved = {} if tiers is None else {lane: way.nbytes for lane, way in tiers.stats().ways.items()}
         last, self.seconds = self.seconds, max(0.0, self.entered - self._began - self.own_seconds)
         self._frame = replace(
-            frame, seconds=self.seconds, forward_seconds=self.seconds - last, tiers=self._ledger.report().tiers,
-            accounts={tier: self._ledger.accounts(tier) for tier in Tier}, moved_in_all=moved,
+            frame,
+            seconds=self.seconds,
+            forward_seconds=self.seconds - last,
+            tiers=self._ledger.report().tiers,
+            accounts={tier: self._ledger.accounts(tier) for tier in Tier},
+            moved_in_all=moved,
             moved={lane: nbytes - before.get(lane, 0) for lane, nbytes in moved.items()},
-        )  # fmt: skip
+        )
         self._show(self._frame)

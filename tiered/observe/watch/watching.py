@@ -15,10 +15,15 @@ from tiered.offload.lane import Lane
 from tiered.runtime import Runtime
 
 _COUNTS = {
-    "committed": TokenState.FRESH, "rewritten": TokenState.REVISED, "draft": TokenState.DRAFT,
-    "noise": TokenState.NOISE, "recomputed": ColumnState.RECOMPUTED, "fetched": ColumnState.FETCHED,
-    "stored": ColumnState.STORED, "streamed": ColumnState.STREAMED,
-}  # fmt: skip
+    "committed": TokenState.FRESH,
+    "rewritten": TokenState.REVISED,
+    "draft": TokenState.DRAFT,
+    "noise": TokenState.NOISE,
+    "recomputed": ColumnState.RECOMPUTED,
+    "fetched": ColumnState.FETCHED,
+    "stored": ColumnState.STORED,
+    "streamed": ColumnState.STREAMED,
+}
 _LANES = {"to_device": Lane.FETCH, "to_host": Lane.STORE, "to_disk": Lane.SAVE, "from_disk": Lane.LOAD}
 
 
@@ -77,15 +82,21 @@ class PlainView:
         texts = ["".join(self._words[token] for token in tokens[shown].tolist()) for tokens, shown in blocks]
         utf = (self._stream.encoding or "").lower().startswith("utf")
         figures = {
-            "forward": frame.forward + 1, "block": f"{frame.block + 1}/{frame.blocks}", "step": frame.step + 1,
-            "kind": frame.kind, "active": f"{frame.active.sum()}/{len(frame.tokens)}",
+            "forward": frame.forward + 1,
+            "block": f"{frame.block + 1}/{frame.blocks}",
+            "step": frame.step + 1,
+            "kind": frame.kind,
+            "active": f"{frame.active.sum()}/{len(frame.tokens)}",
             **{name: frame.count(state) for name, state in _COUNTS.items()},
-            "rows": frame.layers.sum(), **{tier.value: report.current for tier, report in frame.tiers.items()},
+            "rows": frame.layers.sum(),
+            **{tier.value: report.current for tier, report in frame.tiers.items()},
             **{name: frame.moved.get(lane, 0) for name, lane in _LANES.items()},
-            "tokens": frame.settled.sum(), "tokens_per_forward": f"{frame.tokens_per_forward:.3f}",
-            "ms": f"{1000 * frame.forward_seconds:.1f}", "seconds": f"{frame.seconds:.3f}",
+            "tokens": frame.settled.sum(),
+            "tokens_per_forward": f"{frame.tokens_per_forward:.3f}",
+            "ms": f"{1000 * frame.forward_seconds:.1f}",
+            "seconds": f"{frame.seconds:.3f}",
             "text": json.dumps(texts, ensure_ascii=not utf),
-        }  # fmt: skip
+        }
         print("watch", *(f"{name}={figure}" for name, figure in figures.items()), file=self._stream, flush=True)
         time.sleep(self._slow)
 

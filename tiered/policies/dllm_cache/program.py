@@ -19,7 +19,9 @@ from tiered.core.rows import Rows
 from tiered.core.spans import spanned
 from tiered.forward.forward import Forward, add_branch
 from tiered.forward.passes import Pass
+from tiered.kernels.coded_rows import Heads
 from tiered.kernels.host_values import on_device
+from tiered.kernels.rms_norm_ref import Hidden
 
 # Below this distance between directions (cosine: 1 − 5e-7) a movement may be rounding alone. Rounding must not choose
 # among rows that stand still, or a sequence would be answered otherwise in a batch than alone.
@@ -102,15 +104,7 @@ class BranchStep:
         forward.mlp(layer, hidden[:, first:], keep=keep)
         return replace(pass_, computed=rows.count)
 
-    def _keep(
-        self,
-        forward: Forward,
-        layer: int,
-        first: int,
-        feature: Feature,
-        part: slice,
-        branch: Float[Tensor, "batch rows width"],
-    ) -> None:
+    def _keep(self, forward: Forward, layer: int, first: int, feature: Feature, part: slice, branch: Hidden) -> None:
         skipped = max(0, self._head - first - part.start)
         if skipped < branch.shape[1]:
             rows = self._span[first + part.start + skipped : first + part.stop]
@@ -140,9 +134,7 @@ class BranchStep:
         add_branch(answer, slice(None), store.view(Feature.FFN_OUT, layer)[:, 0])
         return replace(pass_, computed=self._head + rows.count)
 
-    def _farthest(
-        self, forward: Forward, layer: int, hidden: Float[Tensor, "batch rows width"], counts: Sequence[int]
-    ) -> Rows:
+    def _farthest(self, forward: Forward, layer: int, hidden: Hidden, counts: Sequence[int]) -> Rows:
         most, answer = max(counts), range(self._start, self._stop)
         if not most:
             return Rows.at(torch.empty(len(hidden), 0, dtype=torch.int64, device=hidden.device), within=answer)
@@ -154,30 +146,23 @@ class BranchStep:
         return Rows.at(index, valid, within=answer)
 
     @spanned(Op.VERIFY)
-    def _ranked(
-        self, forward: Forward, layer: int, hidden: Float[Tensor, "batch rows width"]
-    ) -> Int[Tensor, "batch rows"]:
+    def _ranked(self, forward: Forward, layer: int, hidden: Hidden) -> Int[Tensor, "batch rows"]:
         answer = self._span[self._head :]
         parts = forward.parts(answer.count, len(hidden))
         moved = [self.moved(forward, layer, answer[part], hidden[:, part]) for part in parts]
         return farthest_first(torch.cat(moved, dim=1), self._turns)
 
-    def moved(
-        self, forward: Forward, layer: int, rows: Rows, hidden: Float[Tensor, "batch rows width"]
-    ) -> Float32[Tensor, "batch rows"]:
+    def moved(self, forward: Forward, layer: int, rows: Rows, hidden: Hidden) -> Float32[Tensor, "batch rows"]:
         """Distance of the values of each row, whose input of the layer is `hidden`, from the cached ones."""
         values = forward.model.values(layer, forward.model.attention_norm(layer, hidden))
         return distances(values, forward.store.rows(Feature.VALUE, layer, rows))
 
     @spanned(Op.GATHER)
-    def _taken(self, hidden: Float[Tensor, "batch answer width"], rows: Rows) -> Float[Tensor, "batch rows width"]:
+    def _taken(self, hidden: Float[Tensor, "batch answer width"], rows: Rows) -> Hidden:
         return hidden.gather(1, (rows.index - self._start)[:, :, None].expand(-1, -1, hidden.shape[2]))
 
 
-def distances(
-    new: Float[Tensor, "batch heads rows elements"],
-    cached: Float[Tensor, "batch heads rows elements"],
-) -> Float32[Tensor, "batch rows"]:
+def distances(new: Heads, cached: Heads) -> Float32[Tensor, "batch rows"]:
     """Distance of each row's direction, all heads together, from the cached one; 0 if it is no more than rounding. It
     is √(2 − 2·cos), in the order of falling cosine, and exact where the cosine itself rounds to 1."""
     difference = (new / _length(new)).sub_(cached / _length(cached))
@@ -198,5 +183,5 @@ def turns_of(starts: Int[Tensor, " batch"], rows: int, block: tuple[int, int]) -
     return (first + torch.where(numbers < count, (numbers + starts[:, None]) % count, numbers)) % rows
 
 
-def _length(rows: Float[Tensor, "batch heads rows elements"]) -> Float32[Tensor, "batch 1 rows 1"]:
+def _length(rows: Heads) -> Float32[Tensor, "batch 1 rows 1"]:
     return torch.linalg.vector_norm(rows, dim=(1, 3), keepdim=True, dtype=torch.float32).clamp_(min=_TINY)

@@ -55,13 +55,62 @@ class ElasticStep:
         queries = None if normed is None else forward.queries(layer, rows, normed)
         del normed
         asked = LayerQueries(forward, layer, pass_, widening.place, queries)
-        moved, others = watch(asked, self._tracked, self._step, widening, past, self._threshold, self._chunk)
+        moved, others = self._watch(asked, past)
         del asked, past
         forward.attend(layer, rows, hidden, queries=queries)
         del queries
         forward.mlp(layer, hidden)
         self._storing.write(forward, layer + 1, pass_, widening, complete=complete)
         return pass_ if moved is None else widening.widened(forward, layer + 1, pass_, moved, others)
+
+    @spanned(Op.WATCH)
+    def _watch(
+        self, asked: "LayerQueries", past: Float[Tensor, "batch heads tracked length"] | None
+    ) -> tuple[Bool[Tensor, " batch"] | None, int]:
+        """Compare the attention of the layer's tracked tokens, mark sequences whose attention has moved as full, and
+        track the tokens that the window attends to most. Reads from the device once, unless `past` is None.
+
+        Args:
+            asked: queries in the layer, after its keys were written.
+            past: attention of the tracked tokens in the last step; None if all sequences recompute every row.
+
+        Returns:
+            Sequences that widen from the next layer on, None for no sequence; and the rows that join each of them, at
+            most.
+        """
+        forward, layer = asked.forward, asked.layer
+        tracked, step, widening = self._tracked, self._step, self._widening
+        columns, keys = tracked.columns(layer), forward.keys(layer)
+        moved = torch.zeros_like(widening.full)
+        if past is not None:
+            known = columns != NONE
+            alike = similarity(past, weights_of(forward, layer, asked.at(columns), columns, keys)).where(known, 0.0)
+            # A mean over no token is NaN, which is below no threshold.
+            moved = step.active & ~widening.full & (alike.sum(dim=1) / known.sum(dim=1) < self._threshold)
+        # The window is masked, so nothing is hidden from it.
+        mass = attention_received(
+            asked.at(step.window),
+            step.in_window,
+            keys[: len(columns)],
+            forward.limits.of(slice(len(columns))).key_mask,
+            self._chunk,
+            soft_cap=forward.model.shape.soft_cap,
+            sink_keys=forward.model.sink_keys(layer),
+        )
+        most, chosen = mass.masked_fill_(~step.committed, -1.0).topk(columns.shape[1], dim=1)
+        chosen = chosen.where(most >= 0, NONE)
+        found = asked.at(chosen)
+        widen, others = None, 0
+        if past is not None:
+            absent = (chosen != NONE) & (widening.place.gather(1, chosen.clamp_min(0)) < 0) & step.active[:, None]
+            widening.full |= moved
+            settled = (widening.full | ~step.active).all()
+            read = torch.stack([moved.any(), absent.any(), settled, widening.others()]).tolist()
+            widen, others, widening.settled = moved if read[0] else None, read[3], bool(read[2])
+            if read[1]:
+                found = found.where(~absent[:, None, :, None], asked.stored(chosen))
+        tracked.put(layer, chosen, found, step.active)
+        return widen, others
 
 
 class Storing:
@@ -169,60 +218,6 @@ def weights_of(
         stop=forward.limits.stop(columns),
         exact=False,
     )[0]
-
-
-@spanned(Op.WATCH)
-def watch(
-    asked: LayerQueries,
-    tracked: Tracked,
-    step: WindowRows,
-    widening: Widening,
-    past: Float[Tensor, "batch heads tracked length"] | None,
-    threshold: float,
-    chunk: WindowChunk,
-) -> tuple[Bool[Tensor, " batch"] | None, int]:
-    """Compare the attention of the layer's tracked tokens, mark sequences whose attention has moved as full, and track
-    the tokens that the window attends to most. Reads from the device once, unless `past` is None.
-
-    Args:
-        asked: queries in the layer, after its keys were written.
-        past: attention of the tracked tokens in the last step; None if all sequences recompute every row.
-
-    Returns:
-        Sequences that widen from the next layer on, None for no sequence; and the rows that join each of them, at most.
-    """
-    forward, layer = asked.forward, asked.layer
-    columns, keys = tracked.columns(layer), forward.keys(layer)
-    moved = torch.zeros_like(widening.full)
-    if past is not None:
-        known = columns != NONE
-        alike = similarity(past, weights_of(forward, layer, asked.at(columns), columns, keys)).where(known, 0.0)
-        # A mean over no token is NaN, which is below no threshold.
-        moved = step.active & ~widening.full & (alike.sum(dim=1) / known.sum(dim=1) < threshold)
-    # The window is masked, so nothing is hidden from it.
-    mass = attention_received(
-        asked.at(step.window),
-        step.in_window,
-        keys[: len(columns)],
-        forward.limits.of(slice(len(columns))).key_mask,
-        chunk,
-        soft_cap=forward.model.shape.soft_cap,
-        sink_keys=forward.model.sink_keys(layer),
-    )
-    most, chosen = mass.masked_fill_(~step.committed, -1.0).topk(columns.shape[1], dim=1)
-    chosen = chosen.where(most >= 0, NONE)
-    found = asked.at(chosen)
-    widen, others = None, 0
-    if past is not None:
-        absent = (chosen != NONE) & (widening.place.gather(1, chosen.clamp_min(0)) < 0) & step.active[:, None]
-        widening.full |= moved
-        settled = (widening.full | ~step.active).all()
-        read = torch.stack([moved.any(), absent.any(), settled, widening.others()]).tolist()
-        widen, others, widening.settled = moved if read[0] else None, read[3], bool(read[2])
-        if read[1]:
-            found = found.where(~absent[:, None, :, None], asked.stored(chosen))
-    tracked.put(layer, chosen, found, step.active)
-    return widen, others
 
 
 def attention_received(

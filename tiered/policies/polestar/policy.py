@@ -91,11 +91,16 @@ class Polestar(Policy):
     def cluster_sizes(self, call: CallShape) -> ClusterSizes:
         """Rows, clusters and records of a call."""
         return ClusterSizes(
-            call=call, codec=Codec(self.codec), wanted=self.clusters, top_m=self.top_m, group=self.cluster_layers,
+            call=call,
+            codec=Codec(self.codec),
+            wanted=self.clusters,
+            top_m=self.top_m,
+            group=self.cluster_layers,
             window=None if self.window_blocks is None else sum(self.window_blocks) * call.block_length,
-            appended_blocks=self.appended_blocks, faiss=self.kmeans == "faiss",
+            appended_blocks=self.appended_blocks,
+            faiss=self.kmeans == "faiss",
             measures_moves=self.measures_moves,
-        )  # fmt: skip
+        )
 
     def needs(self, sizes: CallShape) -> Needs:
         if not self.top_m:
@@ -135,9 +140,12 @@ class Drifting(PolicyState):
         self._cache = None
         if policy.top_m:
             self._cache = HiddenCache(
-                clusters=policy.clusters, top_m=policy.top_m, group=policy.cluster_layers, backend=policy.kmeans,
+                clusters=policy.clusters,
+                top_m=policy.top_m,
+                group=policy.cluster_layers,
+                backend=policy.kmeans,
                 measures_moves=policy.measures_moves,
-            )  # fmt: skip
+            )
         self._forwards = 0
         self._last: Tensor | None = None  # commits of the last step, by sequence
         self._since: Tensor | None = None  # commits since the last update, by sequence
