@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from tiered.core.rows import Rows
 from tiered.policies.polestar import drift
-from tiered.policies.polestar.drift import DriftReference, LayerKeys
+from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
 
 LAW = 1e-5  # |measured − defined|, relative where the drift is above 1
 BLOCK = Rows.span(18, 24)
@@ -114,7 +114,7 @@ class World:
             self.change(rows, rise, updating)
         for anew in (False, True):
             found, reference = self.reference.measured(
-                self.queries, self.layer, every, then, HERE, updating=updating, anew=anew
+                self.queries, self.layer, Changed(every, then, HERE), updating, anew=anew
             )
             if not found.isnan().any():
                 break
@@ -188,7 +188,7 @@ def test_the_move_of_a_centroid_is_drift(shape: dict[str, Any]):
     world.change(world.rows(9), 2.0)
     world.queries[:, :, 1:3] = world.new_queries(2)
     found, world.reference = world.reference.measured(
-        world.queries, world.layer, rows, then, slice(18, 24), last_queries=last_queries
+        world.queries, world.layer, Changed(rows, then, slice(18, 24)), last_queries=last_queries
     )
     world.assert_law(found, last_queries=last_queries)
     assert (found[:, 1:3] > 0.1).all()
@@ -250,12 +250,12 @@ def test_an_update_looks_at_changed_keys_alone(monkeypatch: pytest.MonkeyPatch):
         torch.cat([BLOCK.index.expand(world.batch, -1), rows.index], dim=1), torch.cat([own, rows.valid], dim=1)
     )
     world.change(rows, 0.5)
-    found, _ = reference.measured(world.queries, world.layer, every, then, HERE)
+    found, _ = reference.measured(world.queries, world.layer, Changed(every, then, HERE))
     world.assert_law(found)
     world.change(rows, 70.0, torch.tensor([True, False]))
     for updating, known in ((None, [False, True]), ([True, True], [False, True]), ([False, True], [True, True])):
         here = None if updating is None else torch.tensor(updating)
-        found, _ = reference.measured(world.queries, world.layer, every, then, HERE, here)
+        found, _ = reference.measured(world.queries, world.layer, Changed(every, then, HERE), here)
         assert (~found.isnan()).all(1).tolist() == known
 
 
@@ -318,7 +318,7 @@ def test_a_batch_is_its_sequences():
         queries, every = world.queries[alone], Rows.at(columns[alone], valid[alone])
         then, now = (LayerKeys(keys[alone], world.key_mask[alone]) for keys in (last, world.keys))
         reference = DriftReference.of(queries, then, BLOCK)
-        drifts.append(reference.measured(queries, now, every, then.at(every), HERE, anew=True)[0])
+        drifts.append(reference.measured(queries, now, Changed(every, then.at(every), HERE), anew=True)[0])
     torch.testing.assert_close(drifts[0], torch.cat(drifts[1:]), rtol=1e-5, atol=1e-6)
     assert (drifts[0] > 0.001).all()
     kept = world.reference.of_sequences([1])
@@ -332,7 +332,7 @@ def test_an_update_reads_nothing_back():
         keys = LayerKeys(torch.zeros(2, 2, 40, 8), mask)
         rows = Rows.at(torch.zeros(2, 9, dtype=torch.int64), torch.ones(2, 9, dtype=torch.bool))
         reference = DriftReference.of(queries, keys, BLOCK)
-        found, after = reference.measured(queries, keys, rows, keys.at(rows), HERE, updating=mask[:, 0])
+        found, after = reference.measured(queries, keys, Changed(rows, keys.at(rows), HERE), updating=mask[:, 0])
         done = after.append()
         done.recenter(queries[:, :, :2], keys, torch.zeros(2, 2, dtype=torch.int64), mask[:, :2])
     assert found.shape == (2, 5) and done.block.shape == (2, 2, 6, 8) and done.sums.peak.shape == (2, 4, 6)

@@ -18,7 +18,7 @@ from tiered.forward.attention_weights import attention_weights
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.policies.base import Step
-from tiered.policies.polestar.drift import DriftReference, LayerKeys
+from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
 
 Scores = Float[Tensor, " length"]
 
@@ -194,7 +194,8 @@ class Drift(Highest):
     def drift(self, look: Look, layer: int) -> Scores:
         """Of every row in `layer`, once the block's keys are written there: nothing else has changed."""
         keys, reference = LayerKeys.of(look.forward, layer), self._references[layer]
-        measured = reference.measured(self._queries[layer], keys, look.block, reference.block, slice(None), anew=True)
+        changed = Changed(look.block, reference.block, slice(None))
+        measured = reference.measured(self._queries[layer], keys, changed, anew=True)
         return measured[0][0].clamp_min(0)
 
 

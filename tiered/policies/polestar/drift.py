@@ -69,6 +69,21 @@ class LayerKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class Changed:
+    """Every column whose score may differ from that at the last update.
+
+    Attributes:
+        rows: the columns.
+        last_keys: their keys at the last update.
+        block: the rows whose keys the next reference keeps.
+    """
+
+    rows: Rows
+    last_keys: Float[Tensor, "batch kv_heads rows head_dim"]
+    block: slice
+
+
+@dataclass(frozen=True, slots=True)
 class DriftReference:
     """The attention of centroids at their last update, as far as drift needs it.
 
@@ -92,9 +107,7 @@ class DriftReference:
         self,
         queries: Float[Tensor, "batch heads clusters head_dim"],
         keys: LayerKeys,
-        rows: Rows,
-        then: Float[Tensor, "batch kv_heads rows head_dim"],
-        block: slice,
+        changed: Changed,
         updating: Bool[Tensor, " batch"] | None = None,
         last_queries: Float[Tensor, "batch heads clusters head_dim"] | None = None,
         anew: bool = False,
@@ -104,11 +117,8 @@ class DriftReference:
         Args:
             queries: of the centroids now, rotated at the positions of their medoids.
             keys: as they are now.
-            rows: every column whose score may differ from that at the last update.
-            then: keys at `rows` at the last update.
-            block: the rows whose keys the next reference keeps.
             updating: False at sequences whose reference stays, and whose drift has no meaning; None for none.
-            last_queries: of the centroids at the last update, if they differ; `rows` are then all columns. None for
+            last_queries: of the centroids at the last update, if they differ; all columns are `changed` then. None for
                 `queries`.
             anew: take the log-sum-exps over all columns, as for `last_queries`.
 
@@ -116,7 +126,8 @@ class DriftReference:
             KL of the attention of now from that of the last update, mean over heads; float32. It may fall short of 0
             by rounding. NaN where the log-sum-exps have to be taken `anew`: the reference is of no use then.
         """
-        now, last, cap = keys.at(rows), self.sums, keys.soft_cap
+        rows, then, last, cap = changed.rows, changed.last_keys, self.sums, keys.soft_cap
+        now = keys.at(rows)
         sums = keys.log_sums(queries) if anew or last_queries is not None else None
         if last_queries is None:
             both = attention_scores(queries, torch.cat([then, now], dim=2), cap).split(rows.count, dim=3)
@@ -139,7 +150,7 @@ class DriftReference:
         drift = -rise - _expected_fall(sums, *both)
         if last_queries is not None and keys.sink_keys is not None:
             drift -= _expected_fall(sums, *(sink_scores(each, keys.sink_keys, cap) for each in (last_queries, queries)))
-        kept, peak, mass = now[:, :, block], sums.peak, sums.mass
+        kept, peak, mass = now[:, :, changed.block], sums.peak, sums.mass
         if updating is not None:
             here = updating[:, None, None]
             peak, mass = peak.where(here, last.peak), mass.where(here, last.mass)

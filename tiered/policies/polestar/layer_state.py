@@ -18,7 +18,7 @@ from tiered.core.spans import span, spanned
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
-from tiered.policies.polestar.drift import DriftReference, LayerKeys
+from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
 from tiered.policies.polestar.members import Cluster, Columns, Members, RowLayout
 from tiered.tiers.record_bytes import StoredCluster
 from tiered.tiers.stored_rows import StoredRows
@@ -136,8 +136,9 @@ class LayerState:
         forward.write(self.layer, pass_.rows, pass_.hidden)
         # Every sequence updates at the start of a block. Later the columns are the same, and other references stay.
         keys, queries = LayerKeys.of(forward, self.layer), self.queries
+        changed = Changed(rows, then, block)
         for anew in (False, True):
-            drift, self.reference = reference.measured(queries, keys, rows, then, block, updating, last_queries, anew)
+            drift, self.reference = reference.measured(queries, keys, changed, updating, last_queries, anew)
             drift = torch.nn.functional.threshold(drift, rounding(then.dtype), 0.0)
             found = [row[: len(members.sizes)] for row, members in zip(drift.tolist(), self.members, strict=True)]
             if not any(isnan(of) for row in found for of in row):
