@@ -127,6 +127,7 @@ HIDDEN: dict[str, tuple[float, dict[str, Any]]] = {
     "finished blocks appended, raw": (0.5, {**EVERYTHING, "clusters": 32, "refresh": "drift", "codec": "raw"}),
     "a window": (0.85, {**EVERYTHING, "clusters": 8, "window": (2, 1), "codec": "nvfp4"}),
     "clusters of their own": (0.8, {**EVERYTHING, "clusters": 8, "cluster_layers": 1}),
+    "beside those from below": (0.6, {"update_threshold": 0, "from_below": "beside", "cluster_layers": 1}),
     "on the device": (0.85, {**EVERYTHING, "clusters": 8, "tier": "device"}),
     "faiss": (0.5, {**EVERYTHING, "clusters": 8, "kmeans": "faiss"}),
 }

@@ -22,6 +22,7 @@ from tiered.policies.registry import PRESETS, make_policy
         ({"update_threshold": -1}, ValueError, "update_threshold = -1"),
         ({"update_threshold": None}, TypeError, "update_threshold = None"),
         ({"cluster_layers": 0}, ValueError, "cluster_layers = 0"),
+        ({"from_below": "besides"}, ValueError, "did you mean 'beside'"),
         ({"codec": "nvfp8"}, ValueError, "codec 'nvfp8'; did you mean 'nvfp4'"),
         ({"codec": 4}, ValueError, "codec '4'"),
         ({"refresh": "always"}, ValueError, "refresh 'always'.* allowed: auto, drift, full"),

@@ -229,7 +229,9 @@ def _dry_forward(policy: Policy, sizes: CallShape, block: int, asked: Pass) -> D
         rows = asked.program.expected_rows(count, layers)
     elif isinstance(asked.program, Update) and isinstance(policy, Polestar):
         kept = policy.cluster_sizes(sizes)
-        renewed = min(kept.kept, policy.top_m * kept.kept / max(kept.clusters, 1))
+        # Where each layer adds clusters, half of all come along through a layer on average.
+        chosen = policy.top_m * (1 + kept.layers / 2 if kept.beside else 1)
+        renewed = min(kept.kept, chosen * kept.kept / max(kept.clusters, 1))
         # The chosen rows of a group go up to the next one, and through all layers but the last.
         rows += renewed * (layers - 1) / layers
         if policy.hidden_tier == Tier.HOST and kept.slots < kept.records:  # else all stay in their slots

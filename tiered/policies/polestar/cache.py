@@ -42,6 +42,7 @@ class HiddenCache:
     Attributes:
         clusters, top_m, backend: options of `Polestar`; `backend` is `kmeans`.
         group: layers of a group.
+        beside: whether clusters that the layer below has renewed come beside the M (`Polestar.from_below`).
         measures_moves: whether the move of a centroid counts as drift (`Polestar.measures_moves`).
         states: by leader; empty before the first refresh, and if there is nothing outside the block.
         ranking: drift of every cluster at the last update, by leader and sequence.
@@ -54,6 +55,7 @@ class HiddenCache:
     clusters: int | Literal["auto"]
     top_m: int
     group: int
+    beside: bool
     backend: Backend
     measures_moves: bool
     states: dict[int, LayerState] = field(default_factory=dict)
@@ -92,10 +94,11 @@ class HiddenCache:
         self, drift: Sequence[float], members: Members, recomputed: Bool[np.ndarray, " length"]
     ) -> list[int]:
         """`top_m` clusters of a sequence, the most drifted first. If the moves of centroids do not count as drift,
-        clusters that the layer below has renewed by half or more come before the others: their inputs have moved."""
+        clusters that the layer below has renewed by half or more come before the others, among the `top_m` or beside
+        them: their inputs have moved."""
         below = () if self.measures_moves else members.mostly(recomputed)
         ranked = sorted(range(len(drift)), key=lambda cluster: (cluster not in below, -drift[cluster]))
-        return ranked[: self.top_m]
+        return ranked[: self.top_m + len(below) * self.beside]
 
     @spanned(Op.CLUSTERING)
     def cluster(

@@ -34,7 +34,8 @@ class ClusterSizes:
         call: the call's sizes.
         codec: codec of the records.
         wanted: clusters of a layer and sequence that the policy asks for.
-        top_m: clusters that an update chooses.
+        top_m: clusters that an update chooses in a layer.
+        beside: whether those that the layer below chose come beside them.
         window: rows that a refresh clusters; None for no limit.
         appended_blocks: finished blocks that become clusters between two refreshes.
         group: layers that share their clusters.
@@ -46,6 +47,7 @@ class ClusterSizes:
     codec: Codec
     wanted: int | Literal["auto"]
     top_m: int
+    beside: bool = False
     window: int | None = None
     appended_blocks: int = 0
     group: int = 1
@@ -86,7 +88,8 @@ class ClusterSizes:
     def renewed(self) -> int:
         """Rows of the clusters that an update chooses in a layer and sequence."""
         bounded = self.wanted == "auto"
-        return min(self.clustered, self.top_m * MOST_ROWS_PER_CLUSTER) if bounded else self.clustered
+        chosen = self.top_m * (1 + self.layers if self.beside else 1)  # the first layer chooses, and stores nothing
+        return min(self.clustered, chosen * MOST_ROWS_PER_CLUSTER) if bounded else self.clustered
 
     @property
     def layers(self) -> int:

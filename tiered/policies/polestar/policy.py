@@ -27,7 +27,7 @@ from tiered.policies.polestar.update import Update
 from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.policies.row_schedule import REFRESH_EVERY_4
 
-REFRESHES = ("full", "drift", "auto")
+REFRESHES, FROM_BELOW = ("full", "drift", "auto"), ("among", "beside")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,9 @@ class Polestar(Policy):
         update_threshold: T, commits of one step, or of all steps since the last update, that call for no update yet.
         cluster_layers: layers that share one clustering; 1 for a clustering of each layer, as in the paper. A cluster
             that one of these layers hands to the next is whole there, so no stored row is fetched for it.
+        from_below: what the clusters that the layer below renewed, by half or more, are of those that a layer renews:
+            "among" its M, in front of all others; or "beside" them, so that each layer adds M of its own, for rows that
+            change as those did.
         codec: how members are stored: a `Codec` of `tiered.offload.codec_bytes`, or its name.
         refresh: what begins a block: "full" for every row; "drift" for an update over the finished block and the new
             one, which is beyond the paper; "auto" for "drift" if it makes the call faster and the prompts are long
@@ -67,6 +70,7 @@ class Polestar(Policy):
     top_m: int = 4
     update_threshold: int = 4
     cluster_layers: int = 4
+    from_below: Literal["among", "beside"] = "among"
     codec: Codec | str = Codec.NVFP4_DELTA
     refresh: Literal["full", "drift", "auto"] = "full"
     refresh_blocks: int = REFRESH_EVERY_4
@@ -77,7 +81,8 @@ class Polestar(Policy):
             check_integer("clusters", self.clusters, least=1)
         for name, least in (("top_m", 0), ("update_threshold", 0), ("cluster_layers", 1), ("refresh_blocks", 1)):
             check_integer(name, getattr(self, name), least=least)
-        for name, allowed in (("codec", list(Codec)), ("refresh", REFRESHES), ("kmeans", BACKENDS)):
+        words = {"from_below": FROM_BELOW, "codec": list(Codec), "refresh": REFRESHES, "kmeans": BACKENDS}
+        for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, str(getattr(self, name)), map(str, allowed))
         if self.kmeans == "faiss":
@@ -96,6 +101,7 @@ class Polestar(Policy):
             wanted=self.clusters,
             top_m=self.top_m,
             group=self.cluster_layers,
+            beside=self.from_below == "beside",
             window=None if self.window_blocks is None else sum(self.window_blocks) * call.block_length,
             appended_blocks=self.appended_blocks,
             faiss=self.kmeans == "faiss",
@@ -143,6 +149,7 @@ class Drifting(PolicyState):
                 clusters=policy.clusters,
                 top_m=policy.top_m,
                 group=policy.cluster_layers,
+                beside=policy.from_below == "beside",
                 backend=policy.kmeans,
                 measures_moves=policy.measures_moves,
             )
