@@ -19,7 +19,9 @@ from tiered.cli.main import build_parser, main
 from tiered.models.locate import EMBEDDED_MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in pages()}
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in [*pages(), ROOT / "CONTRIBUTING.md"]
+}
 with (ROOT / "pyproject.toml").open("rb") as file:
     PROJECT = tomllib.load(file)["project"]
 
@@ -127,7 +129,7 @@ def test_command_lines_name_what_exists(page: str):
         match words:
             case ["tiered", *arguments]:
                 parser.parse_args(arguments)
-            case ["make", target]:
+            case ["make", target, *_]:
                 assert target in targets
             case ["python", "-m", module, *_]:
                 assert importlib.util.find_spec(module)
@@ -167,6 +169,10 @@ def test_links_lead_somewhere(page: str):
         if part:
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.M)
             assert part in [anchor(heading) for heading in headings], target
+
+
+def test_the_citation_is_of_this_version():
+    assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_first_page_is_short():
