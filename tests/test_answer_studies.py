@@ -19,7 +19,7 @@ STUDIES = (
 PAGES = {
     ("sweep", "sweep"): "docs/benchmarks.md",
     ("compare", "compare"): "docs/benchmarks.md",
-    ("compare", "short"): "README.md",
+    ("compare", "short"): "docs/policies.md",
     ("compare", "noise"): "docs/policies.md",
     ("compare", "uniform"): "docs/embedded-model.md",
     ("accuracy", "accuracy"): "docs/embedded-model.md",
