@@ -7,10 +7,9 @@
     python bench/measure.py STUDY --help             # its axes, each a flag
 
 A point is a model, a policy with its options, a workload, a budget and a device. Each is measured in a process of its
-own, one after the other, in rounds over all of them. What is measured is kept at once, so that the same command goes on
-after Ctrl-C, a crash or a full disk. Rows lie in bench/results/STUDY/rows.parquet with the machine, the versions and
-the revision that they are of; what the library refuses, and what failed, are rows that say why. The last line of stdout
-is JSON. The exit status is 1 if a point failed, 2 for a command that cannot be followed, 130 after Ctrl-C.
+own, in rounds over all of them, and kept at once: the same command goes on after Ctrl-C, a crash or a full disk. Rows
+lie in bench/results/STUDY/rows.parquet, with machine, versions and revision; refusals and failures are rows that say
+why. The last line of stdout is JSON. The exit status is 1 if a point failed, 2 for a wrong command, 130 after Ctrl-C.
 """
 
 import argparse

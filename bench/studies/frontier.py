@@ -1,4 +1,4 @@
-"""What right answers cost: every policy with what its authors set, and with its freshness knob turned, on long prompts.
+"""What right answers cost as freshness is turned up, policy by policy, on tasks that need a fresh prompt.
 
 A cell is a task, the size of its prompts and a commit rule; its policies take turns. `SETTINGS` has as many settings of
 each policy as any gets: first that of its authors, then more and more updates. `none` has nothing to set, and
