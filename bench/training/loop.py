@@ -15,8 +15,8 @@ from tiered.models.tokenizer import load_tokenizer
 from tiered.policies.block_causal import BlockCausal
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
-from training.fresh_batches import LETTERS_OF
-from training.tasks import FRESH_ANSWER, FRESH_SHARE, LONG_TASKS, TASKS, sample
+from training.fresh_batches import SHARE
+from training.tasks import FRESH_PRINTED, KEY_TOKENS, LONG_TASKS, TASKS, sample
 from training.tokenizer import save_tokenizer
 from training.trainer import Trainer
 
@@ -118,7 +118,7 @@ def validate_fresh(
     runtime, scores = Runtime(model, policy=make_policy("none"), tokenizer=tokenizer), {}
     for name, high in sizes.items():
         size = min(int(high), LONGEST_VALIDATED_FRESH)
-        printed = min(FRESH_ANSWER[1], int(size * FRESH_SHARE)) // LETTERS_OF[name]
+        printed = min(FRESH_PRINTED[1], int(size * SHARE) // KEY_TOKENS)
         drawn = [
             sample(name, "validation", number, size=size, printed=printed) for number in range(first, first + examples)
         ]
