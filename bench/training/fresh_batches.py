@@ -15,14 +15,14 @@ from training.lookup_batches import stretched
 from training.noise import TAIL_WEIGHT, Noised
 from training.tasks import FRESH_PRINTED, FRESH_TASKS, KEY_TOKENS, draw
 
-BLOCK = 32
+BLOCK, MOST_BLOCKS = 32, 4  # tokens of a block, and blocks of a canvas
 SMALLEST = 24  # tokens of a prompt
 SHARE = 0.5  # of a prompt's tokens, which its answer has at most
 REACH = 4096  # positions that prompts with gaps spread over
 # Where the entries of a prompt begin, and tokens of one; its key, which answers print, are the last of them.
 ENTRIES = {"sort_marked": (6, 2), "sort_numbers": (5, 3)}
 # How batches are noised: all behind a border is hidden; a block is hidden in part, and all behind it; keys by chance.
-BEHIND, IN_BLOCKS = 0.4, 0.3
+BEHIND, IN_BLOCKS = 0.3, 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,8 @@ def fresh_batch(task: str, seed: int, step: int, curriculum: Curriculum, tokens:
     size = round(math.exp(rng.uniform(math.log(SMALLEST), math.log(curriculum.fresh_high[task]))))
     most = max(2, min(FRESH_PRINTED[1], int(size * SHARE) // KEY_TOKENS))
     printed = most if rng.random() < 0.3 else rng.randint(2, most)
-    canvas = KEY_TOKENS * printed + rng.randint(1, 4)
-    if rng.random() < 0.3:
-        canvas = -(-canvas // BLOCK) * BLOCK
+    tight = KEY_TOKENS * printed + rng.randint(1, 4)
+    canvas = tight if rng.random() < 0.6 else BLOCK * rng.randint(-(-tight // BLOCK), MOST_BLOCKS)
     count = max(1, tokens // (size + canvas))
     pairs = [encode(draw(task, "train", rng, size=size, printed=printed)) for _ in range(count)]
     length = len(pairs[0][0]) + canvas

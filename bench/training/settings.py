@@ -12,8 +12,8 @@ class Settings:
         grow: steps until lists have their full length.
         seed: of weights and data.
         short_tokens, lookup_tokens: tokens of a step's two batches.
-        fresh_tokens: tokens of a step's batch of `FRESH_TASKS`, beside which each of the other two comes at every other
-            step; 0 for none.
+        fresh_tokens: tokens of a step's batch of `FRESH_TASKS`, beside which lists, long answers and lookups take
+            turns; 0 for none.
         rate: per cent of the full learning rates.
         bfloat16: 1 to compute the layers in bfloat16, weights and optimizers in float32.
         workers: batches that are computed at once, each by a thread.

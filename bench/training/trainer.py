@@ -114,10 +114,11 @@ class Trainer:
         self.curriculum = self.curriculum.advanced(standing.step, self.settings.grow, learned)
         fresh = [fresh_task(self.settings.seed, standing.step, self.curriculum)] if self.settings.fresh_tokens else []
         # Answers of one block are rehearsed at every other step, once there are longer ones. Beside fresh tasks a step
-        # rehearses lists or lookups.
-        turn = standing.step // 2 if fresh else standing.step
-        old = ["long" if self.curriculum.stretch and turn % 2 else "short", "lookup"]
-        for part in pool.map(self._part, ([old[standing.step % 2], *fresh] if fresh else old)):
+        # rehearses one stream.
+        streams = ["long" if self.curriculum.stretch and standing.step % 2 else "short", "lookup"]
+        if fresh:
+            streams = [("short", "long", "lookup")[standing.step % 3], *fresh]
+        for part in pool.map(self._part, streams):
             standing.tokens += part.tokens
             for name, loss in part.losses.items():
                 standing.losses[name] = LOSS_DECAY * standing.losses.get(name, loss) + (1 - LOSS_DECAY) * loss
