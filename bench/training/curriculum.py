@@ -21,7 +21,7 @@ MOST_ASKED = 8  # keys of a question within one block
 LOOKUP_LEARNED = {"mask": 0.3, "uniform": 0.17}
 # Prompt tokens of the longest of `FRESH_TASKS`, at first and in the end; nats of a token whose entry follows from what
 # is in sight, below which a task of them counts as learned and its prompts grow, by how much a batch of it.
-FRESH_BOUNDS, FRESH_LEARNED, FRESH_GROWTH = (48.0, float(FRESH_SIZES[1])), 0.1, 1.03
+FRESH_BOUNDS, FRESH_LEARNED, FRESH_GROWTH = (48.0, float(FRESH_SIZES[1])), 0.12, 1.03
 # Arithmetic needs many more examples than lists do, and its answers are short.
 EMPHASIS = {"add": 2.5, "chain": 0.8}
 

@@ -77,9 +77,7 @@ def seen_keys(hidden: Bool[Tensor, "batch length"], batch: Batch) -> Bool[Tensor
     return ~hidden[:, prompt : prompt + answer].unflatten(1, (-1, KEY_TOKENS)).any(-1)
 
 
-def mask_as_decoded(
-    batch: Batch, generator: torch.Generator
-) -> tuple[Noised, Float[Tensor, "batch length"]]:
+def mask_as_decoded(batch: Batch, generator: torch.Generator) -> tuple[Noised, Float[Tensor, "batch length"]]:
     """Masks as decoding from the left meets them, mostly: what is printed is in sight up to a border.
 
     Returns:

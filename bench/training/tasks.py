@@ -31,7 +31,7 @@ LOOKUP_FRAME_TOKENS = 4
 PAIR_TOKENS = 5
 KEY_TOKENS = 2
 LONG_ASKED = (13, 24)  # keys of a question whose answer fills two to four blocks
-FRESH_PRINTED = (18, 46)  # keys, of two tokens each, of the answers of `FRESH_TASKS`, which fill two or three blocks
+FRESH_PRINTED = (18, len(NAMES))  # keys, of two tokens each, of the answers of `FRESH_TASKS`, which fill two blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,31 +166,29 @@ def _long_lookup(rng: random.Random, size: int) -> tuple[str, str]:
     return _lookup(rng, size, rng.randint(*LONG_ASKED))
 
 
-def _fresh(rng: random.Random, task: str, size: int, printed: int, frame: int, tokens: int, keys: int) -> tuple[int, int]:
-    """Keys that an answer of one of `FRESH_TASKS` prints, by chance if `printed` is 0, and entries of its prompt: those
-    of `tokens` tokens that `size` tokens hold beside `frame` tokens of its own."""
+def _fresh(rng: random.Random, task: str, size: int, printed: int, *, frame: int, tokens: int) -> tuple[list[str], int]:
+    """The names that an answer of one of `FRESH_TASKS` prints, as many as chance says if `printed` is 0; and other
+    entries of its prompt: `size` tokens hold entries of `tokens` tokens beside `frame` tokens of its own."""
     count = (size - frame) // tokens
-    printed = printed or rng.randint(FRESH_PRINTED[0], min(keys, count, FRESH_PRINTED[1]))
+    printed = printed or rng.randint(FRESH_PRINTED[0], min(count, FRESH_PRINTED[1]))
     if count < printed:
         raise ValueError(f"{task}: {size} tokens hold {count} entries, fewer than the {printed} that are printed")
-    return printed, count - printed
+    return _names(rng, printed), count - printed
 
 
 def _sort_marked(rng: random.Random, size: int, printed: int = 0) -> tuple[str, str]:
     # Frame: two chat marks, "sort", "with", two signs, ":".
-    keys = [f"{sign} {name}" for sign in "+-" for name in NAMES]
-    printed, others = _fresh(rng, "sort_marked", size, printed, 7, 2, len(keys))
-    marked = rng.sample(keys, printed)
+    names, others = _fresh(rng, "sort_marked", size, printed, frame=7, tokens=2)
+    marked = [f"{rng.choice('+-')} {name}" for name in names]
     entries = marked + [f"? {name}" for name in rng.choices(NAMES, k=others)]
     return f"sort with + -: {' '.join(rng.sample(entries, len(entries)))}", " ".join(sorted(marked))
 
 
 def _sort_numbers(rng: random.Random, size: int, printed: int = 0) -> tuple[str, str]:
     # Frame: two chat marks, "sort", "with", a sign, ":".
-    keys = [f"{name}{digit}" for name in NAMES for digit in range(10)]
-    printed, others = _fresh(rng, "sort_numbers", size, printed, 6, 3, len(keys))
-    marked = rng.sample(keys, printed)
-    entries = [f"+ {key}" for key in marked] + [f"? {key}" for key in rng.choices(keys, k=others)]
+    names, others = _fresh(rng, "sort_numbers", size, printed, frame=6, tokens=3)
+    marked = [f"{name}{rng.randrange(10)}" for name in names]
+    entries = [f"+ {key}" for key in marked] + [f"? {rng.choice(NAMES)}{rng.randrange(10)}" for _ in range(others)]
     return f"sort with +: {' '.join(rng.sample(entries, len(entries)))}", " ".join(sorted(marked))
 
 
@@ -223,7 +221,7 @@ FRESH_TASKS: dict[str, Task] = {
     name: Task(name=name, make=make, sizes=FRESH_SIZES, unit="prompt tokens", summary=summary)
     for name, make, summary in (
         ("sort_marked", _sort_marked, "the names of a list with one sign, sorted, then those with another"),
-        ("sort_numbers", _sort_numbers, "the marked entries of a list by name and number"),
+        ("sort_numbers", _sort_numbers, "the marked names of a list, sorted, with their numbers"),
     )
 }
 """Tasks whose next token follows from the prompt and all of the answer so far: entries that are printed are out."""

@@ -129,7 +129,7 @@ def tasks_of(texts: Iterable[str], context: int | None = None) -> list[list[Any]
     for text in texts:
         name, _, count = text.partition(":")
         task, at, size = name.partition("@")
-        if task not in (known := tasks.TASKS | tasks.LONG_TASKS):
+        if task not in (known := tasks.ALL_TASKS):
             raise unknown_name("task", task, known)
         if not count.isdecimal() or int(count) < 1 or (at and not size.isdecimal()):
             raise ValueError(f"examples {text!r}; TASK:COUNT or TASK@TOKENS:COUNT, with a count from 1, is allowed")
