@@ -16,7 +16,7 @@ from training.noise import TAIL_WEIGHT, Noised
 from training.tasks import FRESH_PRINTED, FRESH_TASKS, KEY_TOKENS, draw
 
 BLOCK, MOST_BLOCKS = 32, 4  # tokens of a block, and blocks of a canvas
-SMALLEST = 24  # tokens of a prompt
+SMALLEST, SPREAD = 24, 8  # tokens of a prompt, and how many times as long the longest one of its time is
 SHARE = 0.5  # of a prompt's tokens, which its answer has at most
 REACH = 4096  # positions that prompts with gaps spread over
 # Where the entries of a prompt begin, and tokens of one; its key, which answers print, are the last of them.
@@ -48,7 +48,8 @@ def fresh_batch(task: str, seed: int, step: int, curriculum: Curriculum, tokens:
     """About `tokens` tokens of a task; prompt lengths are log-uniform up to the curriculum's bound, and positions of
     some of them spread."""
     rng = random.Random(f"{task}/{seed}/{step}")
-    size = round(math.exp(rng.uniform(math.log(SMALLEST), math.log(curriculum.fresh_high[task]))))
+    high = curriculum.fresh_high[task]
+    size = round(math.exp(rng.uniform(math.log(max(SMALLEST, high / SPREAD)), math.log(high))))
     most = max(2, min(FRESH_PRINTED[1], int(size * SHARE) // KEY_TOKENS))
     printed = most if rng.random() < 0.3 else rng.randint(2, most)
     tight = KEY_TOKENS * printed + rng.randint(1, 4)
@@ -96,10 +97,11 @@ def mask_as_decoded(batch: Batch, generator: torch.Generator) -> tuple[Noised, F
     in_blocks = (place >= block) & ((coin < ratio) | (place >= block + BLOCK))
     by_key = (coin < ratio).gather(1, (place.clamp(min=0) // KEY_TOKENS * KEY_TOKENS).clamp(max=length - 1))
     hidden = torch.where(kind < BEHIND, place >= border, torch.where(kind < BEHIND + IN_BLOCKS, in_blocks, by_key))
-    # The fill behind the answer's end is hidden whole, or shown whole; the first end with either.
-    shown, with_end = uniform(rows, 1) < 0.3, uniform(rows, 1) < 0.5
-    fill = place >= answer + with_end
-    hidden = torch.where(fill, ~shown, hidden) & (place >= 0)
+    # Of the fill, ends are shown from anywhere on, mostly soon: where they begin does not say where the answer ends.
+    spare = length - batch.prompt[:, None] - answer
+    shown, start = uniform(rows, 1) < 0.5, answer + (uniform(rows, 1) ** 2 * (spare + 1)).long()
+    blocks = (kind >= BEHIND) & (kind < BEHIND + IN_BLOCKS) & (place >= block + BLOCK)
+    hidden = torch.where(place >= answer, ~shown | (place < start) | blocks, hidden) & (place >= 0)
     seen = F.pad(seen_keys(hidden, batch), (1, 0), value=True).repeat_interleave(KEY_TOKENS, 1)
     prompt = int(batch.prompt[0])
     near = torch.zeros_like(hidden)
