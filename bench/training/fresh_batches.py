@@ -116,4 +116,6 @@ def mask_as_decoded(batch: Batch, generator: torch.Generator) -> tuple[Noised, F
         clean=batch.prompt,
         weight=weight * near,
     )
-    return noised, weight * ~near * torch.where(place > answer, TAIL_WEIGHT, 1.0)
+    # An end where other answers of the task go on weighs as much as what they say there, or the model would go on.
+    tail = place > max(int(answer.max()), KEY_TOKENS * FRESH_PRINTED[1])
+    return noised, weight * ~near * torch.where(tail, TAIL_WEIGHT, 1.0)
