@@ -22,7 +22,7 @@ REACH = 4096  # positions that prompts with gaps spread over
 # Where the entries of a prompt begin, and tokens of one; its key, which answers print, are the last of them.
 ENTRIES = {"sort_marked": (6, 2), "sort_numbers": (5, 3)}
 # How batches are noised: all behind a border is hidden; a block is hidden in part, and all behind it; keys by chance.
-BEHIND, IN_BLOCKS = 0.3, 0.5
+BEHIND, IN_BLOCKS, ENDS = 0.3, 0.5, 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,8 @@ def mask_as_decoded(batch: Batch, generator: torch.Generator) -> tuple[Noised, F
         return torch.rand(*size, generator=generator)
 
     kind, ratio, coin = uniform(rows, 1), 1 - uniform(rows, 1), uniform(rows, length)
-    border = (uniform(rows, 1) * (answer + 1)).long()
+    # An end is asked for in one row of six: it is one token of many, and has to be sure that no key is left.
+    border = (uniform(rows, 1) * (answer + 1) * ENDS).long().clamp(max=answer)
     block = border // BLOCK * BLOCK
     in_blocks = (place >= block) & ((coin < ratio) | (place >= block + BLOCK))
     by_key = (coin < ratio).gather(1, (place.clamp(min=0) // KEY_TOKENS * KEY_TOKENS).clamp(max=length - 1))
