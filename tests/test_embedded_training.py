@@ -23,7 +23,7 @@ from training.batches import (
 from training.checkpoint import optimizer_tensors
 from training.curriculum import FRESH_BOUNDS, FRESH_LEARNED, LIST_TASKS, LONG_STREAM, SHORT_TASKS, Curriculum
 from training.export import export
-from training.fresh_batches import LETTERS_OF, SMALLEST, fresh_batch, fresh_task, keys_of, mask_as_decoded
+from training.fresh_batches import SMALLEST, fresh_batch, fresh_task, keys_of, mask_as_decoded
 from training.fresh_losses import fresh_losses
 from training.in_blocks import forward_in_blocks
 from training.long_batches import long_batch
@@ -43,8 +43,6 @@ from tiered.models.locate import read_config
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 
-# The letter of a token, whether a space stands in front of it or not.
-VOCABULARY_LETTER = {number: token.strip() for token, number in VOCABULARY.items()}
 SMALL = Settings(
     steps=6, grow=4, short_tokens=200, lookup_tokens=100, score_every=3, score_examples=1, save_every=2, report_every=2
 )
@@ -196,37 +194,33 @@ def test_operands_are_asked_for_where_the_total_before_is_in_sight():
     assert mean_cross_entropy(torch.zeros(0, 5), torch.zeros(0, dtype=torch.long)) == 0
 
 
-# Prompt and answer; columns in which the answer's keys begin in the prompt, on a way in the entry before, -1 if they do
-# not; and the column of the last letter of each mention of the answer's first key.
+# Prompt and answer; columns in which the answer's keys begin in the prompt, and that of the first key's last token.
 POINTED = {
-    "sort_marked": ("sort with +: CD+ EF- AB+", "AB CD", [11, 5], [12]),
-    "sort_values": ("sort with +=: CD=07+ AB=31+ EF=02-", "CD AB", [6, 12], [7]),
-    "merge": ("sort after ABA: AAZ CDE with ABB ZZZ", "ABB CDE ZZZ", [14, 10, 17], [16]),
-    "follow": ("chain AB: CD=AB+EF AB=CD+AB EF=CD+AB", "AB CD EF", [-1, 16, 11], [9, 14, 20, 28]),
+    "sort_marked": ("sort with + -: - Ada + Gus ? Ada + Ben", "+ Ben + Gus - Ada", [12, 8, 6], 13),
+    "sort_numbers": ("sort with +: + Gus3 ? Ada7 + Ada9 + Ada8", "Ada8 Ada9 Gus3", [15, 12, 6], 16),
 }
 
 
 @pytest.mark.parametrize("task", POINTED)
 def test_the_next_key_points_into_a_prompt_that_knows_what_is_printed(task: str):
-    asked, answer, columns, mentions = POINTED[task]
+    asked, answer, columns, last = POINTED[task]
     pair = encode(Example(task, asked, answer))
     batch = collate([pair], len(pair[0]) + len(pair[1]) + 4)
-    prompt, length, letters = int(batch.prompt[0]), batch.ids.shape[1], LETTERS_OF[task]
+    prompt, length = int(batch.prompt[0]), batch.ids.shape[1]
     queries, keys = torch.zeros(1, 4, length, length), 40 * length**0.5 * torch.eye(length).expand(1, 4, -1, -1)
     for number, column in enumerate(columns):
-        for letter in range(letters if column >= 0 else 0):
-            slot = prompt + letters * number + letter
-            assert VOCABULARY_LETTER[int(batch.ids[0, slot])] == VOCABULARY_LETTER[int(batch.ids[0, column + letter])]
-            queries[:, list(POINTER_HEADS), slot, column + letter] = 1
+        for token in range(2):
+            slot = prompt + 2 * number + token
+            assert batch.ids[0, slot] == batch.ids[0, column + token]
+            queries[:, list(POINTER_HEADS), slot, column + token] = 1
     tap = Tap(torch.full((1, length, 1), -40.0), queries, keys)
-    tap.hidden[0, mentions] = 40.0
+    tap.hidden[0, last] = 40.0
     probe = nn.Linear(1, 1)
     with torch.no_grad():
         probe.weight.fill_(1.0)
         probe.bias.zero_()
     # The first key is in sight, and the second is asked for.
-    first = masked(batch, prompt + letters)
-    losses = fresh_losses(task, batch, first, probe, tap)
+    losses = fresh_losses(task, batch, masked(batch, prompt + 2), probe, tap)
     assert losses[f"spent {task}"] < 1e-3 and losses[f"point {task}"] < 1e-3
     # With nothing in sight no key is spent, and with all of it none is asked for.
     assert fresh_losses(task, batch, masked(batch, prompt), probe, tap)[f"spent {task}"] > 1
@@ -236,22 +230,21 @@ def test_the_next_key_points_into_a_prompt_that_knows_what_is_printed(task: str)
 @pytest.mark.parametrize("task", FRESH_TASKS)
 def test_masks_as_decoded_weigh_the_next_keys_and_the_rest_apart(task: str):
     grown = Curriculum(fresh_high=dict.fromkeys(FRESH_TASKS, 300.0))
-    letters, generator = LETTERS_OF[task], torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for step in range(6):
         batch = fresh_batch(task, 1, step, grown, 1500)
         assert all(split_of(example.prompt) == "train" for example in drawn_examples(batch))
-        keys = keys_of(task, batch)
-        assert keys.printed.shape[1] * letters == int(batch.answer[0])
-        assert (keys.printed[:, :, None] == keys.code[:, None]).any(-1).all()
-        noised, rest = mask_as_decoded(batch, letters, generator)
+        # Every printed key has one entry.
+        assert (keys_of(task, batch).same.sum(-1) == 1).all()
+        noised, rest = mask_as_decoded(batch, generator)
         place = batch.places()
         assert not noised.hidden[place < 0].any() and torch.equal(noised.ids == MASK_ID, noised.hidden)
         assert torch.equal((noised.weight + rest) > 0, noised.hidden) and not ((noised.weight > 0) & (rest > 0)).any()
-        # A key counts if it begins the answer, or if all letters of the key before are in sight.
+        # A key counts if it begins the answer, or if both tokens of the key before are in sight.
         for row, column in (noised.weight > 0).nonzero().tolist():
-            start = column - int(place[row, column]) % letters
+            start = column - int(place[row, column]) % 2
             assert place[row, column] <= batch.answer[row]
-            assert place[row, start] == 0 or not noised.hidden[row, start - letters : start].any()
+            assert place[row, start] == 0 or not noised.hidden[row, start - 2 : start].any()
 
 
 @pytest.mark.parametrize("task", FRESH_TASKS)
@@ -259,18 +252,19 @@ def test_prompts_of_any_length_hold_what_their_answers_print(task: str):
     for step in range(1000):
         high = SMALLEST + step / 10  # the shorter, the fewer entries are to spare
         batch = fresh_batch(task, 1, step, Curriculum(fresh_high=dict.fromkeys(FRESH_TASKS, high)), 1)
-        assert int(batch.answer[0]) >= 2 * LETTERS_OF[task]
+        assert int(batch.answer[0]) >= 4
 
 
 def test_prompts_of_fresh_tasks_grow_with_success_each_by_itself():
     start = Curriculum()
-    assert start.with_fresh("merge", FRESH_LEARNED) == start
-    grown = start.with_fresh("merge", 0.0)
-    assert grown.fresh_high["merge"] > FRESH_BOUNDS[0] == grown.fresh_high["follow"]
-    assert replace(start, fresh_high={"merge": 2040.0}).with_fresh("merge", 0.0).fresh_high == {"merge": 2048.0}
-    lagging = replace(start, weights=dict.fromkeys(FRESH_TASKS, 0.0) | {"follow": 1.0})
+    one, other = FRESH_TASKS
+    assert start.with_fresh(one, FRESH_LEARNED) == start
+    grown = start.with_fresh(one, 0.0)
+    assert grown.fresh_high[one] > FRESH_BOUNDS[0] == grown.fresh_high[other]
+    assert replace(start, fresh_high={one: 2040.0}).with_fresh(one, 0.0).fresh_high == {one: 2048.0}
+    lagging = replace(start, weights=dict.fromkeys(FRESH_TASKS, 0.0) | {other: 1.0})
     assert {fresh_task(1, step, start) for step in range(40)} == set(FRESH_TASKS)
-    assert {fresh_task(1, step, lagging) for step in range(40)} == {"follow"}
+    assert {fresh_task(1, step, lagging) for step in range(40)} == {other}
 
 
 def test_a_third_batch_is_of_fresh_tasks(config: dict[str, Any], pool: ThreadPoolExecutor):

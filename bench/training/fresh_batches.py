@@ -11,18 +11,18 @@ from torch import Tensor
 
 from training.batches import MASK_ID, VOCABULARY, Batch, collate, encode
 from training.curriculum import Curriculum
+from training.lookup_batches import stretched
 from training.noise import TAIL_WEIGHT, Noised
-from training.tasks import FRESH_ANSWER, FRESH_SHARE, FRESH_TASKS, LETTERS, draw
+from training.tasks import FRESH_PRINTED, FRESH_TASKS, KEY_TOKENS, draw
 
-BLOCK = 32
-SMALLEST = 40  # tokens of a prompt that holds what an answer of the share prints
-LETTERS_OF = {"sort_marked": 2, "sort_values": 2, "merge": 3, "follow": 2}  # tokens of a printed key
+BLOCK, MOST_BLOCKS = 32, 4  # tokens of a block, and blocks of a canvas
+SMALLEST, SPREAD = 24, 10  # tokens of a prompt, and how many times as long the longest one of its time is
+SHARE = 0.5  # of a prompt's tokens, which its answer has at most
+REACH = 4096  # positions that prompts with gaps spread over
+# Where the entries of a prompt begin, and tokens of one; its key, which answers print, are the last of them.
+ENTRIES = {"sort_marked": (6, 2), "sort_numbers": (5, 3)}
 # How batches are noised: all behind a border is hidden; a block is hidden in part, and all behind it; keys by chance.
-BEHIND, IN_BLOCKS = 0.4, 0.3
-# First letter of a key → its number, and letters behind it; -1 for other tokens.
-FIRST, LATER = (torch.full((len(VOCABULARY),), -1) for _ in range(2))
-for _number, _letter in enumerate(LETTERS):
-    FIRST[VOCABULARY[f" {_letter}"]] = LATER[VOCABULARY[_letter]] = _number
+BEHIND, IN_BLOCKS, ENDS = 0.3, 0.5, 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +30,12 @@ class Keys:
     """The keys of a batch of one of `FRESH_TASKS`.
 
     Attributes:
-        letters: tokens of a key.
-        start: column in which each key of the prompts' lists begins, keys that entries name among them.
-        code: number of each.
-        printed: number of each key of the answers.
+        start: column in which each key of the prompts begins.
+        same: whether an entry of the prompt is the one that a key of the answer prints.
     """
 
-    letters: int
-    start: Int[Tensor, "batch keys"]
-    code: Int[Tensor, "batch keys"]
-    printed: Int[Tensor, "batch printed"]
+    start: Int[Tensor, " entries"]
+    same: Bool[Tensor, "batch printed entries"]
 
 
 def fresh_task(seed: int, step: int, curriculum: Curriculum) -> str:
@@ -49,45 +45,40 @@ def fresh_task(seed: int, step: int, curriculum: Curriculum) -> str:
 
 
 def fresh_batch(task: str, seed: int, step: int, curriculum: Curriculum, tokens: int) -> Batch:
-    """About `tokens` tokens of a task; prompt lengths are log-uniform up to the curriculum's bound."""
-    rng, letters = random.Random(f"{task}/{seed}/{step}"), LETTERS_OF[task]
-    size = round(math.exp(rng.uniform(math.log(SMALLEST), math.log(curriculum.fresh_high[task]))))
-    most = max(2, min(FRESH_ANSWER[1], int(size * FRESH_SHARE)) // letters)
-    printed = most if rng.random() < 0.5 else rng.randint(2, most)
-    canvas = letters * printed + rng.randint(1, 4)
-    if rng.random() < 0.3:
-        canvas = -(-canvas // BLOCK) * BLOCK
+    """About `tokens` tokens of a task; prompt lengths are log-uniform up to the curriculum's bound, and positions of
+    some of them spread."""
+    rng = random.Random(f"{task}/{seed}/{step}")
+    high = curriculum.fresh_high[task]
+    size = round(math.exp(rng.uniform(math.log(max(SMALLEST, high / SPREAD)), math.log(high))))
+    most = max(2, min(FRESH_PRINTED[1], int(size * SHARE) // KEY_TOKENS))
+    printed = most if rng.random() < 0.3 else rng.randint(2, most)
+    tight = KEY_TOKENS * printed + rng.randint(1, 4)
+    canvas = tight if rng.random() < 0.6 else BLOCK * rng.randint(-(-tight // BLOCK), MOST_BLOCKS)
     count = max(1, tokens // (size + canvas))
     pairs = [encode(draw(task, "train", rng, size=size, printed=printed)) for _ in range(count)]
-    return collate(pairs, len(pairs[0][0]) + canvas)
+    length = len(pairs[0][0]) + canvas
+    far = rng.random() < 0.3
+    return collate(pairs, length, stretched(rng, length, canvas + 2, REACH, count, *ENTRIES[task]) if far else None)
 
 
 def keys_of(task: str, batch: Batch) -> Keys:
     """The keys of a batch of `task`, whose prompts have one length and whose answers print equally many."""
-    letters, prompt, answer = LETTERS_OF[task], int(batch.prompt[0]), int(batch.answer[0])
-    first, later = FIRST[batch.ids], LATER[batch.ids]
-    # A key begins at a letter with a space in front, or behind a sign.
-    begins = (first >= 0) | ((later >= 0) & F.pad((first < 0) & (later < 0), (1, 0), value=True)[:, :-1])
-    code = torch.zeros_like(batch.ids)
-    for at in range(letters):
-        code = code * len(LETTERS) + F.pad(torch.where(first >= 0, first, later).clamp(min=0), (0, at))[:, at:]
-    colon = batch.ids == VOCABULARY[":"]
-    in_list = begins & (batch.places() < 0) & (colon.cumsum(1) > 0)
-    start = in_list.nonzero(as_tuple=True)[1].view(len(code), -1)
-    return Keys(
-        letters=letters, start=start, code=code.gather(1, start), printed=code[:, prompt : prompt + answer : letters]
-    )
+    (first, tokens), prompt, answer = ENTRIES[task], int(batch.prompt[0]), int(batch.answer[0])
+    entries = batch.ids[:, first : prompt - 1].unflatten(1, (-1, tokens))
+    printed = batch.ids[:, prompt : prompt + answer].unflatten(1, (-1, KEY_TOKENS))
+    same = (entries[:, None, :, -KEY_TOKENS:] == printed[:, :, None]).all(-1)
+    same &= (entries[..., 0] != VOCABULARY[" ?"])[:, None]
+    start = first + tokens - KEY_TOKENS + tokens * torch.arange(entries.shape[1])
+    return Keys(start=start, same=same)
 
 
-def seen_keys(hidden: Bool[Tensor, "batch length"], batch: Batch, letters: int) -> Bool[Tensor, "batch printed"]:
+def seen_keys(hidden: Bool[Tensor, "batch length"], batch: Batch) -> Bool[Tensor, "batch printed"]:
     """The keys of the answers that are in sight."""
     prompt, answer = int(batch.prompt[0]), int(batch.answer[0])
-    return ~hidden[:, prompt : prompt + answer].unflatten(1, (-1, letters)).any(-1)
+    return ~hidden[:, prompt : prompt + answer].unflatten(1, (-1, KEY_TOKENS)).any(-1)
 
 
-def mask_as_decoded(
-    batch: Batch, letters: int, generator: torch.Generator
-) -> tuple[Noised, Float[Tensor, "batch length"]]:
+def mask_as_decoded(batch: Batch, generator: torch.Generator) -> tuple[Noised, Float[Tensor, "batch length"]]:
     """Masks as decoding from the left meets them, mostly: what is printed is in sight up to a border.
 
     Returns:
@@ -101,16 +92,18 @@ def mask_as_decoded(
         return torch.rand(*size, generator=generator)
 
     kind, ratio, coin = uniform(rows, 1), 1 - uniform(rows, 1), uniform(rows, length)
-    border = (uniform(rows, 1) * (answer + 1)).long()
+    # An end is asked for in one row of six: it is one token of many, and has to be sure that no key is left.
+    border = (uniform(rows, 1) * (answer + 1) * ENDS).long().clamp(max=answer)
     block = border // BLOCK * BLOCK
     in_blocks = (place >= block) & ((coin < ratio) | (place >= block + BLOCK))
-    by_key = (coin < ratio).gather(1, (place.clamp(min=0) // letters * letters).clamp(max=length - 1))
+    by_key = (coin < ratio).gather(1, (place.clamp(min=0) // KEY_TOKENS * KEY_TOKENS).clamp(max=length - 1))
     hidden = torch.where(kind < BEHIND, place >= border, torch.where(kind < BEHIND + IN_BLOCKS, in_blocks, by_key))
-    # The fill behind the answer's end is hidden whole, or shown whole; the first end with either.
-    shown, with_end = uniform(rows, 1) < 0.3, uniform(rows, 1) < 0.5
-    fill = place >= answer + with_end
-    hidden = torch.where(fill, ~shown, hidden) & (place >= 0)
-    seen = F.pad(seen_keys(hidden, batch, letters), (1, 0), value=True).repeat_interleave(letters, 1)
+    # Of the fill, ends are shown from anywhere on, mostly soon: where they begin does not say where the answer ends.
+    spare = length - batch.prompt[:, None] - answer
+    shown, start = uniform(rows, 1) < 0.5, answer + (uniform(rows, 1) ** 2 * (spare + 1)).long()
+    blocks = (kind >= BEHIND) & (kind < BEHIND + IN_BLOCKS) & (place >= block + BLOCK)
+    hidden = torch.where(place >= answer, ~shown | (place < start) | blocks, hidden) & (place >= 0)
+    seen = F.pad(seen_keys(hidden, batch), (1, 0), value=True).repeat_interleave(KEY_TOKENS, 1)
     prompt = int(batch.prompt[0])
     near = torch.zeros_like(hidden)
     width = min(seen.shape[1], length - prompt)
@@ -124,4 +117,6 @@ def mask_as_decoded(
         clean=batch.prompt,
         weight=weight * near,
     )
-    return noised, weight * ~near * torch.where(place > answer, TAIL_WEIGHT, 1.0)
+    # An end where other answers of the task go on weighs as much as what they say there, or the model would go on.
+    tail = place > max(int(answer.max()), KEY_TOKENS * FRESH_PRINTED[1])
+    return noised, weight * ~near * torch.where(tail, TAIL_WEIGHT, 1.0)

@@ -38,17 +38,25 @@ def lookup_batch(seed: int, step: int, curriculum: Curriculum, tokens: int, reac
     return collate(pairs, length, positions)
 
 
-def stretched(rng: random.Random, length: int, keep: int, reach: int, rows: int) -> Int[Tensor, "rows length"]:
-    """Positions below `reach` with gaps between pairs of the table, so that far distances occur in short contexts.
+def stretched(
+    rng: random.Random,
+    length: int,
+    keep: int,
+    reach: int,
+    rows: int,
+    start: int = TABLE_START,
+    tokens: int = PAIR_TOKENS,
+) -> Int[Tensor, "rows length"]:
+    """Positions below `reach` with gaps between entries of the prompt, so that far distances occur in short contexts.
 
-    The last `keep` tokens (question and canvas) stay together, as do the tokens of a pair.
+    The last `keep` tokens (question and canvas) stay together, as do the `tokens` tokens of an entry.
     """
     out = torch.arange(length).repeat(rows, 1)
-    pairs = (length - keep - TABLE_START) // PAIR_TOKENS
+    entries = (length - keep - start) // tokens
     for row in out:
         spare = round(math.exp(rng.uniform(0, math.log(max(reach - length, 1) + 1)))) - 1
         for _ in range(rng.randint(1, 6)):
             gap = rng.randint(0, spare)
             spare -= gap
-            row[TABLE_START + PAIR_TOKENS * rng.randint(0, pairs) :] += gap
+            row[start + tokens * rng.randint(0, entries) :] += gap
     return out

@@ -15,8 +15,8 @@ from tiered.models.tokenizer import load_tokenizer
 from tiered.policies.block_causal import BlockCausal
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
-from training.fresh_batches import LETTERS_OF
-from training.tasks import FRESH_ANSWER, FRESH_SHARE, LONG_TASKS, TASKS, sample
+from training.fresh_batches import SHARE
+from training.tasks import FRESH_PRINTED, KEY_TOKENS, LONG_TASKS, TASKS, sample
 from training.tokenizer import save_tokenizer
 from training.trainer import Trainer
 
@@ -114,15 +114,15 @@ def validate_fresh(
     sizes: Mapping[str, float],
 ) -> dict[str, float]:
     """Exact match of `FRESH_TASKS`, as `validate`: prompts of `sizes` tokens, `LONGEST_VALIDATED_FRESH` at most, with
-    the longest answers that such prompts have; no cache, all tokens that are sure at once."""
+    the longest answers that such prompts have; no cache, one token a forward."""
     runtime, scores = Runtime(model, policy=make_policy("none"), tokenizer=tokenizer), {}
     for name, high in sizes.items():
         size = min(int(high), LONGEST_VALIDATED_FRESH)
-        printed = min(FRESH_ANSWER[1], int(size * FRESH_SHARE)) // LETTERS_OF[name]
+        printed = min(FRESH_PRINTED[1], int(size * SHARE) // KEY_TOKENS)
         drawn = [
             sample(name, "validation", number, size=size, printed=printed) for number in range(first, first + examples)
         ]
-        found = score_examples(runtime, drawn, max_new_tokens=LONG_CANVAS, block_length=32, confidence_threshold=0.9)
+        found = score_examples(runtime, drawn, max_new_tokens=LONG_CANVAS, block_length=32)
         scores[name] = found.exact_match
     return scores
 

@@ -72,9 +72,9 @@ def optimizers(model: DiffusionModel, probes: nn.Module) -> dict[str, torch.opti
     }
 
 
-def set_rate(optimizers: dict[str, torch.optim.Optimizer], step: int, steps: int) -> float:
+def set_rate(optimizers: dict[str, torch.optim.Optimizer], step: int, steps: int, plateau: float = 1.0) -> float:
     """Warm-up, plateau, linear decay over the last share of the run; the share of the full rates that `step` has."""
-    share = max(0.0, min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY_SHARE * steps)))
+    share = plateau * max(0.0, min(1.0, (step + 1) / WARMUP_STEPS, (steps - step) / (DECAY_SHARE * steps)))
     for name, rate in (("muon", MUON_RATE), ("adam", ADAM_RATE)):
         for group in optimizers[name].param_groups:
             group["lr"] = rate * share

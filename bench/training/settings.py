@@ -12,7 +12,10 @@ class Settings:
         grow: steps until lists have their full length.
         seed: of weights and data.
         short_tokens, lookup_tokens: tokens of a step's two batches.
-        fresh_tokens: tokens of a third batch, of `FRESH_TASKS`; 0 for none.
+        fresh_tokens: tokens of a step's batch of `FRESH_TASKS`, beside which lists, long answers and lookups take
+            turns; 0 for none.
+        rate: per cent of the full learning rates.
+        bfloat16: 1 to compute the layers in bfloat16, weights and optimizers in float32.
         workers: batches that are computed at once, each by a thread.
         score_every, score_examples: steps between validations, and their examples a task.
         save_every, report_every: steps between checkpoints, and between lines of the log.
@@ -24,6 +27,8 @@ class Settings:
     short_tokens: int = 2900
     lookup_tokens: int = 2700
     fresh_tokens: int = 0
+    rate: int = 100
+    bfloat16: int = 0
     workers: int = 2
     score_every: int = 350
     score_examples: int = 16

@@ -10,7 +10,6 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 Split = Literal["train", "validation", "test"]
@@ -32,9 +31,7 @@ LOOKUP_FRAME_TOKENS = 4
 PAIR_TOKENS = 5
 KEY_TOKENS = 2
 LONG_ASKED = (13, 24)  # keys of a question whose answer fills two to four blocks
-# Tokens of the answers of `FRESH_TASKS`, which fill two to four blocks; of a short prompt no more than this share.
-FRESH_ANSWER = (36, 124)
-FRESH_SHARE = 0.22
+FRESH_PRINTED = (18, len(NAMES))  # keys, of two tokens each, of the answers of `FRESH_TASKS`, which fill two blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,65 +166,30 @@ def _long_lookup(rng: random.Random, size: int) -> tuple[str, str]:
     return _lookup(rng, size, rng.randint(*LONG_ASKED))
 
 
-def _printed(rng: random.Random, size: int, printed: int, letters: int) -> int:
-    """Keys of `letters` letters that an answer prints: `printed`, or if that is 0 by chance within `FRESH_ANSWER`."""
-    low, high = FRESH_ANSWER
-    return printed or rng.randint(low, max(low, min(high, int(size * FRESH_SHARE)))) // letters
-
-
-def _entries(task: str, size: int, frame: int, tokens: int, printed: int) -> int:
-    """Entries of `tokens` tokens that a prompt of `size` tokens holds beside `frame` tokens of its own."""
+def _fresh(rng: random.Random, task: str, size: int, printed: int, *, frame: int, tokens: int) -> tuple[list[str], int]:
+    """The names that an answer of one of `FRESH_TASKS` prints, as many as chance says if `printed` is 0; and other
+    entries of its prompt: `size` tokens hold entries of `tokens` tokens beside `frame` tokens of its own."""
     count = (size - frame) // tokens
+    printed = printed or rng.randint(FRESH_PRINTED[0], min(count, FRESH_PRINTED[1]))
     if count < printed:
         raise ValueError(f"{task}: {size} tokens hold {count} entries, fewer than the {printed} that are printed")
-    return count
+    return _names(rng, printed), count - printed
 
 
 def _sort_marked(rng: random.Random, size: int, printed: int = 0) -> tuple[str, str]:
-    # Frame: two chat marks, "sort", "with", "+", ":".
-    printed = _printed(rng, size, printed, 2)
-    count = min(_entries("sort_marked", size, 6, 3, printed), len(KEYS))
-    keys = rng.sample(KEYS, count)
-    marked = set(rng.sample(keys, printed))
-    prompt = " ".join(key + ("+" if key in marked else "-") for key in keys)
-    return f"sort with +: {prompt}", " ".join(sorted(marked))
+    # Frame: two chat marks, "sort", "with", two signs, ":".
+    names, others = _fresh(rng, "sort_marked", size, printed, frame=7, tokens=2)
+    marked = [f"{rng.choice('+-')} {name}" for name in names]
+    entries = marked + [f"? {name}" for name in rng.choices(NAMES, k=others)]
+    return f"sort with + -: {' '.join(rng.sample(entries, len(entries)))}", " ".join(sorted(marked))
 
 
-def _sort_values(rng: random.Random, size: int, printed: int = 0) -> tuple[str, str]:
-    # No two marked entries have one value. Frame: two chat marks, "sort", "with", "+", "=", ":".
-    printed = _printed(rng, size, printed, 2)
-    keys = rng.sample(KEYS, min(_entries("sort_values", size, 7, 6, printed), len(KEYS)))
-    value_of = dict(zip(rng.sample(keys, printed), rng.sample(range(100), printed), strict=True))
-    marks = [f"{value_of[key]:02d}+" if key in value_of else f"{rng.randrange(100):02d}-" for key in keys]
-    prompt = " ".join(f"{key}={mark}" for key, mark in zip(keys, marks, strict=True))
-    return f"sort with +=: {prompt}", " ".join(sorted(value_of, key=value_of.__getitem__))
-
-
-def _merge(rng: random.Random, size: int, printed: int = 0) -> tuple[str, str]:
-    # Frame: two chat marks, "sort", "after", ":", "with", and a key, in front of `printed` keys of both lists.
-    printed = _printed(rng, size, printed, 3)
-    count = _entries("merge", size, 6, 3, printed + 2) - 1
-    numbers = sorted(rng.sample(range(len(LETTERS) ** 3), count))
-    keys = [KEYS[number // 26] + LETTERS[number % 26] for number in numbers]
-    first = set(rng.sample(keys, rng.randint(count // 3, count - count // 3)))
-    lists = ([key for key in keys if key in first], [key for key in keys if key not in first])
-    prompt = f"sort after {keys[-printed - 1]}: {' '.join(lists[0])} with {' '.join(lists[1])}"
-    return prompt, " ".join(keys[-printed:])
-
-
-def _follow(rng: random.Random, size: int, printed: int = 0) -> tuple[str, str]:
-    # An entry names two others. The way goes on to the first, or if that was there before, to the second; it ends at an
-    # entry whose both were. Frame: two chat marks, "chain", ":", and a key.
-    printed = _printed(rng, size, printed, 2)
-    keys = rng.sample(KEYS, min(_entries("follow", size, 6, 8, printed), len(KEYS)))
-    way = rng.sample(keys, printed)
-    refs = {key: (rng.choice(keys), rng.choice(keys)) for key in keys}
-    for at, (key, follower) in enumerate(pairwise(way)):
-        passed = rng.random() < 0.5
-        refs[key] = (rng.choice(way[: at + 1]), follower) if passed else (follower, rng.choice(keys))
-    refs[way[-1]] = (rng.choice(way), rng.choice(way))
-    prompt = " ".join(f"{key}={first}+{second}" for key, (first, second) in refs.items())
-    return f"chain {way[0]}: {prompt}", " ".join(way)
+def _sort_numbers(rng: random.Random, size: int, printed: int = 0) -> tuple[str, str]:
+    # Frame: two chat marks, "sort", "with", a sign, ":".
+    names, others = _fresh(rng, "sort_numbers", size, printed, frame=6, tokens=3)
+    marked = [f"{name}{rng.randrange(10)}" for name in names]
+    entries = [f"+ {key}" for key in marked] + [f"? {rng.choice(NAMES)}{rng.randrange(10)}" for _ in range(others)]
+    return f"sort with +: {' '.join(rng.sample(entries, len(entries)))}", " ".join(sorted(marked))
 
 
 TASKS: dict[str, Task] = {
@@ -258,10 +220,8 @@ FRESH_SIZES = (256, 2048)
 FRESH_TASKS: dict[str, Task] = {
     name: Task(name=name, make=make, sizes=FRESH_SIZES, unit="prompt tokens", summary=summary)
     for name, make, summary in (
-        ("sort_marked", _sort_marked, "the marked keys of a list in alphabetical order"),
-        ("sort_values", _sort_values, "the marked keys of a table by their values"),
-        ("merge", _merge, "two sorted lists as one, from a key on"),
-        ("follow", _follow, "a way from entry to entry that goes nowhere twice"),
+        ("sort_marked", _sort_marked, "the names of a list with one sign, sorted, then those with another"),
+        ("sort_numbers", _sort_numbers, "the marked names of a list, sorted, with their numbers"),
     )
 }
 """Tasks whose next token follows from the prompt and all of the answer so far: entries that are printed are out."""

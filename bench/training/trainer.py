@@ -28,7 +28,7 @@ from training.checkpoint import (
     under,
 )
 from training.curriculum import LIST_BOUNDS, LOOKUP_LEARNED, Curriculum
-from training.fresh_batches import LETTERS_OF, fresh_batch, fresh_task, mask_as_decoded
+from training.fresh_batches import fresh_batch, fresh_task, mask_as_decoded
 from training.fresh_losses import fresh_losses
 from training.in_blocks import forward_in_blocks
 from training.long_batches import long_batch
@@ -112,10 +112,13 @@ class Trainer:
         began, standing = time.perf_counter(), self.standing
         learned = standing.losses.get("lookup", math.inf) < LOOKUP_LEARNED[self.model.shape.noise]
         self.curriculum = self.curriculum.advanced(standing.step, self.settings.grow, learned)
-        # Answers of one block are rehearsed at every other step, once there are longer ones.
-        lists = "long" if self.curriculum.stretch and standing.step % 2 else "short"
         fresh = [fresh_task(self.settings.seed, standing.step, self.curriculum)] if self.settings.fresh_tokens else []
-        for part in pool.map(self._part, (lists, "lookup", *fresh)):
+        # Answers of one block are rehearsed at every other step, once there are longer ones. Beside fresh tasks a step
+        # rehearses one stream.
+        streams = ["long" if self.curriculum.stretch and standing.step % 2 else "short", "lookup"]
+        if fresh:
+            streams = [("short", "long", "lookup")[standing.step % 3], *fresh]
+        for part in pool.map(self._part, streams):
             standing.tokens += part.tokens
             for name, loss in part.losses.items():
                 standing.losses[name] = LOSS_DECAY * standing.losses.get(name, loss) + (1 - LOSS_DECAY) * loss
@@ -124,7 +127,7 @@ class Trainer:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         for task in fresh:
             self.curriculum = self.curriculum.with_fresh(task, standing.losses[task])
-        set_rate(self._optimizers, standing.step, self.settings.steps)
+        set_rate(self._optimizers, standing.step, self.settings.steps, self.settings.rate / 100)
         for optimizer in self._optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
@@ -157,15 +160,16 @@ class Trainer:
     def losses(self, stream: str, batch: Batch, generator: torch.Generator) -> dict[str, Tensor]:
         """Of a batch under noise from `generator`: the tokens' loss under the stream's name, then auxiliary ones."""
         if stream in FRESH_TASKS:
-            noised, rest = mask_as_decoded(batch, LETTERS_OF[stream], generator)
+            noised, rest = mask_as_decoded(batch, generator)
         else:
             noised, rest = self._process(batch, generator), None
         first = int(batch.prompt.min())
         wanted = {"first": first, "tap_layer": POINTER_LAYER}
-        if self.model.shape.block_causal:
-            hidden, tap = forward_in_blocks(self.model, batch.ids, noised.ids, batch.positions, **wanted)
-        else:
-            hidden, tap = forward(self.model, noised.ids, batch.positions, clean=noised.clean, **wanted)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(self.settings.bfloat16)):
+            if self.model.shape.block_causal:
+                hidden, tap = forward_in_blocks(self.model, batch.ids, noised.ids, batch.positions, **wanted)
+            else:
+                hidden, tap = forward(self.model, noised.ids, batch.positions, clean=noised.clean, **wanted)
         losses = {stream: token_loss(self.model, hidden, batch.ids[:, first:], noised.weight[:, first:])}
         if rest is not None:
             probe = self._probes["fresh"]
