@@ -37,7 +37,7 @@ from tiered.policies.registry import make_policy
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
 
 NEAR = 0.01  # right answers fewer than those of `none`, as a share
-ANSWER, BLOCK = 128, 32
+ANSWER, FRESH_ANSWER, BLOCK = 128, 64, 32
 OURS, NONE = "polestar", "none"
 
 
@@ -57,8 +57,12 @@ SETTINGS: Mapping[str, list[dict[str, Any]]] = {
     "dllm_cache": _turned("prompt_interval", (50, 16, 8, 4, 3, 2)),
     "elastic_cache": _turned("similarity_threshold", (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)),
     OURS: [
-        {"update_threshold": threshold, "top_m": most}
-        for threshold, most in ((4, 4), (2, 4), (1, 4), (0, 1), (0, 4), (0, 16))
+        {"update_threshold": 4, "top_m": 4},
+        {"update_threshold": 0, "top_m": 4},
+        *(
+            {"update_threshold": 0, "top_m": most, "clusters": count, "cluster_layers": layers, "from_below": "beside"}
+            for most, count, layers in ((4, 256, 1), (4, 256, 2), (16, 256, 2), (4, 64, 2))
+        ),
     ],
     "polestar-paper": [{}],
 }
@@ -84,9 +88,10 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
             raise unknown_name(name, wrong, known)
     cells = product(axes["model"], axes["split"], tasks_of(axes["examples"]), axes["rule"])
     for (model, split, asked, rule), policy in product(cells, axes["policy"]):
+        answer = FRESH_ANSWER if asked[0] in FRESH_TASKS else ANSWER
         for options in SETTINGS[policy]:
             one_block = make_policy(policy, **options).name == "elastic_cache"
-            call = Variant(name=policy, policy=policy, one_block=one_block).call(answer=ANSWER, block=BLOCK)
+            call = Variant(name=policy, policy=policy, one_block=one_block).call(answer=answer, block=BLOCK)
             of = {"policy": policy, "options": options, "call": call | RULES["mask"][rule]}
             yield weights(model) | of | {"rule": rule, "split": split, "tasks": [asked]}
 

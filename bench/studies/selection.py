@@ -38,7 +38,7 @@ from typing import Any
 from measuring.statistics import drop, merged
 from measuring.study import Axes
 from measuring.table import Row
-from training.tasks import ALL_TASKS, TASKS
+from training.tasks import ALL_TASKS, FRESH_TASKS, TASKS
 from workloads.answer_tables import Column, Show, pivot, right, task, where
 from workloads.models import paths, weights
 from workloads.selection import SELECTORS
@@ -65,7 +65,7 @@ QUICK: Axes = {
     "task": ["sort"], "selector": ["none", "frozen", "oracle", "polestar-rows"], "share": [20],
     "prompts": [2], "kl_prompts": [1],
 }  # fmt: skip
-BLOCK, LONG_ANSWER = 32, 128
+BLOCK, FRESH_ANSWER, LONG_ANSWER = 32, 64, 128
 MOST_PASSES = 256  # tokens of a prompt up to which `oracle_output` is asked
 IN_TOKENS = "prompt tokens"
 # A task, its size, and a share: what arms are compared in. The share of an arm without one is that of every cell.
@@ -88,7 +88,8 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
         if name not in ALL_TASKS:
             raise unknown_name("task", name, ALL_TASKS)
         sizes = axes["tokens"] if ALL_TASKS[name].unit == IN_TOKENS else [None]
-        call = {"max_new_tokens": BLOCK if name in TASKS else LONG_ANSWER, "block_length": BLOCK}
+        answer = BLOCK if name in TASKS else FRESH_ANSWER if name in FRESH_TASKS else LONG_ANSWER
+        call = {"max_new_tokens": answer, "block_length": BLOCK}
         others = (axes[axis] for axis in ("interval", "split", "prompts", "kl_prompts"))
         for size, interval, split, prompts, compared, arm in product(sizes, *others, axes["selector"]):
             if arm == "oracle_output" and (size or 0) > MOST_PASSES:
