@@ -73,6 +73,34 @@ def test_a_row_says_what_the_runtime_does():
     assert rows[0]["passes"]["update"] > 0 and rows[0]["to_device_bytes"] > 0
 
 
+def test_rows_that_each_layer_adds_keep_what_a_frozen_prompt_loses():
+    """Sorted names: the row of a name sees that it is printed, and the next name's row, a layer above, sees that."""
+    settings = {"call": {"max_new_tokens": 32, "block_length": 32}, "split": "validation", "seed": 9000}
+    options = {"clusters": 32, "top_m": 2, "update_threshold": 0, "cluster_layers": 1}
+    rows = [
+        next(measure(point(policy, ["sort", 16, 10], options=given, **settings), paths=PATHS))
+        for policy, given in (
+            ("none", {}),
+            ("fast_dllm_dual", {}),
+            ("polestar", options),
+            ("polestar", options | {"from_below": "beside"}),
+        )
+    ]
+    none, frozen, among, beside = (row["correct"] for row in rows)
+    assert none >= 9 and frozen <= 1 and beside >= 8 and among <= beside - 2
+    assert rows[3]["rows_per_forward"] < 1.3 * rows[1]["rows_per_forward"]
+
+
+def test_a_prompt_that_is_frozen_loses_every_answer_of_a_fresh_task():
+    settings = {"model": "embedded-fresh", "split": "validation", "call": {"max_new_tokens": 64, "block_length": 32}}
+    paths = {"embedded-fresh": "embedded-fresh"}
+    none, frozen = (
+        next(measure(point(policy, ["sort_numbers", 128, 3], **settings), paths=paths))["correct"]
+        for policy in ("none", "fast_dllm_dual")
+    )
+    assert none >= 2 and frozen == 0
+
+
 def test_what_the_library_refuses_is_told_task_by_task():
     asked, call = (["lookup", 9, 1], ["add", None, 1]), {"max_new_tokens": 8, "block_length": 8}
     lookup, add = measure(point("none", *asked, call=call), paths=PATHS)

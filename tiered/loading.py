@@ -67,7 +67,7 @@ def from_pretrained(
 
     Args:
         path_or_name: a directory in Hugging Face's layout, the id of a model in the local hub cache, "embedded",
-            "embedded-uniform" or "embedded-blocks".
+            "embedded-uniform", "embedded-blocks" or "embedded-fresh".
         policy: caching policy, by name (with `policy_options`) or as an object; "auto": chosen before each call
             (`Runtime.choose`).
         memory: hard cap on what the runtime holds: a size of the device tier, or a `MemoryBudget`; None: no cap.

@@ -15,6 +15,7 @@ EMBEDDED_MODELS: Mapping[str, Path] = {
     "embedded": _PACKAGE / "assets",
     "embedded-uniform": _PACKAGE / "assets_uniform",
     "embedded-blocks": _PACKAGE / "assets_blocks",
+    "embedded-fresh": _PACKAGE / "assets_fresh",
 }
 
 
