@@ -16,7 +16,7 @@ from training.noise import TAIL_WEIGHT, Noised
 from training.tasks import FRESH_PRINTED, FRESH_TASKS, KEY_TOKENS, draw
 
 BLOCK, MOST_BLOCKS = 32, 4  # tokens of a block, and blocks of a canvas
-SMALLEST, SPREAD = 24, 10  # tokens of a prompt, and how many times as long the longest one of its time is
+SMALLEST, SPREAD = 24, 5  # tokens of a prompt, and how many times as long the longest one of its time is
 SHARE = 0.5  # of a prompt's tokens, which its answer has at most
 REACH = 4096  # positions that prompts with gaps spread over
 # Where the entries of a prompt begin, and tokens of one; its key, which answers print, are the last of them.

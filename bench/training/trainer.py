@@ -114,10 +114,10 @@ class Trainer:
         self.curriculum = self.curriculum.advanced(standing.step, self.settings.grow, learned)
         fresh = [fresh_task(self.settings.seed, standing.step, self.curriculum)] if self.settings.fresh_tokens else []
         # Answers of one block are rehearsed at every other step, once there are longer ones. Beside fresh tasks a step
-        # rehearses one stream.
+        # rehearses one stream, lookups more often than others: they are the first to be forgotten.
         streams = ["long" if self.curriculum.stretch and standing.step % 2 else "short", "lookup"]
         if fresh:
-            streams = [("short", "long", "lookup")[standing.step % 3], *fresh]
+            streams = [("lookup", "short", "lookup", "long")[standing.step % 4], *fresh]
         for part in pool.map(self._part, streams):
             standing.tokens += part.tokens
             for name, loss in part.losses.items():
