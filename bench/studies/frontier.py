@@ -67,7 +67,7 @@ SETTINGS: Mapping[str, list[dict[str, Any]]] = {
     "polestar-paper": [{}],
 }
 AXES: Axes = {
-    "model": ["embedded"],
+    "model": ["embedded-fresh"],
     "policy": [*SETTINGS],
     "rule": [*RULES["mask"]],
     "examples": [*(f"{name}@{tokens}:400" for name in FRESH_TASKS for tokens in (1024, 2048)), "long_chain:400"],

@@ -51,12 +51,12 @@ __all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "poi
 OF, TIMED = ("share",), ()
 DRIFT, RANDOM, ORACLE = "drift", "random", "oracle"
 AXES: Axes = {
-    "model": ["embedded"],
-    "task": ["sort", "long_chain", "long_lookup"],
+    "model": ["embedded-fresh"],
+    "task": ["sort", *FRESH_TASKS],
     "tokens": [256, 1024, 2048],
     "selector": [*REFERENCES, *SELECTORS, "polestar-auto", "polestar-4", "polestar-16", "polestar-rows"],
     "share": [1, 2, 5, 10, 20, 50],
-    "interval": [5],
+    "interval": [1, 5],
     "split": ["validation"],
     "prompts": [200],
     "kl_prompts": [50],
