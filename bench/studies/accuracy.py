@@ -2,7 +2,8 @@
 
 Every example is of the test split, whose prompts are never trained on; `--seed` is the number of the first one. Beside
 the tasks of `--examples` stand, one token a step, lookups of `--lookups` tokens, and, all that is sure at once, the
-tasks of `--long`, whose answers fill two to four blocks; and both ways those of `--fresh`, which a cached prompt loses.
+tasks of `--long`, whose answers fill two to four blocks; and both ways those of `--fresh`, such as sort_marked@1024:30,
+which `embedded-fresh` has learned.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from measuring.statistics import merged
 from measuring.study import Axes
 from measuring.table import Row
-from training.tasks import FRESH_TASKS, LONG_TASKS, TASKS
+from training.tasks import LONG_TASKS, TASKS
 from workloads.answer_tables import by_task
 from workloads.answers import OF, TIMED, measure, tasks_of
 from workloads.models import paths, weights
@@ -23,7 +24,6 @@ __all__ = ["AXES", "OF", "QUICK", "TIMED", "local", "measure", "points", "tables
 FAST, EARLY = "threshold 0.9", "drift_aware 0.9"
 OF_MASKS = RULES["mask"] | {EARLY: {"commit": "drift_aware", "confidence_threshold": 0.9}}
 CALLS = RULES | {"mask": OF_MASKS}
-FRESH_EXAMPLES = {256: 60, 1024: 30, 2048: 12}  # tokens of a prompt: how many
 AXES: Axes = {
     "model": ["embedded"],
     "policy": ["none", "fast_dllm_dual", "polestar"],
@@ -32,13 +32,12 @@ AXES: Axes = {
     "examples": [f"{task}:200" for task in TASKS],
     "lookups": [512, 1024, 2048, 3968],
     "long": [f"{task}:60" for task in LONG_TASKS],
-    "fresh": [f"{task}@{size}:{count}" for task in FRESH_TASKS for size, count in FRESH_EXAMPLES.items()],
+    "fresh": [None],
 }
 QUICK: Axes = {
     "examples": ["sort:2", "add:2"],
     "lookups": [None],
     "long": ["long_copy:1"],
-    "fresh": [None],
     "rule": [FAST],
 }
 FEWER = {1024: 30, 2048: 12, 3968: 6}  # lookups, where else there are 60
