@@ -17,6 +17,11 @@ def auto_clusters(*area_rows: int) -> int:
     return max(nearest, sum(rows > 0 for rows in area_rows))
 
 
+def auto_top_m(single_rows: int = 0) -> int:
+    """How many clusters `top_m="auto"` renews: 4; and of clusters of `single_rows` one row each one more per 64."""
+    return 4 + single_rows // 64
+
+
 def allocate_clusters(clusters: int, prefix_rows: int, suffix_rows: int) -> tuple[int, int]:
     """`clusters` shared between prefix and suffix in proportion to their rows, rounded half up in the prefix's favour.
     Raises `ValueError` for fewer clusters than areas with rows, or more clusters than rows.

@@ -42,7 +42,7 @@ def cluster_areas(
         hidden: rows of the canvas; rows outside the areas and invalid rows may hold anything.
         areas: columns (start, stop) of prefix and suffix, the prefix first; stop is exclusive, either may be empty.
         clusters: of a group, shared between its areas by their valid rows (`allocate_clusters`); "auto" for about one
-            for 64 valid rows.
+            for 64 valid rows. As many as rows are clusters of one row each, in the order of rows.
         valid: False at padding; None if all rows are valid.
         iterations, seed, backend: see `kmeans`.
 
@@ -55,14 +55,15 @@ def cluster_areas(
     shares = [allocate_clusters(auto_clusters(*counts) if clusters == "auto" else clusters, *counts) for counts in rows]
     assignment = torch.full(hidden.shape[:2], -1, dtype=torch.int64, device=hidden.device)
     for area, (first, stop) in enumerate(areas):
-        calls: dict[tuple[int, int], list[int]] = defaultdict(list)  # groups with as many clusters from one number on
+        # Groups with as many clusters from one number on, which are or are not clusters of one row each.
+        calls: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
         for group, share in enumerate(shares):
             if share[area]:
-                calls[share[area], sum(share[:area])].append(group)
-        for (count, offset), members in calls.items():
+                calls[share[area], sum(share[:area]), share[area] == rows[group][area]].append(group)
+        for (count, offset, single), members in calls.items():
             part, whole = _selector(members), all(rows[group][area] == stop - first for group in members)
             some = units.part(part, slice(first, stop), whole=whole)
-            found = kmeans(some, count, iterations=iterations, seed=seed, backend=backend)
+            found = some.numbers() if single else kmeans(some, count, iterations=iterations, seed=seed, backend=backend)
             assignment[part, first:stop] = found.where(found < 0, found + offset)
     return _indices(hidden, assignment, shares)
 

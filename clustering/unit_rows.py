@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Float32, Int
+from jaxtyping import Bool, Float, Float32, Int, Int64
 from torch import Tensor
 
 from tiered.clustering.tiles import tiles
@@ -60,6 +60,12 @@ class UnitRows:
     def usable(self) -> Bool[Tensor, "groups n"]:
         """True at rows with a direction."""
         return self.inverse > 0
+
+    def numbers(self) -> Int64[Tensor, "groups n"]:
+        """The number of each valid row among those of its group; −1 at invalid rows."""
+        if self.valid is None:
+            return torch.arange(self.rows.shape[1], device=self.rows.device).expand(self.rows.shape[:2])
+        return (self.valid.cumsum(1) - 1).where(self.valid, -1)
 
     def part(self, groups: slice | list[int], columns: slice = slice(None), *, whole: bool = False) -> "UnitRows":
         """Some columns of some of the groups, as views where `groups` is a slice; `whole`: all of them are valid."""

@@ -1,4 +1,4 @@
-"""How far the attention of centroids has moved: in float64, by the definition of KL, from all keys of then and now."""
+"""How far the attention of centroids has moved: in float64, by the definitions, from all that was stored and is now."""
 
 import torch
 from jaxtyping import Bool, Float, Float64
@@ -41,3 +41,23 @@ def full_drift(
     new = scores64(queries, keys, *rest).log_softmax(-1)
     old = scores64(queries if last_queries is None else last_queries, last_keys, *rest).log_softmax(-1)
     return (new.exp() * (new - old)).where(new > -torch.inf, 0.0).sum(-1).mean(1)
+
+
+def full_output_drift(
+    queries: Float[Tensor, "batch heads clusters head_dim"],
+    then: tuple[Float[Tensor, "batch kv_heads length head_dim"], ...],
+    now: tuple[Float[Tensor, "batch kv_heads length head_dim"], ...],
+    written: Bool[Tensor, "batch length"],
+    key_mask: Bool[Tensor, "batch length"] | None = None,
+    soft_cap: float | None = None,
+    sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None,
+) -> tuple[Float64[Tensor, "batch clusters"], Float64[Tensor, "batch clusters"]]:
+    """How far what the `written` columns give `queries` has moved, over all heads; and the length of what they give
+    now. `then` and `now`: keys and values."""
+    given = []
+    for keys, values in (then, now):
+        shares = scores64(queries, keys, key_mask, soft_cap, sink_keys).softmax(-1)[..., : keys.shape[2]]
+        values = values.double().repeat_interleave(queries.shape[1] // values.shape[1], dim=1)
+        given.append(shares * written[:, None, None] @ values)
+    moved, size = (each.transpose(1, 2).flatten(2).norm(dim=-1) for each in (given[1] - given[0], given[1]))
+    return moved, size

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from full_drift import full_drift
+from full_drift import full_drift, full_output_drift
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,17 +15,19 @@ from torch._subclasses import FakeTensorMode
 
 from tiered.core.rows import Rows
 from tiered.policies.polestar import drift
-from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
+from tiered.policies.polestar.drift import Attended, Changed, DriftReference
 
 LAW = 1e-5  # |measured − defined|, relative where the drift is above 1
+ROUNDING = 2**-8  # of what columns give, up to which it counts as unmoved
 BLOCK = Rows.span(18, 24)
 HERE = slice(0, BLOCK.count)
 
 
 @dataclass
 class World:
-    """The keys of a layer at the last update and now. Keys and queries lie on a grid, so that scores are exact in
-    float32, unless `rounded`. The first element of a query is 1: a rise of that of a key moves all its scores alike."""
+    """What a layer stores at the last update and now. Keys and queries lie on a grid, so that scores are exact in
+    float32, unless `rounded`. The first element of a query is 1: a rise of that of a key moves all its scores alike.
+    `output`: drift is that of the output."""
 
     seed: int
     batch: int = 2
@@ -39,11 +41,14 @@ class World:
     soft_cap: float | None = None
     sinks: int = 0
     rounded: bool = False
+    output: bool = False
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     queries: Tensor = field(init=False)
     keys: Tensor = field(init=False)
-    last_keys: Tensor = field(init=False)
+    values: Tensor = field(init=False)
+    last: tuple[Tensor, Tensor] = field(init=False)
+    written: Tensor = field(init=False)
     key_mask: Tensor | None = field(init=False)
     sink_keys: Tensor | None = field(init=False)
     reference: DriftReference = field(init=False)
@@ -52,6 +57,7 @@ class World:
         self.generator = torch.Generator().manual_seed(self.seed)
         self.queries = self.new_queries(self.clusters)
         self.keys = self.new_keys(self.batch, self.kv_heads, self.length)
+        self.values = self.grid(2, *self.keys.shape)
         self.key_mask = None
         if self.masked:
             self.key_mask = torch.ones(self.batch, self.length, dtype=torch.bool)
@@ -75,11 +81,19 @@ class World:
         return queries
 
     @property
-    def layer(self) -> LayerKeys:
-        return LayerKeys(self.keys, self.key_mask, self.soft_cap, self.sink_keys)
+    def layer(self) -> Attended:
+        values = self.values if self.output else None
+        return Attended(self.keys, values, self.key_mask, self.soft_cap, self.sink_keys)
 
     def restart(self) -> None:
-        self.reference, self.last_keys = DriftReference.of(self.queries, self.layer, BLOCK), self.keys.clone()
+        self.reference = DriftReference.of(self.queries, self.layer, BLOCK)
+        self.remember()
+
+    def remember(self) -> None:
+        """What is stored now is that of the last update."""
+        self.last = self.keys.clone(), self.values.clone()
+        self.written = torch.zeros(self.batch, self.length, dtype=torch.bool, device=self.device)
+        self.written[:, 18:24] = True  # every step writes the block
 
     def rows(self, most: int) -> Rows:
         """Up to `most` columns of each sequence that are not the block's, pads among them; and filler, which is any
@@ -92,19 +106,21 @@ class World:
         return Rows.at(index.where(valid, 20).to(self.device), valid.to(self.device))
 
     def change(self, rows: Rows, rise: float = 0.0, only: Tensor | None = None) -> None:
-        """New keys at `rows`; their scores rise by `rise` beside."""
+        """New keys and values at `rows`; scores rise by `rise` beside."""
         for b, index in enumerate(rows.index.to(self.device).expand(self.batch, -1)):
             if only is None or only[b]:
                 own = index if rows.valid is None else index[rows.valid[b]]
                 self.keys[b, :, own] += self.new_keys(self.kv_heads, len(own), most=1)
                 self.keys[b, :, own, 0] += rise * self.head_dim**0.5
+                self.values[b, :, own] += self.grid(1, self.kv_heads, len(own), self.head_dim)
+                self.written[b, own] = True
 
     def measured(self, rows: Rows | None = None, rise: float = 0.0, updating: Tensor | None = None) -> Tensor:
         """Drift with new keys at `rows` as well, in the order of an update: old keys are read before they are
         written."""
         every, then = BLOCK, self.reference.block
         if rows is not None:
-            then = torch.cat([then, self.layer.at(rows)], dim=2)
+            then = joined(then, self.layer.at(rows))
             columns, valid = rows.index.to(self.device).expand(self.batch, -1), rows.valid
             block = BLOCK.index.to(self.device).expand(self.batch, -1)
             every = Rows.at(
@@ -122,10 +138,15 @@ class World:
         return found
 
     def assert_law(self, found: Tensor, **rest: Any) -> None:
-        given = self.keys, self.last_keys, self.key_mask, self.soft_cap, self.sink_keys
-        true = full_drift(self.queries, *given, **rest)
+        limits = self.key_mask, self.soft_cap, self.sink_keys
+        if self.output:
+            true, given = full_output_drift(self.queries, self.last, (self.keys, self.values), self.written, *limits)
+            unmoved = (found == 0) & (true <= (ROUNDING + LAW) * given)
+        else:
+            true = full_drift(self.queries, self.keys, self.last[0], *limits, **rest)
+            unmoved = torch.zeros_like(found, dtype=torch.bool)
         assert found.dtype == torch.float32
-        assert ((found.double() - true).abs() <= LAW * true.clamp(min=1)).all(), (found, true)
+        assert (unmoved | ((found.double() - true).abs() <= LAW * true.clamp(min=1))).all(), (found, true)
 
     def step(self) -> None:
         """A step without an update: the block has new keys, and the reference stays."""
@@ -136,14 +157,19 @@ class World:
 
     def update(self, rows: Rows, rise: float = 0.0) -> None:
         self.assert_law(self.measured(rows, rise))
-        self.last_keys = self.keys.clone()
+        self.remember()
         self.assert_made_anew()
 
     def assert_made_anew(self) -> None:
         anew = DriftReference.of(self.queries, self.layer, BLOCK)
-        assert torch.equal(self.reference.block, anew.block)
+        assert all(map(torch.equal, self.reference.block, anew.block))
         sums, others = (of.peak + of.mass.log() for of in (self.reference.sums, anew.sums))
         torch.testing.assert_close(sums, others, rtol=1e-6, atol=4e-6)
+
+
+def joined(first: tuple[Tensor, ...], last: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """One behind the other, by column."""
+    return tuple(torch.cat(each, dim=2) for each in zip(first, last, strict=True))
 
 
 @given(
@@ -155,10 +181,12 @@ class World:
     masked=st.booleans(),
     soft_cap=st.sampled_from([None, 0.5, 30.0]),
     sinks=st.integers(0, 2),
+    output=st.booleans(),
 )
 # Nearly all of the attention lies on the changed columns, then on the others, and so again.
-@example(0, 0.125, [30.0, -60.0, 30.0], 20, 2, True, None, 0)
-@example(1, 1.0, [0.0, -60.0, 4.0], 42, 4, True, 30.0, 1)
+@example(0, 0.125, [30.0, -60.0, 30.0], 20, 2, True, None, 0, False)
+@example(0, 0.125, [30.0, -60.0, 30.0], 20, 2, True, None, 0, True)
+@example(1, 1.0, [0.0, -60.0, 4.0], 42, 4, True, 30.0, 1, False)
 @settings(max_examples=150)
 def test_the_law_over_several_updates(
     seed: int,
@@ -169,8 +197,9 @@ def test_the_law_over_several_updates(
     masked: bool,
     soft_cap: float | None,
     sinks: int,
+    output: bool,
 ):
-    world = World(seed, kv_heads=kv_heads, scale=scale, masked=masked, soft_cap=soft_cap, sinks=sinks)
+    world = World(seed, kv_heads=kv_heads, scale=scale, masked=masked, soft_cap=soft_cap, sinks=sinks, output=output)
     for rise in rises:
         world.step()
         world.update(world.rows(most), rise)
@@ -184,11 +213,11 @@ def test_the_move_of_a_centroid_is_drift(shape: dict[str, Any]):
     last_queries, rows = world.queries.clone(), Rows.span(0, world.length)
     world.change(BLOCK)
     then = world.keys.clone()
-    then[:, :, 18:24] = world.reference.block
+    then[:, :, 18:24] = world.reference.block[0]
     world.change(world.rows(9), 2.0)
     world.queries[:, :, 1:3] = world.new_queries(2)
     found, world.reference = world.reference.measured(
-        world.queries, world.layer, Changed(rows, then, slice(18, 24)), last_queries=last_queries
+        world.queries, world.layer, Changed(rows, (then,), slice(18, 24)), last_queries=last_queries
     )
     world.assert_law(found, last_queries=last_queries)
     assert (found[:, 1:3] > 0.1).all()
@@ -205,9 +234,10 @@ def test_the_law_on_rounded_scores(seed: int):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_keys_of_16_bits(dtype: torch.dtype):
+@pytest.mark.parametrize("output", [False, True])
+def test_keys_of_16_bits(dtype: torch.dtype, output: bool):
     """Their products are exact in float32: drift is as good as that of keys of 32 bits."""
-    world = World(4, dtype=dtype, soft_cap=30.0, sinks=1)
+    world = World(4, dtype=dtype, soft_cap=30.0, sinks=1, output=output)
     world.update(world.rows(12), 4.0)
 
 
@@ -223,7 +253,9 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("shape", [{}, {"soft_cap": 30.0, "sinks": 1}, {"clusters": 70, "kv_heads": 1, "batch": 1}])
+@pytest.mark.parametrize(
+    "shape", [{}, {"soft_cap": 30.0, "sinks": 1}, {"clusters": 70, "kv_heads": 1, "batch": 1, "output": True}]
+)
 def test_the_law_in_triton(triton: str, shape: dict[str, Any]):
     """70 clusters take two launches."""
     world = World(5, device=triton, **shape)
@@ -232,10 +264,28 @@ def test_the_law_in_triton(triton: str, shape: dict[str, Any]):
         world.step()
 
 
-def test_unchanged_keys_have_not_drifted():
-    """Less than the rounding below which drift counts as none (`clustering.unit_rows.rounding`)."""
-    world = World(6, sinks=1)
-    assert (world.measured().abs() < 1e-6).all()
+@pytest.mark.parametrize("output", [False, True])
+def test_unchanged_keys_have_not_drifted(output: bool):
+    """Nor have those that differ by rounding (`clustering.unit_rows.rounding`)."""
+    world = World(6, sinks=1, output=output)
+    assert (world.measured() == 0).all()
+    world.keys += 2**-12 * world.grid(1, *world.keys.shape)
+    assert (world.measured() == 0).all()
+
+
+def test_weights_do_not_see_values():
+    """A value that changes moves the output alone, in proportion."""
+    found = {}
+    for output in (False, True):
+        world = World(12, output=output)
+        reference = world.reference
+        world.values[:, :, 18:24] *= 2
+        once = world.measured()
+        world.reference, world.values[:, :, 18:24] = reference, world.values[:, :, 18:24] * 1.5
+        found[output] = once, world.measured()
+    assert all((each == 0).all() for each in found[False])
+    torch.testing.assert_close(found[True][1], 2 * found[True][0])
+    assert (found[True][0] > 0.01).all()
 
 
 def test_an_update_looks_at_changed_keys_alone(monkeypatch: pytest.MonkeyPatch):
@@ -243,8 +293,8 @@ def test_an_update_looks_at_changed_keys_alone(monkeypatch: pytest.MonkeyPatch):
     world = World(9, scale=0.25)
     rows, reference = world.rows(12), world.reference
     assert rows.valid is not None
-    monkeypatch.setattr(LayerKeys, "log_sums", None)
-    then = torch.cat([reference.block, world.layer.at(rows)], dim=2)
+    monkeypatch.setattr(Attended, "log_sums", None)
+    then = joined(reference.block, world.layer.at(rows))
     own = torch.ones(world.batch, BLOCK.count, dtype=torch.bool)
     every = Rows.at(
         torch.cat([BLOCK.index.expand(world.batch, -1), rows.index], dim=1), torch.cat([own, rows.valid], dim=1)
@@ -266,9 +316,9 @@ def test_sequences_that_do_not_update_stay_as_they_are():
     world.change(BLOCK)
     found = world.measured(world.rows(8), 1.0, updating)
     world.assert_law(found)
-    world.last_keys[0] = world.keys[0]
+    world.last[0][0] = world.keys[0]
     for now, then in (
-        (world.reference.block, before.block),
+        (world.reference.block[0], before.block[0]),
         (world.reference.sums.peak, before.sums.peak),
     ):
         assert torch.equal(now[1], then[1]) and not torch.equal(now[0], then[0])
@@ -276,17 +326,20 @@ def test_sequences_that_do_not_update_stay_as_they_are():
     world.step()
 
 
-def test_pads_and_filler_do_not_matter():
-    """Their keys are no numbers, and as many as other keys."""
-    world = World(8)
+@pytest.mark.parametrize("output", [False, True])
+def test_pads_and_filler_do_not_matter(output: bool):
+    """What is stored there are no numbers, and as many as elsewhere."""
+    world = World(8, output=output)
     rows = world.rows(30)
     assert world.key_mask is not None and rows.valid is not None
-    world.keys.transpose(1, 2)[~world.key_mask] = torch.nan
+    for stored in (world.keys, world.values):
+        stored.transpose(1, 2)[~world.key_mask] = torch.nan
     pads = torch.tensor([[3], [46]])
     assert not world.key_mask.gather(1, pads).any() and not rows.valid.all()
     world.restart()
     found = world.measured(Rows.at(rows.index.where(rows.valid, pads), rows.valid))
-    world.keys, world.last_keys = world.keys.nan_to_num(), world.last_keys.nan_to_num()
+    world.keys, world.values = world.keys.nan_to_num(), world.values.nan_to_num()
+    world.last = world.last[0].nan_to_num(), world.last[1].nan_to_num()
     world.assert_law(found)
 
 
@@ -303,39 +356,41 @@ def test_a_new_cluster_is_joined_and_moved():
     world.step()
 
 
-def test_a_batch_is_its_sequences():
-    world = World(11)
+@pytest.mark.parametrize("output", [False, True])
+def test_a_batch_is_its_sequences(output: bool):
+    world = World(11, output=output)
     rows, drifts = world.rows(12), []
-    last, columns = (
-        world.keys.clone(),
-        torch.cat([each.index.to(world.device).expand(2, -1) for each in (BLOCK, rows)], dim=1),
-    )
+    columns = torch.cat([each.index.to(world.device).expand(2, -1) for each in (BLOCK, rows)], dim=1)
     world.change(BLOCK)
     world.change(rows, 1.0)
     assert rows.valid is not None and world.key_mask is not None
     valid = torch.cat([torch.ones(2, BLOCK.count, dtype=torch.bool), rows.valid], dim=1)
     for alone in (slice(0, 2), slice(0, 1), slice(1, 2)):
         queries, every = world.queries[alone], Rows.at(columns[alone], valid[alone])
-        then, now = (LayerKeys(keys[alone], world.key_mask[alone]) for keys in (last, world.keys))
+        then, now = (
+            Attended(keys[alone], values[alone] if output else None, world.key_mask[alone])
+            for keys, values in (world.last, (world.keys, world.values))
+        )
         reference = DriftReference.of(queries, then, BLOCK)
         drifts.append(reference.measured(queries, now, Changed(every, then.at(every), HERE), anew=True)[0])
     torch.testing.assert_close(drifts[0], torch.cat(drifts[1:]), rtol=1e-5, atol=1e-6)
     assert (drifts[0] > 0.001).all()
     kept = world.reference.of_sequences([1])
-    assert torch.equal(kept.block[0], world.reference.block[1])
+    assert all(torch.equal(one[0], both[1]) for one, both in zip(kept.block, world.reference.block, strict=True))
 
 
 def test_an_update_reads_nothing_back():
     """A tensor that is fake has no values: a read of one, or of a shape that depends on one, raises."""
     with FakeTensorMode():
         queries, mask = torch.zeros(2, 4, 5, 8), torch.ones(2, 40, dtype=torch.bool)
-        keys = LayerKeys(torch.zeros(2, 2, 40, 8), mask)
+        keys = Attended(torch.zeros(2, 2, 40, 8), torch.zeros(2, 2, 40, 8), mask)
         rows = Rows.at(torch.zeros(2, 9, dtype=torch.int64), torch.ones(2, 9, dtype=torch.bool))
         reference = DriftReference.of(queries, keys, BLOCK)
         found, after = reference.measured(queries, keys, Changed(rows, keys.at(rows), HERE), updating=mask[:, 0])
         done = after.append()
         done.recenter(queries[:, :, :2], keys, torch.zeros(2, 2, dtype=torch.int64), mask[:, :2])
-    assert found.shape == (2, 5) and done.block.shape == (2, 2, 6, 8) and done.sums.peak.shape == (2, 4, 6)
+    assert found.shape == (2, 5) and done.sums.peak.shape == (2, 4, 6)
+    assert [of.shape for of in done.block] == [(2, 2, 6, 8)] * 2
 
 
 @pytest.mark.gpu
@@ -351,4 +406,4 @@ def test_at_the_size_of_a_model(dtype: torch.dtype, heads: int, kv_heads: int):
 def test_what_does_not_go_together():
     world = World(0)
     with pytest.raises(ValueError, match="do not fit keys"):
-        LayerKeys(world.keys.repeat(1, 2, 1, 1)[:, 1:]).log_sums(world.queries)
+        Attended(world.keys.repeat(1, 2, 1, 1)[:, 1:]).log_sums(world.queries)

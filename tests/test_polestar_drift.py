@@ -1,18 +1,19 @@
 """What Polestar's updates measure, when they happen and what they choose, against full drifts and plain counts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from full_drift import full_drift
+from full_drift import full_drift, full_output_drift
 from polestar_variants import variant
 from torch import Tensor
 
 import tiered
+from tiered.core.features import Feature
 from tiered.core.rows import Rows
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
@@ -21,7 +22,7 @@ from tiered.policies.base import Step, StepKind
 from tiered.policies.polestar import policy as polestar
 from tiered.policies.polestar import update
 from tiered.policies.polestar.cache import Refresh
-from tiered.policies.polestar.drift import DriftReference
+from tiered.policies.polestar.drift import Attended, Changed, DriftReference
 from tiered.policies.polestar.layer_state import LayerState, Span
 from tiered.policies.polestar.members import Members
 from tiered.runtime import Runtime
@@ -58,14 +59,14 @@ def generate(
 
 @dataclass
 class Oracle:
-    """Around `LayerState.measure`: compares every drift with one made from all keys, those of now and those
-    at the sequence's last refresh or update, once the layer's keys were written.
+    """Around `LayerState.measure`: compares every drift with one made from all that is stored, now and at the
+    sequence's last refresh or update, once the layer's keys and values were written.
 
     A centroid that moves later in that pass has a new query, but over the same keys. If moves count as drift it has
     moved already.
     """
 
-    last_keys: dict[int, Tensor] = field(default_factory=dict)
+    last: dict[int, list[Tensor]] = field(default_factory=dict)  # keys and values, by layer
     drifts: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     sizes: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)  # of clusters, by update and layer
@@ -76,7 +77,7 @@ class Oracle:
     moves: int = 0  # measurements in which centroids moved
 
     def refreshed(self, forward: Forward, layer: int) -> None:
-        self.last_keys[layer] = forward.keys(layer).clone()
+        self.last[layer] = [each.clone() for each in key_value(forward, layer)]
 
     def measure(
         self,
@@ -92,17 +93,25 @@ class Oracle:
         found = MEASURE(state, forward, pass_, tracked, active, some, last_queries)
         updating = torch.ones(len(found), dtype=torch.bool) if some is None else some
         self.moves += last_queries is not None
-        keys, mask = forward.keys(layer), forward.limits.key_mask
+        now, mask = key_value(forward, layer), forward.limits.key_mask
         for b, drift in enumerate(found):
             one = slice(b, b + 1)
             if not updating[b]:
                 continue
-            then, now = (of[one, :, : len(drift)] for of in (queries, state.queries))
-            given = keys[one], self.last_keys[layer][one], None if mask is None else mask[one]
-            true = full_drift(now, *given, last_queries=then)[0]
+            old, new = (of[one, :, : len(drift)] for of in (queries, state.queries))
+            seen = None if mask is None else mask[one]
+            measured = torch.tensor(drift)
+            if state.of_output:
+                then, own = (tuple(each[one] for each in of) for of in (self.last[layer], now))
+                (true,), (given,) = full_output_drift(new, then, own, written(pass_.rows, b, forward.length), seen)
+                # Less counts as unmoved.
+                measured = measured.where((measured > 0) | (true > (2**-8 + LAW) * given), true)
+            else:
+                true = full_drift(new, now[0][one], self.last[layer][0][one], seen, last_queries=old)[0]
             self.drifts += true.tolist()
-            self.errors += ((torch.tensor(drift) - true).abs() / true.clamp_min(1)).tolist()
-            self.last_keys[layer][b] = keys[b]
+            self.errors += ((measured - true).abs() / true.clamp_min(1)).tolist()
+            for last, each in zip(self.last[layer], now, strict=True):
+                last[b] = each[b]
         self.updates += layer == 0
         at = self.updates, layer
         self.updating[at] = updating.tolist()
@@ -110,6 +119,19 @@ class Oracle:
         self.stored[at] = [[*one.sizes] for one in state.members]
         self.sizes[at] = [[len(one.live(cluster)) for cluster in range(len(one.sizes))] for one in state.members]
         return found
+
+
+def key_value(forward: Forward, layer: int) -> list[Tensor]:
+    """All keys and values that are stored."""
+    return [forward.store.view(feature, layer) for feature in (Feature.KEY, Feature.VALUE)]
+
+
+def written(rows: Rows, sequence: int, length: int) -> Tensor:
+    """Which columns of a sequence are among `rows`."""
+    found = torch.zeros(1, length, dtype=torch.bool)
+    own = rows.index[sequence if len(rows.index) > 1 else 0]
+    found[0, own if rows.valid is None else own[rows.valid[sequence]]] = True
+    return found
 
 
 @pytest.fixture
@@ -134,6 +156,8 @@ CASES: dict[str, dict[str, Any]] = {
     "all of them": {"clusters": 5, "top_m": 99, "codec": "raw", "update_threshold": 0, "cluster_layers": 1},
     "few, renewed once in a while": {"clusters": 9, "top_m": 2, "update_threshold": 2},
     "beside those from below": {"clusters": 20, "top_m": 1, "cluster_layers": 1, "from_below": "beside"},
+    "of the output": {"clusters": 20, "top_m": 2, "cluster_layers": 1, "from_below": "beside", "drift": "output"},
+    "of the output, by drift": {"clusters": 6, "top_m": 2, "refresh": "drift", "drift": "output"},
     "many": {"clusters": 20, "top_m": 3, "lengths": (160, 131)},
     "many, by drift": {"clusters": 20, "top_m": 3, "lengths": (160, 131), "refresh": "drift", "cluster_layers": 1},
     "with the moves of centroids": {"clusters": 6, "top_m": 2, "tier": "device", "moves": True, "cluster_layers": 1},
@@ -178,17 +202,20 @@ def test_the_drift_of_updates_is_that_of_all_keys(runtime: Runtime, oracle: Orac
         assert out.rows_per_step[number] == active + sum(renewed) / 4
 
 
-def test_clusters_that_stand_still_are_chosen_by_number(runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
-    """Divergences of log-probabilities that are 2⁻⁸ apart at most are rounding."""
+@pytest.mark.parametrize("drift", ["weights", "output"])
+def test_clusters_that_stand_still_are_chosen_by_number(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, drift: str):
+    """Whatever they differ by is rounding."""
+    measured, generator = DriftReference.measured, torch.Generator().manual_seed(0)
 
-    measured = DriftReference.measured
-
-    def still(*given: Any, **rest: Any) -> tuple[Tensor, DriftReference]:
-        drift, reference = measured(*given, **rest)
-        return 2**-17 * torch.rand(drift.shape, generator=torch.Generator().manual_seed(0)), reference
+    def still(
+        self: DriftReference, queries: Tensor, attended: Attended, changed: Changed, *rest: Any
+    ) -> tuple[Tensor, DriftReference]:
+        last = tuple(each + 2**-16 * torch.rand(each.shape, generator=generator) for each in attended.at(changed.rows))
+        sums = attended.log_sums(queries)
+        return measured(replace(self, sums=sums), queries, attended, replace(changed, last=last), *rest)
 
     monkeypatch.setattr(DriftReference, "measured", still)
-    out = generate(runtime, clusters=6, top_m=2, update_threshold=1)
+    out = generate(runtime, clusters=6, top_m=2, update_threshold=1, drift=drift)
     # Layers above choose first what this one hands up.
     first = [update for update in out.updates if update.layer == 0]
     assert first and all(chosen in ([], [0, 1]) for update in first for chosen in update.clusters)

@@ -153,6 +153,7 @@ RAGGED: dict[str, dict[str, Any]] = {
     "raw, by drift": {"codec": "raw", "top_m": 1, "clusters": 18, "update_threshold": 0, "refresh": "drift"},
     "delta": {"top_m": 1, "clusters": "auto", "update_threshold": 0, "window": (1, 1)},
     "delta, beside": {"top_m": 1, "clusters": 20, "update_threshold": 1, "cluster_layers": 1, "from_below": "beside"},
+    "delta, of the output": {"top_m": 2, "clusters": 20, "update_threshold": 1, "cluster_layers": 2, "drift": "output"},
     "delta, by drift": {"top_m": 2, "clusters": 20, "update_threshold": 1, "refresh": "drift", "cluster_layers": 2},
     "guided": {"top_m": 1, "clusters": 18, "update_threshold": 0, "cfg_scale": 0.5},
 }

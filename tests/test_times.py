@@ -33,7 +33,7 @@ VARIANTS |= {
 }
 # What they recompute hangs on the model: how large the clusters are that drift most, which tokens it is sure of. A row
 # of Dream is open as long as one of two tokens is.
-EXPECTED = {"polestar", "polestar-paper", "polestar-window", "dkv_greedy"}
+EXPECTED = {"polestar", "polestar-paper", "polestar-fresh", "polestar-window", "dkv_greedy"}
 BY_TWO = {"dkv_decode", "dkv_pd"}
 
 

@@ -37,7 +37,7 @@ POLICIES = _colours("""none 7a828a 9aa3ab; fast_dllm_prefix 6fb7e0 a7d8f5; fast_
     dkv_decode 8a63b8 b795e4; dkv_greedy 5d3a8c 8f6ac0; dkv_prefill b79bd8 d8c4f2; dkv_pd 714aa5 a47fd6;
     dllm_cache cc79a7 e79cc5; elastic_cache e69f00 f5bb45; uniform a89400 e5d63f; uniform_prefix cfc04a f3eb9a;
     polestar 009e73 36c99c; polestar-drift 8fd6bf b5efdd; polestar-paper 5cc2a2 8be0c6;
-    polestar-window 00664a 1f9c77""")
+    polestar-fresh 7aa800 b9e34d; polestar-window 00664a 1f9c77""")
 OTHERS = _colours("other-0 3d3a35 d9d4ca; other-1 8c6d4f c9a785; other-2 b0413e ef8a86")  # peers, by name in turn
 ACCOUNTS = _colours("""weights b5b1a8 6b7178; key 0072b3 4fa6e4; value 7fb9dd 2d6b97; hidden_states 009e74 36c99d;
     attn_out 63c2a4 1f8f6d; ffn_out b3e0d1 175f4a; centroids e69f01 f5bb46; staging cc79a8 e79cc6; spare f0d9a8 66583a;

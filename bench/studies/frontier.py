@@ -32,7 +32,7 @@ from workloads.variants import RULES, Variant
 
 from tiered.core.byte_size import format_bytes
 from tiered.core.checks import unknown_name
-from tiered.policies.registry import make_policy
+from tiered.policies.registry import PRESETS, make_policy
 
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
 
@@ -46,6 +46,7 @@ def _turned(knob: str, values: Sequence[Any], **fixed: Any) -> list[dict[str, An
 
 
 REFRESHES = (None, 16, 8, 4, 3, 2)  # steps from one full pass to the next
+FRESH = PRESETS["polestar-fresh"][1]
 SETTINGS: Mapping[str, list[dict[str, Any]]] = {
     NONE: [{}],
     "fast_dllm_prefix": _turned("refresh_interval", REFRESHES),
@@ -57,12 +58,9 @@ SETTINGS: Mapping[str, list[dict[str, Any]]] = {
     "dllm_cache": _turned("prompt_interval", (50, 16, 8, 4, 3, 2)),
     "elastic_cache": _turned("similarity_threshold", (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)),
     OURS: [
-        {"update_threshold": 4, "top_m": 4},
-        {"update_threshold": 0, "top_m": 4},
-        *(
-            {"update_threshold": 0, "top_m": most, "clusters": count, "cluster_layers": layers, "from_below": "beside"}
-            for most, count, layers in ((4, 256, 1), (4, 256, 2), (16, 256, 2), (4, 64, 2))
-        ),
+        {"update_threshold": 4},
+        {"update_threshold": 0},
+        *(FRESH | given for given in ({"top_m": 8}, {}, {"top_m": 64}, {"clusters": "auto"})),
     ],
     "polestar-paper": [{}],
 }

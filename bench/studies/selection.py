@@ -8,13 +8,14 @@ blocks'. All arms update in the same steps, and all but Polestar renew the same 
     random, round_robin, oldest     blind; of equally old rows `oldest` takes any
     attention, attention_pending    rows with most attention from the block, or from its pending rows
     drift, drift_first   rows whose attention drifted most, over all layers or in the first one: Polestar's drift with a
-                         cluster of each row
+                         cluster of each row; `drift_output`: the output of whose attention drifted most
     drift_attention      `drift` times `attention`
     oracle               rows whose uncached keys and values would change the attention of the pending rows most
     oracle_output        rows whose uncached keys and values, each row's alone, bring the logits nearest to `none`: for
                          prompts up to 256 tokens, since it takes a pass over the block for each row
-    polestar-C           the product's rule with C clusters ("auto"; "rows" for a cluster of each row), members as they
-                         are, and the M that has the share of the rows on average; `renewed` is the share that it took
+    polestar-C, fresh-C  the rule of `polestar` and of `polestar-fresh` with C clusters ("auto"; "rows" for a cluster of
+                         each row), members as they are, and the M that has the share of the rows on average; `renewed`
+                         is the share that it took, which is more where each layer adds M
 
 Fixed beforehand: prompts of the validation split, from --seed on, the same for all arms; --prompts of them for exact
 match, one token a step; the first --kl-prompts for the KL from `none`, at every step of `none`'s own canvases, over
@@ -54,7 +55,7 @@ AXES: Axes = {
     "model": ["embedded-fresh"],
     "task": ["sort", *FRESH_TASKS],
     "tokens": [256, 1024, 2048],
-    "selector": [*REFERENCES, *SELECTORS, "polestar-auto", "polestar-4", "polestar-16", "polestar-rows"],
+    "selector": [*REFERENCES, *SELECTORS, "polestar-auto", "polestar-rows", "fresh-auto", "fresh-rows"],
     "share": [1, 2, 5, 10, 20, 50],
     "interval": [1, 5],
     "split": ["validation"],

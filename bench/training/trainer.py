@@ -27,7 +27,7 @@ from training.checkpoint import (
     save_checkpoint,
     under,
 )
-from training.curriculum import LIST_BOUNDS, LOOKUP_LEARNED, Curriculum
+from training.curriculum import FRESH_LEARNED, LIST_BOUNDS, LOOKUP_LEARNED, Curriculum
 from training.fresh_batches import fresh_batch, fresh_task, mask_as_decoded
 from training.fresh_losses import fresh_losses
 from training.in_blocks import forward_in_blocks
@@ -176,6 +176,9 @@ class Trainer:
             assert isinstance(probe, nn.Linear)
             losses[f"rest {stream}"] = token_loss(self.model, hidden, batch.ids[:, first:], rest[:, first:])
             losses |= fresh_losses(stream, batch, noised, probe, tap)
+            if self.standing.losses.get(stream, math.inf) < FRESH_LEARNED:
+                # Its heads are those with which lookups find their digits; whoever knows the task needs no pointer.
+                del losses[f"point {stream}"]
         elif bool(noised.asked.any()):
             auxiliary = pointer_losses if stream == "lookup" else operand_losses
             probe = self._probes["lookup" if stream == "lookup" else "short"]

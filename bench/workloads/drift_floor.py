@@ -12,13 +12,13 @@ from torch import Tensor
 from training import tasks
 
 import tiered
+from tiered.clustering.allocation import auto_top_m
 from tiered.clustering.areas import cluster_areas
 from tiered.core.rows import Rows
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.row_code import RowCode
 from tiered.models.base import DiffusionModel
-from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
-from tiered.policies.polestar.policy import Polestar
+from tiered.policies.polestar.drift import Attended, Changed, DriftReference
 from workloads.input_rows import hidden_states
 
 
@@ -59,7 +59,7 @@ def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterato
 
 def alike(ours: Tensor, theirs: Tensor) -> float:
     """The share of the clusters that drift most by `ours` which do so by `theirs`."""
-    most = min(Polestar().top_m, len(ours))
+    most = min(auto_top_m(), len(ours))
     return torch.isin(ours.topk(most).indices, theirs.topk(most).indices).double().mean().item()
 
 
@@ -83,7 +83,7 @@ def drifts(
         )
 
         def apart(old: Tensor, new: Tensor, queries: Tensor = queries) -> Tensor:
-            reference = DriftReference.of(queries, LayerKeys(old), columns)
-            return reference.measured(queries, LayerKeys(new), Changed(columns, old, slice(None)), anew=True)[0]
+            reference = DriftReference.of(queries, Attended(old), columns)
+            return reference.measured(queries, Attended(new), Changed(columns, (old,), slice(None)), anew=True)[0]
 
         yield torch.cat([apart(keys, rounded(keys)), apart(keys, moved), apart(rounded(keys), rounded(moved))])

@@ -25,16 +25,20 @@ from workloads.selection import SELECTORS, Selecting, renewed_rows
 NONE, FROZEN, ALL = "none", "frozen", "all"
 # Arms without a share: without a cache; without updates; and with updates of all rows.
 REFERENCES: Mapping[str, float] = {NONE: 1.0, FROZEN: 0.0, ALL: 1.0}
-POLESTAR = "polestar-"  # in front of C, "auto", or "rows" for a cluster of each row
+# Polestar's rules: in front of C, "auto", or "rows" for a cluster of each row.
+RULES: Mapping[str, str] = {"polestar-": "polestar", "fresh-": "polestar-fresh"}
 
 
 def check_arm(name: str) -> None:
     """Raise `ValueError` for an arm that there is not."""
-    clusters = name.removeprefix(POLESTAR)
-    if name.startswith(POLESTAR) and (clusters in ("auto", "rows") or (clusters.isdecimal() and int(clusters))):
-        return
+    for rule in RULES:
+        clusters = name.removeprefix(rule)
+        if name.startswith(rule) and (clusters in ("auto", "rows") or (clusters.isdecimal() and int(clusters))):
+            return
     if name not in (known := (*REFERENCES, *SELECTORS)):
-        raise unknown_name("selector", name, [*known, f"{POLESTAR}auto", f"{POLESTAR}rows"])
+        raise unknown_name(
+            "selector", name, [*known, *(f"{rule}{count}" for rule in RULES for count in ("auto", "rows"))]
+        )
 
 
 def policy_of(arm: str, share: float, interval: int, *, seed: int, areas: Sequence[int]) -> Policy:
@@ -42,15 +46,16 @@ def policy_of(arm: str, share: float, interval: int, *, seed: int, areas: Sequen
     of them. Of Polestar M is the number of clusters that have as many rows on average, and at least 1."""
     if arm == NONE:
         return make_policy(NONE)
-    if not arm.startswith(POLESTAR):
+    rule = next((rule for rule in RULES if arm.startswith(rule)), None)
+    if rule is None:
         selector = "random" if arm in REFERENCES else arm
         return Selecting(selector=selector, share=share, interval=interval, seed=seed)
-    rows, clusters = sum(areas), arm.removeprefix(POLESTAR)
+    rows, clusters = sum(areas), arm.removeprefix(rule)
     count = rows if clusters == "rows" else auto_clusters(*areas) if clusters == "auto" else min(int(clusters), rows)
-    given = "auto" if clusters == "auto" else count
+    given = clusters if clusters in ("auto", "rows") else count
     # Its T is what is no update yet, and its members are as they are, so that no code blurs what is compared.
     top_m = renewed_rows(share, count)
-    return make_policy("polestar", clusters=given, top_m=top_m, update_threshold=interval - 1, codec="raw")
+    return make_policy(RULES[rule], clusters=given, top_m=top_m, update_threshold=interval - 1, codec="raw")
 
 
 def measure(settings: Mapping[str, Any], *, paths: Mapping[str, str]) -> Iterator[Row]:

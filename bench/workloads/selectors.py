@@ -7,7 +7,7 @@ values, which the update writes anew. So it decides on the tokens of now.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,7 +18,7 @@ from tiered.forward.attention_weights import attention_weights
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.policies.base import Step
-from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
+from tiered.policies.polestar.drift import Attended, Changed, DriftReference
 
 Scores = Float[Tensor, " length"]
 
@@ -169,6 +169,8 @@ class Drift(Highest):
     """Rows whose attention has drifted most since the last update, in the mean over heads and layers: Polestar's drift
     of clusters that have one row each. The last layer's attention of a row is read by no other row, and is left out."""
 
+    of_output: ClassVar[bool] = False
+
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self._queries: dict[int, Tensor] = {}
@@ -184,8 +186,8 @@ class Drift(Highest):
             self._queries[layer] = queries.clone()
         else:
             rows.put(self._queries[layer], queries)
-        block = Look(forward, step).block
-        self._references[layer] = DriftReference.of(self._queries[layer], LayerKeys.of(forward, layer), block)
+        attended, block = Attended.of(forward, layer, values=self.of_output), Look(forward, step).block
+        self._references[layer] = DriftReference.of(self._queries[layer], attended, block)
         return pass_
 
     def scores(self, look: Look) -> Scores:
@@ -193,10 +195,15 @@ class Drift(Highest):
 
     def drift(self, look: Look, layer: int) -> Scores:
         """Of every row in `layer`, once the block's keys are written there: nothing else has changed."""
-        keys, reference = LayerKeys.of(look.forward, layer), self._references[layer]
+        attended, reference = Attended.of(look.forward, layer, values=self.of_output), self._references[layer]
         changed = Changed(look.block, reference.block, slice(None))
-        measured = reference.measured(self._queries[layer], keys, changed, anew=True)
-        return measured[0][0].clamp_min(0)
+        return reference.measured(self._queries[layer], attended, changed, anew=True)[0][0]
+
+
+class OutputDrift(Drift):
+    """Rows whose attention's output has drifted most."""
+
+    of_output: ClassVar[bool] = True
 
 
 class FirstDrift(Drift):

@@ -230,7 +230,7 @@ def _dry_forward(policy: Policy, sizes: CallShape, block: int, asked: Pass) -> D
     elif isinstance(asked.program, Update) and isinstance(policy, Polestar):
         kept = policy.cluster_sizes(sizes)
         # Where each layer adds clusters, half of all come along through a layer on average.
-        chosen = policy.top_m * (1 + kept.layers / 2 if kept.beside else 1)
+        chosen = kept.chosen * (1 + kept.layers / 2 if kept.beside else 1)
         renewed = min(kept.kept, chosen * kept.kept / max(kept.clusters, 1))
         # The chosen rows of a group go up to the next one, and through all layers but the last.
         rows += renewed * (layers - 1) / layers

@@ -40,6 +40,18 @@ PRESETS: dict[str, tuple[Callable[..., Policy], dict[str, Any]]] = {
     "uniform_prefix": (POLICIES["fast_dllm_prefix"], {}),
     # The paper's whole-context setting.
     "polestar-paper": (Polestar, {"clusters": 8, "top_m": 2, "update_threshold": 4, "cluster_layers": 1}),
+    # Sees which single rows have to follow the answer, wherever they stand, at every commit.
+    "polestar-fresh": (
+        Polestar,
+        {
+            "clusters": "rows",
+            "update_threshold": 0,
+            "cluster_layers": 1,
+            "from_below": "beside",
+            "drift": "output",
+            "codec": "raw",
+        },
+    ),
     # The authors' code.
     PolestarWindow.name: (PolestarWindow, {}),
 }

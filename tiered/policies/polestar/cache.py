@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int8
 from torch import Tensor
 
-from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER
+from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_top_m
 from tiered.clustering.areas import cluster_areas, cut_clusters
 from tiered.clustering.cluster_index import ClusterIndex
 from tiered.clustering.faiss_backend import Backend
@@ -43,6 +43,7 @@ class HiddenCache:
         clusters, top_m, backend: options of `Polestar`; `backend` is `kmeans`.
         group: layers of a group.
         beside: whether clusters that the layer below has renewed come beside the M (`Polestar.from_below`).
+        of_output: whether drift is that of the attention's output (`Polestar.drift`).
         measures_moves: whether the move of a centroid counts as drift (`Polestar.measures_moves`).
         states: by leader; empty before the first refresh, and if there is nothing outside the block.
         ranking: drift of every cluster at the last update, by leader and sequence.
@@ -52,11 +53,12 @@ class HiddenCache:
         updated_in, fetched: number of the last forward that updated, and the columns of stored rows that it used.
     """
 
-    clusters: int | Literal["auto"]
-    top_m: int
+    clusters: int | Literal["auto", "rows"]
+    top_m: int | Literal["auto"]
     group: int
     beside: bool
     backend: Backend
+    of_output: bool
     measures_moves: bool
     states: dict[int, LayerState] = field(default_factory=dict)
     ranking: dict[int, list[list[float]]] = field(default_factory=dict)
@@ -96,9 +98,13 @@ class HiddenCache:
         """`top_m` clusters of a sequence, the most drifted first. If the moves of centroids do not count as drift,
         clusters that the layer below has renewed by half or more come before the others, among the `top_m` or beside
         them: their inputs have moved."""
-        below = () if self.measures_moves else members.mostly(recomputed)
-        ranked = sorted(range(len(drift)), key=lambda cluster: (cluster not in below, -drift[cluster]))
-        return ranked[: self.top_m + len(below) * self.beside]
+        below = [] if self.measures_moves else members.mostly(recomputed)
+        below = [cluster for cluster in below if cluster < len(drift)]  # one may be younger than the drift
+        last = np.ones(len(drift), dtype=bool)
+        last[below] = False
+        ranked = np.lexsort((-np.asarray(drift), last))  # equals in order
+        most = auto_top_m(len(drift) if self.clusters == "rows" else 0) if self.top_m == "auto" else self.top_m
+        return ranked[: most + len(below) * self.beside].tolist()
 
     @spanned(Op.CLUSTERING)
     def cluster(
@@ -114,7 +120,8 @@ class HiddenCache:
         groups: dict[int | Literal["auto"], list[int]] = defaultdict(list)
         for number, pad in enumerate(pads):
             prefix, behind = max(0, end - max(first, pad)), last - suffix
-            fitting = wanted if wanted == "auto" else min(max(wanted, (prefix > 0) + (behind > 0)), prefix + behind)
+            rows, fewest = prefix + behind, (prefix > 0) + (behind > 0)
+            fitting = wanted if wanted == "auto" else rows if wanted == "rows" else min(max(wanted, fewest), rows)
             groups[fitting].append(number)
         found: dict[int, ClusterIndex] = {}
         for count, numbers in groups.items():
@@ -179,5 +186,5 @@ class Refresh:
                 everything = [own.stored(region, cluster) for cluster in range(index.clusters)]
                 stored.store(layer, everything, rows[index.rows], index.centroids)
         pass_ = forward.dense(layer, pass_)
-        cache.states[layer] = LayerState.of(forward, layer, self._current, indices, members, stored)
+        cache.states[layer] = LayerState.of(forward, layer, self._current, indices, members, stored, cache.of_output)
         return pass_

@@ -1,27 +1,33 @@
 """How far the attention of centroids has drifted since the last update.
 
-With p and s the probabilities and scores at the last update, p′ and s′ those of now, and L, L′ the log-sum-exps:
+With p, s and v the probabilities, scores and values at the last update, p′, s′ and v′ those of now, and L, L′ the
+log-sum-exps, drift is one of these:
 
-    KL(p′ ‖ p) = Σ p′ (log p′ − log p) = (L − L′) + Σ p′ (s′ − s)
-    L′ − L = log(1 + Σ (exp(s′ − L) − exp(s − L)))
+    weights    KL(p′ ‖ p) = Σ p′ (log p′ − log p) = (L − L′) + Σ p′ (s′ − s), the mean over heads
+    output     ‖ Σ p′ v′ − Σ p v ‖, the length over all heads; the sums are over changed columns alone
+    where      L′ − L = log(1 + Σ (exp(s′ − L) − exp(s − L)))
 
 The sums need only columns with s′ ≠ s: those whose keys changed, or all columns if the query moved. So an update looks
 at few keys, however many there are. Where exp(L) changes much, the rounding of 1 counts: there L′ is taken over all
-columns.
+columns. Weights do not see that a value has changed: a row that reads its neighbour goes on doing so when the neighbour
+says something else. Output does.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
+from tiered.clustering.unit_rows import rounding
+from tiered.core.features import Feature
 from tiered.core.rows import Rows
 from tiered.forward.forward import Forward
 from tiered.kernels.attention_scores import attention_scores, sink_scores
 from tiered.kernels.block_attention_ref import block_attention
 from tiered.kernels.choice import for_device
+from tiered.kernels.coded_rows import CodedRows, KeyValue
 from tiered.kernels.log_sum_exp import LogSumExp
 from tiered.policies.polestar.hidden_bytes import CENTROIDS_AT_ONCE
 
@@ -29,26 +35,33 @@ from tiered.policies.polestar.hidden_bytes import CENTROIDS_AT_ONCE
 MOST_RISE = log(8)
 
 
+# Keys of some columns, and their values if drift is that of the output.
+Stored = tuple[Float[Tensor, "batch kv_heads rows head_dim"], ...]
+
+
 @dataclass(frozen=True, slots=True)
-class LayerKeys:
+class Attended:
     """What the centroids of a layer attend to.
 
     Attributes:
-        keys: cached keys, rotated.
+        keys: cached keys, rotated, as they are stored.
+        values: cached values, the same; None where drift is that of the weights.
         key_mask: False at columns that no query may attend to; None for no such column.
         soft_cap: c, so that a score s counts as c · tanh(s / c); None for s itself.
         sink_keys: keys of each head beside those of the columns, not rotated; None for no sinks.
     """
 
-    keys: Float[Tensor, "batch kv_heads length head_dim"]
+    keys: KeyValue
+    values: KeyValue | None = None
     key_mask: Bool[Tensor, "batch length"] | None = None
     soft_cap: float | None = None
     sink_keys: Float[Tensor, "heads sinks head_dim"] | None = None
 
     @classmethod
-    def of(cls, forward: Forward, layer: int) -> "LayerKeys":
-        model = forward.model
-        return cls(forward.keys(layer), forward.limits.key_mask, model.shape.soft_cap, model.sink_keys(layer))
+    def of(cls, forward: Forward, layer: int, *, values: bool) -> "Attended":
+        model, store = forward.model, forward.store
+        keys, own = store.stored(Feature.KEY, layer), store.stored(Feature.VALUE, layer) if values else None
+        return cls(keys, own, forward.limits.key_mask, model.shape.soft_cap, model.sink_keys(layer))
 
     def log_sums(self, queries: Float[Tensor, "batch heads clusters head_dim"]) -> LogSumExp:
         """Log-sum-exp of the scores over all columns and sinks, by batch, head and cluster."""
@@ -60,12 +73,9 @@ class LayerKeys:
             return found[0]
         return LogSumExp(torch.cat([of.peak for of in found], dim=2), torch.cat([of.mass for of in found], dim=2))
 
-    def at(self, rows: Rows) -> Float[Tensor, "batch kv_heads rows head_dim"]:
-        """Keys at the columns of `rows`, in their order; a span is a view."""
-        if rows.is_span:
-            return rows.take(self.keys)
-        index = rows.index[:, None, :, None]
-        return self.keys.gather(2, index.expand(-1, self.keys.shape[1], -1, self.keys.shape[3]))
+    def at(self, rows: Rows) -> Stored:
+        """Keys, and values if there are any, at the columns of `rows`, in their order; a span is a view."""
+        return tuple(_taken(each, rows) for each in (self.keys, self.values) if each is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +84,12 @@ class Changed:
 
     Attributes:
         rows: the columns.
-        last_keys: their keys at the last update.
-        block: the rows whose keys the next reference keeps.
+        last: what was stored there at the last update.
+        block: the rows of which the next reference keeps what is stored.
     """
 
     rows: Rows
-    last_keys: Float[Tensor, "batch kv_heads rows head_dim"]
+    last: Stored
     block: slice
 
 
@@ -89,24 +99,24 @@ class DriftReference:
 
     Attributes:
         sums: log-sum-exp of the scores over all columns and sinks.
-        block: keys of the columns that change with every step, those of the current block. All other keys are still
-            those of the last update when an update is about to write them.
+        block: what is stored of the columns that change with every step, those of the current block. All others are
+            still as at the last update when an update is about to write them.
     """
 
     sums: LogSumExp
-    block: Float[Tensor, "batch kv_heads block head_dim"]
+    block: Stored
 
     @classmethod
     def of(
-        cls, queries: Float[Tensor, "batch heads clusters head_dim"], keys: LayerKeys, block: Rows
+        cls, queries: Float[Tensor, "batch heads clusters head_dim"], attended: Attended, block: Rows
     ) -> "DriftReference":
-        """The attention of `queries` over `keys`, as both are now. `block`: a span, whose keys change at every step."""
-        return cls(keys.log_sums(queries), keys.at(block).clone())
+        """The attention of `queries`, as it is now. `block`: a span, whose keys change at every step."""
+        return cls(attended.log_sums(queries), tuple(each.clone() for each in attended.at(block)))
 
     def measured(
         self,
         queries: Float[Tensor, "batch heads clusters head_dim"],
-        keys: LayerKeys,
+        attended: Attended,
         changed: Changed,
         updating: Bool[Tensor, " batch"] | None = None,
         last_queries: Float[Tensor, "batch heads clusters head_dim"] | None = None,
@@ -116,57 +126,70 @@ class DriftReference:
 
         Args:
             queries: of the centroids now, rotated at the positions of their medoids.
-            keys: as they are now.
+            attended: as it is now; with values for the drift of the output, which takes no `last_queries`.
             updating: False at sequences whose reference stays, and whose drift has no meaning; None for none.
             last_queries: of the centroids at the last update, if they differ; all columns are `changed` then. None for
                 `queries`.
             anew: take the log-sum-exps over all columns, as for `last_queries`.
 
         Returns:
-            KL of the attention of now from that of the last update, mean over heads; float32. It may fall short of 0
-            by rounding. NaN where the log-sum-exps have to be taken `anew`: the reference is of no use then.
+            The drift, float32; 0 for what may be rounding. NaN where the log-sum-exps have to be taken `anew`: the
+            reference is of no use then.
         """
-        rows, then, last, cap = changed.rows, changed.last_keys, self.sums, keys.soft_cap
-        now = keys.at(rows)
-        sums = keys.log_sums(queries) if anew or last_queries is not None else None
+        rows, last, cap = changed.rows, self.sums, attended.soft_cap
+        (then, *last_values), stored = changed.last, attended.at(rows)
+        now, *values = stored
+        sums = attended.log_sums(queries) if anew or last_queries is not None else None
         if last_queries is None:
             both = attention_scores(queries, torch.cat([then, now], dim=2), cap).split(rows.count, dim=3)
         else:
             both = attention_scores(last_queries, then, cap), attention_scores(queries, now, cap)
-        if keys.key_mask is not None:
-            rows = rows.only(rows.columns(keys.key_mask))
+        if attended.key_mask is not None:
+            rows = rows.only(rows.columns(attended.key_mask))
         if rows.valid is not None:
             hidden = ~rows.valid[:, None, None]
             for scores in both:  # no number that is finite: the least less itself is 0, and its probability is 0
                 scores.masked_fill_(hidden, torch.finfo(scores.dtype).min)
+            values, last_values = ([each.masked_fill(hidden.mT, 0) for each in of] for of in (values, last_values))
+        peak, fall = last.peak if sums is None else sums.peak, None if values else both[0] - both[1]
+        before, after = (scores.sub_(of[..., None]).exp_() for scores, of in zip(both, (last.peak, peak), strict=True))
         if sums is not None:
-            rise = (sums.peak - last.peak) + (sums.mass / last.mass).log()
+            rise, mass = (sums.peak - last.peak) + (sums.mass / last.mass).log(), sums.mass
         else:
-            before, after = ((scores - last.peak[..., None]).exp_().sum(3) for scores in both)
-            rise = ((after - before) / last.mass).log1p()
+            rise = ((after.sum(3) - before.sum(3)) / last.mass).log1p()
             sound = rise.abs() < MOST_RISE
             rise = rise.where(sound if updating is None else sound | ~updating[:, None, None], torch.nan)
-            sums = LogSumExp(last.peak + rise, last.mass)
-        drift = -rise - _expected_fall(sums, *both)
-        if last_queries is not None and keys.sink_keys is not None:
-            drift -= _expected_fall(sums, *(sink_scores(each, keys.sink_keys, cap) for each in (last_queries, queries)))
-        kept, peak, mass = now[:, :, changed.block], sums.peak, sums.mass
+            sums, mass = LogSumExp(last.peak + rise, last.mass), last.mass * rise.exp()
+        if fall is None:
+            moved = _products(after, *values).div_(mass[..., None])
+            least = moved.square().sum((1, 3)).sqrt_().mul_((2 * rounding(queries.dtype)) ** 0.5)
+            moved -= _products(before, *last_values).div_(last.mass[..., None])
+            drift = moved.square_().sum((1, 3)).sqrt_()
+        else:
+            drift, least = -rise - after.mul_(fall).sum(3) / mass, rounding(queries.dtype)
+            if last_queries is not None and (sinks := attended.sink_keys) is not None:
+                old, new = (sink_scores(each, sinks, cap) for each in (last_queries, queries))
+                drift -= (new - peak[..., None]).exp_().mul_(old - new).sum(3) / mass
+            drift = drift.mean(1)
+        drift = drift.masked_fill(drift <= least, 0.0)
+        peak, mass = sums.peak, sums.mass
+        kept = [each[:, :, changed.block] for each in stored]
         if updating is not None:
             here = updating[:, None, None]
             peak, mass = peak.where(here, last.peak), mass.where(here, last.mass)
-            kept = kept.where(here[..., None], self.block)
-        return drift.mean(1), DriftReference(LogSumExp(peak, mass), kept.clone())
+            kept = [each.where(here[..., None], old) for each, old in zip(kept, self.block, strict=True)]
+        return drift, DriftReference(LogSumExp(peak, mass), tuple(each.clone() for each in kept))
 
     def recenter(
         self,
         queries: Float[Tensor, "batch heads moved head_dim"],
-        keys: LayerKeys,
+        attended: Attended,
         clusters: Int[Tensor, "batch moved"],
         valid: Bool[Tensor, "batch moved"] | None = None,
     ) -> None:
-        """Give `clusters` other `queries` in place: their attention over `keys`, those of this reference. `valid`:
-        False at filler."""
-        sums, moved = keys.log_sums(queries), Rows.at(clusters, valid)
+        """Give `clusters` other `queries` in place: their attention over what this reference is of. `valid`: False at
+        filler."""
+        sums, moved = attended.log_sums(queries), Rows.at(clusters, valid)
         for ours, theirs in (self.sums.peak, sums.peak), (self.sums.mass, sums.mass):
             moved.put(ours[..., None], theirs[..., None])
 
@@ -177,14 +200,21 @@ class DriftReference:
 
     def of_sequences(self, sequences: list[int]) -> "DriftReference":
         """The reference of these sequences alone."""
-        return DriftReference(LogSumExp(self.sums.peak[sequences], self.sums.mass[sequences]), self.block[sequences])
+        block = tuple(each[sequences] for each in self.block)
+        return DriftReference(LogSumExp(self.sums.peak[sequences], self.sums.mass[sequences]), block)
 
 
-def _expected_fall(
-    sums: LogSumExp,
-    then: Float32[Tensor, "batch heads clusters columns"],
-    now: Float32[Tensor, "batch heads clusters columns"],
-) -> Float32[Tensor, "batch heads clusters"]:
-    """Σ p′ (s − s′), from the scores s of `then` and s′ of `now`, which it overwrites."""
-    then.sub_(now)
-    return now.sub_(sums.peak[..., None]).exp_().mul_(then).sum(3).div_(sums.mass)
+def _taken(stored: KeyValue, rows: Rows) -> Float[Tensor, "batch kv_heads rows head_dim"]:
+    """The rows of what is stored, as values."""
+    if not isinstance(stored, CodedRows):
+        return rows.take(stored)
+    return replace(stored, bytes=rows.take(stored.bytes)).values()
+
+
+def _products(
+    shares: Float32[Tensor, "batch heads clusters columns"],
+    values: Float[Tensor, "batch kv_heads columns head_dim"],
+) -> Float32[Tensor, "batch heads clusters head_dim"]:
+    """Shares times values. The heads that share values are rows of one product: no value is repeated."""
+    folded = shares.reshape(*values.shape[:2], -1, values.shape[2])
+    return (folded @ values.float()).view(*shares.shape[:3], values.shape[3])

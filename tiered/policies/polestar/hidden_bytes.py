@@ -7,7 +7,7 @@ take more than the kernels of a GPU, and an update of all rows, because a few cl
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_clusters
+from tiered.clustering.allocation import MOST_ROWS_PER_CLUSTER, auto_clusters, auto_top_m
 from tiered.clustering.seeding import SKETCH_WIDTH
 from tiered.clustering.tiles import DEVICE_ELEMENTS
 from tiered.core.buffers import Buffer
@@ -34,24 +34,26 @@ class ClusterSizes:
         call: the call's sizes.
         codec: codec of the records.
         wanted: clusters of a layer and sequence that the policy asks for.
-        top_m: clusters that an update chooses in a layer.
+        top_m: clusters that an update chooses in a layer, as asked for.
         beside: whether those that the layer below chose come beside them.
         window: rows that a refresh clusters; None for no limit.
         appended_blocks: finished blocks that become clusters between two refreshes.
         group: layers that share their clusters.
         faiss: whether faiss iterates k-means.
+        of_output: whether drift compares values beside keys.
         measures_moves: whether the move of a centroid counts as drift, so that all columns are compared.
     """
 
     call: CallShape
     codec: Codec
-    wanted: int | Literal["auto"]
-    top_m: int
+    wanted: int | Literal["auto", "rows"]
+    top_m: int | Literal["auto"]
     beside: bool = False
     window: int | None = None
     appended_blocks: int = 0
     group: int = 1
     faiss: bool = False
+    of_output: bool = False
     measures_moves: bool = False
 
     @property
@@ -67,8 +69,16 @@ class ClusterSizes:
     def made(self) -> int:
         """Clusters of a layer and sequence that a refresh makes."""
         rows = self.clustered  # large clusters of "auto" are cut
+        if self.wanted == "rows":
+            return rows
         wanted = auto_clusters(rows) + rows // MOST_ROWS_PER_CLUSTER if self.wanted == "auto" else self.wanted
         return min(max(wanted, 2), rows)
+
+    @property
+    def chosen(self) -> int:
+        """Clusters of a layer and sequence that an update chooses, without those from below."""
+        most = auto_top_m(self.made if self.wanted == "rows" else 0) if self.top_m == "auto" else self.top_m
+        return min(self.clusters, most)
 
     @property
     def appended(self) -> int:
@@ -87,9 +97,9 @@ class ClusterSizes:
     @property
     def renewed(self) -> int:
         """Rows of the clusters that an update chooses in a layer and sequence."""
-        bounded = self.wanted == "auto"
-        chosen = self.top_m * (1 + self.layers if self.beside else 1)  # the first layer chooses, and stores nothing
-        return min(self.clustered, chosen * MOST_ROWS_PER_CLUSTER) if bounded else self.clustered
+        chosen = self.chosen * (1 + self.layers if self.beside else 1)  # the first layer chooses, and stores nothing
+        most = {"auto": MOST_ROWS_PER_CLUSTER, "rows": 1}.get(str(self.wanted), self.clustered)
+        return min(self.clustered, chosen * most)
 
     @property
     def layers(self) -> int:
@@ -105,7 +115,7 @@ class ClusterSizes:
     def slots(self) -> int:
         """Slots of the device that records pass."""
         # Each cluster of an update may lie in two records. Two more are on their way for the layer above, or down.
-        wanted = 2 * self.call.sequences * min(self.top_m, self.clusters) + 2
+        wanted = 2 * self.call.sequences * self.chosen + 2
         return min(MOST_SLOTS, wanted, self.records)
 
     @property
@@ -147,11 +157,11 @@ def hidden_buffers(sizes: ClusterSizes) -> list[Buffer]:
     """What the layers keep from update to update (`LayerState`), and temporaries of refreshes and updates."""
     call, shape, clusters, centroids = sizes.call, sizes.call.shape, sizes.clusters, Account.CENTROIDS
     kept = (call.sequences * (sizes.layers + (shape.layers > 1)),)
-    keys = (*kept, sizes.block, shape.kv_width)
+    block = (1 + sizes.of_output, *kept, sizes.block, shape.kv_width)
     buffers = [
         Buffer("queries of centroids", centroids, (*kept, clusters, shape.heads, shape.head_dim), call.dtype),
         Buffer("peaks and masses of their scores", centroids, (2, *kept, shape.heads, clusters), "float32"),
-        Buffer("keys of the block", centroids, keys, call.dtype),
+        Buffer("what drift compares of the block", centroids, block, call.dtype),
         Buffer("columns of centroids", centroids, (*kept, clusters), "int64"),
         Buffer("clusters with rows", centroids, (*kept, clusters), "bool"),
     ]
@@ -172,9 +182,11 @@ def update_bytes(sizes: ClusterSizes) -> int:
     # Keys of then and now, in float32 as well, and their scores, with exponentials of half of them. Log-sum-exps over
     # all columns are made before.
     compared = 2 * batch * (call.context if sizes.measures_moves else sizes.flow)
-    keys = compared * shape.kv_width * call.element
+    keys = compared * shape.kv_width * call.element * (1 + sizes.of_output)
     scores = _FLOAT32 * shape.heads * clusters * (compared * 3 // 2 + 2 * batch * shape.sink_tokens)
-    measured = keys + max(compared * shape.kv_width * _FLOAT32 + scores, _summing(sizes))
+    # What columns give every centroid, of then and now, and a product of them.
+    given = 3 * _FLOAT32 * shape.heads * shape.head_dim * batch * clusters if sizes.of_output else 0
+    measured = keys + max(compared * shape.kv_width * _FLOAT32 + scores + given, _summing(sizes))
     # Rows from below are picked out in a copy. The input of chosen rows stays until affected clusters are stored.
     gathered, known = 2 * flow, sizes.renewed * sizes.row
     # One sequence's rows in float32, and the sums.
@@ -213,7 +225,7 @@ def _summing(sizes: ClusterSizes) -> int:
     sums = 4 * _FLOAT32 * call.sequences * shape.heads * clusters  # in parts, and joined
     rows = min(CENTROIDS_AT_ONCE, clusters)
     mixed = call.sequences * rows * shape.heads * shape.head_dim * call.element
-    return sums + mixed + block_attention_bytes(replace(call, kv=None), rows)
+    return sums + mixed + block_attention_bytes(call, rows)
 
 
 def _moving(sizes: ClusterSizes) -> int:

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from tiered.clustering.cluster_index import ClusterIndex
 from tiered.clustering.summaries import add_by_cluster, means_and_medoids
-from tiered.clustering.unit_rows import rounding
 from tiered.core.ops import Op
 from tiered.core.rows import Rows
 from tiered.core.spans import span, spanned
 from tiered.forward.forward import Forward
 from tiered.forward.passes import Pass
 from tiered.kernels.host_values import on_device
-from tiered.policies.polestar.drift import Changed, DriftReference, LayerKeys
+from tiered.policies.polestar.drift import Attended, Changed, DriftReference
 from tiered.policies.polestar.members import Cluster, Columns, Members, RowLayout
 from tiered.tiers.record_bytes import StoredCluster
 from tiered.tiers.stored_rows import StoredRows
@@ -41,6 +40,7 @@ class LayerState:
         present: False at filler.
         queries: queries of the centroids, rotated at the positions of the medoids, because cached keys are rotated.
         reference: attention of the centroids at the last update of each sequence.
+        of_output: whether drift is that of the attention's output (`Polestar.drift`).
     """
 
     layer: int
@@ -52,6 +52,7 @@ class LayerState:
     present: Bool[Tensor, "batch clusters"]
     queries: Float[Tensor, "batch heads clusters head_dim"]
     reference: DriftReference
+    of_output: bool
 
     @classmethod
     def of(
@@ -62,6 +63,7 @@ class LayerState:
         indices: Sequence[ClusterIndex],
         members: list[Members],
         stored: StoredRows | None,
+        of_output: bool,
     ) -> "LayerState":
         """The state after the keys of every row of the layer were written."""
         most = max(index.clusters for index in indices)
@@ -70,8 +72,14 @@ class LayerState:
         present = torch.stack([_padded(torch.ones_like(index.medoids), most) for index in indices]).bool()
         queries = forward.queries(layer, Rows.at(medoids), forward.model.attention_norm(layer, centroids))
         with span(Op.DRIFT):
-            reference = DriftReference.of(queries, LayerKeys.of(forward, layer), forward.rows[slice(*current)])
-        return cls(layer, current, members, stored, [*range(len(members))], medoids, present, queries, reference)
+            attended = Attended.of(forward, layer, values=of_output)
+            reference = DriftReference.of(queries, attended, forward.rows[slice(*current)])
+        regions = [*range(len(members))]
+        return cls(layer, current, members, stored, regions, medoids, present, queries, reference, of_output)
+
+    def attended(self, forward: Forward) -> Attended:
+        """What the centroids attend to, as it is now."""
+        return Attended.of(forward, self.layer, values=self.of_output)
 
     def keep(self, sequences: list[int]) -> None:
         """Go on with these sequences alone (ascending)."""
@@ -94,7 +102,7 @@ class LayerState:
         Rows.at(clusters, valid).put(self.queries, queries)
         if not counts:
             with span(Op.DRIFT):
-                self.reference.recenter(queries, LayerKeys.of(forward, self.layer), clusters, valid)
+                self.reference.recenter(queries, self.attended(forward), clusters, valid)
 
     def retire(self, columns: Span) -> None:
         """Let `columns` leave their clusters; their rows are still stored."""
@@ -122,26 +130,26 @@ class LayerState:
             last_queries: of the centroids before moves that count as drift; None if there was no such move.
 
         Returns:
-            KL of every cluster, by sequence; without meaning in one that does not update. KL below rounding is 0.
+            The drift of every cluster, by sequence; without meaning in one that does not update.
         """
         reference = self.reference
         if last_queries is None:
             rows, block = pass_.rows, slice(active - (current[1] - current[0]), active)
-            others = rows[reference.block.shape[2] :]
-            then = torch.cat([reference.block, LayerKeys.of(forward, self.layer).at(others)], dim=2)
+            others = rows[reference.block[0].shape[2] :]
+            stored = self.attended(forward).at(others)
+            then = tuple(torch.cat(each, dim=2) for each in zip(reference.block, stored, strict=True))
         else:
             rows, block = forward.rows, slice(*current)
-            then = forward.keys(self.layer).clone()
-            then[:, :, slice(*self.current)] = reference.block
+            then = tuple(each.clone() for each in self.attended(forward).at(rows))
+            for each, old in zip(then, reference.block, strict=True):
+                each[:, :, slice(*self.current)] = old
         forward.write(self.layer, pass_.rows, pass_.hidden)
         # Every sequence updates at the start of a block. Later the columns are the same, and other references stay.
-        keys, queries = LayerKeys.of(forward, self.layer), self.queries
-        changed = Changed(rows, then, block)
+        attended, changed = self.attended(forward), Changed(rows, then, block)
         for anew in (False, True):
-            drift, self.reference = reference.measured(queries, keys, changed, updating, last_queries, anew)
-            drift = torch.nn.functional.threshold(drift, rounding(then.dtype), 0.0)
+            drift, self.reference = reference.measured(self.queries, attended, changed, updating, last_queries, anew)
             found = [row[: len(members.sizes)] for row, members in zip(drift.tolist(), self.members, strict=True)]
-            if not any(isnan(of) for row in found for of in row):
+            if not any(isnan(sum(row)) for row in found):
                 break
         return found
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -19,11 +20,13 @@ class Members:
     Attributes:
         columns: canvas columns in cluster-major order.
         sizes: members of each cluster.
+        starts: the position of its first member in `columns`.
         cluster_of: the cluster of every column of the canvas; −1 if it is in none, or has left its cluster.
     """
 
     columns: Int[np.ndarray, " n"]
     sizes: tuple[int, ...]
+    starts: tuple[int, ...]
     cluster_of: Int[np.ndarray, " length"]
 
     @classmethod
@@ -32,12 +35,11 @@ class Members:
         array = np.asarray(columns, dtype=np.int64)
         cluster_of = np.full(length, -1, dtype=np.int64)
         cluster_of[array] = np.repeat(np.arange(len(sizes)), sizes)
-        return cls(array, tuple(sizes), cluster_of)
+        return cls(array, tuple(sizes), tuple(accumulate(sizes, initial=0))[:-1], cluster_of)
 
     def slice_of(self, cluster: int) -> slice:
         """The positions of the members of `cluster` in `columns`."""
-        start = sum(self.sizes[:cluster])
-        return slice(start, start + self.sizes[cluster])
+        return slice(self.starts[cluster], self.starts[cluster] + self.sizes[cluster])
 
     def stored(self, region: int, cluster: int) -> StoredCluster:
         """Where the rows of `cluster` are stored, in the region of this sequence."""
@@ -73,7 +75,8 @@ class Members:
         span = np.arange(first, stop)
         cluster_of = self.cluster_of.copy()
         cluster_of[span] = len(self.sizes)
-        return Members(np.concatenate([self.columns, span]), (*self.sizes, len(span)), cluster_of)
+        sizes, starts = (*self.sizes, len(span)), (*self.starts, len(self.columns))
+        return Members(np.concatenate([self.columns, span]), sizes, starts, cluster_of)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,6 +28,7 @@ from tiered.policies.polestar.update_log import GroupUpdate
 from tiered.policies.row_schedule import REFRESH_EVERY_4
 
 REFRESHES, FROM_BELOW = ("full", "drift", "auto"), ("among", "beside")
+DRIFTS = ("weights", "output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +41,17 @@ class Polestar(Policy):
 
     Attributes:
         clusters: C, clusters in each layer of each sequence, shared by prefix and suffix; "auto" for about one per 64
-            rows.
-        top_m: M, clusters that an update renews in each layer; 0 for none, which is `fast_dllm_dual`.
+            rows, "rows" for one of each row.
+        top_m: M, clusters that an update renews in each layer; 0 for none, which is `fast_dllm_dual`; "auto" for 4, and
+            with a cluster of each row one more per 64 rows.
         update_threshold: T, commits of one step, or of all steps since the last update, that call for no update yet.
         cluster_layers: layers that share one clustering; 1 for a clustering of each layer, as in the paper. A cluster
             that one of these layers hands to the next is whole there, so no stored row is fetched for it.
         from_below: what the clusters that the layer below renewed, by half or more, are of those that a layer renews:
             "among" its M, in front of all others; or "beside" them, so that each layer adds M of its own, for rows that
             change as those did.
+        drift: what of a centroid's attention is compared with the last update: its "weights" (their KL), as in the
+            paper; or its "output" (how far what changed columns give it has moved), which sees changed values as well.
         codec: how members are stored: a `Codec` of `tiered.offload.codec_bytes`, or its name.
         refresh: what begins a block: "full" for every row; "drift" for an update over the finished block and the new
             one, which is beyond the paper; "auto" for "drift" if it makes the call faster and the prompts are long
@@ -66,25 +70,29 @@ class Polestar(Policy):
     hidden_tier: ClassVar[Tier] = Tier.HOST
     measures_moves: ClassVar[bool] = False
 
-    clusters: int | Literal["auto"] = "auto"
-    top_m: int = 4
+    clusters: int | Literal["auto", "rows"] = "auto"
+    top_m: int | Literal["auto"] = "auto"
     update_threshold: int = 4
     cluster_layers: int = 4
     from_below: Literal["among", "beside"] = "among"
+    drift: Literal["weights", "output"] = "weights"
     codec: Codec | str = Codec.NVFP4_DELTA
     refresh: Literal["full", "drift", "auto"] = "full"
     refresh_blocks: int = REFRESH_EVERY_4
     kmeans: Backend = "torch"
 
     def __post_init__(self) -> None:
-        if self.clusters != "auto":
-            check_integer("clusters", self.clusters, least=1)
-        for name, least in (("top_m", 0), ("update_threshold", 0), ("cluster_layers", 1), ("refresh_blocks", 1)):
-            check_integer(name, getattr(self, name), least=least)
-        words = {"from_below": FROM_BELOW, "codec": list(Codec), "refresh": REFRESHES, "kmeans": BACKENDS}
+        words, least = {"clusters": ("auto", "rows"), "top_m": ("auto",)}, {"top_m": 0, "update_threshold": 0}
+        for name in ("clusters", "top_m", "update_threshold", "cluster_layers", "refresh_blocks"):
+            if getattr(self, name) not in words.get(name, ()):
+                check_integer(name, getattr(self, name), least=least.get(name, 1))
+        words = {"from_below": FROM_BELOW, "drift": DRIFTS, "codec": list(Codec), "refresh": REFRESHES}
+        words |= {"kmeans": BACKENDS}
         for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, str(getattr(self, name)), map(str, allowed))
+        if self.measures_moves and self.drift == "output":
+            raise ValueError(f"drift = {self.drift!r}: {self.name} counts the moves of centroids, which has 'weights'")
         if self.kmeans == "faiss":
             import_faiss()  # its error says how to install it, before anything is computed
 
@@ -105,6 +113,7 @@ class Polestar(Policy):
             window=None if self.window_blocks is None else sum(self.window_blocks) * call.block_length,
             appended_blocks=self.appended_blocks,
             faiss=self.kmeans == "faiss",
+            of_output=self.drift == "output",
             measures_moves=self.measures_moves,
         )
 
@@ -113,7 +122,7 @@ class Polestar(Policy):
             return Needs()
         clusters = self.cluster_sizes(sizes)
         records = partial(hidden_record_bytes, clusters, self.hidden_tier)
-        return Needs(records=records, buffers=partial(hidden_buffers, clusters), reads_keys=True)
+        return Needs(records=records, buffers=partial(hidden_buffers, clusters))
 
     def start(self) -> PolicyState:
         assert self.refresh != "auto", "decided before a call"
@@ -131,7 +140,8 @@ class PolestarWindow(Polestar):
     hidden_tier: ClassVar[Tier] = Tier.DEVICE
     measures_moves: ClassVar[bool] = True
 
-    clusters: int | Literal["auto"] = 7
+    clusters: int | Literal["auto", "rows"] = 7
+    top_m: int | Literal["auto"] = 4
     update_threshold: int = 1
     cluster_layers: int = 1
     codec: Codec | str = Codec.RAW
@@ -151,6 +161,7 @@ class Drifting(PolicyState):
                 group=policy.cluster_layers,
                 beside=policy.from_below == "beside",
                 backend=policy.kmeans,
+                of_output=policy.drift == "output",
                 measures_moves=policy.measures_moves,
             )
         self._forwards = 0
