@@ -41,6 +41,10 @@ SKETCHES = {
 }
 # Lines of the first page that are parsed and not run, with the reason.
 PARSED = {"tiered serve embedded --port 8000": "it serves until a signal comes; tests/test_server.py"}
+# Words of a sentence, at most; pages with longer sentences, and with words for persons, and how many. May only fall.
+LONGEST = 30
+LONG = {"docs/embedded-model.md": 24, "docs/polestar.md": 17}
+PERSONS = {"docs/embedded-model.md": 2}  # they are persons
 # Modules whose names the samples of a page use without importing them, and code that runs after its samples.
 MODULES = {
     "docs/adding.md": (
@@ -189,6 +193,24 @@ def by_hand(page: str) -> str:
 def test_pages_are_short(page: str):
     words = {"README.md": 700, "docs/embedded-model.md": 3200}.get(page, 2500)
     assert len(by_hand(page).split()) <= words
+
+
+def sentences(page: str) -> Iterator[str]:
+    """Those of a page's text: no code, no tables, no headings. What is in backticks counts as a word."""
+    text = re.sub(r"^```.*?^```$", "", by_hand(page), flags=re.M | re.S)
+    text = re.sub(r"^(?:\||#|    |!\[).*$", "", text, flags=re.M)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", text):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
+        yield from re.split(r"(?<=[.!?])(?:\*\*|\")?\s+(?=\S)", re.sub(r"`[^`]*`", "code", words))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_are_short_and_no_object_is_a_person(page: str):
+    found = list(sentences(page))
+    long = [sentence for sentence in found if len(sentence.split()) > LONGEST]
+    assert len(long) <= LONG.get(page, 0), long
+    persons = [s for s in found if re.search(r"\b(?:nobody|somebody|anybody|whoever|hangs? on)\b", s, re.I)]
+    assert len(persons) <= PERSONS.get(page, 0), persons
 
 
 def test_every_page_is_in_the_navigation():
