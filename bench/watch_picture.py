@@ -27,12 +27,12 @@ CELLS, CELL, LINE = 76, 9.0, 24  # of a line; pixels of a cell's width and of a 
 SIDE, SECONDS = 350, 0.9  # pixels for captions; of a frame
 # By the first word of a line, or by its number.
 CAPTIONS = {
-    "0": "model and policy",
+    "0": "model, policy, step, block",
     "1": "the prompt",
     "2": "the answer: green is new, blue a guess",
     "3": "each token: what the step did (see caches)",
-    "device": "the GPU: never above its budget, 5 MiB",
-    "host": "host memory: what the GPU cannot hold",
+    "device": "device memory: never above its 5 MiB",
+    "host": "host memory: what the device cannot hold",
     "moves": "copies of this step, beside its compute",
 }
 
@@ -74,6 +74,8 @@ def picture() -> str:
     frames, painter = frames_of()
     console = Console(file=io.StringIO(), width=CELLS, force_terminal=True, color_system="truecolor")
     shown = [list(painter.picture(frame, CELLS).split("\n")) for frame in frames]
+    for head, *_ in shown:
+        head.truncate(head.plain.index("block") + len("block 1/2"))  # rates are of the machine
     width, height = 40 + CELLS * CELL + SIDE, max(map(len, shown)) * LINE + 30
     last, each = len(shown) - 1, 100 / len(shown)
     styles = [
