@@ -1,4 +1,4 @@
-# make demo | test | test-long | lint | clean. Everything is installed into .venv/, from nothing; a second run starts at once.
+# make demo | test | test-long | lint | docs | clean. Everything is installed into .venv/, from nothing; a second run starts at once.
 #
 #   PYTHON=python3.12       the interpreter (3.11 or newer)
 #   TORCH_INDEX=URL         where the CPU build of torch comes from, if pip's own index does not have it
@@ -33,7 +33,7 @@ TORCH := $(TORCH)+cpu
 OR_ELSE = 2>/dev/null || $(INSTALL) --index-url $(TORCH_INDEX) $(TORCH)
 endif
 
-.PHONY: demo test test-long lint clean
+.PHONY: demo test test-long lint docs clean
 
 demo: .venv/.demo
 	$(BIN)/python bench/demo.py
@@ -50,8 +50,12 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# The site, in site/: a link that leads nowhere fails it.
+docs: .venv/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build site dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was installed from.

@@ -37,7 +37,7 @@ def _card(arguments: str, shown: str) -> str:
 
 def pages() -> list[Path]:
     """Those that may have cards."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 if __name__ == "__main__":

@@ -17,31 +17,34 @@ STUDIES = (
     *("contexts", "weights", "blocks", "load", "selection", "frontier"),
 )
 PAGES = {
-    ("sweep", "sweep"): "docs/benchmarks.md",
-    ("compare", "compare"): "docs/benchmarks.md",
-    ("compare", "short"): "docs/policies.md",
-    ("compare", "noise"): "docs/policies.md",
+    ("sweep", "sweep"): "docs/measurements/sweep.md",
+    ("compare", "compare"): "docs/measurements/compare.md",
+    ("compare", "short"): "docs/measurements/compare.md",
+    ("compare", "noise"): "docs/measurements/noise.md",
     ("compare", "uniform"): "docs/embedded-model.md",
     ("accuracy", "accuracy"): "docs/embedded-model.md",
     ("accuracy", "early"): "docs/polestar.md",
     ("token_drift", "drift"): "docs/polestar.md",
     ("token_drift", "drift_floor"): "docs/polestar.md",
-    ("drops", "drops"): "docs/policies.md",
-    **{("drops", mark): "docs/tiers.md" for mark in ("kv", "kv_tasks", "kv_logits")},
+    ("drops", "drops"): "docs/measurements/drops.md",
+    **{("drops", mark): "docs/measurements/codecs.md" for mark in ("kv", "kv_tasks", "kv_logits")},
     ("stretch", "stretch"): "docs/models.md",
     **{("areas", mark): "docs/analysis.md" for mark in ("areas_caches", "areas_steps")},
     ("blocks", "blocks"): "docs/policies.md",
     ("blocks", "blocks_answers"): "docs/embedded-model.md",
-    **{("contexts", mark): "docs/benchmarks.md" for mark in ("contexts", "contexts_kv")},
+    **{("contexts", mark): "docs/measurements/contexts.md" for mark in ("contexts", "contexts_kv")},
     **{
-        ("weights", mark): "docs/benchmarks.md"
+        ("weights", mark): "docs/measurements/weights.md"
         for mark in ("weights", "weights_disk", "weights_load", "weights_logits")
     },
-    ("drops", "weights_lost"): "docs/benchmarks.md",
-    **{("load", mark): "docs/serving.md" for mark in ("load", "load_join")},
-    **{("selection", mark): "docs/benchmarks.md" for mark in ("selection", "selection_kl", "selection_renewed")},
-    ("frontier", "frontier"): "docs/benchmarks.md",
-    **{("tiers", mark): "docs/tiers.md" for mark in ("codecs", "layers", "kv_scales", "pieces")},
+    ("drops", "weights_lost"): "docs/measurements/weights.md",
+    **{("load", mark): "docs/measurements/load.md" for mark in ("load", "load_join")},
+    **{
+        ("selection", mark): "docs/measurements/selection.md"
+        for mark in ("selection", "selection_kl", "selection_renewed")
+    },
+    ("frontier", "frontier"): "docs/measurements/frontier.md",
+    **{("tiers", mark): "docs/measurements/codecs.md" for mark in ("codecs", "layers", "kv_scales", "pieces")},
 }
 
 

@@ -58,7 +58,7 @@ def test_the_list_of_buffers_is_the_plan(policy: str, capsys: pytest.CaptureFixt
 def test_pages_show_plans():
     """If this fails: `python bench/cards.py`."""
     texts = [page.read_text(encoding="utf-8") for page in cards.pages()]
-    assert sum(len(cards.CARD.findall(text)) for text in texts) > 3
+    assert sum(len(cards.CARD.findall(text)) for text in texts) > 2
     assert [cards.renewed(text) for text in texts] == texts
     assert all("--device" in found[1] for text in texts for found in cards.CARD.findall(text)), "it names no machine"
 

@@ -4,15 +4,18 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import PathDistribution
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
 from tiered.core.extras import needing
+from tiered.models.locate import checkpoint_directory
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ["kernels", "offload", "clustering"]
@@ -125,3 +128,42 @@ def test_every_room_is_on_the_page():
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "rooms.md").read_text(), re.MULTILINE)
     rooms = {f"tiered/{path.name}/" for path in (ROOT / "tiered").iterdir() if (path / "__init__.py").exists()}
     assert sorted(rows) == sorted({"bench/", "tiered/*.py", *rooms, *(f"{room}/" for room in LINKED)})
+
+
+def test_a_model_that_a_wheel_lacks_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("tiered.models.locate.EMBEDDED_MODELS", {"embedded-blocks": tmp_path})
+    with pytest.raises(ValueError, match=r"^the weights of 'embedded-blocks' are in the source tree .* --editable \."):
+        checkpoint_directory("embedded-blocks")
+
+
+@pytest.mark.long
+def test_the_wheel_answers_in_an_empty_environment(tmp_path: Path):
+    """What a newcomer gets: the wheel, and what pip brings with it."""
+    # A copy, because a build leaves folders where it works, and takes what it finds in them.
+    source = tmp_path / "source"
+    left_out = shutil.ignore_patterns(".*", "build", "*.egg-info", "bench", "tests", "__pycache__")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, source], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with ZipFile(wheel) as files:
+        weights = [name for name in files.namelist() if name.endswith(".safetensors")]
+    assert weights == ["tiered/embedded/assets/model.safetensors"] and wheel.stat().st_size < 10e6
+
+    # The Makefile knows which build of torch this machine takes.
+    for name in ("Makefile", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    subprocess.run(["make", f"PYTHON={sys.executable}", ".venv/.torch"], cwd=tmp_path, check=True)
+    there = tmp_path / ".venv" / "bin"
+    subprocess.run([there / "pip", "install", "--quiet", "-c", "constraints.txt", wheel], cwd=tmp_path, check=True)
+
+    def tiered(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([there / "tiered", *arguments], cwd=tmp_path, capture_output=True, text=True)
+
+    answered = tiered("generate", "sort: Nora Ben Ivan Cleo", "--max-new-tokens", "32")
+    assert answered.returncode == 0 and "Ben Cleo Ivan Nora" in answered.stdout, answered.stderr
+    assert tiered("plan", "embedded-blocks", "--context", "64").returncode == 0
+    refused = tiered("generate", "sort: Nora Ben", "--model", "embedded-blocks")
+    assert refused.returncode == 2 and "pip install --editable ." in refused.stderr
+    assert re.search(r"embedded-uniform .* plan only", tiered("models").stdout)

@@ -1,4 +1,4 @@
-"""README.md and docs/: samples run, command lines name what exists, and links lead somewhere."""
+"""README.md and docs/: samples run, command lines name what exists, links lead somewhere, and pages are short."""
 
 import ast
 import importlib
@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import site_pages
 from cards import pages
 
 import tiered
 from tiered.cli.main import build_parser, main
 from tiered.models.locate import EMBEDDED_MODELS
+from tiered.options import OPTION_NAMES
+from tiered.policies.registry import POLICIES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -38,6 +41,10 @@ SKETCHES = {
 }
 # Lines of the first page that are parsed and not run, with the reason.
 PARSED = {"tiered serve embedded --port 8000": "it serves until a signal comes; tests/test_server.py"}
+# Words of a sentence, at most; pages with longer sentences, and with words for persons, and how many. May only fall.
+LONGEST = 30
+LONG = {"docs/embedded-model.md": 24, "docs/polestar.md": 17}
+PERSONS = {"docs/embedded-model.md": 2}  # they are persons
 # Modules whose names the samples of a page use without importing them, and code that runs after its samples.
 MODULES = {
     "docs/adding.md": (
@@ -164,10 +171,12 @@ def test_links_lead_somewhere(page: str):
         if target.startswith("https://"):
             continue
         name, _, part = target.partition("#")
-        file = (ROOT / page).parent / name if name else ROOT / page
-        assert file.exists(), target
+        file = ((ROOT / page).parent / name if name else ROOT / page).resolve()
+        made = site_pages.PAGES.get(file.relative_to(ROOT / "docs").as_posix()) if "docs" in file.parts else None
+        assert made or file.exists(), target
         if part:
-            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.M)
+            text = made() if made else file.read_text(encoding="utf-8")
+            headings = re.findall(r"^#+ (.+)$", text, re.M)
             assert part in [anchor(heading) for heading in headings], target
 
 
@@ -175,5 +184,55 @@ def test_the_citation_is_of_this_version():
     assert f"\nversion: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_the_first_page_is_short():
-    assert len(PAGES["README.md"].split()) <= 700
+def by_hand(page: str) -> str:
+    """The text of a page without the tables that studies put there."""
+    return re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", PAGES[page], flags=re.S)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_short(page: str):
+    words = {"README.md": 700, "docs/embedded-model.md": 3200}.get(page, 2500)
+    assert len(by_hand(page).split()) <= words
+
+
+def sentences(page: str) -> Iterator[str]:
+    """Those of a page's text: no code, no tables, no headings. What is in backticks counts as a word."""
+    text = re.sub(r"^```.*?^```$", "", by_hand(page), flags=re.M | re.S)
+    text = re.sub(r"^(?:\||#|    |!\[).*$", "", text, flags=re.M)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:-|\d+\.) )", text):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
+        yield from re.split(r"(?<=[.!?])(?:\*\*|\")?\s+(?=\S)", re.sub(r"`[^`]*`", "code", words))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_sentences_are_short_and_no_object_is_a_person(page: str):
+    found = list(sentences(page))
+    long = [sentence for sentence in found if len(sentence.split()) > LONGEST]
+    assert len(long) <= LONG.get(page, 0), long
+    persons = [s for s in found if re.search(r"\b(?:nobody|somebody|anybody|whoever|hangs? on)\b", s, re.I)]
+    assert len(persons) <= PERSONS.get(page, 0), persons
+
+
+def test_every_page_is_in_the_navigation():
+    nav = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    docs = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    assert sorted(nav) == sorted(docs | set(site_pages.PAGES))
+
+
+def test_pages_are_made_of_the_code():
+    made = {name: make() for name, make in site_pages.PAGES.items()}
+    assert all(f"| `{name}` |" in made["reference/options.md"] for name in OPTION_NAMES)
+    assert all(f"### {name}\n" in made["reference/options.md"] for name, make in POLICIES.items() if make().defaults)
+    assert all(f"`--{flag}`" in made["reference/cli.md"] for flag in ("memory", "max-new-tokens", "port", "context"))
+    assert "| `tiered_moved_bytes_total` | counter | `source`, `destination` |" in made["reference/metrics.md"]
+    assert "object at 0x" not in "".join(made.values())
+
+
+def test_links_of_the_site():
+    source = ROOT / "docs" / "measurements" / "x.md"
+    text = "[a](../tiers.md#limits) ![b](../../bench/results/report/fastest.svg) [c](../../bench/report.py) [d](#e)"
+    assert site_pages.turned(text, Path("measurements"), source) == (
+        "[a](../tiers.md#limits) ![b](../pictures/fastest.svg) c [d](#e)"
+    )
+    readme = site_pages.turned("[a](docs/tiers.md) [b](CONTRIBUTING.md)", Path("."), ROOT / "README.md")
+    assert readme == "[a](tiers.md) [b](contributing.md)"

@@ -297,9 +297,18 @@ def test_bytes_are_the_ledgers(tiny: Runtime, policy: str):
         return
     assert out.tiers is not None
     for lane in Lane:
-        last = frames[-1].moved_in_all[lane]
-        assert sum(frame.moved[lane] for frame in frames) == last <= out.tiers.ways[lane].nbytes
+        last = frames[-1].moved_in_all.get(lane, 0)
+        assert sum(frame.moved.get(lane, 0) for frame in frames) == last <= out.tiers.ways[lane].nbytes
     assert frames[-1].moved_in_all[Lane.FETCH] > 0 < frames[-1].moved_in_all[Lane.STORE]
+
+
+def test_streamed_weights_move():
+    with tiered.from_pretrained("embedded", policy="none", memory="5MiB") as runtime:
+        frames: list[Frame] = []
+        watcher = Watcher(runtime.ledger, frames.append, fail, True)
+        out = runtime.generate("sort: Nora Ben", max_new_tokens=4, streamer=watcher, inspector=watcher)
+    assert out.tiers is None and out.weights is not None and not watcher.failed
+    assert 0 < frames[-1].moved[Lane.FETCH] < frames[-1].moved_in_all[Lane.FETCH] <= out.weights.ways[Lane.FETCH].nbytes
 
 
 def test_what_it_takes_is_booked(tiny: Runtime):

@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import watch_picture
 from rich.cells import cell_len
 from rich.text import Text
 
@@ -138,3 +140,12 @@ def test_a_picture_in_a_file(tmp_path: Path, frames: list[Frame], painter: Paint
         "https://www.textualize.io", ""
     )
     assert [path.name for path in tmp_path.iterdir()] == ["watch.svg"]
+
+
+def test_the_picture_of_the_pages_moves_and_explains():
+    """If this fails: `python bench/watch_picture.py`."""
+    shown = watch_picture.PAGE.read_text(encoding="utf-8")
+    for text in (shown, watch_picture.picture()):
+        ElementTree.fromstring(text)
+        assert text.count("<g ") > 10
+        assert all(escape(caption) in text for caption in watch_picture.CAPTIONS.values())

@@ -1,4 +1,4 @@
-"""Workers by Ray (extra `ray`), each a runtime with a budget of its own: "Many machines" in docs/serving.md."""
+"""Workers by Ray (extra `ray`), each a runtime with a budget of its own: docs/batch-jobs.md."""
 
 from typing import Any
 

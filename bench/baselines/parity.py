@@ -1,7 +1,7 @@
 """Policies and commit rules that repeat the authors' code where it departs from its paper, token for token.
 
-`policy` and `rule` take the names and options of the library. docs/policies.md lists the departures. Names without one
-are the library's own. `dream_sequence` decodes what no policy can: keys that are kept although their rows predict.
+`policy` and `rule` take the names and options of the library. docs/authors-code.md lists the departures. Names without
+one are the library's own. `dream_sequence` decodes what no policy can: keys that are kept although their rows predict.
 """
 
 from collections.abc import Mapping

@@ -9,7 +9,7 @@ from typing import Any
 from tiered.core.checks import unknown_name
 from tiered.models.presets import PRESETS, preset_names, preset_of, read_preset
 
-# The models that come with the library, by the names that stand for them.
+# The models that come with the library, by the names that stand for them. A wheel has the weights of the first alone.
 _PACKAGE = Path(__file__).parents[1] / "embedded"
 EMBEDDED_MODELS: Mapping[str, Path] = {
     "embedded": _PACKAGE / "assets",
@@ -44,6 +44,11 @@ def checkpoint_directory(name: str | Path) -> Path:
             f"`hf download {wanted}` and load {wanted!r}"
         )
     lacking = [f for f in ("config.json", "*.safetensors") if not any(directory.glob(f))]
+    if lacking and str(name) in EMBEDDED_MODELS:
+        raise ValueError(
+            f"the weights of {str(name)!r} are in the source tree alone, not in the wheel: in a checkout, load "
+            f"'tiered/embedded/{directory.name}', or install with `pip install --editable .`"
+        )
     if lacking:
         raise ValueError(f"{str(name)!r} is no complete checkpoint: {directory} has no {' and no '.join(lacking)}")
     return directory

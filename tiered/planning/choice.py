@@ -28,8 +28,8 @@ class Row(NamedTuple):
 
 
 # The first row whose numbers a call reaches is what `auto` means; below all of them it is `none`. Seconds: the map of
-# docs/benchmarks.md (regimes), which tests/test_choice.py holds the rows to. Answers: docs/policies.md (drops: several
-# blocks behind 1000 and 2000 tokens), docs/benchmarks.md (compare) and docs/embedded-model.md (accuracy).
+# docs/measurements/ (regimes), which tests/test_choice.py holds the rows to. Answers: docs/measurements/ (drops:
+# several blocks behind 1000 and 2000 tokens; compare) and docs/embedded-model.md (accuracy).
 TABLE: tuple[Row, ...] = (
     Row(960, 2, row_schedule("fast_dllm_dual", refresh_blocks=REFRESH_EVERY_4)),
     Row(LEAST_STALE_PROMPT, 1, row_schedule("fast_dllm_dual")),

@@ -21,6 +21,7 @@ from tiered.forward.forward import Forward
 from tiered.models.shape import ModelShape
 from tiered.observe.watch.frame import Frame, TokenState
 from tiered.policies.base import PolicyState, Step, StepKind
+from tiered.tiers.stats import ENDS
 
 
 def _guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -177,8 +178,9 @@ class Watcher:
             self._counts.scatter_add_(1, columns, ones if rows.valid is None else ones * rows.valid[: len(columns)])
 
     def _complete(self, frame: Frame) -> None:
-        before, tiers = frame.moved_in_all, self._forward.tiers
-        moved = {} if tiers is None else {lane: way.nbytes for lane, way in tiers.stats().ways.items()}
+        # The ledger counts features and weights.
+        before, counted = frame.moved_in_all, self._ledger.moved
+        moved = {lane: counted[way] for lane, way in ENDS.items() if way in counted}
         last, self.seconds = self.seconds, max(0.0, self.entered - self._began - self.own_seconds)
         self._frame = replace(
             frame,
