@@ -1,9 +1,9 @@
 """What right answers cost as freshness is turned up, policy by policy, on tasks that need a fresh prompt.
 
 A cell is a task, the size of its prompts and a commit rule; its policies take turns. `SETTINGS` has as many settings of
-each policy as any gets: first that of its authors, then more and more updates. `none` has nothing to set, and
-`polestar-paper` is as in the paper. `dkv_greedy` commits in random order, which is another call. In a cell a setting is
-*near* if it is at most a point less often right than `none`, on the same prompts.
+each policy as any gets: first that of its authors, then more and more updates. --setting takes some, by number. `none`
+has nothing to set, and `polestar-paper` is as in the paper. `dkv_greedy` commits in random order, which is another
+call. In a cell a setting is *near* if it is at most a point less often right than `none`, on the same prompts.
 
 Settings are chosen on the validation split; --split test says once what they are worth. Nothing stops early.
 
@@ -37,7 +37,9 @@ from tiered.policies.registry import PRESETS, make_policy
 __all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
 
 NEAR = 0.01  # right answers fewer than those of `none`, as a share
-ANSWER, FRESH_ANSWER, BLOCK = 128, 64, 32
+# Tokens of an answer and of its blocks. Fresh answers, of up to 52 tokens, have four blocks too: in blocks of 32 the
+# model commits signs and ends that it will only know when it is nearer.
+LONG, FRESH = {"answer": 128, "block": 32}, {"answer": 64, "block": 16}
 OURS, NONE = "polestar", "none"
 
 
@@ -46,7 +48,7 @@ def _turned(knob: str, values: Sequence[Any], **fixed: Any) -> list[dict[str, An
 
 
 REFRESHES = (None, 16, 8, 4, 3, 2)  # steps from one full pass to the next
-FRESH = PRESETS["polestar-fresh"][1]
+FRESH_RULE = PRESETS["polestar-fresh"][1]
 SETTINGS: Mapping[str, list[dict[str, Any]]] = {
     NONE: [{}],
     "fast_dllm_prefix": _turned("refresh_interval", REFRESHES),
@@ -60,13 +62,14 @@ SETTINGS: Mapping[str, list[dict[str, Any]]] = {
     OURS: [
         {"update_threshold": 4},
         {"update_threshold": 0},
-        *(FRESH | given for given in ({"top_m": 8}, {}, {"top_m": 64}, {"clusters": "auto"})),
+        *(FRESH_RULE | given for given in ({"top_m": 8}, {}, {"top_m": 64}, {"clusters": "auto"})),
     ],
     "polestar-paper": [{}],
 }
 AXES: Axes = {
     "model": ["embedded-fresh"],
     "policy": [*SETTINGS],
+    "setting": [1, 2, 3, 4, 5, 6],
     "rule": [*RULES["mask"]],
     "examples": [*(f"{name}@{tokens}:400" for name in FRESH_TASKS for tokens in (1024, 2048)), "long_chain:400"],
     "split": ["validation"],
@@ -86,10 +89,10 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
             raise unknown_name(name, wrong, known)
     cells = product(axes["model"], axes["split"], tasks_of(axes["examples"]), axes["rule"])
     for (model, split, asked, rule), policy in product(cells, axes["policy"]):
-        answer = FRESH_ANSWER if asked[0] in FRESH_TASKS else ANSWER
-        for options in SETTINGS[policy]:
+        sizes = FRESH if asked[0] in FRESH_TASKS else LONG
+        for options in (of for number, of in enumerate(SETTINGS[policy], 1) if number in axes["setting"]):
             one_block = make_policy(policy, **options).name == "elastic_cache"
-            call = Variant(name=policy, policy=policy, one_block=one_block).call(answer=answer, block=BLOCK)
+            call = Variant(name=policy, policy=policy, one_block=one_block).call(**sizes)
             of = {"policy": policy, "options": options, "call": call | RULES["mask"][rule]}
             yield weights(model) | of | {"rule": rule, "split": split, "tasks": [asked]}
 

@@ -66,7 +66,8 @@ QUICK: Axes = {
     "task": ["sort"], "selector": ["none", "frozen", "oracle", "polestar-rows"], "share": [20],
     "prompts": [2], "kl_prompts": [1],
 }  # fmt: skip
-BLOCK, FRESH_ANSWER, LONG_ANSWER = 32, 64, 128
+# Tokens of an answer and of its blocks.
+SHORT, LONG, FRESH = (32, 32), (128, 32), (64, 16)
 MOST_PASSES = 256  # tokens of a prompt up to which `oracle_output` is asked
 IN_TOKENS = "prompt tokens"
 # A task, its size, and a share: what arms are compared in. The share of an arm without one is that of every cell.
@@ -89,8 +90,8 @@ def points(axes: Axes) -> Iterator[dict[str, Any]]:
         if name not in ALL_TASKS:
             raise unknown_name("task", name, ALL_TASKS)
         sizes = axes["tokens"] if ALL_TASKS[name].unit == IN_TOKENS else [None]
-        answer = BLOCK if name in TASKS else FRESH_ANSWER if name in FRESH_TASKS else LONG_ANSWER
-        call = {"max_new_tokens": answer, "block_length": BLOCK}
+        answer, block = SHORT if name in TASKS else FRESH if name in FRESH_TASKS else LONG
+        call = {"max_new_tokens": answer, "block_length": block}
         others = (axes[axis] for axis in ("interval", "split", "prompts", "kl_prompts"))
         for size, interval, split, prompts, compared, arm in product(sizes, *others, axes["selector"]):
             if arm == "oracle_output" and (size or 0) > MOST_PASSES:

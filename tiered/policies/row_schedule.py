@@ -23,7 +23,7 @@ from tiered.policies.base import Pass, Policy, PolicyState, Step, StepKind
 
 RowsOf = Literal["all", "block", "suffix", "answer", "undecided", "next_commits"]
 
-# Tokens of a prompt from which on stale prompt keys were measured to cost no answers (docs/benchmarks.md). Lists, which
+# Tokens of a prompt from which on stale prompt keys were measured to cost no answers (docs/measurements/). Lists, which
 # end at about 40 tokens, are sorted right in 98 of 100 cases without a cache and in 42 to 65 with one.
 LEAST_STALE_PROMPT = 256
 REFRESH_EVERY_4 = 4  # blocks from one refresh to the next, if a block need not begin with one
