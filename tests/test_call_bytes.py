@@ -129,6 +129,7 @@ HIDDEN: dict[str, tuple[float, dict[str, Any]]] = {
     "clusters of their own": (0.8, {**EVERYTHING, "clusters": 8, "cluster_layers": 1}),
     "beside those from below": (0.6, {"update_threshold": 0, "from_below": "beside", "cluster_layers": 1}),
     "drift of the output": (0.6, {"update_threshold": 0, "drift": "output", "cluster_layers": 1}),
+    "single rows": (0.6, {"clusters": "rows", "update_threshold": 0, "from_below": "beside", "codec": "raw"}),
     "on the device": (0.85, {**EVERYTHING, "clusters": 8, "tier": "device"}),
     "faiss": (0.5, {**EVERYTHING, "clusters": 8, "kmeans": "faiss"}),
 }

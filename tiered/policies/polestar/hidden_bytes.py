@@ -179,10 +179,10 @@ def update_bytes(sizes: ClusterSizes) -> int:
     flow, values = sizes.flow * sizes.row, sizes.kept * sizes.row
     # Positions of rows in the canvas and in the gathered rows, and whether they count.
     places = _INT64 * batch * (6 * sizes.flow + 2 * call.context)
-    # Keys of then and now, in float32 as well, and their scores, with exponentials of half of them. Log-sum-exps over
-    # all columns are made before.
+    # Keys of then and now, in float32 as well, and their scores, with exponentials of half of them. For drift of the
+    # output values, and copies of them without filler. Log-sum-exps over all columns are made before.
     compared = 2 * batch * (call.context if sizes.measures_moves else sizes.flow)
-    keys = compared * shape.kv_width * call.element * (1 + sizes.of_output)
+    keys = compared * shape.kv_width * call.element * (1 + 2 * sizes.of_output)
     scores = _FLOAT32 * shape.heads * clusters * (compared * 3 // 2 + 2 * batch * shape.sink_tokens)
     # What columns give every centroid, of then and now, and a product of them.
     given = 3 * _FLOAT32 * shape.heads * shape.head_dim * batch * clusters if sizes.of_output else 0
