@@ -18,8 +18,8 @@ def auto_clusters(*area_rows: int) -> int:
 
 
 def auto_top_m(single_rows: int = 0) -> int:
-    """How many clusters `top_m="auto"` renews: 4; and of clusters of `single_rows` one row each one more per 64."""
-    return 4 + single_rows // 64
+    """How many clusters `top_m="auto"` renews: 4; of clusters of `single_rows` one row each 8, and one more per 32."""
+    return 8 + single_rows // 32 if single_rows else 4
 
 
 def allocate_clusters(clusters: int, prefix_rows: int, suffix_rows: int) -> tuple[int, int]:

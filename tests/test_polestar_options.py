@@ -68,7 +68,7 @@ def test_drift_that_counts_moves_is_that_of_weights():
 
 
 @pytest.mark.parametrize(
-    ("asked", "clusters", "chosen"), [("auto", 16, 4), ("auto", 1088, 21), (7, 1088, 7), (9, 5, 5), (0, 5, 0)]
+    ("asked", "clusters", "chosen"), [("auto", 16, 8), ("auto", 1088, 42), (7, 1088, 7), (9, 5, 5), (0, 5, 0)]
 )
 def test_how_many_clusters_an_update_chooses(asked: Any, clusters: int, chosen: int):
     """Of as many clusters as rows: the plan's number is that of the cache."""

@@ -62,7 +62,7 @@ SETTINGS: Mapping[str, list[dict[str, Any]]] = {
     OURS: [
         {"update_threshold": 4},
         {"update_threshold": 0},
-        *(FRESH_RULE | given for given in ({"top_m": 8}, {}, {"top_m": 64}, {"clusters": "auto"})),
+        *(FRESH_RULE | given for given in ({"top_m": 8}, {}, {"top_m": 64}, {"refresh": "drift"})),
     ],
     "polestar-paper": [{}],
 }

@@ -42,8 +42,8 @@ class Polestar(Policy):
     Attributes:
         clusters: C, clusters in each layer of each sequence, shared by prefix and suffix; "auto" for about one per 64
             rows, "rows" for one of each row.
-        top_m: M, clusters that an update renews in each layer; 0 for none, which is `fast_dllm_dual`; "auto" for 4, and
-            with a cluster of each row one more per 64 rows.
+        top_m: M, clusters that an update renews in each layer; 0 for none, which is `fast_dllm_dual`; "auto" for 4, or
+            with a cluster of each row for 8 and one more per 32 rows.
         update_threshold: T, commits of one step, or of all steps since the last update, that call for no update yet.
         cluster_layers: layers that share one clustering; 1 for a clustering of each layer, as in the paper. A cluster
             that one of these layers hands to the next is whole there, so no stored row is fetched for it.
