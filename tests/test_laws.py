@@ -75,6 +75,7 @@ FAMILIES: dict[str, tuple[str | Mapping[str, Any], tuple[str, ...]]] = {
     "llada": ("llada/llada_tiny_gqa", tuple(RULES)),
     "dream": ("dream/dream_tiny", ("two a step", "threshold", "sampled", "guidance")),
     "gidd": ("gidd/gidd_tiny_unif", tuple(REWRITING)),
+    "llada-moe": ("llada_moe/lladamoe_tiny", ("two a step", "factor", "sampled", "guidance")),
     "sdar": ("sdar/sdar_tiny", (*IN_BLOCKS, "one a step", "random", "threshold", "by time, drawn")),
 }
 RULES |= REWRITING | IN_BLOCKS

@@ -124,6 +124,7 @@ class Denoiser:
             self._inspector.after_forward(step, asked.kind, asked.ids, self.forward, here)
         result.steps_by_kind[asked.kind] += 1
         result.rows.append(self.forward.rows_computed)
+        result.experts.append(self.forward.experts_picked)
         for number, pads in zip(self.canvas.numbers, self.canvas.pad_counts, strict=True):
             result.forwards[number] += pads < asked.rows.within.stop
         result.step_seconds.append(time.perf_counter() - began)
@@ -150,6 +151,7 @@ class Denoiser:
             self.policy.observe(step, committed)
         result.steps_by_kind[asked.kind] += 1
         result.rows.append(self.forward.rows_computed)
+        result.experts.append(self.forward.experts_picked)
         for number, is_active in zip(canvas.numbers, active, strict=True):
             result.forwards[number] += is_active
         left, ended, broken = self._where_sequences_stand(step, candidates)

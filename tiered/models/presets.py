@@ -9,6 +9,8 @@ from typing import Any
 PRESETS: Mapping[str, tuple[str, ...]] = {
     "llada-8b": ("GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-1.5"),
     "dream-7b": ("Dream-org/Dream-v0-Instruct-7B", "Dream-org/Dream-v0-Base-7B"),
+    # Sizes from its model card; bytes of its weights as others measured them.
+    "llada-moe-7b": ("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", "inclusionAI/LLaDA-MoE-7B-A1B-Base"),
     "gidd-unif-3b": ("dvruette/gidd-unif-3b",),
     "gidd-mask-3b": ("dvruette/gidd-mask-3b",),
     "gidd-unif-10b": ("dvruette/gidd-unif-10b",),

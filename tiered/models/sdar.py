@@ -6,10 +6,6 @@ config.json of the released chat models does not say how long blocks are; those 
 
 from collections.abc import Mapping
 
-from torch import nn
-
-from tiered.kernels.coded_rows import Heads
-from tiered.models.attention import Joined
 from tiered.models.base import DiffusionModel
 from tiered.models.config_fields import switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
@@ -36,8 +32,3 @@ def read_sdar_config(config: Mapping[str, object]) -> ModelConfig:
 
 class Sdar(DiffusionModel):
     read_config = staticmethod(read_sdar_config)
-
-    def _normed_heads(self, projected: Joined, norm: nn.Module | None) -> Heads:
-        assert norm is not None, "a layer norms queries and keys"
-        heads = norm(projected.reshape(len(projected), -1, self.shape.head_dim))
-        return self._heads(heads.view(projected.shape))
