@@ -77,12 +77,14 @@ FAMILIES: dict[str, tuple[str | Mapping[str, Any], tuple[str, ...]]] = {
     "gidd": ("gidd/gidd_tiny_unif", tuple(REWRITING)),
     "llada-moe": ("llada_moe/lladamoe_tiny", ("two a step", "factor", "sampled", "guidance")),
     "sdar": ("sdar/sdar_tiny", (*IN_BLOCKS, "one a step", "random", "threshold", "by time, drawn")),
+    "sdar-moe": ("sdar_moe/sdar_moe_tiny", ("quota", "quota, sampled", "sequential")),
+    "llada2": ("llada2/llada2_tiny", ("quota, above", "quota, sampled", "quota, guided")),
 }
 RULES |= REWRITING | IN_BLOCKS
 # Families whose answers are rewritten: of uniform noise.
 UNIFORM = {family for family, (_, rules) in FAMILIES.items() if set(rules) <= set(REWRITING)}
 # Families whose rows see their block and what is in front of it.
-SEES_BLOCKS = {"sdar"}
+SEES_BLOCKS = {"sdar", "sdar-moe", "llada2"}
 # Caches that are stale. Under the noise mask the prefix cache is exact.
 STALE = {
     family: ("fast_dllm_prefix", "fast_dllm_dual")[family in UNIFORM :]

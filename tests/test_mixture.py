@@ -36,7 +36,48 @@ LLADA_MOE: dict[str, Any] = {
     "vocab_size": 128,
     "max_position_embeddings": 2048,
 }
-CONFIGS: dict[str, dict[str, Any]] = {"llada-moe": LLADA_MOE}
+LLADA2: dict[str, Any] = {
+    **TOKENS,
+    "model_type": "llada2_moe",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "partial_rotary_factor": 0.5,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+}
+SDAR_MOE: dict[str, Any] = {
+    **TOKENS,
+    "model_type": "sdar_moe",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+}
+CONFIGS: dict[str, dict[str, Any]] = {"llada-moe": LLADA_MOE, "llada2": LLADA2, "sdar-moe": SDAR_MOE}
 
 
 @pytest.fixture(params=CONFIGS)
@@ -224,12 +265,13 @@ def test_experts_may_come_in_stacks(
     alone, runtime = tiered.from_pretrained(write_checkpoint(config, weights)), tiered.from_pretrained(together)
     for (name, one), (_, other) in zip(alone.model.named_parameters(), runtime.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name
-    whole = tiered.plan(together, context=64, policy="none").tiers[Tier.DEVICE].total
+    blocks: dict[str, Any] = {"block_length": 16} if runtime.model.shape.block_causal else {}
+    whole = tiered.plan(together, context=64, policy="none", **blocks).tiers[Tier.DEVICE].total
     # Layers from the checkpoint's own file, for which the host has no room.
     tight = tiered.MemoryBudget(device=whole - 1, host=1 << 20)
     with tiered.from_pretrained(together, memory=tight, policy="none") as streamed:
         ids = torch.arange(3, 51)[None]
-        assert torch.equal(streamed.logits(ids), alone.logits(ids))
+        assert torch.equal(streamed.logits(ids, **blocks), alone.logits(ids, **blocks))
 
 
 def test_experts_may_be_quantised_already(
@@ -253,9 +295,10 @@ def test_experts_may_be_quantised_already(
     }
     directory = write_checkpoint({**config, "quantization_config": method}, files)
     runtime, ids = tiered.from_pretrained(directory), torch.arange(3, 51)[None]
-    expected = tiered.from_pretrained(write_checkpoint(config, values)).logits(ids)
-    torch.testing.assert_close(runtime.logits(ids), expected, atol=1e-3, rtol=1e-3)
-    assert tiered.plan(directory, context=64, policy="none").sizes.weights == WeightForm(WeightCode.INT8)
+    blocks: dict[str, Any] = {"block_length": 16} if read.shape.block_causal else {}
+    expected = tiered.from_pretrained(write_checkpoint(config, values)).logits(ids, **blocks)
+    torch.testing.assert_close(runtime.logits(ids, **blocks), expected, atol=1e-3, rtol=1e-3)
+    assert tiered.plan(directory, context=64, policy="none", **blocks).sizes.weights == WeightForm(WeightCode.INT8)
     del files[f"{coded[-1]}_scale"]
     files[coded[-1]] = values[coded[-1]]
     with pytest.raises(ValueError, match=f"holds {len(coded) - 1} of {len(coded)} matrices of layers in int8"):
@@ -297,6 +340,39 @@ def test_weights_that_do_not_fit_are_named(
     change(weights)
     with pytest.raises(ValueError, match=message):
         tiered.from_pretrained(write_checkpoint(LLADA_MOE, weights))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (
+            LLADA2,
+            {"num_experts": 2, "n_group": 1, "topk_group": 1},
+            "num_experts = 2 is fewer than num_experts_per_tok",
+        ),
+        (LLADA2, {"n_group": 3}, "n_group = 3 does not divide num_experts = 8"),
+        (LLADA2, {"topk_group": 5}, "topk_group = 5 is more than n_group = 4"),
+        (LLADA2, {"topk_group": 1}, "num_experts_per_tok = 3, but topk_group = 1 groups have 2 experts"),
+        *((LLADA2, {key: None}, f"lacks '{key}'") for key in ("n_group", "topk_group", "partial_rotary_factor")),
+        *((LLADA2, {key: None}, f"lacks '{key}'") for key in ("num_shared_experts", "first_k_dense_replace")),
+        (LLADA2, {"first_k_dense_replace": 3}, "num_hidden_layers = 3, none of which has a mixture"),
+        (LLADA2, {"first_k_dense_replace": -1}, "first_k_dense_replace = -1; an integer from 0 on"),
+        (LLADA2, {"num_shared_experts": 0.5}, "num_shared_experts = 0.5"),
+        (LLADA2, {"expert_capacity": 4}, r"expert_capacity = 4 \(allowed: null\)"),
+        (LLADA2, {"score_function": "softmax"}, "score_function = 'softmax'"),
+        (LLADA2, {"use_qkv_bias": True}, "use_qkv_bias = True"),
+        (LLADA2, {"partial_rotary_factor": 0.3}, "partial_rotary_factor = 0.3 of a head of 12"),
+        (SDAR_MOE, {"num_experts": 2}, "num_experts = 2 is fewer than num_experts_per_tok = 3"),
+        (SDAR_MOE, {"mlp_only_layers": 1}, "mlp_only_layers = 1; a list of layers"),
+        (SDAR_MOE, {"decoder_sparse_step": 4}, "num_hidden_layers = 3, none of which has a mixture"),
+    ],
+)
+def test_a_config_that_sees_blocks_and_does_not_fit_is_named(
+    config: dict[str, Any], changes: dict[str, Any], message: str
+):
+    changed = {**config, **changes}
+    with pytest.raises(ValueError, match=message):
+        family_of(changed).read(changed)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ FAMILIES: Mapping[str, Family] = {
     "Dream": Family(name="Dream", loader="tiered.models.dream:Dream"),
     "gidd": Family(name="GIDD", loader="tiered.models.gidd:Gidd"),
     "lladamoe": Family(name="LLaDA-MoE", loader="tiered.models.llada_moe:LLaDAMoE"),
+    "llada2_moe": Family(name="LLaDA2", loader="tiered.models.llada2:LLaDA2"),
     "sdar": Family(name="SDAR", loader="tiered.models.sdar:Sdar"),
+    "sdar_moe": Family(name="SDAR-MoE", loader="tiered.models.sdar:SdarMoE"),
     "nemotron_labs_diffusion": Family(name="Nemotron-Labs", loader="tiered.models.nemotron:Nemotron"),
 }
 
