@@ -77,6 +77,7 @@ def read_llada2_config(config: Mapping[str, object]) -> MixtureConfig:
             windowed=switch(config, "use_sliding_window"),
             more={"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)},
             sight="blocks",
+            finishes_blocks=True,
             experts=experts,
         ),
         router=router.check(experts.count),

@@ -53,7 +53,8 @@ def read_sdar_moe_config(config: Mapping[str, object]) -> MixtureConfig:
 def _read(layout: Layout, config: Mapping[str, object], **facts: Any) -> dict[str, Any]:
     norms = {"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)}
     windowed = switch(config, "use_sliding_window")
-    return layout.read_in_blocks(config, windowed=windowed, more=norms, sight="blocks", cuts_answers=False, **facts)
+    facts |= {"sight": "blocks", "cuts_answers": False, "finishes_blocks": True}
+    return layout.read_in_blocks(config, windowed=windowed, more=norms, **facts)
 
 
 class Sdar(DiffusionModel):

@@ -62,6 +62,8 @@ class ModelShape:
             it, and all of its block while it is not final. Blocks count from each sequence's first token.
         cuts_answers: with blocks, True if an answer has the length of the call and ends at an end token, False if it
             ends with a block.
+        finishes_blocks: with blocks, True if a block with an end is finished before the answer is over, unless a call
+            says else.
         block_length: rows of a block, if the checkpoint was made for one length; None if the call chooses it.
         windows: of each layer, w if rows attend to at most the w - 1 columns in front of themselves, or in front of
             their block if they attend to all of it; None for a layer without a window. Empty if no layer has one.
@@ -91,6 +93,7 @@ class ModelShape:
     sight: Sight = "canvas"
     block_length: int | None = None
     cuts_answers: bool = True
+    finishes_blocks: bool = False
     windows: tuple[int | None, ...] = ()
     prediction_shift: int = 0
     soft_cap: float | None = None
