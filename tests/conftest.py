@@ -98,7 +98,7 @@ def random_model(
     def make(config: Mapping[str, Any]) -> Any:
         model = family_of(config).resolve_loader().from_config(config)
         for name, weight in random_weights(config).items():
-            model.get_parameter(model.parameter_name(name)).copy_(weight)
+            model.official(name).copy_(weight)
         return model
 
     return make

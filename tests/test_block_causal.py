@@ -189,6 +189,18 @@ def test_an_end_in_the_prompt_ends_no_answer(make: Callable[..., Runtime], token
     assert (longer.sequences[0, 15] == 126) == (token == 126)
 
 
+def test_an_answer_may_end_within_its_block(runtime: Runtime):
+    ids = prompt(10)
+    call: dict[str, Any] = {"max_new_tokens": 14, "block_length": 8, "output_history": True}
+    whole = runtime.generate(ids, **call, stop_at_eos=False)
+    end = whole.sequences[0, 13].item()  # of the first block, of which six tokens are of the answer
+    late = runtime.generate(ids, **call, eos_id=end)
+    early = runtime.generate(ids, **call, eos_id=end, eos_early_stop=True)
+    assert torch.equal(early.sequences, late.sequences[:, : early.sequences.shape[1]])
+    assert early.num_forwards <= late.num_forwards < whole.num_forwards
+    assert runtime.generate(ids, **call, eos_id=end, eos_early_stop=False).num_forwards == late.num_forwards
+
+
 def test_other_tokens_may_end_an_answer(runtime: Runtime):
     ids = prompt(10)
     whole = runtime.generate(ids, max_new_tokens=14, block_length=4, stop_at_eos=False)
@@ -250,6 +262,10 @@ def test_the_exact_cache_is_for_no_canvas():
     with tiered.from_pretrained("embedded", policy="block_causal") as embedded:
         with pytest.raises(ValueError, match=r"'block_causal' keeps .* allowed: auto, none, fast_dllm_prefix"):
             embedded.generate("sort: Ada Ben", max_new_tokens=8)
+        with pytest.raises(ValueError, match="'joint_threshold' edits the open block alone; rows of 'embedded' see"):
+            embedded.with_policy("none").generate(
+                "sort: Ada Ben", max_new_tokens=8, threshold=0.5, editing_threshold=0.5
+            )
         with pytest.raises(ValueError, match="block_length = 4, but rows of 'embedded' see the whole canvas"):
             embedded.logits(torch.ones(1, 8, dtype=torch.long), block_length=4)
 
@@ -266,6 +282,19 @@ def test_the_exact_cache_is_for_no_canvas():
         ({}, {"block_length": 4, "commit": DriftAware(early_threshold=0.5)}, "'drift_aware' compares attention"),
         ({}, {"block_length": 4, "remasking_strategy": "entropy_bounded"}, "unknown commit rule 'entropy_bounded'"),
         ({}, {"block_length": 4, "denoising_steps": 0}, "block_steps = 0"),
+        ({}, {"block_length": 4, "minimal_topk": 0}, "minimal_topk = 0"),
+        ({}, {"block_length": 4, "threshold": 0.5, "editing_threshold": 1.5}, "editing_threshold = 1.5"),
+        ({}, {"block_length": 4, "editing_threshold": 0.5, "commit": "joint_threshold"}, "takes confidence_threshold"),
+        (
+            {},
+            {"block_length": 4, "threshold": 0.5, "editing_threshold": 0.5, "num_to_transfer": 0},
+            "num_to_transfer = 0",
+        ),
+        (
+            {},
+            {"block_length": 4, "threshold": 0.5, "editing_threshold": 0.5, "max_post_steps": -1},
+            "max_post_steps = -1",
+        ),
         ({}, {"block_length": 4, "steps": 2, "denoising_steps": 3}, "contradicts block_steps"),
         ({}, {"block_length": 4, "stop_tokens": [128]}, r"stop_tokens \[128\]: ids in \[0, 128\)"),
         ({}, {"block_length": 4, "stop_tokens": [-1]}, "stop_tokens = -1"),

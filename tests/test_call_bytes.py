@@ -27,6 +27,7 @@ from tiered.kernels import block_attention_ref
 from tiered.kernels.row_code import RowCode
 from tiered.models.gidd import Gidd
 from tiered.models.llada import LLaDA
+from tiered.models.llada_moe import LLaDAMoE
 from tiered.models.sdar import Sdar
 from tiered.offload.chunk import Chunk
 from tiered.offload.lane import Lane
@@ -219,6 +220,40 @@ def test_a_call_over_blocks_allocates_what_it_books(policy: str, call: str, head
     ids, options = call_of(call)
     runtime = Runtime(block_model(heads, window), policy=make_policy(policy))
     generated(runtime, ids, 0.7, **{"block_length": 16, **options})
+
+
+# Mixtures of experts: of what most room is for: the router, one expert, or the shared one.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "router": {"num_experts": 1024, "moe_router_enable_expert_bias": True},
+    "expert": {"num_experts": 4, "expert_intermediate_size": 1024},
+    "shared expert": {"num_experts": 16, "shared_expert_intermediate_size": 512, "moe_layer_freq": [0, 1]},
+}
+
+
+@cache
+def mixture_model(mixture: str, dtype: torch.dtype) -> LLaDAMoE:
+    tokens = {"mask_token_id": 1023, "eos_token_id": 1022, "pad_token_id": 1022}
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "expert_intermediate_size": 96}
+    more = {"num_experts_per_tok": 3, "vocab_size": 1024, "max_position_embeddings": 4096}
+    config = {**sizes, **tokens, **more, "dense_intermediate_size": 512, **MIXTURES[mixture]}
+    model = LLaDAMoE.from_config(config)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.05)
+        if "router" not in name:
+            parameter.data = parameter.to(dtype)
+    return model
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("policy", "call"), [("none", "short"), ("fast_dllm_dual", "long"), ("dllm_cache", "padded batch")]
+)
+def test_a_call_over_experts_allocates_what_it_books(policy: str, call: str, dtype: torch.dtype, mixture: str):
+    ids, options = call_of(call)
+    generated(Runtime(mixture_model(mixture, dtype), policy=make_policy(policy)), ids, 0.75, **options)
 
 
 # How tokens are proposed: how tight, the options. What is not drawn is booked as if it were, where it takes any room.

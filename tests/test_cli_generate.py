@@ -104,22 +104,24 @@ def test_a_wrong_flag_is_one_line(line: list[str], message: str, capsys: pytest.
     assert message in err and err.count("\n") == 1
 
 
-# A value of each option that a command line carries. Ending at the end-of-sequence token is switched off by name; a
-# history is tensors, for callers alone.
+# A value of each option that a command line carries. Ending at the end-of-sequence token is switched by name; a history
+# is tensors, for callers alone.
 VALUES: dict[str, Any] = {
     name: next((value for kind, value in ((int, 3), (float, 0.75)) if kind in (hint, *get_args(hint))), "word")
     for name, hint in get_type_hints(GenerationOptions).items()
-    if name not in ("stop_at_eos", "output_history")
+    if name not in ("stop_at_eos", "eos_early_stop", "output_history")
 }
 
 
 def test_every_option_has_a_flag():
-    assert VALUES["correction_steps"] == 3 and VALUES["factor"] == 0.75 and len(VALUES) == len(OPTION_NAMES) - 2
+    assert VALUES["correction_steps"] == 3 and VALUES["factor"] == 0.75 and len(VALUES) == len(OPTION_NAMES) - 3
     flags = [word for name, value in VALUES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    given = generation_options(build_parser().parse_args(["generate", "x", *flags, "--no-stop-at-eos"]))
-    assert given == {**VALUES, "stop_at_eos": False}
+    switches = ["--no-stop-at-eos", "--no-eos-early-stop"]
+    given = generation_options(build_parser().parse_args(["generate", "x", *flags, *switches]))
+    expected = {**VALUES, "stop_at_eos": False, "eos_early_stop": False}
+    assert given == expected
     assert {name: type(value) for name, value in given.items()} == {
-        name: type(value) for name, value in {**VALUES, "stop_at_eos": False}.items()
+        name: type(value) for name, value in expected.items()
     }
     # Without flags the library's defaults hold.
     plain = generation_options(build_parser().parse_args(["generate", "x"]))
@@ -158,7 +160,8 @@ def test_help_names_every_commit_rule(capsys: pytest.CaptureFixture[str]):
     assert all(f"--{name.replace('_', '-')} {name.upper()} under " in first + of_rules for name in COMMIT_OPTIONS)
     assert "--max-new-tokens MAX_NEW_TOKENS tokens of the answer; a multiple of `block_length` (default: 128)" in first
     assert "--seed" not in own and "under drift_aware: below it a rise is of no help; in [0, `confidence" in of_rules
-    assert "under threshold, quota, drift_aware: a candidate passes from this confidence on; in [0, 1] memory" in first
+    rules = "threshold, quota, drift_aware, joint_threshold"
+    assert f"under {rules}: a candidate passes from this confidence on; in [0, 1] memory" in first
 
 
 def test_uniform_noise(capsys: pytest.CaptureFixture[str]):

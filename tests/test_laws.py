@@ -68,6 +68,8 @@ IN_BLOCKS: dict[str, dict[str, Any]] = {
     "quota, sampled": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "threshold": 0.5, "seed": 3},
     "quota, guided": {"commit": "quota", "cfg_scale": 0.7},
     "sequential": {"commit": "sequential", "steps": 4},
+    "edited": {"threshold": 0.3, "editing_threshold": 0.2, "max_post_steps": 3},
+    "edited, sampled": {"threshold": 0.3, "editing_threshold": 0.3, "temperature": 0.8, "top_k": 40, "seed": 7},
 }
 # By family, its recorded checkpoint, or a config.json whose weights are random (512 tokens or more); and the rules that
 # it meets; where a policy takes none of them, it meets "random".
@@ -75,13 +77,16 @@ FAMILIES: dict[str, tuple[str | Mapping[str, Any], tuple[str, ...]]] = {
     "llada": ("llada/llada_tiny_gqa", tuple(RULES)),
     "dream": ("dream/dream_tiny", ("two a step", "threshold", "sampled", "guidance")),
     "gidd": ("gidd/gidd_tiny_unif", tuple(REWRITING)),
+    "llada-moe": ("llada_moe/lladamoe_tiny", ("two a step", "factor", "sampled", "guidance")),
     "sdar": ("sdar/sdar_tiny", (*IN_BLOCKS, "one a step", "random", "threshold", "by time, drawn")),
+    "sdar-moe": ("sdar_moe/sdar_moe_tiny", ("quota", "quota, sampled", "edited")),
+    "llada2": ("llada2/llada2_tiny", ("quota, above", "quota, guided", "edited", "edited, sampled")),
 }
 RULES |= REWRITING | IN_BLOCKS
 # Families whose answers are rewritten: of uniform noise.
 UNIFORM = {family for family, (_, rules) in FAMILIES.items() if set(rules) <= set(REWRITING)}
 # Families whose rows see their block and what is in front of it.
-SEES_BLOCKS = {"sdar"}
+SEES_BLOCKS = {"sdar", "sdar-moe", "llada2"}
 # Caches that are stale. Under the noise mask the prefix cache is exact.
 STALE = {
     family: ("fast_dllm_prefix", "fast_dllm_dual")[family in UNIFORM :]

@@ -19,7 +19,12 @@ from tiered.policies.registry import policies_for
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens"
-FAMILIES = {"llada": "llada/llada_tiny_gqa", "dream": "dream/dream_tiny", "gidd": "gidd/gidd_tiny_unif"}
+FAMILIES = {
+    "llada": "llada/llada_tiny_gqa",
+    "dream": "dream/dream_tiny",
+    "gidd": "gidd/gidd_tiny_unif",
+    "llada-moe": "llada_moe/lladamoe_tiny",
+}
 IDS = torch.arange(34).view(2, 17)
 SIZES: dict[str, Any] = {"max_new_tokens": 12, "block_length": 6}
 

@@ -34,6 +34,13 @@ def download(cache: Path, model: str, **files: Any) -> Path:
     return snapshot
 
 
+def llada2(width: int, layers: int, heads: int, dense: int, expert: int) -> int:
+    """Parameters of a LLaDA2: 256 experts and a shared one, 4 key heads of 128, the first layer dense."""
+    attention = (heads + 2 * 4) * 128 * width + heads * 128 * width + 2 * width + 2 * 128
+    mixture = 256 * (width + 1) + 257 * 3 * width * expert
+    return 2 * 157184 * width + width + layers * attention + 3 * width * dense + (layers - 1) * mixture
+
+
 # Parameters: LLaDA from its model card, the others by hand from the layout: Dream is Qwen2.5-7B, SDAR Qwen3-8B; GIDD's
 # papers give 3B and 10B. KV bytes a token in bfloat16: 2 · layers · key/value heads · head_dim · 2.
 @pytest.mark.parametrize(
@@ -42,8 +49,16 @@ def download(cache: Path, model: str, **files: Any) -> Path:
         ("llada-8b", 8_015_581_184, 512 * 1024, "mask"),
         ("llada-1.5", 8_015_581_184, 512 * 1024, "mask"),
         ("dream-7b", 7_615_616_512, 56 * 1024, "mask"),
+        (
+            "llada-moe-7b",
+            2 * 157184 * 2048 + 2048 + 16 * (4 * 2048**2 + 2 * 2048 + 2 * 128 + 64 * 2048 + 64 * 3 * 2048 * 1024),
+            128 * 1024,
+            "mask",
+        ),
         ("gidd-unif-3b", 2 * 131072 * 3072 + 3072 + 19 * (12 * 3072**2 + 11 * 3072), 228 * 1024, "uniform"),
         ("gidd-mask-3b", 2 * 131072 * 3072 + 3072 + 18 * (12 * 3072**2 + 11 * 3072), 216 * 1024, "mask"),
+        ("llada2-mini", llada2(2048, 20, 16, 5120, 512), 40 * 1024, "mask"),
+        ("llada2-flash", llada2(4096, 32, 32, 9216, 1024), 64 * 1024, "mask"),
         ("sdar-8b", 8_190_735_360, 144 * 1024, "mask"),
         (
             "nemotron-8b",

@@ -31,6 +31,7 @@ CHECKPOINTS = {
     "llada": "llada/llada_tiny_gqa",
     "dream": "dream/dream_tiny",
     "gidd": "gidd/gidd_tiny_unif",
+    "llada-moe": "llada_moe/lladamoe_tiny",
 }
 # What requests may ask for, by whether the model knows masks. Steps of 16 rows or more are shared; those of 6 go alone.
 MASKS: list[dict[str, Any]] = [
@@ -58,6 +59,7 @@ POLICIES: list[tuple[str, str, dict[str, Any], bool]] = [
     ("llada", "elastic_cache", {}, False),
     ("dream", "fast_dllm_dual", {}, True),
     ("gidd", "fast_dllm_dual", {}, True),
+    ("llada-moe", "fast_dllm_dual", {}, True),
 ]
 _LOADED: dict[str, Runtime] = {}
 

@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from replaying import Replayed, changes
 from safetensors.torch import load_file
-from torch import Tensor
 from workloads.input_rows import hidden_states
 
 import tiered
-from tiered.decoding import sampling
-from tiered.decoding.generators import Generators
-from tiered.decoding.sampling import OpenBlock
 from tiered.runtime import Runtime
 
 GOLDENS = Path(__file__).parent / "goldens" / "sdar"
@@ -50,31 +47,6 @@ def test_logits_of_padded_rows(runtime: Runtime, pads: tuple[int, int]):
 def test_hidden_states(runtime: Runtime):
     states = hidden_states(runtime, LOGITS["sdar_tiny.block8_masks.input_ids"].long(), block_length=8)
     torch.testing.assert_close(states[1], LOGITS["sdar_tiny.block8_masks.hidden.1"], atol=5e-4, rtol=1e-4)
-
-
-def changes(states: list[Tensor]) -> Tensor:
-    """The states but for those that repeat the one before: forwards that commit nothing leave the canvas as it was."""
-    pairs = zip(states, [None, *states], strict=False)
-    return torch.stack([state for state, before in pairs if before is None or not torch.equal(state, before)])
-
-
-class Replayed:
-    """Tokens as they were drawn, in place of random numbers; notes the probability that they are proposed with."""
-
-    def __init__(self, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.tokens, self.probabilities = iter(tokens.long()), []
-        propose = sampling.propose
-
-        def draw(streams: object, sequence: int, rows: Tensor, logits: Tensor, temperature: float) -> Tensor:
-            return next(self.tokens)[rows]
-
-        def noted(block: OpenBlock) -> Any:
-            found = propose(block)
-            self.probabilities.append((found.pending[0], found.confidence[0]))
-            return found
-
-        monkeypatch.setattr(Generators, "draw", draw)
-        monkeypatch.setattr("tiered.decoding.token_sampler.propose", noted)
 
 
 @pytest.mark.parametrize("policy", ["block_causal", "none"])

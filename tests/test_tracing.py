@@ -138,7 +138,17 @@ def test_a_range_costs_nothing_while_nobody_records(model: DiffusionModel, monke
 
 def test_every_piece_of_a_layer_has_a_name():
     # Others make no work for a pass, or are called by `Forward` alone, which names what is around them as well.
-    others = {"from_config", "parameter_name", "rotary", "sink_keys", "queries", "keys_values", "attend", "attend_part"}
+    others = {
+        "from_config",
+        "parameter_name",
+        "official",
+        "rotary",
+        "sink_keys",
+        "queries",
+        "keys_values",
+        "attend",
+        "attend_part",
+    }
     methods = {name for name, value in vars(DiffusionModel).items() if callable(getattr(value, "__func__", value))}
     assert {name for name in methods if not name.startswith("_")} == {*PIECES, *others}
 

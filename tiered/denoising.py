@@ -78,6 +78,7 @@ def denoiser(
         rules,
         TokenSampler(model, options.sampling(), generators, min_new_tokens=options.min_new_tokens, ends=publisher.ends),
         publisher,
+        finishes_blocks=shape.finishes_blocks if options.eos_early_stop is None else not options.eos_early_stop,
         guidance=Guidance(options.cfg_scale, model.mask_token_id) if options.cfg_scale else None,
         shift=shift,
         inspector=inspector,

@@ -27,9 +27,9 @@ from tiered.models.checkpoint import Checkpoint
 from tiered.models.families import family_of
 from tiered.models.locate import checkpoint_directory, read_config
 from tiered.models.rotation import stretched
-from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+from tiered.models.shape import BYTES_PER_ELEMENT
 from tiered.models.tokenizer import load_tokenizer
-from tiered.models.weight_form import RAW_WEIGHTS, WeightForm, held_form, places
+from tiered.models.weight_form import RAW_WEIGHTS, TABLES, WeightForm, dtype_of, held_form, places
 from tiered.offload.device import available_bytes, pick_device, synchronize
 from tiered.offload.file_record import FilePiece, FileRecord, ReadFile
 from tiered.offload.transport import Transport
@@ -111,7 +111,7 @@ def from_pretrained(
         model: DiffusionModel = family.resolve_loader().from_config(config)
     tokenizer = load_tokenizer(directory, vocab_size=min(shape.vocab_size, config.get("vocab_size", shape.vocab_size)))
     checkpoint = Checkpoint(directory, shape, config)
-    form = _form(weights, checkpoint.codes, shape)
+    form = _form(weights, checkpoint.codes, model)
     block = max(1, min(DEFAULT_BLOCK_LENGTH, shape.max_context // 2))
     small = CallShape(
         shape=shape, batch=1, context=2 * block, block_length=block, dtype=dtype_name, weights=form, gpu=gpu_of(target)
@@ -136,10 +136,10 @@ def _too_large(budget: MemoryBudget, device: torch.device) -> str | None:
     )
 
 
-def _form(name: str, codes: Mapping[str, WeightCode], shape: ModelShape) -> WeightForm:
+def _form(name: str, codes: Mapping[str, WeightCode], model: DiffusionModel) -> WeightForm:
     if not codes:
         return WeightForm.of(name)
-    held = held_form(codes, shape)
+    held = held_form(codes, model.config.parameter_names, model.shape)
     if name not in (RAW, str(held)):
         raise ValueError(f"weights = {name!r}: the checkpoint holds them in {held}, which 'raw' keeps")
     return held
@@ -169,8 +169,9 @@ def load_weights(
     least = CallShape(shape=shape, batch=1, context=1, block_length=1, dtype=name, weights=form, gpu=gpu_of(device))
     whole = WeightBytes.of(shape, name, form, in_files=bool(files), gpu=least.gpu is not None)
     # While it loads there is no call yet; but the raw tensor stands beside what it becomes, which may take more.
-    tables = [(shape.vocab_size, shape.width)] if form.head else []
-    largest = max(map(prod, [*shape.matrices.values(), *tables])) * dtype.itemsize if form.code else 0
+    names, pieces = model.config.parameter_names, model.config.pieces
+    coded = [name for name, own in names.items() if shape.is_matrix(own) or (form.head and own in TABLES)]
+    largest = max(prod(shape.weight_shapes[name]) for name in coded) * dtype.itemsize if form.code else 0
     beside = {Tier.DEVICE: max(0, largest - sum(account_bytes(row_schedule("none").buffers(least)).values()))}
     held = {tier: ledger.held(tier) + beside.get(tier, 0) for tier in Tier}
     needed = CallBytes.fitting(row_schedule("none"), least, ledger.budget, held, whole, hint=LEAST_HINT)
@@ -182,15 +183,17 @@ def load_weights(
     try:
         for official in checkpoint.order():
             safe_point()
-            own = model.parameter_name(official)
+            own, rows = names[official], pieces.get(official)
             code, room = form.code if records.may_be_coded(own) else None, 0
+            as_dtype = getattr(torch, dtype_of(own, name))
             if code is not None:  # the raw tensor stands beside what it becomes
                 room = prod(shape.weight_shapes[official]) * dtype.itemsize
             with ledger.holding({Account.ACTIVATIONS: room}):
-                weight = checkpoint.read(official, dtype=dtype, device=device, code=code, into=weights.room(own))
+                into = weights.room(own, rows)
+                weight = checkpoint.read(official, dtype=as_dtype, device=device, code=code, into=into)
                 # The head alone may be in a code in the files: it is kept as the embedding is.
                 decoded = isinstance(weight, CodedRows) and not records.may_be_coded(own)
-                weights.place(own, weight.values() if decoded else weight)
+                weights.place(own, weight.values() if decoded else weight, rows)
         weights.note()
     except BaseException:
         weights.close()
@@ -204,19 +207,24 @@ def load_weights(
 def layers_in_files(checkpoint: Checkpoint, model: DiffusionModel, dtype: torch.dtype) -> dict[int, FileRecord]:
     """The record of each layer as the bytes of the checkpoint's files; none where these are not those in `dtype`."""
     held, record = places(model.shape, str(dtype).removeprefix("torch."), RAW_WEIGHTS)
-    official = {own: name for name, own in model.config.parameter_names.items()}
+    official: dict[str, list[str]] = {}
+    for weight, own in model.config.parameter_names.items():
+        official.setdefault(own, []).append(weight)
     opened: dict[Path, ReadFile] = {}
     found: dict[int, FileRecord] = {}
-    for layer in range(model.shape.layers):
+    for layer in model.shape.recorded:
         pieces = []
         for name, (start, nbytes) in held.items():
-            extent = checkpoint.extent(official[f"blocks.{layer}.{name}.weight"], dtype)
-            if extent is None:
-                return {}
-            path, offset, length = extent
-            assert length == nbytes, "a raw matrix has as many bytes in the file as in the record"
-            if path not in opened:
-                opened[path] = ReadFile(path)
-            pieces.append(FilePiece(opened[path], offset, nbytes, start))
+            end = start + nbytes
+            for weight in official[f"blocks.{layer}.{name}.weight"]:  # pieces in the order of their rows
+                extent = checkpoint.extent(weight, dtype)
+                if extent is None:
+                    return {}
+                path, offset, length = extent
+                if path not in opened:
+                    opened[path] = ReadFile(path)
+                pieces.append(FilePiece(opened[path], offset, length, start))
+                start += length
+            assert start == end, "a raw matrix has as many bytes in the file as in the record"
         found[layer] = FileRecord(record, pieces)
     return found

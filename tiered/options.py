@@ -52,6 +52,8 @@ class GenerationOptions:
         steps: forwards over all blocks that the rules `static`, `timestep` and `origin` spread their commits over; a
             multiple of the number of blocks; None: as many as there are tokens. Where rows see blocks: of one block.
         block_steps: forwards of a block, in place of `steps` over all of them.
+        minimal_topk: a block has no more steps than `max_new_tokens` have of so many tokens (LLaDA2.0); None: no such
+            bound.
         commit: commit rule by name, or a `CommitRule`; None: the plainest one for the model that has all of the options
             of rules that are given; `static`, for uniform noise `adaptive`, where rows see blocks `quota`, without any.
         confidence: what ranks candidates: the "probability" of the proposed token, the "margin" of the most likely
@@ -71,6 +73,8 @@ class GenerationOptions:
         seed: of the call; sequence i of a batch uses seed + i. None: drawn from torch's default stream.
         stop_tokens: ids that end an answer beside the end-of-sequence token; in text, with commas.
         stop_at_eos: a sequence is done once an end-of-sequence token and everything in front of it is fixed.
+        eos_early_stop: whether it is done then within its block; False: when the block is finished. None: where rows
+            see blocks, as in the official sampler of the family; elsewhere within the block.
         output_history: keep the canvas after every forward that changed it, on the host; the copies are the caller's
             and count against no budget.
 
@@ -83,6 +87,7 @@ class GenerationOptions:
     block_edges: str = "sequence"
     steps: int | None = None
     block_steps: int | None = None
+    minimal_topk: int | None = None
     commit: str | CommitRule | None = None
     confidence: Confidence = "probability"
     remasking: str = "low_confidence"
@@ -96,6 +101,7 @@ class GenerationOptions:
     seed: int | None = None
     stop_tokens: Sequence[int] | str | None = None
     stop_at_eos: bool = True
+    eos_early_stop: bool | None = None
     output_history: bool = False
 
     if TYPE_CHECKING:  # which sees no option of a rule
@@ -119,6 +125,10 @@ class GenerationOptions:
                     f"steps = {self.steps} counts the forwards of all blocks, block_steps = {self.block_steps} those "
                     "of one; give one of them"
                 )
+        if self.minimal_topk is not None:
+            check_integer("minimal_topk", self.minimal_topk, least=1)
+        if self.eos_early_stop is not None:
+            check_switch("eos_early_stop", self.eos_early_stop)
         for name in ("correction_steps", "min_new_tokens", "trailing_noise"):
             check_integer(name, getattr(self, name), least=0)
         if self.min_new_tokens > self.max_new_tokens:
@@ -166,6 +176,8 @@ class GenerationOptions:
     def steps_per_block(self) -> int:
         """Forwards that a rule spreads one block's commits over; `static` never needs more than its tokens."""
         steps = self.block_steps or (self.max_new_tokens if self.steps is None else self.steps) // self.blocks
+        if self.minimal_topk is not None:
+            steps = max(1, min(steps, self.max_new_tokens // self.minimal_topk))
         return steps if self.rule.by_time or self.rule.rewrites else min(self.block, steps)
 
     @property
@@ -265,7 +277,7 @@ def _ids(name: str, value: Any) -> tuple[int, ...] | None:
     try:
         found = tuple(
             plain_number(int(each) if isinstance(each, str) else each)
-            for each in (value.split(",") if isinstance(value, str) else value)
+            for each in (value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value)
         )
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} = {value!r}; ids of tokens are allowed, in text with commas") from error

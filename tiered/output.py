@@ -71,6 +71,8 @@ class GenerationOutput:
         steps_by_kind: number of steps, which are forwards, by kind (`refresh`, `update`, `step`, …).
         rows_per_step: rows of each sequence that every step recomputed, on average over layers; of the sequence with
             the most rows.
+        experts_per_step: experts of a layer that every step picked, for all sequences together, on average over layers
+            with a mixture; empty for a dense model.
         memory: bytes in each tier, from the ledger.
         timings: seconds.
         updates: what every layer of every update did, for a policy that measures drift.
@@ -87,6 +89,7 @@ class GenerationOutput:
     tokens_per_forward: Float[Tensor, " batch"]
     steps_by_kind: dict[str, int]
     rows_per_step: list[float]
+    experts_per_step: list[float] = field(repr=False, default_factory=list)
     memory: MemoryReport
     timings: Timings
     updates: Sequence[GroupUpdate] = field(repr=False, default=())
@@ -116,6 +119,7 @@ class GenerationOutput:
             "num_forwards": self.num_forwards,
             "tokens_per_forward": self.tokens_per_forward.tolist(),
             "steps_by_kind": self.steps_by_kind,
+            "experts_per_step": self.experts_per_step,
             "timings": self.timings.as_dict(),
             "memory": self.memory.as_dict(),
             "updates": [update.as_dict() for update in self.updates],
@@ -160,6 +164,7 @@ class GenerationOutput:
             num_forwards=len(steps),
             forwards=denoised.forwards,
             rows_per_step=denoised.rows,
+            experts_per_step=denoised.experts if any(denoised.experts) else [],
             tokens_per_forward=tokens.cpu() / torch.tensor(denoised.forwards),
             steps_by_kind={kind.value: count for kind, count in denoised.steps_by_kind.items()},
             memory=memory,

@@ -115,7 +115,12 @@ def _sizes(context: CallContext, options: GenerationOptions, prompts: PackedProm
 def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy, *, name: str) -> None:
     """Raise `ValueError` if the model, called `name`, or the policy cannot run a call with `options`."""
     rule = options.rule
-    if rule.rewrites and model.noise is None:
+    if rule.in_blocks and not model.shape.block_causal:
+        raise ValueError(
+            f"the commit rule {rule.name!r} edits the open block alone; rows of {name!r} see the whole canvas, and go "
+            f"with {', '.join(fitting_rules('mask', rewriting=False))}"
+        )
+    if "uniform" in rule.noise and model.noise is None:
         raise ValueError(
             f"the commit rule {rule.name!r} follows the noise that models of GIDD are trained on; {name!r} knows masks "
             f"alone, which go with {', '.join(fitting_rules('mask', rewriting=False))}"
@@ -147,7 +152,7 @@ def check_call(options: GenerationOptions, model: DiffusionModel, policy: Policy
 def _check_prior(prior: Tensor, shape: tuple[int, int], options: GenerationOptions, *, vocab_size: int) -> None:
     if not isinstance(prior, Tensor) or prior.dtype != torch.long:
         raise TypeError(f"prior is a LongTensor of shape {shape}, not {prior!r}")
-    if not options.rule.rewrites:
+    if "uniform" not in options.rule.noise:
         raise ValueError(f"a prior goes with a commit rule that rewrites tokens, not with {options.rule.name!r}")
     check_readable("prior", prior)
     if prior.shape != shape:

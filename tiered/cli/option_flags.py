@@ -15,7 +15,7 @@ from tiered.options import OPTION_NAMES, GenerationOptions
 _KINDS: dict[str, type] = {
     name: next((kind for kind in (int, float) if kind in (hint, *get_args(hint))), str)
     for name, hint in get_type_hints(GenerationOptions).items()
-    if hint is not bool
+    if bool not in (hint, *get_args(hint))
 }
 # The ones that stand first in the help.
 _COMMON = ("max_new_tokens", "confidence_threshold", "temperature", "seed")
@@ -36,6 +36,7 @@ def add_option_flags(parser: argparse.ArgumentParser) -> None:
         sentences[name] += _default(defaults[name])
     of_rules = parser.add_argument_group("options of commit rules")
     own.add_argument("--no-stop-at-eos", action="store_true", help="denoise every block, as the official scripts do")
+    own.add_argument("--eos-early-stop", action=argparse.BooleanOptionalAction, help=sentences["eos_early_stop"])
     for name, kind in _KINDS.items():
         group, text = (of_rules, _of_rules(name)) if name in COMMIT_OPTIONS else (own, sentences[name])
         group = parser if name in _COMMON else group
@@ -48,7 +49,8 @@ def add_option_flags(parser: argparse.ArgumentParser) -> None:
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `Runtime.generate` that were given, under the library's own names. Raises `ValueError` for two
     names of one option with different values."""
-    given = {name: value for name in (*_KINDS, *_OFFICIAL) if (value := getattr(args, name)) is not None}
+    names = (*_KINDS, *_OFFICIAL, "eos_early_stop")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
     # No flag is called as the mask token is, so any id does.
     return {"stop_at_eos": not args.no_stop_at_eos, **resolve_aliases(given, OPTION_NAMES, mask_token_id=0)}
 

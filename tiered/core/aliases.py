@@ -21,6 +21,7 @@ ALIASES: Mapping[str, str] = {
     "denoising_steps": "block_steps",  # SDAR
     "remasking_strategy": "commit",
     "stopping_criteria_idx": "stop_tokens",
+    "eos_id": "stop_tokens",  # LLaDA2
 }
 # In a script for GIDD, which is known by its `sampling_method`; elsewhere steps are those of all blocks.
 GIDD_ALIASES: Mapping[str, str] = {"steps": "block_steps", "max_length": "max_new_tokens"}

@@ -41,16 +41,19 @@ class Denoiser:
         proposer: TokenSampler,
         publisher: OutputWriter,
         *,
+        finishes_blocks: bool = False,
         guidance: Guidance | None = None,
         shift: AttentionShift | None = None,
         inspector: Inspector | None = None,
     ) -> None:
         """`rules`: the commit rule of each pass over the blocks. A second pass begins with every token open again.
+        `finishes_blocks`: a block with an end of an answer is finished before the answer is over.
         `guidance`: with it `forward` has twice the sequences, of which the second half sees masked prompts.
         `shift`: the attention shift that the rule compares; None for a rule that compares none."""
         self.canvas, self.forward, self.policy, self.rule = publisher.canvas, forward, policy, rules[0]
         self._model = forward.model
         self._proposer, self._publisher, self._guidance = proposer, publisher, guidance
+        self._finishes_blocks = finishes_blocks
         self._rules, self._shift, self._inspector = rules, shift, inspector
         self._result = publisher.result
         self._ended = [False] * self.canvas.batch  # by place in the canvas
@@ -124,6 +127,7 @@ class Denoiser:
             self._inspector.after_forward(step, asked.kind, asked.ids, self.forward, here)
         result.steps_by_kind[asked.kind] += 1
         result.rows.append(self.forward.rows_computed)
+        result.experts.append(self.forward.experts_picked)
         for number, pads in zip(self.canvas.numbers, self.canvas.pad_counts, strict=True):
             result.forwards[number] += pads < asked.rows.within.stop
         result.step_seconds.append(time.perf_counter() - began)
@@ -150,17 +154,18 @@ class Denoiser:
             self.policy.observe(step, committed)
         result.steps_by_kind[asked.kind] += 1
         result.rows.append(self.forward.rows_computed)
+        result.experts.append(self.forward.experts_picked)
         for number, is_active in zip(canvas.numbers, active, strict=True):
             result.forwards[number] += is_active
         left, ended, broken = self._where_sequences_stand(step, candidates)
         if any(broken):
             raise self._not_finite(step, broken, self._first_broken(step))
-        # Where answers are over with blocks, a block with an end is finished as any other, and looked through then.
-        cuts, before = self._model.shape.cuts_answers, self._ended
+        # A block that is finished first is looked through then.
+        finishes, before = self._finishes_blocks, self._ended
         standing = zip(before, ended, left, strict=True)
-        self._ended = [was or (now and (cuts or not count)) for was, now, count in standing]
+        self._ended = [was or (now and not (finishes and count)) for was, now, count in standing]
         draft = None if isinstance(self.rule, RewritingState) else candidates
-        self._publisher.step(step.start, step.stop, self._ended if cuts else before, draft, final=final)
+        self._publisher.step(step.start, step.stop, before if finishes else self._ended, draft, final=final)
         return [0 if done else count for count, done in zip(left, self._ended, strict=True)]
 
     def _logits(

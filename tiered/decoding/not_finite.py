@@ -18,7 +18,7 @@ def first_broken(forward: Forward, ids: Int[Tensor, "sequences length"], output:
     goes over all rows of `ids` and overwrites the caches of `forward`. It reads from the device once a layer, and takes
     the room of the call's largest forward. `final`: as in `Pass`."""
     found: list[str] = []
-    forward.attention_probe = forward.rows_probe = None
+    forward.attention_probe = forward.rows_probe = forward.router_probe = None
 
     def look(what: str, pass_: Pass) -> None:
         # In parts, for the CPU makes a float32 copy of other dtypes. Padding's rows say nothing.

@@ -88,4 +88,4 @@ class CallInspector(Inspector, Protocol):
 
     def begin(self, canvas: Canvas, forward: Forward, policy: PolicyState) -> None:
         """The call begins. All three are valid until it ends, and are its own: they are read, never written, but for
-        `Forward.rows_probe`."""
+        `Forward.rows_probe` and `Forward.router_probe`."""

@@ -29,6 +29,7 @@ class GenerationState:
         forwards: forwards that each sequence took part in.
         steps_by_kind: number of the batch's steps by kind.
         rows: rows of each sequence that every forward recomputed, on average over layers.
+        experts: experts of a layer that every forward picked, on average over layers; 0 for a dense model.
         seconds, step_seconds: wall time of the call, and of every forward with its commit.
         block_ends: forwards after which each block ended.
         history: answers before the first forward and after every one that changed something; may be empty.
@@ -39,6 +40,7 @@ class GenerationState:
     forwards: list[int]
     steps_by_kind: Counter[StepKind] = field(default_factory=Counter)
     rows: list[float] = field(default_factory=list)
+    experts: list[float] = field(default_factory=list)
     seconds: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
     block_ends: list[int] = field(default_factory=list)

@@ -88,7 +88,8 @@ class TokenSampler:
             process=self._model.noise,
         )
         if isinstance(rule, RewritingState):
-            logits[..., self._model.mask_token_id] = -torch.inf
+            if not rule.weighs_masks:
+                logits[..., self._model.mask_token_id] = -torch.inf
             found = rule.propose(block)
         else:
             found = propose(block)

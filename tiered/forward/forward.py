@@ -22,7 +22,7 @@ from tiered.forward.forward_work import RowFlops
 from tiered.forward.parts import CanvasLimits, Part
 from tiered.forward.passes import AttentionProbe, Between, BranchKeeper, LayerWeights, Pass, RowsProbe
 from tiered.models.attention import heads_joined, merged
-from tiered.models.base import DiffusionModel, head
+from tiered.models.base import DiffusionModel, RouterProbe, head
 from tiered.tiers.stored_rows import StoredRows
 from tiered.tiers.tiers import Tiers
 
@@ -43,6 +43,8 @@ class Forward:
         rows_computed: rows of each sequence that went through a layer in the last step, on average over layers.
         attention_probe: called with the inputs of the last layer's attention; None for no call.
         rows_probe: called in every layer with the rows whose keys and values are computed; None for no call.
+        router_probe: called in every layer with a mixture with the experts of some rows; None for no call.
+        experts_picked: experts of a layer that the last step picked, on average over layers with a mixture.
         between: called after each piece of a layer with its share of a row's work; what it runs must use another store.
             None for no call.
 
@@ -79,6 +81,8 @@ class Forward:
         self._weights, self._layer = weights, 0
         self.attention_probe: AttentionProbe | None = None
         self.rows_probe: RowsProbe | None = None
+        self.router_probe: RouterProbe | None = None
+        self._picked: dict[int, set[int]] = {}
         self.between: Between | None = None
         self._flops = RowFlops.of(model.shape, self.length)
 
@@ -112,6 +116,17 @@ class Forward:
         self.ids, self.limits, self.reads = pass_.ids, self._limits.of(sequences, pass_.final), pass_.reads
         self.rotary = self._rotary.of_sequences(sequences)
         self.store.narrow(len(pass_.ids))
+        self._picked.clear()
+
+    @property
+    def experts_picked(self) -> float:
+        return sum(map(len, self._picked.values())) / max(1, len(self._picked))
+
+    def note_picks(self, layer: int, experts: Int[Tensor, "rows picked"]) -> None:
+        """Some rows of the pass go to these experts of `layer`."""
+        self._picked.setdefault(layer, set()).update(experts.unique().tolist())
+        if self.router_probe is not None:
+            self.router_probe(layer, experts)
 
     def enter(self, layer: int) -> None:
         """Make the weights of `layer` usable, and of no other layer. Raises `TransferError` if a copy between the tiers
@@ -176,7 +191,7 @@ class Forward:
     def mlp(self, layer: int, hidden: Float[Tensor, "batch rows width"], *, keep: BranchKeeper | None = None) -> None:
         """Add the branch of the MLP to `hidden`, in place, and show it to `keep`."""
         for part in self.parts(hidden.shape[1], len(hidden)):
-            branch = self.model.feed_forward(layer, hidden[:, part])
+            branch = self.model.feed_forward(layer, hidden[:, part], self.note_picks)
             if keep is not None:
                 keep(Feature.FFN_OUT, part, branch)
             add_branch(hidden, part, branch)

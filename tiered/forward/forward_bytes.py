@@ -14,6 +14,7 @@ from tiered.kernels import block_attention_ref
 from tiered.kernels.attention_splits import partial_bytes
 from tiered.kernels.row_code import CHUNK_ELEMENTS
 from tiered.kernels.weight_product_ref import TILE_ELEMENTS
+from tiered.models.projection import FEW_ROWS
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 # Rows of all sequences together that pass a layer at a time. Each weight that is read serves so many rows: an H100
@@ -102,7 +103,7 @@ def part_buffers(sizes: CallShape, most_rows: int | None = None) -> list[Buffer]
     """The same by phase. Products of one phase are gone when the next begins."""
     shape, rows, dtype = sizes.shape, _rows_at_once(sizes, most_rows), sizes.dtype
     query_width = shape.heads * shape.head_dim
-    tile = max(tile_bytes(sizes, matrix, rows) for matrix in shape.matrices.values())
+    tile = max(tile_bytes(sizes, factor, rows) for factor in _factors(shape))
     of_weights = {"tile of the weights": ((tile,), "uint8")}
     products = {"products, half and result": ((3, rows, query_width), "float32")}
     # Before and after the heads are joined.
@@ -117,8 +118,9 @@ def part_buffers(sizes: CallShape, most_rows: int | None = None) -> list[Buffer]
     buffers = [
         *phase("rotation", {"queries": ((rows, query_width), dtype)} | products),
         *phase("attention", normed | mixed | branch | of_weights),
-        *phase("MLP", normed | gates | of_weights),
+        *(phase("MLP", normed | gates | of_weights) if shape.experts is None or shape.experts.dense else ()),
         *phase("attention by chunks", normed | by_block),
+        *_expert_buffers(sizes, rows, normed | of_weights),
     ]
     if sizes.kv is not None:
         coded = {
@@ -128,6 +130,42 @@ def part_buffers(sizes: CallShape, most_rows: int | None = None) -> list[Buffer]
         }
         buffers += phase("codes of keys and values", normed | coded | of_weights)
     return buffers
+
+
+def _factors(shape: ModelShape) -> set[tuple[int, int]]:
+    """[out, inner] of the matrices that rows are multiplied by; of experts, of one at a time."""
+    factors = {name: (size[0], size[1]) for name, size in shape.own_shapes.items() if shape.is_matrix(name)}
+    each = 1 if shape.experts is None else shape.experts.count
+    return {(out // each if ".experts_" in name else out, inner) for name, (out, inner) in factors.items()}
+
+
+def _expert_buffers(sizes: CallShape, rows: int, beside: Mapping[str, ShapeAndDtype]) -> list[Buffer]:
+    """Temporaries of a mixture of experts over so many rows: of the router, of one expert at a time, and of the shared
+    one behind them."""
+    shape, experts, dtype = sizes.shape, sizes.shape.experts, sizes.dtype
+    if experts is None:
+        return []
+    some = max(min(rows, FEW_ROWS[-1]), FEW_ROWS[0])
+    scores: dict[str, ShapeAndDtype] = {
+        "scores, and what the choice is by": ((2, rows, experts.count), "float32"),
+        "chosen experts, unsorted": ((2, rows, experts.picked), "int64"),
+    }
+    picks = {"experts of rows": ((rows, experts.picked), "int64"), "weights": ((rows, experts.picked), "float32")}
+    routed: dict[str, ShapeAndDtype] = {
+        "order of experts": ((3, rows, experts.picked), "int64"),
+        "sum of answers": ((rows, shape.width), "float32"),
+        "an expert's rows and answers": ((2, some, shape.width), dtype),
+        "its gate, projections and their product": ((3, some, experts.width), dtype),
+    }
+    if dtype != "float32":
+        scores["rows of a router"] = (some, shape.width), "float32"
+        routed["answers, or a gate"] = (some, max(shape.width, experts.width)), "float32"
+    shared = {
+        "answers of experts": ((rows, shape.width), dtype),
+        "gate, projections and their product": ((3, rows, experts.shared_width), dtype),
+    }
+    phases = {"router": scores, "experts": routed, "shared expert": shared}
+    return [buffer for name, own in phases.items() for buffer in phase(name, {**beside, **picks, **own})]
 
 
 def tile_bytes(sizes: CallShape, matrix: tuple[int, int], rows: int) -> int:

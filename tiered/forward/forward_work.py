@@ -12,7 +12,7 @@ class ForwardWork:
     """What one forward takes.
 
     Attributes:
-        weight_bytes: read once: all weights, without an embedding that is only looked up in.
+        weight_bytes: read once: all weights, every expert among them, without an embedding that is only looked up in.
         kv_bytes: keys and values of every position, in layers with a window of so many, read once.
         flops: multiplications and additions of its matrix products, attention among them; where final tokens see each
             other alone ("noise" of `ModelShape.sight`), a little more than it takes.
@@ -40,7 +40,7 @@ class RowFlops(NamedTuple):
     Attributes:
         write: its keys and values.
         attend: projections of attention, and `attention` itself, over all columns.
-        mlp: its matrices.
+        mlp: its matrices; in a layer with a mixture, the router and those of the experts that it goes to.
     """
 
     write: int
@@ -57,7 +57,7 @@ class RowFlops(NamedTuple):
         return cls(
             write=4 * shape.width * shape.kv_width,
             attend=4 * shape.width * heads_width + attention,
-            mlp=2 * (shape.mlp_matrices + 1) * shape.width * shape.mlp_width,
+            mlp=2 * _mlp_elements(shape),
             attention=attention,
         )
 
@@ -65,6 +65,15 @@ class RowFlops(NamedTuple):
     def layer(self) -> int:
         """Of all pieces."""
         return self.write + self.attend + self.mlp
+
+
+def _mlp_elements(shape: ModelShape) -> int:
+    """Elements of the matrices of an MLP that a row meets, on average over layers."""
+    dense, experts = (shape.mlp_matrices + 1) * shape.width * shape.mlp_width, shape.experts
+    if experts is None:
+        return dense
+    met = 3 * (experts.picked * experts.width + experts.shared_width) + experts.count
+    return round((len(experts.dense) * dense + len(shape.recorded) * shape.width * met) / shape.layers)
 
 
 def forward_work(

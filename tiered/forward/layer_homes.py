@@ -35,7 +35,7 @@ class LayerHomes:
     ) -> None:
         """`files`: by layer, where the checkpoint's files hold the very bytes of its record. Raises `TierCapacityError`
         if the host has no room for the slots that records from files pass."""
-        self._files, self._layers = files, needed.of_layers
+        self._files, self._layers = files, needed.recorded
         self._nbytes, self._room = needed.record, needed.slot_bytes
         self.tiers = Tiers(ledger, device=device, transport=transport, pool=pool)
         passing = None
@@ -47,7 +47,7 @@ class LayerHomes:
     @property
     def streamed(self) -> list[int]:
         """Layers with records, ascending."""
-        return [layer for layer in range(self._layers) if layer in self.residency]
+        return [layer for layer in self._layers if layer in self.residency]
 
     @property
     def on_host(self) -> list[int]:

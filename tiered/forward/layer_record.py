@@ -11,7 +11,7 @@ from tiered.core.features import Tier
 from tiered.kernels.coded_rows import CodedRows
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import assign
-from tiered.models.weight_form import WeightForm, places
+from tiered.models.weight_form import TABLES, WeightForm, places
 from tiered.offload.chunk import Chunk, device_chunks
 from tiered.offload.errors import NoRoomError
 
@@ -24,14 +24,14 @@ class LayerRecords:
     Attributes:
         form: how the weights are kept.
         nbytes: bytes of a record.
-        layers: number of layers.
+        layers: layers with a record, ascending.
     """
 
     def __init__(self, model: DiffusionModel, dtype: torch.dtype, form: WeightForm) -> None:
-        self.form, self.layers = form, model.shape.layers
+        self.form, self.layers = form, model.shape.recorded
         self._model, self._dtype = model, dtype
         self._places, self.nbytes = places(model.shape, str(dtype).removeprefix("torch."), form)
-        self._owners = [[getattr(block, each) for each in self._places] for block in model.blocks]
+        self._owners = {layer: [getattr(model.blocks[layer], each) for each in self._places] for layer in self.layers}
         self._views: dict[int, list[Matrix]] = {}  # of the records in slots, by address
         self._shown: int | None = None  # the layer whose modules have such views
 
@@ -41,14 +41,12 @@ class LayerRecords:
         return list(self._places)
 
     def find(self, own: str) -> tuple[int, str] | None:
-        """The layer whose record has the weight that we call `own`, and the matrix's name; None for no record."""
-        root, _, rest = own.partition(".")
-        layer, _, name = rest.removesuffix(".weight").partition(".")
-        return (int(layer), name) if root == "blocks" and name in self._places else None
+        """`ModelShape.place_of`."""
+        return self._model.shape.place_of(own)
 
     def may_be_coded(self, own: str) -> bool:
         """Whether the weight that we call `own` is in the form's code, if it has one."""
-        return self.find(own) is not None or (self.form.head and own in ("wte.weight", "ff_out.weight"))
+        return self._model.shape.is_matrix(own) or (self.form.head and own in TABLES)
 
     def on_device(self, device: torch.device) -> Chunk:
         """Memory for the record of a layer that stays. Raises `TierCapacityError` if the device has none."""
@@ -57,13 +55,20 @@ class LayerRecords:
         except NoRoomError as error:
             raise TierCapacityError(error.needed, error.available, Tier.DEVICE, str(error)) from error
 
-    def part(self, record: UInt8[Tensor, " record"], name: str) -> UInt8[Tensor, " nbytes"]:
-        """The bytes of one matrix in a record."""
-        start, nbytes = self._places[name]
-        return record[start : start + nbytes]
+    def part(self, record: UInt8[Tensor, " record"], name: str, rows: slice | None = None) -> UInt8[Tensor, " nbytes"]:
+        """The bytes of one matrix in a record, or of some of its rows."""
+        start = self._places[name][0] + (0 if rows is None else rows.start * self._row_bytes(name))
+        return record[start : start + self.part_bytes(name, rows)]
 
-    def part_bytes(self, name: str) -> int:
-        return self._places[name][1]
+    def part_bytes(self, name: str, rows: slice | None = None) -> int:
+        return self._places[name][1] if rows is None else (rows.stop - rows.start) * self._row_bytes(name)
+
+    def rows(self, name: str) -> int:
+        """Rows of a matrix."""
+        return self._model.shape.matrices[name][0]
+
+    def _row_bytes(self, name: str) -> int:
+        return self._places[name][1] // self.rows(name)
 
     def write(self, layer: int, record: UInt8[Tensor, " record"]) -> None:
         """Copy the matrices of a layer that is on the device to its record."""
@@ -76,6 +81,13 @@ class LayerRecords:
         """Make the matrices in `record` the model's, to stay."""
         for name, weight in zip(self._places, self._matrices(record), strict=True):
             assign(self._model, f"blocks.{layer}.{name}.weight", weight)
+
+    def matrix(self, record: UInt8[Tensor, " record"], name: str) -> Matrix:
+        """One matrix in a record, as its modules use it."""
+        (out, inner), stored, code = self._model.shape.matrices[name], self.part(record, name), self.form.code
+        if code is None:
+            return stored.view(self._dtype).view(out, inner)
+        return CodedRows(stored.view(out, -1), code, inner, self._dtype)
 
     def place(self, own: str, weight: Matrix | None) -> None:
         """Make `weight` the one that we call `own`; None for a weight that is elsewhere."""
@@ -118,8 +130,4 @@ class LayerRecords:
 
     def _matrices(self, record: UInt8[Tensor, " record"]) -> Iterator[Matrix]:
         for name in self._places:
-            (out, inner), stored, code = self._model.shape.matrices[name], self.part(record, name), self.form.code
-            if code is None:
-                yield stored.view(self._dtype).view(out, inner)
-            else:
-                yield CodedRows(stored.view(out, -1), code, inner, self._dtype)
+            yield self.matrix(record, name)

@@ -30,11 +30,11 @@ from tiered.tiers.tiers import Home
 
 @dataclass(eq=False, slots=True)
 class _Coming:
-    """A record that is being filled. `missing`: names of the matrices that are not there yet; `home`: None on the
+    """A record that is being filled. `missing`: rows of each matrix that are not there yet; `home`: None on the
     device."""
 
     bytes: UInt8[Tensor, " record"]
-    missing: set[str]
+    missing: dict[str, int]
     home: Home | None = None
 
 
@@ -74,8 +74,8 @@ class StreamedWeights:
         self._broken_off = False  # unless `rest` and `settle` get to their ends: Ctrl-C may come anywhere
         ledger.allocate({Account.WEIGHTS: now.resident})
         # Before anything is read: in between, tensors that are to be coded would leave gaps that no record fills.
-        resident = [layer for layer in range(records.layers) if layer not in now.layers]
-        self._coming = {layer: _Coming(records.on_device(device).bytes, set(records.names)) for layer in resident}
+        resident = [layer for layer in records.layers if layer not in now.layers]
+        self._coming = {layer: _Coming(records.on_device(device).bytes, self._missing()) for layer in resident}
         if now.layers:
             self._open().open_ring()
 
@@ -87,36 +87,39 @@ class StreamedWeights:
         here = sum(each.nbytes for each in self.now.buffers if ring or each.account is not Account.STAGING)
         return {Tier.DEVICE: here, Tier.HOST: sum(host.values()), Tier.DISK: scratch}
 
-    def room(self, own: str) -> UInt8[Tensor, " nbytes"] | None:
-        """Where the bytes of the weight that we call `own` belong: in the record of its layer, on the device or in the
-        host tier; None for a weight in no record."""
+    def room(self, own: str, rows: slice | None = None) -> UInt8[Tensor, " nbytes"] | None:
+        """Where the bytes of the weight that we call `own`, or of some of its rows, belong: in the record of its layer,
+        on the device or in the host tier; None for a weight in no record."""
         found = self.records.find(own)
         if found is None:
             return None
         layer, name = found
         if layer in self.files and self._is_below(layer):  # it is read to be looked at alone
-            return torch.empty(self.records.part_bytes(name), dtype=torch.uint8)
+            return torch.empty(self.records.part_bytes(name, rows), dtype=torch.uint8)
         if layer not in self._coming:
             home = self._open().host_home()
             assert home.memory is not None, "it is in host memory"
-            self._coming[layer] = _Coming(home.memory, set(self.records.names), home)
-        return self.records.part(self._coming[layer].bytes, name)
+            self._coming[layer] = _Coming(home.memory, self._missing(), home)
+        return self.records.part(self._coming[layer].bytes, name, rows)
 
-    def place(self, own: str, weight: Tensor | CodedRows) -> None:
-        """The weight that we call `own` is there, in its `room` if it has one."""
+    def place(self, own: str, weight: Tensor | CodedRows, rows: slice | None = None) -> None:
+        """The weight that we call `own` is there, or some of its rows, in their `room` if they have one."""
         found = self.records.find(own)
-        streamed = found is not None and found[0] in self.now.layers
-        self.records.place(own, None if streamed else weight)
         if found is None:
+            self.records.place(own, weight)
             return
         layer, name = found
+        if layer in self.now.layers:
+            self.records.place(own, None)
         if layer in self.files and self._is_below(layer):
             if layer not in self._open().residency:  # the first of its matrices: the files have all of them
                 self._open().read(layer)
             return
         coming = self._coming[layer]
-        coming.missing.discard(name)
-        if not coming.missing:
+        coming.missing[name] -= self.records.rows(name) if rows is None else rows.stop - rows.start
+        if coming.home is None and not coming.missing[name]:
+            self.records.place(own, self.records.matrix(coming.bytes, name))
+        if not any(coming.missing.values()):
             del self._coming[layer]
             if coming.home is not None:
                 self._open().place(layer, coming.home)
@@ -226,6 +229,9 @@ class StreamedWeights:
         if self._homes is not None:
             self._homes.close()
         self._homes = None
+
+    def _missing(self) -> dict[str, int]:
+        return {name: self.records.rows(name) for name in self.records.names}
 
     def _leave(self, layer: int, room: int) -> None:
         """Move a layer down from the device, with at most `room` layers on the host."""

@@ -9,7 +9,7 @@ On CUDA libraries choose kernels by the number of rows, so the last bits of a ro
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tiered.core.ops import Op
@@ -82,7 +82,7 @@ def logits_together(asked: Sequence[Asked]) -> list[Float[Tensor, "sequences out
             every = slice(0, hidden.shape[1])
             add_branch(hidden, every, model.attention_out(layer, torch.cat(mixed)[None]))
             del mixed
-            add_branch(hidden, every, model.feed_forward(layer, hidden))
+            add_branch(hidden, every, model.feed_forward(layer, hidden, together.note_picks))
     return together.apart(head(model, hidden))
 
 
@@ -109,6 +109,11 @@ class _Together:
         """Store each call's in its own store."""
         for (forward, _), rows, *own in zip(self._asked, self.rows, self.heads(keys), self.heads(values), strict=True):
             forward.store_keys_values(layer, rows, *own)
+
+    def note_picks(self, layer: int, experts: Int[Tensor, "all picked"]) -> None:
+        """Tell each call of its own rows' experts."""
+        for (forward, _), own in zip(self._asked, experts.split(self._counts), strict=True):
+            forward.note_picks(layer, own)
 
     def heads(self, projected: Float[Tensor, "1 heads all head_dim"]) -> list[Heads]:
         """Each call's, as views."""

@@ -30,13 +30,13 @@ def apart(layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBytes:
-    """Which layers of the weights are streamed, and bytes. Only their matrices are: norms, biases and sinks of every
-    layer, the embedding and the head stay on the device.
+    """Which layers of the weights are streamed, and bytes. Only their matrices are: norms, biases, sinks and routers of
+    every layer, the embedding and the head stay on the device, and so do layers without a record.
 
     Attributes:
         whole: of all weights on the device. On a GPU: of the allocator's segments that they are in.
         record: of the matrices of a layer, which lie in one piece in every tier.
-        of_layers: of the model.
+        recorded: layers with a record, ascending.
         fixed: no layer may be streamed.
         in_files: the checkpoint's files hold these very bytes, so that layers may be read from there.
         layers: that are streamed, ascending.
@@ -45,7 +45,7 @@ class WeightBytes:
 
     whole: int
     record: int
-    of_layers: int
+    recorded: tuple[int, ...]
     in_files: bool
     fixed: bool = False
     layers: tuple[int, ...] = ()
@@ -57,11 +57,11 @@ class WeightBytes:
     ) -> "WeightBytes":
         """All on the device. `in_files`: None: where a checkpoint of the model would have them. `gpu`: it is one."""
         record, beside = places(shape, dtype, form)[1], beside_layers(shape, dtype, form)
-        every = [*beside, *shape.layers * [record]]
+        every = [*beside, *len(shape.recorded) * [record]]
         return cls(
             whole=reserved_bytes(every) if gpu else sum(every),
             record=record,
-            of_layers=shape.layers,
+            recorded=shape.recorded,
             fixed=form.fixed,
             in_files=form.code is None and dtype == shape.dtype if in_files is None else in_files,
         )
@@ -69,7 +69,13 @@ class WeightBytes:
     def streaming(self, count: int, below: int = 0) -> "WeightBytes":
         """With so many layers streamed, of which the host has no room for `below`. They lie apart, so that copies run
         beside the layers between them; and fewer are among more, so that another call moves the difference alone."""
-        return replace(self, layers=tuple(sorted(apart(self.of_layers)[:count])), below=below)
+        chosen = sorted(self.recorded[place] for place in apart(self.of_layers)[:count])
+        return replace(self, layers=tuple(chosen), below=below)
+
+    @property
+    def of_layers(self) -> int:
+        """Layers with a record."""
+        return len(self.recorded)
 
     @property
     def slot_bytes(self) -> int:

@@ -26,7 +26,8 @@ from tiered.models.shape import ModelShape
 M = TypeVar("M", bound="DiffusionModel")
 KeyHeads = Float[Tensor, "batch kv_heads rows head_dim"]
 Projected = Float[Tensor, "batch rows out"]
-FIRST_BLOCK = "blocks.0."  # in front of the names of its weights
+# Called with a layer and the experts that its rows go to.
+RouterProbe = Callable[[int, Int[Tensor, "rows picked"]], None]
 
 
 class RMSNorm(nn.Module):
@@ -44,7 +45,7 @@ class RMSNorm(nn.Module):
         return for_device(rms_norm, hidden.device)(hidden, self.weight, self.eps, zero_centred=self.zero_centred)
 
 
-class DenseBlock(nn.Module):
+class Block(nn.Module):
     """The weights of one layer."""
 
     def __init__(self, sizes: Mapping[str, tuple[int, ...]], norm: Callable[[int], RMSNorm]) -> None:
@@ -72,7 +73,7 @@ class DiffusionModel(nn.Module):
 
     read_config: ClassVar[Callable[[Mapping[str, object]], ModelConfig]]
     _norm: ClassVar[type[RMSNorm]] = RMSNorm
-    blocks: Any  # an nn.ModuleList of `DenseBlock`
+    blocks: Any  # an nn.ModuleList of `Block`
     ln_f: Any
     config: Any
     shape: ModelShape
@@ -90,9 +91,12 @@ class DiffusionModel(nn.Module):
         self.pad_token_id = config.pad_token_id
         self.wte = nn.Embedding(shape.vocab_size, shape.width)
         norm = partial(self._norm, eps=config.norm_eps)
-        own_names = {own: name for name, own in config.parameter_names.items() if own.startswith(FIRST_BLOCK)}
-        sizes = {own.removeprefix(FIRST_BLOCK): shape.weight_shapes[name] for own, name in own_names.items()}
-        self.blocks = nn.ModuleList(DenseBlock(sizes, norm) for _ in range(shape.layers))
+        sizes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(shape.layers)]
+        for own, size in shape.own_shapes.items():
+            if own.startswith("blocks."):
+                _, layer, name = own.split(".", 2)
+                sizes[int(layer)][name] = size
+        self.blocks = nn.ModuleList(Block(of_layer, norm) for of_layer in sizes)
         self.ln_f = norm(shape.width)
         if not config.head_tied:
             self.ff_out = nn.Linear(shape.width, shape.vocab_size, bias=False)
@@ -104,6 +108,12 @@ class DiffusionModel(nn.Module):
 
     def parameter_name(self, official: str) -> str:
         return self.config.parameter_names[official]
+
+    def official(self, name: str) -> Tensor:
+        """The weight that has the official `name`; a view of some rows of ours if it is a piece. Raises
+        `AttributeError` for a weight in codes."""
+        weight = self.get_parameter(self.parameter_name(name))
+        return weight[self.config.pieces[name]] if name in self.config.pieces else weight
 
     def rotary(self, positions: Int[Tensor, "batch length"]) -> Rotary:
         return Rotary.of(positions, self.shape.head_dim, self.config.rotation)
@@ -119,19 +129,19 @@ class DiffusionModel(nn.Module):
 
     def keys(self, layer: int, normed: Hidden, rotary: Rotary) -> KeyHeads:
         """Keys (rotated) of the rows."""
-        block = self.blocks[layer]
-        return rotary.rotate(self._normed_heads(self._project(normed, block.k_proj), getattr(block, "k_norm", None)))
+        norm = getattr(self.blocks[layer], "k_norm", None)
+        return rotary.rotate(self._normed_heads(self._of_attention(layer, "k_proj", normed), norm))
 
     def values(self, layer: int, normed: Hidden) -> KeyHeads:
-        return self._heads(self._project(normed, self.blocks[layer].v_proj))
+        return self._heads(self._of_attention(layer, "v_proj", normed))
 
     def keys_values(self, layer: int, normed: Hidden, rotary: Rotary) -> tuple[KeyHeads, KeyHeads]:
         return self.keys(layer, normed, rotary), self.values(layer, normed)
 
     def queries(self, layer: int, normed: Hidden, rotary: Rotary) -> Heads:
         """Queries (rotated) of the rows."""
-        block, norm = self.blocks[layer], getattr(self.blocks[layer], "q_norm", None)
-        return rotary.rotate_queries(self._normed_heads(self._project(normed, block.q_proj), norm))
+        norm = getattr(self.blocks[layer], "q_norm", None)
+        return rotary.rotate_queries(self._normed_heads(self._of_attention(layer, "q_proj", normed), norm))
 
     def attend(self, layer: int, queries: Heads, keys: KeyValue, values: KeyValue, limits: Limits) -> Joined:
         """Attention of the rows over the sinks and these keys of the layer, heads concatenated."""
@@ -152,14 +162,11 @@ class DiffusionModel(nn.Module):
         """The attention branch, as it is added to the residual stream (`ATTN_OUT`)."""
         return self._project(mixed, self.blocks[layer].attn_out)
 
-    def feed_forward(self, layer: int, hidden: Hidden) -> Hidden:
-        """The MLP branch with its norm, as it is added to the residual stream (`FFN_OUT`)."""
+    def feed_forward(self, layer: int, hidden: Hidden, probe: RouterProbe | None = None) -> Hidden:
+        """The MLP branch with its norm, as it is added to the residual stream (`FFN_OUT`). `probe` sees what a router
+        picks; None for no look."""
         block = self.blocks[layer]
-        normed = block.ff_norm(hidden)
-        multiply = for_device(silu_mul, hidden.device)
-        # Neither factor has a name here: they are gone before the last projection.
-        gated = multiply(self._project(normed, block.ff_proj), self._project(normed, block.up_proj))
-        return self._project(gated, block.ff_out)
+        return self._gated(block.ff_norm(hidden), block.ff_proj, block.up_proj, block.ff_out)
 
     def logits(self, hidden: Hidden) -> Float[Tensor, "batch rows vocab"]:
         """float32 logits of the last layer's output."""
@@ -170,6 +177,16 @@ class DiffusionModel(nn.Module):
         # In place: the projection is as large as the result, and this is its only reference.
         return projected if projection.bias is None else projected.add_(projection.bias)
 
+    def _of_attention(self, layer: int, name: str, normed: Hidden) -> Projected:
+        """The projection to queries, keys or values (`name`)."""
+        return self._project(normed, getattr(self.blocks[layer], name))
+
+    def _gated(self, normed: Hidden, gate: nn.Linear, up: nn.Linear, out: nn.Linear) -> Hidden:
+        multiply = for_device(silu_mul, normed.device)
+        # Neither factor has a name here: they are gone before the last projection.
+        gated = multiply(self._project(normed, gate), self._project(normed, up))
+        return self._project(gated, out)
+
     def _scaled(self, projected: Projected, weight: Float[Tensor, "out inner"] | CodedRows) -> Projected:
         """A product with `weight`, scaled as the family does."""
         return projected
@@ -179,7 +196,14 @@ class DiffusionModel(nn.Module):
         return {}
 
     def _normed_heads(self, projected: Joined, norm: nn.Module | None) -> Heads:
-        return self._heads(projected if norm is None else norm(projected))
+        """Heads of `projected`, normed together or, by a norm of one head's width, head by head."""
+        if norm is None:
+            return self._heads(projected)
+        weight: Any = norm.weight
+        if len(weight) < projected.shape[-1]:
+            heads = norm(projected.reshape(len(projected), -1, len(weight)))
+            return self._heads(heads.view(projected.shape))
+        return self._heads(norm(projected))
 
     def _heads(self, projected: Joined) -> Heads:
         return projected.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)

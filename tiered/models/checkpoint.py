@@ -2,6 +2,7 @@
 by one. No pickle is ever opened."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,22 +27,41 @@ _NEGATIVE = 0x80  # from here on E4M3 has a sign
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _LENGTH_BYTES = 8  # of the header, in front of it
+# All experts of a layer in one tensor. In the first of these, the gate of each lies before what it multiplies.
+_STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file: its shape, safetensors' name of its dtype, its first byte and its bytes."""
+    """A tensor of a file: its shape, safetensors' name of its dtype, its first byte and its bytes.
+
+    Attributes:
+        stack: name of the tensor that it is a part of, with the number and the rows of the part; None for no part.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
     start: int
     nbytes: int
+    stack: tuple[str, int, slice] | None = None
 
     def read(self, name: str) -> Tensor:
         """The tensor of this `name`: a view of the file, mapped as long as it lives."""
         with safe_open(self.file, framework="pt") as shard:
-            return shard.get_tensor(name)
+            if self.stack is None:
+                return shard.get_tensor(name)
+            stack, number, rows = self.stack
+            return shard.get_slice(stack)[number, rows]
+
+    def parts(self, stack: str, halves: int) -> Iterator["StoredTensor"]:
+        """Each matrix of this tensor, whose name is `stack`, in so many parts."""
+        (count, rows, width), nbytes = self.shape, self.nbytes // (self.shape[0] * halves)
+        for place in range(count * halves):
+            first = place % halves * (rows // halves)
+            part = stack, place // halves, slice(first, first + rows // halves)
+            start = self.start + place * nbytes
+            yield StoredTensor(self.file, (rows // halves, width), self.dtype, start, nbytes, part)
 
 
 class Checkpoint:
@@ -57,11 +77,12 @@ class Checkpoint:
         Raises:
             FileNotFoundError: no weights, or a shard that the index names is missing.
             ValueError: a file that cannot be read (truncated, not safetensors), an index that names files elsewhere,
-                codes that none of ours can hold, or weights that are missing, unexpected, of another shape, or of a
-                dtype that is not floating point; names every one.
+                codes that none of ours can hold, or weights that are missing, unexpected, there twice, of another
+                shape, or of a dtype that is not floating point; names every one.
         """
-        self._stored, metadata = _read_headers(_shards_in(directory))
         self._shapes = shape.weight_shapes
+        stored, metadata = _read_headers(_shards_in(directory))
+        self._stored = _unstacked(stored, self._shapes)
         self._tables = (shape.vocab_size, shape.width)
         dtypes = {name: stored.dtype for name, stored in self._stored.items()}
         self._coded = coded_parts(config, dtypes, metadata, self._shapes)
@@ -273,6 +294,24 @@ def _read_headers(files: list[Path]) -> tuple[dict[str, StoredTensor], dict[str,
             start, stop = entry["data_offsets"]
             found[name] = StoredTensor(file, tuple(entry["shape"]), entry["dtype"], first + start, stop - start)
     return found, metadata
+
+
+def _unstacked(found: Mapping[str, StoredTensor], shapes: Mapping[str, object]) -> dict[str, StoredTensor]:
+    """`found`, each expert of a stack by the name that it has alone, where `shapes` has such names."""
+    alone: dict[str, StoredTensor] = {}
+    twice: list[str] = []
+    for name, stored in found.items():
+        by_name, match = {name: stored}, _STACK.fullmatch(name)
+        if match is not None and len(stored.shape) == 3:
+            kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else (match[2],)
+            if f"{match[1]}.0.{kinds[0]}.weight" in shapes:
+                names = (f"{match[1]}.{number}.{kind}.weight" for number in range(stored.shape[0]) for kind in kinds)
+                by_name = dict(zip(names, stored.parts(name, len(kinds)), strict=True))
+        twice += [each for each in by_name if each in alone]
+        alone |= by_name
+    if twice:
+        raise ValueError(f"{len(twice)} weights are there twice, alone and in a stack of experts: {', '.join(twice)}")
+    return alone
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:

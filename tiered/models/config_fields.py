@@ -48,6 +48,14 @@ def positive(config: Mapping[str, object], key: str, default: int | None = None,
     return value
 
 
+def count(config: Mapping[str, object], key: str, default: int = 0) -> int:
+    """`config[key]`; `default` if it is absent or null. Raises `ValueError` for anything but an integer from 0 on."""
+    value = value_of(config, key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_SIZE:
+        raise ValueError(f"config.json: {key} = {value!r}; an integer from 0 on is allowed")
+    return value
+
+
 def length_or_none(config: Mapping[str, object], key: str) -> int | None:
     """`config[key]` as a size; None if it is absent or null. Raises as `positive`."""
     return None if config.get(key) is None else positive(config, key)
@@ -64,9 +72,7 @@ def windows_of(config: Mapping[str, object], *, used: bool) -> tuple[tuple[int |
     """
     layers, width = positive(config, "num_hidden_layers", most=MOST_LAYERS), length_or_none(config, "sliding_window")
     width = width if used else None
-    first = value_of(config, "max_window_layers", _MAX_WINDOW_LAYERS)
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise ValueError(f"config.json: max_window_layers = {first!r}; an integer from 0 on is allowed")
+    first = count(config, "max_window_layers", _MAX_WINDOW_LAYERS)
     kinds = value_of(config, "layer_types", [_SLIDING if width and n >= first else _FULL for n in range(layers)])
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_FULL, _SLIDING) for kind in kinds):
         raise ValueError(

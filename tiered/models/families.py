@@ -35,7 +35,10 @@ FAMILIES: Mapping[str, Family] = {
     "llada": Family(name="LLaDA", loader="tiered.models.llada:LLaDA"),
     "Dream": Family(name="Dream", loader="tiered.models.dream:Dream"),
     "gidd": Family(name="GIDD", loader="tiered.models.gidd:Gidd"),
+    "lladamoe": Family(name="LLaDA-MoE", loader="tiered.models.llada_moe:LLaDAMoE"),
+    "llada2_moe": Family(name="LLaDA2", loader="tiered.models.llada2:LLaDA2"),
     "sdar": Family(name="SDAR", loader="tiered.models.sdar:Sdar"),
+    "sdar_moe": Family(name="SDAR-MoE", loader="tiered.models.sdar:SdarMoE"),
     "nemotron_labs_diffusion": Family(name="Nemotron-Labs", loader="tiered.models.nemotron:Nemotron"),
 }
 
@@ -47,4 +50,5 @@ def family_of(config: Mapping[str, object]) -> Family:
         raise ValueError(f"config.json names no model_type; allowed: {', '.join(FAMILIES)}")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise unknown_name("model_type", model_type, FAMILIES)
-    return FAMILIES[model_type]
+    # A file of the first LLaDA-MoE has LLaDA's name.
+    return FAMILIES["lladamoe" if model_type == "llada" and "expert_intermediate_size" in config else model_type]

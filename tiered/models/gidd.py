@@ -15,7 +15,7 @@ from torch import Tensor
 from tiered.core.checks import FLOAT32_MOST
 from tiered.kernels.coded_rows import CodedRows
 from tiered.models.attention import Joined
-from tiered.models.base import DiffusionModel, Hidden, Projected, RMSNorm
+from tiered.models.base import DiffusionModel, Hidden, Projected, RMSNorm, RouterProbe
 from tiered.models.config_fields import number_in, switch
 from tiered.models.layout import NAMES, Layout, ModelConfig
 from tiered.models.noise import MOST_LOG_SNR, Noise
@@ -117,7 +117,7 @@ class Gidd(DiffusionModel):
     def attention_out(self, layer: int, mixed: Joined) -> Hidden:
         return super().attention_out(layer, mixed) * self.config.branch_scale
 
-    def feed_forward(self, layer: int, hidden: Hidden) -> Hidden:
+    def feed_forward(self, layer: int, hidden: Hidden, probe: RouterProbe | None = None) -> Hidden:
         block = self.blocks[layer]
         # In place as far as gradients allow: nothing of a layer is larger.
         inner = self._project(block.ff_norm(hidden), block.up_proj).relu_().square()

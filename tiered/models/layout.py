@@ -1,7 +1,9 @@
-"""Books: the keys of config.json and the names of weights of a dense family, and the reader of both.
+"""Books: the keys of config.json and the names of weights of a family, and the reader of both.
 
 Inside a model the weights of every family have the same names, LLaDA's: `wte`, `blocks`, `ln_f`, `ff_out` (the head),
-and in a block those of `IN_BLOCK`, where `ff_proj` is the gate of the MLP.
+and in a block those of `IN_BLOCK`, where `ff_proj` is the gate of the MLP. Experts lie in two matrices of a block, one
+expert behind the other: `experts_in`, with the rows of each gate and of what it multiplies, and `experts_out`. A
+checkpoint has them one by one, and each tensor is a piece of such a matrix.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +23,7 @@ from tiered.models.config_fields import (
 )
 from tiered.models.quantised import require_readable
 from tiered.models.rotation import Rotation, rotation_of
-from tiered.models.shape import MOST_LAYERS, ModelShape
+from tiered.models.shape import MOST_LAYERS, ROUTER, ROUTER_BIAS, Experts, ModelShape
 
 # What transformers' Llama and Qwen2 write, and with them most families.
 KEYS: Mapping[str, str] = {
@@ -64,6 +66,17 @@ IN_BLOCK: Mapping[str, tuple[str, ...]] = {
     "up_proj": ("mlp_width", "width"),
     "ff_out": ("width", "mlp_width"),
 }
+# What stands in the place of the last three in a layer with a mixture.
+MIXTURE: Mapping[str, tuple[str, ...]] = {
+    ROUTER: ("experts", "width"),
+    ROUTER_BIAS: ("experts",),
+    "experts_in.weight": ("experts_in", "width"),
+    "experts_out.weight": ("experts_out", "expert_width"),
+    "shared_proj.weight": ("shared_width", "width"),
+    "shared_up.weight": ("shared_width", "width"),
+    "shared_out.weight": ("width", "shared_width"),
+}
+MLP = ("ff_proj", "up_proj", "ff_out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +85,8 @@ class ModelConfig:
 
     Attributes:
         head_tied: True if the language-model head is the embedding.
-        parameter_names: our own name of each weight, by its official one.
+        parameter_names: our own name of each weight, by its official one. Pieces of a weight share its name.
+        pieces: rows of the own weight that a piece is, by its official name.
     """
 
     shape: ModelShape
@@ -80,6 +94,7 @@ class ModelConfig:
     norm_eps: float
     head_tied: bool
     parameter_names: Mapping[str, str]
+    pieces: Mapping[str, slice]
     mask_token_id: int
     eos_token_id: int
     pad_token_id: int
@@ -94,6 +109,8 @@ class Layout:
         allowed: switches of config.json, with the values that the forward implements; others are refused (`require`).
         keys: size, or special token → key of config.json.
         names: our own name of a module → its official one, from the root, or from the block.
+        in_block: matrices and norms of a block by our own names, in its sizes.
+        reads: keys that the family's reader answers for, whatever `require` allows.
         norm_eps: default, if config.json has none.
         heads_fill_width: True if heads times their elements are the width.
         tokens: defaults of mask, end and padding, if config.json does not name them.
@@ -103,6 +120,8 @@ class Layout:
     allowed: Mapping[str, tuple[object, ...]]
     keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
     names: Mapping[str, str] = field(default_factory=lambda: NAMES)
+    in_block: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: IN_BLOCK)
+    reads: frozenset[str] = frozenset()
     norm_eps: float = 1e-6
     heads_fill_width: bool = True
     tokens: tuple[int | None, int | None, int | None] = (None, None, None)
@@ -116,6 +135,7 @@ class Layout:
         biases: Iterable[str] = (),
         more: Mapping[str, tuple[str, ...]] | None = None,
         mlp_matrices: int = 2,
+        experts: Experts | None = None,
         **facts: Any,
     ) -> dict[str, Any]:
         """The fields of `ModelConfig`.
@@ -125,7 +145,7 @@ class Layout:
             tokens: number of tokens, if the embedding has more rows; None for as many as rows.
             biases: the projections of a block that have a bias.
             more: weights of a block beside the usual ones, in its sizes.
-            mlp_matrices, facts: of `ModelShape`.
+            mlp_matrices, experts, facts: of `ModelShape`.
 
         Raises:
             ValueError: a size is absent or impossible, the forward lacks a switch, weights are in codes that cannot be
@@ -134,7 +154,8 @@ class Layout:
         """
         # The key of other families for a tied head.
         other_key = "weight_tying" if self.keys["head_tied"] == KEYS["head_tied"] else KEYS["head_tied"]
-        require(config, {other_key: (False,), **self.allowed}, self.family)
+        left = {key: value for key, value in config.items() if key not in self.reads}
+        require(left, {other_key: (False,), **self.allowed}, self.family)
         require_readable(config)
         biases, size = frozenset(biases), self._sizes(config, defaults or {})
         rotation = rotation_of(config, head_dim=size["head_dim"], positions=size["max_context"])
@@ -145,8 +166,15 @@ class Layout:
             )
         size["max_context"] = max(size["max_context"], rotation.reach)
         head_tied = switch(config, self.keys["head_tied"])
-        block = {**_in_block(biases, mlp_matrices), **(more or {})}
-        names, shapes, matrices = self._weights(size, block, head_tied)
+        block = {**self._in_block(biases, mlp_matrices), **(more or {})}
+        own = self._own(size, block, experts, head_tied)
+        names, shapes, pieces = self._official_weights(own, experts)
+        last = f"blocks.{max(set(range(size['layers'])) - set(experts.dense if experts else ()))}."
+        matrices = {
+            name.removeprefix(last).removesuffix(".weight"): (of[0], of[1])
+            for name, of in own.items()
+            if name.startswith(last) and name.endswith(".weight") and len(of) == 2
+        }
         shape = ModelShape(
             family=self.family.lower(),
             **size,
@@ -154,7 +182,9 @@ class Layout:
             trained_context=rotation.trained,
             dtype=checkpoint_dtype(config),
             matrices=matrices,
+            experts=experts,
             weight_shapes=shapes,
+            own_shapes=own,
             **facts,
         )
         return {
@@ -163,6 +193,7 @@ class Layout:
             "norm_eps": number_in(config, "rms_norm_eps", self.norm_eps),
             "head_tied": head_tied,
             "parameter_names": names,
+            "pieces": pieces,
             **special_tokens(config, tokens or shape.vocab_size, self.keys, self.tokens),
         }
 
@@ -195,23 +226,68 @@ class Layout:
             )
         return size
 
-    def _weights(
-        self, size: Mapping[str, int], block: Mapping[str, tuple[str, ...]], head_tied: bool
-    ) -> tuple[dict[str, str], dict[str, tuple[int, ...]], dict[str, tuple[int, int]]]:
-        """Our own name, and the shape, of every weight by its official name; and the matrices of a layer."""
+    def _in_block(self, biases: frozenset[str], mlp_matrices: int) -> dict[str, tuple[str, ...]]:
+        block: dict[str, tuple[str, ...]] = {}
+        for name, dims in self.in_block.items():
+            if name != "ff_proj" or mlp_matrices == 2:
+                block |= {f"{name}.weight": dims} | ({f"{name}.bias": dims[:1]} if name in biases else {})
+        return block
+
+    def _own(
+        self,
+        size: Mapping[str, int],
+        block: Mapping[str, tuple[str, ...]],
+        experts: Experts | None,
+        head_tied: bool,
+    ) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight by our own name."""
+        heads_width, kv_width = size["heads"] * size["head_dim"], size["kv_heads"] * size["head_dim"]
+        size = {**size, "heads_width": heads_width, "kv_width": kv_width, "qkv_width": heads_width + 2 * kv_width}
+        mixture: dict[str, tuple[str, ...]] = {}
+        if experts is not None:
+            size |= {
+                "experts": experts.count,
+                "expert_width": experts.width,
+                "experts_in": experts.count * 2 * experts.width,
+                "experts_out": experts.count * size["width"],
+                "shared_width": experts.shared_width,
+            }
+            mixture = {name: dims for name, dims in block.items() if name.partition(".")[0] not in MLP}
+            mixture |= {
+                name: dims
+                for name, dims in MIXTURE.items()
+                if (experts.biased or name != ROUTER_BIAS) and (experts.shared_width or "shared_width" not in dims)
+            }
         dims_of = {"wte.weight": ("vocab_size", "width")}
-        dims_of |= {f"blocks.{layer}.{name}": dims for layer in range(size["layers"]) for name, dims in block.items()}
+        for layer in range(size["layers"]):
+            in_layer = block if experts is None or layer in experts.dense else mixture
+            dims_of |= {f"blocks.{layer}.{name}": dims for name, dims in in_layer.items()}
         dims_of |= {"ln_f.weight": ("width",)} | ({} if head_tied else {"ff_out.weight": ("vocab_size", "width")})
-        of_heads = {"heads_width": size["heads"] * size["head_dim"], "kv_width": size["kv_heads"] * size["head_dim"]}
-        size = {**size, **of_heads}
-        own = {self._official(name): name for name in dims_of}
-        matrices = {
-            name.removesuffix(".weight"): (size[dims[0]], size[dims[1]])
-            for name, dims in block.items()
-            if name.endswith(".weight") and len(dims) == 2
-        }
-        shapes = {official: tuple(size[dim] for dim in dims_of[name]) for official, name in own.items()}
-        return own, shapes, matrices
+        return {name: tuple(size[dim] for dim in dims) for name, dims in dims_of.items()}
+
+    def _official_weights(
+        self, own: Mapping[str, tuple[int, ...]], experts: Experts | None
+    ) -> tuple[dict[str, str], dict[str, tuple[int, ...]], dict[str, slice]]:
+        """Our own name, and the shape, of every weight by its official name; and which rows a piece is."""
+        names: dict[str, str] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        pieces: dict[str, slice] = {}
+        for name, shape in own.items():
+            module = name.removesuffix(".weight").rpartition(".")[2]
+            if experts is None or module not in ("experts_in", "experts_out"):
+                official = self._official(name)
+                names[official], shapes[official] = name, shape
+                continue
+            each = shape[0] // experts.count
+            parts = ("gate_proj", "up_proj") if module == "experts_in" else ("down_proj",)
+            stack = self._official(name.removesuffix(f"{module}.weight") + "experts")
+            for number in range(experts.count):
+                for place, part in enumerate(parts):
+                    official, rows = f"{stack}.{number}.{part}.weight", each // len(parts)
+                    first = number * each + place * rows
+                    names[official], shapes[official] = name, (rows, shape[1])
+                    pieces[official] = slice(first, first + rows)
+        return names, shapes, pieces
 
     def _official(self, name: str) -> str:
         first, *rest = name.split(".")
@@ -219,11 +295,3 @@ class Layout:
             return ".".join([self.names[first], *rest])
         layer, module, *kind = rest
         return ".".join([self.names["blocks"], layer, self.names[f"blocks.{module}"], *kind])
-
-
-def _in_block(biases: frozenset[str], mlp_matrices: int) -> dict[str, tuple[str, ...]]:
-    block: dict[str, tuple[str, ...]] = {}
-    for name, dims in IN_BLOCK.items():
-        if name != "ff_proj" or mlp_matrices == 2:
-            block |= {f"{name}.weight": dims} | ({f"{name}.bias": dims[:1]} if name in biases else {})
-    return block

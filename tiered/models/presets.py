@@ -9,11 +9,17 @@ from typing import Any
 PRESETS: Mapping[str, tuple[str, ...]] = {
     "llada-8b": ("GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-1.5"),
     "dream-7b": ("Dream-org/Dream-v0-Instruct-7B", "Dream-org/Dream-v0-Base-7B"),
+    # Sizes from its model card; bytes of its weights as others measured them.
+    "llada-moe-7b": ("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", "inclusionAI/LLaDA-MoE-7B-A1B-Base"),
     "gidd-unif-3b": ("dvruette/gidd-unif-3b",),
     "gidd-mask-3b": ("dvruette/gidd-mask-3b",),
     "gidd-unif-10b": ("dvruette/gidd-unif-10b",),
     # Sizes of Qwen3-8B, from which it was trained on (arXiv 2510.06303).
     "sdar-8b": ("JetLM/SDAR-8B-Chat",),
+    # As public repositories quote it.
+    "llada2-mini": ("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.1-mini"),
+    # Sizes of Ling-flash-2.0, from which it was trained on; together those of the released files (205.9 GB).
+    "llada2-flash": ("inclusionAI/LLaDA2.0-flash", "inclusionAI/LLaDA2.1-flash"),
     # As public repositories quote it.
     "nemotron-8b": ("nvidia/Nemotron-Labs-Diffusion-8B",),
 }

@@ -1,18 +1,20 @@
-"""The dense SDAR family (arXiv 2510.06303): the layout of Qwen3, with attention that is causal from block to block.
+"""The SDAR families (arXiv 2510.06303), dense and with mixtures of experts: the layouts of Qwen3 and of Qwen3-MoE, with
+attention that is causal from block to block.
 
 Heads and keys are normed head by head before they are rotated; no biases. A row predicts its own position. The
 config.json of the released chat models does not say how long blocks are; those of training copies do (`block_size`).
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from torch import nn
-
-from tiered.kernels.coded_rows import Heads
-from tiered.models.attention import Joined
 from tiered.models.base import DiffusionModel
-from tiered.models.config_fields import switch
+from tiered.models.config_fields import positive, switch, value_of
 from tiered.models.layout import NAMES, Layout, ModelConfig
+from tiered.models.mixture import MixtureConfig, MixtureModel
+from tiered.models.router import Router, experts_of
+from tiered.models.shape import ROUTER
 
 _LAYOUT = Layout(
     family="SDAR",
@@ -24,20 +26,40 @@ _LAYOUT = Layout(
     heads_fill_width=False,
     tokens=(151669, 151643, None),
 )
+_MOE_LAYOUT = replace(
+    _LAYOUT,
+    family="SDAR-MoE",
+    names={**_LAYOUT.names, "blocks.experts": "mlp.experts", f"blocks.{ROUTER}": "mlp.gate.weight"},
+    reads=frozenset({"num_experts"}),
+)
 
 
 def read_sdar_config(config: Mapping[str, object]) -> ModelConfig:
+    return ModelConfig(**_read(_LAYOUT, config))
+
+
+def read_sdar_moe_config(config: Mapping[str, object]) -> MixtureConfig:
+    layers, every = positive(config, "num_hidden_layers"), positive(config, "decoder_sparse_step", 1)
+    dense = value_of(config, "mlp_only_layers", [])
+    if not isinstance(dense, list) or any(isinstance(one, bool) or not isinstance(one, int) for one in dense):
+        raise ValueError(f"config.json: mlp_only_layers = {dense!r}; a list of layers is allowed")
+    dense = tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % every)
+    experts = experts_of(config, dense=dense)
+    normalised = switch(config, "norm_topk_prob")
+    router = Router(score="softmax", picked=experts.picked, normalised=normalised).check(experts.count)
+    return MixtureConfig(**_read(_MOE_LAYOUT, config, experts=experts), router=router)
+
+
+def _read(layout: Layout, config: Mapping[str, object], **facts: Any) -> dict[str, Any]:
     norms = {"q_norm.weight": ("head_dim",), "k_norm.weight": ("head_dim",)}
     windowed = switch(config, "use_sliding_window")
-    return ModelConfig(
-        **_LAYOUT.read_in_blocks(config, windowed=windowed, more=norms, sight="blocks", cuts_answers=False)
-    )
+    facts |= {"sight": "blocks", "cuts_answers": False, "finishes_blocks": True}
+    return layout.read_in_blocks(config, windowed=windowed, more=norms, **facts)
 
 
 class Sdar(DiffusionModel):
     read_config = staticmethod(read_sdar_config)
 
-    def _normed_heads(self, projected: Joined, norm: nn.Module | None) -> Heads:
-        assert norm is not None, "a layer norms queries and keys"
-        heads = norm(projected.reshape(len(projected), -1, self.shape.head_dim))
-        return self._heads(heads.view(projected.shape))
+
+class SdarMoE(MixtureModel):
+    read_config = staticmethod(read_sdar_moe_config)

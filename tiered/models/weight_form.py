@@ -1,15 +1,15 @@
 """Books: the forms that the weights of a model may be kept in, and their bytes."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
 from tiered.core.checks import unknown_name
 from tiered.kernels.row_code import WeightCode
-from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
+from tiered.models.shape import BYTES_PER_ELEMENT, ROUTER, ROUTER_BIAS, ModelShape
 
 RAW, WITH_HEAD = "raw", "+head"
+TABLES = ("wte.weight", "ff_out.weight")  # the embedding, and the head
 ALIGNED = 256  # bytes between what the matrices of a record begin at: whole lines of every cache and copy engine
 # Points of exact match that the embedded model loses by a code (`bench/measure.py drops`), least first.
 DROPS: Mapping[WeightCode, float] = {
@@ -23,7 +23,7 @@ CODES = tuple(DROPS)
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """The form of the weights; norms, biases and sinks are always in the model's dtype.
+    """The form of the weights; norms, biases and sinks are always in the model's dtype, routers in float32.
 
     Attributes:
         code: code of the matrices of layers; None for the model's dtype.
@@ -66,11 +66,16 @@ def drop_of(code: WeightCode) -> str:
 
 def weight_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
     """Bytes of all weights; weights without a code are in `dtype`."""
-    return shape.layers * layer_bytes(shape, dtype, form) + sum(beside_layers(shape, dtype, form))
+    return len(shape.recorded) * layer_bytes(shape, dtype, form) + sum(beside_layers(shape, dtype, form))
+
+
+def dtype_of(own: str, dtype: str) -> str:
+    """The dtype of the weight that we call `own` in a model of `dtype`."""
+    return "float32" if own.rpartition(".")[2] in (ROUTER, ROUTER_BIAS) else dtype
 
 
 def layer_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
-    """Bytes of the matrices of a layer."""
+    """Bytes of the matrices in a layer's record."""
     return sum(form.matrix_bytes(matrix, BYTES_PER_ELEMENT[dtype]) for matrix in shape.matrices.values())
 
 
@@ -98,25 +103,28 @@ def places(shape: ModelShape, dtype: str, form: WeightForm) -> tuple[dict[str, t
 
 
 def beside_layers(shape: ModelShape, dtype: str, form: WeightForm) -> list[int]:
-    """Bytes of each weight outside the layers' records: norms, biases, sinks, the embedding and the head."""
-    in_records = Counter(shape.layers * [*shape.matrices.values()])
-    sizes = Counter(shape.weight_shapes.values()) - in_records
-    table = shape.vocab_size, shape.width
+    """Bytes of each weight outside the layers' records: norms, biases, sinks, routers, the matrices of layers without a
+    mixture beside those with one, the embedding and the head."""
     return [
-        table_bytes(shape, dtype, form) if each == table else prod(each) * BYTES_PER_ELEMENT[dtype]
-        for each in sizes.elements()
+        table_bytes(shape, dtype, form)
+        if own in TABLES
+        else form.matrix_bytes((size[0], size[1]), BYTES_PER_ELEMENT[dtype])
+        if shape.is_matrix(own)
+        else prod(size) * BYTES_PER_ELEMENT[dtype_of(own, dtype)]
+        for own, size in shape.own_shapes.items()
+        if shape.place_of(own) is None
     ]
 
 
-def held_form(codes: Mapping[str, WeightCode], shape: ModelShape) -> WeightForm:
-    """The form of the weights of a checkpoint whose files hold weights in `codes`, by official name. Raises
-    `ValueError` unless all matrices of layers are in one code."""
-    kinds, table = sorted(set(codes.values())), (shape.vocab_size, shape.width)
-    tables = [name for name, each in shape.weight_shapes.items() if each == table]
-    found, matrices = sum(1 for name in codes if name not in tables), shape.layers * len(shape.matrices)
-    if len(kinds) > 1 or found != matrices:
+def held_form(codes: Mapping[str, WeightCode], names: Mapping[str, str], shape: ModelShape) -> WeightForm:
+    """The form of the weights of a checkpoint whose files hold weights in `codes`, by official name; `names`: our own
+    name of each. Raises `ValueError` unless all matrices of layers are in one code."""
+    kinds = sorted(set(codes.values()))
+    matrices = [name for name, own in names.items() if shape.is_matrix(own)]
+    found = sum(1 for name in matrices if name in codes)
+    if len(kinds) > 1 or found != len(matrices):
         raise ValueError(
-            f"the checkpoint holds {found} of {matrices} matrices of layers in {' and '.join(kinds)}; all of them in "
-            "one code are allowed"
+            f"the checkpoint holds {found} of {len(matrices)} matrices of layers in {' and '.join(kinds)}; all of them "
+            "in one code are allowed"
         )
-    return WeightForm(kinds[0], head=all(name in codes for name in tables))
+    return WeightForm(kinds[0], head=all(name in codes for name, own in names.items() if own in TABLES))

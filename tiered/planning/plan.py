@@ -163,7 +163,8 @@ def _form(weights: str | WeightForm, source: object, config: Mapping[str, Any], 
             f"the weights are quantised by {method}, and only the files say how: plan their directory, or name the "
             "code: weights = 'fp8', 'int8', 'nvfp4' or 'int4'"
         )
-    return held_form(Checkpoint(directory, shape, config).codes, shape)
+    names = family_of(config).read(config).parameter_names
+    return held_form(Checkpoint(directory, shape, config).codes, names, shape)
 
 
 def _name(path_or_config: str | Path | Mapping[str, Any], config: Mapping[str, Any]) -> str:

@@ -62,6 +62,7 @@ class CommitRule(ABC):
             fewest options.
         noise: the noise processes whose models the rule is for, as in `ModelShape.noise`.
         rewrites: whether a chosen token stays open, and may be rewritten by every later step of the block.
+        in_blocks: True if the rule is for models alone whose rows see blocks.
         needs_shift: whether the rule reads `Candidates.shift`; it takes memory and time to measure.
         confidences: the kinds of confidence that the rule can do with, as in `Sampling.confidence`.
         by_time: True if the rule follows a time that falls over the steps, as Dream's do. The block is then the whole
@@ -74,6 +75,7 @@ class CommitRule(ABC):
     rank: ClassVar[int] = 1
     noise: ClassVar[frozenset[str]] = frozenset({"mask"})
     rewrites: ClassVar[bool] = False
+    in_blocks: ClassVar[bool] = False
     needs_shift: ClassVar[bool] = False
     by_time: ClassVar[bool] = False
     confidences: ClassVar[frozenset[str]] = frozenset(CONFIDENCES)

@@ -38,7 +38,12 @@ class RewritingRule(CommitRule):
 
 
 class RewritingState(CommitState):
-    """State of a rule whose tokens stay open. Its `choose` chooses what is rewritten, and counts the block's steps."""
+    """State of a rule whose tokens stay open. Its `choose` chooses what is rewritten, and counts the block's steps.
+
+    `weighs_masks`: True if the mask token keeps its share of the distribution that `propose` sees.
+    """
+
+    weighs_masks: ClassVar[bool] = False
 
     def __init__(self, rule: RewritingRule, steps: int) -> None:
         self._rule, self._steps = rule, steps
@@ -54,7 +59,8 @@ class RewritingState(CommitState):
 
     @abstractmethod
     def propose(self, block: OpenBlock) -> Candidates:
-        """Tokens that could stand in the rows, and how urgent each is; the mask token's logits are −∞."""
+        """Tokens that could stand in the rows, and how urgent each is; the mask token's logits are −∞, unless the rule
+        weighs masks."""
 
     @abstractmethod
     def finished(self, changed: Bool[Tensor, "batch block"]) -> Bool[Tensor, " batch"]:

@@ -128,7 +128,7 @@ class BranchStep:
             del branch
         add_branch(answer, slice(None), store.view(Feature.ATTN_OUT, layer)[:, 0])
         for part in parts:
-            branch = model.feed_forward(layer, self._taken(answer, part))
+            branch = model.feed_forward(layer, self._taken(answer, part), forward.note_picks)
             store.write(Feature.FFN_OUT, layer, part, branch[:, None])
             del branch
         add_branch(answer, slice(None), store.view(Feature.FFN_OUT, layer)[:, 0])

@@ -1,0 +1,403 @@
+"""Mixtures of experts: what a router picks, that a row depends on no other, and checkpoints that do not fit."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiered
+from tiered.core.features import Tier
+from tiered.forward.forward import Forward
+from tiered.kernels.row_code import WeightCode
+from tiered.models.base import DiffusionModel
+from tiered.models.families import family_of
+from tiered.models.mixture import MixtureModel
+from tiered.models.router import Router
+from tiered.models.weight_form import WeightForm
+from tiered.policies.registry import make_policy
+from tiered.runtime import Runtime
+
+TOKENS = {"mask_token_id": 127, "eos_token_id": 126, "pad_token_id": 125}
+LLADA_MOE: dict[str, Any] = {
+    **TOKENS,
+    "model_type": "lladamoe",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "expert_intermediate_size": 24,
+    "dense_intermediate_size": 48,
+    "shared_expert_intermediate_size": 16,
+    "moe_layer_freq": [0, 1, 1],
+    "moe_router_enable_expert_bias": True,
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+}
+LLADA2: dict[str, Any] = {
+    **TOKENS,
+    "model_type": "llada2_moe",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "partial_rotary_factor": 0.5,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+}
+SDAR_MOE: dict[str, Any] = {
+    **TOKENS,
+    "model_type": "sdar_moe",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+}
+CONFIGS: dict[str, dict[str, Any]] = {"llada-moe": LLADA_MOE, "llada2": LLADA2, "sdar-moe": SDAR_MOE}
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return CONFIGS[request.param]
+
+
+# ---- routers ----
+
+
+def by_hand(router: Router, logits: Tensor, bias: Tensor | None, admitted: set[int] | None = None) -> dict[int, float]:
+    """What each expert of one row counts, by the words of the papers."""
+    scores = (logits.softmax(-1) if router.score == "softmax" else logits.sigmoid()).tolist()
+    ranked = scores if bias is None else [score + added for score, added in zip(scores, bias.tolist(), strict=True)]
+    each = len(scores) // router.groups
+    groups = [range(first, first + each) for first in range(0, len(scores), each)]
+    best = sorted(groups, key=lambda group: -sum(sorted((ranked[e] for e in group), reverse=True)[:2]))
+    open_to = [e for group in best[: router.kept_groups] for e in group if admitted is None or e in admitted]
+    chosen = sorted(sorted(open_to, key=lambda expert: -ranked[expert])[: router.picked])
+    weights = [(ranked if router.weighs_bias else scores)[expert] for expert in chosen]
+    total = sum(weights) if router.normalised else 1.0
+    return {e: weight / total * router.scale for e, weight in zip(chosen, weights, strict=True)}
+
+
+ROUTERS = {
+    "LLaDA2": Router(score="sigmoid", picked=4, groups=4, kept_groups=2, normalised=True, scale=2.5),
+    "LLaDA-MoE": Router(score="softmax", picked=3, weighs_bias=True),
+    "SDAR-MoE": Router(score="softmax", picked=3, normalised=True),
+}
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_picks_as_the_papers_say(name: str, biased: bool):
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(40, 16, generator=generator)
+    bias = torch.randn(16, generator=generator) if biased else None
+    picks = ROUTERS[name].check(16).pick(logits.clone(), bias)
+    for row in range(40):
+        expected = by_hand(ROUTERS[name], logits[row], bias)
+        assert picks.experts[row].tolist() == [*expected]
+        torch.testing.assert_close(picks.weights[row], torch.tensor([*expected.values()]))
+
+
+def test_a_block_admits_a_pool(random_model: Callable[[Mapping[str, Any]], DiffusionModel]):
+    # LLaDA2.2: the experts with the highest scores in the block, and those of each row among them.
+    model = random_model({**LLADA_MOE, "num_experts": 16, "num_experts_per_tok": 3})
+    rows = torch.randn(20, 32, generator=torch.Generator().manual_seed(2))
+    logits, bias = rows @ model.blocks[1].router.T, model.blocks[1].router_bias
+    router = Router(score="sigmoid", picked=3, normalised=True, pool=5).check(16)
+    blocks = torch.tensor([0] * 8 + [2] * 12)
+    picks = router.pick(logits.clone(), bias, blocks)
+    for number in (0, 2):
+        highest = (logits.sigmoid() + bias)[blocks == number].amax(0)
+        admitted = set(highest.topk(5).indices.tolist())
+        for row in (blocks == number).nonzero()[:, 0].tolist():
+            assert picks.experts[row].tolist() == [*by_hand(router, logits[row], bias, admitted)]
+        assert len(picks.experts[blocks == number].unique()) <= 5
+    # A pool of all is none.
+    all_of_them = Router(score="sigmoid", picked=3, pool=16).pick(logits.clone(), bias, blocks)
+    assert torch.equal(all_of_them.experts, Router(score="sigmoid", picked=3).pick(logits.clone(), bias).experts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "experts", "message"),
+    [
+        ({}, 3, "num_experts = 3 is fewer than num_experts_per_tok = 4"),
+        ({"groups": 3}, 16, "n_group = 3 does not divide num_experts = 16"),
+        ({"groups": 2, "kept_groups": 3}, 16, "topk_group = 3 is more than n_group = 2"),
+        ({"groups": 8, "kept_groups": 1}, 16, "num_experts_per_tok = 4, but topk_group = 1 groups have 2 experts"),
+        ({"groups": 16, "kept_groups": 8}, 16, "n_group = 16 leaves groups with one of num_experts = 16"),
+        ({"pool": 3}, 16, "expert_capacity = 3; from num_experts_per_tok = 4 to num_experts = 16"),
+        ({"pool": 17}, 16, "expert_capacity = 17"),
+    ],
+)
+def test_numbers_of_a_router_that_do_not_fit_are_named(changes: dict[str, Any], experts: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        Router(score="sigmoid", picked=4, **changes).check(experts)
+
+
+# ---- rows ----
+
+
+@pytest.mark.parametrize("code", [None, WeightCode.INT4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_depends_on_no_other(
+    write_checkpoint: Callable[..., Any],
+    random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]],
+    config: dict[str, Any],
+    dtype: str,
+    code: WeightCode | None,
+):
+    directory = write_checkpoint(config, random_weights(config))
+    model = tiered.from_pretrained(directory, dtype=dtype, weights=code or "raw").model
+    assert isinstance(model, MixtureModel)
+    generator, layer = torch.Generator().manual_seed(3), model.shape.recorded[-1]
+    rows = torch.randn(600, 32, generator=generator).to(getattr(torch, dtype))
+    order = torch.randperm(600, generator=generator)
+
+    def mixed(some: Tensor) -> Tensor:
+        return model._mixed(layer, some, model.picks(layer, some))
+
+    whole = mixed(rows)
+    assert torch.equal(mixed(rows[order]), whole[order])
+    for size in (1, 7, 40, 300):
+        assert torch.equal(torch.cat([mixed(part) for part in rows.split(size)]), whole)
+
+
+def test_the_sum_of_a_row_is_that_of_its_experts(random_model: Callable[[Mapping[str, Any]], Any]):
+    model = random_model(LLADA_MOE)
+    hidden = torch.randn(2, 21, 32, generator=torch.Generator().manual_seed(4))
+    normed = model.blocks[1].ff_norm(hidden)
+
+    def answer(expert: str, rows: Tensor) -> Tensor:
+        gate, up, down = (
+            model.official(f"model.layers.1.{expert}.{name}_proj.weight") for name in ("gate", "up", "down")
+        )
+        return (torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)) @ down.T
+
+    picks = model.picks(1, normed.flatten(0, 1))
+    expected = answer("shared_expert", normed)
+    for row, (experts, weights) in enumerate(zip(picks.experts.tolist(), picks.weights.tolist(), strict=True)):
+        at = row // 21, row % 21
+        for expert, weight in zip(experts, weights, strict=True):
+            expected[at] += weight * answer(f"mlp.experts.{expert}", normed[at])
+    torch.testing.assert_close(model.feed_forward(1, hidden), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_picked_is_told(random_model: Callable[[Mapping[str, Any]], DiffusionModel]):
+    seen: list[tuple[int, Tensor]] = []
+
+    class Inspector:
+        def device_bytes(self, shape: object, **sizes: object) -> dict[Any, int]:
+            return {}
+
+        def begin(self, canvas: object, forward: Forward, policy: object) -> None:
+            forward.router_probe = lambda layer, experts: seen.append((layer, experts))
+
+        def after_forward(self, step: object, kind: object, ids: object, forward: Forward, active: object) -> None:
+            pass
+
+    runtime = Runtime(random_model(LLADA_MOE), policy=make_policy("none"))
+    ids = torch.arange(3, 23)[None]
+    out = runtime.generate(ids, max_new_tokens=8, steps=2, stop_at_eos=False, inspector=Inspector())
+    assert [layer for layer, _ in seen] == [1, 2, 1, 2]
+    assert [tuple(experts.shape) for _, experts in seen] == [(28, 2), (8, 2)] * 2
+    counts = [len(experts.unique()) for _, experts in seen]
+    assert out.experts_per_step == [sum(counts[:2]) / 2, sum(counts[2:]) / 2]
+    assert out.as_dict()["experts_per_step"] == out.experts_per_step
+    assert tiered.from_pretrained("embedded").generate("sort: Ben Ada", max_new_tokens=8).experts_per_step == []
+
+
+# ---- checkpoints ----
+
+
+def stacked(weights: Mapping[str, Tensor], kinds: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
+    """`weights` with the experts of a layer in one tensor: by its name, what each expert has in it."""
+    alone = {name: weight for name, weight in weights.items() if ".experts." not in name}
+    layers = sorted({name.partition(".experts.")[0] for name in weights} - {*weights})
+    for layer in layers:
+        for name, parts in kinds.items():
+            experts = [
+                torch.cat([weights[f"{layer}.experts.{number}.{part}.weight"] for part in parts])
+                for number in range(sum(f"{layer}.experts.{n}.{parts[0]}.weight" in weights for n in range(64)))
+            ]
+            alone[f"{layer}.experts.{name}"] = torch.stack(experts)
+    return alone
+
+
+STACKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "two": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    "three": {f"{name}_proj.weight": (f"{name}_proj",) for name in ("gate", "up", "down")},
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_experts_may_come_in_stacks(
+    write_checkpoint: Callable[..., Any],
+    random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]],
+    config: dict[str, Any],
+    stack: str,
+):
+    weights = random_weights(config)
+    together = write_checkpoint(config, stacked(weights, STACKS[stack]))
+    alone, runtime = tiered.from_pretrained(write_checkpoint(config, weights)), tiered.from_pretrained(together)
+    for (name, one), (_, other) in zip(alone.model.named_parameters(), runtime.model.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+    blocks: dict[str, Any] = {"block_length": 16} if runtime.model.shape.block_causal else {}
+    whole = tiered.plan(together, context=64, policy="none", **blocks).tiers[Tier.DEVICE].total
+    # Layers from the checkpoint's own file, for which the host has no room.
+    tight = tiered.MemoryBudget(device=whole - 1, host=1 << 20)
+    with tiered.from_pretrained(together, memory=tight, policy="none") as streamed:
+        ids = torch.arange(3, 51)[None]
+        assert torch.equal(streamed.logits(ids, **blocks), alone.logits(ids, **blocks))
+
+
+def test_experts_may_be_quantised_already(
+    write_checkpoint: Callable[..., Any],
+    random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]],
+    config: dict[str, Any],
+):
+    family, weights = family_of(config), random_weights(config)
+    read = family.read(config)
+    coded = [name for name, own in read.parameter_names.items() if read.shape.is_matrix(own)]
+    files, values = dict(weights), dict(weights)
+    for name in coded:
+        scale = weights[name].abs().amax(1, keepdim=True) / 127
+        files[name], files[f"{name}_scale"] = (weights[name] / scale).round().to(torch.int8), scale
+        values[name] = files[name] * scale
+    scheme = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+    method = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"a": {"weights": scheme}},
+    }
+    directory = write_checkpoint({**config, "quantization_config": method}, files)
+    runtime, ids = tiered.from_pretrained(directory), torch.arange(3, 51)[None]
+    blocks: dict[str, Any] = {"block_length": 16} if read.shape.block_causal else {}
+    expected = tiered.from_pretrained(write_checkpoint(config, values)).logits(ids, **blocks)
+    torch.testing.assert_close(runtime.logits(ids, **blocks), expected, atol=1e-3, rtol=1e-3)
+    assert tiered.plan(directory, context=64, policy="none", **blocks).sizes.weights == WeightForm(WeightCode.INT8)
+    del files[f"{coded[-1]}_scale"]
+    files[coded[-1]] = values[coded[-1]]
+    with pytest.raises(ValueError, match=f"holds {len(coded) - 1} of {len(coded)} matrices of layers in int8"):
+        tiered.from_pretrained(write_checkpoint({**config, "quantization_config": method}, files))
+
+
+def without(weights: dict[str, Tensor]) -> None:
+    del weights["model.layers.1.mlp.experts.5.up_proj.weight"]
+
+
+def doubled(weights: dict[str, Tensor]) -> None:
+    weights["model.layers.2.mlp.experts.down_proj"] = torch.zeros(6, 32, 24)
+
+
+def one_too_many(weights: dict[str, Tensor]) -> None:
+    weights["model.layers.1.mlp.experts.6.up_proj.weight"] = torch.zeros(24, 32)
+
+
+def longer(weights: dict[str, Tensor]) -> None:
+    weights["model.layers.1.mlp.expert_bias"] = torch.zeros(7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without, r"1 missing: model.layers.1.mlp.experts.5.up_proj.weight"),
+        (doubled, r"6 weights are there twice, .* model.layers.2.mlp.experts.0.down_proj.weight"),
+        (one_too_many, r"1 unexpected: model.layers.1.mlp.experts.6.up_proj.weight"),
+        (longer, r"model.layers.1.mlp.expert_bias \[7\] instead of \[6\]"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(
+    write_checkpoint: Callable[..., Any],
+    random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]],
+    change: Callable[[dict[str, Tensor]], None],
+    message: str,
+):
+    weights = random_weights(LLADA_MOE)
+    change(weights)
+    with pytest.raises(ValueError, match=message):
+        tiered.from_pretrained(write_checkpoint(LLADA_MOE, weights))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (
+            LLADA2,
+            {"num_experts": 2, "n_group": 1, "topk_group": 1},
+            "num_experts = 2 is fewer than num_experts_per_tok",
+        ),
+        (LLADA2, {"n_group": 3}, "n_group = 3 does not divide num_experts = 8"),
+        (LLADA2, {"topk_group": 5}, "topk_group = 5 is more than n_group = 4"),
+        (LLADA2, {"topk_group": 1}, "num_experts_per_tok = 3, but topk_group = 1 groups have 2 experts"),
+        *((LLADA2, {key: None}, f"lacks '{key}'") for key in ("n_group", "topk_group", "partial_rotary_factor")),
+        *((LLADA2, {key: None}, f"lacks '{key}'") for key in ("num_shared_experts", "first_k_dense_replace")),
+        (LLADA2, {"first_k_dense_replace": 3}, "num_hidden_layers = 3, none of which has a mixture"),
+        (LLADA2, {"first_k_dense_replace": -1}, "first_k_dense_replace = -1; an integer from 0 on"),
+        (LLADA2, {"num_shared_experts": 0.5}, "num_shared_experts = 0.5"),
+        (LLADA2, {"expert_capacity": 4}, r"expert_capacity = 4 \(allowed: null\)"),
+        (LLADA2, {"score_function": "softmax"}, "score_function = 'softmax'"),
+        (LLADA2, {"use_qkv_bias": True}, "use_qkv_bias = True"),
+        (LLADA2, {"partial_rotary_factor": 0.3}, "partial_rotary_factor = 0.3 of a head of 12"),
+        (SDAR_MOE, {"num_experts": 2}, "num_experts = 2 is fewer than num_experts_per_tok = 3"),
+        (SDAR_MOE, {"mlp_only_layers": 1}, "mlp_only_layers = 1; a list of layers"),
+        (SDAR_MOE, {"decoder_sparse_step": 4}, "num_hidden_layers = 3, none of which has a mixture"),
+    ],
+)
+def test_a_config_that_sees_blocks_and_does_not_fit_is_named(
+    config: dict[str, Any], changes: dict[str, Any], message: str
+):
+    changed = {**config, **changes}
+    with pytest.raises(ValueError, match=message):
+        family_of(changed).read(changed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 1}, "num_experts = 1 is fewer than num_experts_per_tok = 2"),
+        ({"num_experts": 0}, "num_experts = 0; a positive integer"),
+        ({"num_experts": None}, "lacks 'num_experts'"),
+        ({"num_experts_per_tok": "2"}, "num_experts_per_tok = '2'"),
+        ({"expert_intermediate_size": None}, "lacks 'expert_intermediate_size'"),
+        ({"moe_layer_freq": [0, 0, 0]}, "num_hidden_layers = 3, none of which has a mixture"),
+        ({"moe_layer_freq": [1, 1]}, r"moe_layer_freq = \[1, 1\]; 0 or 1 for each of 3 layers"),
+        ({"moe_layer_freq": [1, 2, 1]}, "moe_layer_freq"),
+        ({"dense_intermediate_size": None}, "lacks 'intermediate_size'"),
+        ({"router_num_group": 2}, r"router_num_group = 2 \(allowed: null\)"),
+        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function = 'sigmoid'"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5"),
+        ({"qk_layernorm": False}, "qk_layernorm = False"),
+    ],
+)
+def test_a_config_of_llada_moe_that_does_not_fit_is_named(changes: dict[str, Any], message: str):
+    config = {**LLADA_MOE, **changes}
+    with pytest.raises(ValueError, match=message):
+        family_of(config).read(config)
+
+
+def test_the_first_of_them_has_the_name_of_llada():
+    assert family_of({**LLADA_MOE, "model_type": "llada"}).name == "LLaDA-MoE"

@@ -1,0 +1,131 @@
+"""How the router of a mixture picks experts for rows, and what each of them counts."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float32, Int
+from torch import Tensor
+
+from tiered.models.config_fields import number_in, positive
+from tiered.models.shape import Experts
+
+Score = Literal["softmax", "sigmoid"]
+_NO_ZERO = 1e-20  # beside a sum that divides
+
+
+class Picks(NamedTuple):
+    """The experts of each row, ascending, and what each counts."""
+
+    experts: Int[Tensor, "rows picked"]
+    weights: Float32[Tensor, "rows picked"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """Top-k routing in float32. A row's experts depend on no other row, unless blocks share a pool.
+
+    Attributes:
+        score: what becomes of a row's logits, one for each expert.
+        picked: experts that a row goes to: those with the highest scores, the bias added where there is one.
+        groups, kept_groups: experts are picked from the `kept_groups` groups, of `groups` equal ones, whose best two
+            experts have the highest sum.
+        weighs_bias: True if the bias stays in the weights; False if it counts for the choice alone.
+        normalised: True if the weights of a row are divided by their sum.
+        scale: factor of the weights.
+        pool: experts that a block admits, those whose highest score among its rows is highest (LLaDA2.2); None for all.
+    """
+
+    score: Score
+    picked: int
+    groups: int = 1
+    kept_groups: int = 1
+    weighs_bias: bool = False
+    normalised: bool = False
+    scale: float = 1.0
+    pool: int | None = None
+
+    def check(self, experts: int, where: str = "config.json: ") -> "Router":
+        """This router, for so many experts. Raises `ValueError` for numbers that do not fit each other."""
+        in_groups = experts // self.groups * self.kept_groups
+        if self.picked > experts:
+            raise ValueError(f"{where}num_experts = {experts} is fewer than num_experts_per_tok = {self.picked}")
+        if experts % self.groups:
+            raise ValueError(f"{where}n_group = {self.groups} does not divide num_experts = {experts}")
+        if self.kept_groups > self.groups:
+            raise ValueError(f"{where}topk_group = {self.kept_groups} is more than n_group = {self.groups}")
+        if self.groups > 1 and experts // self.groups < 2:
+            raise ValueError(f"{where}n_group = {self.groups} leaves groups with one of num_experts = {experts}")
+        if self.picked > in_groups:
+            raise ValueError(
+                f"{where}num_experts_per_tok = {self.picked}, but topk_group = {self.kept_groups} groups have "
+                f"{in_groups} experts"
+            )
+        if self.pool is not None and not self.picked <= self.pool <= experts:
+            raise ValueError(
+                f"{where}expert_capacity = {self.pool}; from num_experts_per_tok = {self.picked} to num_experts = "
+                f"{experts} is allowed"
+            )
+        return self
+
+    def pick(
+        self,
+        logits: Float32[Tensor, "rows experts"],
+        bias: Float32[Tensor, " experts"] | None = None,
+        blocks: Int[Tensor, " rows"] | None = None,
+    ) -> Picks:
+        """`blocks`: number of each row's block, from 0 on, for a router with a pool."""
+        # σ by way of `exp`: torch's own is another in the last bit at the end of a table.
+        scores = logits.softmax(dim=-1) if self.score == "softmax" else logits.neg().exp_().add_(1).reciprocal_()
+        del logits  # tables of all experts are large
+        ranked = scores if bias is None else scores + bias
+        allowed = ranked
+        if (self.groups > 1 or self.pool is not None) and (self.weighs_bias or bias is None):
+            allowed = ranked.clone()
+        if self.groups > 1:
+            grouped = ranked.unflatten(-1, (self.groups, -1))
+            best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(self.kept_groups, dim=-1).indices
+            dropped = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            allowed.unflatten(-1, (self.groups, -1)).masked_fill_(dropped[..., None], -math.inf)
+        if self.pool is not None:
+            assert blocks is not None, "a pool is a block's"
+            highest = allowed.new_full((int(blocks.max()) + 1, allowed.shape[1]), -math.inf)
+            highest.scatter_reduce_(0, blocks[:, None].expand_as(allowed), allowed, "amax")
+            admitted = highest.topk(self.pool, dim=-1).indices
+            out = torch.ones_like(highest, dtype=torch.bool).scatter_(-1, admitted, False)
+            allowed.masked_fill_(out[blocks], -math.inf)
+        experts = allowed.topk(self.picked, dim=-1).indices.sort(dim=-1).values
+        weights = (ranked if self.weighs_bias else scores).gather(-1, experts)
+        if self.normalised:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + _NO_ZERO)
+        return Picks(experts, weights * self.scale if self.scale != 1 else weights)
+
+
+def experts_of(
+    config: Mapping[str, object],
+    *,
+    width: str = "moe_intermediate_size",
+    shared_width: int = 0,
+    biased: bool = False,
+    dense: tuple[int, ...] = (),
+) -> Experts:
+    """The mixtures that config.json has, by the keys that families share. `width`: its key for that of an expert.
+    Raises `ValueError` for a size that is absent or impossible, and if no layer has a mixture."""
+    layers = positive(config, "num_hidden_layers")
+    if len(dense) >= layers:
+        raise ValueError(f"config.json: num_hidden_layers = {layers}, none of which has a mixture of experts")
+    return Experts(
+        count=positive(config, "num_experts"),
+        picked=positive(config, "num_experts_per_tok"),
+        width=positive(config, width),
+        shared_width=shared_width,
+        biased=biased,
+        dense=dense,
+    )
+
+
+def scale_of(config: Mapping[str, object]) -> float:
+    """The factor of weights that config.json has; 1 if it is absent."""
+    return number_in(config, "routed_scaling_factor", 1.0)
