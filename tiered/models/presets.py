@@ -16,9 +16,8 @@ PRESETS: Mapping[str, tuple[str, ...]] = {
     "gidd-unif-10b": ("dvruette/gidd-unif-10b",),
     # Sizes of Qwen3-8B, from which it was trained on (arXiv 2510.06303).
     "sdar-8b": ("JetLM/SDAR-8B-Chat",),
-    # As public repositories quote it.
+    # Both as the authors' trainer has them (inclusionAI/dFactory, configs/model_configs).
     "llada2-mini": ("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.1-mini"),
-    # Sizes of Ling-flash-2.0, from which it was trained on; together those of the released files (205.9 GB).
     "llada2-flash": ("inclusionAI/LLaDA2.0-flash", "inclusionAI/LLaDA2.1-flash"),
     # As public repositories quote it.
     "nemotron-8b": ("nvidia/Nemotron-Labs-Diffusion-8B",),
