@@ -1,5 +1,5 @@
-"""Up and to the left is better. A line goes through the settings of a policy; filled marks are at most a point less
-often right than `none` on the same prompts."""
+"""Up and to the left is better. A mark is a setting of a policy; filled ones are at most a point less often right than
+`none` on the same prompts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +41,7 @@ def chart(rows: Sequence[Row], width: int, figure: str) -> alt.TopLevelMixin:
             base.transform_filter("datum.near" if near else "!datum.near").mark_point(filled=near, size=45, opacity=1)
             for near in (True, False)
         ]
-        return alt.layer(base.mark_line(strokeWidth=1), *dots).properties(width=inner, height=240)
+        return alt.layer(*dots).properties(width=inner, height=240)
 
     return side_by_side(panels(rows, CALL), width, draw, margin=62, least=320)
 
