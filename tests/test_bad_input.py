@@ -575,7 +575,11 @@ def test_bad_number(runtime: Runtime, option: str, value: Any, error: type[Excep
         ({"max_new_token": 8}, ValueError, ["option 'max_new_token'", "did you mean 'max_new_tokens'?"]),
         ({"tresholds": 0.9}, ValueError, ["option 'tresholds'", "did you mean 'threshold'?", "confidence_threshold"]),
         ({"config": 1}, ValueError, ["option 'config'", "allowed:"]),
-        ({"commit": "treshold"}, ValueError, ["commit rule 'treshold'", "did you mean 'threshold'?", "factor, origin"]),
+        (
+            {"commit": "treshold"},
+            ValueError,
+            ["commit rule 'treshold'", "did you mean 'threshold'?", "joint_threshold, origin"],
+        ),
         (
             {"alg": "maskgit"},
             ValueError,
