@@ -177,7 +177,7 @@ class Trainer:
             losses[f"rest {stream}"] = token_loss(self.model, hidden, batch.ids[:, first:], rest[:, first:])
             losses |= fresh_losses(stream, batch, noised, probe, tap)
             if self.standing.losses.get(stream, math.inf) < FRESH_LEARNED:
-                # Its heads are those with which lookups find their digits; whoever knows the task needs no pointer.
+                # Its heads are those with which lookups find their digits; a learned task needs no pointer.
                 del losses[f"point {stream}"]
         elif bool(noised.asked.any()):
             auxiliary = pointer_losses if stream == "lookup" else operand_losses

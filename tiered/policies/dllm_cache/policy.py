@@ -1,7 +1,7 @@
 """The policy of dLLM-Cache (arXiv 2506.06295): the prompt is renewed at long intervals, the answer at short ones, and
 between them the rows of the answer that have moved most, layer by layer.
 
-Semantics follow the paper. docs/policies.md lists what the authors' code (commit 17235bff) does otherwise.
+Semantics follow the paper. docs/authors-code.md lists what the authors' code (commit 17235bff) does otherwise.
 """
 
 from collections.abc import Mapping
