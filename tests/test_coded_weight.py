@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from tiered.kernels import weight_product_ref
 from tiered.kernels.coded_rows import CodedRows
+from tiered.kernels.projection import project
 from tiered.kernels.row_code import CHUNK_ELEMENTS, WeightCode
 from tiered.models.base import DiffusionModel
 from tiered.models.checkpoint import Checkpoint, assign
 from tiered.models.families import family_of
-from tiered.models.projection import project
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
 

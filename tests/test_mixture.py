@@ -14,7 +14,7 @@ from tiered.kernels.row_code import WeightCode
 from tiered.models.base import DiffusionModel
 from tiered.models.families import family_of
 from tiered.models.mixture import MixtureModel
-from tiered.models.router import Router
+from tiered.models.router import Router, picked_experts
 from tiered.models.weight_form import WeightForm
 from tiered.policies.registry import make_policy
 from tiered.runtime import Runtime
@@ -178,7 +178,8 @@ def test_a_row_depends_on_no_other(
     order = torch.randperm(600, generator=generator)
 
     def mixed(some: Tensor) -> Tensor:
-        return model._mixed(layer, some, model.picks(layer, some))
+        picks = model.picks(layer, some)
+        return model._mixed(layer, some, picks, picked_experts(picks.experts))
 
     whole = mixed(rows)
     assert torch.equal(mixed(rows[order]), whole[order])
@@ -214,7 +215,7 @@ def test_what_is_picked_is_told(random_model: Callable[[Mapping[str, Any]], Diff
             return {}
 
         def begin(self, canvas: object, forward: Forward, policy: object) -> None:
-            forward.router_probe = lambda layer, experts: seen.append((layer, experts))
+            forward.router_probe = lambda layer, experts, picked: seen.append((layer, experts))
 
         def after_forward(self, step: object, kind: object, ids: object, forward: Forward, active: object) -> None:
             pass

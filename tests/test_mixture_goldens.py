@@ -38,7 +38,7 @@ def recorded(checkpoint: str, name: str) -> tuple[dict[str, Any], dict[str, Tens
 @pytest.mark.parametrize(("checkpoint", "case"), [(of, case) for of, cases in LOGITS.items() for case in cases])
 def test_logits_and_experts(monkeypatch: pytest.MonkeyPatch, checkpoint: str, case: str):
     routes: list[Tensor] = []
-    monkeypatch.setattr(Forward, "note_picks", lambda forward, layer, experts: routes.append(experts))
+    monkeypatch.setattr(Forward, "note_picks", lambda forward, layer, experts, picked: routes.append(experts))
     folder, _, name = checkpoint.partition("/")
     tensors, name = load_file(GOLDENS / folder / "logits.safetensors"), f"{name}.{case}"
     ids, mask, block = tensors[f"{name}.input_ids"], tensors.get(f"{name}.attention_mask"), LOGITS[checkpoint][case]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered.models.projection import project
+from tiered.kernels.projection import project
 
 
 @pytest.mark.parametrize("rows", [(0,), (1, 5), (4, 4), (2, 40), (1, 256), (257,), (3, 100)])

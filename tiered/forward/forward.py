@@ -43,7 +43,8 @@ class Forward:
         rows_computed: rows of each sequence that went through a layer in the last step, on average over layers.
         attention_probe: called with the inputs of the last layer's attention; None for no call.
         rows_probe: called in every layer with the rows whose keys and values are computed; None for no call.
-        router_probe: called in every layer with a mixture with the experts of some rows; None for no call.
+        router_probe: called in every layer with a mixture with the experts of some rows, on the host, and with these
+            experts once each; None for no call.
         experts_picked: experts of a layer that the last step picked, on average over layers with a mixture.
         between: called after each piece of a layer with its share of a row's work; what it runs must use another store.
             None for no call.
@@ -122,11 +123,11 @@ class Forward:
     def experts_picked(self) -> float:
         return sum(map(len, self._picked.values())) / max(1, len(self._picked))
 
-    def note_picks(self, layer: int, experts: Int[Tensor, "rows picked"]) -> None:
-        """Some rows of the pass go to these experts of `layer`."""
-        self._picked.setdefault(layer, set()).update(experts.unique().tolist())
+    def note_picks(self, layer: int, experts: Int[Tensor, "rows picked"], picked: list[int]) -> None:
+        """Some rows of the pass go to these experts of `layer`, which are `picked`."""
+        self._picked.setdefault(layer, set()).update(picked)
         if self.router_probe is not None:
-            self.router_probe(layer, experts)
+            self.router_probe(layer, experts, picked)
 
     def enter(self, layer: int) -> None:
         """Make the weights of `layer` usable, and of no other layer. Raises `TransferError` if a copy between the tiers

@@ -12,9 +12,9 @@ from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, atte
 from tiered.forward.sizes import CallShape, feature_buffers
 from tiered.kernels import block_attention_ref
 from tiered.kernels.attention_splits import partial_bytes
+from tiered.kernels.projection import FEW_ROWS
 from tiered.kernels.row_code import CHUNK_ELEMENTS
 from tiered.kernels.weight_product_ref import TILE_ELEMENTS
-from tiered.models.projection import FEW_ROWS
 from tiered.models.shape import BYTES_PER_ELEMENT, ModelShape
 
 # Rows of all sequences together that pass a layer at a time. Each weight that is read serves so many rows: an H100

@@ -19,9 +19,10 @@ from tiered.forward.forward import Asked, Forward, add_branch
 from tiered.forward.passes import Pass
 from tiered.forward.sizes import CallShape
 from tiered.kernels.coded_rows import Heads
+from tiered.kernels.projection import FEW_ROWS
 from tiered.models.base import head
-from tiered.models.projection import FEW_ROWS
 from tiered.models.rope import Rotary
+from tiered.models.router import picked_experts
 
 _FLOAT32 = 4
 
@@ -110,10 +111,10 @@ class _Together:
         for (forward, _), rows, *own in zip(self._asked, self.rows, self.heads(keys), self.heads(values), strict=True):
             forward.store_keys_values(layer, rows, *own)
 
-    def note_picks(self, layer: int, experts: Int[Tensor, "all picked"]) -> None:
+    def note_picks(self, layer: int, experts: Int[Tensor, "all picked"], picked: list[int]) -> None:
         """Tell each call of its own rows' experts."""
         for (forward, _), own in zip(self._asked, experts.split(self._counts), strict=True):
-            forward.note_picks(layer, own)
+            forward.note_picks(layer, own, picked_experts(own))
 
     def heads(self, projected: Float[Tensor, "1 heads all head_dim"]) -> list[Heads]:
         """Each call's, as views."""

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 from tiered.kernels.choice import for_device
 from tiered.kernels.coded_rows import CodedRows, Heads, KeyValue
+from tiered.kernels.projection import project
 from tiered.kernels.rms_norm_ref import Hidden, rms_norm
 from tiered.kernels.silu_mul_ref import silu_mul
 from tiered.models.attention import Attended, Joined, Limits, attend, attend_part
 from tiered.models.layout import ModelConfig
 from tiered.models.noise import Noise
-from tiered.models.projection import project
 from tiered.models.rope import Rotary
 from tiered.models.shape import ModelShape
 
 M = TypeVar("M", bound="DiffusionModel")
 KeyHeads = Float[Tensor, "batch kv_heads rows head_dim"]
 Projected = Float[Tensor, "batch rows out"]
-# Called with a layer and the experts that its rows go to.
-RouterProbe = Callable[[int, Int[Tensor, "rows picked"]], None]
+# Called with a layer, the experts that its rows go to, on the host, and these experts once each, ascending.
+RouterProbe = Callable[[int, Int[Tensor, "rows picked"], list[int]], None]
 
 
 class RMSNorm(nn.Module):

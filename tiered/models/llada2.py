@@ -7,11 +7,11 @@ alone. Block routing (LLaDA2.2) is refused: of its code no copy was at hand.
 
 from collections.abc import Mapping
 
+from tiered.kernels.projection import project
 from tiered.models.base import Hidden, Projected
 from tiered.models.config_fields import count, positive, switch
 from tiered.models.layout import IN_BLOCK, NAMES, Layout
 from tiered.models.mixture import MixtureConfig, MixtureModel
-from tiered.models.projection import project
 from tiered.models.router import Router, experts_of, scale_of
 from tiered.models.shape import ROUTER, ROUTER_BIAS
 

@@ -3,24 +3,18 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from jaxtyping import Float32, Int
 from torch import Tensor
 
+from tiered.kernels.add_experts_ref import Picks
 from tiered.models.config_fields import number_in, positive
 from tiered.models.shape import Experts
 
 Score = Literal["softmax", "sigmoid"]
 _NO_ZERO = 1e-20  # beside a sum that divides
-
-
-class Picks(NamedTuple):
-    """The experts of each row, ascending, and what each counts."""
-
-    experts: Int[Tensor, "rows picked"]
-    weights: Float32[Tensor, "rows picked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +95,11 @@ class Router:
         if self.normalised:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _NO_ZERO)
         return Picks(experts, weights * self.scale if self.scale != 1 else weights)
+
+
+def picked_experts(experts: Int[Tensor, "rows picked"]) -> list[int]:
+    """The experts, each once and ascending, of a table on the host."""
+    return experts.flatten().bincount().nonzero()[:, 0].tolist()
 
 
 def experts_of(

@@ -26,3 +26,19 @@ def project(
     if plain and hidden.is_cpu and rows.numel() in FEW_ROWS:
         return (weight @ hidden.flatten(0, -2).t()).t().unflatten(0, rows)
     return F.linear(hidden, weight)
+
+
+def project_few(
+    rows: Float[Tensor, "rows width"], weight: Float[Tensor, "out width"] | CodedRows
+) -> Float[Tensor, "rows out"]:
+    """`project` of no more rows than `FEW_ROWS` has, batch-invariant on a CPU: a row's result is the same to the bit
+    however many rows there are."""
+    lacking = FEW_ROWS[0] - len(rows)
+    if not rows.is_cpu or lacking <= 0:
+        return project(rows, weight)
+    return project(F.pad(rows, (0, 0, 0, lacking)), weight)[: len(rows)]
+
+
+def few_at_a_time(rows: Tensor) -> tuple[Tensor, ...]:
+    """Parts of `rows`, views of it, none of which has more rows than `project_few` takes."""
+    return rows.split(FEW_ROWS[-1])
