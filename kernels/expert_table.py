@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -12,6 +12,7 @@ from tiered.kernels.coded_rows import CodedRows
 Matrix = Float[Tensor, "out inner"] | CodedRows
 
 
+@runtime_checkable
 class Matrices(Protocol):
     """A matrix for every expert, made when it is asked for; None where an expert has none in this call."""
 

@@ -240,7 +240,7 @@ def files_of(directory: Path) -> dict[str, bytes | None]:
 
 @pytest.fixture
 def nothing_loads(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tiered.forward.layer_record.assign", started)
+    monkeypatch.setattr("tiered.forward.weight_records.assign", started)
 
 
 @pytest.mark.parametrize(("damage", "error", "fragments"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)

@@ -196,7 +196,7 @@ def test_records_in_files_come_by_way_of_host_memory(tiers: Tiers, residency: Re
     assert tiers.ledger.held(Tier.DISK) == tiers.scratch_bytes == 0
     used(residency, (0, 0))
     into = torch.zeros(NBYTES, dtype=torch.uint8)
-    residency.copy_out("more", into, Fence(Region.DEVICE_SLOT))
+    residency.copy_out("more", [Segment(0, 0, NBYTES)], into, Fence(Region.DEVICE_SLOT))
     assert torch.equal(into, bytes_of("more"))
 
 

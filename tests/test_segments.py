@@ -106,7 +106,7 @@ def test_weights_take_no_more_of_a_gpu_than_is_booked(preset: str, form: str):
     booked = WeightBytes.of(shape, "bfloat16", kept, gpu=True)
     assert exact.whole == weight_bytes(shape, "bfloat16", kept) <= booked.whole <= 1.02 * exact.whole
     assert reserved(shape, kept) <= 1.01 * booked.whole
-    streamed = booked.streaming(booked.of_layers).whole - booked.of_layers * booked.record
+    streamed = booked.streaming(booked.most).resident
     assert reserved_bytes(beside_layers(shape, "bfloat16", kept)) <= streamed
 
 

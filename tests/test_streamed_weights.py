@@ -185,7 +185,9 @@ def test_streamed_weights_answer_as_resident_ones(checkpoints: Callable[[str], P
     number = CASES.index((family, policy))
     form = FORMS[number % len(FORMS)]
     resident = loaded(checkpoints(family), policy, form=form)
-    count = FEWEST + number % (streamed_layers(resident).of_layers + 1 - FEWEST)
+    whole = streamed_layers(resident)
+    # Blocks that count from each prompt's first token take other columns than the budget is for.
+    count = whole.most // 2 if family in BLOCKS else whole.fewest + number % (whole.most + 1 - whole.fewest)
     expected = answer(resident)
     assert expected.weights is None and not streamed_layers(resident).layers
     budget = budget_for(resident, count)
@@ -193,11 +195,13 @@ def test_streamed_weights_answer_as_resident_ones(checkpoints: Callable[[str], P
     out = answer(runtime)
     assert same(out, expected)
     now = streamed_layers(runtime)
-    # Blocks that count from each prompt's first token take other columns than the budget is for.
-    assert len(now.layers) >= (FEWEST if family in BLOCKS else count)
+    assert now.count >= (now.fewest if family in BLOCKS else count)
     assert out.weights is not None and budget.device is not None
-    # Each forward moves each of them once; the next call's first two may be on their way.
-    assert 0 <= out.weights.ways[Lane.FETCH].nbytes - out.num_forwards * now.moved <= 2 * now.record
+    fetched = out.weights.ways[Lane.FETCH].nbytes
+    if now.experts is None:  # each forward moves each of them once; the next call's first two may be on their way
+        assert 0 <= fetched - out.num_forwards * now.moved() <= 2 * now.record
+    else:
+        assert fetched and fetched % now.record == 0
     assert out.memory.peak_device_bytes <= int(budget.device)
     runtime.close()
     assert all(runtime.ledger.held(tier) == 0 for tier in Tier)
@@ -210,14 +214,15 @@ def test_what_the_host_has_no_room_for_comes_from_disk(
     checkpoints: Callable[[str], Path], family: str, form: str, tmp_path: Path
 ):
     resident = loaded(checkpoints(family), "none", form=form)
-    expected, slot = answer(resident), streamed_layers(resident).slot_bytes
+    expected, whole = answer(resident), streamed_layers(resident)
+    slot = whole.slot_bytes
     raw = form == "raw"  # of which the checkpoint's own file has the bytes, so that there is no other
-    disk = {} if raw else {"disk": 4 * slot, "disk_path": tmp_path}
-    budget = budget_for(resident, LAYERS, host=4 * slot, **disk)
+    disk = {} if raw else {"disk": (whole.of_records - 2) * slot, "disk_path": tmp_path}
+    budget = budget_for(resident, whole.most, host=4 * slot, **disk)
     runtime = loaded(checkpoints(family), "none", form=form, budget=budget)
     out = answer(runtime)
     assert same(out, expected)
-    assert streamed_layers(runtime).below == streamed_layers(runtime).of_layers - 2 and out.memory.moved["disk->host"]
+    assert streamed_layers(runtime).below == streamed_layers(runtime).streamed - 2 and out.memory.moved["disk->host"]
     assert ("host->disk" not in out.memory.moved) == raw or not raw
     assert out.memory.tiers[Tier.HOST].peak <= 4 * slot
     assert (out.memory.tiers[Tier.DISK].peak == 0) == raw
@@ -235,17 +240,19 @@ def test_features_and_weights_are_streamed_together(checkpoints: Callable[[str],
     assert same(answer(runtime), answer(resident))
 
 
-def test_a_layer_comes_back_where_a_call_leaves_it_room(checkpoints: Callable[[str], Path]):
-    resident = loaded(checkpoints("llada"))
-    runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS))
+@pytest.mark.parametrize("family", ["llada", "llada-moe"])
+def test_a_layer_comes_back_where_a_call_leaves_it_room(checkpoints: Callable[[str], Path], family: str):
+    resident = loaded(checkpoints(family))
+    most = streamed_layers(resident).most
+    runtime = loaded(checkpoints(family), budget=budget_for(resident, most))
     small: dict[str, Any] = {"max_new_tokens": 16, "block_length": 16, "steps": 4}
     ids = torch.randint(0, 120, (1, 5), generator=torch.Generator().manual_seed(1))
     expected = resident.generate(ids, **small).sequences, answer(resident)
     for _ in range(2):
         assert same(answer(runtime), expected[1])
-        assert len(streamed_layers(runtime).layers) == LAYERS
+        assert streamed_layers(runtime).count == most
         assert torch.equal(runtime.generate(ids, **small).sequences, expected[0])
-        assert len(streamed_layers(runtime).layers) < LAYERS
+        assert streamed_layers(runtime).count < most
     assert torch.equal(runtime.logits(ids), resident.logits(ids))
 
 
@@ -281,7 +288,7 @@ def test_a_copy_waits_for_those_who_had_its_memory_before(
     runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS))
     ids = torch.randint(0, 120, (1, 5), generator=torch.Generator().manual_seed(1))
     expected = resident.logits(ids)
-    for module in ("tiered.forward.layer_record", "tiered.tiers.tiers"):
+    for module in ("tiered.forward.weight_records", "tiered.tiers.tiers"):
         monkeypatch.setattr(f"{module}.device_chunks", obtained)
     for _ in range(2):
         answer(runtime, steps=2)
@@ -315,8 +322,9 @@ def test_a_layer_that_is_elsewhere_cannot_be_used(checkpoints: Callable[[str], P
     assert len(gone) >= LAYERS - 1
 
 
-def test_a_copy_that_fails_is_told_and_the_next_call_answers(checkpoints: Callable[[str], Path]):
-    resident = loaded(checkpoints("llada"))
+@pytest.mark.parametrize("family", ["llada", "llada-moe"])
+def test_a_copy_that_fails_is_told_and_the_next_call_answers(checkpoints: Callable[[str], Path], family: str):
+    resident = loaded(checkpoints(family))
     failing = iter([False] * 9 + [True])
 
     def delay(point: Point, lane: Lane | None) -> float:
@@ -324,21 +332,23 @@ def test_a_copy_that_fails_is_told_and_the_next_call_answers(checkpoints: Callab
             raise OSError("the link is down")
         return 0
 
-    runtime = loaded(checkpoints("llada"), budget=budget_for(resident, LAYERS), delay=delay)
+    runtime = loaded(checkpoints(family), budget=budget_for(resident, streamed_layers(resident).most), delay=delay)
     with pytest.raises(TransferError, match="link is down"):
         answer(runtime)
     assert same(answer(runtime), answer(resident))
 
 
+@pytest.mark.parametrize("family", ["llada", "llada-moe"])
 def test_a_checkpoint_that_changes_under_the_runtime_is_told(
     random_weights: Callable[[Mapping[str, Any]], dict[str, Tensor]],
     write_checkpoint: Callable[..., Path],
+    family: str,
 ):
-    config = {**FAMILIES["llada"], **TOKENS, "torch_dtype": "float32"}
+    config = {**FAMILIES[family], **TOKENS, "torch_dtype": "float32"}
     directory = write_checkpoint(config, random_weights(config))
     resident = loaded(directory, "none")
     slot = streamed_layers(resident).slot_bytes
-    runtime = loaded(directory, "none", budget=budget_for(resident, LAYERS, host=3 * slot))
+    runtime = loaded(directory, "none", budget=budget_for(resident, streamed_layers(resident).most, host=3 * slot))
     assert same(answer(runtime), answer(resident))
     file = directory / "model.safetensors"
     with file.open("r+b") as opened:
@@ -424,6 +434,23 @@ def test_a_call_over_coded_weights_allocates_what_it_books(
         out = answer(runtime)
     booked = out.memory.peak_device_bytes - runtime.ledger.held(Tier.DEVICE, Account.WEIGHTS)
     assert 0.6 * booked <= allocated.peak <= booked
+
+
+def test_experts_that_all_fit_come_back_and_those_that_rows_pick_again_stay(checkpoints: Callable[[str], Path]):
+    resident = loaded(checkpoints("llada-moe"), "none")
+    whole, weights = streamed_layers(resident), CallBytes.of(resident.policy, sizes_of(resident), MemoryBudget())
+    runtime = loaded(checkpoints("llada-moe"), "none", budget=budget_for(resident, 1))
+    first, again = answer(runtime), answer(runtime)
+    assert same(first, again) and again.weights is not None and first.weights is not None and weights.weights is None
+    # All but one have a slot: they come once, and one that is missing is the only one to take another's place.
+    assert streamed_layers(runtime).slots == whole.of_records - 1
+    assert first.weights.asked[Tier.HOST] >= whole.of_records > again.weights.asked[Tier.HOST]
+    used, there = again.weights.experts_used, again.weights.experts_resident
+    assert used == sum(round(count * len(whole.recorded)) for count in again.experts_per_step)
+    assert there >= 0.9 * used and 0.5 * used <= again.weights.experts_foreseen <= used
+    # A call that leaves room for all of them has no slots.
+    small = runtime.generate(torch.arange(5)[None], max_new_tokens=16, block_length=16, steps=4)
+    assert small.weights is None and runtime.model.blocks[0].experts_in.weight is not None
 
 
 def test_weights_that_another_call_uses_stay_where_they_are(checkpoints: Callable[[str], Path]):

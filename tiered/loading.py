@@ -1,7 +1,7 @@
 """Loading a checkpoint: config, budget, weights, tokenizer."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from tiered.core.byte_size import format_bytes
 from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.modes import call_modes, safe_point
-from tiered.forward.layer_record import LayerRecords
 from tiered.forward.library_bytes import gpu_of
 from tiered.forward.sizes import DEFAULT_BLOCK_LENGTH, RAW, CallShape, kv_code
 from tiered.forward.streamed_weights import StreamedWeights
-from tiered.forward.weight_bytes import WeightBytes
+from tiered.forward.weight_bytes import WeightBytes, record_keys
+from tiered.forward.weight_records import WeightRecords
 from tiered.kernels.choice import check_kernels
 from tiered.kernels.coded_rows import CodedRows
 from tiered.kernels.row_code import WeightCode
@@ -165,7 +165,7 @@ def load_weights(
         NonFiniteError, ValueError: as `Checkpoint.read`.
     """
     shape, name = model.shape, str(dtype).removeprefix("torch.")
-    files = {} if form.code else layers_in_files(checkpoint, model, dtype)
+    files = {} if form.code else records_in_files(checkpoint, model, dtype)
     least = CallShape(shape=shape, batch=1, context=1, block_length=1, dtype=name, weights=form, gpu=gpu_of(device))
     whole = WeightBytes.of(shape, name, form, in_files=bool(files), gpu=least.gpu is not None)
     # While it loads there is no call yet; but the raw tensor stands beside what it becomes, which may take more.
@@ -176,7 +176,7 @@ def load_weights(
     held = {tier: ledger.held(tier) + beside.get(tier, 0) for tier in Tier}
     needed = CallBytes.fitting(row_schedule("none"), least, ledger.budget, held, whole, hint=LEAST_HINT)
     assert needed.weights is not None, "they were given"
-    records, pool = LayerRecords(model, dtype, form), HostPool(ledger, device)
+    records, pool = WeightRecords(model, dtype, form), HostPool(ledger, device)
     weights = StreamedWeights(
         records, ledger, pool, device=device, now=needed.weights, files=files, transport=transport
     )
@@ -204,27 +204,32 @@ def load_weights(
     return weights
 
 
-def layers_in_files(checkpoint: Checkpoint, model: DiffusionModel, dtype: torch.dtype) -> dict[int, FileRecord]:
-    """The record of each layer as the bytes of the checkpoint's files; none where these are not those in `dtype`."""
-    held, record = places(model.shape, str(dtype).removeprefix("torch."), RAW_WEIGHTS)
+def records_in_files(checkpoint: Checkpoint, model: DiffusionModel, dtype: torch.dtype) -> dict[Hashable, FileRecord]:
+    """Each record as the bytes of the checkpoint's files, by key; none where these are not those in `dtype`."""
+    name, apart = str(dtype).removeprefix("torch."), model.shape.experts_apart
+    experts = None if model.shape.experts is None else apart
+    held, record = places(model.shape, name, RAW_WEIGHTS, apart=apart)
     official: dict[str, list[str]] = {}
     for weight, own in model.config.parameter_names.items():
         official.setdefault(own, []).append(weight)
     opened: dict[Path, ReadFile] = {}
-    found: dict[int, FileRecord] = {}
+    found: dict[Hashable, FileRecord] = {}
     for layer in model.shape.recorded:
-        pieces = []
-        for name, (start, nbytes) in held.items():
-            end = start + nbytes
-            for weight in official[f"blocks.{layer}.{name}.weight"]:  # pieces in the order of their rows
-                extent = checkpoint.extent(weight, dtype)
-                if extent is None:
-                    return {}
-                path, offset, length = extent
-                if path not in opened:
-                    opened[path] = ReadFile(path)
-                pieces.append(FilePiece(opened[path], offset, length, start))
-                start += length
-            assert start == end, "a raw matrix has as many bytes in the file as in the record"
-        found[layer] = FileRecord(record, pieces)
+        for number, key in enumerate(record_keys(layer, experts)):
+            pieces = []
+            for name, (start, nbytes) in held.items():
+                end = start + nbytes
+                every = official[f"blocks.{layer}.{name}.weight"]  # pieces in the order of their rows
+                each = len(every) // apart
+                for weight in every[number * each : (number + 1) * each]:
+                    extent = checkpoint.extent(weight, dtype)
+                    if extent is None:
+                        return {}
+                    path, offset, length = extent
+                    if path not in opened:
+                        opened[path] = ReadFile(path)
+                    pieces.append(FilePiece(opened[path], offset, length, start))
+                    start += length
+                assert start == end, "a raw matrix has as many bytes in the file as in the record"
+            found[key] = FileRecord(record, pieces)
     return found

@@ -54,4 +54,19 @@ class Waited:
         return self.ended - self.began
 
 
-TierEvent = CopyEnded | Stored | Asked | Waited
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """Rows picked streamed experts of a layer.
+
+    Attributes:
+        used: experts.
+        resident: those of them that were in a slot then, or on the way there.
+        foreseen: those of them that were guessed a layer ahead.
+    """
+
+    used: int
+    resident: int
+    foreseen: int
+
+
+TierEvent = CopyEnded | Stored | Asked | Waited | Picked

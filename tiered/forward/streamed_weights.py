@@ -1,9 +1,9 @@
-"""The weights of a model that the device has no room for: the matrices of some layers pass through a ring.
+"""The weights of a model that the device has no room for: matrices of layers, or experts, pass through slots.
 
 Which layers are streamed is settled before each call; what is settled on the device again comes back.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,9 +14,10 @@ from tiered.core.features import Account, Tier
 from tiered.core.ledger import Ledger
 from tiered.core.ops import Op
 from tiered.core.spans import spanned
-from tiered.forward.layer_homes import LayerHomes
-from tiered.forward.layer_record import LayerRecords
+from tiered.forward.streamed_experts import StreamedExperts
 from tiered.forward.weight_bytes import WeightBytes
+from tiered.forward.weight_homes import WeightHomes
+from tiered.forward.weight_records import RecordLayout, WeightRecords
 from tiered.kernels.coded_rows import CodedRows
 from tiered.offload.device import synchronize
 from tiered.offload.fence import Fence, Region
@@ -30,9 +31,10 @@ from tiered.tiers.tiers import Home
 
 @dataclass(eq=False, slots=True)
 class _Coming:
-    """A record that is being filled. `missing`: rows of each matrix that are not there yet; `home`: None on the
-    device."""
+    """A record that is being filled, or a layer of the device. `missing`: rows of each matrix that are not there yet;
+    `home`: None on the device."""
 
+    layout: RecordLayout
     bytes: UInt8[Tensor, " record"]
     missing: dict[str, int]
     home: Home | None = None
@@ -42,24 +44,25 @@ class StreamedWeights:
     """The weights of a model between the tiers. All of them are in the books of `ledger`, as `now` has them.
 
     `enter` goes before every use of a layer. A layer that is elsewhere has no matrices in the model: its use is then an
-    error, never another layer's weights. A streamed layer is a record with its number as the key.
+    error, never another layer's weights. A streamed layer has the records of `WeightBytes.keys`.
 
     Attributes:
         records: the matrices of layers.
         now: which layers are streamed.
-        files: by layer, where the checkpoint's files hold the very bytes of its record.
+        files: by key, where the checkpoint's files hold the very bytes of a record.
         pool: where host memory comes from.
+        experts: those that are streamed; None if layers are.
     """
 
     def __init__(
         self,
-        records: LayerRecords,
+        records: WeightRecords,
         ledger: Ledger,
         pool: HostPool,
         *,
         device: torch.device,
         now: WeightBytes,
-        files: Mapping[int, FileRecord],
+        files: Mapping[Hashable, FileRecord],
         transport: Callable[[], Transport] | None = None,
     ) -> None:
         """Book the room of weights that are about to come, by `place`. `transport` makes what carries copies; None for
@@ -70,14 +73,20 @@ class StreamedWeights:
         """
         self.records, self.files, self.now, self.pool = records, files, now, pool
         self._ledger, self._device, self._transport = ledger, device, transport
-        self._homes: LayerHomes | None = None
+        self._homes: WeightHomes | None = None
+        self.experts = StreamedExperts(records, now) if now.experts else None
         self._broken_off = False  # unless `rest` and `settle` get to their ends: Ctrl-C may come anywhere
         ledger.allocate({Account.WEIGHTS: now.resident})
         # Before anything is read: in between, tensors that are to be coded would leave gaps that no record fills.
         resident = [layer for layer in records.layers if layer not in now.layers]
-        self._coming = {layer: _Coming(records.on_device(device).bytes, self._missing()) for layer in resident}
+        self._coming: dict[Hashable, _Coming] = {
+            layer: _Coming(records.layer, records.on_device(device).bytes, dict(records.layer.rows))
+            for layer in resident
+        }
+        # The first records of this order go below the host.
+        self._order = {key: place for place, key in enumerate(key for layer in now.layers for key in now.keys(layer))}
         if now.layers:
-            self._open().open_ring()
+            self._open_slots()
 
     def held(self) -> dict[Tier, int]:
         """Bytes of each tier."""
@@ -93,14 +102,17 @@ class StreamedWeights:
         found = self.records.find(own)
         if found is None:
             return None
-        layer, name = found
-        if layer in self.files and self._is_below(layer):  # it is read to be looked at alone
-            return torch.empty(self.records.part_bytes(name, rows), dtype=torch.uint8)
-        if layer not in self._coming:
+        key, name, rows = self._record_of(*found, rows)
+        layout = self.records.record
+        if key in self.files and self._is_below(key):  # it is read to be looked at alone
+            span = layout.span(name, rows)
+            return torch.empty(span.stop - span.start, dtype=torch.uint8)
+        if key not in self._coming:
             home = self._open().host_home()
             assert home.memory is not None, "it is in host memory"
-            self._coming[layer] = _Coming(home.memory, self._missing(), home)
-        return self.records.part(self._coming[layer].bytes, name, rows)
+            self._coming[key] = _Coming(layout, home.memory, dict(layout.rows), home)
+        coming = self._coming[key]
+        return coming.bytes[coming.layout.span(name, rows)]
 
     def place(self, own: str, weight: Tensor | CodedRows, rows: slice | None = None) -> None:
         """The weight that we call `own` is there, or some of its rows, in their `room` if they have one."""
@@ -108,26 +120,26 @@ class StreamedWeights:
         if found is None:
             self.records.place(own, weight)
             return
-        layer, name = found
-        if layer in self.now.layers:
+        if found[0] in self.now.layers:
             self.records.place(own, None)
-        if layer in self.files and self._is_below(layer):
-            if layer not in self._open().residency:  # the first of its matrices: the files have all of them
-                self._open().read(layer)
+        key, name, rows = self._record_of(*found, rows)
+        if key in self.files and self._is_below(key):
+            if key not in self._open().residency:  # the first of its matrices: the files have all of them
+                self._open().read(key)
             return
-        coming = self._coming[layer]
-        coming.missing[name] -= self.records.rows(name) if rows is None else rows.stop - rows.start
+        coming = self._coming[key]
+        coming.missing[name] -= coming.layout.rows[name] if rows is None else rows.stop - rows.start
         if coming.home is None and not coming.missing[name]:
-            self.records.place(own, self.records.matrix(coming.bytes, name))
+            self.records.place(own, self.records.matrix(coming.bytes, name, coming.layout))
         if not any(coming.missing.values()):
-            del self._coming[layer]
+            del self._coming[key]
             if coming.home is not None:
-                self._open().place(layer, coming.home)
-            if self._is_below(layer):
-                self._open().sink(layer)
+                self._open().place(key, coming.home)
+            if self._is_below(key):
+                self._open().sink(key)
 
     def settle(self, then: WeightBytes) -> None:
-        """Stream the layers of `then`, as many of them from below the host. After a failure `now` says how far it came.
+        """Stream the layers of `then`, as many records from below the host. After a failure `now` says how far it came.
 
         Raises:
             TierCapacityError: a tier has no room for what comes to it.
@@ -139,25 +151,26 @@ class StreamedWeights:
             return
         self._broken_off = True
         self.records.hide()
-        before, room = self.now.layers, len(then.layers) - then.below
+        before, room = self.now.layers, then.streamed - then.below
         try:
             homes = self._open()
             homes.residency.empty()
+            if then.slots != self.now.slots:
+                self._close_slots()
+                self.now = replace(self.now, slots=then.slots)
             for layer in (layer for layer in then.layers if layer not in before):
                 self._leave(layer, room)
-            if not then.layers:
-                self._close_ring()
             for layer in (layer for layer in before if layer not in then.layers):
                 self._return(layer)
             if len(then.layers) < len(before):
                 synchronize(self._device)  # the next call may compute on another stream than those layers came to
-            homes.make_room(room)
-            here = homes.on_host
-            below = [layer for layer in then.layers if layer not in here]
-            for layer in below[: room - len(here)]:
-                homes.lift(layer)
+            free = room - homes.make_room(room)
+            here = {*homes.on_host} if free else set()
+            below = [key for key in homes.layers if key not in here] if free else []
+            for key in below[:free]:
+                homes.lift(key)
             if then.layers:
-                homes.open_ring()
+                self._open_slots()
         finally:
             self.note()
         if not then.layers:
@@ -167,7 +180,8 @@ class StreamedWeights:
 
     @spanned(Op.WEIGHTS)
     def enter(self, layer: int) -> None:
-        """Let compute wait for the matrices of `layer`, if it is streamed, and send the next streamed layer.
+        """Let compute wait for the matrices of `layer`, if it is streamed, and send the next streamed layer. Experts
+        come when their router has picked them.
 
         Raises:
             TransferError: a copy of the layer failed.
@@ -175,6 +189,8 @@ class StreamedWeights:
         if not self.now.layers:
             return
         self._broken_off = True
+        if self.experts is not None:
+            return
         self.records.hide(other_than=layer)
         ahead = [Wanted(next((each for each in self.now.layers if each > layer), self.now.layers[0]))]
         residency = self._open().residency
@@ -203,21 +219,26 @@ class StreamedWeights:
         """Raise `RuntimeError` if the books of the streamed layers contradict themselves."""
         if self._homes is not None:
             self._homes.check_integrity()
-            there, here = self._homes.streamed, self._homes.on_host
-            if there != list(self.now.layers) or len(there) - len(here) != self.now.below:
+            there, here = self._homes.layers, self._homes.on_host
+            if tuple(dict.fromkeys(there.values())) != self.now.layers or len(there) - len(here) != self.now.below:
                 raise RuntimeError(f"streamed: {self.now}; records of {there}, on the host {here}")
 
     def note(self) -> None:
         """Bring `now` and the books up to date. A layer on the device has no record."""
-        streamed, here = [], []
+        there: dict[Hashable, int] = {}
+        here = 0
         if self._homes is not None:
-            for layer in filter(self.records.bound, self._homes.streamed):
-                self._homes.residency.remove(layer)
-            streamed, here = self._homes.streamed, self._homes.on_host
-        self.now = replace(self.now, layers=tuple(streamed), below=len(streamed) - len(here))
-        there, booked = self.now.resident, self._ledger.held(Tier.DEVICE, Account.WEIGHTS)
-        self._ledger.allocate({Account.WEIGHTS: max(0, there - booked)})
-        self._ledger.release({Account.WEIGHTS: max(0, booked - there)})
+            bound = {layer: self.records.bound(layer) for layer in self.records.layers}
+            for key, layer in self._homes.layers.items():
+                if bound[layer]:
+                    self._homes.residency.remove(key)
+            there, here = self._homes.layers, len(self._homes.on_host)
+        layers = tuple(dict.fromkeys(there.values()))
+        slots = self.now.slots if layers else 0
+        self.now = replace(self.now, layers=layers, slots=slots, below=len(there) - here)
+        resident, booked = self.now.resident, self._ledger.held(Tier.DEVICE, Account.WEIGHTS)
+        self._ledger.allocate({Account.WEIGHTS: max(0, resident - booked)})
+        self._ledger.release({Account.WEIGHTS: max(0, booked - resident)})
 
     def close(self) -> None:
         """Give everything back that lies below the device, and the ring. May be called again."""
@@ -225,62 +246,82 @@ class StreamedWeights:
             if coming.home is not None:
                 coming.home.free()
         self._coming.clear()
-        self._close_ring()
+        self._close_slots()
         if self._homes is not None:
             self._homes.close()
         self._homes = None
 
-    def _missing(self) -> dict[str, int]:
-        return {name: self.records.rows(name) for name in self.records.names}
+    def _record_of(self, layer: int, name: str, rows: slice | None) -> tuple[Hashable, str, slice | None]:
+        """The record, or the layer of the device, that `rows` of a matrix belong to; and which rows of it they are."""
+        if layer not in self.now.layers:
+            return layer, name, rows
+        key, rows = self.records.find_record(layer, name, rows)
+        return key, name, rows
 
     def _leave(self, layer: int, room: int) -> None:
-        """Move a layer down from the device, with at most `room` layers on the host."""
+        """Move a layer down from the device, with at most `room` records on the host."""
         homes = self._open()
-        if layer in self.files and len(homes.on_host) >= room:
-            homes.read(layer)
-        else:
-            homes.make_room(room - 1)
+        here = len(homes.on_host)
+        for key in self.now.keys(layer):
+            if key in self.files and here >= room:
+                homes.read(key)
+                continue
+            if here >= room:
+                here = homes.make_room(room - 1)
             home = homes.host_home()
             assert home.memory is not None, "it is in host memory"
-            self.records.write(layer, home.memory)
-            homes.place(layer, home)
+            self.records.write(key, home.memory)
+            homes.place(key, home)
+            here += 1
         self.records.unbind(layer)
-        self._ledger.release({Account.WEIGHTS: self.now.record})
+        self._ledger.release({Account.WEIGHTS: self.now.layer})
 
     def _return(self, layer: int) -> None:
         """Bring a layer back to stay."""
         residency = self._open().residency
-        self._ledger.allocate({Account.WEIGHTS: self.now.record})
+        self._ledger.allocate({Account.WEIGHTS: self.now.layer})
         chunk = self.records.on_device(self._device)
-        residency.copy_out(layer, chunk.bytes, Fence(Region.DEVICE_SLOT, chunk.earlier))
+        for key in self.now.keys(layer):
+            fence = Fence(Region.DEVICE_SLOT, chunk.earlier)
+            residency.copy_out(key, self.records.segments(key), chunk.bytes, fence)
         self.records.assign(layer, chunk.bytes)
-        residency.remove(layer)
+        for key in self.now.keys(layer):
+            residency.remove(key)
 
-    def _is_below(self, layer: int) -> bool:
-        """Whether the host has no room for a layer that is about to be placed."""
-        return layer in self.now.layers[: self.now.below]
+    def _is_below(self, key: Hashable) -> bool:
+        """Whether the host has no room for a record that is about to be placed."""
+        return self._order.get(key, self.now.below) < self.now.below
 
-    def _open(self) -> LayerHomes:
+    def _open(self) -> WeightHomes:
         """The tiers of the records, opened with the first one."""
         if self._homes is None:
             transport = None if self._transport is None else self._transport()
-            self._homes = LayerHomes(self._ledger, self.pool, self._device, self.now, self.files, transport)
+            recurs = (lambda _: False) if self.experts is None else self.experts.recurs
+            self._homes = WeightHomes(self._ledger, self.pool, self._device, self.now, self.files, transport, recurs)
         return self._homes
 
-    def _close_ring(self) -> None:
+    def _open_slots(self) -> None:
+        homes = self._open()
+        homes.open_slots(self.now.slots)
+        if self.experts is not None:
+            self.experts.open(homes, self.now.slots, all_at_once=self._device.type == "cuda")
+
+    def _close_slots(self) -> None:
         self.records.forget_slots()
+        if self.experts is not None:
+            self.experts.close()
         if self._homes is not None:
-            self._homes.close_ring()
+            self._homes.close_slots()
 
     def _recover(self) -> None:
         """Begin anew after a call that was broken off, in whatever state it left the slots."""
         self.records.forget_slots()
         if self._homes is not None:
             self._homes.tiers.synchronize()
-        self._close_ring()
+        self._close_slots()
         self.note()
         if self.now.layers:
-            self._open().open_ring()
+            self._open_slots()
         elif self._homes is not None:
             self._homes.close()
             self._homes = None

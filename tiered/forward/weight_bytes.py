@@ -1,6 +1,10 @@
-"""Books: what the weights take of each tier where some layers of them are streamed."""
+"""Books: what the weights take of each tier where some of them are streamed.
 
-from collections.abc import Mapping
+A record is the matrices of a layer, or of one expert. Layers are streamed one by one: those that are not stay on the
+device. Experts are streamed all or none, and as many of them are on the device as there are slots for.
+"""
+
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -13,8 +17,8 @@ from tiered.models.weight_form import WeightForm, beside_layers, places
 from tiered.offload.segments import reserved_bytes
 from tiered.offload.size_class import UNIT
 
-RING_SLOTS = 2  # one layer is used while the next one comes
-LOAD_SLOTS = 2  # of host memory, that layers from files pass: one is read while the other goes up
+RING_SLOTS = 2  # one record is used while the next one comes
+LOAD_SLOTS = 2  # of host memory, that records from files pass: one is read while the other goes up
 FEWEST = RING_SLOTS + 1  # so many layers as the ring has slots save nothing
 
 
@@ -28,27 +32,38 @@ def apart(layers: int) -> tuple[int, ...]:
     return tuple(order)
 
 
+def record_keys(layer: int, experts: int | None) -> list[Hashable]:
+    """The keys of a layer's records: the layer, or the layer and one of so many experts."""
+    return [layer] if experts is None else [(layer, expert) for expert in range(experts)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBytes:
-    """Which layers of the weights are streamed, and bytes. Only their matrices are: norms, biases, sinks and routers of
-    every layer, the embedding and the head stay on the device, and so do layers without a record.
+    """Which weights are streamed, and bytes. Norms, biases, sinks and routers of every layer, the embedding and the
+    head stay on the device, and so do layers without a record.
 
     Attributes:
-        whole: of all weights on the device. On a GPU: of the allocator's segments that they are in.
-        record: of the matrices of a layer, which lie in one piece in every tier.
-        recorded: layers with a record, ascending.
-        fixed: no layer may be streamed.
-        in_files: the checkpoint's files hold these very bytes, so that layers may be read from there.
-        layers: that are streamed, ascending.
-        below: how many of them the host has no room for.
+        whole: bytes of all weights on the device. On a GPU: of the allocator's segments that they are in.
+        layer: bytes of the matrices of a layer, which lie in one piece on the device.
+        record: bytes of a record, which lies in one piece in every tier.
+        recorded: layers with records, ascending.
+        experts: experts of a layer, which have a record each; None if the layer has one.
+        fixed: True if no layer may be streamed.
+        in_files: True if the checkpoint's files hold these very bytes, so that records may be read from there.
+        layers: layers whose records are below the device, ascending.
+        slots: slots on the device that records are used in.
+        below: records that the host has no room for.
     """
 
     whole: int
+    layer: int
     record: int
     recorded: tuple[int, ...]
+    experts: int | None = None
     in_files: bool
     fixed: bool = False
     layers: tuple[int, ...] = ()
+    slots: int = 0
     below: int = 0
 
     @classmethod
@@ -56,58 +71,94 @@ class WeightBytes:
         cls, shape: ModelShape, dtype: str, form: WeightForm, *, in_files: bool | None = None, gpu: bool = False
     ) -> "WeightBytes":
         """All on the device. `in_files`: None: where a checkpoint of the model would have them. `gpu`: it is one."""
-        record, beside = places(shape, dtype, form)[1], beside_layers(shape, dtype, form)
-        every = [*beside, *len(shape.recorded) * [record]]
+        layer, beside = places(shape, dtype, form)[1], beside_layers(shape, dtype, form)
+        every = [*beside, *len(shape.recorded) * [layer]]
         return cls(
             whole=reserved_bytes(every) if gpu else sum(every),
-            record=record,
+            layer=layer,
+            record=places(shape, dtype, form, apart=shape.experts_apart)[1],
             recorded=shape.recorded,
+            experts=shape.experts.count if shape.experts else None,
             fixed=form.fixed,
             in_files=form.code is None and dtype == shape.dtype if in_files is None else in_files,
         )
 
     def streaming(self, count: int, below: int = 0) -> "WeightBytes":
-        """With so many layers streamed, of which the host has no room for `below`. They lie apart, so that copies run
-        beside the layers between them; and fewer are among more, so that another call moves the difference alone."""
-        chosen = sorted(self.recorded[place] for place in apart(self.of_layers)[:count])
-        return replace(self, layers=tuple(chosen), below=below)
+        """With so many records that have no room on the device, and `below` that the host has no room for. Layers lie
+        apart, so that copies run beside the layers between them; and fewer are among more, so that another call moves
+        the difference alone."""
+        layers, slots = self.recorded, self.of_records - count
+        if self.experts is None:
+            layers, slots = tuple(sorted(layers[place] for place in apart(len(layers))[:count])), RING_SLOTS
+        return replace(self, layers=layers, slots=slots, below=below) if count else self.resting
 
     @property
-    def of_layers(self) -> int:
-        """Layers with a record."""
-        return len(self.recorded)
+    def resting(self) -> "WeightBytes":
+        """With nothing streamed."""
+        return replace(self, layers=(), slots=0, below=0)
+
+    @property
+    def of_records(self) -> int:
+        return len(self.recorded) * (self.experts or 1)
+
+    @property
+    def most(self) -> int:
+        """Records that may lack room on the device, at most."""
+        return self.of_records - (RING_SLOTS if self.experts else 0)
+
+    @property
+    def fewest(self) -> int:
+        """Records that have to lack room for any byte to be saved."""
+        return 1 if self.experts else FEWEST
+
+    def keys(self, layer: int) -> list[Hashable]:
+        """The keys of a layer's records."""
+        return record_keys(layer, self.experts)
+
+    @property
+    def streamed(self) -> int:
+        """Records below the device."""
+        return len(self.layers) * (self.experts or 1)
+
+    @property
+    def count(self) -> int:
+        """Records below the device that have no slot of their own."""
+        return self.streamed - (self.slots if self.experts else 0)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot of the ring, and of the room of a record in every tier."""
+        """Bytes of a slot, and of the room of a record in every tier."""
         return -(-self.record // UNIT) * UNIT
 
-    @property
-    def moved(self) -> int:
-        """Bytes that go up to the device in every forward."""
-        return len(self.layers) * self.record
+    def moved(self, reached: float | None = None) -> int:
+        """Bytes that go up to the device in a forward: of all streamed layers; or of the experts that have no slot, of
+        `reached` in each layer that its rows go to (None for all). The share of experts with a slot is the hit rate of
+        a router that picks at random."""
+        of_layer = 1.0 if self.experts is None else self.experts if reached is None else reached
+        missing = self.count / self.of_records if self.experts else 1.0
+        return round(len(self.layers) * of_layer * missing * self.record)
 
     @property
     def resident(self) -> int:
         """Bytes of the device that stay there."""
-        return self.whole - len(self.layers) * self.record
+        return self.whole - len(self.layers) * self.layer
 
     @property
     def buffers(self) -> list[Buffer]:
         """What the device has of them."""
-        slots = RING_SLOTS if self.layers else 0
+        name = "slots of experts" if self.experts else "slots of layers"
         return [
             Buffer("resident weights", Account.WEIGHTS, (self.resident,)),
-            Buffer("slots of layers", Account.STAGING, (slots, self.slot_bytes)),
+            Buffer(name, Account.STAGING, (self.slots, self.slot_bytes)),
         ]
 
     def passes_host(self, budget: MemoryBudget) -> bool:
-        """Whether layers may come from files, and so pass a ring of host memory."""
+        """Whether records may come from files, and so pass a ring of host memory."""
         return bool(budget.cap(Tier.DISK)) or (self.in_files and budget.cap(Tier.HOST) is not None)
 
     def lower(self, budget: MemoryBudget) -> dict[Tier, dict[Account, int]]:
         """Bytes of host and disk by account."""
-        here = len(self.layers) - self.below
+        here = self.streamed - self.below
         host = {Account.WEIGHTS: here * self.record, Account.SPARE: here * (self.slot_bytes - self.record)}
         if self.layers and self.passes_host(budget):
             host[Account.STAGING] = LOAD_SLOTS * self.slot_bytes
@@ -116,6 +167,7 @@ class WeightBytes:
         spare = self.below * (self.slot_bytes - self.record)
         return {Tier.HOST: host, Tier.DISK: {Account.WEIGHTS: self.below * self.record, Account.SPARE: spare}}
 
-    def as_dict(self) -> Mapping[str, Any]:
-        """Plain types only, for JSON. Sizes are bytes."""
-        return {"layers": list(self.layers), "below": self.below, "bytes_per_forward": self.moved}
+    def as_dict(self, reached: float | None = None) -> Mapping[str, Any]:
+        """Plain types only, for JSON. Sizes are bytes; `reached`: as for `moved`."""
+        found = {"layers": list(self.layers), "below": self.below, "bytes_per_forward": self.moved(reached)}
+        return found | ({"slots": self.slots, "experts": self.of_records} if self.experts else {})

@@ -173,7 +173,9 @@ class Layout:
         matrices = {
             name.removeprefix(last).removesuffix(".weight"): (of[0], of[1])
             for name, of in own.items()
-            if name.startswith(last) and name.endswith(".weight") and len(of) == 2
+            if name.startswith(last if experts is None else f"{last}experts_")
+            and name.endswith(".weight")
+            and len(of) == 2
         }
         shape = ModelShape(
             family=self.family.lower(),

@@ -4,7 +4,9 @@ A row goes to the experts that its router picks, and to the shared one if there 
 layer once, and hands them on. There is no kernel for experts yet.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Float32
@@ -19,6 +21,19 @@ from tiered.models.layout import ModelConfig
 from tiered.models.router import Router, picked_experts
 from tiered.models.shape import Experts
 
+# Experts, ascending, and where their matrices are until the next group is asked for.
+Group = tuple[Sequence[int], ExpertTable]
+
+
+@runtime_checkable
+class StreamedExperts(Protocol):
+    """Experts that are not all on the device."""
+
+    def groups(self, layer: int, rows: int, picked: Sequence[int], likely: Sequence[int]) -> Iterable[Group]:
+        """The experts of a layer that so many rows `picked`, in groups. `likely`: experts of the next layer that its
+        router picks of this layer's input."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureConfig(ModelConfig):
@@ -28,7 +43,12 @@ class MixtureConfig(ModelConfig):
 
 
 class MixtureModel(DiffusionModel):
+    """Attributes:
+    streamed: brings experts to the device; None if all are there.
+    """
+
     config: MixtureConfig
+    streamed: StreamedExperts | None = None
 
     def feed_forward(self, layer: int, hidden: Hidden, probe: RouterProbe | None = None) -> Hidden:
         block, experts = self.blocks[layer], self._experts
@@ -41,7 +61,8 @@ class MixtureModel(DiffusionModel):
         picked = picked_experts(of_rows)
         if probe is not None:
             probe(layer, of_rows, picked)
-        branch = self._mixed(layer, rows, picks, picked).view(normed.shape)
+        groups = self._groups(layer, hidden, len(rows), picked)
+        branch = self._mixed(rows, picks, groups).view(normed.shape)
         if experts.shared_width:
             branch += self._gated(normed, block.shared_proj, block.shared_up, block.shared_out)
         return branch
@@ -57,14 +78,25 @@ class MixtureModel(DiffusionModel):
         # The logits have no name here: they are gone once there are scores.
         return self.config.router.pick(_logits(rows, block.router), getattr(block, "router_bias", None))
 
+    def _groups(self, layer: int, hidden: Hidden, rows: int, picked: list[int]) -> Iterable[Group]:
+        """The `picked` experts of a layer: all at once, or as they come to the device."""
+        if self.streamed is None:
+            block = self.blocks[layer]
+            stacks = block.experts_in.weight, block.experts_out.weight
+            return [(picked, ExpertTable.of_stacks(*stacks, self._experts.count))]
+        following, likely = layer + 1, list[int]()
+        if following in self.shape.recorded:
+            normed = self.blocks[following].ff_norm(hidden).flatten(0, 1)
+            likely = picked_experts(self.picks(following, normed).experts.cpu())
+        return self.streamed.groups(layer, rows, picked, likely)
+
     def _mixed(
-        self, layer: int, rows: Float[Tensor, "rows width"], picks: Picks, picked: list[int]
+        self, rows: Float[Tensor, "rows width"], picks: Picks, groups: Iterable[Group]
     ) -> Float[Tensor, "rows width"]:
-        """The weighted sum of what each row's experts answer, all of which are `picked`."""
-        block = self.blocks[layer]
-        table = ExpertTable.of_stacks(block.experts_in.weight, block.experts_out.weight, self._experts.count)
+        """The weighted sum of what each row's experts answer."""
         total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-        add_experts(total, rows, picks, table, picked)
+        for group, table in groups:
+            add_experts(total, rows, picks, table, group)
         return total.to(rows.dtype)
 
 

@@ -40,6 +40,11 @@ class Experts:
     biased: bool = False
     dense: tuple[int, ...] = ()
 
+    def reached(self, rows: float) -> float:
+        """Experts of a layer that so many rows go to, on average, if each row picks them at random. Rows of one text
+        agree more than that."""
+        return self.count * (1 - (1 - self.picked / self.count) ** rows)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -71,8 +76,8 @@ class ModelShape:
         soft_cap: c if attention scores s become c · tanh(s / c); None for no cap.
         sink_tokens: learned keys and values of each layer that every row attends to beside the canvas.
         experts: the mixtures of experts; None for a dense model.
-        matrices: [out, inner] of a layer's matrices by our own names; they may be kept in codes and be streamed. Beside
-            mixtures, those of a layer with a mixture: layers without one have matrices too, which are not streamed.
+        matrices: [out, inner] of the matrices in a layer's record by our own names; they may be streamed. Of a model
+            with mixtures: the experts', one behind the other; its other matrices stay on the device.
         weight_shapes: shape of every tensor of the checkpoint, by its official name.
         own_shapes: shape of every weight, by our own name.
     """
@@ -102,6 +107,11 @@ class ModelShape:
     matrices: Mapping[str, tuple[int, int]] = field(hash=False)
     weight_shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
     own_shapes: Mapping[str, tuple[int, ...]] = field(hash=False)
+
+    @property
+    def experts_apart(self) -> int:
+        """Records that the matrices of a layer are streamed in: one for each expert, or one."""
+        return self.experts.count if self.experts else 1
 
     @property
     def recorded(self) -> tuple[int, ...]:

@@ -85,26 +85,34 @@ def table_bytes(shape: ModelShape, dtype: str, form: WeightForm) -> int:
     return form.matrix_bytes(table, BYTES_PER_ELEMENT[dtype]) if form.head else prod(table) * BYTES_PER_ELEMENT[dtype]
 
 
-def read_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS) -> int:
-    """Bytes of the weights that a forward reads: all except an embedding that serves look-ups alone."""
+def read_bytes(shape: ModelShape, dtype: str, form: WeightForm = RAW_WEIGHTS, rows: float | None = None) -> int:
+    """Bytes of the weights that a forward reads: all except an embedding that serves look-ups alone, and experts that
+    none of so many `rows` goes to (`Experts.reached`); None for rows that go to all."""
     table = shape.vocab_size, shape.width
     untied = list(shape.weight_shapes.values()).count(table) > 1
-    return weight_bytes(shape, dtype, form) - (table_bytes(shape, dtype, form) if untied else 0)
+    unread = table_bytes(shape, dtype, form) if untied else 0
+    if shape.experts is not None and rows is not None:
+        share = 1 - shape.experts.reached(rows) / shape.experts.count
+        unread += round(share * len(shape.recorded) * layer_bytes(shape, dtype, form))
+    return weight_bytes(shape, dtype, form) - unread
 
 
-def places(shape: ModelShape, dtype: str, form: WeightForm) -> tuple[dict[str, tuple[int, int]], int]:
-    """First byte and bytes of each matrix in the record of a layer, by name; and bytes of the record."""
+def places(
+    shape: ModelShape, dtype: str, form: WeightForm, *, apart: int = 1
+) -> tuple[dict[str, tuple[int, int]], int]:
+    """First byte and bytes of each matrix in the record of a layer, by name; and bytes of the record. `apart`: the
+    layer has so many records, with an equal part of each matrix."""
     found, end = {}, 0
-    for name, matrix in shape.matrices.items():
-        nbytes = form.matrix_bytes(matrix, BYTES_PER_ELEMENT[dtype])
+    for name, (out, inner) in shape.matrices.items():
+        nbytes = form.matrix_bytes((out // apart, inner), BYTES_PER_ELEMENT[dtype])
         found[name] = end, nbytes
         end += -(-nbytes // ALIGNED) * ALIGNED
     return found, end
 
 
 def beside_layers(shape: ModelShape, dtype: str, form: WeightForm) -> list[int]:
-    """Bytes of each weight outside the layers' records: norms, biases, sinks, routers, the matrices of layers without a
-    mixture beside those with one, the embedding and the head."""
+    """Bytes of each weight outside the layers' records: norms, biases, sinks, routers, the matrices beside experts, the
+    embedding and the head."""
     return [
         table_bytes(shape, dtype, form)
         if own in TABLES

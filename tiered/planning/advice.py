@@ -10,6 +10,7 @@ from tiered.core.byte_size import format_bytes
 from tiered.core.features import KEY_VALUE, Tier
 from tiered.kernels.row_code import RowCode
 from tiered.models.weight_form import CODES, WeightForm, drop_of
+from tiered.planning.times import weights_moved
 from tiered.planning.workload import Workload
 from tiered.policies.polestar.policy import Polestar
 from tiered.policies.registry import make_policy
@@ -67,7 +68,7 @@ def code_savings(workload: Workload, budget: MemoryBudget) -> str:
 def _streamed(workload: Workload, budget: MemoryBudget) -> tuple[int, int]:
     needed = workload.needed(budget)
     streams = () if needed.streams is None else needed.streams.streams
-    weights = 0 if needed.weights is None else needed.weights.moved
+    weights = weights_moved(workload.sizes, needed.weights, float(workload.sizes.block_length))
     return weights, sum(stream.records for stream in streams if stream.feature in KEY_VALUE)
 
 

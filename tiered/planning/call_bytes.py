@@ -15,7 +15,7 @@ from tiered.forward.attention_bytes import AttentionChunk
 from tiered.forward.forward_bytes import compared_at_a_time
 from tiered.forward.sizes import CallShape
 from tiered.forward.stream_bytes import StreamBytes
-from tiered.forward.weight_bytes import FEWEST, WeightBytes
+from tiered.forward.weight_bytes import WeightBytes
 from tiered.planning.streamed_layers import StreamedLayers, fewest_streamed
 from tiered.policies.base import Policy
 from tiered.tiers.record_bytes import RecordBytes
@@ -148,7 +148,7 @@ class _Search:
             return None
         call = self.with_cap(Tier.HOST, None).fewest()
         if call.weights is not None and call.weights.layers:
-            call = self._streaming(call, len(call.weights.layers))
+            call = self._streaming(call, call.weights.count)
         return call if self.fits(call, Tier.DEVICE) else None
 
     def with_cap(self, tier: Tier, cap: int | None) -> "_Search":
@@ -158,17 +158,17 @@ class _Search:
         features, weights = self._of_features(), self.weights
         if weights is None or weights.fixed or self.fits(features):
             return features
-        most, least = weights.of_layers, self.with_cap(Tier.DEVICE, 0)._of_features()
+        most, least = weights.most, self.with_cap(Tier.DEVICE, 0)._of_features()
         for call in (self.with_cap(Tier.DEVICE, None)._of_features(), least):
             found = bisect_left(
                 range(most + 1),
                 True,
-                lo=min(FEWEST, most),
+                lo=min(weights.fewest, most),
                 key=lambda count, call=call: self.fits(self._streaming(call, count), Tier.DEVICE),
             )
             if found <= most and self.fits(fitting := self._streaming(call, found)):
                 return fitting
-        if most >= FEWEST and self.fits(everything := self._streaming(least, most), *BELOW_DEVICE):
+        if most >= weights.fewest and self.fits(everything := self._streaming(least, most), *BELOW_DEVICE):
             return everything
         return features
 
@@ -186,16 +186,17 @@ class _Search:
         return sum(max(0, total - cap) for tier, total in totals.items() if (cap := self.budget.cap(tier)) is not None)
 
     def _streaming(self, call: CallBytes, count: int) -> CallBytes:
-        """`call` with so many layers of weights streamed, as many of them from the host as that has room for."""
+        """`call` with so many records of weights that have no room on the device, and as many on the host as that has
+        room for."""
         assert call.weights is not None, "weights are streamed that are the call's"
         weights, cap = call.weights.streaming(count), self.budget.cap(Tier.HOST)
         if cap is not None and weights.passes_host(self.budget):
             free = cap - self.held.get(Tier.HOST, 0) - sum(call.tiers(self.budget)[Tier.HOST].values())
             if sum(weights.lower(self.budget)[Tier.HOST].values()) > free:
-                rings = sum(weights.streaming(count, count).lower(self.budget)[Tier.HOST].values())
+                rings = sum(weights.streaming(count, weights.streamed).lower(self.budget)[Tier.HOST].values())
                 here = max(0, free - rings) // weights.slot_bytes
                 # What is coded goes to the disk by way of the host.
-                weights = weights.streaming(count, count - max(here, 0 if weights.in_files else 1))
+                weights = weights.streaming(count, weights.streamed - max(here, 0 if weights.in_files else 1))
         return replace(call, weights=weights)
 
     def _of_features(self) -> CallBytes:

@@ -119,6 +119,12 @@ class Plan:
         return next((time for time in self.times if time.tokens_per_forward == self.tokens_per_forward), None)
 
     @property
+    def reached(self) -> float | None:
+        """Experts of a layer that a block's rows go to (`Experts.reached`); None for a dense model."""
+        experts = self.shape.experts
+        return None if experts is None else experts.reached(float(self.sizes.block_length * self.sizes.sequences))
+
+    @property
     def kv_bytes_per_token(self) -> int:
         return self.shape.layers * sum(self.sizes.row_bytes(feature) for feature in KEY_VALUE)
 
@@ -151,7 +157,7 @@ class Plan:
             "buffers": [buffer.as_dict() for buffer in self.buffers],
             "stretch": self.stretch,
             "streamed": None if self.streams is None else self.streams.as_dict(),
-            "streamed_weights": None if streamed is None else streamed.as_dict(),
+            "streamed_weights": None if streamed is None else streamed.as_dict(self.reached),
             "if_hidden_states_were_kept": None if self.hidden is None else self.hidden.as_dict(),
             "rates": None if self.rates is None else self.rates.as_dict(),
             "times": [time.as_dict() for time in self.times],
@@ -233,15 +239,24 @@ def _contexts(plan: Plan) -> Iterator[str]:
 
 def _streamed(plan: Plan) -> Iterator[str]:
     streams, weights = () if plan.streams is None else plan.streams.streams, plan.weights
-    rows = [(stream.feature.value, stream.records, len(stream.layers), stream.of_layers, "") for stream in streams]
+    rows = [(each.feature.value, each.records, f"{len(each.layers)} of {each.of_layers} layers") for each in streams]
+    experts = None
     if weights is not None and weights.layers:
-        below = f", {weights.below} of them from {'the files' if weights.in_files else 'disk'}" if weights.below else ""
-        rows.insert(0, (Account.WEIGHTS.value, weights.moved, len(weights.layers), weights.of_layers, below))
+        experts = weights.experts
+        note = f"{len(weights.layers)} of {len(weights.recorded)} layers"
+        if experts:
+            note = f"{weights.slots} of {weights.of_records} experts stay, {weights.slots / weights.of_records:.0%}"
+        below = f", {weights.below} come from {'the files' if weights.in_files else 'disk'}" if weights.below else ""
+        rows.insert(0, (Account.WEIGHTS.value, weights.moved(plan.reached), note + below))
     if not rows:
         return
-    yield f"moved to the device in {_moving(plan)}: the layers that it has no room for"
-    for name, size, count, of_layers, note in rows:
-        yield _row(name, size, f"{count} of {of_layers} layers{note}")
+    yield f"moved to the device in {_moving(plan)}: the {'experts' if experts else 'layers'} that it has no room for"
+    for name, size, note in rows:
+        yield _row(name, size, note)
+    if experts:
+        picking = plan.sizes.block_length * plan.sizes.sequences
+        yield f"  if routers picked at random, {picking} rows {plan.reached:.0f} of {experts} experts of a layer. Rows"
+        yield "  of one text agree more, and pick again what they picked before, so less moves"
     yield _row("total", sum(size for _, size, *_ in rows))
 
 

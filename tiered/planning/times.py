@@ -13,6 +13,7 @@ from tiered.core.rates import CODED_PRODUCTS, Rates
 from tiered.forward.forward_bytes import part_rows
 from tiered.forward.forward_work import ForwardWork, forward_work
 from tiered.forward.sizes import CallShape
+from tiered.forward.weight_bytes import WeightBytes
 from tiered.models.weight_form import read_bytes
 from tiered.planning.call_bytes import CallBytes
 from tiered.planning.workload import answer_of, prompt_of
@@ -102,14 +103,13 @@ class CallTime:
 def call_time(
     policy: Policy, sizes: CallShape, needed: CallBytes, rates: Rates, *, tokens_per_forward: int
 ) -> CallTime:
-    """The seconds of a call of `sizes` that takes what is `needed`. Every forward moves all that is streamed."""
-    streamed = 0 if needed.weights is None else needed.weights.moved
-    streamed += 0 if needed.streams is None else sum(stream.records for stream in needed.streams.streams)
+    """The seconds of a call of `sizes` that takes what is `needed`. Every forward moves all layers that are streamed,
+    and the experts that it lacks."""
+    streamed = 0 if needed.streams is None else sum(stream.records for stream in needed.streams.streams)
     kinds = {}
     for count, forward in _kinds(policy, sizes, tokens_per_forward):
-        seconds, bound = forward_seconds(
-            policy, sizes, forward.rows, streamed + forward.fetched, rates, launches=forward.launches
-        )
+        moved = streamed + forward.fetched + weights_moved(sizes, needed.weights, forward.rows)
+        seconds, bound = forward_seconds(policy, sizes, forward.rows, moved, rates, launches=forward.launches)
         kinds[forward.kind] = ForwardTime(rows=forward.rows, count=count, seconds=seconds, bound=bound)
     answer = answer_of(sizes)
     return CallTime(
@@ -119,6 +119,14 @@ def call_time(
         sequences=sizes.batch,
         kinds=kinds,
     )
+
+
+def weights_moved(sizes: CallShape, weights: WeightBytes | None, rows: float) -> int:
+    """Bytes of weights that a forward over `rows` of each sequence moves to the device."""
+    if weights is None:
+        return 0
+    experts = sizes.shape.experts
+    return weights.moved(None if experts is None else experts.reached(rows * sizes.sequences))
 
 
 def _kinds(policy: Policy, sizes: CallShape, tokens_per_forward: int) -> tuple[tuple[int, DryForward], ...]:
@@ -182,7 +190,7 @@ def work_of(policy: Policy, sizes: CallShape, rows: float) -> ForwardWork:
     stored = sizes.row_bytes(Feature.KEY) / (shape.kv_width * sizes.element)
     return replace(
         work,
-        weight_bytes=read_bytes(shape, sizes.dtype, sizes.weights),
+        weight_bytes=read_bytes(shape, sizes.dtype, sizes.weights, float(min(rows, sizes.context) * sizes.sequences)),
         kv_bytes=round(work.kv_bytes * stored) if kept else 0,
     )
 

@@ -57,10 +57,19 @@ class _Here:
 class Residency:
     """Records over the slots of a ring. Records may be placed before the slots open, and outlive them."""
 
-    def __init__(self, traffic: Traffic, record: Callable[[TierEvent], None], passing: Ring | None = None) -> None:
-        """`record` counts each event. `passing`: slots of host memory for records in files; None without files."""
+    def __init__(
+        self,
+        traffic: Traffic,
+        record: Callable[[TierEvent], None],
+        passing: Ring | None = None,
+        *,
+        recurs: Callable[[Hashable], bool] = lambda _: False,
+    ) -> None:
+        """`record` counts each event. `passing`: slots of host memory for records in files; None without files.
+        `recurs`: whether a record is used in turns, so that it comes the sooner the longer ago it was used."""
         self._traffic, self._record, self._fetcher = traffic, record, Fetcher(traffic, record, passing)
         self._slots: Ring | None = None
+        self._recurs = recurs
         self._records: dict[Hashable, _Record] = {}
         self._here: dict[Hashable, _Here] = {}  # the record unused for longest first
         self._using: set[Hashable] = set()
@@ -125,12 +134,12 @@ class Residency:
         self._traffic.harvest()
         keys = [each.key for each in wanted]
         self._end_use(self._using.difference(keys))
-        entered = [self._enter(key, keys) for key in keys]
-        if not all(entered):
+        kept = {*keys, *(each.key for each in ahead)}
+        # What is wanted next leaves its slot for what is wanted now only if there is no other.
+        if not all(self._enter(key, kept) or self._enter(key, {*keys}) for key in keys):
             raise ValueError(f"{len(keys)} records are wanted at once: there are too few slots")
         self._using.update(keys)
         self._send(wanted)
-        kept = [*keys, *(each.key for each in ahead)]
         self._send([each for each in ahead if self._enter(each.key, kept)])
         arriving = [key for key in keys if self._here[key].arriving]
         if arriving:
@@ -178,10 +187,13 @@ class Residency:
         brought = np.zeros_like(missing) if here is None else here.brought
         return missing | (brought if wanted.parts is None else brought & wanted.parts)
 
-    def copy_out(self, key: Hashable, into: UInt8[Tensor, " nbytes"], fence: Fence) -> None:
-        """Bring a record to memory of the device that `fence` guards, and let compute wait for it. Errors as `use`."""
+    def copy_out(
+        self, key: Hashable, segments: Sequence[Segment], into: UInt8[Tensor, " nbytes"], fence: Fence
+    ) -> None:
+        """Bring `segments` of a record to memory of the device that `fence` guards, and let compute wait for them.
+        Errors as `use`."""
         record = self._records[key]
-        self._fetcher.send([record.fetch(record.filled, into, fence)])
+        self._fetcher.send([Fetch(record.home, record.layer, list(segments), len(record.filled), into, fence)])
         self._await([fence], record.layer)
 
     def rest(self) -> None:
@@ -236,8 +248,9 @@ class Residency:
             here = self._here[key]
             here.present, here.brought, here.arriving = here.present | parts, here.brought | parts, True
 
-    def _enter(self, key: Hashable, kept: Sequence[Hashable]) -> bool:
-        """Whether a record has a slot now. The record that was unused for longest leaves its slot for it."""
+    def _enter(self, key: Hashable, kept: Set[Hashable]) -> bool:
+        """Whether a record has a slot now. The record that was unused for longest leaves its slot for it; if that
+        recurs, the one that was used last."""
         assert self._slots is not None, "what is used has slots"
         none = np.zeros(self._records[key].layout.parts, dtype=bool)
         if key in self._here:
@@ -248,6 +261,8 @@ class Residency:
             leaving = next((other for other in self._here if other not in kept), None)
             if leaving is None:
                 return False
+            if self._recurs(leaving):
+                leaving = next(other for other in reversed(self._here) if other not in kept)
             assert not self._here[leaving].written.any(), "what is written is patched before another record is used"
             self.drop(leaving)
             slot = self._slots.acquire()

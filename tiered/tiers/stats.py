@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from tiered.core.events import Asked, CopyEnded, Stored, TierEvent, Waited
+from tiered.core.events import Asked, CopyEnded, Picked, Stored, TierEvent, Waited
 from tiered.core.features import Tier
 from tiered.core.ledger import Ledger
 from tiered.core.spans import active
@@ -64,6 +64,8 @@ class TierStats:
         ways: copies by direction.
         layers: the same by the layer of the records; what moved records of several layers at once is in `ways` alone.
         stored, asked: records, or parts of them, by tier. `asked` says where a fetch found them.
+        experts_used, experts_resident, experts_foreseen: experts of layers that rows picked, while experts are
+            streamed; those that were in a slot then; those that were guessed a layer ahead.
         pinned_requested, pinned_actual: bytes of host memory asked of the system and given by it.
         pinned: whether host memory is page-locked; False on a machine without CUDA.
     """
@@ -72,6 +74,9 @@ class TierStats:
     layers: dict[int, dict[Lane, WayStats]] = field(default_factory=dict)
     stored: Counter[Tier] = field(default_factory=Counter)
     asked: Counter[Tier] = field(default_factory=Counter)
+    experts_used: int = 0
+    experts_resident: int = 0
+    experts_foreseen: int = 0
     pinned_requested: int = 0
     pinned_actual: int = 0
     pinned: bool = False
@@ -95,6 +100,10 @@ class TierStats:
                 self.stored[event.tier] += event.records
             case Asked():
                 self.asked[event.tier] += event.records
+            case Picked():
+                self.experts_used += event.used
+                self.experts_resident += event.resident
+                self.experts_foreseen += event.foreseen
             case Waited():
                 for way in self._counted(event):
                     way.batches += 1

@@ -1,0 +1,77 @@
+"""The experts of a model that the device has no room for: those that routers pick come to slots, and stay as long as no
+other needs the slot.
+
+A layer's experts are used in groups, ascending. Beside a group there come the other groups, and then those that the
+next layer will probably pick: its last choice for as many rows, and what its router picks of this layer's input. A
+wrong guess costs a copy, and no answer depends on it.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+
+from tiered.core.events import Picked
+from tiered.core.ops import Op
+from tiered.core.spans import span
+from tiered.forward.weight_bytes import WeightBytes
+from tiered.forward.weight_homes import WeightHomes
+from tiered.forward.weight_records import WeightRecords
+from tiered.kernels.expert_table import ExpertTable, Matrix
+from tiered.tiers.parts import Wanted
+
+GROUP = 8  # experts: so few that copies run beside the computation, so many that one wait serves several
+
+
+class StreamedExperts:
+    """The experts of all layers with a mixture, over the slots of one residency."""
+
+    def __init__(self, records: WeightRecords, now: WeightBytes) -> None:
+        assert now.experts is not None, "there are experts"
+        self._records, self._experts = records, now.experts
+        self._next = dict(zip(now.recorded, (*now.recorded[1:], now.recorded[0]), strict=True))
+        self._last: dict[int, tuple[int, frozenset[int]]] = {}  # of a layer: rows, and what they picked
+        self._guessed: frozenset[int] = frozenset()
+        self._homes: WeightHomes | None = None
+        self._group = GROUP
+
+    def open(self, homes: WeightHomes, slots: int, *, all_at_once: bool) -> None:
+        """Let the model use experts in `slots`. `all_at_once`: one launch serves as many as fit, as on a GPU."""
+        self._homes, self._last = homes, {}
+        self._group = max(1, slots // 2 if all_at_once else min(GROUP, slots // 2))
+        self._records.model.streamed = self
+
+    def close(self) -> None:
+        self._homes = self._records.model.streamed = None
+
+    def recurs(self, key: Hashable) -> bool:
+        """Whether rows picked this expert when they last went through its layer: they will again, most likely."""
+        assert isinstance(key, tuple), "an expert's"
+        layer, expert = key
+        return layer in self._last and expert in self._last[layer][1]
+
+    def groups(
+        self, layer: int, rows: int, picked: Sequence[int], likely: Sequence[int]
+    ) -> Iterator[tuple[Sequence[int], ExpertTable]]:
+        """The experts of a layer that so many `rows` picked, ascending, in groups that are in slots until the next one
+        is asked for. `likely`: experts that the next layer's router picks of this layer's input.
+
+        Raises:
+            TransferError: a copy failed.
+        """
+        assert self._homes is not None, "experts are used in slots"
+        residency, following = self._homes.residency, self._next[layer]
+        wanted = [Wanted((layer, expert)) for expert in picked]
+        resident = sum(not residency.missing(each).any() for each in wanted)
+        foreseen = len(self._guessed.intersection(picked))
+        self._homes.tiers.record(Picked(used=len(picked), resident=resident, foreseen=foreseen))
+        self._last[layer] = rows, frozenset(picked)
+        before, again = self._last.get(following, (0, frozenset[int]()))
+        self._guessed = frozenset(likely) | (again if before == rows else frozenset())
+        guess = [Wanted((following, expert)) for expert in sorted(self._guessed)]
+        for start in range(0, len(wanted), self._group):
+            stop = start + self._group
+            with span(Op.WEIGHTS):
+                slots = residency.use(wanted[start:stop], [*wanted[stop:], *guess])
+            gate_up: list[Matrix | None] = [None] * self._experts
+            down = gate_up.copy()
+            for expert, slot in zip(picked[start:stop], slots, strict=True):
+                gate_up[expert], down[expert] = self._records.views(slot)
+            yield picked[start:stop], ExpertTable(gate_up, down)
