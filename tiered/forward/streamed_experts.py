@@ -47,6 +47,12 @@ class StreamedExperts:
         layer, expert = key
         return layer in self._last and expert in self._last[layer][1]
 
+    def guess(self, layer: int, rows: int, likely: Sequence[int]) -> frozenset[int]:
+        """The experts of a layer that so many rows will probably pick; `likely`: those that its router picks of the
+        input of the layer before."""
+        before, again = self._last.get(layer, (0, frozenset[int]()))
+        return again.union(likely) if before == rows else frozenset(likely)
+
     def groups(
         self, layer: int, rows: int, picked: Sequence[int], likely: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], ExpertTable]]:
@@ -63,8 +69,7 @@ class StreamedExperts:
         foreseen = len(self._guessed.intersection(picked))
         self._homes.tiers.record(Picked(used=len(picked), resident=resident, foreseen=foreseen))
         self._last[layer] = rows, frozenset(picked)
-        before, again = self._last.get(following, (0, frozenset[int]()))
-        self._guessed = frozenset(likely) | (again if before == rows else frozenset())
+        self._guessed = self.guess(following, rows, likely)
         guess = [Wanted((following, expert)) for expert in sorted(self._guessed)]
         for start in range(0, len(wanted), self._group):
             stop = start + self._group

@@ -1,0 +1,128 @@
+"""Mixtures whose experts do not all fit: what routers pick, how well it is guessed, and what copies cost.
+
+Parts, all on the CPU, over a random LLaDA2 in float32 whose answer has four blocks. Random routers say little of
+trained ones, which agree more from row to row and from step to step: the figures are of the schedule.
+
+    picks   experts of a layer that a step and a block reach, how they overlap, the recall of guesses one layer ahead,
+            and fetches without guesses over those of Belady's rule, with slots for a share of the experts
+    stream  a call with slots for --share of the experts over a slowed link: the copy of the experts that a step reaches
+            stands to its forward as with LLaDA2-mini in int4 on --link, by data sheets. Beside it the same call without
+            guesses, experts fetched one by one and waited for (TIDE's schedule), and all experts in each forward. The
+            answers are those of resident experts, or it has failed
+
+About five minutes on two idle cores. The last line of stdout says, each null as long as its rows are missing,
+
+    experts_over_bound      a forward over the longer of computing and of the misses' copies alone: the largest
+    experts_hidden_share    of the time of copies that computing could hide, how much it did: the smallest
+    bytes_over_misses       bytes that came over those without guesses: the largest
+    over_one_by_one         a forward over that with experts fetched one by one: the largest
+    misses_over_belady      fetches without guesses over Belady's: the largest
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from measuring.pages import rows_table
+from measuring.statistics import merged
+from measuring.study import Axes
+from measuring.table import Row
+from measuring.worker import RefusedError
+from workloads import expert_streams, weight_streams
+
+from tiered.core.checks import unknown_name
+
+__all__ = ["AXES", "OF", "QUICK", "TIMED", "last_line", "local", "measure", "points", "tables"]
+
+OF, TIMED = (), (*weight_streams.TIMED, "plain_ms", "layers_ms")
+AXES: Axes = {
+    "part": ["picks", "stream"],
+    "link": ["rtx4090", "h100"],
+    "share": [0.35, 0.6, 0.9],
+    "experts": [64],
+    "picked": [2, 8],
+    "width": [512],
+    "layers": [8],
+    "context": [256],
+    "steps": [8],
+}
+QUICK: Axes = {
+    "link": ["h100"], "share": [0.3], "experts": [64], "picked": [2], "width": [64], "layers": [3], "context": [64],
+    "steps": [2],
+}  # fmt: skip
+PICKS = {
+    "a step": "{of_step:.1f}", "a block": "{of_block:.1f}", "of the step before": "{step_overlap:.0%}",
+    "of the block before": "{block_overlap:.0%}", "guessed by last": "{recall_last:.0%}",
+    "by router": "{recall_router:.0%}", "by both": "{recall_both:.0%}", "over Belady": "{over_belady}",
+}  # fmt: skip
+STREAM = {
+    "resident, ms": "{resident_ms:.1f}", "streamed": "{streamed_ms:.1f}", "without guesses": "{plain_ms:.1f}",
+    "one by one": "{synchronous_ms:.1f}", "all experts": "{layers_ms:.1f}", "bound": "{bound_ms:.1f}",
+    "over bound": "{over_bound:.2f}", "hidden": "{hidden_share:.0%}", "there": "{hit_share:.0%}",
+    "bytes over misses": "{bytes_over_misses:.2f}",
+}  # fmt: skip
+
+
+def local(axes: Axes) -> dict[str, Any]:
+    """Nothing: models are made."""
+    return {}
+
+
+def points(axes: Axes) -> Iterator[dict[str, Any]]:
+    """Part by part; the links of a share stand next to each other."""
+    if wrong := [share for share in axes["share"] if not 0 < share < 1]:
+        raise ValueError(f"share = {wrong[0]}; above 0 and below 1 is allowed")
+    if wrong := [width for width in axes["width"] if width < 64 or width % 64]:
+        raise ValueError(f"width = {wrong[0]}; a multiple of 64 is allowed")
+    sizes = ("experts", "picked", "width", "layers", "context", "steps")
+    for part in axes["part"]:
+        if part not in AXES["part"]:
+            raise unknown_name("part", part, AXES["part"])
+        for values in product(*(axes[name] for name in sizes)):
+            of = {"part": part, **dict(zip(sizes, values, strict=True))}
+            if part == "picks":
+                yield of | {"shares": axes["share"]}
+            else:
+                yield from (of | {"share": one, "link": link} for one, link in product(axes["share"], axes["link"]))
+
+
+def measure(settings: Mapping[str, Any]) -> Iterator[Row]:
+    """As `workloads.expert_streams`."""
+    if settings["device"] != "cpu":
+        raise RefusedError(f"device {settings['device']}: links are slowed down on the CPU alone")
+    return getattr(expert_streams, settings["part"])(settings)
+
+
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """`experts_picked`: what routers pick; `experts_streamed`: calls over a slowed link."""
+    seen = merged(rows, of=OF, timed=TIMED)
+    picked = [row | {"over_belady": _over_belady(row)} for row in seen if row["part"] == "picks"]
+    streamed = [row for row in seen if row["part"] == "stream"]
+    return {
+        "experts_picked": rows_table("{picked} of {experts}", PICKS, picked),
+        "experts_streamed": rows_table("{picked} of {experts}, {share:.0%} stay, {link}", STREAM, streamed),
+    }
+
+
+def _belady(row: Row) -> list[float]:
+    return [row[name] for name in row if name.startswith("misses_over_belady_")]
+
+
+def _over_belady(row: Row) -> str:
+    return ", ".join(f"{each:.2f}" for each in _belady(row))
+
+
+def last_line(rows: Sequence[Row]) -> dict[str, float | None]:
+    """What the last line says of the figures that have goals, of medians over rounds."""
+    good = [row for row in merged(rows, of=OF, timed=TIMED) if row["status"] == "ok"]
+
+    def of(figure: str) -> list[float]:
+        return [round(row[figure], 3) for row in good if figure in row]
+
+    return {
+        "experts_over_bound": max(of("over_bound"), default=None),
+        "experts_hidden_share": min(of("hidden_share"), default=None),
+        "bytes_over_misses": max(of("bytes_over_misses"), default=None),
+        "over_one_by_one": max(of("over_synchronous"), default=None),
+        "misses_over_belady": max((round(each, 3) for row in good for each in _belady(row)), default=None),
+    }

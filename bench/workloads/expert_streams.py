@@ -1,0 +1,234 @@
+"""Experts that routers of a random mixture pick, and a call in which they come over a slowed link.
+
+Random routers say little of trained ones: the figures are of the schedule, not of a model.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from measuring.worker import refusing
+from safetensors.torch import save_file
+from simulation import Link, LinkSpeed, SimulatedThreads
+
+import tiered
+from tiered.core.budget import MemoryBudget
+from tiered.core.features import Tier
+from tiered.core.rates import rates_of
+from tiered.forward.streamed_experts import StreamedExperts
+from tiered.forward.weight_bytes import WeightBytes
+from tiered.kernels.expert_table import ExpertTable
+from tiered.models.families import family_of
+from tiered.models.mixture import Group, MixtureModel
+from tiered.models.weight_form import RAW_WEIGHTS
+from tiered.offload.lane import Lane
+from tiered.output import GenerationOutput
+from tiered.planning.call_bytes import CallBytes
+from tiered.planning.times import forward_seconds
+from tiered.policies.registry import make_policy
+from tiered.runtime import Runtime
+from workloads.models import VOCABULARY
+from workloads.streamed_model import opened, shape_of, sizes_of
+from workloads.weight_streams import WaitingTransport, figures
+
+BLOCK, BLOCKS = 32, 4
+MINI, MINI_CONTEXT = "llada2-mini", 8192
+
+
+def picks(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """One row: how the experts of a forward over a block agree with those before, and how well they are guessed.
+
+    "of_step", "of_block": experts of a layer that a forward reaches, and all forwards of a block. "step_overlap",
+    "block_overlap": share of them that the forward, or block, before had reached. "recall_last", "recall_router",
+    "recall_both": share that a guess one layer ahead has, by the choice of the forward before, by the layer's own
+    router, and by both.
+    """
+    with refusing(), random_mixture(settings) as folder:
+        runtime = tiered.from_pretrained(folder, policy="block_causal")
+        assert isinstance(runtime.model, MixtureModel)
+        runtime.model.streamed = recorder = Recorder(runtime.model)
+        model = runtime.model
+        answered(runtime, settings)
+    over_block = [each for each in recorder.seen if each.rows == BLOCK]
+    passes: dict[int, list[frozenset[int]]] = {}
+    recalls: dict[str, list[float]] = {"last": [], "router": [], "both": []}
+    likely: Sequence[int] = ()
+    for each in over_block:
+        own, picked = passes.setdefault(each.layer, []), frozenset(each.picked)
+        if own and each.layer != over_block[0].layer:  # no layer in front of the first has its router
+            guesses = {"last": own[-1], "router": frozenset(likely), "both": own[-1].union(likely)}
+            for name, guess in guesses.items():
+                recalls[name].append(len(guess & picked) / len(picked))
+        own.append(picked)
+        likely = each.likely
+    forwards = len(passes[over_block[0].layer]) // BLOCKS
+    unions = [
+        [frozenset[int]().union(*own[first : first + forwards]) for first in range(0, forwards * BLOCKS, forwards)]
+        for own in passes.values()
+    ]
+    yield {
+        "of_step": fmean(len(picked) for own in passes.values() for picked in own),
+        "of_block": fmean(len(union) for own in unions for union in own),
+        "step_overlap": fmean(len(a & b) / len(b) for own in passes.values() for a, b in pairwise(own)),
+        "block_overlap": fmean(len(a & b) / len(b) for own in unions for a, b in pairwise(own)),
+        **{f"recall_{name}": fmean(found) for name, found in recalls.items()},
+        **{
+            f"misses_over_belady_{100 * share:.0f}": over_belady(over_block, share, model)
+            for share in settings["shares"]
+        },
+    }
+
+
+def over_belady(seen: Sequence["Seen"], share: float, model: MixtureModel) -> float:
+    """Fetches with slots for a share of the experts, without guesses, over those of Belady's rule, by which the expert
+    goes whose next use is furthest. Experts come in no fewer fetches."""
+    experts = model.shape.experts
+    assert experts is not None, "it is a mixture"
+    slots = round(share * len(model.shape.recorded) * experts.count)
+    used = [(each.layer, expert) for each in seen for expert in each.picked]
+    following, after = [len(used)] * len(used), dict[tuple[int, int], int]()
+    for place in reversed(range(len(used))):
+        following[place] = after.get(used[place], len(used))
+        after[used[place]] = place
+    best, here = 0, dict[tuple[int, int], int]()
+    for place, key in enumerate(used):
+        if key not in here:
+            best += 1
+            if len(here) == slots:
+                del here[max(here, key=here.__getitem__)]
+        here[key] = following[place]
+    ours, order, last = 0, dict[tuple[int, int], None](), dict[int, frozenset[int]]()
+    for each in seen:
+        last[each.layer] = frozenset(each.picked)
+        for expert in each.picked:
+            key = each.layer, expert
+            if key in order:
+                order.pop(key)
+            else:
+                ours += 1
+                if len(order) == slots:
+                    layer, oldest = leaving = next(iter(order))
+                    order.pop(next(reversed(order)) if oldest in last[layer] else leaving)
+            order[key] = None
+    return ours / best
+
+
+def stream(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """One row: a call with all experts on the device; with slots for a share of them, over the link; the same without
+    guesses; and with experts fetched one by one, each waited for, as TIDE does (arXiv 2605.20179).
+
+    The link is so slow that a copy of the experts that a step reaches stands to its forward as with LLaDA2-mini in int4
+    on that card. Columns are those of `weight_streams.figures`, where a copy is that of the misses, and "plain_ms"
+    (without guesses), "layers_ms" (a bound: all experts in each forward), "hit_share", "foreseen_share", and
+    "bytes_over_misses": bytes that came with guesses over those without.
+    """
+    policy, share = make_policy("block_causal"), settings["share"]
+    with refusing(), random_mixture(settings) as folder:
+        shape = shape_of(folder)
+        assert shape.experts is not None, "it is a mixture"
+        positions, answer = settings["context"] + BLOCKS * BLOCK, BLOCKS * BLOCK
+        sizes = replace(sizes_of(shape, positions, RAW_WEIGHTS, block=BLOCK), answer=answer)
+        whole = WeightBytes.of(shape, sizes.dtype, sizes.weights)
+        resident = answered(opened(folder, policy, MemoryBudget(), device="cpu"), settings)
+        alone = median(resident.timings.steps)
+        reached = len(shape.recorded) * shape.experts.reached(float(BLOCK)) * whole.record
+        link = Link(fetch=LinkSpeed(bandwidth=reached / (copy_over_forward(settings["link"]) * alone)))
+        weights = whole.streaming(min(whole.most, round((1 - share) * whole.of_records)))
+        call = replace(CallBytes.of(policy, sizes, MemoryBudget(), weights=whole), weights=weights)
+        cap = MemoryBudget(device=call.total(Tier.DEVICE))
+
+        def told(kind: type[SimulatedThreads], guess: Callable[..., frozenset[int]]) -> GenerationOutput:
+            with patch.object(StreamedExperts, "guess", guess):
+                return answered(opened(folder, policy, cap, device="cpu", transport=partial(kind, link=link)), settings)
+
+        guessed = told(SimulatedThreads, StreamedExperts.guess)
+        plain, one_by_one = (told(kind, lambda *_: frozenset()) for kind in (SimulatedThreads, WaitingTransport))
+    for other in (guessed, plain, one_by_one):
+        assert torch.equal(other.sequences, resident.sequences), "streamed experts answer as resident ones do"
+    assert guessed.weights is not None and plain.weights is not None, "there is no room for all experts"
+    misses = plain.weights.ways[Lane.FETCH].nbytes
+    copies = link.fetch.seconds(misses) / resident.num_forwards
+    way, used = guessed.weights.ways[Lane.FETCH], guessed.weights.experts_used
+    yield figures(resident.timings.steps, guessed.timings.steps, one_by_one.timings.steps, copies, way) | {
+        "plain_ms": 1e3 * fmean(plain.timings.steps),
+        "layers_ms": 1e3 * max(alone, link.fetch.seconds(whole.of_records * whole.record)),
+        "hit_share": guessed.weights.experts_resident / used,
+        "foreseen_share": guessed.weights.experts_foreseen / used,
+        "bytes_over_misses": way.nbytes / misses,
+    }
+
+
+def copy_over_forward(card: str) -> float:
+    """The copy of the experts that a step of LLaDA2-mini in int4 reaches over its forward with all of them there."""
+    plan = tiered.plan(MINI, context=MINI_CONTEXT, weights="int4", device=card)
+    rates = rates_of(card)
+    assert plan.weights is not None and plan.shape.experts is not None, "it is a mixture"
+    seconds, _ = forward_seconds(make_policy("block_causal"), plan.sizes, BLOCK, 0, rates)
+    reached = len(plan.shape.recorded) * plan.shape.experts.reached(float(BLOCK))
+    return reached * plan.weights.record / rates.link_bytes_per_second / seconds
+
+
+class Seen(NamedTuple):
+    """A pass over a layer: its rows, the experts that they picked, and those that are likely in the next layer."""
+
+    layer: int
+    rows: int
+    picked: Sequence[int]
+    likely: Sequence[int]
+
+
+class Recorder:
+    """All experts are on the device; `seen` keeps what a mixture asks of those that stream."""
+
+    def __init__(self, model: MixtureModel) -> None:
+        self._model, self.seen = model, list[Seen]()
+
+    def groups(self, layer: int, rows: int, picked: Sequence[int], likely: Sequence[int]) -> Iterable[Group]:
+        self.seen.append(Seen(layer, rows, picked, likely))
+        block, experts = self._model.blocks[layer], self._model.shape.experts
+        assert experts is not None, "it is a mixture"
+        return [(picked, ExpertTable.of_stacks(block.experts_in.weight, block.experts_out.weight, experts.count))]
+
+
+def answered(runtime: Runtime, settings: Mapping[str, Any]) -> GenerationOutput:
+    """The answer of `BLOCKS` blocks to a random prompt, after another one that pays for thread pools."""
+    draws = torch.Generator().manual_seed(settings["seed"])
+    prompt = torch.randint(0, VOCABULARY - 2, (1, settings["context"]), generator=draws)
+    call = {"block_length": BLOCK, "block_steps": settings["steps"], "stop_at_eos": False}
+    with runtime:
+        runtime.generate(prompt, max_new_tokens=BLOCK, **call)
+        return runtime.generate(prompt, max_new_tokens=BLOCKS * BLOCK, **call)
+
+
+@contextmanager
+def random_mixture(settings: Mapping[str, Any]) -> Iterator[Path]:
+    """The folder of a random LLaDA2 in float32, gone behind the `with`. All layers but the first have a mixture."""
+    width = settings["width"]
+    config = {
+        "model_type": "llada2_moe", "hidden_size": width, "num_hidden_layers": settings["layers"],
+        "num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 256), "head_dim": 64,
+        "intermediate_size": 2 * width, "moe_intermediate_size": width // 4, "num_experts": settings["experts"],
+        "num_experts_per_tok": settings["picked"], "n_group": 8, "topk_group": 4, "num_shared_experts": 1,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "partial_rotary_factor": 0.5,
+        "vocab_size": VOCABULARY, "max_position_embeddings": settings["context"] + BLOCKS * BLOCK,
+        "mask_token_id": VOCABULARY - 1, "eos_token_id": VOCABULARY - 2, "pad_token_id": VOCABULARY - 2,
+        "torch_dtype": "float32",
+    }  # fmt: skip
+    draws = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(size, generator=draws) * size[-1] ** -0.5 if len(size) > 1 else torch.ones(size)
+        for name, size in family_of(config).shape(config).weight_shapes.items()
+    }
+    with TemporaryDirectory() as folder:
+        save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        yield Path(folder)
