@@ -97,7 +97,8 @@ class WeightCode(Code):
 
 
 class RowLayout(NamedTuple):
-    """How a row is coded, and the bytes at which its parts are: what kernels are compiled for."""
+    """How a row is coded, and the bytes at which its parts are: what kernels are compiled for. Values as they are have
+    groups of 0."""
 
     elements: int
     fp8: bool
@@ -111,6 +112,10 @@ class RowLayout(NamedTuple):
         codes, scale_at = code.code_bytes(elements), code.scale_at(elements)
         row_bytes = code.row_bytes(elements, residual=residual)
         return cls(elements, code == RowCode.FP8, code.group, codes, scale_at, row_bytes)
+
+    @classmethod
+    def raw(cls, elements: int, element_bytes: int) -> "RowLayout":
+        return cls(elements, False, 0, 0, 0, elements * element_bytes)
 
 
 def chunks(rows: int, width: int) -> Iterator[slice]:

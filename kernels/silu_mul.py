@@ -12,16 +12,20 @@ from tiered.kernels.silu_mul_ref import check_gate
 TILE = 1024  # elements of a program
 
 
+@triton.jit
+def gated(x, y, DTYPE: tl.constexpr):
+    """x · σ(x) of float32 `x`, rounded to `DTYPE`, times `y`, rounded again."""
+    return ((x / (1 + tl.exp(-x))).to(DTYPE).to(tl.float32) * y).to(DTYPE)
+
+
 # `total` is specialised: only where it is known to be a multiple of 16 are loads wide.
 @triton.jit
 def _silu_mul(gate, up, product, total, TILE: tl.constexpr):
     element = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = element < total
     x = tl.load(gate + element, inside, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = product.dtype.element_ty
-    gated = (x / (1 + tl.exp(-x))).to(dtype).to(tl.float32)
     y = tl.load(up + element, inside, other=0.0).to(tl.float32)
-    tl.store(product + element, (gated * y).to(dtype), inside)
+    tl.store(product + element, gated(x, y, product.dtype.element_ty), inside)
 
 
 def silu_mul(gate: Float[Tensor, "*rows width"], up: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:

@@ -179,7 +179,7 @@ def test_a_row_depends_on_no_other(
 
     def mixed(some: Tensor) -> Tensor:
         picks = model.picks(layer, some)
-        return model._mixed(some, picks, model._groups(layer, some[None], len(some), picked_experts(picks.experts)))
+        return model._mixed(some, picks, model._groups(layer, some[None], picked_experts(picks.experts)))
 
     whole = mixed(rows)
     assert torch.equal(mixed(rows[order]), whole[order])
@@ -187,7 +187,15 @@ def test_a_row_depends_on_no_other(
         assert torch.equal(torch.cat([mixed(part) for part in rows.split(size)]), whole)
 
 
-def test_the_sum_of_a_row_is_that_of_its_experts(random_model: Callable[[Mapping[str, Any]], Any]):
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_the_sum_of_a_row_is_that_of_its_experts(
+    random_model: Callable[[Mapping[str, Any]], Any], implementation: str, monkeypatch: pytest.MonkeyPatch
+):
+    if implementation == "triton":
+        pytest.importorskip("triton")
+        from tiered.kernels import add_experts
+
+        monkeypatch.setattr("tiered.models.mixture.for_device", lambda *_: add_experts.add_experts)
     model = random_model(LLADA_MOE)
     hidden = torch.randn(2, 21, 32, generator=torch.Generator().manual_seed(4))
     normed = model.blocks[1].ff_norm(hidden)

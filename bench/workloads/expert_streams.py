@@ -19,12 +19,12 @@ import torch
 from measuring.worker import refusing
 from safetensors.torch import save_file
 from simulation import Link, LinkSpeed, SimulatedThreads
+from torch import Tensor
 
 import tiered
 from tiered.core.budget import MemoryBudget
 from tiered.core.features import Tier
 from tiered.core.rates import rates_of
-from tiered.forward.streamed_experts import StreamedExperts
 from tiered.forward.weight_bytes import WeightBytes
 from tiered.kernels.expert_table import ExpertTable
 from tiered.models.families import family_of
@@ -49,14 +49,13 @@ def picks(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     "of_step", "of_block": experts of a layer that a forward reaches, and all forwards of a block. "step_overlap",
     "block_overlap": share of them that the forward, or block, before had reached. "recall_last", "recall_router",
-    "recall_both": share that a guess one layer ahead has, by the choice of the forward before, by the layer's own
-    router, and by both.
+    "recall_both": share that the layer picked in the forward before, that are likely one layer ahead, and both.
     """
     with refusing(), random_mixture(settings) as folder:
         runtime = tiered.from_pretrained(folder, policy="block_causal")
-        assert isinstance(runtime.model, MixtureModel)
-        runtime.model.streamed = recorder = Recorder(runtime.model)
         model = runtime.model
+        assert isinstance(model, MixtureModel)
+        recorder = Recorder(model)
         answered(runtime, settings)
     over_block = [each for each in recorder.seen if each.rows == BLOCK]
     passes: dict[int, list[frozenset[int]]] = {}
@@ -146,12 +145,12 @@ def stream(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         call = replace(CallBytes.of(policy, sizes, MemoryBudget(), weights=whole), weights=weights)
         cap = MemoryBudget(device=call.total(Tier.DEVICE))
 
-        def told(kind: type[SimulatedThreads], guess: Callable[..., frozenset[int]]) -> GenerationOutput:
-            with patch.object(StreamedExperts, "guess", guess):
+        def told(kind: type[SimulatedThreads], likely: Callable[..., list[int]]) -> GenerationOutput:
+            with patch.object(MixtureModel, "likely", likely):
                 return answered(opened(folder, policy, cap, device="cpu", transport=partial(kind, link=link)), settings)
 
-        guessed = told(SimulatedThreads, StreamedExperts.guess)
-        plain, one_by_one = (told(kind, lambda *_: frozenset()) for kind in (SimulatedThreads, WaitingTransport))
+        guessed = told(SimulatedThreads, MixtureModel.likely)
+        plain, one_by_one = (told(kind, lambda *_: []) for kind in (SimulatedThreads, WaitingTransport))
     for other in (guessed, plain, one_by_one):
         assert torch.equal(other.sequences, resident.sequences), "streamed experts answer as resident ones do"
     assert guessed.weights is not None and plain.weights is not None, "there is no room for all experts"
@@ -190,10 +189,15 @@ class Recorder:
     """All experts are on the device; `seen` keeps what a mixture asks of those that stream."""
 
     def __init__(self, model: MixtureModel) -> None:
-        self._model, self.seen = model, list[Seen]()
+        self._model, self._rows, self.seen = model, 0, list[Seen]()
+        model.streamed, model.likely = self, self.likely
 
-    def groups(self, layer: int, rows: int, picked: Sequence[int], likely: Sequence[int]) -> Iterable[Group]:
-        self.seen.append(Seen(layer, rows, picked, likely))
+    def likely(self, layer: int, hidden: Tensor) -> list[int]:
+        self._rows = hidden.shape[:-1].numel()
+        return MixtureModel.likely(self._model, layer, hidden)
+
+    def groups(self, layer: int, picked: Sequence[int], likely: Sequence[int]) -> Iterable[Group]:
+        self.seen.append(Seen(layer, self._rows, picked, likely))
         block, experts = self._model.blocks[layer], self._model.shape.experts
         assert experts is not None, "it is a mixture"
         return [(picked, ExpertTable.of_stacks(block.experts_in.weight, block.experts_out.weight, experts.count))]

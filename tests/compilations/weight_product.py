@@ -11,12 +11,10 @@ COMPILATIONS = tuple(
         types={
             "rows product": f"*{dtype}",
             "coded": "*u8",
-            "shorts": "*i16",
-            "words": "*fp32",
             "count out": "i32",
         },
         constexprs={"ROW": RowLayout.of(code, inner), "UPCAST": False, "TILE": tile},
-        multiples="rows coded shorts words product out",
+        multiples="rows coded product out",
         num_warps=warps_of(tile),
     )
     for dtype, element_bytes, count, inner in (

@@ -12,6 +12,7 @@ from tiered.forward.attention_bytes import AttentionChunk, attention_chunk, atte
 from tiered.forward.sizes import CallShape, feature_buffers
 from tiered.kernels import block_attention_ref
 from tiered.kernels.attention_splits import partial_bytes
+from tiered.kernels.expert_table import scratch_numbers
 from tiered.kernels.projection import FEW_ROWS
 from tiered.kernels.row_code import CHUNK_ELEMENTS
 from tiered.kernels.weight_product_ref import TILE_ELEMENTS
@@ -140,8 +141,8 @@ def _factors(shape: ModelShape) -> set[tuple[int, int]]:
 
 
 def _expert_buffers(sizes: CallShape, rows: int, beside: Mapping[str, ShapeAndDtype]) -> list[Buffer]:
-    """Temporaries of a mixture of experts over so many rows: of the router, of one expert at a time, and of the shared
-    one behind them."""
+    """Temporaries of a mixture of experts over so many rows: of the router, of one expert at a time, or of all by the
+    kernel, and of the shared one behind them."""
     shape, experts, dtype = sizes.shape, sizes.shape.experts, sizes.dtype
     if experts is None:
         return []
@@ -151,15 +152,26 @@ def _expert_buffers(sizes: CallShape, rows: int, beside: Mapping[str, ShapeAndDt
         "chosen experts, unsorted": ((2, rows, experts.picked), "int64"),
     }
     picks = {"experts of rows": ((rows, experts.picked), "int64"), "weights": ((rows, experts.picked), "float32")}
-    routed: dict[str, ShapeAndDtype] = {
-        "order of experts": ((3, rows, experts.picked), "int64"),
-        "sum of answers": ((rows, shape.width), "float32"),
-        "an expert's rows and answers": ((2, some, shape.width), dtype),
-        "its gate, projections and their product": ((3, some, experts.width), dtype),
-    }
+    routed: dict[str, ShapeAndDtype] = {"sum of answers": ((rows, shape.width), "float32")}
+    pairs = rows * experts.picked
+    if sizes.gpu is not None:
+        most = min(pairs, experts.count)
+        routed |= {
+            "places of pairs, and tiles": ((sum(scratch_numbers(pairs, most)),), "int32"),
+            "addresses of experts": ((3, most), "int64"),
+            "gates": ((pairs, experts.width), dtype),
+            "answers": ((pairs, shape.width), dtype),
+        }
+    else:
+        routed |= {
+            "order of experts": ((3, pairs), "int64"),
+            "an expert's rows and answers": ((2, some, shape.width), dtype),
+            "its gate, projections and their product": ((3, some, experts.width), dtype),
+        }
+        if dtype != "float32":
+            routed["answers, or a gate"] = (some, max(shape.width, experts.width)), "float32"
     if dtype != "float32":
         scores["rows of a router"] = (some, shape.width), "float32"
-        routed["answers, or a gate"] = (some, max(shape.width, experts.width)), "float32"
     shared = {
         "answers of experts": ((rows, shape.width), dtype),
         "gate, projections and their product": ((3, rows, experts.shared_width), dtype),

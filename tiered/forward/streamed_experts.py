@@ -2,8 +2,7 @@
 other needs the slot.
 
 A layer's experts are used in groups, ascending. Beside a group there come the other groups, and then those that the
-next layer will probably pick: its last choice for as many rows, and what its router picks of this layer's input. A
-wrong guess costs a copy, and no answer depends on it.
+next layer will probably pick. A wrong guess costs a copy, and no answer depends on it.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -26,8 +25,7 @@ class StreamedExperts:
     def __init__(self, records: WeightRecords, now: WeightBytes) -> None:
         assert now.experts is not None, "there are experts"
         self._records, self._experts = records, now.experts
-        self._next = dict(zip(now.recorded, (*now.recorded[1:], now.recorded[0]), strict=True))
-        self._last: dict[int, tuple[int, frozenset[int]]] = {}  # of a layer: rows, and what they picked
+        self._last: dict[int, frozenset[int]] = {}  # by layer, the experts that rows picked there last
         self._guessed: frozenset[int] = frozenset()
         self._homes: WeightHomes | None = None
         self._group = GROUP
@@ -45,32 +43,25 @@ class StreamedExperts:
         """Whether rows picked this expert when they last went through its layer: they will again, most likely."""
         assert isinstance(key, tuple), "an expert's"
         layer, expert = key
-        return layer in self._last and expert in self._last[layer][1]
-
-    def guess(self, layer: int, rows: int, likely: Sequence[int]) -> frozenset[int]:
-        """The experts of a layer that so many rows will probably pick; `likely`: those that its router picks of the
-        input of the layer before."""
-        before, again = self._last.get(layer, (0, frozenset[int]()))
-        return again.union(likely) if before == rows else frozenset(likely)
+        return expert in self._last.get(layer, ())
 
     def groups(
-        self, layer: int, rows: int, picked: Sequence[int], likely: Sequence[int]
+        self, layer: int, picked: Sequence[int], likely: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], ExpertTable]]:
-        """The experts of a layer that so many `rows` picked, ascending, in groups that are in slots until the next one
-        is asked for. `likely`: experts that the next layer's router picks of this layer's input.
+        """The experts of a layer that rows `picked`, ascending, in groups that are in slots until the next one is asked
+        for. `likely`: experts that they will probably pick in the next layer.
 
         Raises:
             TransferError: a copy failed.
         """
         assert self._homes is not None, "experts are used in slots"
-        residency, following = self._homes.residency, self._next[layer]
+        residency, following = self._homes.residency, layer + 1
         wanted = [Wanted((layer, expert)) for expert in picked]
         resident = sum(not residency.missing(each).any() for each in wanted)
         foreseen = len(self._guessed.intersection(picked))
         self._homes.tiers.record(Picked(used=len(picked), resident=resident, foreseen=foreseen))
-        self._last[layer] = rows, frozenset(picked)
-        self._guessed = self.guess(following, rows, likely)
-        guess = [Wanted((following, expert)) for expert in sorted(self._guessed)]
+        self._last[layer], self._guessed = frozenset(picked), frozenset(likely)
+        guess = [Wanted((following, expert)) for expert in likely]
         for start in range(0, len(wanted), self._group):
             stop = start + self._group
             with span(Op.WEIGHTS):

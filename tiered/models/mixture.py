@@ -1,7 +1,7 @@
 """Layers with a mixture of experts in the place of the MLP (arXiv 1701.06538).
 
 A row goes to the experts that its router picks, and to the shared one if there is any. The host reads the picks of a
-layer once, and hands them on. There is no kernel for experts yet.
+layer once, and hands them on: what counts them, and what brings experts, needs them there. Not measured on a GPU.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +13,7 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from tiered.kernels.add_experts_ref import Picks, add_experts
+from tiered.kernels.choice import for_device
 from tiered.kernels.expert_table import ExpertTable
 from tiered.kernels.projection import few_at_a_time, project_few
 from tiered.kernels.rms_norm_ref import Hidden
@@ -21,6 +22,8 @@ from tiered.models.layout import ModelConfig
 from tiered.models.router import Router, picked_experts
 from tiered.models.shape import Experts
 
+# An expert is likely if more than one in so many rows picks it: fewer would be fetched in vain too often.
+LIKELY = 12
 # Experts, ascending, and where their matrices are until the next group is asked for.
 Group = tuple[Sequence[int], ExpertTable]
 
@@ -29,9 +32,9 @@ Group = tuple[Sequence[int], ExpertTable]
 class StreamedExperts(Protocol):
     """Experts that are not all on the device."""
 
-    def groups(self, layer: int, rows: int, picked: Sequence[int], likely: Sequence[int]) -> Iterable[Group]:
-        """The experts of a layer that so many rows `picked`, in groups. `likely`: experts of the next layer that its
-        router picks of this layer's input."""
+    def groups(self, layer: int, picked: Sequence[int], likely: Sequence[int]) -> Iterable[Group]:
+        """The experts of a layer that rows `picked`, in groups. `likely`: experts that they will probably pick in the
+        next layer."""
         ...
 
 
@@ -61,7 +64,7 @@ class MixtureModel(DiffusionModel):
         picked = picked_experts(of_rows)
         if probe is not None:
             probe(layer, of_rows, picked)
-        groups = self._groups(layer, hidden, len(rows), picked)
+        groups = self._groups(layer, hidden, picked)
         branch = self._mixed(rows, picks, groups).view(normed.shape)
         if experts.shared_width:
             branch += self._gated(normed, block.shared_proj, block.shared_up, block.shared_out)
@@ -78,17 +81,22 @@ class MixtureModel(DiffusionModel):
         # The logits have no name here: they are gone once there are scores.
         return self.config.router.pick(_logits(rows, block.router), getattr(block, "router_bias", None))
 
-    def _groups(self, layer: int, hidden: Hidden, rows: int, picked: list[int]) -> Iterable[Group]:
+    def _groups(self, layer: int, hidden: Hidden, picked: list[int]) -> Iterable[Group]:
         """The `picked` experts of a layer: all at once, or as they come to the device."""
         if self.streamed is None:
             block = self.blocks[layer]
             stacks = block.experts_in.weight, block.experts_out.weight
             return [(picked, ExpertTable.of_stacks(*stacks, self._experts.count))]
-        following, likely = layer + 1, list[int]()
-        if following in self.shape.recorded:
-            normed = self.blocks[following].ff_norm(hidden).flatten(0, 1)
-            likely = picked_experts(self.picks(following, normed).experts.cpu())
-        return self.streamed.groups(layer, rows, picked, likely)
+        return self.streamed.groups(layer, picked, self.likely(layer + 1, hidden))
+
+    def likely(self, layer: int, hidden: Hidden) -> list[int]:
+        """Experts that the router of `layer` picks for several rows of `hidden`, the input of the layer before; none
+        for a layer without a router."""
+        if layer not in self.shape.recorded:
+            return []
+        rows = self.blocks[layer].ff_norm(hidden).flatten(0, 1)
+        counts = self.picks(layer, rows).experts.flatten().bincount()
+        return (counts * LIKELY > len(rows)).nonzero()[:, 0].tolist()
 
     def _mixed(
         self, rows: Float[Tensor, "rows width"], picks: Picks, groups: Iterable[Group]
@@ -96,7 +104,7 @@ class MixtureModel(DiffusionModel):
         """The weighted sum of what each row's experts answer."""
         total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
         for group, table in groups:
-            add_experts(total, rows, picks, table, group)
+            for_device(add_experts, rows.device)(total, rows, picks, table, group)
         return total.to(rows.dtype)
 
 

@@ -1,0 +1,69 @@
+"""Rows times a tile of a weight inside Triton kernels: a code is read once for a tile of rows, and becomes a value in
+registers.
+
+What a value's code and the scale of its group make is exact in 16 bits, but for int4; the scale of a row multiplies the
+sum. So sums are nearer to the truth than those of the oracles, which round every value to the dtype of the rows.
+"""
+
+import triton
+import triton.language as tl
+
+from tiered.kernels.row_bits import bf16_values, fp8_values, nvfp4_values
+
+
+@triton.jit
+def tile_product(row_start, given, weight, output, there, ROW: tl.constexpr, UPCAST: tl.constexpr, TILE: tl.constexpr):
+    """The sums of products, float32 [TILE.out, TILE.rows], of rows from `row_start` on with the weight's rows `output`.
+
+    `given` and `there` mask both. `weight` points to the weight's first byte, at a whole 16 of them. All is UPCAST to
+    float32 for the interpreter, which multiplies nothing of 16 bits.
+    """
+    start = weight + output * ROW.row_bytes
+    total = tl.full([TILE.out, TILE.rows], 0.0, tl.float32)
+    for first in range(0, ROW.elements, TILE.inner):
+        column = first + tl.arange(0, TILE.inner)
+        known = column < ROW.elements
+        hidden = tl.load(row_start[:, None] + column[None, :], given[:, None] & known[None, :], other=0.0)
+        if UPCAST:
+            hidden = hidden.to(tl.float32)
+        if ROW.group > 1:
+            even_hidden, odd_hidden = tl.split(tl.reshape(hidden, (TILE.rows, TILE.inner // 2, 2)))
+            even, odd = _pairs(start, first, there, ROW, TILE)
+            total = tl.dot(even.to(hidden.dtype), tl.trans(even_hidden), total, input_precision="ieee")
+            total = tl.dot(odd.to(hidden.dtype), tl.trans(odd_hidden), total, input_precision="ieee")
+        else:
+            own = there[:, None] & known[None, :]
+            if ROW.group == 0:
+                raw = start.to(tl.pointer_type(row_start.dtype.element_ty), bitcast=True)
+                values = tl.load(raw[:, None] + column[None, :], own, other=0.0)
+            else:
+                codes = tl.load(start[:, None] + column[None, :], own, other=0)
+                values = fp8_values(codes) if ROW.fp8 else codes.to(tl.int8, bitcast=True).to(tl.float32)
+            total = tl.dot(values.to(hidden.dtype), tl.trans(hidden), total, input_precision="ieee")
+    if ROW.group != 0 and ROW.group != 32:  # all but raw values and int4
+        scale = (start + ROW.scale_at).to(tl.pointer_type(tl.float32), bitcast=True)
+        total *= tl.load(scale, there, other=0.0)[:, None]
+    return total
+
+
+@triton.jit
+def _pairs(start, first, there, ROW: tl.constexpr, TILE: tl.constexpr):
+    """Values of codes of 4 bits [TILE.out, TILE.inner / 2], from column `first` on: even columns, and odd ones; of
+    nvfp4 before the scale of the row."""
+    groups: tl.constexpr = TILE.inner // ROW.group
+    byte = first // 2 + tl.arange(0, TILE.inner // 2)
+    own = there[:, None] & (byte < ROW.code_bytes)[None, :]
+    codes = tl.reshape(tl.load(start[:, None] + byte[None, :], own, other=0), (TILE.out, groups, ROW.group // 2))
+    group = first // ROW.group + tl.arange(0, groups)
+    known = there[:, None] & (group < ROW.code_bytes * 2 // ROW.group)[None, :]
+    scales = start + ROW.code_bytes
+    if ROW.group == 32:  # int4
+        shorts = scales.to(tl.pointer_type(tl.uint16), bitcast=True)
+        scale = bf16_values(tl.load(shorts[:, None] + group[None, :], known, other=0))[:, :, None]
+        pairs = codes.to(tl.int32)
+        even = tl.reshape((((pairs & 15) ^ 8) - 8).to(tl.float32) * scale, (TILE.out, TILE.inner // 2))
+        odd = tl.reshape((((pairs >> 4) ^ 8) - 8).to(tl.float32) * scale, (TILE.out, TILE.inner // 2))
+    else:
+        block_scales = tl.load(scales[:, None] + group[None, :], known, other=0)
+        even, odd = nvfp4_values(codes, block_scales, tl.full([TILE.out], 1.0, tl.float32), TILE.out, groups)
+    return even, odd

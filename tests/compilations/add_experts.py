@@ -1,0 +1,61 @@
+"""Specialisations of `kernels/add_experts.py`."""
+
+from specialisation import Compilation
+
+from tiered.kernels.add_experts import _CHUNK, _align, _expert_product, _sum
+from tiered.kernels.expert_table import TILE_ROWS
+from tiered.kernels.row_code import RowLayout, WeightCode
+from tiered.kernels.weight_product import tile_of, warps_of
+
+# LLaDA2-mini's and DiffusionGemma's: width, and width of an expert.
+_SIZES = (2048, 512), (2816, 704)
+
+COMPILATIONS = (
+    *(
+        Compilation(
+            kernel=_expert_product,
+            types={
+                "rows product": f"*{dtype}",
+                "order tiles": "*i32",
+                "addresses": "*i64",
+                "picked which out": "i32",
+            },
+            constexprs={"GATED": gated, "ROW": row, "UPCAST": False, "TILE": tile},
+            multiples="rows addresses product out",
+            num_warps=warps_of(tile),
+        )
+        for dtype, element_bytes, (width, inner) in (
+            ("bf16", 2, _SIZES[0]),
+            ("bf16", 2, _SIZES[1]),
+            ("fp16", 2, _SIZES[0]),
+            ("fp32", 4, _SIZES[0]),
+        )
+        for gated, elements in ((True, width), (False, inner))
+        for row in (
+            *(RowLayout.of(code, elements) for code in reversed(WeightCode)),
+            RowLayout.raw(elements, element_bytes),
+        )
+        for tile in (tile_of(TILE_ROWS, element_bytes),)
+    ),
+    Compilation(
+        kernel=_align,
+        types={"experts addresses": "*i64", "order places tiles": "*i32", "pairs": "i32"},
+        constexprs={"CHUNK": _CHUNK},
+        multiples="experts addresses",
+    ),
+    *(
+        Compilation(
+            kernel=_sum,
+            types={
+                "total weights": "*fp32",
+                "answers": f"*{dtype}",
+                "places": "*i32",
+                "picked width": "i32",
+            },
+            constexprs={"CHUNK": _CHUNK},
+            multiples="total answers weights width",
+            fp_fusion=False,
+        )
+        for dtype in ("bf16", "fp16", "fp32")
+    ),
+)
