@@ -63,7 +63,7 @@ def test_a_prompt_means_what_a_string_means_to_the_library(capsys: pytest.Captur
         (["x", "--policy-option", "refresh_interval"], "NAME=VALUE"),
         (["x", "--model", "no/such-model"], "hf download no/such-model"),
         (["x", "--memory", "1MiB"], "the device tier needs"),
-        (["x", "--prompt-file", "y"], "not both"),
+        (["x", "--prompt-file", "y"], "pass one of them"),
         (["--prompt-file", "no-such-file"], "no-such-file"),
         (["x", "--temperature", "nan"], "temperature = nan"),
         (["sort: Max Ada", ""], "prompt 1 is empty: ''"),
