@@ -323,7 +323,7 @@ def test_what_looks_at_whole_canvases_is_refused_by_name(runtime: Runtime):
     for inspector in (StepDriftInspector(), StalenessInspector()):
         with pytest.raises(ValueError, match="rows of 'sdar' see blocks"):
             runtime.generate(prompt(), block_length=4, inspector=inspector)
-    with pytest.raises(NotImplementedError, match=r"'small' \(sdar\) sees blocks: tasks that generate"):
+    with pytest.raises(NotImplementedError, match=r"'small' \(sdar\) is block-causal: tasks that generate"):
         Likelihood(runtime).score([1, 2], [3])
 
 
