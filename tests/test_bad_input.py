@@ -317,7 +317,7 @@ def test_the_checkpoint_is_good_before_the_damage(write_checkpoint: Callable[...
                 ("device_map", "device"),
             ]
         ],
-        ({"trust_remote_code": True}, ValueError, ["trust_remote_code", "no code that comes with a checkpoint"]),
+        ({"trust_remote_code": True}, ValueError, ["trust_remote_code", "code in a checkpoint is never run"]),
         ({"policy": "none", "xyz": 1}, ValueError, ["'xyz'; allowed: device, dtype, kv, memory, policy, rope_scaling"]),
         ({"policy": make_policy("none"), "memroy": 1}, ValueError, ["did you mean 'memory'?"]),
         (
