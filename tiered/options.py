@@ -44,9 +44,9 @@ class GenerationOptions:
 
     Attributes:
         max_new_tokens: tokens of the answer; a multiple of `block_length`.
-        block_length: tokens denoised together. None for 32 or a shorter answer's length, and for the whole answer under
-            `timestep` and `origin`. Block-causal models (SDAR, Nemotron-Labs) need the length they were trained with,
-            and round `max_new_tokens` up to whole blocks (docs/models.md).
+        block_length: tokens denoised together. None for 32, but at most the answer, and under `timestep` and `origin`
+            the whole answer. Block-causal models (SDAR, Nemotron-Labs) need the length they were trained with, and
+            round `max_new_tokens` up to whole blocks (docs/models.md).
         block_edges: start of the blocks of a block-causal model: the first token of the "sequence", or the end of the
             "prompt" if its context is causal (Nemotron-Labs).
         steps: forwards over all blocks, by which the rules `static`, `timestep` and `origin` divide their commits; a
@@ -75,8 +75,8 @@ class GenerationOptions:
         seed: seed of the call; sequence i of a batch uses seed + i. None for one drawn from torch's default stream.
         stop_tokens: ids that end an answer beside the end-of-sequence token; separated by commas in text.
         stop_at_eos: whether a sequence ends when an end-of-sequence token and all tokens before it are fixed.
-        eos_early_stop: whether such a sequence ends within its block; False to finish the block first. None for the way
-            of the official sampler in a block-causal family, and for True elsewhere.
+        eos_early_stop: whether a sequence ends at an end-of-sequence token within a block; False to finish the block
+            first. None for the official sampler's way in a block-causal family, and True elsewhere.
         output_history: whether the canvas is kept after every forward that changed it. The copies are on the host and
             count against no budget.
 

@@ -61,7 +61,7 @@ class PreparedCall:
         options: options of the call.
         sizes: numbers from which its bytes follow.
         choice: policy of the call, and its reason.
-        prior: ids that answers begin as; None for the model's own noise.
+        prior: initial ids of answers; None for the model's own noise.
     """
 
     prompts: Prompts

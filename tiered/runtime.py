@@ -150,7 +150,7 @@ class Runtime:
             attention_mask: mask of the ids' shape: 0 at padding, on any side. A padded prompt gets the same answer as
                 alone.
             raw: whether strings are continued as they are, even if there is a chat template.
-            prior: ids [batch, max_new_tokens + trailing_noise] that answers begin as, for a rule that rewrites tokens.
+            prior: initial ids [batch, max_new_tokens + trailing_noise] of answers, for a rule that rewrites tokens.
                 They replace the noise that `seed` draws, by noise of your own or by an answer to revise.
             streamer: receives prompts, drafts and final blocks (`tiered.decoding.observers.Streamer`).
             inspector: reads the caches after each forward (`tiered.decoding.observers.Inspector`). Its memory is booked
@@ -272,9 +272,9 @@ class Runtime:
 
         Args:
             input_ids, attention_mask, token_type_ids: ids and their mask, as for `generate`.
-            noise_mask: 0 at clean tokens (padding included), 1 at noisy ones, [batch, length], for a family that has
-                such a mask. Clean tokens come first and see only clean tokens, those of a causal context only the ones
-                before them. None for no clean token, or in a causal context for all before the last block.
+            noise_mask: mask [batch, length] of a family that has one: 0 at clean tokens (padding included), 1 at noisy
+                ones. Clean tokens come first, and see only clean tokens, or in a causal context only those before them.
+                None for no clean token, or in a causal context for all tokens before the last block.
             block_length: block length of a block-causal family, counted from each sequence's first token; None for the
                 one in config.json.
 

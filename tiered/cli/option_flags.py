@@ -36,11 +36,11 @@ def add_option_flags(parser: argparse.ArgumentParser) -> None:
         sentences[name] += _default(defaults[name])
     of_rules = parser.add_argument_group("options of commit rules")
     own.add_argument("--no-stop-at-eos", action="store_true", help="denoise every block, as the official scripts do")
-    own.add_argument("--eos-early-stop", action=argparse.BooleanOptionalAction, help=sentences["eos_early_stop"])
+    own.add_argument("--eos-early-stop", action=argparse.BooleanOptionalAction, help=_help(sentences["eos_early_stop"]))
     for name, kind in _KINDS.items():
         group, text = (of_rules, _of_rules(name)) if name in COMMIT_OPTIONS else (own, sentences[name])
         group = parser if name in _COMMON else group
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text.replace("%", "%%"))
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=_help(text))
     for name, kind in _OFFICIAL.items():
         flags = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
         parser.add_argument(*flags, dest=name, type=kind, help=argparse.SUPPRESS)
@@ -58,10 +58,14 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
 def attributes_of(cls: type) -> dict[str, str]:
     """The lines of a docstring's "Attributes" section, by name; "" for other names, and for all under `python -OO`."""
     section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-    section = section.replace("None for ", "not given: ").replace("None:", "not given:")
     told = re.findall(r"^    (\w[\w, ]*): (.+(?:\n {8}.+)*)", section, re.MULTILINE)
     sentences = {name: " ".join(text.split()).removesuffix(".") for names, text in told for name in names.split(", ")}
     return defaultdict(str, sentences)
+
+
+def _help(text: str) -> str:
+    # A flag is never None: it is not given.
+    return text.replace(". None for ", ". Not given: ").replace("None for ", "not given: ").replace("%", "%%")
 
 
 def _of_rules(name: str) -> str:

@@ -44,8 +44,6 @@ class OpTime:
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """A call and its trace."""
-
     out: GenerationOutput
     kinds: list[str]  # kind of each step
     ops: list[OpTime]  # longest first
